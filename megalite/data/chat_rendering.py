@@ -1,7 +1,7 @@
 """Messages to text by a chat template's Jinja source, in the form in which the template reads them.
 
 Templates differ in two things: contents are texts, or lists of parts (Idefics 3, LLaVA); and arguments of tool calls are objects, or JSON
-text that the template writes as it is (DeepSeek-V3). Which one a template reads is found out by rendering the first conversation with a
+text that the template writes as it is (DeepSeek-V3). Which one a template reads is found out once, by rendering a conversation with a
 recognizable content and recognizable arguments in each form.
 """
 
@@ -64,11 +64,11 @@ class Renderer:
         texts, spans = written
         return texts[0], spans[0] if spans else []
 
-    def _finds_parts(self, messages: list[Message], tools: Any) -> bool:
-        """Whether the template writes contents that are lists of parts, and not those that are texts."""
+    def _finds_parts(self, messages: list[Message], tools: Any) -> bool | None:
+        """Whether the template writes contents that are lists of parts, and not those that are texts; None if neither."""
         probes = [{**message, "content": PROBE} for message in messages]
         as_text, as_parts = (self._written(probes, tools, parts=parts) for parts in (False, True))
-        return PROBE not in as_text and PROBE in as_parts
+        return False if PROBE in as_text else True if PROBE in as_parts else None
 
     def _finds_json(self, messages: list[Message], tools: Any) -> bool | None:
         """Whether the template writes arguments that are JSON text, and objects not at all or as Python spells them; None if neither."""

@@ -259,7 +259,10 @@ def test_contents_are_given_as_the_template_reads_them(tokenizer):
         "{{ message['content'] + '<|im_end|>' }}", "{% for part in message['content'] %}{{ part.text }}{% endfor %}<|im_end|>"
     )
     assert source != unmarked(CHATML)
-    assert ChatTemplate(tokenizer, source).render(LONG) == ChatTemplate(tokenizer, CHATML).render(LONG)
+    template = ChatTemplate(tokenizer, "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}" + source)
+    with pytest.raises(DataError):
+        template.render(SHORT)  # nothing is learned from it
+    assert template.render(LONG) == ChatTemplate(tokenizer, CHATML).render(LONG)
 
 
 def test_a_template_that_refuses_is_quoted(tokenizer):

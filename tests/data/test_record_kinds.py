@@ -104,6 +104,9 @@ def test_columns_are_recognized(run, tmp_path):
     assert "--text_key text is not in a.parquet; its keys: messages. The records look like conversations: add --chat." in run(
         "--input", "a.parquet"
     )
+    assert re.search(
+        "--text_key messages of a.parquet is list.*, not text. The records look", run("--input", "a.parquet", "--text_key", "messages")
+    )
     Path("a.csv").write_text("prompt,completion\na,b\n")
     assert "a.csv row 1 has no --text_key text; its keys: prompt, completion. The records look like conversations: add --chat." in run(
         "--input", "a.csv"

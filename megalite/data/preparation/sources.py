@@ -152,7 +152,8 @@ class Parquet:
             kind = schema.field(text_key).type
             values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
             if values not in (pyarrow.string(), pyarrow.large_string()):
-                raise DataError(f"--text_key {text_key} of {path} is {kind}, not text. Choose the column that holds text.")
+                way_out = for_texts(dict.fromkeys(schema.names)) or "Choose the column that holds text."
+                raise DataError(f"--text_key {text_key} of {path} is {kind}, not text. {way_out}")
         self._path, self._key, self.identity = path, text_key, [_stamp(path)]
         columns = [column for column in range(self._file.metadata.num_columns) if text_key in (None, self._name(column))]
         groups = (self._file.metadata.row_group(i) for i in range(self._file.metadata.num_row_groups))
