@@ -71,6 +71,12 @@ def parser() -> argparse.ArgumentParser:
     add("--chat", action="store_true", help="the input contains conversations; their form is detected by their keys")
     add("--chat_template", type=as_path, metavar="FILE", help="Jinja source that replaces the tokenizer's own template; only with --chat")
     add("--loss_on", choices=["assistant", "last", "all"], default="assistant", help="turns that count in the loss (default assistant)")
+    add(
+        "--end_of_turn",
+        choices=["required", "optional"],
+        default="required",
+        help="optional: accept a chat template in which no token ends the assistant's turns, so that the model does not learn to stop",
+    )
     add("--max_length", type=int, metavar="N", help="maximum tokens per conversation; a run can use data.sequence_length + 1")
     add("--too_long", choices=["drop", "truncate"], default="drop", help="whether longer conversations are dropped or truncated at the end")
     add("--keys", metavar="KEY=NAME,…", help="names that keys have in the records, as messages=dialog,role=speaker; only with --chat")
@@ -133,6 +139,7 @@ def chosen_chat(options: argparse.Namespace) -> Chats | None:
             "chat_template": None,
             "max_length": None,
             "loss_on": "assistant",
+            "end_of_turn": "required",
             "too_long": "drop",
             "keys": None,
             "other_parts": "refuse",
@@ -149,7 +156,15 @@ def chosen_chat(options: argparse.Namespace) -> Chats | None:
         raise DataError("--too_long truncate cuts conversations of more than --max_length tokens, and there is none. Give it.")
     template = None if options.chat_template is None else read_template(options.chat_template)
     reader = RecordReader(parsed_keys(options.keys), options.other_parts == "drop")
-    return Chats(template, options.loss_on, options.max_length, options.too_long == "truncate", reader, options.skip_bad)
+    return Chats(
+        template,
+        options.loss_on,
+        options.max_length,
+        truncate=options.too_long == "truncate",
+        reader=reader,
+        skip_bad=options.skip_bad,
+        require_end=options.end_of_turn == "required",
+    )
 
 
 def report(summary: Summary, seconds: float, longest: int | None, as_json: bool) -> None:

@@ -142,6 +142,17 @@ def stored_dtype(config: dict[str, Any]) -> str | None:
     return config.get("dtype") or config.get("torch_dtype")
 
 
+def end_ids(directory: str | Path) -> list[int]:
+    """The `eos_token_id` of a model's generation_config.json or, if that has none, of its config.json; empty if neither names one.
+
+    Raises ConfigError if a file cannot be read.
+    """
+    for name in ("generation_config.json", "config.json"):
+        if (Path(directory) / name).is_file() and (found := hf_config(directory, name).get("eos_token_id")) is not None:
+            return found if isinstance(found, list) else [found]
+    return []
+
+
 def _language_model(config: dict[str, Any]) -> dict[str, Any]:
     """The config.json of a multimodal model's language model, with the token ids of the whole; another model's as it is."""
     known, inner = families(), config.get("text_config")

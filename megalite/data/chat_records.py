@@ -5,22 +5,23 @@ A record's keys determine its format. `RecordReader` can map other keys to these
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from megalite.data.indexed import DataError
+from megalite.data.record_hints import KNOWN_ROLES, ROLES, for_chats
+from megalite.data.tool_calls import BadTools, calls_of, tools_of, without_nulls
 
 FORMS = (
     'messages ({"messages": [{"role": …, "content": …}, …]}), sharegpt ({"conversations": [{"from": …, "value": …}, …]}), alpaca '
     '({"instruction": …, "input": …, "output": …}) or prompt-completion ({"prompt": …, "completion": …}, both texts or both messages)'
 )
 WAY_OUT = f"Give one of {FORMS}, or say with --keys what its keys mean."
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool", "function_response": "tool"}
-"""ShareGPT's role names that differ from those of chat templates."""
-KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
-KEYS_OF_RECORDS = ("messages", "conversations", "tools", "prompt", "completion", "system", "instruction", "input", "output")
-KEYS_OF_MESSAGES = ("role", "content", "from", "value", "weight", "tool_calls", "name")
+KEYS_OF_RECORDS = ("messages", "conversations", "tools", "functions", "prompt", "completion", "system", "instruction", "input", "output")
+KEYS_OF_MESSAGES = ("role", "content", "from", "value", "weight", "tool_calls", "function_call", "name")
 
 
 class BadRecord(DataError):
@@ -57,7 +58,7 @@ class Conversation:
 
     Attributes:
         form: the format of the record.
-        tools: the record's tools, in the template's format.
+        tools: the record's tools as objects.
         prompt: number of messages at the beginning that belong to the prompt, whose turns are not learned.
         unweighted: numbers of the assistant's messages with weight 0.
     """
@@ -100,7 +101,7 @@ class RecordReader:
                 read = self._messages(record[key], key, where)
                 first = _system(record, read, where)
                 unweighted = frozenset(len(first) + number for number in read.unweighted)
-                return Conversation(read.form, first + read.messages, record.get("tools"), unweighted=unweighted)
+                return Conversation(read.form, first + read.messages, _tools(record, where), unweighted=unweighted)
         if record.get("prompt") is not None and record.get("completion") is not None:
             return self._from_pair(record, where)
         if "instruction" in record and "output" in record:
@@ -108,7 +109,8 @@ class RecordReader:
         for key in ("messages", "conversations"):
             if record.get(key) is not None:
                 self._messages(record[key], key, where)  # says what is wrong with it
-        raise BadRecord(where, f" holds no conversation: its keys are {', '.join(map(str, record)) or 'none'}.", WAY_OUT)
+        keys = ", ".join(map(str, record)) or "none"
+        raise BadRecord(where, f" holds no conversation: its keys are {keys}.", for_chats(record) or WAY_OUT)
 
     def _renamed(self, item: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
         mapped = {theirs: ours for ours, theirs in self.keys if ours in names and theirs in item}
@@ -117,6 +119,8 @@ class RecordReader:
 
     def _from_pair(self, record: dict[str, Any], where: object) -> Conversation | Pair:
         """Texts are a Pair; lists of messages are one conversation, of which the completion is learned."""
+        if record.get("label") is False:  # TRL's unpaired preferences
+            raise BadRecord(where, " has label false: its completion is one to avoid.", "Remove such records: every completion is learned.")
         prompt, completion = record["prompt"], record["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             if not prompt and not completion:
@@ -126,11 +130,14 @@ class RecordReader:
             kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
             raise BadRecord(where, f": prompt and completion are of types {kinds}, not both texts or both messages.", WAY_OUT)
         read = [self._messages(record[key], key, where) for key in ("prompt", "completion")]
-        first = len(read[0].messages)
+        first, messages = len(read[0].messages), read[0].messages + read[1].messages
         unweighted = read[0].unweighted | {first + number for number in read[1].unweighted}
-        return Conversation("prompt-completion", read[0].messages + read[1].messages, record.get("tools"), first, frozenset(unweighted))
+        return Conversation("prompt-completion", messages, _tools(record, where), first, frozenset(unweighted))
 
     def _messages(self, turns: Any, key: str, where: object) -> _Messages:
+        if isinstance(turns, str):  # as in a .csv
+            with suppress(ValueError, RecursionError):
+                turns = json.loads(turns)
         if turns == []:
             raise BadRecord(where, f": {key} is empty.", "Remove the record.")
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
@@ -141,7 +148,8 @@ class RecordReader:
         for number, turn in enumerate(turns):
             place = MessageAt(where, number + 1, key)
             role, content = turn.get(who), self._text(turn.get(what), place)
-            if content is None and turn.get("tool_calls"):
+            others = _other_keys(turn, place)
+            if content is None and others.get("tool_calls"):
                 content = ""
             if not isinstance(role, str) or content is None:
                 raise BadRecord(place, f" has no text under {who} and {what}.", WAY_OUT)
@@ -149,7 +157,6 @@ class RecordReader:
                 raise BadRecord(place, f" is by {turn[who]}.", f"Known roles: {', '.join((*KNOWN_ROLES, *ROLES))}.")
             if not _weight(turn, role, place):
                 found.unweighted.add(number)
-            others = {name: value for name, value in turn.items() if name not in ("role", "content", "from", "value", "weight")}
             found.messages.append({"role": role, "content": content, **others})
         return found
 
@@ -183,6 +190,25 @@ def _system(record: dict[str, Any], read: _Messages, where: object) -> list[dict
     if not isinstance(text, str):
         raise BadRecord(where, f": system is of type {type(text).__name__}, not text.", WAY_OUT)
     return [{"role": "system", "content": text}]
+
+
+def _tools(record: dict[str, Any], where: object) -> list[dict[str, Any]] | None:
+    """The tools of a record."""
+    try:
+        return tools_of(record)
+    except BadTools as error:
+        raise BadRecord(where, f": {error.problem}", error.way_out) from None
+
+
+def _other_keys(turn: dict[str, Any], place: object) -> dict[str, Any]:
+    """What a message holds besides role, content and weight."""
+    try:
+        calls = calls_of(turn)
+    except BadTools as error:
+        raise BadRecord(place, f": {error.problem}", error.way_out) from None
+    read = ("role", "content", "from", "value", "weight", "tool_calls", "function_call")
+    others = without_nulls({name: value for name, value in turn.items() if name not in read})
+    return others if calls is None else {**others, "tool_calls": calls}
 
 
 def _weight(turn: dict[str, Any], role: str, place: object) -> bool:

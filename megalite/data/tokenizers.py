@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.config.families import end_ids
+from megalite.config.schema import ConfigError
 from megalite.data import tokenizer_structure as structures
 from megalite.data.indexed import DataError, IndexedTokens
 from megalite.data.sentencepiece_model import SentencePieceModel, parse
@@ -37,8 +39,9 @@ class Tokenizer(Protocol):
     Attributes: `name` is the argument of `load`; `vocab_size` counts every id, special ones included; `eos` ends a document; `bos` begins a
     text, None if the tokenizer has no such token; `adds_bos` is whether its library adds `bos` to every text; `files` are those that it was
     read from. `chat_template` is its own, or None; `special_tokens` maps the names that a template uses to control tokens; `controls` are
-    all texts that `encode_rendered` encodes as control tokens; `other_templates` are the names of its templates that are not the default.
-    `decode` leaves control tokens out, and `spell` spells them.
+    all texts that `encode_rendered` encodes as control tokens, `added` those of all tokens that were added to the vocabulary, and `ends`
+    those of the tokens that end the model's texts by its configuration; `other_templates` are the names of its templates that are not the
+    default. `decode` leaves control tokens out, and `spell` spells them.
     """
 
     name: str
@@ -51,6 +54,8 @@ class Tokenizer(Protocol):
     special_tokens: dict[str, Any]
     controls: list[str]
     other_templates: tuple[str, ...]
+    added: list[str]
+    ends: list[str]
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -74,7 +79,8 @@ class ByteTokenizer:
         self.name, self.vocab_size, self.eos, self.adds_bos = "byte", 257, 256, False
         self.bos: int | None = None
         self.files: list[Path] = []
-        self.chat_template, self.special_tokens, self.controls = _no_chat()
+        self.chat_template, self.special_tokens = _no_chat()
+        self.controls, self.added, self.ends = _only_eos()
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -113,7 +119,8 @@ class SentencePieceTokenizer:
         if self.eos < 0:
             raise DataError(f"--tokenizer {path} has no end-of-sentence piece, in which every document must end. Train it with an eos_id.")
         self.bos, self.adds_bos = self._model.bos_id() if self._model.bos_id() >= 0 else None, False
-        self.chat_template, self.special_tokens, self.controls = _no_chat()
+        self.chat_template, self.special_tokens = _no_chat()
+        self.controls, self.added, self.ends = _only_eos()
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text)
@@ -169,7 +176,10 @@ class HuggingFaceTokenizer:
         self.chat_template = template.get("default") if isinstance(template, dict) else template
         self.other_templates = tuple(sorted(template.keys() - {"default"})) if isinstance(template, dict) else ()
         self.special_tokens: dict[str, Any] = self._tokenizer.special_tokens_map
-        self.controls = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        added = self._tokenizer.added_tokens_decoder
+        self.controls = [token.content for token in added.values() if token.special]
+        self.added = [token.content for token in added.values()]
+        self.ends = [added[i].content for i in _end_ids(path) if i in added]
 
     def __getstate__(self) -> dict[str, Any]:
         """A worker gets the tokenizer without transformers' object, whose import takes seconds; it encodes, and cannot decode."""
@@ -239,9 +249,22 @@ def _backend(tokenizer: Any) -> Any:
     return copied
 
 
-def _no_chat() -> tuple[str | None, dict[str, Any], list[str]]:
-    """Chat template, special tokens and controls of a tokenizer whose only control token is EOS."""
-    return None, {"bos_token": "", "eos_token": EOS_TEXT}, []
+def _end_ids(path: Path) -> list[int]:
+    """The tokens that end the texts of the model in a directory; none if its configuration cannot be read, which a tokenizer needs not."""
+    try:
+        return end_ids(path)
+    except ConfigError:
+        return []
+
+
+def _no_chat() -> tuple[str | None, dict[str, Any]]:
+    """Chat template and special tokens of a tokenizer whose only control token is EOS."""
+    return None, {"bos_token": "", "eos_token": EOS_TEXT}
+
+
+def _only_eos() -> tuple[list[str], list[str], list[str]]:
+    """`controls`, `added` and `ends` of such a tokenizer. A text cannot spell its EOS, so `controls` leaves it out."""
+    return [], [EOS_TEXT], [EOS_TEXT]
 
 
 def _first_line(error: Exception) -> str:

@@ -12,7 +12,8 @@ from contextlib import suppress
 from io import TextIOWrapper
 
 from megalite.checkpoint.agreement import on_rank_0
-from megalite.data.chat_template import ChatTemplate, Message
+from megalite.data.chat_template import ChatTemplate
+from megalite.data.chat_turns import Message
 from megalite.data.indexed import DataError
 from megalite.data.tokenizers import Tokenizer
 from megalite.generation.language_model import LanguageModel, Sampling

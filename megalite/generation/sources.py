@@ -11,7 +11,7 @@ from pathlib import Path
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, find
 from megalite.config.dims import ParallelDims
-from megalite.config.families import hf_config
+from megalite.config.families import end_ids
 from megalite.config.load import from_dict
 from megalite.config.rule import RuleContext
 from megalite.config.rules import model as model_rules
@@ -177,11 +177,7 @@ def opening(source: ModelSource, tokenizer: Tokenizer) -> list[int]:
 
 def end_tokens(source: ModelSource, tokenizer: Tokenizer) -> frozenset[int]:
     """The tokens that end a text: the tokenizer's EOS, and those in generation_config.json or else config.json."""
-    named = None
-    for file in ("generation_config.json", "config.json"):
-        if named is None and source.companions is not None and (source.companions / file).is_file():
-            named = hf_config(source.companions, file).get("eos_token_id")
-    return frozenset((tokenizer.eos, *(named if isinstance(named, list) else [] if named is None else [named])))
+    return frozenset((tokenizer.eos, *([] if source.companions is None else end_ids(source.companions))))
 
 
 def chat_template(source: ModelSource, tokenizer: Tokenizer, named: bool, file: Path | None) -> ChatTemplate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 from collections.abc import Callable
@@ -134,6 +135,12 @@ def test_a_pair_of_messages_is_learned_from_its_completion_on(run, tmp_path):
     assert sum(map(len, learned())) == len(tokens) - 2, "all but the turn of weight 0"
 
 
+def test_an_unwanted_completion_is_refused():
+    assert READER.read({"prompt": "a", "completion": "b", "label": True}, "here") == Pair("a", "b")
+    with pytest.raises(BadRecord, match="here has label false: its completion is one to avoid"):
+        READER.read({"prompt": "a", "completion": "b", "label": False}, "here")
+
+
 def test_a_text_with_messages_is_no_pair():
     with pytest.raises(BadRecord, match="here: prompt and completion are of types str and list"):
         READER.read({"prompt": "a", "completion": SHORT}, "here")
@@ -217,6 +224,84 @@ def test_one_call_of_several_that_is_ignored_is_refused(tokenizer):
         ChatTemplate(tokenizer, source).render([SHORT[0], CALL, SHORT[0], {**CALL, "content": "I add."}], loss_on="all")
 
 
+def with_call(arguments: Any, **record: Any) -> dict[str, Any]:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    return {"messages": [SHORT[0], {"role": "assistant", "content": None, "tool_calls": [call]}], **record}
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "default": None}}}
+FUNCTION = {"name": "add", "parameters": SCHEMA}
+
+
+@pytest.mark.parametrize(
+    ("given", "tools"),
+    [
+        (json.dumps([{"type": "function", "function": FUNCTION}]), [{"type": "function", "function": FUNCTION}]),
+        ([json.dumps({"type": "function", "function": FUNCTION})], [{"type": "function", "function": FUNCTION}]),
+        ([{"type": "function", "function": json.dumps(FUNCTION)}], [{"type": "function", "function": FUNCTION}]),
+        ([{"type": "function", "function": {**FUNCTION, "parameters": json.dumps(SCHEMA)}}], [{"type": "function", "function": FUNCTION}]),
+        ([{**FUNCTION, "parameters": json.dumps(SCHEMA)}], [FUNCTION]),
+        ("[]", []),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_tools_that_are_json_text_become_objects(given, tools):
+    assert READER.read({"messages": SHORT, "tools": given}, "here").tools == tools  # type: ignore[union-attr]
+
+
+def test_calls_that_are_json_text_become_objects():
+    """A null in the text is kept; one that is an object's own was filled in by a table."""
+
+    def arguments(record: dict[str, Any]) -> Any:
+        return READER.read(record, "here").messages[1]["tool_calls"][0]["function"]["arguments"]  # type: ignore[union-attr]
+
+    assert arguments(with_call('{"a": 1, "b": null}')) == {"a": 1, "b": None}
+    assert arguments(with_call({"a": 1, "b": None})) == {"a": 1}
+    record = with_call("{}")
+    record["messages"][1]["tool_calls"] = json.dumps(record["messages"][1]["tool_calls"])
+    assert arguments(record) == {} and READER.read(record, "here") == READER.read(with_call({}), "here")
+
+
+def test_the_earlier_format_of_calls_is_read():
+    """`functions`, `function_call` and the role `function`: templates know only `tools` and `tool_calls`."""
+    answer = {"role": "function", "name": "add", "content": "2"}
+    called = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}}
+    found = READER.read({"messages": [SHORT[0], called, answer], "functions": [{"name": "add"}]}, "here")
+    assert found.tools == [{"type": "function", "function": {"name": "add"}}]  # type: ignore[union-attr]
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    expected = [SHORT[0], {"role": "assistant", "content": "", "tool_calls": [call]}, {**answer, "role": "tool"}]
+    assert found.messages == expected  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (
+            with_call('{"a": 1'),
+            r"line 3: message 2 of messages: arguments of call 1 \(add\): the text is not JSON \(.*\). Give an object, or its",
+        ),
+        (
+            with_call("[1]"),
+            r"message 2 of messages: arguments of call 1 \(add\): the JSON text is of type list, not an object. Give an object",
+        ),
+        (with_call(""), "arguments of call 1 .*: the text is not JSON"),
+        (with_call(3), "arguments of call 1 .*: it is of type int, not an object"),
+        ({"messages": [{**CALL, "tool_calls": {"name": "add"}}]}, "message 1 of messages: tool_calls: it is of type dict, not a list"),
+        ({"messages": [{**CALL, "tool_calls": ["add"]}]}, "message 1 of messages: call 1 of tool_calls: the text is not JSON"),
+        ({"messages": SHORT, "tools": "add"}, "line 3: tools: the text is not JSON"),
+        (
+            {"messages": SHORT, "tools": [{"function": {**FUNCTION, "parameters": "{"}}]},
+            r"parameters of tool 1 \(add\): the text is not JSON",
+        ),
+        ({"prompt": SHORT[:1], "completion": SHORT[1:], "tools": "{}"}, "tools: the JSON text is of type dict, not a list"),
+    ],
+)
+def test_tools_and_calls_that_are_no_objects_are_refused(record, reason):
+    with pytest.raises(BadRecord, match=reason):
+        READER.read(record, "line 3")
+
+
 # ---- CSV
 
 
@@ -227,8 +312,10 @@ def test_csv_rows_are_texts_or_records(run, tmp_path):
     assert IndexedTokens("x").tokens.tolist() == [*b"one, two\nthree", 256, *b'say "x"', 256, *b"four", 256] and result["documents"] == 3
     (tmp_path / "b.csv").write_text("prompt,completion\nThe sky is, blue\n")
     (tmp_path / "c.csv").write_text("instruction,input,output\nAdd,1+1,It is 2.\nSay x,,x\n")
-    run("--chat", "--input", "b.csv", "c.csv")
-    assert learned() == [b" blue$", b"It is 2.$", b"x$"]
+    with (tmp_path / "d.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["messages"], [json.dumps(SHORT)]])
+    run("--chat", "--input", "b.csv", "c.csv", "d.csv")
+    assert learned() == [b" blue$", b"It is 2.$", b"x$", b"It is 2.$"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import importlib
 import json
 import pickle
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,20 @@ from megalite.data.chat_template import ChatTemplate
 from megalite.data.indexed import DataError, IndexedTokens
 from megalite.data.preparation.chats import Chats
 from megalite.data.preparation.sources import open_inputs
-from tests.data.chats import CHATML, LONG, SHORT, TEMPLATES, unmarked, write_lines, write_tokenizer
+from tests.data.chats import (
+    CHATML,
+    CONTROLS,
+    ENDS_TWICE,
+    LONG,
+    NEXT_ROLE_ENDS,
+    PLAIN,
+    ROLE_CONTROLS,
+    SHORT,
+    TEMPLATES,
+    unmarked,
+    write_lines,
+    write_tokenizer,
+)
 
 FORMS: dict[str, dict[str, Any]] = {
     "messages": {"messages": SHORT, "id": 1},
@@ -106,6 +120,149 @@ def test_a_template_whose_turns_can_not_be_found_is_refused(name, tokenizer):
     with pytest.raises(DataError, match="differently when others follow.*--chat_template FILE.*--loss_on all"):
         template.render(LONG)
     assert all(template.render(LONG, loss_on="all")[1])
+
+
+# ---- ends of turns
+
+ASKED, FOUR, SIX = (
+    {"role": "user", "content": "?"},
+    {"role": "assistant", "content": "It is 4."},
+    {"role": "assistant", "content": "It is 6."},
+)
+CALLED = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+CLOSED_CALLS = NEXT_ROLE_ENDS.replace("{% endfor %}{% endfor %}", "</call>{% endfor %}{% endfor %}")
+
+
+def counted(template: ChatTemplate, tokenizer: tokenizing.Tokenizer, messages: list[dict[str, Any]], **options: Any) -> str:
+    """The rendered messages; what counts stands in brackets."""
+    tokens, mask = template.render(messages, **options)
+    runs = groupby(zip(tokens, mask, strict=True), lambda pair: pair[1])
+    return "".join(("[{}]" if each else "{}").format(tokenizer.spell([token for token, _ in run])) for each, run in runs)
+
+
+def of_roles(directory: Path, ends: list[str] | None = None) -> tokenizing.Tokenizer:
+    """A tokenizer with a control token for each role, whose generation_config.json lists the ends."""
+    write_tokenizer(directory, controls=(*CONTROLS, *ROLE_CONTROLS))
+    if ends is not None:
+        found = tokenizing.load(directory)
+        ids = [found.encode_rendered(end)[0][0] for end in ends]
+        (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ids[0] if len(ids) == 1 else ids}))
+    return tokenizing.load(directory)
+
+
+@pytest.mark.parametrize(
+    ("source", "ends", "messages", "expected"),
+    [
+        (NEXT_ROLE_ENDS, None, [ASKED, FOUR, ASKED, SIX], "<|user|>?<|assistant|>[It is 4.<|user|>]?<|assistant|>[It is 6.<|user|>]"),
+        (NEXT_ROLE_ENDS, ["</s>", "<|user|>", "<|tool|>"], [ASKED, FOUR], "<|user|>?<|assistant|>[It is 4.<|user|>]"),
+        (NEXT_ROLE_ENDS, None, [ASKED, FOUR, ASKED], "<|user|>?<|assistant|>[It is 4.<|user|>]?"),
+        (NEXT_ROLE_ENDS, None, [ASKED, CALLED], '<|user|>?<|assistant|>[{"name": "add", "arguments": {"a": 1}}<|tool|>]'),
+        (NEXT_ROLE_ENDS, ["</s>", "<|user|>"], [ASKED, CALLED], '<|user|>?<|assistant|>[{"name": "add", "arguments": {"a": 1}}<|user|>]'),
+        (CLOSED_CALLS, None, [ASKED, CALLED], '<|user|>?<|assistant|>[{"name": "add", "arguments": {"a": 1}}</call><|tool|>]'),
+        (
+            CLOSED_CALLS,
+            ["</s>", "</call>"],
+            [ASKED, CALLED, {"role": "tool", "content": "4"}, FOUR],
+            '<|user|>?<|assistant|>[{"name": "add", "arguments": {"a": 1}}</call>]<|tool|>4<|assistant|>[It is 4.<|user|>]',
+        ),
+        (
+            ENDS_TWICE,
+            None,
+            [ASKED, FOUR, ASKED, SIX],
+            "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n[It is 4.<|im_end|>]\n"
+            "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n[It is 6.<|im_end|>]\n[</s>]",
+        ),
+        (
+            ENDS_TWICE,
+            None,
+            [ASKED, FOUR, ASKED],
+            "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n[It is 4.<|im_end|>]\n<|im_start|>user\n?<|im_end|>\n</s>",
+        ),
+    ],
+)
+def test_the_end_of_a_turn_counts(source, ends, messages, expected, tmp_path):
+    tokenizer = of_roles(tmp_path, ends)
+    template = ChatTemplate(tokenizer, source, require_end=True)
+    assert counted(template, tokenizer, messages) == expected
+    everything = counted(template, tokenizer, messages, loss_on="all")
+    assert everything == f"[{expected.translate({ord('['): None, ord(']'): None})}]", "the added end counts, too"
+
+
+@pytest.mark.parametrize(("source", "end"), [(NEXT_ROLE_ENDS, "<|user|>"), (ENDS_TWICE, "<|im_end|>"), (unmarked(CHATML), "<|im_end|>")])
+def test_generation_stops_where_a_turn_ends(source, end, tmp_path):
+    tokenizer = of_roles(tmp_path)
+    assert ChatTemplate(tokenizer, source).end_of_turn() == tokenizer.encode_rendered(end)[0][0]
+
+
+NO_END = {
+    "none": unmarked(PLAIN),
+    "none marked": PLAIN,
+    "only that of the last turn": "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}"
+    "{{ eos_token if loop.last and not add_generation_prompt else '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}",
+    "BOS follows": "{% for message in messages %}{{ bos_token if message['role'] == 'user' }}{{ message['content'] }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", NO_END)
+def test_a_template_without_an_end_is_refused_if_one_is_required(name, tokenizer):
+    messages = [ASKED, FOUR, ASKED, SIX]
+    with pytest.raises(DataError, match=r"has no token that ends the assistant's message 2 and.*eos_token.*--end_of_turn optional"):
+        ChatTemplate(tokenizer, NO_END[name], require_end=True).render(messages)
+    template = ChatTemplate(tokenizer, NO_END[name])
+    text = counted(template, tokenizer, messages)
+    assert "[It is 4." in text and "It is 6." in text.rpartition("[")[2]
+
+
+def test_the_end_of_a_turn_is_required_by_default(run, directory, tmp_path, capsys):
+    write_lines(tmp_path / "a.jsonl", [FORMS["messages"]])
+    Path("plain.jinja").write_text(PLAIN)
+    arguments = ["--input", "a.jsonl", "--tokenizer", directory, "--chat_template", "plain.jinja", "--output", "x"]
+    with pytest.raises(SystemExit):
+        run(*arguments)
+    assert "a.jsonl line 1: the chat template (hash " in (said := capsys.readouterr().err) and "message 2" in said
+    run(*arguments, "--end_of_turn", "optional")
+    assert conversations("x") == [ChatTemplate(tokenizing.load(directory), PLAIN).render(SHORT)]
+
+
+# ---- what templates read
+
+TOOL_CALL = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{{ message['content'] }}{% for call in message.tool_calls %}"
+)
+AFTER_CALL = "{% endfor %}{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "{{ call.function.arguments | tojson }}",
+        "{{ '' + call.function.arguments }}",
+        "{{ call.function.arguments }}",
+        "{{ call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}",
+    ],
+    ids=["objects", "only text", "either, but objects as Python spells them", "either"],
+)
+def test_arguments_are_given_as_the_template_reads_them(call, tokenizer):
+    template = ChatTemplate(tokenizer, TOOL_CALL + call + AFTER_CALL)
+    text = '{"a": [1, null], "b": "é <|im_end|>", "c": true}'
+    messages = [ASKED, {**CALLED, "tool_calls": [{"function": {"name": "add", "arguments": text}}]}]
+    found = RecordReader().read({"messages": messages}, "here")
+    tokens, mask = template.render(found.messages)
+    end = template.end_of_turn()
+    assert [token for token, each in zip(tokens, mask, strict=True) if each] == [*tokenizer.encode(text), end]
+
+
+def test_contents_are_given_as_the_template_reads_them(tokenizer):
+    """As Idefics 3's, which writes nothing of a content that is a text."""
+    source = unmarked(CHATML).replace(
+        "{{ message['content'] + '<|im_end|>' }}", "{% for part in message['content'] %}{{ part.text }}{% endfor %}<|im_end|>"
+    )
+    assert source != unmarked(CHATML)
+    template = ChatTemplate(tokenizer, "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}" + source)
+    with pytest.raises(DataError):
+        template.render(SHORT)  # nothing is learned from it
+    assert template.render(LONG) == ChatTemplate(tokenizer, CHATML).render(LONG)
 
 
 def test_a_template_that_refuses_is_quoted(tokenizer):

@@ -18,7 +18,8 @@ from megalite.data.preparation.sources import open_inputs
 from megalite.data.preparation.texts import Texts
 from tests.data.chats import SHORT, write_lines
 
-STRICT = "{% for m in messages %}{{ raise_exception('no system') if m.role == 'system' else m.role + ':' + m.content }}{% endfor %}"
+STRICT = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+STRICT += "{{ m.role + ':' + m.content + eos_token }}{% endfor %}"
 BROKEN = '{"text": '
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,7 @@ class Chats:
     Attributes:
         template: Jinja source to use instead of the tokenizer's own (`megalite.data.chat_template.ChatTemplate`).
         loss_on: the tokens whose loss is counted.
+        require_end: reject a conversation with a turn that counts and that no token ends.
         max_length: maximum number of tokens of a conversation; longer ones are dropped or, with `truncate`, cut. None: no limit.
         reader: how records are read.
         skip_bad: maximum number of bad records of the whole input, which are skipped.
@@ -33,11 +35,12 @@ class Chats:
     truncate: bool = False
     reader: RecordReader = RecordReader()
     skip_bad: int = 0
+    require_end: bool = True
 
     def encode(self, task: Task, tokenizer: Tokenizer) -> Encoded:
         """Encode a task. Raises DataError naming file, line and reason for the first record that is no conversation or that the template
         cannot render, if none may be skipped."""
-        template = ChatTemplate(tokenizer, self.template)
+        template = ChatTemplate(tokenizer, self.template, require_end=self.require_end)
         tokens, mask, sizes = array("i"), bytearray(), array("i")
         bad, done = BadRecords(self.skip_bad > 0), Encoded(input_bytes=task.size)
         for record, where, replaced in records(task, bad):
@@ -64,6 +67,10 @@ class Chats:
         done.sizes, done.mask = np.frombuffer(sizes, "i4"), np.frombuffer(mask, "u1")
         done.bad, done.bad_first = bad.count, bad.first
         return done
+
+    def check(self, record: Any, where: object) -> None:
+        """Raise BadRecord if a record is no conversation."""
+        self.reader.read(record, where)
 
     def _rendered(self, template: ChatTemplate, conversation: Conversation | Pair, where: object) -> tuple[list[int], list[int]]:
         try:

@@ -20,10 +20,11 @@ from megalite.data.indexed import DataError
 from megalite.data.preparation import earlier
 from megalite.data.preparation.chats import Chats
 from megalite.data.preparation.encoded import Encoded
+from megalite.data.preparation.first_records import check_first
 from megalite.data.preparation.journal import Journal, Note, digest, key_of, locked
 from megalite.data.preparation.pool import WorkerLost, default_workers, encoded
 from megalite.data.preparation.sources import Source
-from megalite.data.preparation.tasks import SHOWN, BadRecords, Task, decoded, documents
+from megalite.data.preparation.tasks import SHOWN, BadRecords, Task, decoded, documents, listed
 from megalite.data.preparation.texts import Texts
 from megalite.data.preparation.writer import IndexedWriter
 from megalite.data.tokenizer_identity import digest_of, fingerprint
@@ -135,9 +136,12 @@ def prepare(
         DataError: on bad input, if PREFIX holds another preparation, or if another process prepares it. After an error or an interrupt no
             files are left.
     """
+    check_first(sources, encoder)
     if train_tokenizer is None:
         vocabulary = tokenizing.load(tokenizer)
         identity: list[Any] = [vocabulary.vocab_size, vocabulary.eos, vocabulary.chat_template, *map(digest, vocabulary.files)]
+        if isinstance(encoder, Chats):
+            identity.append(vocabulary.ends)
     else:
         identity = [train_tokenizer, TRAINING_BYTES]
     key = key_of(_beside(tokenizer, prefix), identity, repr(encoder), [(type(source).__name__, source.identity) for source in sources])
@@ -171,7 +175,7 @@ def _encode(job: _Job, vocabulary: tokenizing.Tokenizer) -> Summary:
         if isinstance(encoder, Chats):
             summary.packed_rows = _packed_rows(sizes, encoder.max_length or summary.longest)
         if not summary.documents and summary.skipped:
-            raise DataError(f"{prefix}: the input holds nothing else than bad records. Nothing was written.{_listed(summary)}")
+            raise DataError(f"{prefix}: the input holds nothing else than bad records. Nothing was written.{listed(summary.skipped_first)}")
         if job.loaded != named:
             Path(job.loaded).replace(named)
         facts = asdict(summary)
@@ -218,7 +222,7 @@ def _write_parts(job: _Job, vocabulary: tokenizing.Tokenizer, writer: IndexedWri
             summary.add(part, replaced)
             replaced, done = bool(part.replaced or (replaced and (part.continues or not len(part.sizes)))), done + 1
             if summary.skipped > job.encoder.skip_bad:
-                raise DataError(f"--skip_bad {job.encoder.skip_bad}: {summary.prefix} has more bad records.{_listed(summary)}")
+                raise DataError(f"--skip_bad {job.encoder.skip_bad}: {summary.prefix} has more bad records.{listed(summary.skipped_first)}")
             if job.journal.due():
                 save()
             job.progress("tokenizing", summary.input_bytes, job.size, "B")
@@ -226,11 +230,6 @@ def _write_parts(job: _Job, vocabulary: tokenizing.Tokenizer, writer: IndexedWri
         save()
         job.journal.kept = writer.kept = True
         raise
-
-
-def _listed(summary: Summary) -> str:
-    """The first skipped records, a line each."""
-    return "".join(f"\n  {reason}" for reason in summary.skipped_first)
 
 
 def _check_left(summary: Summary, chat: Chats) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from megalite.data.chat_records import BadRecord
 from megalite.data.indexed import DataError
 from megalite.data.preparation.tasks import Numbered, Span, Task
+from megalite.data.record_hints import for_texts
 
 TASK_BYTES = 1 << 18
 PIECE_BYTES = 4 * TASK_BYTES  # of a text that is cut; longer than a task, as the search for a cut takes some tokenizing
@@ -151,7 +152,8 @@ class Parquet:
             kind = schema.field(text_key).type
             values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
             if values not in (pyarrow.string(), pyarrow.large_string()):
-                raise DataError(f"--text_key {text_key} of {path} is {kind}, not text. Choose the column that holds text.")
+                way_out = for_texts(dict.fromkeys(schema.names)) or "Choose the column that holds text."
+                raise DataError(f"--text_key {text_key} of {path} is {kind}, not text. {way_out}")
         self._path, self._key, self.identity = path, text_key, [_stamp(path)]
         columns = [column for column in range(self._file.metadata.num_columns) if text_key in (None, self._name(column))]
         groups = (self._file.metadata.row_group(i) for i in range(self._file.metadata.num_row_groups))
@@ -289,7 +291,8 @@ def _format(name: str, file_format: str, records: bool) -> str:
 
 def _check_column(names: list[str], text_key: str, where: str) -> None:
     if text_key not in names:
-        raise DataError(f"--text_key {text_key} is not in {where}; its keys: {', '.join(names)}. Choose the one that holds the text.")
+        way_out = for_texts(dict.fromkeys(names)) or "Choose the one that holds the text."
+        raise DataError(f"--text_key {text_key} is not in {where}; its keys: {', '.join(names)}. {way_out}")
 
 
 def _spans(path: Path, size: int, step: int) -> Iterator[Span]:

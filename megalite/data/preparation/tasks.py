@@ -11,6 +11,7 @@ from typing import Any
 
 from megalite.data.chat_records import BadRecord
 from megalite.data.indexed import DataError
+from megalite.data.record_hints import for_texts
 
 SHOWN = 10  # bad records that a message lists
 
@@ -93,6 +94,11 @@ class BadRecords:
             self.first.append(error)
 
 
+def listed(reasons: list[str]) -> str:
+    """Why records are bad, a line each."""
+    return "".join(f"\n  {reason}" for reason in reasons)
+
+
 def lines_of(span: Span) -> Iterator[tuple[int, bytes]]:
     """The lines that begin in a range, each with its first byte."""
     with span.path.open("rb") as file:
@@ -119,7 +125,7 @@ def documents(task: Task, text_key: str, bad: BadRecords) -> Iterator[tuple[str,
             yield decoded(raw)
     for record, where, replaced in records(task, bad):
         try:
-            text, invalid = _valid(_text_of(record, where, text_key))
+            text, invalid = _valid(text_of(record, where, text_key))
         except BadRecord as error:
             bad.add(error)
         else:
@@ -171,13 +177,16 @@ def _valid(text: str) -> tuple[str, bool]:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), True
 
 
-def _text_of(record: Any, where: object, text_key: str) -> str:
+def text_of(record: Any, where: object, text_key: str) -> str:
+    """The text of a record. Raises BadRecord with `where` and the reason if it has none."""
     if not isinstance(record, dict):
         raise BadRecord(where, f" is a {type(record).__name__}, not an object.", "A .jsonl file holds one JSON object a line.")
     if text_key not in record:
         keys = ", ".join(record)
-        raise BadRecord(where, f" has no --text_key {text_key}; its keys: {keys}.", "Choose the one that holds the text.")
+        way_out = for_texts(record) or "Choose the one that holds the text."
+        raise BadRecord(where, f" has no --text_key {text_key}; its keys: {keys}.", way_out)
     if not isinstance(record[text_key], str):
         kind = type(record[text_key]).__name__
-        raise BadRecord(where, f": --text_key {text_key} is of type {kind}, not text.", "Choose the key that holds the text.")
+        way_out = for_texts(record) or "Choose the key that holds the text."
+        raise BadRecord(where, f": --text_key {text_key} is of type {kind}, not text.", way_out)
     return record[text_key]

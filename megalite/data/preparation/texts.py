@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from megalite.data.indexed import DataError
 from megalite.data.preparation.cuts import continued, read_piece
 from megalite.data.preparation.encoded import Encoded, token_dtype
-from megalite.data.preparation.tasks import BadRecords, Span, Task, decoded, documents
+from megalite.data.preparation.tasks import BadRecords, Span, Task, decoded, documents, text_of
 from megalite.data.tokenizers import Tokenizer
 
 
@@ -42,6 +43,10 @@ class Texts:
             _put(done, tokenizer.encode_batch([text for text in texts if text]), tokenizer, end=True)
         done.bad, done.bad_first = bad.count, bad.first
         return done
+
+    def check(self, record: Any, where: object) -> None:
+        """Raise BadRecord if a record has no text."""
+        text_of(record, where, self.text_key)
 
     def _encode_piece(self, span: Span, tokenizer: Tokenizer, done: Encoded) -> None:
         try:

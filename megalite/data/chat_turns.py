@@ -1,0 +1,185 @@
+"""Where the assistant's turns are in a rendered conversation, for chat templates without {% generation %} marks.
+
+The conversation is rendered up to each turn and including it; the difference is the turn. It ends with a token after the message (ChatML,
+Llama 3), in some templates followed by another one that ends the conversation (Phi-3), or with the marker of the next role (GLM-4.5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megalite.data.indexed import DataError
+
+Message = dict[str, Any]
+Span = tuple[int, int]  # characters [start, stop)
+PROBE = "\ue000said\ue001"
+"""Replaces a content to locate it: private-use characters, which no template has."""
+
+REASONING = "<think>"
+"""Begins the assistant's reasoning, also where a generation prompt ends with it: the header of a turn ends before it."""
+
+
+class NotLocated(Exception):
+    """A turn cannot be told from what the template writes."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of the assistant.
+
+    Attributes:
+        start, stop: the characters of its text and of the token that ends it, if there is one.
+        ended: whether a token ends it.
+        closing: the characters of the token that ends the conversation, if layout separates it from the turn.
+    """
+
+    start: int
+    stop: int
+    ended: bool
+    closing: Span | None = None
+
+    @property
+    def spans(self) -> list[Span]:
+        """What the loss counts."""
+        return [(self.start, self.stop)] + ([] if self.closing is None else [self.closing])
+
+
+@dataclass
+class Layout:
+    """What a template writes around messages.
+
+    Attributes:
+        added: the texts of tokens that can end a turn.
+        markers: the texts of tokens that can begin the next message and thereby end a turn.
+        ends: the texts of tokens that end the model's texts by its configuration.
+        closes: whether a token follows the assistant's message; None: not determined yet.
+    """
+
+    added: tuple[str, ...]
+    markers: tuple[str, ...]
+    ends: frozenset[str]
+    closes: bool | None = None
+
+
+class TurnFinder:
+    """Locates the turns of a conversation.
+
+    Args:
+        write: renders messages; with True, then the header of the assistant's next turn. Raises DataError.
+        layout: that of the template.
+    """
+
+    def __init__(self, write: Callable[[list[Message], bool], str], layout: Layout):
+        self._write, self._layout = write, layout
+
+    def turn(self, messages: list[Message], i: int, whole: str) -> Turn:
+        """Where message i, the assistant's, is in `whole`, the rendered messages. Raises NotLocated or DataError."""
+        before, opened = [self._write(messages[:i], prompt) if i else "" for prompt in (False, True)]
+        after = self._write(messages[: i + 1], False)
+        earlier, body = _common(before, whole, self._layout.added), _common(after, whole, self._layout.added)
+        if earlier is None or body is None:
+            raise NotLocated
+        start = self._start(messages[: i + 1], opened, body, len(earlier))
+        text = body[start:]
+        stripped, said = text.rstrip(), str(messages[i].get("content", "")).rstrip()
+        plain = stripped.endswith(said) if said else not stripped  # nothing follows the message
+        token = _last(stripped, self._layout.added)
+        if token and not plain and (token in self._layout.ends or not messages[i].get("tool_calls") or self.closes(messages[:i])):
+            closing = self._closing(messages[: i + 1], after, token) if after == whole else None
+            stop = start + len(stripped) if closing is None else len(whole[: closing[0]].rstrip())
+            return Turn(start, stop, True, closing)
+        if marker := _first(whole, len(body), self._layout.markers):
+            return Turn(start, marker[1], True)
+        return Turn(start, start + len(text if plain else stripped), False)
+
+    def closes(self, messages: list[Message]) -> bool:
+        """Whether the template writes a token after the assistant's message, here one that follows these messages. Determined once."""
+        if self._layout.closes is None:
+            try:
+                text = self._write([*messages, {"role": "assistant", "content": PROBE}], False)
+            except DataError:  # it needs more of a message: the next conversation may tell
+                return True
+            self._layout.closes = bool(_last(text.rpartition(PROBE)[2].rstrip(), self._layout.added))
+        return self._layout.closes
+
+    def missing_end(self, messages: list[Message], whole: str) -> str:
+        """What ends the last message, the assistant's, if the template itself does not: the text up to the marker of the role that
+        follows, a tool after a call, else the user. A marker that ends the model's texts is preferred. Empty if the template ends the
+        message or writes no marker, or if the message cannot be located.
+        """
+        try:
+            if self.closes(messages[:-1]) or self.turn(messages, len(messages) - 1, whole).ended:
+                return ""
+        except NotLocated:
+            return ""
+        # without reasoning and the like, which some templates leave out of messages that are not the last one
+        last = {key: value for key, value in messages[-1].items() if key in ("role", "tool_calls")} | {"content": PROBE}
+        found = []
+        for role in ("tool", "user") if last.get("tool_calls") else ("user",):
+            try:
+                said = self._write([*messages[:-1], last], False)
+                longer = self._write([*messages[:-1], last, {"role": role, "content": PROBE}], False)
+            except DataError:  # the role may not follow
+                continue
+            if longer.startswith(said) and (marker := _first(longer, len(said), self._layout.markers)):
+                found.append((longer[slice(*marker)] not in self._layout.ends, longer[len(said) : marker[1]]))
+        return min(found, key=lambda each: each[0])[1] if found else ""
+
+    def _start(self, messages: list[Message], opened: str, body: str, earlier: int) -> int:
+        """Where the last message begins: after the generation prompt, up to REASONING; without one, with its content. Raises NotLocated."""
+        reasoning = opened.find(REASONING, earlier)
+        if not body.startswith(opened if reasoning < 0 else opened[: reasoning + len(REASONING)]):
+            raise NotLocated
+        if reasoning >= 0:
+            return reasoning
+        return len(opened) if len(opened) > earlier else self._content(messages, body, earlier)
+
+    def _content(self, messages: list[Message], body: str, earlier: int) -> int:
+        """Where the content of the last message begins, with white space before it if nothing else is. Raises NotLocated.
+
+        The message is rendered again with PROBE as the content: unlike a short content, PROBE cannot occur in the header.
+        """
+        probed = self._write([*messages[:-1], {**messages[-1], "content": PROBE}], False)
+        start = probed.find(PROBE, earlier)
+        said = str(messages[-1].get("content", ""))
+        same = start >= 0 and body[:start] == probed[:start]
+        if not same or not any(body.startswith(each, start) for each in (said, said.strip())):  # templates may trim
+            raise NotLocated
+        return start if body[earlier:start].strip() else earlier
+
+    def _closing(self, messages: list[Message], whole: str, token: str) -> Span | None:
+        """Where the token at the end of a conversation is if layout separates it from the token that ends the last message.
+
+        Such a token is not written where a generation prompt follows.
+        """
+        stop = len(whole.rstrip())
+        start = stop - len(token)
+        rest = whole[:start].rstrip()
+        if len(rest) == start or not _last(rest, self._layout.added):
+            return None
+        opened = self._write(messages, True)
+        return (start, stop) if opened.startswith(rest) and not opened.startswith(whole[:stop]) else None
+
+
+def _common(text: str, whole: str, added: tuple[str, ...]) -> str | None:
+    """The text without a token at its end that only a last message has; None if what is left is not how the whole begins."""
+    if whole.startswith(text):
+        return text
+    stripped = text.rstrip()
+    shorter = stripped.removesuffix(_last(stripped, added) or "\0")
+    return shorter if len(shorter) < len(stripped) and whole.startswith(shorter) else None
+
+
+def _last(text: str, tokens: tuple[str, ...]) -> str:
+    """The token with which a text ends, or an empty text."""
+    return max((token for token in tokens if text.endswith(token)), key=len) if text.endswith(tokens) else ""
+
+
+def _first(text: str, start: int, tokens: tuple[str, ...]) -> Span | None:
+    """Where the token is that a text has at a place, after white space; None if there is none."""
+    start = len(text) - len(text[start:].lstrip())
+    if not text.startswith(tokens, start):
+        return None
+    return start, start + max(len(token) for token in tokens if text.startswith(token, start))

@@ -1,0 +1,89 @@
+"""What a record that cannot be read most likely is, and the options that read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
+ROLES |= dict.fromkeys(("observation", "function_response", "function"), "tool")
+"""Role names of ShareGPT and of OpenAI's earlier format that differ from those of chat templates."""
+KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
+QUESTIONS = ("instruction", "question", "query", "prompt", "input", "inputs", "problem", "user")
+ANSWERS = ("output", "answer", "response", "completion", "target", "targets", "solution", "assistant")
+"""Names that data sets give to what is asked and what is answered."""
+Record = Mapping[str, Any]
+
+
+def for_texts(record: Record) -> str:
+    """The way out for a record without the text that was asked for; empty if the record suggests none.
+
+    record: a record, or None for each of its keys if only these are known.
+    """
+    if preferred := _preference(record, "--chat "):
+        return preferred
+    if options := _conversation(record):
+        return f"The records look like conversations: add {options}."
+    if "text" not in record and (key := _text_key(record)):
+        return f"The records look like texts under {key}: add --text_key {key}."
+    return ""
+
+
+def for_chats(record: Record) -> str:
+    """The way out for a record that is no conversation, likewise."""
+    if preferred := _preference(record, ""):
+        return preferred
+    if options := _conversation(record).removeprefix("--chat").strip():
+        return f"The records look like conversations under other names: add {options}."
+    if key := _text_key(record):
+        return f"The records look like texts: leave out --chat{'' if key == 'text' else f', and add --text_key {key}'}."
+    return ""
+
+
+def _conversation(record: Record) -> str:
+    """The options that read the record as a conversation; empty if it does not look like one."""
+    forms = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
+    if any(form <= record.keys() for form in forms):
+        return "--chat"
+    for key, value in record.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict) and (names := _names_in_message(value[0])) is not None:
+            return f"--chat --keys {','.join([f'messages={key}', *names])}"
+    asked = next((key for key in QUESTIONS if _is_text(record, key)), None)
+    answered = next((key for key in ANSWERS if _is_text(record, key)), None)
+    if asked is None or answered is None:
+        return ""
+    names = [f"{ours}={theirs}" for ours, theirs in (("instruction", asked), ("output", answered)) if ours != theirs]
+    return f"--chat --keys {','.join(names)}"
+
+
+def _names_in_message(turn: Record) -> list[str] | None:
+    """The names of role and content in a message as --keys gives them, none if they are known ones; None if it is no message."""
+    role = next((key for key, value in turn.items() if isinstance(value, str) and value in (*KNOWN_ROLES, *ROLES)), None)
+    content = max((key for key in turn if key != role and _is_text(turn, key)), key=lambda key: len(turn[key]), default=None)
+    if role is None or content is None:
+        return None
+    ours = ("from", "value") if role == "from" else ("role", "content")
+    return [f"{our}={their}" for our, their in zip(ours, (role, content), strict=True) if our != their]
+
+
+def _preference(record: Record, chat: str) -> str:
+    """The way out for a pair of a chosen and a rejected answer; empty for another record."""
+    if not {"chosen", "rejected"} <= record.keys():
+        return ""
+    if isinstance(record["chosen"], str) and "prompt" not in record:
+        options = "--text_key chosen" if chat else "--text_key chosen in place of --chat"
+    elif type(record["chosen"]) is type(record.get("prompt")):
+        options = f"{chat}--keys completion=chosen"
+    else:
+        options = f"{chat}--keys messages=chosen"
+    return f"The records are preference pairs, from which megalite does not train. To train on the chosen answers alone, add {options}."
+
+
+def _text_key(record: Record) -> str:
+    """The key with the longest text; empty if no value is a text."""
+    texts = {key: value for key, value in record.items() if isinstance(value, str) and value}
+    return "text" if "text" in texts else max(texts, key=lambda key: len(texts[key]), default="")
+
+
+def _is_text(record: Record, key: str) -> bool:
+    return isinstance(record.get(key), str)
