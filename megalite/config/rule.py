@@ -53,13 +53,21 @@ class Rule:
     legal: Legal | Callable[[RuleContext], Legal] = ""
 
     def describe(self, context: RuleContext) -> str:
+        """The message, with the legal values or a way out."""
+        legal = self.legal(context) if callable(self.legal) else self.legal
+        way_out = legal if isinstance(legal, str) else describe_legal(self.shown(context), legal)
+        return f"{self.option} = {show(self.shown(context))} {self.reason(context)}. {way_out}"
+
+    def shown(self, context: RuleContext) -> Any:
+        return (self.value or attrgetter(self.option))(context)
+
+    def reason(self, context: RuleContext) -> str:
+        """What is wrong, without the value and the way out."""
+
         def named(found: re.Match[str]) -> str:
             return f"{found[1]} = {show(attrgetter(found[1])(context))}"
 
-        value = (self.value or attrgetter(self.option))(context)
-        message = self.message(context) if callable(self.message) else re.sub(r"{(\w+\.\w+)}", named, self.message)
-        legal = self.legal(context) if callable(self.legal) else self.legal
-        return f"{self.option} = {show(value)} {message}. {legal if isinstance(legal, str) else describe_legal(value, legal)}"
+        return self.message(context) if callable(self.message) else re.sub(r"{(\w+\.\w+)}", named, self.message)
 
 
 CHECKPOINT_EXAMPLE = "Give a checkpoint directory, for example runs/NAME/checkpoints/step_00000100, or a run's, runs/NAME, for its newest."

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from megalite.config.checkpoints import CheckpointConfig as CheckpointConfig
 from megalite.config.checkpoints import ValidationConfig as ValidationConfig
+from megalite.config.errors import ConfigError as ConfigError
 from megalite.config.lora import EXPERTS as EXPERTS
 from megalite.config.lora import PROJECTIONS as PROJECTIONS
 from megalite.config.lora import SAVED_MODULES as SAVED_MODULES
@@ -14,11 +15,6 @@ from megalite.config.network import NetworkConfig as NetworkConfig
 from megalite.config.optimizers import FP16Config as FP16Config
 from megalite.config.optimizers import MuonConfig
 from megalite.config.optimizers import OptimizerConfig as OptimizerConfig
-
-
-class ConfigError(Exception):
-    """A configuration that cannot run; the message names the option, its value, the reason and a way out."""
-
 
 ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -381,8 +377,9 @@ class TrainConfig:
     in equal parts of the first SAMPLES sequences. The learning rate then follows the samples. null: every batch is whole."""
     micro_batch_size: int = 4
     """Sequences per forward pass on one rank."""
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    """Compute dtype. bf16 and fp16 keep fp32 master weights and accumulate gradients in fp32; fp64 is for numerical proofs on CPU."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """Compute dtype. bf16 and fp16 keep fp32 master weights and accumulate gradients in fp32; fp64 is for numerical proofs on CPU. auto:
+    that of the run that is resumed; else bf16 on a GPU or a CPU with bf16 units (AMX, AVX512-BF16), fp32 on another CPU."""
     grad_dtype: Literal["wide", "bf16"] = "wide"
     """Dtype in which gradients are accumulated and sent. wide: fp32 (fp64 under fp64); bf16: half the memory, at lower precision."""
     recompute: str = "none"

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from megalite.config import load as loading
-from megalite.config.load import OPTIONS, from_dict, load_config, other_names, to_dict, to_yaml, with_home
+from megalite.config.load import from_dict, load_config, to_dict, to_yaml, with_home
+from megalite.config.options import OPTIONS, other_names
 from megalite.config.schema import Config, ConfigError
 from megalite.config.token_files import unused
 
@@ -219,7 +220,7 @@ MESSAGES = [
     ([], "optimizer: {lr: fast}", "optimizer.lr = fast in run.yaml is not a number."),
     ([], "run: {name: 2024}", "run.name = 2024 in run.yaml is not text. Write it in quotes: '2024'."),
     (["--optimizer.decay", "cosin"], None, "is not one of cosine, linear, wsd, constant. Nearest: cosine."),
-    (["--train.precision", "fp8"], None, "is not one of fp32, bf16, fp16, fp64. Nearest: fp32."),
+    (["--train.precision", "fp8"], None, "is not one of auto, fp32, bf16, fp16, fp64. Nearest: fp32."),
     (["--train.compile", "ture"], None, "train.compile = ture on the command line is not true or false. Nearest: true."),
     (["--model.no_rope_layers", "[a]"], None, "is not a list [a, b] with each entry an integer, or null."),
     (["--model.preset", "llama-8b"], None, "model.preset = llama-8b is not a known shape."),

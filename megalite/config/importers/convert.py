@@ -15,8 +15,9 @@ from megalite.config import amounts
 from megalite.config.dims import ParallelDims
 from megalite.config.importers import accelerate, axolotl, deepspeed, llama_factory, megatron, torchtitan, torchtune
 from megalite.config.importers.verdict import Kind, Source, Table, harmless, lost, row_of
-from megalite.config.load import OPTIONS, from_dict, nest, parse_values
+from megalite.config.load import from_dict, nest, parse_values
 from megalite.config.lora_names import with_own_names
+from megalite.config.options import OPTIONS
 from megalite.config.presets import preset
 from megalite.config.rule import Rule, RuleContext, show
 from megalite.config.rules import RULES, numbers

@@ -18,7 +18,8 @@ import pytest
 import torch
 import yaml
 
-from megalite.config.load import OPTIONS, Arguments, from_dict, nest, resolve, to_dict
+from megalite.config.load import Arguments, from_dict, nest, resolve, to_dict
+from megalite.config.options import OPTIONS
 from megalite.config.rules import check
 from megalite.config.schema import Config, ConfigError, ParallelConfig
 from megalite.launch.process import configure_process
