@@ -156,7 +156,9 @@ def wanted_by(options: argparse.Namespace) -> tuple[Wanted, NamedModel]:
         **{"data.sequence_length": options.sequence_length, "train.global_batch_size": options.global_batch_size},
         **{"data.train": options.data, "train.tokens": options.tokens, "train.steps": options.steps},
     }
-    base = config_of(options.source, max(1, options.gpus), "--from", replacing=replacing, precision=None)
+    device = device_of(options)
+    auto = device.own_precision if options.gpus else None
+    base = config_of(options.source, max(1, options.gpus), "--from", replacing=replacing, precision=None, auto=auto)
     named = find_model(options.source, "shape", "--from")
     assert named is not None, "config_of has found it"
     if named.kind == "checkpoint":
@@ -165,7 +167,7 @@ def wanted_by(options: argparse.Namespace) -> tuple[Wanted, NamedModel]:
     data = options.data or base.data.train or "data/train"
     asked = (options.sequence_length, options.global_batch_size, options.tokens, options.steps)
     return Wanted(
-        base, named.kind == "configuration", options.gpus, device_of(options), options.output.stem, data,
+        base, named.kind == "configuration", options.gpus, device, options.output.stem, data,
         weights_of(options.source, "--from") if options.weights else None, *asked,
     ), named  # fmt: skip
 

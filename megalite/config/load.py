@@ -58,6 +58,7 @@ PATHS = (
     "parallel.offload_dir",
     "checkpoint.load",
     "lora.init_from",
+    "logging.tensorboard",
     "profiling.hardware",
 )
 """Options that name files, in which ~ is the home directory."""

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from megalite.config.checkpoints import CheckpointConfig as CheckpointConfig
 from megalite.config.checkpoints import ValidationConfig as ValidationConfig
 from megalite.config.errors import ConfigError as ConfigError
+from megalite.config.logs import LoggingConfig as LoggingConfig
 from megalite.config.lora import EXPERTS as EXPERTS
 from megalite.config.lora import PROJECTIONS as PROJECTIONS
 from megalite.config.lora import SAVED_MODULES as SAVED_MODULES
@@ -445,18 +446,6 @@ class FaultsConfig:
     times."""
     inject: str | list[str] | None = None
     """Faults to inject, KIND:rank=R,step=S, separated by spaces or as a list; also --faults. docs/faults.md lists kinds and options."""
-
-
-@dataclass
-class LoggingConfig:
-    interval: int = 1
-    """Print one console line every `interval` steps; metrics.jsonl has every step."""
-    loss_by_source: bool = False
-    """With a blend, record the training loss of each member in metrics.jsonl, as loss/PREFIX."""
-    tensorboard: bool = False
-    """Write TensorBoard scalars to the run's tensorboard/ directory."""
-    wandb: str | None = None
-    """Weights & Biases project to log to; requires the wandb package. null: off."""
 
 
 @dataclass

@@ -43,7 +43,7 @@ AXES = ("tp", "cp", "dp", "pp")
 def read(argv: list[str], world_size: int | None, device: Device = "cuda") -> Config:
     """The configuration, validated except for files; operations are in place of a budget of memory. Raises ConfigError."""
     arguments = read_arguments(argv)
-    config = resolve(arguments, world_size or 1, weights=False)
+    config = resolve(arguments, world_size or 1, weights=False, device=device)
     if world_size is None:
         dims = ParallelDims.of(config)
         world_size, config.parallel.dp = dims.world, dims.dp

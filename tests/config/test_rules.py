@@ -604,6 +604,10 @@ ROWS = [
     ),
     Row("no ramp-up with faults.rollback", RAMPED | {"faults.rollback": True}, {"faults.rollback": False}),
     Row("no ramp-up with profiling.timeline", RAMPED | {"profiling.timeline": True}, {"profiling.timeline": False}),
+    *(
+        Row(f"logging.wandb_{name} needs wandb", {f"logging.wandb_{name}": value}, {"logging.wandb": True}, ("logging.wandb = null",))
+        for name, value in {"entity": "team", "group": "ablation", "tags": ["a"], "name": "first", "mode": "offline"}.items()
+    ),
     Row("profiled steps are a range", {"profiling.steps": [3]}, {"profiling.steps": [3, 3]}, ("[3, 5]",)),
     Row("profiled steps are a range", {"profiling.steps": [0, 5]}, {"profiling.steps": [1, 5]}),
     Row("profiled steps are a range", {"profiling.steps": [4, 3]}, {"profiling.steps": [3, 4]}),

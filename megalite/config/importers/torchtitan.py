@@ -182,7 +182,7 @@ TABLE: Table = {
     "profiling.*": missing("profiling.steps, ranks and timeline are nearest"),
     "metrics.log_freq": sets("logging.interval"),
     "metrics.enable_tensorboard": sets("logging.tensorboard"),
-    "metrics.enable_wandb": Row(lambda value, _: left("set logging.wandb to the project's name") if value else harmless("it is off")),
+    "metrics.enable_wandb": sets("logging.wandb"),
     "metrics.*": never("metrics are in the run's directory, of all ranks together"),
     **each("model.", "name flavor", Row(_flavor, "model.preset")),
     **each("model.", "tokenizer_path hf_assets_path", to_do("give it to `megalite prepare --tokenizer`, which makes the token files")),

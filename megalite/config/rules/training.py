@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from megalite.config.amounts import duration_seconds
@@ -54,7 +55,19 @@ def _no_ramp_up(option: str, is_set: Callable[[RuleContext], bool], what: str) -
     )
 
 
+_WANDB = tuple(
+    Rule(
+        f"logging.{name} needs wandb",
+        f"logging.{name}",
+        partial(lambda name, c: getattr(c.logging, name) is not None and not c.logging.wandb, name),
+        message="has no effect: {logging.wandb}",
+        legal="Set logging.wandb to true or to a project's name, or leave it out.",
+    )
+    for name in ("wandb_entity", "wandb_group", "wandb_tags", "wandb_name", "wandb_mode")
+)
+
 RULES: tuple[Rule, ...] = (
+    *_WANDB,
     Rule(
         "whole microbatches",
         "train.global_batch_size",
