@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -49,6 +49,8 @@ LAUNCH = {
     "max_restarts": "Start all ranks again up to K times after one has failed (default 0).",
 }
 """What `megalite.commands.launch` takes, which is no part of the configuration → help."""
+DRY_RUN = ("world_size", "ranks", "device")
+"""Options of `megalite train --dry_run` alone."""
 PATHS = (
     "run.dir",
     "model.from_hf",
@@ -88,19 +90,23 @@ class Loaded:
     choice: precision.Choice | None
 
 
-def load_config(argv: list[str] | None = None, *, world_size: int) -> Config:
+def load_config(argv: list[str] | None = None, *, world_size: int, own: Sequence[str] = ()) -> Config:
     """The checked configuration of a run, from a command line (by default this process's).
 
     Exits the process without a traceback if there is nothing to run: with status 2 and one message on stderr for a wrong configuration,
-    with status 0 after --help, --list_configs or --print_config. world_size: number of processes.
+    with status 0 after --help, --list_configs or --print_config.
+
+    Args:
+        world_size: number of processes.
+        own: names of the caller's own options, for messages about misspelled ones.
     """
-    return load(argv, world_size=world_size).config
+    return load(argv, world_size=world_size, own=own).config
 
 
-def load(argv: list[str] | None = None, *, world_size: int) -> Loaded:
+def load(argv: list[str] | None = None, *, world_size: int, own: Sequence[str] = ()) -> Loaded:
     """`load_config` with where the values are from."""
     try:
-        arguments = read_arguments(sys.argv[1:] if argv is None else argv)
+        arguments = read_arguments(sys.argv[1:] if argv is None else argv, own)
         if arguments == Arguments():
             exit_with(NOTHING_GIVEN)
         if arguments.help:
@@ -250,8 +256,12 @@ class Arguments:
     mistakes: list[str] = field(default_factory=list)
 
 
-def read_arguments(argv: list[str]) -> Arguments:
-    """Parse `--name VALUE` and `--name=VALUE`. A word that is not an option, or an option without a value, is one of the mistakes."""
+def read_arguments(argv: list[str], own: Sequence[str] = ()) -> Arguments:
+    """Parse `--name VALUE` and `--name=VALUE`. A word that is not an option, or an option without a value, is one of the mistakes.
+
+    Args:
+        own: names of other options that the command takes itself, for messages about misspelled ones.
+    """
     arguments, words = Arguments(), deque(argv)
     while words:
         word = words.popleft()
@@ -266,16 +276,16 @@ def read_arguments(argv: list[str]) -> Arguments:
         elif not word.startswith("--"):
             arguments.mistakes.append(f"{word} on the command line belongs to no option. {_as_option(word)}")
         else:
-            _read_option(word, words, arguments)
+            _read_option(word, words, arguments, own)
     return arguments
 
 
-def _read_option(word: str, words: deque[str], arguments: Arguments) -> None:
+def _read_option(word: str, words: deque[str], arguments: Arguments, own: Sequence[str]) -> None:
     """Read an option, and take its value from the words that follow it."""
     name, equals, value = word.removeprefix("--").partition("=")
     option = SHORT.get(name, name)
     if option != "config" and option not in OPTIONS:
-        arguments.mistakes += _not_here(name).messages
+        arguments.mistakes += _not_here(name, own).messages
         while not equals and words and not words[0].startswith("--"):  # its value
             words.popleft()
         return
@@ -311,14 +321,16 @@ def _as_option(word: str) -> str:
     return "Write --section.key VALUE."
 
 
-def _not_here(name: str) -> ConfigError:
+def _not_here(name: str, own: Sequence[str]) -> ConfigError:
     """The error for a name on the command line that is no option of a run."""
+    if name in DRY_RUN and name not in own:
+        return ConfigError(f"--{name} on the command line is for a dry run. Add --dry_run, or leave it out.")
     if name in LAUNCH:  # `megalite train` takes them itself
         return ConfigError(
             f"--{name} on the command line is for starting the ranks of a run. Leave it out: a dry run starts none and takes their number "
             "by --world_size, and verify starts those that --tp, --pp, --dp and --cp need."
         )
-    known = [*SHORT, *LAUNCH, "config", "list_configs", "print_config", "help"]
+    known = [*SHORT, *own, *LAUNCH, "config", "list_configs", "print_config", "help"]
     return unknown(name, "on the command line", known, dashes="--")
 
 

@@ -95,14 +95,19 @@ def show(value: Any) -> str:
 
 
 def describe_legal(value: Any, legal: Sequence[Any]) -> str:
-    """The legal values, if there are at most 12, and the nearest: the neighbours of a number, or the most similar name."""
+    """The legal values, if there are at most 12, and the nearest."""
+    listed = f"Legal values: {', '.join(map(show, legal))}. " if len(legal) <= 12 else ""
+    return f"{listed}{nearest_legal(value, legal)}"
+
+
+def nearest_legal(value: Any, legal: Sequence[Any]) -> str:
+    """The nearest of the legal values: the neighbours of a number, or the most similar name."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         neighbours = max((v for v in legal if v < value), default=None), min((v for v in legal if v > value), default=None)
         nearest = " or ".join(show(v) for v in neighbours if v is not None)
     else:
         nearest = nearest_name(show(value), [show(v) for v in legal])
-    listed = f"Legal values: {', '.join(map(show, legal))}. " if len(legal) <= 12 else ""
-    return f"{listed}Nearest: {nearest}."
+    return f"Nearest: {nearest}."
 
 
 def nearest_name(name: str, names: Sequence[str]) -> str:

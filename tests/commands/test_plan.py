@@ -270,7 +270,7 @@ def test_a_written_plan_trains(tool, tmp_path):
         (["--model", "llama-3-8b", *ARGUMENTS, "--tp", "3"], "No layout is legal: parallel.tp = 3 does not divide"),
         (["--model", "llama-3-8b", *ARGUMENTS, "--sequence_length", "9000"], "data.sequence_length = 9000 exceeds"),
         (["--model", "llama-3-8b", *ARGUMENTS, "--sequence_length", "131072"], "or take the preset llama-3.1-8b."),
-        (["--model", "llama-3-8b", *ARGUMENTS, "--gpu", "v100-32gb"], "--precision bf16 has no peak on v100-32gb"),
+        (["--model", "llama-3-8b", *ARGUMENTS, "--gpu", "v100-32gb", "--precision", "bf16"], "--precision bf16 has no peak on v100-32gb"),
         (["--model", "nowhere.json", *ARGUMENTS], "--model nowhere.json can not be read: No such file or directory. Give the config.json"),
         (["--model", "tiny", *ARGUMENTS], "--model tiny leaves the vocabulary to the data"),
         (["--model", "llama-3-70b", *ARGUMENTS, "--gpu", "rtx-4090", "--gpus", "1"], "Nothing fits: even one device"),

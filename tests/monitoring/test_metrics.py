@@ -220,7 +220,7 @@ def test_a_missing_package_is_said_with_the_way_out(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(metrics, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"logging\.wandb = proofs needs the package wandb: pip install wandb, or leave the option out"):
         check_packages(LoggingConfig(wandb="proofs"))
-    with pytest.raises(ConfigError, match=r"logging\.tensorboard = True needs the package tensorboard"):
+    with pytest.raises(ConfigError, match=r"logging\.tensorboard = true needs the package tensorboard"):
         check_packages(LoggingConfig(tensorboard=True))
     check_packages(LoggingConfig())
 
