@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: object):
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})  # type: ignore[arg-type]
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As usual; an argument that is not known gets the nearest one."""
         found, others = self.parse_known_args(args, namespace)
         if others:
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         """As usual; a value that is not one of the choices gets the nearest one."""
         if action.choices is not None and value not in action.choices:
             legal = list(action.choices)
-            listed = ", ".join(map(str, legal))
+            listed = ", ".join(map(repr, legal))
             raise argparse.ArgumentError(action, f"invalid choice: {value!r} (choose from {listed}). {nearest_legal(value, legal)}")
 
     def error(self, message: str) -> NoReturn:

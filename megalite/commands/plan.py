@@ -132,13 +132,13 @@ def check_model(options: argparse.Namespace) -> None:
         config_of(options.model, options.gpus or 1)
 
 
-def base_config(options: argparse.Namespace, device: Device) -> Config:
+def base_config(options: argparse.Namespace) -> Config:
     """The configuration that all plans share: the model, the batch, and everything else from a configuration file; the precision is the
     device's own if neither the options nor the configuration says another."""
     from megalite.commands.models import config_of
 
     sizes = {"data.sequence_length": options.sequence_length, "train.global_batch_size": options.global_batch_size}
-    config = config_of(options.model, options.gpus or 1, replacing=sizes, precision=device.own_precision)
+    config = config_of(options.model, options.gpus or 1, replacing=sizes, precision=find(options.gpu).own_precision)
     if options.vocab_size is not None:
         config.model.vocab_size = options.vocab_size
     if config.model.vocab_size is None:
@@ -150,8 +150,7 @@ def base_config(options: argparse.Namespace, device: Device) -> Config:
 
 def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict[str, Any], str]:
     """Search, write the --write file, and return the answer as JSON content and as text."""
-    device = find(options.gpu)
-    base = base_config(options, device)
+    base, device = base_config(options), find(options.gpu)
     device.peak(base.train.precision)
     if options.write and not options.write.absolute().parent.is_dir():
         raise ConfigError(f"--write {options.write} can not be written: there is no directory {options.write.parent}. Make it first.")
