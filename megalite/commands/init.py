@@ -152,10 +152,8 @@ def wanted_by(options: argparse.Namespace) -> tuple[Wanted, NamedModel]:
     from megalite.commands.models import config_of, find_model, weights_of
     from megalite.planning.starting import Wanted
 
-    replacing = {
-        **{"data.sequence_length": options.sequence_length, "train.global_batch_size": options.global_batch_size},
-        **{"data.train": options.data, "train.tokens": options.tokens, "train.steps": options.steps},
-    }
+    replacing = {"data.sequence_length": options.sequence_length, "train.global_batch_size": options.global_batch_size}
+    replacing |= {"data.train": options.data, "train.tokens": options.tokens, "train.steps": options.steps}
     device = device_of(options)
     auto = device.own_precision if options.gpus else None
     base = config_of(options.source, max(1, options.gpus), "--from", replacing=replacing, precision=None, auto=auto)

@@ -23,19 +23,19 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 
 from megalite.checkout import CONFIGS
-from megalite.config import amounts, precision
+from megalite.config import amounts
 from megalite.config.dims import filling_dp
-from megalite.config.errors import Mistakes
-from megalite.config.options import OPTIONS, SECTIONS, SHORT, unknown
 from megalite.config.presets import preset
-from megalite.config.rule import nearest_name, show
+from megalite.config.rule import Mistakes, nearest_name, show
 from megalite.config.rules import check
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import OPTIONS, SECTIONS, SHORT, Config, ConfigError
 from megalite.config.sources import Given, Source, combined
 from megalite.config.token_files import data_vocab_size
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
+
+    from megalite.config.precision import Choice, Device
 
 USAGE = (
     "megalite train [--nproc N] --config FILE.yaml|NAME [--tp N --pp N --dp N --cp N --ep N --zero N] [--section.key VALUE ...], "
@@ -87,7 +87,7 @@ class Loaded:
 
     config: Config
     origins: dict[str, str]
-    choice: precision.Choice | None
+    choice: "Choice | None"
 
 
 def load_config(argv: list[str] | None = None, *, world_size: int, own: Sequence[str] = ()) -> Config:
@@ -212,6 +212,12 @@ def flatten(tree: Any, source: str) -> dict[str, Any]:
 
 def _known(tree: Any, source: str, mistakes: Mistakes) -> dict[str, Any]:
     """The known options in a tree; the others are mistakes."""
+
+    def unknown(name: str) -> None:
+        from megalite.config import suggestions
+
+        mistakes.add(*suggestions.unknown(name, source, SECTIONS).messages)
+
     if not isinstance(tree, dict):
         mistakes.add(f"{show(tree)} {source} is not a set of sections. Write `section:`, and below it, indented, `key: value`.")
         return {}
@@ -221,7 +227,7 @@ def _known(tree: Any, source: str, mistakes: Mistakes) -> dict[str, Any]:
             piece = str(section).replace(".", ":` and, indented below it, `")
             mistakes.add(f"{section} {source} is written in one piece. Write `{piece}:`.")
         elif section not in SECTIONS:
-            mistakes.add(*unknown(str(section), source, SECTIONS).messages)
+            unknown(str(section))
         elif not isinstance(content, (dict, NoneType)):
             mistakes.add(f"{section} = {show(content)} {source} is not a section. {_below(section, content)}")
         else:
@@ -229,7 +235,7 @@ def _known(tree: Any, source: str, mistakes: Mistakes) -> dict[str, Any]:
                 if f"{section}.{key}" in OPTIONS:
                     options[f"{section}.{key}"] = value
                 else:
-                    mistakes.add(*unknown(f"{section}.{key}", source, ()).messages)
+                    unknown(f"{section}.{key}")
     return options
 
 
@@ -330,6 +336,8 @@ def _not_here(name: str, own: Sequence[str]) -> ConfigError:
             f"--{name} on the command line is for starting the ranks of a run. Leave it out: a dry run starts none and takes their number "
             "by --world_size, and verify starts those that --tp, --pp, --dp and --cp need."
         )
+    from megalite.config.suggestions import unknown
+
     known = [*SHORT, *own, *LAUNCH, "config", "list_configs", "print_config", "help"]
     return unknown(name, "on the command line", known, dashes="--")
 
@@ -411,7 +419,7 @@ def _nearest_file(path: str) -> str:
     return f"Nearest: {others[near[0]]}." if near else "Give the path of a YAML file, or a name of megalite train --list_configs."
 
 
-def resolve(arguments: Arguments, world_size: int, *, weights: bool = True, device: precision.Device | None = None) -> Config:
+def resolve(arguments: Arguments, world_size: int, *, weights: bool = True, device: "Device | None" = None) -> Config:
     """The given options on top of the defaults derived from them (preset, from_hf, dp, vocabulary size, steps); not checked yet.
 
     Models of the Hugging Face Hub are fetched and become directories.
@@ -427,7 +435,7 @@ def resolve(arguments: Arguments, world_size: int, *, weights: bool = True, devi
     return resolved(arguments, world_size, weights=weights, device=device).config
 
 
-def resolved(arguments: Arguments, world_size: int, *, weights: bool = True, device: precision.Device | None = None) -> Loaded:
+def resolved(arguments: Arguments, world_size: int, *, weights: bool = True, device: "Device | None" = None) -> Loaded:
     """`resolve` with where the values are from."""
     found = given(arguments)
     values = found.values
@@ -448,7 +456,11 @@ def resolved(arguments: Arguments, world_size: int, *, weights: bool = True, dev
     if config.model.vocab_size is None:
         config.model.vocab_size = data_vocab_size(config)
     amounts.resolve_steps(config)
-    if (choice := precision.chosen(config, device)) is not None:
+    choice = None
+    if config.train.precision == "auto":
+        from megalite.config.precision import chosen
+
+        choice = chosen(config, device)
         config.train.precision = choice.precision  # type: ignore[assignment]
     return Loaded(config, _origins(found, shape, before, config, choice), choice)
 
@@ -472,15 +484,13 @@ def given(arguments: Arguments) -> Given:
     return found
 
 
-def _origins(
-    found: Given, shape: Mapping[str, Any], before: Mapping[str, Any], config: Config, choice: precision.Choice | None
-) -> dict[str, str]:
+def _origins(found: Given, shape: Mapping[str, Any], before: Mapping[str, Any], config: Config, choice: "Choice | None") -> dict[str, str]:
     """section.key → where its value is from. before: those of DERIVED, as files, command line and shape gave them."""
     values, said = found.values, {option: source.name for option, source in found.origins.items()}
     which = "preset" if values.get("model.preset") is not None else "from_hf"
     reasons = {"parallel.dp": "the number of ranks", "model.vocab_size": "data.train", "optimizer.warmup_steps": "in steps"}
     if choice is not None:
-        reasons["train.precision"] = f"{precision.AUTO}: {choice.reason}"
+        reasons["train.precision"] = f"auto: {choice.reason}"
     for length in ("train.tokens", "train.epochs"):
         if values.get(length) is not None:
             said["train.steps"] = said[length]
@@ -624,12 +634,15 @@ def _parsed(values: dict[str, Any], source: str, words: bool) -> dict[str, Any]:
 
 def wrong_type(option: str, value: Any, source: str) -> str:
     """The message for a value that does not fit its option's type."""
+    from megalite.config.suggestions import nearest_value
+
     hint = OPTIONS[option].type
     message = f"{option} = {show(value)} {source} is not {describe_type(hint)}."
     if isinstance(value, (int, float)) and str in (hint, *get_args(hint)):
         return f"{message} Write it in quotes: '{show(value)}'."
-    choices = [str(choice) for choice in get_args(hint)] if get_origin(hint) is Literal else ["true", "false"] if hint is bool else []
-    return f"{message} Nearest: {nearest_name(show(value), choices)}." if choices else message
+    literal = next((each for each in (hint, *get_args(hint)) if get_origin(each) is Literal), None)
+    choices = list(map(str, get_args(literal))) if literal is not None else ["true", "false"] if hint is bool else []
+    return f"{message} Nearest: {nearest_value(option, show(value), choices)}." if choices else message
 
 
 def describe_type(hint: Any) -> str:

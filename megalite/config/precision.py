@@ -9,9 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from megalite.config.errors import ConfigError
 from megalite.config.rule import is_checkpoint
-from megalite.config.schema import Config
+from megalite.config.schema import Config, ConfigError
 
 AUTO = "auto"
 Device = Literal["cuda", "cpu"]
@@ -32,10 +31,8 @@ class Choice:
         return f"train.precision = {AUTO} is {self.precision}: {self.reason}"
 
 
-def chosen(config: Config, device: Device | None = None) -> Choice | None:
-    """The precision for a configuration with train.precision = auto; None if it has another. device: default: that of this machine."""
-    if config.train.precision != AUTO:
-        return None
+def chosen(config: Config, device: Device | None = None) -> Choice:
+    """The precision for a configuration with train.precision = auto. device: default: that of this machine."""
     return _recorded(config) or of_device(device or this_device())
 
 

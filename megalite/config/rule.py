@@ -4,7 +4,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from operator import attrgetter
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.dims import ParallelDims
-from megalite.config.schema import Config
+from megalite.config.schema import OPTIONS, Config, ConfigError
 
 
 @dataclass
@@ -70,6 +71,34 @@ class Rule:
         return self.message(context) if callable(self.message) else re.sub(r"{(\w+\.\w+)}", named, self.message)
 
 
+class Mistakes:
+    """Collects messages, each of them once, to report all of them together."""
+
+    def __init__(self, messages: tuple[str, ...] | list[str] = ()):
+        self.messages = list(dict.fromkeys(messages))
+
+    def add(self, *messages: str) -> None:
+        self.messages += [message for message in dict.fromkeys(messages) if message not in self.messages]
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Add the messages of a ConfigError that ends the block, and continue after it."""
+        try:
+            yield
+        except ConfigError as error:
+            self.add(*error.messages)
+
+    def report(self) -> None:
+        """Raise ConfigError if there are any."""
+        if self.messages:
+            raise ConfigError(*self.messages)
+
+
+def named_in(text: str) -> set[str]:
+    """The options that a text names."""
+    return set(re.findall(r"\w+\.\w+", text)) & OPTIONS.keys()
+
+
 CHECKPOINT_EXAMPLE = "Give a checkpoint directory, for example runs/NAME/checkpoints/step_00000100, or a run's, runs/NAME, for its newest."
 
 
@@ -117,6 +146,11 @@ def nearest_name(name: str, names: Sequence[str]) -> str:
 
 def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def multiples(value: int, step: int) -> str:
+    """The way out for a value that is not a multiple of step."""
+    return f"Legal values: multiples of {step}. Nearest: {' or '.join(map(str, around(value, step)))}."
 
 
 def around(value: int, step: int) -> list[int]:

@@ -1,21 +1,32 @@
 """The options of a run: typed sections whose field docstrings are the `--help` text. Imports no torch."""
 
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from megalite.config.checkpoints import CheckpointConfig as CheckpointConfig
 from megalite.config.checkpoints import ValidationConfig as ValidationConfig
-from megalite.config.errors import ConfigError as ConfigError
-from megalite.config.logs import LoggingConfig as LoggingConfig
 from megalite.config.lora import EXPERTS as EXPERTS
 from megalite.config.lora import PROJECTIONS as PROJECTIONS
 from megalite.config.lora import SAVED_MODULES as SAVED_MODULES
 from megalite.config.lora import LoraConfig as LoraConfig
-from megalite.config.network import NetworkConfig as NetworkConfig
 from megalite.config.optimizers import FP16Config as FP16Config
 from megalite.config.optimizers import MuonConfig
 from megalite.config.optimizers import OptimizerConfig as OptimizerConfig
+
+
+class ConfigError(Exception):
+    """A configuration that cannot run. Each of its messages names the option, its value, the reason and a way out."""
+
+    @property
+    def messages(self) -> tuple[str, ...]:
+        return tuple(map(str, self.args))
+
+    def __str__(self) -> str:
+        if len(self.args) == 1:
+            return str(self.args[0])
+        return "\n".join([f"There are {len(self.args)} mistakes:", *(f"- {message}" for message in self.messages)])
+
 
 ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -448,6 +459,34 @@ class FaultsConfig:
     """Faults to inject, KIND:rank=R,step=S, separated by spaces or as a list; also --faults. docs/faults.md lists kinds and options."""
 
 
+WANDB_PROJECT = "megalite"
+"""The project of logging.wandb: true, unless the environment variable WANDB_PROJECT names another."""
+
+
+@dataclass
+class LoggingConfig:
+    interval: int = 1
+    """Print one console line every `interval` steps; metrics.jsonl has every step."""
+    loss_by_source: bool = False
+    """With a blend, record the training loss of each member in metrics.jsonl, as loss/PREFIX."""
+    tensorboard: bool | str | None = False
+    """Write TensorBoard scalars. true: to the run's tensorboard/ directory; a directory: there. false or null: off."""
+    wandb: bool | str | None = None
+    """Log to Weights & Biases, which needs the wandb package. A name: to this project; true: to the project in the environment variable
+    WANDB_PROJECT, or megalite. false or null: off."""
+    wandb_entity: str | None = None
+    """User or team that the project belongs to. null: your default entity, or WANDB_ENTITY."""
+    wandb_group: str | None = None
+    """Group of runs on Weights & Biases that this run is shown in. null: none, or WANDB_RUN_GROUP."""
+    wandb_tags: list[str] | None = None
+    """Tags of the run on Weights & Biases. null: none, or WANDB_TAGS."""
+    wandb_name: str | None = None
+    """Name of the run on Weights & Biases. null: run.name."""
+    wandb_mode: Literal["online", "offline", "disabled"] | None = None
+    """online: upload while training; offline: store in the run's directory for `wandb sync`; disabled: do nothing. null: WANDB_MODE, or
+    online."""
+
+
 @dataclass
 class ProfilingConfig:
     timeline: bool = False
@@ -462,6 +501,29 @@ class ProfilingConfig:
     memory_snapshot: int | None = None
     """Step after which `ranks` (rank 0 if empty) write a snapshot of what GPU memory is used for; one is also written when memory runs out.
     null: no snapshot."""
+
+
+@dataclass
+class NetworkConfig:
+    """Communication between ranks. An option sets an environment variable before the process group starts; a variable that is already set
+    is kept. null leaves the variable unset."""
+
+    interface: str | None = None
+    """Network interface of NCCL and gloo, for example eth0."""
+    debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
+    """NCCL's log level."""
+    ib_devices: str | None = None
+    """InfiniBand devices that NCCL uses, for example mlx5_0,mlx5_1."""
+    ib_gid_index: int | None = None
+    """Index of the global identifier that NCCL uses under RoCE, often 3."""
+    ib_timeout: int | None = None
+    """Exponent of the InfiniBand acknowledgement timeout, 4.096 µs * 2 ** ib_timeout. NCCL's default is 20; large networks use 22 or 23."""
+    ib_retries: int | None = None
+    """Number of InfiniBand retries after a timeout. NCCL's default is 7."""
+    variables: dict[str, Any] | None = None
+    """Other environment variables, for example {NCCL_NVLS_ENABLE: 0}."""
+    test: bool = False
+    """Measure the links between ranks for 3 seconds at start, and report the slowest."""
 
 
 @dataclass
@@ -483,3 +545,9 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
+
+
+SHORT = {**{name: f"parallel.{name}" for name in ("tp", "pp", "dp", "cp", "ep", "zero")}, "faults": "faults.inject"}
+SECTIONS = [section.name for section in fields(Config)]
+OPTIONS: dict[str, Field[Any]] = {f"{section.name}.{key.name}": key for section in fields(Config) for key in fields(section.type)}  # type: ignore[arg-type]
+"""Every option, section.key → its dataclass field."""

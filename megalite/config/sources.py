@@ -5,13 +5,13 @@ Hugging Face model for a whole shape. A later source that gives one of those rep
 within one source it comes first, and the single options beside it change it.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from megalite.config.errors import ConfigError, Mistakes
-from megalite.config.rule import show
-from megalite.config.schema import ModelConfig
+from megalite.config.rule import Mistakes, show
+from megalite.config.schema import ConfigError, ModelConfig
 
 HORIZON = ("train.steps", "train.tokens", "train.epochs")
 """Options that say how long the run is: one of them replaces the others."""
@@ -98,8 +98,6 @@ def _replace_shape(given: Given, later: Source) -> None:
 
 def _repository(name: str) -> str:
     """What identifies a Hugging Face model: org/name or its directory."""
-    import os
-
     from megalite.config.hub import repository
 
     return repository(os.path.normpath(os.path.expanduser(name.removeprefix("hf:"))))

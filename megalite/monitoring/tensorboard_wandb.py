@@ -12,8 +12,7 @@ from time import monotonic
 from typing import Protocol
 
 from megalite.config.load import to_dict
-from megalite.config.logs import WANDB_PROJECT
-from megalite.config.schema import Config
+from megalite.config.schema import WANDB_PROJECT, Config
 from megalite.messages import say
 
 RETRY_S = 60.0  # from the first failure until the next attempt; doubled by each further one, since an attempt may take as long

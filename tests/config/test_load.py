@@ -13,8 +13,8 @@ import yaml
 
 from megalite.config import load as loading
 from megalite.config.load import from_dict, load_config, to_dict, to_yaml, with_home
-from megalite.config.options import OPTIONS, other_names
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import OPTIONS, Config, ConfigError
+from megalite.config.suggestions import other_names
 from megalite.config.token_files import unused
 
 

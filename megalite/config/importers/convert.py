@@ -17,11 +17,10 @@ from megalite.config.importers import accelerate, axolotl, deepspeed, llama_fact
 from megalite.config.importers.verdict import Kind, Source, Table, harmless, lost, row_of
 from megalite.config.load import from_dict, nest, parse_values
 from megalite.config.lora_names import with_own_names
-from megalite.config.options import OPTIONS
 from megalite.config.presets import preset
 from megalite.config.rule import Rule, RuleContext, show
 from megalite.config.rules import RULES, numbers
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import OPTIONS, Config, ConfigError
 
 
 class Project(Protocol):

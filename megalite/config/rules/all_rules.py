@@ -12,9 +12,7 @@ from copy import copy
 from dataclasses import fields
 from typing import Any
 
-from megalite.config.errors import Mistakes
-from megalite.config.options import named_in
-from megalite.config.rule import Rule, RuleContext
+from megalite.config.rule import Mistakes, Rule, RuleContext, named_in
 from megalite.config.rules import data, faults, model, numbers, parallel, training
 from megalite.config.schema import Config, ConfigError
 

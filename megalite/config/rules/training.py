@@ -4,14 +4,18 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
 from megalite.config.amounts import duration_seconds
 from megalite.config.rampup import problem
-from megalite.config.rule import CHECKPOINT_EXAMPLE, Rule, RuleContext, around, can_be_written, is_checkpoint
+from megalite.config.rule import CHECKPOINT_EXAMPLE, Rule, RuleContext, can_be_written, is_checkpoint, multiples
 from megalite.config.token_files import named_sets
 
+MODES = ("none", "selective", "full", "every-2", "budget")
+STARTS = {**dict.fromkeys(("true", "latest", "last", "newest", "resume"), "auto"), **dict.fromkeys(("false", "null", "scratch"), "none")}
+"""What other programs call the values of checkpoint.load."""
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -37,6 +41,22 @@ def _wrong_mode(c: RuleContext) -> str:
     if "experts" in re.split("[*+,]", c.train.recompute) and not c.model.has_mixtures:
         return "names experts, and the model has none"
     return problem(c.train.recompute, c.model.num_hidden_layers + c.model.mtp_layers) or ""
+
+
+def _modes(c: RuleContext) -> str:
+    """The recomputation modes, with the nearest to one that is misspelled."""
+    near = get_close_matches(c.train.recompute, MODES, n=1)
+    listed = f"Legal values: {', '.join(MODES)}, or operations such as attn_norm+mlp_in, also in a list by layers."
+    return f"{listed} Nearest: {near[0]}." if near else listed
+
+
+def _start(c: RuleContext) -> str:
+    """The way out for a checkpoint that is not there."""
+    load = c.checkpoint.load
+    if Path(load, "config.json").is_file():
+        return f"It is a Hugging Face model: set model.init_from to hf:{load} and model.from_hf to {load}."
+    word = STARTS.get(load.lower()) or next(iter(get_close_matches(load, ("auto", "none"), n=1)), None)
+    return f"Nearest: {word}." if word else CHECKPOINT_EXAMPLE
 
 
 def _resumes(c: RuleContext) -> bool:
@@ -73,7 +93,7 @@ RULES: tuple[Rule, ...] = (
         "train.global_batch_size",
         lambda c: c.train.global_batch_size % _samples_at_once(c),
         message=lambda c: f"is not a multiple of train.micro_batch_size * parallel.dp = {c.train.micro_batch_size} * {c.parallel.dp}",
-        legal=lambda c: around(c.train.global_batch_size, _samples_at_once(c)),
+        legal=lambda c: multiples(c.train.global_batch_size, _samples_at_once(c)),
     ),
     Rule(
         "ramp-up of the batch size",
@@ -110,7 +130,7 @@ RULES: tuple[Rule, ...] = (
         "train.recompute",
         _wrong_mode,
         message=_wrong_mode,
-        legal="Legal values: none, selective, full, every-2, budget, or operations such as attn_norm+mlp_in, also in a list by layers.",
+        legal=_modes,
     ),
     Rule(
         "a budget says how much",
@@ -229,7 +249,7 @@ RULES: tuple[Rule, ...] = (
         "checkpoint.load",
         lambda c: _resumes(c) and not is_checkpoint(c.checkpoint.load),
         message="is neither auto nor none, nor a checkpoint (it has no manifest.json), nor a run that has saved one",
-        legal=CHECKPOINT_EXAMPLE,
+        legal=_start,
     ),
     Rule(
         "keep_every beside keep",

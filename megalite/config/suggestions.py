@@ -1,22 +1,34 @@
-"""The names of all options, and which of them an unknown name is likely to mean. Imports no torch."""
+"""What an unknown option or value is likely to mean. Imports no torch."""
 
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import Field, fields
 from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from megalite.config.errors import ConfigError
-from megalite.config.schema import Config
+from megalite.config.rule import nearest_name
+from megalite.config.schema import OPTIONS, ConfigError
 
-SHORT = {**{name: f"parallel.{name}" for name in ("tp", "pp", "dp", "cp", "ep", "zero")}, "faults": "faults.inject"}
-SECTIONS = [section.name for section in fields(Config)]
-OPTIONS: dict[str, Field[Any]] = {f"{section.name}.{key.name}": key for section in fields(Config) for key in fields(section.type)}  # type: ignore[arg-type]
-"""Every option, section.key → its dataclass field."""
 SIMILAR = 0.6
 """From this ratio of difflib on, a section's name is taken for another one's misspelling."""
+
+
+OTHER_VALUES: dict[str, dict[str, str]] = {
+    "train.precision": {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "float64": "fp64"},
+    "model.hidden_act": {"swiglu": "silu", "geglu": "gelu", "squared_relu": "relu2", "gelu_tanh": "gelu_pytorch_tanh", "swish": "silu"},
+    "model.position": {"rotary": "rope", "learned_absolute": "learned", "absolute": "learned", "nope": "none"},
+    "optimizer.name": {"adam": "adamw"},
+    "optimizer.decay": {"constant_with_warmup": "constant", "none": "constant", "warmup_stable_decay": "wsd"},
+    "parallel.schedule": {"interleaved1f1b": "interleaved", "zbvzerobubble": "zb-v", "zerobubble": "zb-h1"},
+    "parallel.context": {"p2p": "ring", "a2a": "ulysses", "all_gather": "gather", "allgather": "gather"},
+}
+"""Option → what other programs call one of its values → ours."""
+
+
+def nearest_value(option: str, value: str, choices: Sequence[str]) -> str:
+    """The choice that a value of an option is likely to mean."""
+    known = OTHER_VALUES.get(option, {"0": "false", "no": "false", "off": "false", "1": "true"})
+    named = known.get(value.lower().rpartition(".")[2])  # torch.bfloat16
+    return named if named is not None and named in choices else nearest_name(value, choices)
 
 
 @cache
@@ -26,11 +38,6 @@ def other_names() -> dict[str, str]:
 
     table = yaml.safe_load(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"))
     return {name: here for here, *names in table for name in names}
-
-
-def named_in(text: str) -> set[str]:
-    """The options that a text names."""
-    return set(re.findall(r"\w+\.\w+", text)) & OPTIONS.keys()
 
 
 def unknown(name: str, source: str, known: Iterable[str], dashes: str = "") -> ConfigError:
