@@ -281,6 +281,8 @@ def read_arguments(argv: list[str], own: Sequence[str] = ()) -> Arguments:
             arguments.list_configs = True
         elif not word.startswith("--"):
             arguments.mistakes.append(f"{word} on the command line belongs to no option. {_as_option(word)}")
+            if word.startswith("-") and words and not words[0].startswith("-"):
+                words.popleft()  # its value
         else:
             _read_option(word, words, arguments, own)
     return arguments

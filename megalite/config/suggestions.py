@@ -85,13 +85,14 @@ def _in_section(section: str, options: Sequence[str]) -> Sequence[str]:
 
 
 def _most_similar(section: str, last: str, names: Sequence[str]) -> str:
-    """The name whose last part is the most similar, with a small advantage for the same section; the first of equally similar ones."""
+    """The name whose last part is the most similar, with an advantage for the same section and for an abbreviation; the first of equally similar ones."""
     others, options = other_names(), frozenset(OPTIONS)
 
     def score(name: str) -> float:
         place = name if name in options else others.get(name, "")
-        own = similarity(section, place.partition(".")[0]) if section and place else 0.0
-        return similarity(_plain(last), _bare(name)) + 0.1 * own
+        same = similarity(section, place.partition(".")[0]) if section and place else 0.0
+        begins = name not in others and _bare(name).startswith(_plain(last))  # an abbreviation
+        return similarity(_plain(last), _bare(name)) + 0.1 * same + 0.2 * begins
 
     return max(names, key=score)
 
