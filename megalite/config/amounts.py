@@ -142,7 +142,8 @@ def plain(option: str, value: Any, source: str) -> Any:
     text = value if isinstance(value, str) else repr(value)
     found = kind.read(text)
     if found is None:
-        raise ConfigError(f"{option} = {show(value)} {source} is not {kind.what}. Write {kind.forms}.")
+        forms = f"it with a unit: {text}s, {text}m or {text}h" if kind is _WAIT and re.fullmatch("[1-9][0-9]*", text) else kind.forms
+        raise ConfigError(f"{option} = {show(value)} {source} is not {kind.what}. Write {forms}.")
     return value if found == text else found
 
 

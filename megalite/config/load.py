@@ -319,7 +319,7 @@ def _section(word: str, mistakes: list[str]) -> str | None:
 
 def _as_option(word: str) -> str:
     """What a word without dashes was likely meant to be: a configuration, or an option."""
-    if Path(word).is_file() or Path(word).suffix in (".yaml", ".yml"):
+    if os.path.isfile(word) or Path(word).suffix in (".yaml", ".yml"):
         return f"Write --config {word}."
     name, equals, value = word.lstrip("-").partition("=")
     if name in OPTIONS or name in SHORT:

@@ -85,7 +85,7 @@ def _in_section(section: str, options: Sequence[str]) -> Sequence[str]:
 
 
 def _most_similar(section: str, last: str, names: Sequence[str]) -> str:
-    """The name whose last part is the most similar, with an advantage for the same section and for an abbreviation; the first of equally similar ones."""
+    """The name whose last part is the most similar; the same section and an abbreviation count in addition. Of equal ones the first."""
     others, options = other_names(), frozenset(OPTIONS)
 
     def score(name: str) -> float:

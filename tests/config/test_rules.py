@@ -3,15 +3,18 @@
 import json
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import pytest
+import yaml
 
 from megalite.config.amounts import duration_seconds
 from megalite.config.rules import RULES, all_rules, check
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import OPTIONS, Config, ConfigError
 
 
 @dataclass
@@ -121,7 +124,7 @@ ROWS = [
         "a group has two experts",
         GROUPS | {"model.n_group": 4, "model.router_scores": "sigmoid"},
         {"model.n_group": 2},
-        ("two best experts", "up to 2"),
+        ("two best experts", "Legal values: 1, 2."),
     ),
     Row("topk_group needs groups", GROUPS | {"model.topk_group": 2}, {"model.n_group": 2}, ("model.n_group = null",)),
     Row(
@@ -146,7 +149,7 @@ ROWS = [
     Row("a mixture is left", EXPERTS | {"model.mlp_only_layers": [0, 1, 2, 3]}, {"model.mlp_only_layers": [0]}, ("every layer dense",)),
     Row("router_logit_bias needs experts", {"model.router_logit_bias": True}, EXPERTS),
     Row("clamped_swiglu is gated", {"model.hidden_act": "clamped_swiglu", "model.gated_mlp": False}, {"model.gated_mlp": True}),
-    Row("ep splits experts", {"parallel.ep": 2, "parallel.dp": 2}, EXPERTS, ("Legal value: 1.",)),
+    Row("ep splits experts", {"parallel.ep": 2, "parallel.dp": 2}, EXPERTS, ("Legal values: 1.",)),
     Row(
         "ep divides the experts",
         EXPERTS | {"parallel.ep": 3, "parallel.dp": 3, "train.global_batch_size": 24},
@@ -659,6 +662,28 @@ def verdict(options: dict[str, Any], world: int | None = None, devices: int | No
     return None
 
 
+def proposals(option: str, message: str) -> Iterator[dict[str, Any]]:
+    """The values that a message proposes: "Nearest: A or B", "Set it to A, or section.key to B", "Leave it out"."""
+    way_out = message.rpartition(". ")[2] if "Nearest: " not in message else message[message.index("Nearest: ") :]
+    default = attrgetter(option.replace("model.rope_scaling.rope_type", "model.rope_scaling"))(Config())
+    if nearest := re.search(r"Nearest: (.+?)(?: or (.+?))?(?:, for .*)?\.(?:$| Or)", way_out):
+        for value in filter(None, nearest.groups()):
+            yield {option: read(value)} if option in OPTIONS else {"model.rope_scaling": None if value == "default" else LLAMA3}
+    for name, value in re.findall(
+        r"(?:[Ss]et|, or) (it|\w+\.\w+)(?: too)?,?(?: for example)? to ([\w.:]+?)[.,;:]?(?:\s(?!and)|$)", way_out
+    ):
+        yield {option if name == "it" else name: read(value)}
+    if "Nearest" not in way_out and (example := re.search(r", for example:? (\[[\d., ]+\])", way_out)):
+        yield {option: read(example[1])}
+    if re.search(r"(Leave|leave) it out|Remove it", way_out):
+        yield {option: default}
+
+
+def read(text: str) -> Any:
+    """A value as it is written, in YAML."""
+    return yaml.safe_load(text)
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.rule)
 def test_rule(row: Row, monkeypatch):
     rule = next(rule for rule in RULES if rule.name == row.rule)
@@ -669,9 +694,8 @@ def test_rule(row: Row, monkeypatch):
     assert verdict(row.broken | row.fixed, row.world, row.devices) is None
     monkeypatch.setattr(all_rules, "RULES", (rule,))
     assert verdict(row.broken, row.world, row.devices) == message, "another rule spoke first"
-    nearest = re.search(r"Nearest: ([\d.]+?)(?: or ([\d.]+?))?\.$", message)
-    for value in filter(None, nearest.groups()) if nearest else ():
-        assert verdict(row.broken | {rule.option: json.loads(value)}, row.world, row.devices) is None, "an illegal value is suggested"
+    for proposed in proposals(rule.option, message):
+        assert verdict(row.broken | proposed, row.world, row.devices) is None, f"{proposed} is suggested, and illegal"
 
 
 def test_every_rule_has_a_row_and_a_name_of_its_own():

@@ -26,7 +26,7 @@ def _nearest_prefix(source: Any) -> str:
     others = sorted(str(path.with_suffix("")) for path in prefix.parent.glob("*.bin"))
     if near := get_close_matches(str(prefix), others, n=1):
         return f"Nearest: {near[0]}."
-    if prefix.is_file():
+    if os.path.isfile(prefix):
         return f"Make them of the text in it with megalite prepare --input {prefix} --output {prefix.with_suffix('')}."
     return f"Make it with megalite prepare --output {prefix}."
 
@@ -108,7 +108,7 @@ def _share(c: RuleContext) -> str:
     listed = "Legal values: above 0 and below 1, for example 0.05; or the PREFIX of another token file"
     if value == 0:
         return f"{listed}. Nearest: null, for no validation."
-    return f"{listed}. Nearest: {value / 100:g}." if isinstance(value, float) and 1 < value < 100 else f"{listed}."
+    return f"{listed}. Nearest: {value / 100:g}." if isinstance(value, float) and 1 <= value < 100 else f"{listed}."
 
 
 RULES: tuple[Rule, ...] = (
@@ -191,13 +191,16 @@ RULES: tuple[Rule, ...] = (
         "model.mtp_layers",
         lambda c: c.model.mtp_layers >= c.data.sequence_length,
         message="does not leave a target in a row of {data.sequence_length}",
-        legal=lambda c: f"Legal values: up to {c.data.sequence_length - 1}.",
+        legal=lambda c: f"Legal values: up to {c.data.sequence_length - 1}. Nearest: {c.data.sequence_length - 1}.",
     ),
     Rule(
         "sequence within the model's positions",
         "data.sequence_length",
         lambda c: c.data.sequence_length > c.model.max_position_embeddings,
         message="exceeds {model.max_position_embeddings}",
-        legal=lambda c: f"Legal values: up to {c.model.max_position_embeddings}; or raise model.max_position_embeddings{_longer(c)}.",
+        legal=lambda c: (
+            f"Legal values: up to {c.model.max_position_embeddings}. Nearest: {c.model.max_position_embeddings}. "
+            f"Or raise model.max_position_embeddings{_longer(c)}."
+        ),
     ),
 )

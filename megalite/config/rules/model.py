@@ -1,6 +1,7 @@
 """Rules for the model and its adapters: options that fit each other."""
 
 import math
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ def _own_weights(c: RuleContext) -> str:
     from megalite.config.hub import is_id  # with the libraries of a network
 
     path = _init_from(c)
-    if Path(path, "config.json").is_file() or is_id(path):
+    if os.path.isfile(Path(path, "config.json")) or is_id(path):
         return f"The weights of a Hugging Face model are hf:{path}; set model.from_hf to {path} for its shape."
     return CHECKPOINT_EXAMPLE
 
@@ -213,7 +214,7 @@ _GROUPS = (
             c.model.n_group and c.model.num_experts and c.model.router_scores == "sigmoid" and 2 * c.model.n_group > c.model.num_experts
         ),
         message="leaves less than two of {model.num_experts} in a group, whose score is the sum of its two best experts",
-        legal=lambda c: f"Legal values: up to {(c.model.num_experts or 0) // 2}.",
+        legal=lambda c: [groups for groups in divisors(c.model.num_experts or 1) if 2 * groups <= (c.model.num_experts or 0)],
     ),
     Rule(
         "topk_group needs groups",

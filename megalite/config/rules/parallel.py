@@ -97,7 +97,7 @@ _EXPERTS = (
         "parallel.ep",
         lambda c: c.parallel.ep > 1 and not c.model.num_experts,
         message="has no experts to split: {model.num_experts}",
-        legal="Legal value: 1.",
+        legal=[1],
     ),
     Rule(
         "ep divides the experts",

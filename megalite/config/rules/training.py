@@ -1,6 +1,7 @@
 """Rules for batches, precision, the optimizer, checkpoints, validation, profiling and the network."""
 
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Callable
@@ -53,7 +54,7 @@ def _modes(c: RuleContext) -> str:
 def _start(c: RuleContext) -> str:
     """The way out for a checkpoint that is not there."""
     load = c.checkpoint.load
-    if Path(load, "config.json").is_file():
+    if os.path.isfile(Path(load, "config.json")):
         return f"It is a Hugging Face model: set model.init_from to hf:{load} and model.from_hf to {load}."
     word = STARTS.get(load.lower()) or next(iter(get_close_matches(load, ("auto", "none"), n=1)), None)
     return f"Nearest: {word}." if word else CHECKPOINT_EXAMPLE
@@ -62,6 +63,18 @@ def _start(c: RuleContext) -> str:
 def _resumes(c: RuleContext) -> bool:
     """Whether checkpoint.load names the checkpoint."""
     return c.checkpoint.load not in ("auto", "none")
+
+
+def _example_ramp(c: RuleContext) -> str:
+    """A ramp-up of whole microbatches."""
+    step = _samples_at_once(c)
+    return f"Write [START, INCREMENT, SAMPLES], for example [{step}, {step}, 10000]."
+
+
+def _longest_decay(c: RuleContext) -> str:
+    """The share of the steps that the warm-up leaves for the decay."""
+    share = f"{math.floor(1e4 * (1 - c.optimizer.warmup_steps / c.train.steps)) / 1e4:g}"
+    return f"Legal values: up to {share}. Nearest: {share}. Or shorten the warm-up."
 
 
 def _no_ramp_up(option: str, is_set: Callable[[RuleContext], bool], what: str) -> Rule:
@@ -100,14 +113,14 @@ RULES: tuple[Rule, ...] = (
         "train.rampup_batch_size",
         lambda c: problem(c.train),
         message=lambda c: problem(c.train) or "",
-        legal="Write [START, INCREMENT, SAMPLES], for example [8, 8, 10000].",
+        legal=_example_ramp,
     ),
     Rule(
         "whole microbatches of a ramp-up",
         "train.rampup_batch_size",
         lambda c: any(each % _samples_at_once(c) for each in (c.train.rampup_batch_size or [])[:2]),
         message=lambda c: f"has sizes that are no multiples of train.micro_batch_size * parallel.dp = {_samples_at_once(c)}",
-        legal="Choose START and INCREMENT that are, or a smaller train.micro_batch_size.",
+        legal=lambda c: f"{_example_ramp(c)[:-1]}, or choose a smaller train.micro_batch_size.",
     ),
     _no_ramp_up("faults.rollback", lambda c: c.faults.rollback, "the batch size, which a rollback would move,"),
     _no_ramp_up("profiling.timeline", lambda c: c.profiling.timeline, "the schedule, of which a timeline shows one,"),
@@ -186,7 +199,7 @@ RULES: tuple[Rule, ...] = (
         "optimizer.wsd_decay_fraction",
         lambda c: c.optimizer.decay == "wsd" and c.optimizer.warmup_steps + c.optimizer.wsd_decay_fraction * c.known_steps > c.known_steps,
         message="of {train.steps} starts the decay before {optimizer.warmup_steps} are done",
-        legal=lambda c: f"Legal values: up to {1 - c.optimizer.warmup_steps / c.train.steps:.4g}; or shorten the warm-up.",
+        legal=_longest_decay,
     ),
     Rule(
         "min_lr below lr",
