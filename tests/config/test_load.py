@@ -234,6 +234,9 @@ MESSAGES = [
     (["--model.n_layer", "1"], None, "Here it is called --model.num_hidden_layers."),
     (["--seq_lenght", "1"], None, "Nearest: --data.sequence_length, which other programs call seq_length."),
     (["--hidden_dim", "1"], None, "Here it is called --model.hidden_size (of the model) or model.intermediate_size (of the feed-forward)."),
+    (["--num_layers", "1"], None, "Here it is called --model.num_hidden_layers."),
+    (["--max_steps", "1"], None, "Here it is called --train.steps."),
+    (["--fp16", "true"], None, "Here it is called --train.precision fp16."),
     (["--bf16", "true"], None, "Here it is called --train.precision bf16."),
     (
         [],

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
+from random import Random
 from typing import Any
 
 import pytest
@@ -696,6 +697,21 @@ def test_rule(row: Row, monkeypatch):
     assert verdict(row.broken, row.world, row.devices) == message, "another rule spoke first"
     for proposed in proposals(rule.option, message):
         assert verdict(row.broken | proposed, row.world, row.devices) is None, f"{proposed} is suggested, and illegal"
+
+
+def test_two_broken_rules_are_two_messages_unless_one_has_to_do_with_the_other():
+    """Random pairs of rows: no rule ends in another error because of what an earlier one has found, and few are left for the next try."""
+    random, both, pairs = Random(1), 0, 0
+    while pairs < 300:
+        one, other = random.sample(ROWS, 2)
+        if one.broken.keys() & other.broken.keys() or {one.world, other.world} - {None}:
+            continue
+        devices = one.devices if one.devices is not None else other.devices
+        message = verdict(one.broken | other.broken, devices=devices)
+        assert message is not None, (one, other)
+        both += message.startswith("There are ")
+        pairs += 1
+    assert both > 0.9 * pairs
 
 
 def test_every_rule_has_a_row_and_a_name_of_its_own():
