@@ -65,9 +65,11 @@ class ModelConfig:
 
     preset: str | None = None
     """Named model shape: tiny, gpt2-124m, llama-3.2-1b, llama-3-8b, llama-3.1-8b, llama-3-70b, llama-3.1-70b, mixtral-8x7b, olmoe-1b-7b,
-    qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v2-lite, deepseek-v3, gpt-oss-20b or gpt-oss-120b. Other fields of this section override it."""
+    qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v2-lite, deepseek-v3, gpt-oss-20b or gpt-oss-120b. It replaces the shape that earlier files
+    give; other fields of this section beside it, or later, override it."""
     from_hf: str | None = None
-    """Hugging Face model whose config.json gives the shape: a directory, or org/name on the Hub. No weights are read."""
+    """Hugging Face model whose config.json gives the shape: a directory, or org/name on the Hub. No weights are read. It replaces
+    the shape that earlier files give, as a preset does."""
     init_from: str | None = None
     """Initial weights, for a run that starts at step 0: a checkpoint directory (optimizer state and data position are not used), a run's
     directory for its newest checkpoint, or hf:DIR for a Hugging Face directory or org/name on the Hub (set from_hf to DIR for the shape).
