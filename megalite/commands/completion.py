@@ -80,7 +80,8 @@ def model_names() -> list[str]:
 def training() -> Grammar:
     """Options of the configuration, of the launcher and of a dry run."""
     from megalite.commands.dry_run import parser as dry_run
-    from megalite.config.load import LAUNCH, OPTIONS, SHORT, shipped_configs
+    from megalite.config.load import LAUNCH, shipped_configs
+    from megalite.config.schema import OPTIONS, SHORT
 
     flags = ("--help", "--print_config", "--list_configs", "--dry_run")
     options: dict[str, list[str] | None] = {**dict.fromkeys(flags), "--config": list(shipped_configs())}

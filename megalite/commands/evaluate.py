@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import sys
+from difflib import get_close_matches
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -23,6 +24,7 @@ from megalite.checkpoint import CheckpointError
 from megalite.commands.models import layout_of, weights_of
 from megalite.commands.parser import Parser, as_name, as_path, as_tokenizer, progress_of, warn
 from megalite.config.load import exit_with
+from megalite.config.rule import nearest_legal
 from megalite.config.schema import ConfigError
 
 COMMANDS = ("perplexity", "tasks")
@@ -38,6 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     tool = parser()
     words = sys.argv[1:] if argv is None else argv
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        if get_close_matches(words[0], COMMANDS, n=1) and not Path(words[0]).exists():
+            tool.error(f"{words[0]} is neither perplexity nor tasks. {nearest_legal(words[0], COMMANDS)}")
         ways = f"megalite evaluate perplexity {words[0]} --text FILE, or megalite evaluate tasks {words[0]} --tasks NAME"
         tool.error(f"{words[0]} is neither perplexity nor tasks. Write {ways}.")
     options = tool.parse_args(words)

@@ -152,11 +152,11 @@ def wanted_by(options: argparse.Namespace) -> tuple[Wanted, NamedModel]:
     from megalite.commands.models import config_of, find_model, weights_of
     from megalite.planning.starting import Wanted
 
-    replacing = {
-        **{"data.sequence_length": options.sequence_length, "train.global_batch_size": options.global_batch_size},
-        **{"data.train": options.data, "train.tokens": options.tokens, "train.steps": options.steps},
-    }
-    base = config_of(options.source, max(1, options.gpus), "--from", replacing=replacing, precision=None)
+    replacing = {"data.sequence_length": options.sequence_length, "train.global_batch_size": options.global_batch_size}
+    replacing |= {"data.train": options.data, "train.tokens": options.tokens, "train.steps": options.steps}
+    device = device_of(options)
+    auto = device.own_precision if options.gpus else None
+    base = config_of(options.source, max(1, options.gpus), "--from", replacing=replacing, precision=None, auto=auto)
     named = find_model(options.source, "shape", "--from")
     assert named is not None, "config_of has found it"
     if named.kind == "checkpoint":
@@ -165,7 +165,7 @@ def wanted_by(options: argparse.Namespace) -> tuple[Wanted, NamedModel]:
     data = options.data or base.data.train or "data/train"
     asked = (options.sequence_length, options.global_batch_size, options.tokens, options.steps)
     return Wanted(
-        base, named.kind == "configuration", options.gpus, device_of(options), options.output.stem, data,
+        base, named.kind == "configuration", options.gpus, device, options.output.stem, data,
         weights_of(options.source, "--from") if options.weights else None, *asked,
     ), named  # fmt: skip
 

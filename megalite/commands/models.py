@@ -14,6 +14,7 @@ from typing import Any, Literal
 from megalite.config import hub
 from megalite.config.families import from_hf_config, hf_config
 from megalite.config.load import Arguments, config_file, flatten, from_dict, nest, read_tree, resolve, shipped_configs
+from megalite.config.precision import AUTO
 from megalite.config.presets import presets
 from megalite.config.rule import is_checkpoint, nearest_name
 from megalite.config.schema import Config, ConfigError
@@ -80,6 +81,7 @@ def config_of(
     *,
     replacing: Mapping[str, int | str | None] | None = None,
     precision: str | None = "bf16",
+    auto: str | None = None,
 ) -> Config:
     """The configuration that a name stands for: all options of a configuration or run; of others, the model.
 
@@ -89,6 +91,7 @@ def config_of(
         replacing: options that replace those of a configuration, such as data.sequence_length; its number of tokens counts steps of that
             size.
         precision: train.precision where the configuration has none; None: the option's default.
+        auto: train.precision where the configuration says auto; None: `precision`, or else that of this machine.
 
     Raises:
         ConfigError: there is no such model, or it cannot be read.
@@ -106,8 +109,10 @@ def config_of(
         shape = {f"model.{key}": value for key, value in from_hf_config(_json(Path(found.name), option)).items()}
         return from_dict(nest({**shape, **default}))
     if found.kind == "configuration":
-        said = "train.precision" in options_in(found.name, option)
-        return resolve(Arguments([found.name], replaced | ({} if said else default)), world_size, weights=False)
+        said = options_in(found.name, option).get("train.precision")
+        if said == AUTO:
+            default = default if auto is None else {"train.precision": auto}
+        return resolve(Arguments([found.name], replaced | (default if said in (None, AUTO) else {})), world_size, weights=False)
     key = "model.preset" if found.kind == "preset" else "model.from_hf"
     return resolve(Arguments(overrides={key: found.name, **default, **replaced}), world_size)
 

@@ -4,11 +4,12 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megalite.checkout import CHECKOUT
+from megalite.config.rule import nearest_legal, nearest_name
 from megalite.messages import say
 from megalite.progress import Progress
 
@@ -21,6 +22,28 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: object):
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})  # type: ignore[arg-type]
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As usual; an argument that is not known gets the nearest one."""
+        found, others = self.parse_known_args(args, namespace)
+        if others:
+            known = sorted(self._names())
+            near = [f"--{nearest_name(word.strip('-').partition('=')[0], known)}" for word in others if word.startswith("--") and known]
+            self.error(f"unrecognized arguments: {' '.join(others)}" + (f". Nearest: {', '.join(near)}." if near else ""))
+        return found
+
+    def _names(self) -> set[str]:
+        """The long options, without dashes, of this parser and its subcommands."""
+        below = [parser for action in self._actions if isinstance(action.choices, dict) for parser in action.choices.values()]
+        own = {name.removeprefix("--") for action in self._actions for name in action.option_strings if name.startswith("--")}
+        return own.union(*(parser._names() for parser in below if isinstance(parser, Parser)))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As usual; a value that is not one of the choices gets the nearest one."""
+        if action.choices is not None and value not in action.choices:
+            legal = list(action.choices)
+            listed = ", ".join(map(repr, legal))
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r} (choose from {listed}). {nearest_legal(value, legal)}")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")

@@ -78,7 +78,11 @@ def parser() -> Parser:
     add("--sequence_length", type=positive, metavar="S", help="tokens per sequence")
     add("--global_batch_size", type=positive, metavar="B", help="sequences per step")
     add("--vocab_size", type=positive, metavar="V", help="size of the vocabulary, for a configuration that leaves it to the data")
-    add("--precision", choices=("bf16", "fp16", "fp32"), help="compute precision (default: the configuration's, or bf16)")
+    add(
+        "--precision",
+        choices=("bf16", "fp16", "fp32"),
+        help="compute precision (default: the configuration's, or bf16 if the device has it)",
+    )
     for name in ("tp", "cp", "ep", "pp", "dp", "micro_batch_size", "virtual_stages"):
         add(f"--{name}", type=positive, metavar="N", help="fix this choice")
     add("--context", choices=("ulysses", "gather", "ring"), help="fix how attention exchanges parts of sequences, with cp > 1")
@@ -129,11 +133,12 @@ def check_model(options: argparse.Namespace) -> None:
 
 
 def base_config(options: argparse.Namespace) -> Config:
-    """The configuration that all plans share: the model, the batch, and everything else from a configuration file."""
+    """The configuration that all plans share: the model, the batch, and everything else from a configuration file; the precision is the
+    device's own if neither the options nor the configuration says another."""
     from megalite.commands.models import config_of
 
     sizes = {"data.sequence_length": options.sequence_length, "train.global_batch_size": options.global_batch_size}
-    config = config_of(options.model, options.gpus or 1, replacing=sizes)
+    config = config_of(options.model, options.gpus or 1, replacing=sizes, precision=find(options.gpu).own_precision)
     if options.vocab_size is not None:
         config.model.vocab_size = options.vocab_size
     if config.model.vocab_size is None:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from megalite.commands import launch as launching
-from megalite.config.load import exit_with, load_config, write_config
+from megalite.config.load import exit_with, load, write_config
 from megalite.config.schema import Config, ConfigError
 from megalite.launch import interrupts
 from megalite.launch.environment import set_variables
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import Store
 
+    from megalite.config.precision import Choice
     from megalite.launch.environment import RankEnvironment
     from megalite.mesh import Mesh
     from megalite.planning.hardware import Device
@@ -42,7 +43,8 @@ def main() -> int:
         return 0
     if launching.wanted(sys.argv[1:]):
         return launching.main(sys.argv[1:])
-    config = load_config(world_size=int(os.environ.get("WORLD_SIZE", "1")))  # before torch is imported: a wrong option is reported at once
+    loaded = load(world_size=int(os.environ.get("WORLD_SIZE", "1")))  # before torch is imported: a wrong option is reported at once
+    config = loaded.config
     remarks = set_variables(config.network)  # also before: set after the first use of a device, some have no effect
     if not launched() and os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
         say("starting …")  # importing torch takes seconds
@@ -57,7 +59,7 @@ def main() -> int:
     from megalite.training.guard import FaultLimit
     from megalite.training.trainer import Trainer
 
-    device, hardware, found = check_run(config)
+    device, hardware, found = check_run(config, loaded.choice)
     remarks += found
     job, environment, mesh, notes = start(config, device)
     failures = (ConfigError, CheckpointError, FaultLimit, CommunicationError, OffloadError, torch.OutOfMemoryError, OSError)
@@ -91,13 +93,18 @@ def report_unexpected(error: Exception, config: Config, mesh: Mesh, job: Job) ->
     report_crash(f"{type(error).__name__}: {error}", config, mesh, job, traceback.format_exc())
 
 
-def check_run(config: Config) -> tuple[torch.device, Device | None, list[str]]:
+def check_run(config: Config, choice: Choice | None = None) -> tuple[torch.device, Device | None, list[str]]:
     """Choose the device, and check what needs it and the data, before any process group starts. Returns it, what the planner knows of it,
-    and lines that rank 0 prints."""
+    and lines that rank 0 prints.
+
+    Args:
+        choice: what train.precision = auto has become. Changed in the configuration if torch sees another device than was expected.
+    """
     import torch
 
     from megalite.build import parts as build
     from megalite.config import token_files
+    from megalite.config.precision import of_device
     from megalite.config.rules import check
     from megalite.data import dataset
     from megalite.launch.process import choose_device, local_world_size, world_size
@@ -108,13 +115,17 @@ def check_run(config: Config) -> tuple[torch.device, Device | None, list[str]]:
 
     try:
         device = choose_device()
+        if choice is not None and choice.device not in (None, device.type):  # a driver without torch's support for it, or the reverse
+            choice = of_device("cuda" if device.type == "cuda" else "cpu")
+            config.train.precision = choice.precision  # type: ignore[assignment]
         check(config, world_size(), int(device.type == "cuda"))
         check_packages(config.logging)
         build.check_offload(config, device, local_world_size() / world_size())
         recomputation.check(config, device)
         hardware = device_of(config, torch.cuda.get_device_name(device) if device.type == "cuda" else "")
         data, _ = dataset.build(config.data, config.run.seed)  # a damaged token file must not be found when every rank is waiting
-        remarks = check_tokenizers(config, data.fingerprint) + token_files.unused(config)
+        remarks = [choice.describe()] if choice is not None else []
+        remarks += check_tokenizers(config, data.fingerprint) + token_files.unused(config)
     except ConfigError as error:
         exit_with(str(error))
     return device, hardware, remarks
@@ -131,7 +142,8 @@ def start(config: Config, device: torch.device) -> tuple[Job, RankEnvironment, M
     from megalite.training.product_choice import choose
 
     configure_process(device, config.run.deterministic)
-    environment, jobs, notes = facts(device, local_world_size()), list[Job](), list[str]()
+    environment = facts(device, local_world_size()) | {"train.precision": config.train.precision}  # auto, on machines that differ
+    jobs, notes = list[Job](), list[str]()
 
     def meet(store: Store | None = None, rank: int = 0, size: int = 1) -> None:
         """Before the process group exists: ranks that differ could not communicate, and a job that is refused must not wait for others."""

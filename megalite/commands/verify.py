@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megalite.commands.parser import Parser, progress_of
-from megalite.config.load import exit_with, load_config
+from megalite.config.load import exit_with, load_config, read_arguments
 from megalite.config.schema import ConfigError
 
 TOLERANCES = {  # relative (loss, norm), absolute (weights)
@@ -29,13 +29,11 @@ def main(argv: list[str] | None = None) -> int:
     own, rest = parser().parse_known_args(argv)
     if own.steps < 1:
         exit_with(f"--steps = {own.steps}: there must be at least one step to compare.")
-    sizes = Parser(add_help=False, allow_abbrev=False)
-    for axis in ("tp", "pp", "dp", "cp"):
-        sizes.add_argument(f"--{axis}", type=int, default=1)
-    layout = vars(sizes.parse_known_args(rest)[0])
+    asked = read_arguments(rest).overrides  # --tp or --parallel.tp
+    layout = {axis: size_of(asked.get(f"parallel.{axis}", "1")) for axis in ("tp", "pp", "dp", "cp")}
     defaults = ["--checkpoint.load", "none", "--optimizer.lr", "3e-4", "--optimizer.warmup_steps", "0"]  # the proof settings
     world = math.prod(layout.values())
-    config = load_config([*defaults, *rest], world_size=world)
+    config = load_config([*defaults, *rest], world_size=world, own=("steps", "json"))
     layout |= {"ep": config.parallel.ep} if config.parallel.ep > 1 else {}
     import torch
 
@@ -59,6 +57,11 @@ def main(argv: list[str] | None = None) -> int:
     else:
         print(f"different: {found}")
     return int(found is not None)
+
+
+def size_of(word: str) -> int:
+    """A number of ranks; 1 for what is none, which the configuration reports."""
+    return max(1, int(word)) if word.strip().isdecimal() else 1
 
 
 def parser() -> Parser:

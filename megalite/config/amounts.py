@@ -18,8 +18,6 @@ from megalite.config.rule import show
 from megalite.config.schema import Config, ConfigError
 from megalite.config.token_files import prefixes
 
-HORIZON = ("train.steps", "train.tokens", "train.epochs")
-"""Options that say how long the run is."""
 _NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
 _COUNT = re.compile(rf"{_NUMBER}\s?([kmbt]?)", re.IGNORECASE)
 _SIZE = re.compile(rf"{_NUMBER}\s?([kmgt]i?b|b)?", re.IGNORECASE)
@@ -144,20 +142,9 @@ def plain(option: str, value: Any, source: str) -> Any:
     text = value if isinstance(value, str) else repr(value)
     found = kind.read(text)
     if found is None:
-        raise ConfigError(f"{option} = {show(value)} {source} is not {kind.what}. Write {kind.forms}.")
+        forms = f"it with a unit: {text}s, {text}m or {text}h" if kind is _WAIT and re.fullmatch("[1-9][0-9]*", text) else kind.forms
+        raise ConfigError(f"{option} = {show(value)} {source} is not {kind.what}. Write {forms}.")
     return value if found == text else found
-
-
-def on_top(given: dict[str, Any], later: dict[str, Any], source: str) -> dict[str, Any]:
-    """The options given so far, overridden by those of a later source; how long the run is replaces what was said about that before.
-
-    Raises ConfigError if the later source says it twice.
-    """
-    asked = [option for option in HORIZON if later.get(option) is not None]
-    if len(asked) > 1:
-        both = " and ".join(f"{option} = {show(later[option])}" for option in asked)
-        raise ConfigError(f"{both} {source} each say how long the run is. Give one of them.")
-    return ({option: value for option, value in given.items() if option not in HORIZON} if asked else given) | later
 
 
 def resolve_steps(config: Config) -> None:

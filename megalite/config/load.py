@@ -1,6 +1,6 @@
-"""YAML and command line → Config: default < preset or from_hf < YAML < command line.
+"""YAML and command line → Config: default < files in their order < command line; sources.py says what a preset replaces.
 
-jsonargparse checks and converts the values. An unknown key, a broken file or a wrong type ends the process with one message.
+jsonargparse checks and converts the values. Unknown keys, broken files and wrong types end the process with one message that names all.
 jsonargparse and yaml are imported on first use: code that only uses a Config does not need them.
 """
 
@@ -12,12 +12,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from fractions import Fraction
-from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
@@ -26,13 +26,16 @@ from megalite.checkout import CONFIGS
 from megalite.config import amounts
 from megalite.config.dims import filling_dp
 from megalite.config.presets import preset
-from megalite.config.rule import nearest_name, show
+from megalite.config.rule import Mistakes, nearest_name, show
 from megalite.config.rules import check
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import OPTIONS, SECTIONS, SHORT, Config, ConfigError
+from megalite.config.sources import Given, Source, combined
 from megalite.config.token_files import data_vocab_size
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
+
+    from megalite.config.precision import Choice, Device
 
 USAGE = (
     "megalite train [--nproc N] --config FILE.yaml|NAME [--tp N --pp N --dp N --cp N --ep N --zero N] [--section.key VALUE ...], "
@@ -46,10 +49,8 @@ LAUNCH = {
     "max_restarts": "Start all ranks again up to K times after one has failed (default 0).",
 }
 """What `megalite.commands.launch` takes, which is no part of the configuration → help."""
-SHORT = {**{name: f"parallel.{name}" for name in ("tp", "pp", "dp", "cp", "ep", "zero")}, "faults": "faults.inject"}
-SECTIONS = [section.name for section in fields(Config)]
-OPTIONS: dict[str, Field[Any]] = {f"{section.name}.{key.name}": key for section in fields(Config) for key in fields(section.type)}  # type: ignore[arg-type]
-"""Every option, section.key → its dataclass field."""
+DRY_RUN = ("world_size", "ranks", "device")
+"""Options of `megalite train --dry_run` alone."""
 PATHS = (
     "run.dir",
     "model.from_hf",
@@ -59,9 +60,14 @@ PATHS = (
     "parallel.offload_dir",
     "checkpoint.load",
     "lora.init_from",
+    "logging.tensorboard",
     "profiling.hardware",
 )
 """Options that name files, in which ~ is the home directory."""
+DERIVED = (
+    *("parallel.dp", "model.vocab_size", "train.steps", "train.tokens", "train.epochs", "optimizer.warmup_steps", "train.precision"),
+)
+"""Options whose values may follow from others, from the data or from the device."""
 NOTHING_GIVEN = f"""Say what to train, for example
   megalite train --config quickstart --data.train PREFIX       (a small model; megalite prepare makes PREFIX from your text)
   megalite train --config run.yaml                             (megalite init writes run.yaml for this machine)
@@ -70,29 +76,53 @@ WAIT_FOR_LOCAL_RANK_0 = 5.0
 """Seconds that the other local ranks wait before they exit: torchrun stops all ranks as soon as one exits, and local rank 0 must print."""
 
 
-def load_config(argv: list[str] | None = None, *, world_size: int) -> Config:
+@dataclass(frozen=True)
+class Loaded:
+    """A resolved configuration.
+
+    Attributes:
+        origins: section.key → where the value is from, for options that are not at their default.
+        choice: what train.precision = auto has become; None if the precision was given.
+    """
+
+    config: Config
+    origins: dict[str, str]
+    choice: "Choice | None"
+
+
+def load_config(argv: list[str] | None = None, *, world_size: int, own: Sequence[str] = ()) -> Config:
     """The checked configuration of a run, from a command line (by default this process's).
 
     Exits the process without a traceback if there is nothing to run: with status 2 and one message on stderr for a wrong configuration,
-    with status 0 after --help, --list_configs or --print_config. world_size: number of processes.
+    with status 0 after --help, --list_configs or --print_config.
+
+    Args:
+        world_size: number of processes.
+        own: names of the caller's own options, for messages about misspelled ones.
     """
+    return load(argv, world_size=world_size, own=own).config
+
+
+def load(argv: list[str] | None = None, *, world_size: int, own: Sequence[str] = ()) -> Loaded:
+    """`load_config` with where the values are from."""
     try:
-        arguments = read_arguments(sys.argv[1:] if argv is None else argv)
+        arguments = read_arguments(sys.argv[1:] if argv is None else argv, own)
         if arguments == Arguments():
             exit_with(NOTHING_GIVEN)
         if arguments.help:
+            Mistakes(arguments.mistakes).report()
             exit_with(help_text(arguments.section), status=0)
         if arguments.list_configs:
             exit_with("\n".join(f"{name:18} {what}" for name, what in shipped_configs().items()), status=0)
-        config = resolve(arguments, world_size, weights=not arguments.print_config)
+        loaded = resolved(arguments, world_size, weights=not arguments.print_config)
         if arguments.print_config and _is_local_rank_0():
-            print(to_yaml(config), end="", flush=True)
-        check(config, world_size)
+            print(to_yaml(loaded.config, loaded.origins), end="", flush=True)
+        check(loaded.config, world_size)
     except ConfigError as error:
         exit_with(str(error))
     if arguments.print_config:
         raise SystemExit(0)
-    return config
+    return loaded
 
 
 def exit_with(message: str, status: int = 2) -> NoReturn:
@@ -138,11 +168,30 @@ def from_dict(tree: dict[str, Any]) -> Config:
     return Config(**{section.name: section.type(**sections.get(section.name, {})) for section in fields(Config)})  # type: ignore[operator]
 
 
-def to_yaml(config: Config) -> str:
-    """The configuration as YAML, from which `--config` reads the same configuration."""
+def to_yaml(config: Config, origins: Mapping[str, str] | None = None) -> str:
+    """The configuration as YAML, from which `--config` reads the same configuration.
+
+    Args:
+        origins: section.key → where the value is from, written as a comment beside it; an option that is not listed has its default.
+    """
     import yaml
 
-    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True, width=140)
+    def dumped(tree: Any) -> str:
+        return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=140)
+
+    if origins is None:
+        return dumped(to_dict(config))
+    lines: list[str] = []
+    for section, values in to_dict(config).items():
+        lines.append(f"{section}:")
+        for key, value in values.items():
+            comment = f"# {' '.join(origins.get(f'{section}.{key}', 'default').split())}"
+            first, *others = dumped({key: value}).splitlines()
+            if others and not first.endswith(":"):  # a text of several lines, inside which a comment would be a part of it
+                lines += [f"  {line}" for line in (comment, first, *others)]
+            else:
+                lines += [f"  {first:38}  {comment}", *(f"  {line}" for line in others)]
+    return "\n".join(lines) + "\n"
 
 
 def write_config(config: Config, run_dir: Path) -> None:
@@ -154,41 +203,47 @@ def write_config(config: Config, run_dir: Path) -> None:
 
 
 def flatten(tree: Any, source: str) -> dict[str, Any]:
-    """{section: {key: value}} → {section.key: value}. Raises ConfigError on anything but known options; `source` says where it was."""
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{show(tree)} {source} is not a set of sections. Write `section:`, and below it, indented, `key: value`.")
-    options: dict[str, Any] = {}
-    for section, content in tree.items():
-        if section in OPTIONS:
-            raise ConfigError(
-                f"{section} {source} is written in one piece. Write `{str(section).replace('.', ':` and, indented below it, `')}:`."
-            )
-        if section not in SECTIONS:
-            raise unknown(str(section), source, SECTIONS)
-        if not isinstance(content, (dict, NoneType)):
-            raise ConfigError(f"{section} = {show(content)} {source} is not a section. Write its keys below it, indented, as `key: value`.")
-        for key, value in (content or {}).items():
-            if f"{section}.{key}" not in OPTIONS:
-                raise unknown(f"{section}.{key}", source, list(OPTIONS))
-            options[f"{section}.{key}"] = value
+    """{section: {key: value}} → {section.key: value}. Raises ConfigError that names all but known options; `source` says where it was."""
+    mistakes = Mistakes()
+    options = _known(tree, source, mistakes)
+    mistakes.report()
     return options
 
 
-def unknown(name: str, source: str, known: list[str], dashes: str = "") -> ConfigError:
-    """The error for an unknown key; names the options with the same last part, the one that other projects call so, or the most similar."""
-    last = name.split(".")[-1]
-    same = [option for option in OPTIONS if option.split(".")[-1] == last]
-    if not same and (here := other_names().get(last.replace("-", "_").lower())):
-        return ConfigError(f"{dashes}{name} {source} is not a known option. Here it is called {'' if ' = ' in here else dashes}{here}.")
-    nearest = " or ".join(f"{dashes}{option}" for option in same or [nearest_name(name, known)])
-    return ConfigError(f"{dashes}{name} {source} is not a known option. Nearest: {nearest}.")
+def _known(tree: Any, source: str, mistakes: Mistakes) -> dict[str, Any]:
+    """The known options in a tree; the others are mistakes."""
+
+    def unknown(name: str) -> None:
+        from megalite.config import suggestions
+
+        mistakes.add(*suggestions.unknown(name, source, SECTIONS).messages)
+
+    if not isinstance(tree, dict):
+        mistakes.add(f"{show(tree)} {source} is not a set of sections. Write `section:`, and below it, indented, `key: value`.")
+        return {}
+    options: dict[str, Any] = {}
+    for section, content in tree.items():
+        if section in OPTIONS:
+            piece = str(section).replace(".", ":` and, indented below it, `")
+            mistakes.add(f"{section} {source} is written in one piece. Write `{piece}:`.")
+        elif section not in SECTIONS:
+            unknown(str(section))
+        elif not isinstance(content, (dict, NoneType)):
+            mistakes.add(f"{section} = {show(content)} {source} is not a section. {_below(section, content)}")
+        else:
+            for key, value in (content or {}).items():
+                if f"{section}.{key}" in OPTIONS:
+                    options[f"{section}.{key}"] = value
+                else:
+                    unknown(f"{section}.{key}")
+    return options
 
 
-@cache
-def other_names() -> dict[str, str]:
-    """What other projects call an option → what to write here."""
-    table = read_tree(str(Path(__file__).with_name("other_names.yaml")), "other_names")
-    return {name: here for here, *names in table for name in names}
+def _below(section: str, content: Any) -> str:
+    """The way out for a section that has a value of its own."""
+    if section == "fp16" and isinstance(content, bool):  # which other programs have as a switch
+        return "Its keys are those of the loss scale; for fp16 itself write, below `train:`, `precision: fp16`."
+    return "Write its keys below it, indented, as `key: value`."
 
 
 # --- reading -----------------------------------------------------------------------------------------------------------------
@@ -196,7 +251,7 @@ def other_names() -> dict[str, str]:
 
 @dataclass
 class Arguments:
-    """The parsed command line."""
+    """The parsed command line. mistakes: messages about words that could not be read, which `resolve` reports with all others."""
 
     files: list[str] = field(default_factory=list)
     overrides: dict[str, str] = field(default_factory=dict)
@@ -204,46 +259,88 @@ class Arguments:
     section: str | None = None  # the only one to explain
     print_config: bool = False
     list_configs: bool = False
+    mistakes: list[str] = field(default_factory=list)
 
 
-def read_arguments(argv: list[str]) -> Arguments:
-    """Parse `--name VALUE` and `--name=VALUE`. Raises ConfigError on a word that is not an option, or an option without a value."""
+def read_arguments(argv: list[str], own: Sequence[str] = ()) -> Arguments:
+    """Parse `--name VALUE` and `--name=VALUE`. A word that is not an option, or an option without a value, is one of the mistakes.
+
+    Args:
+        own: names of other options that the command takes itself, for messages about misspelled ones.
+    """
     arguments, words = Arguments(), deque(argv)
     while words:
         word = words.popleft()
         if word in ("-h", "--help"):
             arguments.help = True
-        elif arguments.help and word in SECTIONS:
-            arguments.section = word
+            if words and not words[0].startswith("-"):
+                arguments.section = _section(words.popleft(), arguments.mistakes)
         elif word == "--print_config":
             arguments.print_config = True
         elif word == "--list_configs":
             arguments.list_configs = True
+        elif not word.startswith("--"):
+            arguments.mistakes.append(f"{word} on the command line belongs to no option. {_as_option(word)}")
+            if word.startswith("-") and words and not words[0].startswith("-"):
+                words.popleft()  # its value
         else:
-            name, equals, value = word.removeprefix("--").partition("=")
-            option = SHORT.get(name, name)
-            if not word.startswith("--"):
-                raise ConfigError(f"{word} on the command line belongs to no option. Write --section.key VALUE.")
-            if option != "config" and option not in OPTIONS:
-                raise _not_here(name)
-            following = value if equals else words.popleft() if words else None
-            if following is None or (not equals and following.startswith("--")):
-                raise ConfigError(f"--{name} on the command line has no value. Write --{name} VALUE.")
-            if option == "config":
-                arguments.files.append(following)
-            else:
-                arguments.overrides[option] = without_brackets(option, [following, *_more_entries(option, words)])
+            _read_option(word, words, arguments, own)
     return arguments
 
 
-def _not_here(name: str) -> ConfigError:
+def _read_option(word: str, words: deque[str], arguments: Arguments, own: Sequence[str]) -> None:
+    """Read an option, and take its value from the words that follow it."""
+    name, equals, value = word.removeprefix("--").partition("=")
+    option = SHORT.get(name, name)
+    if option != "config" and option not in OPTIONS:
+        arguments.mistakes += _not_here(name, own).messages
+        while not equals and words and not words[0].startswith("--"):  # its value
+            words.popleft()
+        return
+    if not equals and (not words or words[0].startswith("--")):
+        example = "true" if option in OPTIONS and OPTIONS[option].type is bool else "VALUE"
+        arguments.mistakes.append(f"--{name} on the command line has no value. Write --{name} {example}.")
+        return
+    following = value if equals else words.popleft()
+    if option == "config":
+        arguments.files.append(following)
+    else:
+        arguments.overrides[option] = without_brackets(option, [following, *_more_entries(option, words)])
+
+
+def _section(word: str, mistakes: list[str]) -> str | None:
+    """The section that --help is asked about: its name, or an option in it."""
+    section = SHORT.get(word, word).partition(".")[0]
+    if section in SECTIONS and (section == word or SHORT.get(word, word) in OPTIONS):
+        return section
+    mistakes.append(f"--help {word}: there is no such section. Nearest: {nearest_name(section, SECTIONS)}.")
+    return None
+
+
+def _as_option(word: str) -> str:
+    """What a word without dashes was likely meant to be: a configuration, or an option."""
+    if os.path.isfile(word) or Path(word).suffix in (".yaml", ".yml"):
+        return f"Write --config {word}."
+    name, equals, value = word.lstrip("-").partition("=")
+    if name in OPTIONS or name in SHORT:
+        return f"Write --{name} {value if equals else 'VALUE'}."
+    if near := get_close_matches(word, shipped_configs(), n=1):
+        return f"Write --config {near[0]}."
+    return "Write --section.key VALUE."
+
+
+def _not_here(name: str, own: Sequence[str]) -> ConfigError:
     """The error for a name on the command line that is no option of a run."""
+    if name in DRY_RUN and name not in own:
+        return ConfigError(f"--{name} on the command line is for a dry run. Add --dry_run, or leave it out.")
     if name in LAUNCH:  # `megalite train` takes them itself
         return ConfigError(
             f"--{name} on the command line is for starting the ranks of a run. Leave it out: a dry run starts none and takes their number "
             "by --world_size, and verify starts those that --tp, --pp, --dp and --cp need."
         )
-    known = [*SHORT, *OPTIONS, *LAUNCH, "config", "list_configs", "print_config", "help"]
+    from megalite.config.suggestions import unknown
+
+    known = [*SHORT, *own, *LAUNCH, "config", "list_configs", "print_config", "help"]
     return unknown(name, "on the command line", known, dashes="--")
 
 
@@ -326,42 +423,97 @@ def _nearest_file(path: str) -> str:
     return f"Nearest: {others[near[0]]}." if near else "Give the path of a YAML file, or a name of megalite train --list_configs."
 
 
-def resolve(arguments: Arguments, world_size: int, *, weights: bool = True) -> Config:
+def resolve(arguments: Arguments, world_size: int, *, weights: bool = True, device: "Device | None" = None) -> Config:
     """The given options on top of the defaults derived from them (preset, from_hf, dp, vocabulary size, steps); not checked yet.
 
-    Models of the Hugging Face Hub are fetched and become directories; weights: also those of model.init_from.
+    Models of the Hugging Face Hub are fetched and become directories.
+
+    Args:
+        world_size: number of processes.
+        weights: fetch also those of model.init_from.
+        device: what train.precision = auto is chosen for. None: the device of this machine.
+
+    Raises:
+        ConfigError: with all mistakes of the files and of the command line.
     """
-    given: dict[str, Any] = {}
-    for path in map(config_file, arguments.files):
-        given = amounts.on_top(given, _file_values(path), f"in {path}")
-    values = parse_values(arguments.overrides, "on the command line", words=True)
-    given = amounts.on_top(given, values, "on the command line")
-    given |= {option: with_home(given[option]) for option in PATHS if option in given}
-    if given.get("model.init_from") or given.get("model.from_hf"):
+    return resolved(arguments, world_size, weights=weights, device=device).config
+
+
+def resolved(arguments: Arguments, world_size: int, *, weights: bool = True, device: "Device | None" = None) -> Loaded:
+    """`resolve` with where the values are from."""
+    found = given(arguments)
+    values = found.values
+    values |= {option: with_home(values[option]) for option in PATHS if option in values}
+    if values.get("model.init_from") or values.get("model.from_hf"):
         from megalite.config.hub import with_directories
 
-        given |= with_directories(given, weights=weights)
-    if any(option in given for option in ("lora.targets", "lora.ranks", "lora.alphas", "lora.modules_to_save")):
+        values |= with_directories(values, weights=weights)
+    if any(option in values for option in ("lora.targets", "lora.ranks", "lora.alphas", "lora.modules_to_save")):
         from megalite.config.lora_names import with_own_names
 
-        given |= with_own_names(given)
-    config = from_dict(nest(_shape(given.get("model.preset"), given.get("model.from_hf")) | given))
+        values |= with_own_names(values)
+    shape = _shape(values.get("model.preset"), values.get("model.from_hf"))
+    config = from_dict(nest(shape | values))
+    before = {option: attrgetter(option)(config) for option in DERIVED}
     if config.parallel.dp is None:
         config.parallel.dp = filling_dp(config.parallel, world_size)
     if config.model.vocab_size is None:
         config.model.vocab_size = data_vocab_size(config)
     amounts.resolve_steps(config)
-    return config
+    choice = None
+    if config.train.precision == "auto":
+        from megalite.config.precision import chosen
+
+        choice = chosen(config, device)
+        config.train.precision = choice.precision  # type: ignore[assignment]
+    return Loaded(config, _origins(found, shape, before, config, choice), choice)
 
 
-def _file_values(path: str) -> dict[str, Any]:
-    """The options in a YAML file; text where a list is expected is a list without brackets."""
+def given(arguments: Arguments) -> Given:
+    """What files and command line say, converted to the options' types. Raises ConfigError with all mistakes in them."""
+    mistakes, sources = Mistakes(arguments.mistakes), list[Source]()
+    for each in arguments.files:
+        with mistakes.collected():
+            path = config_file(each)
+            sources.append(Source(each, f"in {path}", _file_values(path, mistakes)))
+    values = parse_all(arguments.overrides, "on the command line", mistakes, words=True)
+    sources.append(Source("command line", "on the command line", values))
+    found = Given()
+    with mistakes.collected():
+        found = combined(sources)
+    if (name := found.values.get("model.preset")) is not None:
+        with mistakes.collected():
+            preset(name)
+    mistakes.report()
+    return found
+
+
+def _origins(found: Given, shape: Mapping[str, Any], before: Mapping[str, Any], config: Config, choice: "Choice | None") -> dict[str, str]:
+    """section.key → where its value is from. before: those of DERIVED, as files, command line and shape gave them."""
+    values, said = found.values, {option: source.name for option, source in found.origins.items()}
+    which = "preset" if values.get("model.preset") is not None else "from_hf"
+    reasons = {"parallel.dp": "the number of ranks", "model.vocab_size": "data.train", "optimizer.warmup_steps": "in steps"}
+    if choice is not None:
+        reasons["train.precision"] = f"auto: {choice.reason}"
+    for length in ("train.tokens", "train.epochs"):
+        if values.get(length) is not None:
+            said["train.steps"] = said[length]
+            reasons |= {"train.steps": f"{length} = {show(values[length])}", length: "in steps"}
+    origins = dict.fromkeys(shape, f"{which} {values.get(f'model.{which}')}") | said
+    for option in DERIVED:
+        if attrgetter(option)(config) != before[option]:
+            origins[option] = f"{origins[option]}, {reasons[option]}" if option in said else reasons[option]
+    return origins
+
+
+def _file_values(path: str, mistakes: Mistakes) -> dict[str, Any]:
+    """The options in a YAML file; text where a list is expected is a list without brackets. Raises ConfigError if it cannot be read."""
     tree = read_tree(path, "--config")
-    values = {} if tree is None else flatten(tree, f"in {path}")
+    values = {} if tree is None else _known(tree, f"in {path}", mistakes)
     lists = {option for option, value in values.items() if isinstance(value, str) and takes(list, option) and not takes(str, option)}
     words = {option: without_brackets(option, [values[option]]) for option in lists}
     others = {option: value for option, value in values.items() if option not in lists}
-    return parse_values(others, f"in {path}") | parse_values(words, f"in {path}", words=True)
+    return parse_all(others, f"in {path}", mistakes) | parse_all(words, f"in {path}", mistakes, words=True)
 
 
 def with_home(value: Any) -> Any:
@@ -431,17 +583,40 @@ def build_parser(docs: dict[str, str] | None = None, options: Collection[str] = 
 
 
 def parse_values(values: dict[str, Any], source: str, words: bool = False) -> dict[str, Any]:
-    """Values, or words of a command line, converted to their options' types. Raises ConfigError naming the first that does not fit.
+    """Values, or words of a command line, converted to their options' types. Raises ConfigError naming all that do not fit.
 
     A share of the steps, which no type holds, is returned as a Fraction, for `amounts.resolve_steps`.
     """
+    mistakes = Mistakes()
+    found = parse_all(values, source, mistakes, words)
+    mistakes.report()
+    return found
+
+
+def parse_all(values: dict[str, Any], source: str, mistakes: Mistakes, words: bool = False) -> dict[str, Any]:
+    """The same; those that do not fit are mistakes, and left out."""
+    plain: dict[str, Any] = {}
+    for option, value in values.items():
+        with mistakes.collected():
+            plain[option] = amounts.plain(option, value, source)
+    shares = {option: value for option, value in plain.items() if isinstance(value, Fraction)}
+    others = {option: value for option, value in plain.items() if option not in shares}
+    found: dict[str, Any] = {}
+    try:
+        found = _parsed(others, source, words)
+    except ConfigError:  # the parser stops at the first: each by itself
+        for option, value in others.items():
+            with mistakes.collected():
+                found |= _parsed({option: value}, source, words)
+    return found | shares
+
+
+def _parsed(values: dict[str, Any], source: str, words: bool) -> dict[str, Any]:
+    """The values in their options' types. Raises ConfigError naming one that does not fit."""
     from argparse import ArgumentError
 
-    values = {option: amounts.plain(option, value, source) for option, value in values.items()}
-    shares = {option: value for option, value in values.items() if isinstance(value, Fraction)}
-    values = {option: value for option, value in values.items() if option not in shares}
     if not values:
-        return dict(shares)
+        return {}
     parser, argv = build_parser(options=values), [f"--{option}={word}" for option, word in values.items()]
     try:
         parsed = parser.parse_args(argv, defaults=False) if words else parser.parse_object(nest(values), defaults=False)
@@ -458,17 +633,20 @@ def parse_values(values: dict[str, Any], source: str, words: bool = False) -> di
                 raise ConfigError(f"{option} {source} has the name {show(key)}, which is not text. Write it in quotes: '{show(key)}'.")
         if found is None and NoneType not in get_args(OPTIONS[option].type):
             raise ConfigError(wrong_type(option, value, source))
-    return {option: parsed[option] for option in values} | shares
+    return {option: parsed[option] for option in values}
 
 
 def wrong_type(option: str, value: Any, source: str) -> str:
     """The message for a value that does not fit its option's type."""
+    from megalite.config.suggestions import nearest_value
+
     hint = OPTIONS[option].type
     message = f"{option} = {show(value)} {source} is not {describe_type(hint)}."
     if isinstance(value, (int, float)) and str in (hint, *get_args(hint)):
         return f"{message} Write it in quotes: '{show(value)}'."
-    choices = [str(choice) for choice in get_args(hint)] if get_origin(hint) is Literal else ["true", "false"] if hint is bool else []
-    return f"{message} Nearest: {nearest_name(show(value), choices)}." if choices else message
+    literal = next((each for each in (hint, *get_args(hint)) if get_origin(each) is Literal), None)
+    choices = list(map(str, get_args(literal))) if literal is not None else ["true", "false"] if hint is bool else []
+    return f"{message} Nearest: {nearest_value(option, show(value), choices)}." if choices else message
 
 
 def describe_type(hint: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megalite.config.families import hf_config
 from megalite.config.family_names import FAMILY_NAMES, Names
-from megalite.config.rule import nearest_name, show
+from megalite.config.rule import Mistakes, nearest_name, show
 from megalite.config.schema import EXPERTS, PROJECTIONS, SAVED_MODULES, ConfigError
 
 ALL = "all-linear"
@@ -30,23 +30,33 @@ def with_own_names(given: dict[str, Any]) -> dict[str, Any]:
     own_names = (*projections, *(EXPERTS if mixture else ()))
     whose = f"a {family} model" if family in tables else "any family"
     found: dict[str, Any] = {}
+    mistakes = Mistakes()
     if targets := given.get("lora.targets"):
-        own = _translated("lora.targets", targets, _projections(tables), (ALL, *own_names), f"projection of {whose}")
-        experts = [name for name in own if name in EXPERTS]  # which all-linear does not mean
-        found["lora.targets"] = own if ALL not in own else [*projections, *experts] if experts else None
+        with mistakes.collected():
+            own = _translated("lora.targets", targets, _projections(tables), (ALL, *own_names), f"projection of {whose}")
+            experts = [name for name in own if name in EXPERTS]  # which all-linear does not mean
+            found["lora.targets"] = own if ALL not in own else [*projections, *experts] if experts else None
     if modules := given.get("lora.modules_to_save"):
-        own = _translated("lora.modules_to_save", modules, _ends(tables), SAVED_MODULES, f"module of {whose} that can be trained in full")
-        found["lora.modules_to_save"] = own
+        what = f"module of {whose} that can be trained in full"
+        with mistakes.collected():
+            found["lora.modules_to_save"] = _translated("lora.modules_to_save", modules, _ends(tables), SAVED_MODULES, what)
     for option in ("lora.ranks", "lora.alphas"):
-        values: dict[str, Any] = {}
-        for name, value in (given.get(option) or {}).items():
-            own = _translated(option, [str(name)], _projections(tables), own_names, f"projection of {whose}", given[option])
-            if twice := values.keys() & own:
-                raise ConfigError(f"{option} = {show(given[option])} names {sorted(twice)[0]} twice. Remove one of its entries.")
-            values |= dict.fromkeys(own, value)
-        if values:
-            found[option] = values
+        with mistakes.collected():
+            if values := _by_own_names(option, given.get(option) or {}, tables, own_names, f"projection of {whose}"):
+                found[option] = values
+    mistakes.report()
     return found
+
+
+def _by_own_names(option: str, given: dict[str, Any], tables: dict[str, Names], own_names: tuple[str, ...], what: str) -> dict[str, Any]:
+    """A mapping from projections, by our names."""
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        own = _translated(option, [str(name)], _projections(tables), own_names, what, given)
+        if twice := values.keys() & own:
+            raise ConfigError(f"{option} = {show(given)} names {sorted(twice)[0]} twice. Remove one of its entries.")
+        values |= dict.fromkeys(own, value)
+    return values
 
 
 def _family(given: dict[str, Any]) -> str | None:

@@ -1,5 +1,6 @@
 """Named model shapes, stored in presets.yaml."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ def preset(name: str) -> dict[str, Any]:
     """The ModelConfig fields of a named shape. Raises ConfigError naming the nearest preset."""
     shapes = presets()
     if name not in shapes:
+        from megalite.config.hub import is_id
+
+        if is_id(name) or os.path.isfile(Path(name, "config.json")):
+            raise ConfigError(f"model.preset = {name} is a Hugging Face model. Set model.from_hf to {name}, and leave the preset out.")
         legal = f"Legal values: {', '.join(shapes)}. Nearest: {nearest_name(name, list(shapes))}."
         raise ConfigError(f"model.preset = {name} is not a known shape. {legal}")
     return shapes[name]

@@ -4,7 +4,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from operator import attrgetter
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.dims import ParallelDims
-from megalite.config.schema import Config
+from megalite.config.schema import OPTIONS, Config, ConfigError
 
 
 @dataclass
@@ -53,13 +54,49 @@ class Rule:
     legal: Legal | Callable[[RuleContext], Legal] = ""
 
     def describe(self, context: RuleContext) -> str:
+        """The message, with the legal values or a way out."""
+        legal = self.legal(context) if callable(self.legal) else self.legal
+        way_out = legal if isinstance(legal, str) else describe_legal(self.shown(context), legal)
+        return f"{self.option} = {show(self.shown(context))} {self.reason(context)}. {way_out}"
+
+    def shown(self, context: RuleContext) -> Any:
+        return (self.value or attrgetter(self.option))(context)
+
+    def reason(self, context: RuleContext) -> str:
+        """What is wrong, without the value and the way out."""
+
         def named(found: re.Match[str]) -> str:
             return f"{found[1]} = {show(attrgetter(found[1])(context))}"
 
-        value = (self.value or attrgetter(self.option))(context)
-        message = self.message(context) if callable(self.message) else re.sub(r"{(\w+\.\w+)}", named, self.message)
-        legal = self.legal(context) if callable(self.legal) else self.legal
-        return f"{self.option} = {show(value)} {message}. {legal if isinstance(legal, str) else describe_legal(value, legal)}"
+        return self.message(context) if callable(self.message) else re.sub(r"{(\w+\.\w+)}", named, self.message)
+
+
+class Mistakes:
+    """Collects messages, each of them once, to report all of them together."""
+
+    def __init__(self, messages: tuple[str, ...] | list[str] = ()):
+        self.messages = list(dict.fromkeys(messages))
+
+    def add(self, *messages: str) -> None:
+        self.messages += [message for message in dict.fromkeys(messages) if message not in self.messages]
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Add the messages of a ConfigError that ends the block, and continue after it."""
+        try:
+            yield
+        except ConfigError as error:
+            self.add(*error.messages)
+
+    def report(self) -> None:
+        """Raise ConfigError if there are any."""
+        if self.messages:
+            raise ConfigError(*self.messages)
+
+
+def named_in(text: str) -> set[str]:
+    """The options that a text names."""
+    return set(re.findall(r"\w+\.\w+", text)) & OPTIONS.keys()
 
 
 CHECKPOINT_EXAMPLE = "Give a checkpoint directory, for example runs/NAME/checkpoints/step_00000100, or a run's, runs/NAME, for its newest."
@@ -87,14 +124,19 @@ def show(value: Any) -> str:
 
 
 def describe_legal(value: Any, legal: Sequence[Any]) -> str:
-    """The legal values, if there are at most 12, and the nearest: the neighbours of a number, or the most similar name."""
+    """The legal values, if there are at most 12, and the nearest."""
+    listed = f"Legal values: {', '.join(map(show, legal))}. " if len(legal) <= 12 else ""
+    return f"{listed}{nearest_legal(value, legal)}"
+
+
+def nearest_legal(value: Any, legal: Sequence[Any]) -> str:
+    """The nearest of the legal values: the neighbours of a number, or the most similar name."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         neighbours = max((v for v in legal if v < value), default=None), min((v for v in legal if v > value), default=None)
         nearest = " or ".join(show(v) for v in neighbours if v is not None)
     else:
         nearest = nearest_name(show(value), [show(v) for v in legal])
-    listed = f"Legal values: {', '.join(map(show, legal))}. " if len(legal) <= 12 else ""
-    return f"{listed}Nearest: {nearest}."
+    return f"Nearest: {nearest}."
 
 
 def nearest_name(name: str, names: Sequence[str]) -> str:
@@ -104,6 +146,11 @@ def nearest_name(name: str, names: Sequence[str]) -> str:
 
 def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def multiples(value: int, step: int) -> str:
+    """The way out for a value that is not a multiple of step."""
+    return f"Legal values: multiples of {step}. Nearest: {' or '.join(map(str, around(value, step)))}."
 
 
 def around(value: int, step: int) -> list[int]:

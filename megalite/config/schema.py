@@ -1,6 +1,6 @@
 """The options of a run: typed sections whose field docstrings are the `--help` text. Imports no torch."""
 
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,14 +10,22 @@ from megalite.config.lora import EXPERTS as EXPERTS
 from megalite.config.lora import PROJECTIONS as PROJECTIONS
 from megalite.config.lora import SAVED_MODULES as SAVED_MODULES
 from megalite.config.lora import LoraConfig as LoraConfig
-from megalite.config.network import NetworkConfig as NetworkConfig
 from megalite.config.optimizers import FP16Config as FP16Config
 from megalite.config.optimizers import MuonConfig
 from megalite.config.optimizers import OptimizerConfig as OptimizerConfig
 
 
 class ConfigError(Exception):
-    """A configuration that cannot run; the message names the option, its value, the reason and a way out."""
+    """A configuration that cannot run. Each of its messages names the option, its value, the reason and a way out."""
+
+    @property
+    def messages(self) -> tuple[str, ...]:
+        return tuple(map(str, self.args))
+
+    def __str__(self) -> str:
+        if len(self.args) == 1:
+            return str(self.args[0])
+        return "\n".join([f"There are {len(self.args)} mistakes:", *(f"- {message}" for message in self.messages)])
 
 
 ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
@@ -57,9 +65,11 @@ class ModelConfig:
 
     preset: str | None = None
     """Named model shape: tiny, gpt2-124m, llama-3.2-1b, llama-3-8b, llama-3.1-8b, llama-3-70b, llama-3.1-70b, mixtral-8x7b, olmoe-1b-7b,
-    qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v2-lite, deepseek-v3, gpt-oss-20b or gpt-oss-120b. Other fields of this section override it."""
+    qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v2-lite, deepseek-v3, gpt-oss-20b or gpt-oss-120b. It replaces the shape that earlier files
+    give; other fields of this section beside it, or later, override it."""
     from_hf: str | None = None
-    """Hugging Face model whose config.json gives the shape: a directory, or org/name on the Hub. No weights are read."""
+    """Hugging Face model whose config.json gives the shape: a directory, or org/name on the Hub. No weights are read. It replaces
+    the shape that earlier files give, as a preset does."""
     init_from: str | None = None
     """Initial weights, for a run that starts at step 0: a checkpoint directory (optimizer state and data position are not used), a run's
     directory for its newest checkpoint, or hf:DIR for a Hugging Face directory or org/name on the Hub (set from_hf to DIR for the shape).
@@ -381,8 +391,9 @@ class TrainConfig:
     in equal parts of the first SAMPLES sequences. The learning rate then follows the samples. null: every batch is whole."""
     micro_batch_size: int = 4
     """Sequences per forward pass on one rank."""
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    """Compute dtype. bf16 and fp16 keep fp32 master weights and accumulate gradients in fp32; fp64 is for numerical proofs on CPU."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """Compute dtype. bf16 and fp16 keep fp32 master weights and accumulate gradients in fp32; fp64 is for numerical proofs on CPU. auto:
+    that of the run that is resumed; else bf16 on a GPU or a CPU with bf16 units (AMX, AVX512-BF16), fp32 on another CPU."""
     grad_dtype: Literal["wide", "bf16"] = "wide"
     """Dtype in which gradients are accumulated and sent. wide: fp32 (fp64 under fp64); bf16: half the memory, at lower precision."""
     recompute: str = "none"
@@ -450,16 +461,32 @@ class FaultsConfig:
     """Faults to inject, KIND:rank=R,step=S, separated by spaces or as a list; also --faults. docs/faults.md lists kinds and options."""
 
 
+WANDB_PROJECT = "megalite"
+"""The project of logging.wandb: true, unless the environment variable WANDB_PROJECT names another."""
+
+
 @dataclass
 class LoggingConfig:
     interval: int = 1
     """Print one console line every `interval` steps; metrics.jsonl has every step."""
     loss_by_source: bool = False
     """With a blend, record the training loss of each member in metrics.jsonl, as loss/PREFIX."""
-    tensorboard: bool = False
-    """Write TensorBoard scalars to the run's tensorboard/ directory."""
-    wandb: str | None = None
-    """Weights & Biases project to log to; requires the wandb package. null: off."""
+    tensorboard: bool | str | None = False
+    """Write TensorBoard scalars. true: to the run's tensorboard/ directory; a directory: there. false or null: off."""
+    wandb: bool | str | None = None
+    """Log to Weights & Biases, which needs the wandb package. A name: to this project; true: to the project in the environment variable
+    WANDB_PROJECT, or megalite. false or null: off."""
+    wandb_entity: str | None = None
+    """User or team that the project belongs to. null: your default entity, or WANDB_ENTITY."""
+    wandb_group: str | None = None
+    """Group of runs on Weights & Biases that this run is shown in. null: none, or WANDB_RUN_GROUP."""
+    wandb_tags: list[str] | None = None
+    """Tags of the run on Weights & Biases. null: none, or WANDB_TAGS."""
+    wandb_name: str | None = None
+    """Name of the run on Weights & Biases. null: run.name."""
+    wandb_mode: Literal["online", "offline", "disabled"] | None = None
+    """online: upload while training; offline: store in the run's directory for `wandb sync`; disabled: do nothing. null: WANDB_MODE, or
+    online."""
 
 
 @dataclass
@@ -476,6 +503,29 @@ class ProfilingConfig:
     memory_snapshot: int | None = None
     """Step after which `ranks` (rank 0 if empty) write a snapshot of what GPU memory is used for; one is also written when memory runs out.
     null: no snapshot."""
+
+
+@dataclass
+class NetworkConfig:
+    """Communication between ranks. An option sets an environment variable before the process group starts; a variable that is already set
+    is kept. null leaves the variable unset."""
+
+    interface: str | None = None
+    """Network interface of NCCL and gloo, for example eth0."""
+    debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
+    """NCCL's log level."""
+    ib_devices: str | None = None
+    """InfiniBand devices that NCCL uses, for example mlx5_0,mlx5_1."""
+    ib_gid_index: int | None = None
+    """Index of the global identifier that NCCL uses under RoCE, often 3."""
+    ib_timeout: int | None = None
+    """Exponent of the InfiniBand acknowledgement timeout, 4.096 µs * 2 ** ib_timeout. NCCL's default is 20; large networks use 22 or 23."""
+    ib_retries: int | None = None
+    """Number of InfiniBand retries after a timeout. NCCL's default is 7."""
+    variables: dict[str, Any] | None = None
+    """Other environment variables, for example {NCCL_NVLS_ENABLE: 0}."""
+    test: bool = False
+    """Measure the links between ranks for 3 seconds at start, and report the slowest."""
 
 
 @dataclass
@@ -497,3 +547,9 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
+
+
+SHORT = {**{name: f"parallel.{name}" for name in ("tp", "pp", "dp", "cp", "ep", "zero")}, "faults": "faults.inject"}
+SECTIONS = [section.name for section in fields(Config)]
+OPTIONS: dict[str, Field[Any]] = {f"{section.name}.{key.name}": key for section in fields(Config) for key in fields(section.type)}  # type: ignore[arg-type]
+"""Every option, section.key → its dataclass field."""

@@ -226,6 +226,14 @@ def _check_no_adapter(directory: Path) -> None:
         )
 
 
+def _own_shape(model: ModelConfig, directory: Path, different: Sequence[str]) -> str:
+    """How the run gets the shape of the model in a directory, whose options are different."""
+    shape = model.from_hf
+    if shape is None or Path(shape).resolve() != directory.resolve():
+        return f"Set model.from_hf = {directory}."
+    return f"model.from_hf has the right ones: remove {', '.join(f'model.{name}' for name in different)} beside it."
+
+
 def _fill(model: ModelConfig, directory: Path, beside_adapter: bool, rectangles: Sequence[Rectangle]) -> None:
     """Fill a rank's rectangles. Raises ConversionError if the directory's model is not the run's, or cannot be read."""
     if not beside_adapter:
@@ -243,7 +251,7 @@ def _fill(model: ModelConfig, directory: Path, beside_adapter: bool, rectangles:
         raise ConversionError(f"model.mtp_layers = {ours['mtp_layers']}, but model.init_from = {HF}{directory} {has}.")
     if different:
         listed = ", ".join(f"model.{name} = {show(ours[name])} and there {show(theirs[name])}" for name in different[:NAMED])
-        raise ConversionError(f"model.init_from = {HF}{directory} is another model: {listed}. Set model.from_hf = {directory}.")
+        raise ConversionError(f"model.init_from = {HF}{directory} is another model: {listed}. {_own_shape(model, directory, different)}")
     for part in rectangles:
         if part.name.startswith(PREFIX):
             fill(part.tensor, source.states.get(part.name), part.offsets)

@@ -28,8 +28,8 @@ RankEnvironment = dict[str, Any]
 """What a rank runs on: name → value."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """The names, new and old, of the variable with the settings of torch's allocator."""
-EQUAL = ("kind", "megalite", "torch", "NCCL")
-"""Must be equal on all ranks: other versions compute other numbers, and a GPU cannot communicate with a CPU."""
+EQUAL = ("kind", "megalite", "torch", "NCCL", "train.precision")
+"""Must be equal on all ranks: other versions and precisions compute other numbers, and a GPU cannot communicate with a CPU."""
 ALIKE = ("driver", "device")
 """Should be equal on all ranks: rank 0 notes a difference."""
 
@@ -115,10 +115,10 @@ def odd_ranks(found: Sequence[RankEnvironment], names: Sequence[str]) -> list[st
     """A line for each name whose value differs between ranks: the most common value, and the ranks with another one."""
     lines = []
     for name in names:
-        counts = Counter(each[name] for each in found)
+        counts = Counter(each.get(name) for each in found)
         (usual, count), *others = counts.most_common()
         if others:
-            odd = (f"{value} on rank{_listed([rank for rank, each in enumerate(found) if each[name] == value])}" for value, _ in others)
+            odd = (f"{value} on rank{_listed([rank for rank, each in enumerate(found) if each.get(name) == value])}" for value, _ in others)
             lines.append(f"{name}: {usual} on {count} of {len(found)} ranks, but {', '.join(odd)}")
     return lines
 
@@ -183,7 +183,8 @@ def compare_ranks(own: RankEnvironment, store: Store, rank: int, size: int, *, t
     verdict = json.loads(store.get("facts/verdict"))
     if verdict["different"]:
         listed = "\n  ".join(verdict["different"])
-        raise ConfigError(f"Ranks differ where they must not:\n  {listed}\nInstall the same everywhere, or exclude these machines.")
+        way_out = "Install the same everywhere, give train.precision a value if it is auto, or exclude these machines."
+        raise ConfigError(f"Ranks differ where they must not:\n  {listed}\n{way_out}")
     if verdict["shared"]:
         listed = "\n  ".join(verdict["shared"])
         raise ConfigError(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint.directories import write_synced
 from megalite.config.load import write_config
+from megalite.config.rule import show
 from megalite.config.schema import Config, ConfigError, LoggingConfig
 from megalite.messages import say
 from megalite.model.cost import model_flops_per_token
@@ -64,7 +65,9 @@ def check_packages(options: LoggingConfig) -> None:
     """Raise ConfigError if an option needs a package that is not installed. Every rank can check this before the run starts."""
     for name, value, package in (("tensorboard", options.tensorboard, "tensorboard"), ("wandb", options.wandb, "wandb")):
         if value and find_spec(package) is None:
-            raise ConfigError(f"logging.{name} = {value} needs the package {package}: pip install {package}, or leave the option out.")
+            raise ConfigError(
+                f"logging.{name} = {show(value)} needs the package {package}: pip install {package}, or leave the option out."
+            )
 
 
 class MetricsWriter(ExitStack):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Protocol
 
-from megalite.config.schema import Config
+from megalite.config.load import to_dict
+from megalite.config.schema import WANDB_PROJECT, Config
 from megalite.messages import say
 
 RETRY_S = 60.0  # from the first failure until the next attempt; doubled by each further one, since an attempt may take as long
@@ -71,13 +72,13 @@ class Recipient:
 
 
 class TensorBoard:
-    """Writes RUN_DIR/tensorboard, and hides steps after the one that it continues from."""
+    """Writes a directory of event files, and hides steps after the one that it continues from."""
 
-    def __init__(self, run_dir: Path, step: int):
+    def __init__(self, directory: Path, step: int):
         from torch.utils.tensorboard import SummaryWriter
 
         _silence_threads_of("tensorboard")
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
+        self._writer = SummaryWriter(str(directory), purge_step=step + 1)
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
         for name, value in scalars.items():
@@ -101,11 +102,23 @@ def _silence_threads_of(package: str) -> None:
 class WeightsAndBiases:
     """A run on Weights & Biases: a resumed run keeps the identity that it was started with, in RUN_DIR/wandb_id."""
 
-    def __init__(self, project: str, run_dir: Path, step: int, config: Config, identity: str):
+    def __init__(self, run_dir: Path, step: int, config: Config, identity: str):
         import wandb
 
-        name = run_dir.name
-        self._run = wandb.init(project=project, id=identity, name=name, dir=str(run_dir), config=asdict(config), resume="allow")
+        options = config.logging
+        project = options.wandb if isinstance(options.wandb, str) else os.environ.get("WANDB_PROJECT") or WANDB_PROJECT
+        self._run = wandb.init(
+            project=project,
+            entity=options.wandb_entity,
+            group=options.wandb_group,
+            tags=options.wandb_tags,
+            name=options.wandb_name or run_dir.name,
+            mode=options.wandb_mode,
+            id=identity,
+            dir=str(run_dir),
+            config=to_dict(config),
+            resume="allow",
+        )
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
         self._run.log(dict(scalars), step=step)
@@ -118,13 +131,15 @@ def open_recipients(config: Config, run_dir: Path, step: int) -> list[Recipient]
     """The recipients that the options name, to continue after a step."""
     recipients = []
     if config.logging.tensorboard:
-        recipients.append(Recipient("TensorBoard", partial(TensorBoard, run_dir), step))
+        asked = config.logging.tensorboard
+        directory = Path(asked) if isinstance(asked, str) else run_dir / "tensorboard"
+        recipients.append(Recipient("TensorBoard", partial(TensorBoard, directory), step))
     if config.logging.wandb:
-        recipients.append(Recipient("Weights & Biases", _open_wandb(config.logging.wandb, run_dir, step, config), step, rewinds=False))
+        recipients.append(Recipient("Weights & Biases", _open_wandb(run_dir, step, config), step, rewinds=False))
     return recipients
 
 
-def _open_wandb(project: str, run_dir: Path, resume_step: int, config: Config) -> Callable[[int], WeightsAndBiases]:
+def _open_wandb(run_dir: Path, resume_step: int, config: Config) -> Callable[[int], WeightsAndBiases]:
     """Opens the run on Weights & Biases; a run that starts at step 0 is a new one there, once."""
     fresh = uuid.uuid4().hex
 
@@ -132,6 +147,6 @@ def _open_wandb(project: str, run_dir: Path, resume_step: int, config: Config) -
         file = run_dir / "wandb_id"
         if not file.exists() or (resume_step == 0 and file.read_text(encoding="utf-8") != fresh):
             file.write_text(fresh, encoding="utf-8")
-        return WeightsAndBiases(project, run_dir, step, config, file.read_text(encoding="utf-8"))
+        return WeightsAndBiases(run_dir, step, config, file.read_text(encoding="utf-8"))
 
     return open_at

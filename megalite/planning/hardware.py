@@ -84,6 +84,11 @@ class Device:
     measured: bool = False
     compared: bool = False
 
+    @property
+    def own_precision(self) -> str:
+        """The precision to train in if nothing else is said: of 16 bits, which bf16 uses without a loss scale; fp32 on a CPU."""
+        return "fp32" if self.cpu else next((each for each in ("bf16", "fp16") if each in self.peaks), "fp32")
+
     def peak(self, precision: str) -> float:
         """Dense peak in FLOP/s. Raises HardwareError if the device has no peak at that precision."""
         if precision not in self.peaks:

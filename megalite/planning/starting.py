@@ -104,7 +104,7 @@ def with_sizes(wanted: Wanted) -> Config:
 def _precision(wanted: Wanted) -> str:
     if wanted.complete:
         return wanted.base.train.precision
-    return "fp32" if wanted.device.cpu else "bf16" if "bf16" in wanted.device.peaks else "fp16"
+    return wanted.device.own_precision
 
 
 def _length(wanted: Wanted) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megalite.build import plan
 from megalite.config.dims import ParallelDims
-from megalite.config.load import read_arguments, resolve
+from megalite.config.load import DRY_RUN, read_arguments, resolve
 from megalite.config.rampup import samples_after
 from megalite.config.recomputation import shown
 from megalite.config.rules import check
@@ -42,8 +42,8 @@ AXES = ("tp", "cp", "dp", "pp")
 
 def read(argv: list[str], world_size: int | None, device: Device = "cuda") -> Config:
     """The configuration, validated except for files; operations are in place of a budget of memory. Raises ConfigError."""
-    arguments = read_arguments(argv)
-    config = resolve(arguments, world_size or 1, weights=False)
+    arguments = read_arguments(argv, (*DRY_RUN, "dry_run", "json"))
+    config = resolve(arguments, world_size or 1, weights=False, device=device)
     if world_size is None:
         dims = ParallelDims.of(config)
         world_size, config.parallel.dp = dims.world, dims.dp

@@ -270,7 +270,7 @@ def test_a_written_plan_trains(tool, tmp_path):
         (["--model", "llama-3-8b", *ARGUMENTS, "--tp", "3"], "No layout is legal: parallel.tp = 3 does not divide"),
         (["--model", "llama-3-8b", *ARGUMENTS, "--sequence_length", "9000"], "data.sequence_length = 9000 exceeds"),
         (["--model", "llama-3-8b", *ARGUMENTS, "--sequence_length", "131072"], "or take the preset llama-3.1-8b."),
-        (["--model", "llama-3-8b", *ARGUMENTS, "--gpu", "v100-32gb"], "--precision bf16 has no peak on v100-32gb"),
+        (["--model", "llama-3-8b", *ARGUMENTS, "--gpu", "v100-32gb", "--precision", "bf16"], "--precision bf16 has no peak on v100-32gb"),
         (["--model", "nowhere.json", *ARGUMENTS], "--model nowhere.json can not be read: No such file or directory. Give the config.json"),
         (["--model", "tiny", *ARGUMENTS], "--model tiny leaves the vocabulary to the data"),
         (["--model", "llama-3-70b", *ARGUMENTS, "--gpu", "rtx-4090", "--gpus", "1"], "Nothing fits: even one device"),
@@ -317,7 +317,8 @@ def test_the_layout_of_a_configuration_is_replaced(tool, tmp_path):
 def test_the_length_of_a_run_is_that_of_the_planned_batch(tmp_path):
     """In tokens, and with a warm-up that is a share of it: 10^6 / (64 · 128) steps."""
     (tmp_path / "run.yaml").write_text("model: {preset: tiny, vocab_size: 257}\ntrain: {tokens: 1M}\noptimizer: {warmup_steps: 5%}")
-    words = ["--model", str(tmp_path / "run.yaml"), "--sequence_length", "128", "--global_batch_size", "64", "--tokens", "300B"]
+    words = ["--model", str(tmp_path / "run.yaml"), "--gpu", "h100", "--sequence_length", "128", "--global_batch_size", "64"]
+    words += ["--tokens", "300B"]
     options = planning.parser().parse_args(words)
     config = planning.base_config(options)
     assert (config.train.steps, config.train.tokens, config.optimizer.warmup_steps, options.tokens) == (123, None, 7, 300 * 10**9)

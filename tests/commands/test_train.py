@@ -9,6 +9,9 @@ import sys
 import time
 from pathlib import Path
 
+from megalite.commands.train import check_run
+from megalite.config.load import from_dict
+from megalite.config.precision import Choice, of_device
 from tests.distributed.support.configs import write_tokens
 from tests.structure.sources import ROOT
 
@@ -55,3 +58,17 @@ def test_two_jobs_in_one_directory(tmp_path):
     found = json.loads((run / "summary.json").read_text())
     assert (found["state"], found["step"], found["exit_status"]) == ("done", newest + 2, 0)
     assert not (run / "lock").exists()
+
+
+def test_what_auto_has_become_is_a_line_and_follows_the_device_that_torch_sees(tmp_path, monkeypatch):
+    """A driver without a GPU that torch can use: the precision is that of the CPU, not the expected one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    options = {"data": {"train": write_tokens(tmp_path, 96), "sequence_length": 16}, "run": {"dir": str(tmp_path)}}
+    config = from_dict({"model": {**SHAPE, "vocab_size": 96}, "parallel": {"dp": 1}, "train": {"precision": "fp16"}, **options})
+    _, _, remarks = check_run(config, Choice("fp16", "cuda", "the run is on a GPU"))
+    cpu = of_device("cpu")
+    assert config.train.precision == cpu.precision and remarks[0] == cpu.describe()
+    config.train.precision = "fp16"
+    resumed = Choice("fp16", None, "the resumed run has it")
+    assert check_run(config, resumed)[2][0] == resumed.describe() and config.train.precision == "fp16"
+    assert not any("auto" in line for line in check_run(config)[2])

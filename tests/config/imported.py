@@ -30,13 +30,14 @@ def load(path: Path, options: dict[str, Any]) -> Config:
     write_by_hand(path.parent / "tokens", [[1] * TOKENS], metadata=metadata)
     dp = options.get("parallel.dp", options.get("parallel.dp_shard", 1))
     ours: dict[str, Any] = {"data.train": path.parent / "tokens", "model.vocab_size": 256}
-    if "model.preset" not in options and "model.from_hf" not in options and "model.hidden_size" not in options:
-        ours |= {"model.preset": "tiny", "model.max_position_embeddings": 131072}
+    before = path.with_name("before.yaml")  # a preset on the command line would replace the file's shape
+    shaped = {"model.preset", "model.from_hf", "model.hidden_size"} & options.keys()
+    before.write_text("" if shaped else "model: {preset: tiny, max_position_embeddings: 131072}")
     ours |= {"train.micro_batch_size": 1} | ({} if "train.epochs" in options else {"train.steps": 10_000})
     ours["train.global_batch_size"] = dp * options.get("train.micro_batch_size", 1)
     words = [f"--{option}={value}" for option, value in ours.items() if option not in options]
     world = dp * options.get("parallel.tp", 1) * options.get("parallel.pp", 1) * options.get("parallel.cp", 1)
-    return load_config(["--config", str(path), *words], world_size=world)
+    return load_config(["--config", str(before), "--config", str(path), *words], world_size=world)
 
 
 def imported(capsys: Any, directory: Path, *arguments: object) -> tuple[dict[str, Any], dict[str, str], dict[str, dict[str, str]], Config]:

@@ -171,7 +171,7 @@ def test_an_epoch_is_one_pass_of_the_dataset(here: Path) -> None:
         (
             [],
             "run: {timeout: 600}",
-            "run.timeout = 600 in run.yaml is not a duration. Write hours, minutes and seconds in this order: 3h50m,",
+            "run.timeout = 600 in run.yaml is not a duration. Write it with a unit: 600s, 600m or 600h.",
         ),
         (
             ["--train.steps", "5", "--train.epochs", "1"],

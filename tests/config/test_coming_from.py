@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config.load import OPTIONS, other_names
+from megalite.config.schema import OPTIONS
+from megalite.config.suggestions import other_names
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "coming-from.md").read_text()
 ROWS = re.findall(r"^\| `(?:--)?([\w.-]+)` \| (.+) \|$", PAGE, re.MULTILINE)

@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from megalite.config import load as loading
-from megalite.config.load import OPTIONS, from_dict, load_config, other_names, to_dict, to_yaml, with_home
-from megalite.config.schema import Config, ConfigError
+from megalite.config.load import from_dict, load_config, to_dict, to_yaml, with_home
+from megalite.config.schema import OPTIONS, Config, ConfigError
+from megalite.config.suggestions import other_names
 from megalite.config.token_files import unused
 
 
@@ -107,6 +108,11 @@ def test_shape_from_a_hugging_face_directory(here):
         (["--train.stop_after", "90m"], "train.stop_after", "90m"),
         (["--checkpoint.allow", "[data]"], "checkpoint.allow", ["data"]),
         (["--model.no_rope_layers", "[3]"], "model.no_rope_layers", [3]),
+        *(
+            (["--data.sequence_length", "64", f"--{option}", word], option, value)
+            for option in ("logging.wandb", "logging.tensorboard")
+            for word, value in {"true": True, "false": False, "null": None, "name": "name", "2024": "2024"}.items()
+        ),
     ],
 )
 def test_values_are_converted_alike_from_command_line_and_yaml(argv, option, value):
@@ -209,7 +215,39 @@ MESSAGES = [
     (["--config", "nope.yaml"], "", "nope.yaml can not be read: No such file or directory. Give the path of a YAML file, or a name of"),
     (["--tp"], None, "--tp on the command line has no value. Write --tp VALUE."),
     (["--tp", "--pp", "2"], None, "--tp on the command line has no value."),
-    (["--run.name", "a", "b"], None, "b on the command line belongs to no option."),
+    (["--run.name", "a", "b"], None, "b on the command line belongs to no option. Write --section.key VALUE."),
+    (["--run.name", "a", "quickstart"], None, "quickstart on the command line belongs to no option. Write --config quickstart."),
+    (["--run.name", "a", "quickstrat"], None, "quickstrat on the command line belongs to no option. Write --config quickstart."),
+    (["--run.name", "a", "run.yaml"], None, "run.yaml on the command line belongs to no option. Write --config run.yaml."),
+    (["--run.name", "a", "tp=2"], None, "tp=2 on the command line belongs to no option. Write --tp 2."),
+    (["-optimizer.lr", "1"], None, "-optimizer.lr on the command line belongs to no option. Write --optimizer.lr VALUE."),
+    (["--train.compile"], None, "--train.compile on the command line has no value. Write --train.compile true."),
+    (["--help", "optimzer"], None, "--help optimzer: there is no such section. Nearest: optimizer."),
+    (["--help", "optimzer.lr"], None, "--help optimzer.lr: there is no such section. Nearest: optimizer."),
+    (["--world_size", "8"], None, "--world_size on the command line is for a dry run. Add --dry_run, or leave it out."),
+    (["--optimizer.learing_rate", "1"], None, "Nearest: --optimizer.lr, which other programs call learning_rate."),
+    (["--learningrate", "1"], None, "Nearest: --optimizer.lr, which other programs call learning_rate."),
+    (["--optmizer.lr", "1"], None, "--optmizer.lr on the command line is not a known option. Nearest: --optimizer.lr."),
+    (["--optimizer.warmup", "1"], None, "Nearest: --optimizer.warmup_steps."),
+    (["--train.max_step", "1"], None, "Nearest: --train.steps, which other programs call max_steps."),
+    (["--batchsize", "1"], None, "Nearest: --train.micro_batch_size (of a rank) or train.global_batch_size (of all ranks), which"),
+    (["--model.n_layer", "1"], None, "Here it is called --model.num_hidden_layers."),
+    (["--seq_lenght", "1"], None, "Nearest: --data.sequence_length, which other programs call seq_length."),
+    (["--hidden_dim", "1"], None, "Here it is called --model.hidden_size (of the model) or model.intermediate_size (of the feed-forward)."),
+    (["--num_layers", "1"], None, "Here it is called --model.num_hidden_layers."),
+    (["--max_steps", "1"], None, "Here it is called --train.steps."),
+    (["--fp16", "true"], None, "Here it is called --train.precision fp16."),
+    (["--bf16", "true"], None, "Here it is called --train.precision bf16."),
+    (
+        [],
+        "learing_rate: 1",
+        "learing_rate in run.yaml is not a known option. Nearest: optimizer.lr, which other programs call learning_rate.",
+    ),
+    (
+        [],
+        "fp16: true",
+        "fp16 = true in run.yaml is not a section. Its keys are those of the loss scale; for fp16 itself write, below `train:`",
+    ),
     (["--tp", "two"], None, "parallel.tp = two on the command line is not an integer."),
     (["--tp", "1.5"], None, "parallel.tp = 1.5 on the command line is not an integer."),
     ([], "network: {variables: {1: x}}", "network.variables in run.yaml has the name 1, which is not text. Write it in quotes: '1'."),
@@ -219,7 +257,18 @@ MESSAGES = [
     ([], "optimizer: {lr: fast}", "optimizer.lr = fast in run.yaml is not a number."),
     ([], "run: {name: 2024}", "run.name = 2024 in run.yaml is not text. Write it in quotes: '2024'."),
     (["--optimizer.decay", "cosin"], None, "is not one of cosine, linear, wsd, constant. Nearest: cosine."),
-    (["--train.precision", "fp8"], None, "is not one of fp32, bf16, fp16, fp64. Nearest: fp32."),
+    (["--train.precision", "bfloat16"], None, "is not one of auto, fp32, bf16, fp16, fp64. Nearest: bf16."),
+    (["--train.precision", "float16"], None, "Nearest: fp16."),
+    (["--train.precision", "torch.float32"], None, "Nearest: fp32."),
+    (["--model.hidden_act", "swiglu"], None, "Nearest: silu."),
+    (["--train.compile", "0"], None, "train.compile = 0 on the command line is not true or false. Nearest: false."),
+    (["--network.debug", "INFOS"], None, "is not one of VERSION, WARN, INFO, TRACE, or null. Nearest: INFO."),
+    (
+        ["--model.preset", "meta-llama/Llama-3.2-1B"],
+        None,
+        "is a Hugging Face model. Set model.from_hf to meta-llama/Llama-3.2-1B, and leave",
+    ),
+    (["--train.precision", "fp8"], None, "is not one of auto, fp32, bf16, fp16, fp64. Nearest: fp32."),
     (["--train.compile", "ture"], None, "train.compile = ture on the command line is not true or false. Nearest: true."),
     (["--model.no_rope_layers", "[a]"], None, "is not a list [a, b] with each entry an integer, or null."),
     (["--model.preset", "llama-8b"], None, "model.preset = llama-8b is not a known shape."),
@@ -232,6 +281,40 @@ MESSAGES = [
 @pytest.mark.parametrize("argv, text, says", MESSAGES)
 def test_a_wrong_configuration_ends_with_status_2_and_one_message(capsys, argv, text, says):
     assert says in refusal(capsys, *argv, text=text)
+
+
+def mistakes(capsys, *argv: str, text: str | None = None) -> list[str]:
+    """The mistakes that the one message lists."""
+    with pytest.raises(SystemExit) as end:
+        load(*argv, text=text)
+    captured = capsys.readouterr()
+    head, *listed = captured.err.splitlines()
+    assert end.value.code == 2 and captured.out == "" and head == f"There are {len(listed)} mistakes:"
+    return [line.removeprefix("- ") for line in listed]
+
+
+def test_every_mistake_of_files_and_command_line_is_in_one_message(capsys):
+    text = "modle: {hidden_size: 2}\nmodel: {hiden_size: 2, hidden_size: wide}\ntrain: {steps: many, tokens: 3}\noptimizer: 3"
+    words = ["quickstart", "--lr_min", "1", "--tp", "two", "--config", "gone.yaml", "--model.preset", "tini", "--train.compile"]
+    Path("gone").touch()
+    found = [line.split(" is not ")[0].split(" on the ")[0].split(" can not")[0] for line in mistakes(capsys, *words, text=text)]
+    assert found == [
+        *("quickstart", "--lr_min", "--train.compile"),
+        *("modle in run.yaml", "model.hiden_size in run.yaml", "optimizer = 3 in run.yaml"),
+        *("train.steps = many in run.yaml", "model.hidden_size = wide in run.yaml", "--config = gone.yaml"),
+        *("parallel.tp = two", "model.preset = tini"),
+    ]
+
+
+def test_every_broken_rule_is_in_one_message_and_one_cause_has_one_line(capsys):
+    """tp does not divide the heads: neither the world nor the batch, which it decides, is blamed as well."""
+    text = "optimizer: {lr: 1e-3, min_lr: 1e-2, warmup_steps: 500}\ntrain: {steps: 100, grad_dtype: bf16}\nprofiling: {ranks: [7]}"
+    found = mistakes(capsys, "--tp", "3", "--train.global_batch_size", "33", text=text)
+    assert [line.split(" = ")[0] for line in found] == [
+        *("parallel.tp", "train.grad_dtype", "optimizer.warmup_steps", "optimizer.min_lr", "profiling.ranks"),
+    ]
+    found = mistakes(capsys, "--model.hidden_size", "0", "--train.steps", "0", "--optimizer.warmup_steps", "5", "--tp", "0")
+    assert [line.split(" = ")[0] for line in found] == ["parallel.tp", "model.hidden_size", "train.steps"]
 
 
 def test_print_config_reads_back_to_the_same_configuration(capsys):

@@ -100,7 +100,11 @@ def test_another_model_is_refused_and_a_context_may_be_extended(models, prefix):
     made = from_dict(config)
     Trainer(made, make_mesh(made)).close()
     made.model.rms_norm_eps = 1e-3
-    with pytest.raises(ConversionError, match=r"is another model: model.rms_norm_eps = 0.001 and there 1e-05. Set model.from_hf = "):
+    another = r"is another model: model.rms_norm_eps = 0.001 and there 1e-05. "
+    with pytest.raises(ConversionError, match=another + r"model.from_hf has the right ones: remove model.rms_norm_eps beside it\."):
+        Trainer(made, make_mesh(made))
+    made.model.from_hf = None
+    with pytest.raises(ConversionError, match=another + "Set model.from_hf = "):
         Trainer(made, make_mesh(made))
 
 

@@ -192,8 +192,14 @@ def test_tensorboard_is_imported_only_when_it_is_on(tmp_path: Path, monkeypatch:
 class FakeWandb(SimpleNamespace):
     """Records what would be sent."""
 
-    def init(self, **options: Any) -> "FakeWandb":
-        self.started.append(options)
+    def init(
+        self, *, entity=None, project=None, dir=None, id=None, name=None, notes=None, tags=None, config=None, config_exclude_keys=None,
+        config_include_keys=None, allow_val_change=None, group=None, job_type=None, mode=None, force=None, anonymous=None, reinit=None,
+        resume=None, resume_from=None, fork_from=None, save_code=None, tensorboard=None, sync_tensorboard=None, monitor_gym=None,
+        settings=None,
+    ) -> "FakeWandb":  # fmt: skip
+        """With the keywords of wandb.init; any other ends in a TypeError."""
+        self.started.append({name: value for name, value in locals().items() if name != "self"})
         return self
 
     def log(self, scalars: dict[str, float], step: int) -> None:
@@ -216,11 +222,51 @@ def test_wandb_resumes_under_one_identity(tmp_path: Path, monkeypatch: pytest.Mo
     assert fake.logged == [(1, 0.5), (2, 0.5), (1, 0.5)] and fake.finished
 
 
+@pytest.mark.parametrize(
+    "options, variables, sent",
+    [
+        ({"wandb": True}, {}, {"project": "megalite", "name": "run", "mode": None, "entity": None, "group": None, "tags": None}),
+        ({"wandb": True}, {"WANDB_PROJECT": "theirs"}, {"project": "theirs"}),
+        ({"wandb": "proofs"}, {"WANDB_PROJECT": "theirs"}, {"project": "proofs"}),
+        ({"wandb": "proofs"}, {"WANDB_MODE": "offline"}, {"mode": None}),  # wandb reads the variable itself
+        ({"wandb": "proofs", "wandb_mode": "offline"}, {}, {"mode": "offline"}),
+        (
+            {"wandb": True, "wandb_entity": "team", "wandb_group": "sizes", "wandb_tags": ["a", "b"], "wandb_name": "first"},
+            {},
+            {"entity": "team", "group": "sizes", "tags": ["a", "b"], "name": "first"},
+        ),
+        ({"wandb": False}, {}, None),
+        ({"wandb": None}, {}, None),
+    ],
+)
+def test_wandb_gets_what_the_options_say(options, variables, sent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb(started=[], logged=[], finished=False, __spec__=SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with MetricsWriter(tmp_path / "run", 0, Config(logging=LoggingConfig(**options))) as writer:
+        writer.step(example(1, loss=0.5))
+    if sent is None:
+        assert fake.started == []
+    else:
+        (started,) = fake.started
+        assert {name: started[name] for name in sent} == sent and started["dir"] == str(tmp_path / "run") and fake.logged == [(1, 0.5)]
+
+
+@pytest.mark.parametrize("value, place", [(True, "run/tensorboard"), ("curves", "curves"), (False, None), (None, None)])
+def test_tensorboard_is_a_switch_or_a_directory(value, place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with MetricsWriter(Path("run"), 0, Config(logging=LoggingConfig(tensorboard=value))) as writer:
+        writer.step(example(1, loss=0.5))
+    assert {str(file.parent) for file in Path().glob("**/events.*")} == ({place} if place else set())
+
+
 def test_a_missing_package_is_said_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"logging\.wandb = proofs needs the package wandb: pip install wandb, or leave the option out"):
         check_packages(LoggingConfig(wandb="proofs"))
-    with pytest.raises(ConfigError, match=r"logging\.tensorboard = True needs the package tensorboard"):
+    with pytest.raises(ConfigError, match=r"logging\.tensorboard = true needs the package tensorboard"):
         check_packages(LoggingConfig(tensorboard=True))
     check_packages(LoggingConfig())
 

@@ -20,12 +20,12 @@ from megalite.config.families import hf_shape
 from megalite.config.importers import accelerate, axolotl, deepspeed, llama_factory, megatron, torchtitan, torchtune
 from megalite.config.importers.reads import SHAPE, left_open, read_by
 from megalite.config.importers.verdict import Kind, Row, Source, Table, Verdict, harmless, left, lost, plain, row_of
-from megalite.config.load import OPTIONS, from_dict, nest, parse_values
+from megalite.config.load import from_dict, nest, parse_values
 from megalite.config.lora_names import with_own_names
 from megalite.config.presets import preset
 from megalite.config.rule import Rule, RuleContext, show
 from megalite.config.rules import RULES
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import OPTIONS, Config, ConfigError
 
 
 class Project(Protocol):

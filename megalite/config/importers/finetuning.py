@@ -236,7 +236,7 @@ TRAINER: Table = {
         lambda value, _: (
             honoured({"logging.tensorboard": True})
             if "tensorboard" in str(value)
-            else (left("set logging.wandb to the project's name") if "wandb" in str(value) else harmless("metrics.jsonl has everything"))
+            else (honoured({"logging.wandb": True}) if "wandb" in str(value) else harmless("metrics.jsonl has everything"))
         )
     ),
     "deepspeed": Row(_deepspeed),

@@ -210,7 +210,7 @@ TABLE: Table = {
     "profiling.*": missing("profiling.steps, ranks and timeline are nearest"),
     "metrics.log_freq": sets("logging.interval"),
     "metrics.enable_tensorboard": sets("logging.tensorboard"),
-    "metrics.enable_wandb": Row(lambda value, _: left("set logging.wandb to the project's name") if value else harmless("it is off")),
+    "metrics.enable_wandb": sets("logging.wandb"),
     "metrics.*": never("metrics are in the run's directory, of all ranks together"),
     **each("model.", "name flavor", Row(_flavor, "model.preset")),
     "model.hf_assets_path": never("the command that prepares the data has it"),

@@ -8,9 +8,11 @@ out:
 """
 
 from collections.abc import Container
+from copy import copy
 from dataclasses import fields
+from typing import Any
 
-from megalite.config.rule import Rule, RuleContext
+from megalite.config.rule import Mistakes, Rule, RuleContext, named_in
 from megalite.config.rules import data, faults, model, numbers, parallel, training
 from megalite.config.schema import Config, ConfigError
 
@@ -19,13 +21,51 @@ RULES: tuple[Rule, ...] = (*numbers.RULES, *model.RULES, *parallel.RULES, *data.
 
 
 def check(config: Config, world_size: int, local_devices: int | None = None, leave_out: Container[str] = ()) -> None:
-    """Raise ConfigError with the message of the first rule that a resolved configuration violates.
+    """Raise ConfigError with the messages of the rules that a resolved configuration violates.
 
-    world_size: number of processes; local_devices: GPUs that this machine's processes will use (0: CPU; None: not known yet).
-    leave_out: names of rules to skip.
+    One cause has one message: a rule that reads an option which an earlier message blames is not checked.
+
+    Args:
+        world_size: number of processes.
+        local_devices: GPUs that this machine's processes will use (0: CPU; None: not known yet).
+        leave_out: names of rules to skip.
     """
-    values = {section.name: getattr(config, section.name) for section in fields(Config)}
+    blamed, mistakes = set[str](), Mistakes()
+    values = {section.name: _guarded(section.name, getattr(config, section.name), blamed) for section in fields(Config)}
     context = RuleContext(**values, world_size=world_size, local_devices=local_devices)
     for rule in RULES:
-        if rule.name not in leave_out and rule.broken(context):
-            raise ConfigError(rule.describe(context))
+        if rule.name in leave_out:
+            continue
+        try:
+            if not rule.broken(context):
+                continue
+            message, reason = rule.describe(context), rule.reason(context)
+        except _Blamed:
+            continue
+        except ConfigError as error:  # a description of the data that cannot be read
+            mistakes.add(*error.messages)
+        except Exception:  # an earlier mistake may have taken away what the rule relies on
+            if not mistakes.messages:
+                raise
+        else:
+            mistakes.add(message)
+            blamed |= named_in(f"{rule.option} {reason}")
+    mistakes.report()
+
+
+class _Blamed(Exception):
+    """An option was read that is known to be wrong."""
+
+
+def _guarded(name: str, section: Any, blamed: set[str]) -> Any:
+    """A copy of a section that raises _Blamed when one of the blamed options is read."""
+    kind = type(section)
+
+    def read(self: object, key: str) -> Any:
+        if f"{name}.{key}" in blamed:
+            raise _Blamed
+        return object.__getattribute__(self, key)
+
+    guarded = copy(section)
+    guarded.__class__ = type(kind.__name__, (kind,), {"__getattribute__": read})
+    return guarded

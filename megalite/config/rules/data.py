@@ -2,11 +2,12 @@
 
 import math
 import os
+from difflib import get_close_matches
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from megalite.config.rule import Rule, RuleContext, is_checkpoint, nearest_name
+from megalite.config.rule import Rule, RuleContext, is_checkpoint
 from megalite.config.schema import Config
 from megalite.config.token_files import data_vocab_size, is_chat, metadata, named_sets, prefixes
 
@@ -23,9 +24,11 @@ def _missing(source: Any) -> list[str]:
 def _nearest_prefix(source: Any) -> str:
     prefix = Path(_missing(source)[0]).with_suffix("")
     others = sorted(str(path.with_suffix("")) for path in prefix.parent.glob("*.bin"))
-    if not others:
-        return f"Make it with megalite prepare --output {prefix}."
-    return f"Nearest: {nearest_name(str(prefix), others)}."
+    if near := get_close_matches(str(prefix), others, n=1):
+        return f"Nearest: {near[0]}."
+    if os.path.isfile(prefix):
+        return f"Make them of the text in it with megalite prepare --input {prefix} --output {prefix.with_suffix('')}."
+    return f"Make it with megalite prepare --output {prefix}."
 
 
 def _vocabularies(c: Config) -> str:
@@ -99,6 +102,15 @@ def _random_on_chat_data(c: RuleContext) -> bool:
     return c.model.from_hf is not None and c.model.init_from is None and not resumes and any(map(is_chat, _all_prefixes(c)))
 
 
+def _share(c: RuleContext) -> str:
+    """The way out for a number that is no fraction: of what was likely meant as a percentage, that one."""
+    value = c.data.validation
+    listed = "Legal values: above 0 and below 1, for example 0.05; or the PREFIX of another token file"
+    if value == 0:
+        return f"{listed}. Nearest: null, for no validation."
+    return f"{listed}. Nearest: {value / 100:g}." if isinstance(value, float) and 1 <= value < 100 else f"{listed}."
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "training data is given",
@@ -128,7 +140,7 @@ RULES: tuple[Rule, ...] = (
         "data.validation",
         lambda c: isinstance(c.data.validation, float) and not 0 < c.data.validation < 1,
         message="is not a fraction of the training data",
-        legal="Legal values: above 0 and below 1, for example 0.05; or the PREFIX of another token file.",
+        legal=_share,
     ),
     Rule(
         "one vocabulary",
@@ -179,13 +191,16 @@ RULES: tuple[Rule, ...] = (
         "model.mtp_layers",
         lambda c: c.model.mtp_layers >= c.data.sequence_length,
         message="does not leave a target in a row of {data.sequence_length}",
-        legal=lambda c: f"Legal values: up to {c.data.sequence_length - 1}.",
+        legal=lambda c: f"Legal values: up to {c.data.sequence_length - 1}. Nearest: {c.data.sequence_length - 1}.",
     ),
     Rule(
         "sequence within the model's positions",
         "data.sequence_length",
         lambda c: c.data.sequence_length > c.model.max_position_embeddings,
         message="exceeds {model.max_position_embeddings}",
-        legal=lambda c: f"Legal values: up to {c.model.max_position_embeddings}; or raise model.max_position_embeddings{_longer(c)}.",
+        legal=lambda c: (
+            f"Legal values: up to {c.model.max_position_embeddings}. Nearest: {c.model.max_position_embeddings}. "
+            f"Or raise model.max_position_embeddings{_longer(c)}."
+        ),
     ),
 )

@@ -1,12 +1,13 @@
 """Rules for the model and its adapters: options that fit each other."""
 
 import math
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megalite.config.rule import CHECKPOINT_EXAMPLE, Rule, RuleContext, around, divisors, is_checkpoint
+from megalite.config.rule import CHECKPOINT_EXAMPLE, Rule, RuleContext, describe_legal, divisors, is_checkpoint, multiples
 from megalite.config.schema import EXPERTS, PROJECTIONS, ROPE_SCALING_KEYS, SAVED_MODULES, LoraConfig, ModelConfig
 
 
@@ -26,6 +27,31 @@ def _layers_exist(name: str) -> Rule:
 
 def _init_from(c: RuleContext) -> str:
     return c.model.initial_weights or ""
+
+
+def _own_weights(c: RuleContext) -> str:
+    """The way out for what is no checkpoint: hf: for a Hugging Face model, else an example."""
+    from megalite.config.hub import is_id  # with the libraries of a network
+
+    path = _init_from(c)
+    if os.path.isfile(Path(path, "config.json")) or is_id(path):
+        return f"The weights of a Hugging Face model are hf:{path}; set model.from_hf to {path} for its shape."
+    return CHECKPOINT_EXAMPLE
+
+
+def _hf_weights(c: RuleContext) -> str:
+    """The way out for hf: before what is no Hugging Face model."""
+    path = _init_from(c).removeprefix("hf:")
+    if is_checkpoint(path):
+        return f"It is a checkpoint of megalite: set it to {path}."
+    return "Give the directory of one after hf:."
+
+
+def _legal_heads(c: RuleContext) -> list[int]:
+    """Numbers of heads that divide the hidden size, if possible into heads that rope can rotate and key-value heads can be shared by."""
+    all_heads, kv = divisors(c.model.hidden_size), c.model.num_key_value_heads or 1
+    even = 2 if c.model.position == "rope" else 1
+    return [heads for heads in all_heads if heads % kv == 0 and c.model.hidden_size // heads % even == 0] or all_heads
 
 
 def _rope_type(c: RuleContext) -> Any:
@@ -188,7 +214,7 @@ _GROUPS = (
             c.model.n_group and c.model.num_experts and c.model.router_scores == "sigmoid" and 2 * c.model.n_group > c.model.num_experts
         ),
         message="leaves less than two of {model.num_experts} in a group, whose score is the sum of its two best experts",
-        legal=lambda c: f"Legal values: up to {(c.model.num_experts or 0) // 2}.",
+        legal=lambda c: [groups for groups in divisors(c.model.num_experts or 1) if 2 * groups <= (c.model.num_experts or 0)],
     ),
     Rule(
         "topk_group needs groups",
@@ -291,21 +317,21 @@ RULES: tuple[Rule, ...] = (
         "model.init_from",
         lambda c: (path := _init_from(c)) and path[:3] != "hf:" and not is_checkpoint(path),
         message="is neither a checkpoint (it has no manifest.json) nor a run that has saved one",
-        legal=CHECKPOINT_EXAMPLE,
+        legal=_own_weights,
     ),
     Rule(
         "init_from hf exists",
         "model.init_from",
         lambda c: (path := _init_from(c)).startswith("hf:") and not (Path(path[3:]) / "config.json").is_file(),
         message="names no Hugging Face model: there is no config.json",
-        legal="Give the directory of one after hf:.",
+        legal=_hf_weights,
     ),
     Rule(
         "hidden size over heads",
         "model.num_attention_heads",
         lambda c: c.model.head_dim is None and c.model.kv_lora_rank is None and c.model.hidden_size % c.model.num_attention_heads,
         message="does not divide {model.hidden_size}, and model.head_dim is not given",
-        legal=lambda c: divisors(c.model.hidden_size),
+        legal=_legal_heads,
     ),
     Rule(
         "heads over key-value heads",
@@ -320,21 +346,26 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.model.position == "rope" and c.model.kv_lora_rank is None and c.model.head_size % 2,
         value=lambda c: c.model.head_size,
         message="is odd: rotary embeddings (model.position = rope) rotate pairs of channels",
-        legal=lambda c: around(c.model.head_size, 2),
+        legal=lambda c: multiples(c.model.head_size, 2),
     ),
     Rule(
         "even rotating width for rope",
         "model.qk_rope_head_dim",
         lambda c: c.model.position == "rope" and c.model.kv_lora_rank is not None and c.model.qk_rope_head_dim % 2,
         message="is odd: rotary embeddings (model.position = rope) rotate pairs of channels",
-        legal=lambda c: around(c.model.qk_rope_head_dim, 2),
+        legal=lambda c: multiples(c.model.qk_rope_head_dim, 2),
     ),
     Rule(
         "partial_rotary_factor rotates pairs",
         "model.partial_rotary_factor",
         _rotates_part_of_a_pair,
         message=lambda c: f"rotates {c.model.rotary_dim} of the {c.model.head_size} channels of a head: they rotate in pairs",
-        legal="Legal values: 2, 4, 6 … channels, as a share of a head's width.",
+        legal=lambda c: (
+            "Legal values: 2, 4, 6 … channels, as a share of a head's width. "
+            + describe_legal(
+                c.model.partial_rotary_factor, [channels / c.model.rotary_width for channels in range(2, c.model.rotary_width + 1, 2)]
+            )
+        ),
     ),
     Rule(
         "partial_rotary_factor needs rope",
@@ -377,7 +408,11 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.model.rope_scaling is not None and _rope_type(c) not in ROPE_SCALING_KEYS,
         value=_rope_type,
         message="is not a known kind of rotary scaling",
-        legal=list(ROPE_SCALING_KEYS),
+        legal=lambda c: (
+            "Write rope_type in place of type, its name in older files."
+            if "type" in (c.model.rope_scaling or {})
+            else list(ROPE_SCALING_KEYS)
+        ),
     ),
     Rule(
         "rope_scaling values", "model.rope_scaling", _scaling_problem, message=lambda c: _scaling_problem(c) or "", legal=_scaling_example

@@ -4,9 +4,11 @@ import math
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from megalite.config.rule import Rule, RuleContext
+from megalite.config.schema import OPTIONS
 
 _SIZES = """parallel.tp parallel.pp parallel.dp parallel.cp parallel.ep parallel.dp_shard parallel.virtual_stages parallel.powersgd_rank
     parallel.context_inner model.vocab_size model.hidden_size model.intermediate_size model.num_hidden_layers model.num_attention_heads
@@ -32,8 +34,17 @@ _TOO_LARGE = 1e300
 """Below the largest float: an integer can have more digits than calculations with it can bear."""
 
 
-def _bounded(options: str, test: Callable[[float], bool], why: str, legal: str) -> list[Rule]:
+def _bounded(options: str, test: Callable[[float], bool], why: str, legal: str, nearest: float | None = None) -> list[Rule]:
     """Rules that numbers, or every number of a list or mapping, pass `test`; null passes; infinities, NaN and endless integers never do."""
+
+    def way_out(option: str, context: RuleContext) -> str:
+        """What is legal, and what was likely meant: null for 0 and -1, with which other programs say so, and no sign for a size."""
+        value, nullable = attrgetter(option)(context), NoneType in get_args(OPTIONS[option].type)
+        listed = f"Legal values: {legal}{', or null' if nullable else ''}."
+        if not isinstance(value, int | float) or not abs(value) < _TOO_LARGE:
+            return listed
+        near = "null" if nullable and value in (0, -1) else -value if nearest == 1 and value < -1 else nearest
+        return listed if near is None else f"{listed} Nearest: {near}."
 
     def out_of_range(option: str, context: RuleContext) -> bool:
         return not all(abs(number) < _TOO_LARGE and test(number) for number in _numbers(option, context))
@@ -42,7 +53,7 @@ def _bounded(options: str, test: Callable[[float], bool], why: str, legal: str) 
         return "is too large" if any(_TOO_LARGE <= each < math.inf for each in _numbers(option, context)) else why
 
     return [
-        Rule(f"{option} in range", option, partial(out_of_range, option), message=partial(reason, option), legal=legal)
+        Rule(f"{option} in range", option, partial(out_of_range, option), message=partial(reason, option), legal=partial(way_out, option))
         for option in options.split()
     ]
 
@@ -53,11 +64,11 @@ def _numbers(option: str, context: RuleContext) -> list[Any]:
 
 
 RULES: tuple[Rule, ...] = (
-    *_bounded(_SIZES, lambda n: n >= 1, "is not a positive size", "Legal values: 1 and above. Nearest: 1."),
-    *_bounded(_POSITIVE, lambda n: n > 0, "is not a positive number", "Legal values: every number above 0."),
-    *_bounded(_NOT_NEGATIVE, lambda n: n >= 0, "is negative or not finite", "Legal values: 0 and above. Nearest: 0."),
-    *_bounded(_FRACTIONS, lambda n: 0 <= n < 1, "is out of range", "Legal values: at least 0 and below 1."),
-    *_bounded("optimizer.wsd_decay_fraction", lambda n: 0 < n <= 1, "is not a fraction of the steps", "Legal values: above 0, up to 1."),
+    *_bounded(_SIZES, lambda n: n >= 1, "is not a positive size", "1 and above", 1),
+    *_bounded(_POSITIVE, lambda n: n > 0, "is not a positive number", "every number above 0"),
+    *_bounded(_NOT_NEGATIVE, lambda n: n >= 0, "is negative or not finite", "0 and above", 0),
+    *_bounded(_FRACTIONS, lambda n: 0 <= n < 1, "is out of range", "at least 0 and below 1"),
+    *_bounded("optimizer.wsd_decay_fraction", lambda n: 0 < n <= 1, "is not a fraction of the steps", "above 0, up to 1"),
     Rule(
         "run.name is a directory name",
         "run.name",

@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 
 from megalite.config.dims import ParallelDims
-from megalite.config.rule import Rule, RuleContext, around, describe_legal, divisors
+from megalite.config.rule import Rule, RuleContext, around, describe_legal, divisors, multiples
 
 
 def legal_tp(c: RuleContext) -> list[int]:
     """Tensor-parallel sizes that the model allows: whole heads, key-value heads split or replicated evenly, feed-forward split evenly."""
-    kv = c.model.kv_heads
-    return [tp for tp in divisors(c.model.num_attention_heads) if c.model.intermediate_size % tp == 0 and (kv % tp == 0 or tp % kv == 0)]
+    kv, shared = c.model.kv_heads, c.model.shared_expert_intermediate_size or 0
+    whole = [tp for tp in divisors(c.model.num_attention_heads) if kv % tp == 0 or tp % kv == 0]
+    return [tp for tp in whole if c.model.intermediate_size % tp == shared % tp == 0]
 
 
 def legal_ulysses(c: RuleContext) -> list[int]:
@@ -96,7 +97,7 @@ _EXPERTS = (
         "parallel.ep",
         lambda c: c.parallel.ep > 1 and not c.model.num_experts,
         message="has no experts to split: {model.num_experts}",
-        legal="Legal value: 1.",
+        legal=[1],
     ),
     Rule(
         "ep divides the experts",
@@ -134,7 +135,7 @@ _EXPERTS = (
         "parallel.tp",
         lambda c: (c.model.shared_expert_intermediate_size or 0) % c.parallel.tp,
         message="does not divide {model.shared_expert_intermediate_size}: each rank holds an equal part",
-        legal=lambda c: [tp for tp in legal_tp(c) if (c.model.shared_expert_intermediate_size or 0) % tp == 0],
+        legal=legal_tp,
     ),
 )
 
@@ -166,7 +167,7 @@ RULES: tuple[Rule, ...] = (
         "data.sequence_length",
         lambda c: c.parallel.cp == 1 and c.parallel.sequence_parallel and c.data.sequence_length % c.parallel.tp,  # parts are padded
         message="is not a multiple of {parallel.tp}, as parallel.sequence_parallel needs",
-        legal=lambda c: around(c.data.sequence_length, c.parallel.tp),
+        legal=lambda c: multiples(c.data.sequence_length, c.parallel.tp),
     ),
     Rule(
         "ulysses divides heads",

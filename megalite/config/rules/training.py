@@ -1,16 +1,22 @@
 """Rules for batches, precision, the optimizer, checkpoints, validation, profiling and the network."""
 
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Callable
+from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 
 from megalite.config.amounts import duration_seconds
 from megalite.config.rampup import problem
-from megalite.config.rule import CHECKPOINT_EXAMPLE, Rule, RuleContext, around, can_be_written, is_checkpoint
+from megalite.config.rule import CHECKPOINT_EXAMPLE, Rule, RuleContext, can_be_written, is_checkpoint, multiples
 from megalite.config.token_files import named_sets
 
+MODES = ("none", "selective", "full", "every-2", "budget")
+STARTS = {**dict.fromkeys(("true", "latest", "last", "newest", "resume"), "auto"), **dict.fromkeys(("false", "null", "scratch"), "none")}
+"""What other programs call the values of checkpoint.load."""
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -38,9 +44,37 @@ def _wrong_mode(c: RuleContext) -> str:
     return problem(c.train.recompute, c.model.num_hidden_layers + c.model.mtp_layers) or ""
 
 
+def _modes(c: RuleContext) -> str:
+    """The recomputation modes, with the nearest to one that is misspelled."""
+    near = get_close_matches(c.train.recompute, MODES, n=1)
+    listed = f"Legal values: {', '.join(MODES)}, or operations such as attn_norm+mlp_in, also in a list by layers."
+    return f"{listed} Nearest: {near[0]}." if near else listed
+
+
+def _start(c: RuleContext) -> str:
+    """The way out for a checkpoint that is not there."""
+    load = c.checkpoint.load
+    if os.path.isfile(Path(load, "config.json")):
+        return f"It is a Hugging Face model: set model.init_from to hf:{load} and model.from_hf to {load}."
+    word = STARTS.get(load.lower()) or next(iter(get_close_matches(load, ("auto", "none"), n=1)), None)
+    return f"Nearest: {word}." if word else CHECKPOINT_EXAMPLE
+
+
 def _resumes(c: RuleContext) -> bool:
     """Whether checkpoint.load names the checkpoint."""
     return c.checkpoint.load not in ("auto", "none")
+
+
+def _example_ramp(c: RuleContext) -> str:
+    """A ramp-up of whole microbatches."""
+    step = _samples_at_once(c)
+    return f"Write [START, INCREMENT, SAMPLES], for example [{step}, {step}, 10000]."
+
+
+def _longest_decay(c: RuleContext) -> str:
+    """The share of the steps that the warm-up leaves for the decay."""
+    share = f"{math.floor(1e4 * (1 - c.optimizer.warmup_steps / c.train.steps)) / 1e4:g}"
+    return f"Legal values: up to {share}. Nearest: {share}. Or shorten the warm-up."
 
 
 def _no_ramp_up(option: str, is_set: Callable[[RuleContext], bool], what: str) -> Rule:
@@ -54,27 +88,39 @@ def _no_ramp_up(option: str, is_set: Callable[[RuleContext], bool], what: str) -
     )
 
 
+_WANDB = tuple(
+    Rule(
+        f"logging.{name} needs wandb",
+        f"logging.{name}",
+        partial(lambda name, c: getattr(c.logging, name) is not None and not c.logging.wandb, name),
+        message="has no effect: {logging.wandb}",
+        legal="Set logging.wandb to true or to a project's name, or leave it out.",
+    )
+    for name in ("wandb_entity", "wandb_group", "wandb_tags", "wandb_name", "wandb_mode")
+)
+
 RULES: tuple[Rule, ...] = (
+    *_WANDB,
     Rule(
         "whole microbatches",
         "train.global_batch_size",
         lambda c: c.train.global_batch_size % _samples_at_once(c),
         message=lambda c: f"is not a multiple of train.micro_batch_size * parallel.dp = {c.train.micro_batch_size} * {c.dims.dp}",
-        legal=lambda c: around(c.train.global_batch_size, _samples_at_once(c)),
+        legal=lambda c: multiples(c.train.global_batch_size, _samples_at_once(c)),
     ),
     Rule(
         "ramp-up of the batch size",
         "train.rampup_batch_size",
         lambda c: problem(c.train),
         message=lambda c: problem(c.train) or "",
-        legal="Write [START, INCREMENT, SAMPLES], for example [8, 8, 10000].",
+        legal=_example_ramp,
     ),
     Rule(
         "whole microbatches of a ramp-up",
         "train.rampup_batch_size",
         lambda c: any(each % _samples_at_once(c) for each in (c.train.rampup_batch_size or [])[:2]),
         message=lambda c: f"has sizes that are no multiples of train.micro_batch_size * parallel.dp = {_samples_at_once(c)}",
-        legal="Choose START and INCREMENT that are, or a smaller train.micro_batch_size.",
+        legal=lambda c: f"{_example_ramp(c)[:-1]}, or choose a smaller train.micro_batch_size.",
     ),
     _no_ramp_up("faults.rollback", lambda c: c.faults.rollback, "the batch size, which a rollback would move,"),
     _no_ramp_up("profiling.timeline", lambda c: c.profiling.timeline, "the schedule, of which a timeline shows one,"),
@@ -97,7 +143,7 @@ RULES: tuple[Rule, ...] = (
         "train.recompute",
         _wrong_mode,
         message=_wrong_mode,
-        legal="Legal values: none, selective, full, every-2, budget, or operations such as attn_norm+mlp_in, also in a list by layers.",
+        legal=_modes,
     ),
     Rule(
         "a budget says how much",
@@ -153,7 +199,7 @@ RULES: tuple[Rule, ...] = (
         "optimizer.wsd_decay_fraction",
         lambda c: c.optimizer.decay == "wsd" and c.optimizer.warmup_steps + c.optimizer.wsd_decay_fraction * c.known_steps > c.known_steps,
         message="of {train.steps} starts the decay before {optimizer.warmup_steps} are done",
-        legal=lambda c: f"Legal values: up to {1 - c.optimizer.warmup_steps / c.train.steps:.4g}; or shorten the warm-up.",
+        legal=_longest_decay,
     ),
     Rule(
         "min_lr below lr",
@@ -216,7 +262,7 @@ RULES: tuple[Rule, ...] = (
         "checkpoint.load",
         lambda c: _resumes(c) and not is_checkpoint(c.checkpoint.load),
         message="is neither auto nor none, nor a checkpoint (it has no manifest.json), nor a run that has saved one",
-        legal=CHECKPOINT_EXAMPLE,
+        legal=_start,
     ),
     Rule(
         "keep_every beside keep",

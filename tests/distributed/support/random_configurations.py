@@ -18,9 +18,9 @@ import pytest
 import torch
 import yaml
 
-from megalite.config.load import OPTIONS, Arguments, from_dict, nest, resolve, to_dict
+from megalite.config.load import Arguments, from_dict, nest, resolve, to_dict
 from megalite.config.rules import check
-from megalite.config.schema import Config, ConfigError, ParallelConfig
+from megalite.config.schema import OPTIONS, Config, ConfigError, ParallelConfig
 from megalite.launch.process import configure_process
 from megalite.optimizer.schedule import batch_scale
 from megalite.parallel.pipeline.generator import SCHEDULES

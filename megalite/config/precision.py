@@ -1,0 +1,90 @@
+"""The compute dtype of train.precision = auto: by the device, or by the run that is resumed. Imports no torch."""
+
+import os
+import platform
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+from megalite.config.rule import is_checkpoint
+from megalite.config.schema import Config, ConfigError
+
+AUTO = "auto"
+Device = Literal["cuda", "cpu"]
+CPU_INFO, DRIVER = Path("/proc/cpuinfo"), Path("/proc/driver/nvidia/gpus")
+BF16_UNITS = {"x86_64": ("amx_bf16", "avx512_bf16"), "aarch64": ("bf16",)}
+"""Architecture → flags in /proc/cpuinfo of processors that compute products in bf16."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What auto stands for in a run. device: None if the resumed run decided."""
+
+    precision: str
+    device: Device | None
+    reason: str
+
+    def describe(self) -> str:
+        return f"train.precision = {AUTO} is {self.precision}: {self.reason}"
+
+
+def chosen(config: Config, device: Device | None = None) -> Choice:
+    """The precision for a configuration with train.precision = auto. device: default: that of this machine."""
+    return _recorded(config) or of_device(device or this_device())
+
+
+def of_device(device: Device) -> Choice:
+    """bf16 on a GPU or a CPU with bf16 units, else fp32."""
+    if device == "cuda":
+        return Choice("bf16", device, "the run is on a GPU")
+    if units := bf16_units():
+        return Choice("bf16", device, f"this CPU has bf16 units ({', '.join(units)})")
+    return Choice("fp32", device, "this CPU has no bf16 units")
+
+
+def bf16_units() -> list[str]:
+    """The flags of this CPU that say that it computes products in bf16."""
+    known = BF16_UNITS.get(platform.machine(), ())
+    with suppress(OSError):
+        for line in CPU_INFO.read_text().splitlines():
+            name, _, flags = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                return [flag for flag in known if flag in flags.split()]
+    return []
+
+
+def this_device() -> Device:
+    """The device that torch will choose on this machine. What torch itself sees counts if it is imported already."""
+    if (torch := sys.modules.get("torch")) is not None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip()
+    with suppress(PackageNotFoundError):
+        if visible and not visible.startswith("-") and "+cpu" not in version("torch"):
+            return "cuda" if DRIVER.is_dir() and any(DRIVER.iterdir()) else "cpu"
+    return "cpu"
+
+
+def _recorded(config: Config) -> Choice | None:
+    """The precision of the run that this one resumes, by its stored configuration; None if it starts at step 0."""
+    load = config.checkpoint.load
+    start = config.run.directory if load == "auto" else Path(load)
+    if load == "none" or not is_checkpoint(str(start)):
+        return None
+    for directory in (start, *start.absolute().parents[:2]):  # a run, or a checkpoint in its checkpoints/
+        with suppress(OSError, ConfigError, KeyError, TypeError):
+            precision = _stored(directory / "config.yaml")
+            if isinstance(precision, str) and precision != AUTO:
+                return Choice(precision, None, f"the resumed run {directory} has it")
+    return None
+
+
+def _stored(file: Path) -> object:
+    import yaml
+
+    try:
+        return yaml.safe_load(file.read_text(encoding="utf-8"))["train"]["precision"]
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,102 @@
+"""What an unknown option or value is likely to mean. Imports no torch."""
+
+from collections.abc import Iterable, Sequence
+from difflib import SequenceMatcher
+from functools import cache
+from pathlib import Path
+
+from megalite.config.rule import nearest_name
+from megalite.config.schema import OPTIONS, ConfigError
+
+SIMILAR = 0.6
+"""From this ratio of difflib on, a section's name is taken for another one's misspelling."""
+
+
+OTHER_VALUES: dict[str, dict[str, str]] = {
+    "train.precision": {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "float64": "fp64"},
+    "model.hidden_act": {"swiglu": "silu", "geglu": "gelu", "squared_relu": "relu2", "gelu_tanh": "gelu_pytorch_tanh", "swish": "silu"},
+    "model.position": {"rotary": "rope", "learned_absolute": "learned", "absolute": "learned", "nope": "none"},
+    "optimizer.name": {"adam": "adamw"},
+    "optimizer.decay": {"constant_with_warmup": "constant", "none": "constant", "warmup_stable_decay": "wsd"},
+    "parallel.schedule": {"interleaved1f1b": "interleaved", "zbvzerobubble": "zb-v", "zerobubble": "zb-h1"},
+    "parallel.context": {"p2p": "ring", "a2a": "ulysses", "all_gather": "gather", "allgather": "gather"},
+}
+"""Option → what other programs call one of its values → ours."""
+
+
+def nearest_value(option: str, value: str, choices: Sequence[str]) -> str:
+    """The choice that a value of an option is likely to mean."""
+    known = OTHER_VALUES.get(option, {"0": "false", "no": "false", "off": "false", "1": "true"})
+    named = known.get(value.lower().rpartition(".")[2])  # torch.bfloat16
+    return named if named is not None and named in choices else nearest_name(value, choices)
+
+
+@cache
+def other_names() -> dict[str, str]:
+    """What other projects call an option → what to write here."""
+    import yaml
+
+    table = yaml.safe_load(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"))
+    return {name: here for here, *names in table for name in names}
+
+
+def unknown(name: str, source: str, known: Iterable[str], dashes: str = "") -> ConfigError:
+    """The error for an unknown key: names the options with the same last part, the one that other projects call so, or the most similar.
+
+    Args:
+        name: the key, with its section if it has one.
+        source: where it was, for the message.
+        known: names besides those of the options that are valid there, such as --config.
+        dashes: what precedes an option's name there.
+    """
+    said = f"{dashes}{name} {source} is not a known option."
+    section, _, last = name.rpartition(".")
+    same = _in_section(section, [option for option in OPTIONS if _bare(option) == _plain(last)])
+    if same:
+        return ConfigError(f"{said} Nearest: {' or '.join(f'{dashes}{option}' for option in same)}.")
+    others = other_names()
+    if (here := others.get(last.replace("-", "_").lower())) is not None:
+        return ConfigError(f"{said} Here it is called {_written(here, dashes)}.")
+    nearest = _most_similar(section, last, [*known, *OPTIONS, *others])
+    if nearest in others:
+        return ConfigError(f"{said} Nearest: {_written(others[nearest], dashes)}, which other programs call {nearest}.")
+    return ConfigError(f"{said} Nearest: {dashes}{nearest}.")
+
+
+def _written(here: str, dashes: str) -> str:
+    """An entry of `other_names` where options begin with dashes; an explanation has none."""
+    return here if " = " in here else f"{dashes}{here}"
+
+
+def _plain(word: str) -> str:
+    return word.replace("-", "").replace("_", "").lower()
+
+
+def _bare(option: str) -> str:
+    """The last part of an option without underscores."""
+    return _plain(option.rpartition(".")[2])
+
+
+def _in_section(section: str, options: Sequence[str]) -> Sequence[str]:
+    """The options whose section a misspelled one means; all of them if it means none of theirs."""
+    scores = {option: similarity(section, option.partition(".")[0]) for option in options}
+    near = [option for option in options if section and scores[option] == max(scores.values()) >= SIMILAR]
+    return near or options
+
+
+def _most_similar(section: str, last: str, names: Sequence[str]) -> str:
+    """The name whose last part is the most similar; the same section and an abbreviation count in addition. Of equal ones the first."""
+    others, options = other_names(), frozenset(OPTIONS)
+
+    def score(name: str) -> float:
+        place = name if name in options else others.get(name, "")
+        same = similarity(section, place.partition(".")[0]) if section and place else 0.0
+        begins = name not in others and _bare(name).startswith(_plain(last))  # an abbreviation
+        return similarity(_plain(last), _bare(name)) + 0.1 * same + 0.2 * begins
+
+    return max(names, key=score)
+
+
+def similarity(one: str, other: str) -> float:
+    """difflib's ratio of two names: 1 for equal ones."""
+    return SequenceMatcher(None, one, other).ratio()
