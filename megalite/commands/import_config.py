@@ -21,6 +21,7 @@ import json
 import re
 import sys
 import tomllib
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def read(file: str, project: str | None = None) -> Any:
     except UnicodeDecodeError:
         raise ConfigError(f"FILE = {file} can not be read: it is not UTF-8 text. Give the path of a configuration.") from None
     if project == "megatron" or (script and (path.suffix in (".sh", ".sbatch", ".slurm", ".bash") or (file == "-" and is_command(text)))):
-        return megatron.parse(text)
+        return megatron.parse(text, beside(path), "" if file == "-" else file)
     try:
         if path.suffix == ".json" or text.lstrip().startswith("{"):
             return json.loads(text, object_pairs_hook=distinct)
@@ -94,6 +95,22 @@ def read(file: str, project: str | None = None) -> Any:
         kind = "TOML" if isinstance(error, tomllib.TOMLDecodeError) else "JSON"
         raise ConfigError(f"FILE = {file} is not valid {kind}: {error}. Correct it there.") from None
     return parse_yaml(text, file, "FILE")
+
+
+def beside(path: Path) -> Callable[[str], str | None]:
+    """What reads another script that a script names: one in its directory or below."""
+
+    def read(name: str) -> str | None:
+        directory = path.parent.resolve()
+        found = (directory / name).resolve()
+        if not found.is_file() and not Path(name).is_absolute():
+            found = Path(name).resolve()
+        try:
+            return found.read_text(encoding="utf-8") if found.is_relative_to(directory) and found.is_file() else None
+        except (OSError, UnicodeDecodeError):
+            return None
+
+    return read
 
 
 def is_command(text: str) -> bool:

@@ -12,7 +12,7 @@ import pytest
 
 from megalite.commands.import_config import main
 from megalite.config.dims import ParallelDims
-from megalite.config.importers import shell
+from megalite.config.importers.shell import script
 from megalite.config.importers.convert import PROJECTS, convert
 from megalite.config.load import from_dict, nest
 from megalite.config.schema import ConfigError

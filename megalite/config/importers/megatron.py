@@ -4,11 +4,13 @@ megatron/core/optimizer_param_scheduler.py. The model's shape is in megatron_mod
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from megalite.config import rampup
-from megalite.config.importers import finetuning, megatron_experts, megatron_latents, megatron_model, shell
+from megalite.config.importers import finetuning, megatron_experts, megatron_latents, megatron_model, megatron_script
 from megalite.config.importers.batch import Batch
+from megalite.config.importers.megatron_script import LAUNCH, open_row, unknown_parts
 from megalite.config.importers.verdict import (
     Row,
     Source,
@@ -35,7 +37,6 @@ TP, PP, CP = "tensor-model-parallel-size", "pipeline-model-parallel-size", "cont
 BATCH = Batch("global-batch-size", "micro-batch-size", "")
 RAMP = "rampup-batch-size"
 MARKS = (TP, PP, "num-layers", BATCH.micro, "seq-length", "train-iters")
-LAUNCH = "torchrun."
 SWITCHES = frozenset(
     ("bf16", "fp16", "swiglu", "squared-relu", "qk-layernorm", "apply-layernorm-1p", "add-qkv-bias", "disable-bias-linear", "mock-data")
     + ("group-query-attention", "untie-embeddings-and-output-weights", "use-rotary-position-embeddings", "use-rope-scaling")
@@ -46,39 +47,12 @@ SWITCHES = frozenset(
 """Arguments without a value: a variable that follows is one of further arguments."""
 
 
-def parse(text: str) -> dict[str, Any]:
-    """The arguments of a command, or of the command in a script: name → value, true for a switch, a list for several values.
+def parse(text: str, read: Callable[[str], str | None] = lambda path: None, name: str = "") -> dict[str, Any]:
+    """The arguments of a command, or of the training command in a script: name → value, true for a switch, a list for several values.
 
-    A value with a variable that the script does not set keeps its $; such variables, and those set under a condition, are keys, too.
+    read: the text of another script that this one names, None if there is none; name: the script's own path.
     """
-    words, conditional = shell.words(text, MARKS)
-    start = next((place + 1 for place, word in enumerate(words) if word.endswith(".py")), 0)
-    arguments = {f"{LAUNCH}{name}": value for name, value in _options(words[: max(start - 1, 0)]).items()}
-    return arguments | _options(words[start:]) | {f"${name}": "set under a condition" for name in conditional}
-
-
-def _options(words: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    name = None
-    for given in words:
-        if given.startswith("--"):
-            name, equals, value = given[2:].partition("=")
-            name = name.replace("_", "-")
-            found[name] = [_value(value)] if equals else []
-        elif given.startswith("$") and (name is None or name in SWITCHES or found[name]):
-            found[given] = ["not set"]
-        elif name is not None:
-            found[name].append(_value(given))
-    return {name: True if not values else values[0] if len(values) == 1 else values for name, values in found.items()}
-
-
-def _value(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
+    return megatron_script.parse(text, MARKS, SWITCHES, read, name)
 
 
 def recognizes(leaves: dict[str, Any]) -> bool:
@@ -291,9 +265,8 @@ TABLE: Table = {
     **megatron_experts.TABLE,
     **megatron_latents.TABLE,
     **BATCH.table(),
+    **megatron_script.TABLE,
     f"{LAUNCH}nproc-per-node": Row(_processes, "parallel.dp"),
-    f"{LAUNCH}*": never("it is for the launcher: megalite train's or torchrun's --nproc, --nnodes and --rdzv-endpoint"),
-    "$*": to_do("this variable is set outside of the script, or under a condition, which is not evaluated: its options may differ"),
     TP: sets("parallel.tp"),
     PP: sets("parallel.pp"),
     CP: sets("parallel.cp"),
@@ -390,12 +363,12 @@ TABLE: Table = {
 
 
 def table(source: Source) -> Table:
-    """The rows for these arguments: those whose value is a variable that the script does not set are left open."""
+    """The rows for these arguments: those with a value that is not known are left open."""
     rows = dict(TABLE)
     for key, value in source.leaves.items():
         row = row_of(TABLE, key)
-        if row is not None and not key.startswith("$") and "$" in str(value):
-            rows[key] = to_do(f"the script does not set this variable{f': set {row.option}' if row.option else ''}")
+        if row is not None and unknown_parts(value) and row_of(megatron_script.TABLE, key) is None:
+            rows[key] = open_row(row, value)
     return rows
 
 
