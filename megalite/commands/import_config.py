@@ -77,7 +77,7 @@ def read(file: str, project: str | None = None) -> Any:
     path = Path(file)
     script = project in (None, "megatron")
     if script and is_command(file):
-        return megatron.parse(file)
+        return megatron.parse(file, beside(Path("command")))
     try:
         text = sys.stdin.read() if file == "-" else path.read_text(encoding="utf-8")
     except OSError as error:
@@ -116,6 +116,8 @@ def beside(path: Path) -> Callable[[str], str | None]:
 def is_command(text: str) -> bool:
     """Whether a text is a command line or a script, and not a path or a configuration, whose comments may have options."""
     without_comments = re.sub(r"(^|\s)#.*", "", text)
+    if re.match(r"(\w+=\S*\s+)*((bash|sh|sbatch)\s+\S|\S+\.(sh|sbatch|slurm|bash)\s+[^\s:])", text) and not Path(text).exists():
+        return True
     return text.startswith("#!") or bool(re.search(r"(^|\s)--[A-Za-z][\w-]*(\s|=)", without_comments))
 
 

@@ -132,7 +132,7 @@ def _value(text: Word) -> Any:
             return kind(text)
         except ValueError:
             pass
-    return text
+    return text if text.unknown else str(text)
 
 
 def unknown_parts(value: Any) -> tuple[Unknown, ...]:
@@ -154,7 +154,9 @@ def open_row(row: Row, value: Any) -> Row:
         verdict = row.judge(value, source)
         if verdict.kind == "harmless" and row.option is None:
             return verdict
-        return left(f"{explained(value)}: " + (f"set {row.option}" if row.option else verdict.why or "its meaning here depends on its value"))
+        return left(
+            f"{explained(value)}: " + (f"set {row.option}" if row.option else verdict.why or "its meaning here depends on its value")
+        )
 
     return Row(judge, row.option)
 
@@ -166,7 +168,9 @@ def _further(value: Any, source: Source) -> Verdict:
 CUT = "a comment ends the command before it, so that bash does not pass these arguments: remove the comment"
 TABLE: Table = {
     **{f"{begin}*": Row(_further) for begin in "$<"},
-    f"{SCRIPT}source": Row(lambda value, source: left("this script is not read, and may set what is open: give its variables, or put it beside")),
+    f"{SCRIPT}source": Row(
+        lambda value, source: left("this script is not read, and may set what is open: give its variables, or put it beside")
+    ),
     f"{SCRIPT}line": Row(lambda value, source: left("it can not be read as bash: check which arguments it sets")),
     f"{SCRIPT}cut": Row(lambda value, source: left(CUT)),
     f"{SCRIPT}command": Row(lambda value, source: left("the script has several training commands: this one is imported")),

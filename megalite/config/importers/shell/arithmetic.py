@@ -71,8 +71,8 @@ def _node(node: ast.expr, read: Callable[[str], str | None], depth: int) -> int:
         return _node(inner, read, depth)
 
     match node:
-        case ast.Constant(value=int()):
-            return int(node.value)
+        case ast.Constant(value=int(number)):
+            return int(number)
         case ast.Name():
             found = read(node.id)
             if found is None:

@@ -21,7 +21,9 @@ SUBMITTERS = frozenset(("sbatch", "qsub", "bsub", "srun"))
 PREFIXES = frozenset(("exec", "command", "builtin", "nohup", "time", "setsid"))
 QUIET = frozenset(("echo", "printf", "trap", "alias", "grep", "egrep", "sed", "awk", "logger", "tee", "cat", "module"))
 """Programs that do not run the text in their arguments."""
-SUCCEEDING = frozenset(("cd", "mkdir", "module", "ulimit", "umask", "wait", "sleep", "hostname", "pushd", "popd", "date", "ls", "nvidia-smi"))
+SUCCEEDING = frozenset(
+    ("cd", "mkdir", "module", "ulimit", "umask", "wait", "sleep", "hostname", "pushd", "popd", "date", "ls", "nvidia-smi")
+)
 SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
 _ENVIRONMENT = re.compile(r"(^|/)(activate|conda\.sh|\.?bashrc|profile|\.bash_profile|lmod\.sh|modules\.sh|setvars\.sh)$|^/")
 """Files that set up an environment, and have no options of a training."""
@@ -41,12 +43,12 @@ class Commands:
             **{ending: self._end(ending) for ending in ("exit", "return", "break", "continue")},
         }
 
-    def run(self, words: list[str], state: State, line: int, source: str) -> Status:
+    def run(self, words: list[str], state: State) -> Status:
         """Run a command with its words, and record it if it is a wanted one."""
         while len(words) > 1 and words[0] in PREFIXES:
             words = words[1:]
         if words[0] == "env":
-            return self._environment(words[1:], state, line, source)
+            return self._environment(words[1:], state)
         name = words[0]
         if name in self.script.functions:
             return self._call(name, words[1:], state)
@@ -55,11 +57,8 @@ class Commands:
         if self._started(words, state):
             return None
         if self.script.wanted(words):
-            from megalite.config.importers.shell.script import Run
-
-            self.script.runs.append(Run([self.script.unknowns.word(word) for word in words], line))
-            self.script.write("\0")
-            return None
+            self.script.record(words)
+            return True
         return self._program(words, state)
 
     def _program(self, words: list[str], state: State) -> Status:
@@ -102,7 +101,7 @@ class Commands:
         script.depth -= 1
         return status
 
-    def _environment(self, words: list[str], state: State, line: int, source: str) -> Status:
+    def _environment(self, words: list[str], state: State) -> Status:
         """env NAME=VALUE COMMAND."""
         own = state.fork()
         while words and (words[0].startswith("-") or _ASSIGNED.fullmatch(words[0])):
@@ -110,7 +109,7 @@ class Commands:
                 own.assign(found[1], found[2])
                 own.exported.add(found[1])
             words = words[2:] if words[0] in ("-u", "--unset") else words[1:]
-        return self.run(words, own, line, source) if words else None
+        return self.run(words, own) if words else None
 
     def _started(self, words: list[str], state: State) -> bool:
         """Whether the command starts a shell or a script that can be read, which is then run."""

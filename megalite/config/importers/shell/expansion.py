@@ -31,6 +31,17 @@ class Piece(NamedTuple):
     kind: Literal["literal", "quoted", "split", "break"]
 
 
+class Alternative(tuple[Piece, ...]):
+    """The text after :- and its kind, which can have quotes of its own."""
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self)
+
+
+Expanded = str | list[str] | Alternative
+
+
 class Expander:
     """The expansion of words in one state. output: the output of the commands in $(…)."""
 
@@ -61,7 +72,7 @@ class Expander:
             return text
         tree = grammar.parse(f"cat <<{_DELIMITER}\n{text}\n{_DELIMITER}\n")
         bodies = [node for node in _walk(tree) if node.type == "heredoc_body"]
-        return self.document(bodies[0])[:-1] if bodies else text
+        return self.document(bodies[0]).removesuffix("\n") if bodies else text
 
     def document(self, body: Node) -> str:
         """The text of a here document."""
@@ -95,7 +106,7 @@ class Expander:
 
     def pieces(self, node: Node, quoted: bool) -> Iterator[Piece]:
         """The parts of a word. quoted: whether it is inside of double quotes."""
-        text = grammar.text_of(node).lstrip()
+        text = grammar.text_of(node)
         match node.type:
             case "string" | "translated_string":
                 yield from self._string(node)
@@ -165,7 +176,9 @@ class Expander:
             return
         whole = found["index"] in ("@", "*") or (found["name"] in "@*" and found["index"] is None)
         value = self._operated(found, source)
-        if isinstance(value, str):
+        if isinstance(value, Alternative):
+            yield from [Piece(piece.text, "quoted") for piece in value] if quoted else value
+        elif isinstance(value, str):
             yield Piece(value, kind)
         elif found["index"] == "*" and quoted or (found["name"] == "*" and quoted):
             separator = self.state.variables.get("IFS", " ")
@@ -178,7 +191,7 @@ class Expander:
             if whole and not value and quoted:
                 yield Piece("", "split")
 
-    def _operated(self, found: re.Match[str], source: str) -> str | list[str]:
+    def _operated(self, found: re.Match[str], source: str) -> Expanded:
         value = self._looked_up(found["name"], found["index"])
         if found["indirect"]:
             if not isinstance(value, str) or has_unknown(value) or not re.fullmatch(r"[A-Za-z_]\w*(\[[@*]\])?", value):
@@ -193,7 +206,7 @@ class Expander:
             return self.unknowns.mark(source, self.why_unset(found["name"])) if value is None else value
         return self._with_operator(value, operator, found, source)
 
-    def _with_operator(self, value: str | list[str] | None, operator: re.Match[str], found: re.Match[str], source: str) -> str | list[str]:
+    def _with_operator(self, value: str | list[str] | None, operator: re.Match[str], found: re.Match[str], source: str) -> Expanded:
         sign, word = operator["sign"], operator["word"]
         if sign[-1] in "-=+?" and sign != "@":
             empty = not value if sign[0] == ":" else value is None
@@ -205,7 +218,7 @@ class Expander:
                 return self.unknowns.mark(source, self.why_unset(found["name"]))
             default = self.alternative(word)
             if sign[-1] == "=":
-                self.state.assign(found["name"], default)
+                self.state.assign(found["name"], default.text)
             return default
         if value is None:
             return self.unknowns.mark(source, self.why_unset(found["name"]))
@@ -215,13 +228,17 @@ class Expander:
             return [self._edited(element, sign, word, source) for element in value]
         return self._edited(value, sign, word, source)
 
-    def alternative(self, word: str) -> str:
-        """The text after :- and its kind."""
-        if len(word) > 1 and word[0] == word[-1] == "'" and "'" not in word[1:-1]:
-            return word[1:-1]
-        if len(word) > 1 and word[0] == word[-1] == '"' and '"' not in re.sub(r"\\.|\$\(.*?\)", "", word[1:-1]):
-            word = word[1:-1]
-        return self._unescaped(self.string(word))
+    def alternative(self, word: str) -> Alternative:
+        """The text after :- and its kind; it is split at spaces outside of quotes."""
+        if not re.search(r"[\"'\\]", word):
+            return Alternative([Piece(self.string(word), "split")])
+        tree = grammar.parse(f"echo {word}")
+        command = tree.named_children[0] if tree.named_children else tree
+        pieces: list[Piece] = []
+        for child in command.named_children[1:] if command.type == "command" else ():
+            pieces += [Piece(" ", "split")] if pieces else []
+            pieces += self.pieces(child, False)
+        return Alternative(pieces)
 
     def _slice(self, value: list[str], word: str, source: str) -> str | list[str]:
         start, _, length = word.partition(":")
@@ -242,11 +259,11 @@ class Expander:
             found = self._slice([*value], word, source)
             return "".join(found)
         if sign in ("#", "##", "%", "%%"):
-            return trimmed(value, sign, self.alternative(word))
+            return trimmed(value, sign, self.alternative(word).text)
         if sign in ("/", "//"):
             old, _, new = word.partition("/")
-            pattern = _glob(self.alternative(old), greedy=True)
-            replacement = self.alternative(new)
+            pattern = _glob(self.alternative(old).text)
+            replacement = self.alternative(new).text
             return re.sub(pattern, lambda _: replacement, value, count=0 if sign == "//" else 1)
         return value
 
@@ -304,10 +321,9 @@ def braces(text: str) -> Iterator[str]:
         yield from braces(f"{found[1]}{each}{found[3]}")
 
 
-def _glob(pattern: str, greedy: bool) -> str:
-    found = translate(pattern)
-    found = re.sub(r"\(\?s:(.*)\)\\[zZ]", r"(?s:\1)", found, flags=re.DOTALL)
-    return found if greedy else found.replace(".*", ".*?")
+def _glob(pattern: str) -> str:
+    """The regular expression of a glob, anywhere in a text."""
+    return re.sub(r"\\[zZ]$", "", translate(pattern))
 
 
 def trimmed(value: str, sign: str, pattern: str) -> str:

@@ -13,6 +13,7 @@ from megalite.config.schema import ConfigError
 if TYPE_CHECKING:
     from tree_sitter import Node, Parser
 
+_SPACES = re.compile(rb"(?:\s|\\\n)*")
 _PRIVATE = re.compile(f"[{chr(FIRST)}-{chr(LAST)}]")
 
 
@@ -28,7 +29,7 @@ def _parser() -> Parser:
 
 def parse(text: str) -> Node:
     """The tree of a script. A part of it that is no bash is a node with `is_error`."""
-    return _parser().parse(text.encode()).root_node
+    return _parser().parse(re.sub(r"\\\s*\Z", "", text).encode()).root_node
 
 
 def without_private_characters(text: str) -> str:
@@ -36,7 +37,14 @@ def without_private_characters(text: str) -> str:
 
 
 def text_of(node: Node) -> str:
-    return (node.text or b"").decode()
+    """The text of a node, without the spaces and continued lines before it that the grammar counts to some."""
+    text = node.text or b""
+    return text[_leading(text) :].decode()
+
+
+def _leading(text: bytes) -> int:
+    found = _SPACES.match(text)
+    return found.end() if found else 0
 
 
 def line_of(node: Node) -> int:
@@ -54,8 +62,7 @@ def parts(node: Node, opening: int = 0, closing: int = 0) -> Iterator[str | Node
         if child.type in ("string_content", "heredoc_content", "comment"):
             continue
         start = child.start_byte - offset
-        spaces = len(child.text or b"") - len((child.text or b"").lstrip())
-        yield source[place : start + spaces].decode()
+        yield source[place : start + _leading(child.text or b"")].decode()
         yield child
         place = child.end_byte - offset
     yield source[place:end].decode()
@@ -63,7 +70,7 @@ def parts(node: Node, opening: int = 0, closing: int = 0) -> Iterator[str | Node
 
 def errors(node: Node) -> Iterator[Node]:
     """The parts that are no bash."""
-    if node.is_error or node.is_missing:
+    if node.is_error or (node.is_missing and node.type not in ("word", "heredoc_end")):
         yield node
     elif node.has_error:
         for child in node.children:

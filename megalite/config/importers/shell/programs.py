@@ -34,11 +34,10 @@ def formatted(words: list[str]) -> str | None:
     holes = re.findall(r"%[^%]", pattern)
     if any(hole not in ("%s", "%d") for hole in holes):
         return None
+    pieces = re.split(r"(%[^%])", pattern)
     result = ""
     while True:
-        taken, values = values[: len(holes)] + [""] * (len(holes) - len(values)), values[len(holes) :]
-        given = iter(taken)
-        result += re.sub(r"%[%sd]", lambda found, given=given: "%" if found[0] == "%%" else next(given), pattern)
+        result += "".join((values.pop(0) if values else "") if place % 2 else piece for place, piece in enumerate(pieces)).replace("%%", "%")
         if not values or not holes:
             return result
 

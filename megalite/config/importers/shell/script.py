@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from megalite.config.importers.shell import grammar
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 Status = bool | None
 """Whether a command succeeds; None if it is not known."""
-_PLACEHOLDER = re.compile(r"<([A-Za-z](?:[^<>\n\"'$|;&=]*[\w.)\]])?)>(?=[\s\"'/\\]|$)", re.MULTILINE)
+_PLACEHOLDER = re.compile(r"<([A-Za-z](?:[^<>\n\"'$|;&=]*[\w.)\]])?)>(?=[\s\"'/\\_.-]|$)", re.MULTILINE)
 _DIRECTIVE = re.compile(r"^#SBATCH[ \t]+(.*)$", re.MULTILINE)
 _SLURM = {
     "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
@@ -50,7 +51,9 @@ class Found(NamedTuple):
     unread: dict[str, list[str]]
 
 
-def commands(text: str, wanted: Callable[[list[str]], bool], read: Callable[[str], str | None] = lambda path: None, name: str = "") -> Found:
+def commands(
+    text: str, wanted: Callable[[list[str]], bool], read: Callable[[str], str | None] = lambda path: None, name: str = ""
+) -> Found:
     """The commands of a script that are `wanted`, in the order in which they would be started.
 
     wanted: whether the words of a command are those of one; read: the text of another script that this one names, None if there is none;
@@ -77,7 +80,7 @@ class Script:
         self.files: dict[str, str] = {}
         self.sink: list[str] | None = None
         self.stdin: str | None = None
-        self.steps = self.depth = 0
+        self.steps = self.depth = self.line = 0
         self.commands = Commands(self)
 
     def run_text(self, text: str, state: State) -> Status:
@@ -106,6 +109,11 @@ class Script:
         text = self.unknowns.show(text)
         if text not in self.unread.setdefault(kind, []):
             self.unread[kind].append(text)
+
+    def record(self, words: list[str]) -> None:
+        """Record a wanted command. Its output is not known."""
+        self.runs.append(Run([self.unknowns.word(word) for word in words], self.line))
+        self.write("\0")
 
     def expander(self, state: State) -> Expander:
         return Expander(state, self.unknowns, self.substituted)
@@ -141,7 +149,12 @@ class Script:
             if node.type == "comment":
                 comment = True
                 continue
-            if comment and self.runs and node.type in ("command", "redirected_statement") and grammar.text_of(node).lstrip().startswith("--"):
+            if (
+                comment
+                and self.runs
+                and node.type in ("command", "redirected_statement")
+                and grammar.text_of(node).lstrip().startswith("--")
+            ):
                 self.note("cut", " ".join(grammar.text_of(node).split())[:80])
                 continue
             comment = False
@@ -153,6 +166,8 @@ class Script:
         self.steps += 1
         if self.steps > MOST_STEPS:
             raise ConfigError(f"the script can not be read: it runs over {MOST_STEPS} commands. Give the command alone.")
+        if self.depth == 1:
+            self.line = grammar.line_of(node)
         method = getattr(self, f"_{node.type}", None)
         return method(node, state) if method is not None else self.block(node.named_children, state)
 
@@ -163,19 +178,24 @@ class Script:
         words += expander.words(further)
         texts = [child for child in node.named_children if child.type == "herestring_redirect"]
         outer, self.stdin = self.stdin, expander.text(texts[0].named_children[-1]) + "\n" if texts else self.stdin
-        if not words:
-            for assignment in assignments:
-                self.assign(assignment, state)
-            status: Status = True
-        else:
-            own = state.fork() if assignments else state
-            for assignment in assignments:
-                own.exported.add(self.assign(assignment, own))
-            status = self.commands.run(words, own, grammar.line_of(node), grammar.text_of(node))
-            if own is not state:
-                state.ended = own.ended
+        before = state.fork()
+        names = [self.assign(assignment, state) for assignment in assignments]
+        status: Status = True
+        if words:
+            state.exported.update(names)
+            status = self.commands.run(words, state)
+            self._restore(state, before, names)
         self.stdin = outer
         return status
+
+    def _restore(self, state: State, before: State, names: list[str]) -> None:
+        """Take back what was assigned for one command."""
+        for name in names:
+            state.exported -= {name} - before.exported
+            if name in before.variables:
+                state.variables[name] = before.variables[name]
+            else:
+                state.variables.pop(name, None)
 
     def assign(self, node: Node, state: State, associative: bool = False) -> str:
         """Run an assignment; return the name."""
@@ -448,7 +468,7 @@ class Script:
         outer, self.stdin = self.stdin, stdin
         status: Status = True
         for node in nodes[:-1]:
-            text, _ = self.captured(lambda node=node: self.run(node, state.fork()))
+            text, _ = self.captured(partial(self.run, node, state.fork()))
             self.stdin = None if "\0" in text else text
         if nodes:
             status = self.run(nodes[-1], state.fork())

@@ -90,7 +90,9 @@ class State:
 
     def child(self, arguments: list[str] | None, program: str) -> State:
         """The state of a new process: it has what is exported."""
-        variables = {name: value for name, value in self.variables.items() if name in self.exported and isinstance(value, str)}
+        variables: dict[str, Value] = {
+            name: value for name, value in self.variables.items() if name in self.exported and isinstance(value, str)
+        }
         return State(variables, {*variables}, frozenset(self.variables.keys() - variables.keys()), arguments, program)
 
     def replace(self, other: State) -> None:
@@ -133,7 +135,9 @@ def joined(before: State, ends: list[State], unknowns: Unknowns, why: str) -> St
 def _either(name: str, values: list[Value | None], unknowns: Unknowns, why: str) -> Value:
     """One of several values: what they begin and end with in common, and between that an unknown part."""
     if any(isinstance(value, list) for value in values):
-        return _either_list(name, [value if isinstance(value, list) else [str(value or "")][: bool(value)] for value in values], unknowns, why)
+        return _either_list(
+            name, [value if isinstance(value, list) else [str(value or "")][: bool(value)] for value in values], unknowns, why
+        )
     texts = [value if isinstance(value, str) else unknowns.mark(f"${name}", "the script does not set it") for value in values]
     texts = [*dict.fromkeys(texts)]
     words = [text.split(" ") for text in texts]
