@@ -54,6 +54,8 @@ def main(argv: list[str] | None = None) -> None:
     print(json.dumps(as_json(found), default=str) if options.json else as_yaml(found))
     if not options.json:
         print(report(found, options.file), file=sys.stderr)
+    if found.is_empty:
+        tool.error(f"no key of {name_of(options.file)} could be imported. Set the options by hand: `megalite train --help` lists them.")
 
 
 def parser() -> Parser:
@@ -84,7 +86,9 @@ def read(file: str, project: str | None = None) -> Any:
         raise ConfigError(f"FILE = {file} can not be read: {error.strerror}. Give the path of a configuration.") from None
     except UnicodeDecodeError:
         raise ConfigError(f"FILE = {file} can not be read: it is not UTF-8 text. Give the path of a configuration.") from None
-    if project == "megatron" or (script and (path.suffix in (".sh", ".sbatch", ".slurm", ".bash") or (file == "-" and is_command(text)))):
+    if (project == "megatron" and path.suffix not in (".yaml", ".yml")) or (
+        script and (path.suffix in (".sh", ".sbatch", ".slurm", ".bash") or (file == "-" and is_command(text)))
+    ):
         return megatron.parse(text, beside(path), "" if file == "-" else file)
     try:
         if path.suffix == ".json" or text.lstrip().startswith("{"):
@@ -94,7 +98,7 @@ def read(file: str, project: str | None = None) -> Any:
     except ValueError as error:
         kind = "TOML" if isinstance(error, tomllib.TOMLDecodeError) else "JSON"
         raise ConfigError(f"FILE = {file} is not valid {kind}: {error}. Correct it there.") from None
-    return parse_yaml(text, file, "FILE")
+    return megatron.of_yaml(parse_yaml(text, file, "FILE"))
 
 
 def beside(path: Path) -> Callable[[str], str | None]:
@@ -148,14 +152,17 @@ def as_yaml(found: Imported) -> str:
 
 def report(found: Imported, file: str) -> str:
     """The remarks by kind, keys with the same value and reason on one line."""
-    name = "command line" if is_command(file) else "stdin" if file == "-" else file
-    lines = [f"{name}, {found.format}'s configuration: {len(found.honoured)} keys honoured"]
+    lines = [f"{name_of(file)}, {found.format}'s configuration: {len(found.honoured)} keys honoured"]
     for kind, heading in HEADINGS.items():
         remarks = [remark for remark in found.remarks if remark.kind == kind]
         lines += [f"{heading}:"] * bool(remarks)
         for why, same in groupby(sorted(remarks, key=reason), key=reason):
             lines.append(f"  {', '.join(f'{key} = {show(value)}' for key, value, *_ in same)}: {why}")
     return "\n".join(lines)
+
+
+def name_of(file: str) -> str:
+    return "command line" if is_command(file) else "stdin" if file == "-" else file
 
 
 def reason(remark: Remark) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from megalite.config import amounts
 from megalite.config.dims import ParallelDims
-from megalite.config.importers import accelerate, axolotl, deepspeed, llama_factory, megatron, torchtitan, torchtune
+from megalite.config.importers import accelerate, axolotl, deepspeed, llama_factory, megatron, others, torchtitan, torchtune
 from megalite.config.importers.verdict import Kind, Source, Table, harmless, lost, row_of
 from megalite.config.load import OPTIONS, from_dict, nest, parse_values
 from megalite.config.lora_names import with_own_names
@@ -87,6 +87,8 @@ class Imported:
     remarks: list[Remark] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     auto: dict[str, str] = field(default_factory=dict)
+    is_empty: bool = False
+    """Whether no key of the file sets an option or leaves it open as `auto`."""
 
     def set(self, key: str, options: dict[str, Any]) -> None:
         """Set the options of a key. Raises ConfigError if another key has set a different value."""
@@ -143,16 +145,21 @@ def convert(tree: Any, dp: int | None = None, linked: Any = None, project: str |
     if linked is not None:
         _judge(found, deepspeed, Source(leaves_of(linked), source.dp), f"{leaves[accelerate.LINKED]}: ")
     _settle_auto(found)
+    _doubt_defaults(found, source.unsettled())
     _check(found)
     found.honoured = {key: names for key, names in found.honoured.items() if names}
+    given = {*leaves, *(f"{leaves.get(accelerate.LINKED)}: {key}" for key in leaves_of(linked))}
+    found.is_empty = not found.auto and given.isdisjoint(found.honoured)
     found.options = {option: found.options[option] for option in OPTIONS if option in found.options}
     return found
 
 
 def _project(leaves: dict[str, Any]) -> str:
-    found = next((name for name, module in PROJECTS.items() if module.recognizes(leaves)), None)
+    found = None if others.project(leaves) else next((name for name, module in PROJECTS.items() if module.recognizes(leaves)), None)
     if found is None:
         names = ", ".join(PROJECTS)
+        if (other := others.project(leaves)) is not None:
+            raise ConfigError(f"the file is a configuration of {other}, which is not supported. Supported projects: {names}.")
         raise ConfigError(f"the file has no keys by which its project is recognized. Name the project before the file, one of: {names}.")
     return found
 
@@ -185,6 +192,13 @@ def _judge(found: Imported, module: Project, source: Source, prefix: str = "") -
         if kind != "honoured":
             found.remark(prefix + key, kind, why)
     return source
+
+
+def _doubt_defaults(found: Imported, unsettled: list[str]) -> None:
+    """Add to the remarks on defaults what a script does not set, which may have those keys."""
+    if unsettled:
+        unless = f", unless {' or '.join(unsettled)} sets it"
+        found.remarks = [each._replace(why=each.why + unless) if each.kind == "assumed" else each for each in found.remarks]
 
 
 def _settle_auto(found: Imported) -> None:

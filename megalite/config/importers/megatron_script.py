@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any
 
-from megalite.config.importers.shell.script import Run, commands
+from megalite.config.importers.shell.script import Found, Run, commands
 from megalite.config.importers.shell.values import Unknown, Word, has_unknown
 from megalite.config.importers.verdict import Row, Source, Table, Verdict, left, never
 from megalite.config.schema import ConfigError
@@ -31,8 +31,12 @@ def parse(text: str, marks: Collection[str], switches: Collection[str], read: Ca
     found = commands(text, lambda words: _start(words, marks) is not None, read, name)
     runs = [run for run in found.runs if any(word.startswith("--") for word in run.words)]
     if not runs:
+        runs = _of_variables(found, marks)
+    if not runs:
         sources = found.unread.get("source", [])
         why = f" It runs {', '.join(sources)}, which can not be read from here: give that script." if sources else ""
+        given = ", ".join(part.source for run in found.runs for word in run.words for part in word.unknown)
+        why += f" Its command takes {given} from outside." if given else ""
         raise ConfigError(f"the text has no command that runs a .py file with --options.{why} Give the command, or the script that has it.")
     best = max(reversed(runs), key=lambda run: _score(run.words, marks))
     arguments = _arguments(best, marks, switches)
@@ -44,6 +48,14 @@ def parse(text: str, marks: Collection[str], switches: Collection[str], read: Ca
         lines = ", ".join(str(run.line) for run in others if run is not best)
         notes["command"] = [f"line {best.line}, and others in line {lines} that differ in {', '.join(differing[:8])}"]
     return arguments | {f"{SCRIPT}{kind}": texts if len(texts) > 1 else texts[0] for kind, texts in notes.items()}
+
+
+def _of_variables(found: Found, marks: Collection[str]) -> list[Run]:
+    """The arguments in the variables of a script that only sets them, for others to read."""
+    names = [name for name, words in found.variables.items() if _score(words, marks) > 1]
+    if names:
+        found.unread["variables"] = names
+    return [Run([word for name in names for word in found.variables[name]], 0)] if names else []
 
 
 def _arguments(run: Run, marks: Collection[str], switches: Collection[str]) -> dict[str, Any]:
@@ -135,6 +147,26 @@ def _value(text: Word) -> Any:
     return text if text.unknown else str(text)
 
 
+def of_mapping(given: dict[Any, Any]) -> dict[str, Any]:
+    """The arguments --name: value of a mapping; false leaves a switch out. Other keys are kept, as unknown ones."""
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        name = str(key)[2:].replace("_", "-") if str(key).startswith("--") else str(key)
+        parts = [
+            _of_text(part) for part in (str(value).split() if isinstance(value, str) else value if isinstance(value, list) else [value])
+        ]
+        if value is not False:
+            found[name] = parts[0] if len(parts) == 1 else parts
+    return found
+
+
+def _of_text(part: Any) -> Any:
+    if not isinstance(part, str):
+        return part
+    variables = re.findall(r"\$\{?\w+\}?", part)
+    return _value(_with(part, tuple(Unknown(name, "the file does not set it") for name in variables)))
+
+
 def unknown_parts(value: Any) -> tuple[Unknown, ...]:
     """The parts of a value that are not known."""
     values = value if isinstance(value, list) else [value]
@@ -173,6 +205,7 @@ TABLE: Table = {
     ),
     f"{SCRIPT}line": Row(lambda value, source: left("it can not be read as bash: check which arguments it sets")),
     f"{SCRIPT}cut": Row(lambda value, source: left(CUT)),
+    f"{SCRIPT}variables": Row(lambda value, source: left("the script runs no training: the arguments in these variables are imported")),
     f"{SCRIPT}command": Row(lambda value, source: left("the script has several training commands: this one is imported")),
     f"{LAUNCH}*": never("it is for the launcher: megalite train's or torchrun's --nproc, --nnodes and --rdzv-endpoint"),
 }

@@ -68,6 +68,13 @@ def parts(node: Node, opening: int = 0, closing: int = 0) -> Iterator[str | Node
     yield source[place:end].decode()
 
 
+def open_quote(error: Node, end: int) -> bool:
+    """Whether a part that is no bash is a quote without an end. end: the length of the script."""
+    if error.is_missing:
+        return error.type in ('"', "'")
+    return text_of(error)[:1] in ("'", '"') and error.end_byte >= end
+
+
 def errors(node: Node) -> Iterator[Node]:
     """The parts that are no bash."""
     if node.is_error or (node.is_missing and node.type not in ("word", "heredoc_end")):

@@ -37,7 +37,9 @@ def formatted(words: list[str]) -> str | None:
     pieces = re.split(r"(%[^%])", pattern)
     result = ""
     while True:
-        result += "".join((values.pop(0) if values else "") if place % 2 else piece for place, piece in enumerate(pieces)).replace("%%", "%")
+        result += "".join((values.pop(0) if values else "") if place % 2 else piece for place, piece in enumerate(pieces)).replace(
+            "%%", "%"
+        )
         if not values or not holes:
             return result
 

@@ -45,10 +45,12 @@ class Run(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a script runs: the commands that a caller asks for, and texts that were not understood or not read, by kind."""
+    """What a script runs: the commands that a caller asks for, texts that were not understood or not read, by kind, and the words in the
+    variables at its end."""
 
     runs: list[Run]
     unread: dict[str, list[str]]
+    variables: dict[str, list[Word]]
 
 
 def commands(
@@ -61,11 +63,14 @@ def commands(
     Raises ConfigError for a script that does not end, or is nested without end.
     """
     script = Script(wanted, read)
+    state = State(program=name)
     try:
-        script.run_text(text, State(program=name))
+        script.run_text(text, state)
     except RecursionError:
         raise ConfigError("the script can not be read: it is nested too deeply. Give the command alone.") from None
-    return Found(script.runs, script.unread)
+    values = {key: [value] if isinstance(value, str) else [*value] for key, value in state.variables.items()}
+    words = {key: [script.unknowns.word(word) for text in texts for word in text.split()] for key, texts in values.items()}
+    return Found(script.runs, script.unread, words)
 
 
 class Script:
@@ -95,6 +100,9 @@ class Script:
                 state.exported.add(name)
         tree = grammar.parse(text)
         for error in grammar.errors(tree):
+            if grammar.open_quote(error, len(text.rstrip().encode())):
+                where = grammar.line_of(error) if self.depth == 1 else self.line
+                raise ConfigError(f"the script can not be read: a quotation in line {where} has no end. Correct its quotes.")
             self.note("line", f"{grammar.line_of(error)}: {' '.join(grammar.text_of(error).split())[:60]}")
         status = self.block(tree.named_children, state)
         self.depth -= 1
