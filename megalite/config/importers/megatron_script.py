@@ -60,7 +60,8 @@ def _of_variables(found: Found, marks: Collection[str]) -> list[Run]:
 
 def _arguments(run: Run, marks: Collection[str], switches: Collection[str]) -> dict[str, Any]:
     start = _start(run.words, marks) or 0
-    arguments = {f"{LAUNCH}{name}": value for name, value in _options(run.words[: max(start - 1, 0)], switches).items()}
+    launch = _options(run.words[: max(start - 1, 0)], switches)
+    arguments = {f"{LAUNCH}{name}": value[0] if isinstance(value, list) else value for name, value in launch.items()}
     return arguments | _options(run.words[start:], switches)
 
 
@@ -109,6 +110,7 @@ def _options(words: list[Word], switches: Collection[str]) -> dict[str, Any]:
             name, equals, value = given[2:].partition("=")
             name = name.replace("_", "-")
             found[name] = [_value(_with(value, given.unknown))] if equals else []
+            name = None if equals else name
         elif whole and (name is None or _is_further(name, found[name], given, switches)):
             found[f"$({given[1:-1]})" if given.startswith("`") else given] = [given]
         elif name is not None:
