@@ -4,6 +4,7 @@ megatron/core/optimizer_param_scheduler.py. The model's shape is in megatron_mod
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -242,7 +243,7 @@ def _data(value: Any, source: Source) -> Verdict:
 
 def _split(value: Any, source: Source) -> Verdict:
     """Shares of training, validation and test."""
-    parts = [float(part) for part in str(value).replace(" ", "").split(",") if part.replace(".", "", 1).isdigit()] + [0.0, 0.0]
+    parts = [float(part) for part in re.findall(r"\d+\.?\d*|\.\d+", str(value))] + [0.0, 0.0]
     if not sum(parts):
         return lost("set data.validation to a share of the data")
     if not parts[1] or "data-path" not in source.leaves:

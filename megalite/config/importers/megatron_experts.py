@@ -171,6 +171,8 @@ def _experts(value: Any, source: Source) -> Verdict:
 
 FUSED, OVERLAP = "fused operations are train.kernels", "it is always on, without an option"
 _TABLE: Table = {
+    "moe-expert-parallel-size": sets("parallel.ep"),
+    "topk": sets("model.num_experts_per_tok"),
     "expert-model-parallel-size": sets("parallel.ep"),
     "expert-tensor-parallel-size": only("1", "an expert is whole on its rank: parallel.ep splits the experts over tp ranks, too"),
     "moe-layer-freq": Row(_layers, "model.mlp_only_layers"),
@@ -219,7 +221,7 @@ def defaults(source: Source) -> dict[str, Any]:
     """Defaults of mixtures that differ from ours; nothing without experts."""
     if source.get("num-experts", 0) in (0, None):
         return {}
-    found: dict[str, Any] = {TOPK: 2}
+    found: dict[str, Any] = {} if "topk" in source.leaves else {"topk": 1} if "moe-expert-parallel-size" in source.leaves else {TOPK: 2}
     if (source.size("expert-model-parallel-size") or 1) > 1:
         found |= {"moe-token-dispatcher-type": "allgather"}
     if (tp := source.size("tensor-model-parallel-size") or 1) > 1:

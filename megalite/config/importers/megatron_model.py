@@ -77,7 +77,12 @@ def _interpolation(value: Any, source: Source) -> Verdict:
 def _by_value(key: str, row: Row) -> Row:
     """The row of a switch whose value is another key: if that is missing, its default is listed as such."""
     missing_value = harmless(f"{key} says it")
-    return Row(lambda value, source: row.judge(value, source) if key in source.leaves else missing_value, row.option)
+
+    def judge(value: Any, source: Source) -> Verdict:
+        verdict = row.judge(value, source)
+        return verdict if key in source.leaves or verdict.kind == "harmless" else missing_value
+
+    return Row(judge, row.option)
 
 
 def _activation(value: Any, source: Source) -> Verdict:
@@ -204,6 +209,9 @@ TABLE: Table = {
         "apply-query-key-layer-scaling attention-softmax-in-fp32 no-masked-softmax-fusion",
         never("attention is computed in fp32 where needed"),
     ),
+    "padded-vocab-size": sets("model.vocab_size"),
+    "num-key-value-heads": sets("model.num_key_value_heads"),
+    "hybrid-*": missing("every layer has attention and a feed-forward block"),
     "is-hybrid-model": missing("every layer has attention"),
 }
 

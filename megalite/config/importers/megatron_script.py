@@ -45,14 +45,15 @@ def parse(text: str, marks: Collection[str], switches: Collection[str], read: Ca
     kinds = [_arguments(run, marks, switches) for run in others]
     differing = [key for key in {key: None for each in kinds for key in each} if any(each.get(key) != arguments.get(key) for each in kinds)]
     if differing:
-        lines = ", ".join(str(run.line) for run in others if run is not best)
+        lines = ", ".join(dict.fromkeys(str(run.line) for run in others if run is not best))
         notes["command"] = [f"line {best.line}, and others in line {lines} that differ in {', '.join(differing[:8])}"]
     return arguments | {f"{SCRIPT}{kind}": texts if len(texts) > 1 else texts[0] for kind, texts in notes.items()}
 
 
 def _of_variables(found: Found, marks: Collection[str]) -> list[Run]:
     """The arguments in the variables of a script that only sets them, for others to read."""
-    names = [name for name, words in found.variables.items() if _score(words, marks) > 1]
+    scores = {name: _score(words, marks) for name, words in found.variables.items()}
+    names = [name for name, score in scores.items() if score] if max(scores.values(), default=0) > 1 else []
     if names:
         found.unread["variables"] = names
     return [Run([word for name in names for word in found.variables[name]], 0)] if names else []

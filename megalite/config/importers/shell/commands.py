@@ -56,7 +56,7 @@ class Commands:
             return self.builtins[name](words[1:], state)
         if self._started(words, state):
             return None
-        if self.script.wanted(words):
+        if posixpath.basename(name) not in QUIET and self.script.wanted(words):
             self.script.record(words)
             return True
         return self._program(words, state)

@@ -70,13 +70,12 @@ class Expander:
         """A text as in double quotes, or of a here document: variables are replaced, quotes are characters."""
         if not re.search(r"[$`\\]", text):
             return text
-        tree = grammar.parse(f"cat <<{_DELIMITER}\n{text}\n{_DELIMITER}\n")
-        bodies = [node for node in _walk(tree) if node.type == "heredoc_body"]
-        return self.document(bodies[0]).removesuffix("\n") if bodies else text
-
-    def document(self, body: Node) -> str:
-        """The text of a here document."""
-        return checked("".join(self._unescaped(part, '"') if isinstance(part, str) else self._joined(part) for part in grammar.parts(body)))
+        tree = grammar.parse(f"cat <<{_DELIMITER}\n|{text}\n{_DELIMITER}\n")  # the grammar misses a variable that only spaces precede
+        body = next((node for node in _walk(tree) if node.type == "heredoc_body"), None)
+        if body is None:
+            return text
+        found = "".join(self._unescaped(part, '"') if isinstance(part, str) else self._joined(part) for part in grammar.parts(body))
+        return checked(found.removesuffix("\n")[1:])
 
     def _joined(self, node: Node) -> str:
         return "".join(" " if piece.kind == "break" else piece.text for piece in self.pieces(node, True))

@@ -526,7 +526,8 @@ class Script:
         start = next((grammar.text_of(child) for child in node.named_children if child.type == "heredoc_start"), "")
         if body is None:
             return ""
-        text = grammar.text_of(body) if re.search(r"[\"'\\]", start) else expander._unescaped(expander.document(body))
+        text = (body.text or b"").decode()
+        text = text if re.search(r"[\"'\\]", start) else expander.string(text)
         return re.sub(r"^\t+", "", text, flags=re.MULTILINE) if node.children[0].type == "<<-" else text
 
 
