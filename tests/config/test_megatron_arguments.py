@@ -23,7 +23,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {  # argum
     ),
     f"{ROPE} {LATENT} --use-rope-scaling": (
         {"model.rope_scaling": ABSENT, "model.position": "rope"},
-        {"use-rope-scaling": ("harmless", "rope-scaling-factor"), "kv-lora-rank": ("assumed", "default there")},
+        {"use-rope-scaling": ("harmless", "latent attention"), "kv-lora-rank": ("assumed", "default there")},
     ),
     f"{ROPE} {LATENT} --use-rope-scaling --rope-scaling-factor 8": (
         {"model.rope_scaling": ABSENT},
