@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from megalite.commands.import_config import main
-from tests.config.imported import imported
+from tests.config.imported import reported
 
 FOLDER = Path(__file__).parent / "real_files" / "megatron"
 GPT = {"model.position": "learned", "model.norm": "layer", "model.hidden_act": "gelu_pytorch_tanh", "model.attention_dropout": 0.1}
@@ -20,11 +20,12 @@ ABSENT = "absent"
 
 
 class Verdict(NamedTuple):
-    """The options that matter, the keys that are not honoured, and those left open with a part of the reason."""
+    """The options that matter, the keys that are not honoured, and those left open with a part of the reason; ranks: --dp, if given."""
 
     options: dict[str, Any]
     lost: set[str] = set()
     open: dict[str, str] = {}
+    ranks: int | None = None
 
 
 EXPERTS = {"model.num_experts": 16, "model.num_experts_per_tok": 4, "model.moe_intermediate_size": 512, "model.router_balance": "bias"}
@@ -64,6 +65,7 @@ FILES: dict[str, Verdict] = {
         | {"parallel.zero": 3, "parallel.ep": 4, "train.steps": 1000, "train.stop_after": "220m", "run.dir": "out/checkpoints"},
         {"recompute-modules", "moe-aux-loss-coeff"},
         {"data-path": "placeholder"},
+        ranks=32,
     ),
     "stages/table.sh": Verdict(
         GPT
@@ -134,7 +136,7 @@ FILES: dict[str, Verdict] = {
         {"model.hidden_act": "relu2", "model.gated_mlp": False, "model.norm_offset": 1.0, "model.partial_rotary_factor": 0.5}
         | {"parallel.tp": 4, "parallel.zero": 1, "train.steps": 1000, "optimizer.warmup_steps": 10, "data.validation": 0.01},
         {"decoupled-lr"},
-        {"data-path": "$DATA_BLEND"},
+        {"data-path": "does not set it"},
     ),
     "grid.sh": Verdict(
         GPT | {"optimizer.lr": 0.003, "model.initializer_range": 0.02, "parallel.dp": 8, "train.steps": 1000, "optimizer.min_lr": ABSENT},
@@ -167,7 +169,7 @@ REJECTED = {
 
 
 def check(found: Any, verdict: Verdict) -> None:
-    options, lost, notes, _ = found
+    options, lost, notes = found
     assert {option: options.get(option, ABSENT) for option in verdict.options} == verdict.options
     assert set(lost) == verdict.lost
     reasons = {key: notes["open"].get(key, "") for key in verdict.open}
@@ -175,14 +177,15 @@ def check(found: Any, verdict: Verdict) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_script_gives_what_it_says(name, tmp_path, capsys):
-    check(imported(capsys, tmp_path, FOLDER / name), FILES[name])
+def test_a_script_gives_what_it_says(name, capsys):
+    ranks = FILES[name].ranks
+    check(reported(capsys, FOLDER / name, *(("--dp", ranks) if ranks else ())), FILES[name])
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_script_with_its_arguments(command, tmp_path, capsys, monkeypatch):
+def test_a_script_with_its_arguments(command, capsys, monkeypatch):
     monkeypatch.chdir(FOLDER)
-    check(imported(capsys, tmp_path, command), COMMANDS[command])
+    check(reported(capsys, command), COMMANDS[command])
 
 
 @pytest.mark.parametrize("name", REJECTED)
