@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import pytest

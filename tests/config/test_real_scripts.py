@@ -43,7 +43,7 @@ FILES: dict[str, Verdict] = {
         | {"model.intermediate_size": 4 * 2048, "model.tie_word_embeddings": True, "parallel.dp": 2, "parallel.zero": 0}
         | {"train.rampup_batch_size": [16, 16, 5000], "optimizer.warmup_steps": 30, "data.validation": 0.05, "run.dir": ABSENT},
         {"lr-decay-iters"},
-        {key: "given it as an argument" for key in ("load", "save", "data-path", "tensorboard-dir")},
+        dict.fromkeys(("load", "save", "data-path", "tensorboard-dir"), "given it as an argument"),
     ),
     "option_parser.sh": Verdict(
         {"run.dir": "NOT_GIVEN", "parallel.pp": 4, "parallel.dp": 1, "model.sliding_window": 128, "model.hidden_act": ABSENT}

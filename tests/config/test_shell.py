@@ -23,14 +23,21 @@ SCRIPTS = {
     "export reaches a child": "export A=1\nbash -c 'python x.py --a $A'",
     "defaults that assign": ': "${LAYERS:=36}" ${HIDDEN:=64}\npython x.py --l $LAYERS --h "$HIDDEN" --w ${W:-8} --v "${V-a b}"',
     "alternatives": 'D=1\npython x.py ${D:+--d "$D"} ${E:+--e} ${D+--f} "${D:+"a b"}" ${E:-"c d" e}',
-    "a branch that is taken": 'D=bf16\nif [ "$D" = fp16 ]; then P=--fp16; elif [[ $D == bf* ]]; then P=--bf16; else P=; fi\npython x.py --a $P',
+    "a branch that is taken": (
+        'D=bf16\nif [ "$D" = fp16 ]; then P=--fp16; elif [[ $D == bf* ]]; then P=--bf16; else P=; fi\npython x.py --a $P'
+    ),
     "a case": 'S=7B\ncase "$S" in\n  1B|3B) L=2 ;;\n  7*) L=4; H=8 ;;\n  *) L=0 ;;\nesac\npython x.py --l $L --h $H',
     "nested quotes": 'N=$(echo "$(echo "a b" | tr " " "_")")\npython x.py --n "$N" --m "$(echo "x (y)")"',
     "arrays": 'A=(--x 1 "b c" # a comment\n  # another\n  [0]*2)\nA+=(--y)\npython x.py "${A[@]}" ${A[2]} --n ${#A[@]} "${A[@]:0:2}"',
     "an array unquoted": 'A=("--x 1" --y)\npython x.py ${A[@]}',
     "an associative array": 'declare -A L=([7B]=32 [13B]="40")\nS=13B\npython x.py --l ${L[$S]} --k ${L[7B]}',
-    "arithmetic": "N=4; G=8\nlet M=N+1\n((M += 2))\npython x.py --w $((N*$G)) --m $M --q $((N > 2 ? 7 / 2 : 0)) --r $(( -7 / 2 )) --p $((2**5 % 7))",
-    "programs": "N=6\npython x.py --a $(expr $N \\* 2) --s $(seq -s, 1 3) --b $(basename /a/b.txt .txt) --d `dirname a/b/c` --p $(printf '%s-%d' a 3)",
+    "arithmetic": (
+        "N=4; G=8\nlet M=N+1\n((M += 2))\npython x.py --w $((N*$G)) --m $M --q $((N > 2 ? 7 / 2 : 0)) --r $(( -7 / 2 )) --p $((2**5 % 7))"
+    ),
+    "programs": (
+        "N=6\n"
+        "python x.py --a $(expr $N \\* 2) --s $(seq -s, 1 3) --b $(basename /a/b.txt .txt) --d `dirname a/b/c` --p $(printf '%s-%d' a 3)"
+    ),
     "edited values": 'V=model-7B.tar.gz\npython x.py ${V%%.*} ${V#*-} ${V%.gz} ${V/7B/8B} ${V^^} ${V:0:5} ${V//-/_} "${V##*.}"',
     "loops": 'D=""\nfor i in 1 2 {3..4}; do D="$D 0.$i part_$i"; done\nfor ((j=0; j<2; j++)); do D+=" $j"; done\npython x.py --data $D',
     "a while loop": "i=0; W=\nwhile [ $i -lt 3 ]; do W=$W$i; i=$((i+1)); done\npython x.py --w $W",
@@ -51,8 +58,13 @@ SCRIPTS = {
     "exec": "exec python x.py --a 1",
     "what follows exit": "python x.py --a 1\nexit 0\npython x.py --b 2",
     "a comment ends a command": "python x.py --a 1 \\\n  # --b 2 \\\n  --c 3",
-    "redirections": "python x.py --a 1 > log --b 2 2>&1\npython x.py --c 3 &> log < /dev/null &\nwait\npython x.py --d '1 > 2; 3' 2>&1 | tee log",
-    "lists": 'A=1;B=2; cd . && export C=3 && python x.py --a $A$B$C || python x.py --no\n[ -n "$A" ] && D=4\n[ -z "$A" ] && D=5\npython x.py --d $D',
+    "redirections": (
+        "python x.py --a 1 > log --b 2 2>&1\npython x.py --c 3 &> log < /dev/null &\nwait\npython x.py --d '1 > 2; 3' 2>&1 | tee log"
+    ),
+    "lists": (
+        'A=1;B=2; cd . && export C=3 && python x.py --a $A$B$C || python x.py --no\n[ -n "$A" ] && D=4\n'
+        '[ -z "$A" ] && D=5\npython x.py --d $D'
+    ),
     "environment of one command": "A=1\nA=2 bash -c 'python x.py --a $A'\nenv A=3 bash -c 'python x.py --a $A'\npython x.py --a $A",
     "a subshell": "A=1\n(A=2; python x.py --a $A)\npython x.py --a $A",
     "positional parameters": 'set -- a "b c"\npython x.py "$@" $# "$2" $*\nshift\npython x.py "$1"',

@@ -6,12 +6,13 @@ from typing import Any
 
 SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "GPT-NeoX": (
-        ("pipe-parallel-size",),
-        ("pipe_parallel_size",),
-        ("model-parallel-size", "num-layers"),
-        ("model_parallel_size", "num_layers"),
+        *(("pipe-parallel-size",), ("pipe_parallel_size",)),
+        *(("model-parallel-size", "num-layers"), ("model_parallel_size", "num_layers")),
     ),
-    "NeMo": (("trainer.devices", "model.micro_batch_size"), ("trainer.devices", "trainer.num_nodes"), ("trainer.devices", "model.tensor_model_parallel_size")),
+    "NeMo": (
+        *(("trainer.devices", "model.micro_batch_size"), ("trainer.devices", "model.tensor_model_parallel_size")),
+        ("trainer.devices", "trainer.num_nodes"),
+    ),
     "Megatron-LM's --yaml-cfg": (("language_model.num_layers", "model_parallel.tensor_model_parallel_size"),),
     "Megatron Bridge": (("model.tensor_model_parallel_size", "train.global_batch_size"),),
     "nanotron": (("parallelism.tp", "model.model_config.hidden_size"),),

@@ -80,20 +80,27 @@ def _node(node: ast.expr, read: Callable[[str], str | None], depth: int) -> int:
             return _value(found, read, depth + 1)
         case ast.BinOp():
             return _binary(node.op, of(node.left), of(node.right))
-        case ast.UnaryOp(op=ast.USub()):
-            return -of(node.operand)
-        case ast.UnaryOp(op=ast.UAdd()):
-            return of(node.operand)
-        case ast.UnaryOp(op=ast.Not()):
-            return int(not of(node.operand))
-        case ast.BoolOp():
-            truths = (of(each) for each in node.values)
-            return int(all(truths) if isinstance(node.op, ast.And) else any(truths))
-        case ast.Compare(ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
-            return int(_COMPARISONS[type(op)](of(node.left), of(right)))
+        case ast.UnaryOp():
+            return _unary(node.op, of(node.operand))
         case ast.IfExp():
             return of(node.body) if of(node.test) else of(node.orelse)
+    return int(_truth(node, of))
+
+
+def _truth(node: ast.expr, of: Callable[[ast.expr], int]) -> bool:
+    match node:
+        case ast.BoolOp():
+            truths = (of(each) for each in node.values)
+            return all(truths) if isinstance(node.op, ast.And) else any(truths)
+        case ast.Compare(ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
+            return _COMPARISONS[type(op)](of(node.left), of(right))
     raise NotKnown(ast.dump(node))
+
+
+def _unary(op: ast.unaryop, value: int) -> int:
+    if isinstance(op, ast.Not):
+        return int(not value)
+    return -value if isinstance(op, ast.USub) else ~value if isinstance(op, ast.Invert) else value
 
 
 def _binary(op: ast.operator, left: int, right: int) -> int:

@@ -113,13 +113,10 @@ class Expander:
                 yield Piece(text[1:-1], "quoted")
             case "ansi_c_string":
                 yield Piece(re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[1]), text[2:-1]), "quoted")
-            case "simple_expansion":
-                yield from self._parameter(text[1:], text, quoted)
-            case "expansion":
-                yield from self._parameter(text[2:-1], text, quoted)
+            case "simple_expansion" | "expansion":
+                yield from self._parameter(text[2:-1] if text.startswith("${") else text[1:], text, quoted)
             case "arithmetic_expansion":
-                inner = text[3:-2] if text.startswith("$((") else text[2:-1]
-                yield Piece(self.arithmetic(inner, text), "quoted" if quoted else "split")
+                yield Piece(self.arithmetic(re.sub(r"^\$(\(\(|\[)|(\)\)|\])$", "", text), text), "quoted" if quoted else "split")
             case "command_substitution":
                 yield Piece(self.output(node, self.state).rstrip("\n"), "quoted" if quoted else "split")
             case "process_substitution":

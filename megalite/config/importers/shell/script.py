@@ -437,9 +437,8 @@ class Script:
     def _while_statement(self, node: Node, state: State) -> Status:
         tests, body = [child for child in node.children_by_field_name("condition") if child.is_named], node.child_by_field_name("body")
         text = " ".join(map(grammar.text_of, tests))
-        if state.arguments is None and re.search(r"\$\{?[#1@*]|\bgetopts\b|^\s*(:|true)\s*$", text) and body is not None:
-            if re.search(r"\bshift\b|getopts", grammar.text_of(body) + text):
-                return True  # the arguments of the script: it has none
+        if state.arguments is None and _reads_arguments(text, grammar.text_of(body) if body is not None else ""):
+            return True  # those of the script: it has none
         for _ in range(MOST_ROUNDS):
             status = self.block(tests, state)
             if node.children[0].type == "until":
@@ -535,6 +534,12 @@ _WORDS = frozenset(
     ("word", "string", "raw_string", "ansi_c_string", "translated_string", "number", "concatenation", "simple_expansion", "expansion")
     + ("command_substitution", "arithmetic_expansion", "process_substitution", "brace_expression", "regex", "extglob_pattern")
 )
+
+
+def _reads_arguments(condition: str, body: str) -> bool:
+    """Whether a loop goes over positional parameters."""
+    over = re.search(r"\$\{?[#1@*]|\bgetopts\b|^\s*(:|true)\s*$", condition)
+    return bool(over and re.search(r"\bshift\b|\bgetopts\b", condition + body))
 
 
 def _sign(redirect: Node) -> str:
