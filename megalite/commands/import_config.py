@@ -3,6 +3,7 @@
     megalite import-config ds_config.json > config.yaml
     megalite import-config llama3_8b.toml --dp 64
     megalite import-config train_llama3_8b.sh
+    megalite import-config 'TP=2 bash train_llama3_8b.sh 8B 64'
     megalite import-config megatron 'pretrain_gpt.py --tensor-model-parallel-size 8 --num-layers 32 ...'
     cat lora.yml | megalite import-config axolotl - --json
 
@@ -10,8 +11,9 @@ Projects are deepspeed (ds_config.json), accelerate (default_config.yaml), torch
 script that has them), axolotl, llama-factory and torchtune (YAML). Without a name, the keys of the file tell which one it is.
 
 stderr lists every key that is not honoured, with the reason and the nearest option; every key that is honoured approximately; keys that the
-file leaves open; and keys without meaning here. A DeepSpeed file that an Accelerate file names is read relative to that file. What the file
-does not have, for example the data, is given to `megalite train`, or in a second --config.
+file leaves open; and keys without meaning here. The exit status is 2 if no key could be imported. A DeepSpeed file that an Accelerate file
+names, and scripts that a script starts, are read relative to that file. What the file does not have, for example the data, is given to
+`megalite train`, or in a second --config.
 """
 
 from __future__ import annotations

@@ -180,3 +180,8 @@ def test_what_can_not_be_read_is_named_once():
     script = "source env.sh\nsource env.sh\nfor x in; do ((\npython x.py --a 1"
     unread = found(script).unread
     assert unread["source"] == ["env.sh"] and len(unread["line"]) == 1
+
+
+def test_a_word_of_many_commas_takes_no_time():
+    run = found("python x.py {" + "a," * 200 + " --b 1").runs[0]
+    assert run.words[-2:] == ["--b", "1"]

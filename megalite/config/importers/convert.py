@@ -150,6 +150,8 @@ def convert(tree: Any, dp: int | None = None, linked: Any = None, project: str |
     found.honoured = {key: names for key, names in found.honoured.items() if names}
     given = {*leaves, *(f"{leaves.get(accelerate.LINKED)}: {key}" for key in leaves_of(linked))}
     found.is_empty = not found.auto and given.isdisjoint(found.honoured)
+    if found.is_empty:  # defaults alone are no configuration
+        found.options, found.honoured = {}, {}
     found.options = {option: found.options[option] for option in OPTIONS if option in found.options}
     return found
 

@@ -20,7 +20,7 @@ _PARAMETER = re.compile(
 )
 _OPERATOR = re.compile(r"(?P<sign>:?[-=+?]|##?|%%?|//?|\^\^?|,,?|:|@)(?P<word>.*)", re.DOTALL)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "e": "\x1b", "E": "\x1b"}
-_BRACES = re.compile(r"([^{}]*)\{([^{}$]*(?:,[^{}$]*)+|-?\d+\.\.-?\d+)\}(.*)", re.DOTALL)
+_BRACES = re.compile(r"([^{}]*)\{([^{},$]*(?:,[^{},$]*)+|-?\d+\.\.-?\d+)\}(.*)", re.DOTALL)
 _DELIMITER = "END_OF_A_TEXT"
 
 
