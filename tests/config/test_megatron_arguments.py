@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 
+from megalite.commands.import_config import main
+from megalite.config.importers.shell import grammar
 from tests.config.imported import imported
 
 SHAPE = "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128"
@@ -144,3 +147,20 @@ def test_the_processes_of_a_launcher_give_the_data_parallel_size(launcher, tmp_p
     options = imported(capsys, tmp_path, "megatron", command)[0]
     processes = LAUNCHERS[launcher]
     assert options.get("parallel.dp") == (processes and processes // 2)
+
+
+def test_arguments_after_a_comment_are_named(tmp_path, capsys):
+    """bash ends a continued command at a comment, so that Megatron-LM does not get what follows."""
+    (tmp_path / "train.sh").write_text(f"python pretrain_gpt.py {SHAPE} \\\n  # --lr 1e-3 \\\n  --bf16 \\\n  --swiglu\n")
+    options, _, notes, _ = imported(capsys, tmp_path, tmp_path / "train.sh")
+    assert "train.precision" not in options and not options["model.gated_mlp"]
+    assert "a comment ends the command" in notes["open"]["script.cut"]
+
+
+def test_a_missing_parser_is_one_message(monkeypatch, capsys):
+    grammar._parser.cache_clear()
+    monkeypatch.setitem(sys.modules, "tree_sitter_bash", None)
+    with pytest.raises(SystemExit, match="2"):
+        main(["pretrain_gpt.py --num-layers 2 --hidden-size 8"])
+    assert "pip install tree-sitter tree-sitter-bash" in capsys.readouterr().err
+    grammar._parser.cache_clear()
