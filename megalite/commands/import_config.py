@@ -3,6 +3,7 @@
     megalite import-config ds_config.json > config.yaml
     megalite import-config llama3_8b.toml --dp 64
     megalite import-config train_llama3_8b.sh
+    megalite import-config 'TP=2 bash train_llama3_8b.sh 8B 64'
     megalite import-config megatron 'pretrain_gpt.py --tensor-model-parallel-size 8 --num-layers 32 ...'
     cat lora.yml | megalite import-config axolotl - --json
 
@@ -10,9 +11,9 @@ Projects are deepspeed (ds_config.json), accelerate (default_config.yaml), torch
 script that has them), axolotl, llama-factory and torchtune (YAML). Without a name, the keys of the file tell which one it is.
 
 stderr lists every key that is not honoured, with the reason and the nearest option; every key that is honoured approximately; keys that the
-file leaves open, with the `megalite prepare` command for its data; and keys without meaning here. A DeepSpeed file that an Accelerate file
-names is read relative to that file. What the file does not have, for example the data, is given to `megalite train`, or in a second
---config.
+file leaves open, with the `megalite prepare` command for its data; and keys without meaning here. The exit status is 2 if no key could be
+imported. A DeepSpeed file that an Accelerate file names, and scripts that a script starts, are read relative to that file. What the file
+does not have, for example the data, is given to `megalite train`, or in a second --config.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import json
 import re
 import sys
 import tomllib
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,8 @@ def main(argv: list[str] | None = None) -> None:
     print(json.dumps(as_json(found), default=str) if options.json else as_yaml(found))
     if not options.json:
         print(report(found, options.file), file=sys.stderr)
+    if found.is_empty:
+        tool.error(f"no key of {name_of(options.file)} could be imported. Set the options by hand: `megalite train --help` lists them.")
 
 
 def parser() -> Parser:
@@ -83,15 +87,17 @@ def read(file: str, project: str | None = None) -> Any:
     path = Path(file)
     script = project in (None, "megatron")
     if script and is_command(file):
-        return megatron.parse(file)
+        return megatron.parse(file, beside(Path("command")))
     try:
         text = sys.stdin.read() if file == "-" else path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"FILE = {file} can not be read: {error.strerror}. Give the path of a configuration.") from None
     except UnicodeDecodeError:
         raise ConfigError(f"FILE = {file} can not be read: it is not UTF-8 text. Give the path of a configuration.") from None
-    if project == "megatron" or (script and (path.suffix in (".sh", ".sbatch", ".slurm", ".bash") or (file == "-" and is_command(text)))):
-        return megatron.parse(text)
+    if (project == "megatron" and path.suffix not in (".yaml", ".yml")) or (
+        script and (path.suffix in (".sh", ".sbatch", ".slurm", ".bash") or (file == "-" and is_command(text)))
+    ):
+        return megatron.parse(text, beside(path), "" if file == "-" else file)
     try:
         if path.suffix == ".json" or _JSON.match(text):
             return parse_json(text)
@@ -100,12 +106,30 @@ def read(file: str, project: str | None = None) -> Any:
     except ValueError as error:
         kind = "TOML" if isinstance(error, tomllib.TOMLDecodeError) else "JSON"
         raise ConfigError(f"FILE = {file} is not valid {kind}: {error}. Correct it there.") from None
-    return parse_yaml(text, file, "FILE")
+    return megatron.of_yaml(parse_yaml(text, file, "FILE"))
+
+
+def beside(path: Path) -> Callable[[str], str | None]:
+    """What reads another script that a script names: one in its directory or below."""
+
+    def read(name: str) -> str | None:
+        directory = path.parent.resolve()
+        found = (directory / name).resolve()
+        if not found.is_file() and not Path(name).is_absolute():
+            found = Path(name).resolve()
+        try:
+            return found.read_text(encoding="utf-8") if found.is_relative_to(directory) and found.is_file() else None
+        except (OSError, UnicodeDecodeError):
+            return None
+
+    return read
 
 
 def is_command(text: str) -> bool:
     """Whether a text is a command line or a script, and not a path or a configuration, whose comments may have options."""
     without_comments = re.sub(r"(^|\s)#.*", "", text)
+    if re.match(r"(\w+=\S*\s+)*((bash|sh|sbatch)\s+\S|\S+\.(sh|sbatch|slurm|bash)\s+[^\s:])", text) and not Path(text).exists():
+        return True
     return text.startswith("#!") or bool(re.search(r"(^|\s)--[A-Za-z][\w-]*(\s|=)", without_comments))
 
 
@@ -146,14 +170,17 @@ def as_yaml(found: Imported) -> str:
 
 def report(found: Imported, file: str) -> str:
     """The remarks by kind, keys with the same value and reason on one line."""
-    name = "command line" if is_command(file) else "stdin" if file == "-" else file
-    lines = [f"{name}, {found.format}'s configuration: {len(found.honoured)} keys honoured"]
+    lines = [f"{name_of(file)}, {found.format}'s configuration: {len(found.honoured)} keys honoured"]
     for kind, heading in HEADINGS.items():
         remarks = [remark for remark in found.remarks if remark.kind == kind]
         lines += [f"{heading}:"] * bool(remarks)
         for why, same in groupby(sorted(remarks, key=reason), key=reason):
             lines.append(f"  {', '.join(f'{key} = {show(value)}' for key, value, *_ in same)}: {why}")
     return "\n".join(lines)
+
+
+def name_of(file: str) -> str:
+    return "command line" if is_command(file) else "stdin" if file == "-" else file
 
 
 def reason(remark: Remark) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from megalite.commands.import_config import main
-from megalite.config.load import load_config
+from megalite.config.load import load_config, nest
 from megalite.config.schema import Config
 from tests.data.conftest import write_by_hand
 
@@ -40,19 +40,25 @@ def load(path: Path, options: dict[str, Any]) -> Config:
     return load_config(["--config", str(before), "--config", str(path), *words], world_size=world)
 
 
+def reported(capsys: Any, *arguments: object) -> tuple[dict[str, Any], dict[str, str], dict[str, dict[str, str]]]:
+    """The emitted options, section.key → value; what is not honoured; and the notes by kind, each key → reason."""
+    main([*map(str, arguments), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    options = {f"{section}.{key}": value for section, content in found["config"].items() for key, value in content.items()}
+    notes: dict[str, dict[str, str]] = {}
+    for note in found["notes"]:
+        notes.setdefault(note["kind"], {})[note["key"]] = note["why"]
+    return options, {lost["key"]: lost["why"] for lost in found["not_honoured"]}, notes
+
+
 def imported(capsys: Any, directory: Path, *arguments: object) -> tuple[dict[str, Any], dict[str, str], dict[str, dict[str, str]], Config]:
-    """The emitted options, section.key → value; what is not honoured, and the notes by kind, each key → reason; the loaded configuration.
+    """What is reported, and the loaded configuration.
 
     Asserts that the configuration says what the options say.
     """
-    main([*map(str, arguments), "--json"])
-    reported = json.loads(capsys.readouterr().out)
-    (directory / "emitted.yaml").write_text(yaml.safe_dump(reported["config"]))
-    options = {f"{section}.{key}": value for section, content in reported["config"].items() for key, value in content.items()}
+    options, lost, notes = reported(capsys, *arguments)
+    (directory / "emitted.yaml").write_text(yaml.safe_dump(nest(options)))
     config = load(directory / "emitted.yaml", options)
     plain = {option: value for option, value in options.items() if option != "train.epochs" and not str(value).endswith("%")}
     assert {option: attrgetter(option)(config) for option in plain} == plain
-    notes: dict[str, dict[str, str]] = {}
-    for note in reported["notes"]:
-        notes.setdefault(note["kind"], {})[note["key"]] = note["why"]
-    return options, {lost["key"]: lost["why"] for lost in reported["not_honoured"]}, notes, config
+    return options, lost, notes, config

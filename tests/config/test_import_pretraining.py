@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import sys
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megalite.commands.import_config import main
 from megalite.config.dims import ParallelDims
-from megalite.config.importers import shell
 from megalite.config.importers.convert import PROJECTS, convert
 from megalite.config.load import from_dict, nest
 from megalite.config.schema import ConfigError
@@ -326,56 +324,6 @@ def test_a_script_on_stdin_is_recognized(monkeypatch, capsys):
     main(["-"])
     captured = capsys.readouterr()
     assert "num_hidden_layers: 4" in captured.out and "stdin, Megatron-LM's configuration" in captured.err
-
-
-@pytest.mark.parametrize(
-    ("script", "expected"),
-    [
-        ("A=3\nB=${A}0\npython x.py --lr $B ${C:-4} ${D}", ["--lr", "30", "4", "${D}"]),
-        ('X="--a 1 --b \'2 3\'"\nx.py $X --c "q r"', ["--a", "1", "--b", "2 3", "--c", "q r"]),
-        ("N=2\nN=$((N*3+1))\nx.py --n $N --m $((N / 2)) --k $((UNSET * 2))", ["--n", "7", "--m", "3", "--k", "$((UNSET", "*", "2))"]),
-        ('CMD="x.py --a 1"\neval $CMD --b=2', ["--a", "1", "--b=2"]),
-        ("x.py --bf16 2>&1 | tee log", ["--bf16"]),
-        ("x.py --a 10 > log 2>&1 &", ["--a", "10"]),
-        ("x.py --a 1 &> log --b 2 < in && echo --c", ["--a", "1", "--b", "2"]),
-        ("x.py --a '1 > 2; 3' --b $(f | g); x.sh --c", ["--a", "1 > 2; 3", "--b", "$(f", "|", "g)"]),
-        ('RUN="x.py --a 1 2>&1 | tee log"\neval $RUN', ["--a", "1"]),
-        ("x.py --num-layers 2\npython convert.py --out there", ["--num-layers", "2"]),
-        ("A=1;B=2; x.py --a $A$B", ["--a", "12"]),
-        ("export A=1 && cd there && export B=2\nx.py --a $A$B", ["--a", "12"]),
-        ("A=(--x 1)\nA+=(--y)\nx.py ${A[@]} $(date) --z", ["--x", "1", "--y", "$(date)", "--z"]),
-    ],
-)
-def test_words_of_a_script(script, expected):
-    words, conditional = shell.words(script, ["num-layers"])
-    assert not conditional
-    assert words[words.index("x.py") + 1 :] == expected
-
-
-def test_a_script_is_not_run(tmp_path):
-    shell.words(f"A=$(touch {tmp_path}/made)\n`touch {tmp_path}/made`\nx.py --a $A $(touch {tmp_path}/made)")
-    assert not Path(tmp_path, "made").exists()
-
-
-@pytest.mark.parametrize(
-    "condition",
-    [
-        "if [ $N -gt 1 ]; then TP=2; fi",
-        '[ -n "$X" ] && TP=4',
-        "command -v x || export TP=4",
-        'case $X in a) TP=2;; "b") TP=4;; esac',
-        "for i in 1 2; do TP=$i; done",
-        "[ $N ] && A=1 && TP=2",
-    ],
-)
-def test_an_assignment_under_a_condition_is_named(condition):
-    words, conditional = shell.words(f"TP=1; {condition}\nPP=3\nx.py --tp $TP --pp $PP")
-    assert words[1:] == ["--tp", "1", "--pp", "3"] and "TP" in conditional and "PP" not in conditional
-
-
-def test_a_script_whose_variables_grow_without_end_is_refused():
-    with pytest.raises(ConfigError, match="Give the command alone"):
-        shell.words("A=xx\n" + "A=$A$A\n" * 40 + "x.py --a $A")
 
 
 def test_data_of_megatron(tmp_path, capsys):

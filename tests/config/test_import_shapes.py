@@ -56,7 +56,7 @@ WITHOUT_A_SHAPE: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "Megatron-LM": (
         "megatron",
         megatron.parse(MEGATRON),
-        {"parallel.tp": 8, "parallel.pp": 12, "parallel.cp": 8, "parallel.ep": 8, "data.sequence_length": 8192},
+        {"parallel.tp": 8, "parallel.pp": 12, "parallel.cp": 8, "data.sequence_length": 8192},
     ),
 }
 

@@ -362,6 +362,8 @@ def test_a_file_without_meaning_ends_with_one_message(name, capsys):
 
 def test_every_file_is_judged_and_described():
     files = {path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*") if path.is_file() and path.name != "README.md"}
+    files = {name for name in files if not name.startswith("megatron/")}  # test_real_scripts.py has those
     assert files == REAL.keys() | REJECTED.keys()
-    rows = re.findall(r"^\| `([\w./-]+)` \|.*\| (all|part|rejected)\b[^|]*\|$", (FOLDER / "README.md").read_text(), re.MULTILINE)
+    described = (FOLDER / "README.md").read_text().partition("## Megatron-LM and its kin")[0]
+    rows = re.findall(r"^\| `([\w./-]+)` \|.*\| (all|part|rejected)\b[^|]*\|$", described, re.MULTILINE)
     assert dict(rows) == {name: "rejected" if name in REJECTED else "part" if REAL[name].lost else "all" for name in files}

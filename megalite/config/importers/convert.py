@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, get_args
 from megalite.config import amounts, hub
 from megalite.config.dims import ParallelDims
 from megalite.config.families import hf_shape
-from megalite.config.importers import accelerate, axolotl, deepspeed, llama_factory, megatron, torchtitan, torchtune
+from megalite.config.importers import accelerate, axolotl, deepspeed, llama_factory, megatron, others, torchtitan, torchtune
 from megalite.config.importers.reads import SHAPE, left_open, read_by
 from megalite.config.importers.verdict import Kind, Row, Source, Table, Verdict, harmless, left, lost, plain, row_of
 from megalite.config.load import from_dict, nest, parse_values
@@ -75,6 +75,8 @@ class Imported:
     values: dict[str, Any] = field(default_factory=dict)
     auto: dict[str, str] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)
+    is_empty: bool = False
+    """Whether no key of the file sets an option or leaves it open as `auto`."""
 
     def set(self, key: str, options: dict[str, Any]) -> None:
         """Set the options of a key. Raises ConfigError if another key has set a different value."""
@@ -147,16 +149,23 @@ def convert(tree: Any, dp: int | None = None, linked: Any = None, project: str |
     if linked is not None:
         _judge(found, deepspeed, Source(leaves_of(linked), source.dp), f"{leaves[accelerate.LINKED]}: ")
     _settle_auto(found)
+    _doubt_defaults(found, source.unsettled())
     _check(found, source.dp)
     found.honoured = {key: names for key, names in found.honoured.items() if names}
+    given = {*leaves, *(f"{leaves.get(accelerate.LINKED)}: {key}" for key in leaves_of(linked))}
+    found.is_empty = not found.auto and given.isdisjoint(found.honoured)
+    if found.is_empty:  # defaults alone are no configuration
+        found.options, found.honoured = {}, {}
     found.options = {option: found.options[option] for option in OPTIONS if option in found.options}
     return found
 
 
 def _project(leaves: dict[str, Any]) -> str:
-    found = next((name for name, module in PROJECTS.items() if module.recognizes(leaves)), None)
+    found = None if others.project(leaves) else next((name for name, module in PROJECTS.items() if module.recognizes(leaves)), None)
     if found is None:
         names = ", ".join(PROJECTS)
+        if (other := others.project(leaves)) is not None:
+            raise ConfigError(f"the file is a configuration of {other}, which is not supported. Supported projects: {names}.")
         raise ConfigError(f"the file has no keys by which its project is recognized. Name the project before the file, one of: {names}.")
     return found
 
@@ -207,6 +216,13 @@ def _takes_text_only(option: str) -> bool:
 def _is_from_outside(value: str) -> bool:
     """Whether a value is to be replaced by a variable's, ${NAME} or $NAME. A chat template has braces of its own."""
     return "{{" not in value and "{%" not in value and bool(re.search(r"\$(?:\{[^}]+\}|[A-Za-z_])", value))
+
+
+def _doubt_defaults(found: Imported, unsettled: list[str]) -> None:
+    """Add to the remarks on defaults what a script does not set, which may have those keys."""
+    if unsettled:
+        unless = f", unless {' or '.join(unsettled)} sets it"
+        found.remarks = [each._replace(why=each.why + unless) if each.kind == "assumed" else each for each in found.remarks]
 
 
 def _settle_auto(found: Imported) -> None:

@@ -4,11 +4,14 @@ megatron/core/optimizer_param_scheduler.py. The model's shape is in megatron_mod
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from typing import Any
 
 from megalite.config import rampup
-from megalite.config.importers import finetuning, megatron_experts, megatron_latents, megatron_model, shell
+from megalite.config.importers import finetuning, megatron_experts, megatron_latents, megatron_model, megatron_script
 from megalite.config.importers.batch import Batch
+from megalite.config.importers.megatron_script import LAUNCH, open_row, unknown_parts
 from megalite.config.importers.verdict import (
     Row,
     Source,
@@ -35,7 +38,6 @@ TP, PP, CP = "tensor-model-parallel-size", "pipeline-model-parallel-size", "cont
 BATCH = Batch("global-batch-size", "micro-batch-size", "")
 RAMP = "rampup-batch-size"
 MARKS = (TP, PP, "num-layers", BATCH.micro, "seq-length", "train-iters")
-LAUNCH = "torchrun."
 SWITCHES = frozenset(
     ("bf16", "fp16", "swiglu", "squared-relu", "qk-layernorm", "apply-layernorm-1p", "add-qkv-bias", "disable-bias-linear", "mock-data")
     + ("group-query-attention", "untie-embeddings-and-output-weights", "use-rotary-position-embeddings", "use-rope-scaling")
@@ -46,39 +48,18 @@ SWITCHES = frozenset(
 """Arguments without a value: a variable that follows is one of further arguments."""
 
 
-def parse(text: str) -> dict[str, Any]:
-    """The arguments of a command, or of the command in a script: name → value, true for a switch, a list for several values.
+def parse(text: str, read: Callable[[str], str | None] = lambda path: None, name: str = "") -> dict[str, Any]:
+    """The arguments of a command, or of the training command in a script: name → value, true for a switch, a list for several values.
 
-    A value with a variable that the script does not set keeps its $; such variables, and those set under a condition, are keys, too.
+    read: the text of another script that this one names, None if there is none; name: the script's own path.
     """
-    words, conditional = shell.words(text, MARKS)
-    start = next((place + 1 for place, word in enumerate(words) if word.endswith(".py")), 0)
-    arguments = {f"{LAUNCH}{name}": value for name, value in _options(words[: max(start - 1, 0)]).items()}
-    return arguments | _options(words[start:]) | {f"${name}": "set under a condition" for name in conditional}
+    return megatron_script.parse(text, MARKS, SWITCHES, read, name)
 
 
-def _options(words: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    name = None
-    for given in words:
-        if given.startswith("--"):
-            name, equals, value = given[2:].partition("=")
-            name = name.replace("_", "-")
-            found[name] = [_value(value)] if equals else []
-        elif given.startswith("$") and (name is None or name in SWITCHES or found[name]):
-            found[given] = ["not set"]
-        elif name is not None:
-            found[name].append(_value(given))
-    return {name: True if not values else values[0] if len(values) == 1 else values for name, values in found.items()}
-
-
-def _value(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
+def of_yaml(tree: Any) -> Any:
+    """The arguments in a YAML file that lists them under MODEL_ARGS, as Megatron-LM's functional tests do; other content unchanged."""
+    given = tree.get("MODEL_ARGS") if isinstance(tree, dict) else None
+    return megatron_script.of_mapping(given) if isinstance(given, dict) else tree
 
 
 def recognizes(leaves: dict[str, Any]) -> bool:
@@ -86,12 +67,25 @@ def recognizes(leaves: dict[str, Any]) -> bool:
 
 
 def ranks(source: Source) -> int | None:
-    """torchrun's processes, divided by tp, pp and cp."""
-    processes, nodes = source.size(f"{LAUNCH}nproc-per-node"), source.get(f"{LAUNCH}nnodes", 1)
-    replica = math.prod(source.size(key) or 1 for key in (TP, PP, CP))
-    if source.dp is None and processes and type(nodes) is int and processes * nodes % replica == 0:
-        return processes * nodes // replica
+    """The launcher's processes, divided by tp, pp and cp; None if one of them is not known."""
+    processes, parts = _world(source), [source.count(key) for key in (TP, PP, CP)]
+    replica = math.prod(part or 0 for part in parts)
+    if source.dp is None and processes and replica and processes % replica == 0:
+        return processes // replica
     return source.dp
+
+
+def _world(source: Source) -> int | None:
+    """The number of processes: on each node times nodes, as torchrun or DeepSpeed have it, or in all, as Accelerate or Slurm."""
+    for each_node, nodes in PROCESSES:
+        on_a_node = source.size(f"{LAUNCH}{each_node}")
+        if on_a_node:
+            count = source.count(f"{LAUNCH}{nodes}") if nodes else 1
+            return count and on_a_node * count
+    return None
+
+
+PROCESSES = (("nproc-per-node", "nnodes"), ("num-gpus", "num-nodes"), ("num-processes", ""), ("ntasks", ""), ("ntasks-per-node", "nodes"))
 
 
 def _processes(value: Any, source: Source) -> Verdict:
@@ -114,17 +108,18 @@ def _zero(value: Any, source: Source) -> Verdict:
 def _instances(value: Any, source: Source) -> Verdict:
     if value == 1:
         return harmless("it is so here")
-    if source.dp and type(value) is int and value > 0 and source.dp % value == 0:
-        return honoured({"parallel.dp": source.dp, "parallel.dp_shard": source.dp // value * (source.size(CP) or 1)})
+    cp = source.count(CP)
+    if source.dp and cp and type(value) is int and value > 0 and source.dp % value == 0:
+        return honoured({"parallel.dp": source.dp, "parallel.dp_shard": source.dp // value * cp})
     return left(f"set parallel.dp_shard to parallel.dp / {value}")
 
 
 def _virtual(value: Any, source: Source) -> Verdict:
     """Stages per rank, or layers per stage."""
-    layers, stages = source.size("num-layers"), source.size(PP) or 1
+    layers, stages = source.size("num-layers"), source.count(PP)
     per_rank = source.size("num-virtual-stages-per-pipeline-rank")
     per_stage = source.size("num-layers-per-virtual-pipeline-stage")
-    if per_rank is None and layers and per_stage and layers % (stages * per_stage) == 0:
+    if per_rank is None and layers and stages and per_stage and layers % (stages * per_stage) == 0:
         per_rank = layers // (stages * per_stage)
     if per_rank is None or per_rank == 1:
         return lost("set parallel.schedule: interleaved and parallel.virtual_stages") if per_rank is None else harmless("it is so here")
@@ -133,7 +128,7 @@ def _virtual(value: Any, source: Source) -> Verdict:
 
 def _partition(value: Any, source: Source) -> Verdict:
     """Layers of the first and of the last stage; the others share the rest evenly."""
-    layers, stages = source.size("num-layers"), source.size(PP) or 1
+    layers, stages = source.size("num-layers"), source.count(PP) or 0
     first, last = (source.size(f"decoder-{place}-pipeline-num-layers") for place in ("first", "last"))
     inner = stages - (first is not None) - (last is not None)
     rest = (layers or 0) - (first or 0) - (last or 0)
@@ -218,6 +213,8 @@ def _recompute(value: Any, source: Source) -> Verdict:
     kind, method = source.word("recompute-granularity", "none"), source.word("recompute-method", "uniform")
     if source.on("recompute-activations") or kind == "SELECTIVE":
         return honoured({"train.recompute": "selective"})
+    if kind == "NONE":
+        return harmless("recompute-granularity is not set")
     if kind != "FULL":
         return lost("set train.recompute: none, selective, full or every-K")
     every = method == "UNIFORM" and source.size("recompute-num-layers") in (1, None)
@@ -227,6 +224,8 @@ def _recompute(value: Any, source: Source) -> Verdict:
 
 
 def _modules(value: Any, source: Source) -> Verdict:
+    if not source.on("recompute-activations") and source.word("recompute-granularity", "none") in ("NONE", "FULL"):
+        return harmless("it is for selective recomputation")
     return harmless("selective recomputes attention, as here") if word(value) in ("CORE_ATTN", "['CORE_ATTN']") else lost("attention only")
 
 
@@ -244,7 +243,7 @@ def _data(value: Any, source: Source) -> Verdict:
 
 def _split(value: Any, source: Source) -> Verdict:
     """Shares of training, validation and test."""
-    parts = [float(part) for part in str(value).replace(" ", "").split(",") if part.replace(".", "", 1).isdigit()] + [0.0, 0.0]
+    parts = [float(part) for part in re.findall(r"\d+\.?\d*|\.\d+", str(value))] + [0.0, 0.0]
     if not sum(parts):
         return lost("set data.validation to a share of the data")
     if not parts[1] or "data-path" not in source.leaves:
@@ -279,6 +278,19 @@ def _scale_power(value: Any, source: Source) -> Verdict:
     return honoured({"fp16.initial_scale_power": round(power)}, "" if power == round(power) else "it is a power of two here")
 
 
+def _has(source: Source, key: str) -> bool:
+    """Whether a key is given, or may be given by what a script does not set."""
+    return key in source.leaves or bool(source.unsettled())
+
+
+def _checkpoint_activations(value: Any, source: Source) -> Verdict:
+    """The older names of full recomputation."""
+    every = source.count("checkpoint-num-layers", 1) == 1
+    return honoured(
+        {"train.recompute": "full"}, "" if every else "every layer is recomputed, one at a time: every-K recomputes fewer of them"
+    )
+
+
 OVERLAP, FUSED = "it is always on, without an option", "fused operations are train.kernels"
 TOKENS = (
     "token files have their tokenizer beside them: `megalite prepare --tokenizer` wrote it, or write PREFIX.json with vocab_size and eos"
@@ -291,9 +303,8 @@ TABLE: Table = {
     **megatron_experts.TABLE,
     **megatron_latents.TABLE,
     **BATCH.table(),
-    f"{LAUNCH}nproc-per-node": Row(_processes, "parallel.dp"),
-    f"{LAUNCH}*": never("it is for the launcher: megalite train's or torchrun's --nproc, --nnodes and --rdzv-endpoint"),
-    "$*": to_do("this variable is set outside of the script, or under a condition, which is not evaluated: its options may differ"),
+    **megatron_script.TABLE,
+    **{f"{LAUNCH}{key}": Row(_processes, "parallel.dp") for key, _ in PROCESSES},
     TP: sets("parallel.tp"),
     PP: sets("parallel.pp"),
     CP: sets("parallel.cp"),
@@ -303,7 +314,7 @@ TABLE: Table = {
         "one method serves all layers and ranks: parallel.context is ulysses, gather or ring",
     ),
     "sequence-parallel": Row(
-        lambda value, source: honoured({"parallel.sequence_parallel": True}) if (source.size(TP) or 1) > 1 else harmless("tp is 1")
+        lambda value, source: harmless("tp is 1") if source.count(TP) == 1 else honoured({"parallel.sequence_parallel": True})
     ),
     **each("", "use-distributed-optimizer use-megatron-fsdp use-custom-fsdp use-torch-fsdp2", Row(_zero, "parallel.zero")),
     "data-parallel-sharding-strategy": Row(_zero, "parallel.zero"),
@@ -340,7 +351,16 @@ TABLE: Table = {
     "loss-scale": missing("the loss scale is always dynamic, from fp16.initial_scale_power on"),
     "grad-reduce-in-bf16": sets("train.grad_dtype", {"TRUE": "bf16"}),
     "accumulate-allreduce-grads-in-fp32": never("gradients are accumulated in fp32 by default (train.grad_dtype)"),
-    "fp8-*": missing(FP8),
+    "fp8-format": missing(FP8),
+    "fp8-*": Row(
+        lambda value, source: missing(FP8).judge(value, source) if _has(source, "fp8-format") else harmless("fp8-format is not set")
+    ),
+    "use-checkpoint-args": to_do("the model's shape is that of the checkpoint: export it to Hugging Face, and set model.from_hf"),
+    "yaml-cfg": to_do("arguments are in that file: give its values"),
+    **each("", "checkpoint-activations activations-checkpoint-method", Row(_checkpoint_activations, "train.recompute")),
+    "zero-stage": sets("parallel.zero"),
+    "deepspeed-config": to_do("`megalite import-config` translates this file, too"),
+    **each("", "deepspeed deepspeed-activation-checkpointing DDP-impl no-pipeline-parallel", never("the other arguments say it")),
     **each("", "recompute-activations recompute-granularity recompute-method recompute-num-layers", Row(_recompute, "train.recompute")),
     "recompute-modules": Row(_modules, "train.recompute"),
     "seed": sets("run.seed"),
@@ -390,12 +410,12 @@ TABLE: Table = {
 
 
 def table(source: Source) -> Table:
-    """The rows for these arguments: those whose value is a variable that the script does not set are left open."""
+    """The rows for these arguments: those with a value that is not known are left open."""
     rows = dict(TABLE)
     for key, value in source.leaves.items():
         row = row_of(TABLE, key)
-        if row is not None and not key.startswith("$") and "$" in str(value):
-            rows[key] = to_do(f"the script does not set this variable{f': set {row.option}' if row.option else ''}")
+        if row is not None and unknown_parts(value) and row_of(megatron_script.TABLE, key) is None:
+            rows[key] = open_row(row, value)
     return rows
 
 

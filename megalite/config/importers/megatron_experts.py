@@ -103,7 +103,10 @@ def _loss(value: Any, source: Source) -> Verdict:
         return lost("set model.router_aux_loss_coef, for one kind of model.router_balance")
     if layers is None:
         return lost(f"set model.router_aux_loss_coef to {value} * the number of layers with experts / model.num_experts_per_tok")
-    coefficient = rounded(value * layers / (source.size(TOPK) or 2))
+    topk = source.count(TOPK, 2)
+    if topk is None:
+        return lost(f"set model.router_aux_loss_coef to {rounded(value * layers)} / model.num_experts_per_tok")
+    coefficient = rounded(value * layers / topk)
     options = {"model.router_aux_loss_coef": coefficient, "model.router_balance": BALANCES[kind]}
     return honoured(options, "" if kind == "SEQ_AUX_LOSS" else "the load is that of the previous step, over all ranks")
 
@@ -145,15 +148,31 @@ def _probabilities(value: Any, source: Source) -> Verdict:
 
 def _groups(value: Any, source: Source) -> Verdict:
     """A group's score is there the sum of its best experts, as many as a token has in each of its groups."""
-    best = (source.size(TOPK) or 2) // (source.size(BEST_GROUPS) or 1)
+    best = (source.count(TOPK, 2) or 0) // (source.count(BEST_GROUPS) or 1)
     here = 2 if source.word("moe-router-score-function", "softmax") == "SIGMOID" else 1
     same = best == here or source.size(BEST_GROUPS) == source.size(GROUPS)
     return honoured({"model.n_group": value}, "" if same else f"a group's score is that of its best {here}, not {best}, experts")
 
 
+def _with_experts(row: Row) -> Row:
+    """A row of experts, which has no effect without --num-experts, unless what a script does not set may have that."""
+
+    def judge(value: Any, source: Source) -> Verdict:
+        if source.get("num-experts", 0) in (0, None) and not source.unsettled():
+            return harmless("num-experts is not set")
+        return row.judge(value, source)
+
+    return Row(judge, row.option)
+
+
+def _experts(value: Any, source: Source) -> Verdict:
+    return honoured({"model.num_experts": value}) if value != 0 else harmless("there are no experts, as here")
+
+
 FUSED, OVERLAP = "fused operations are train.kernels", "it is always on, without an option"
-TABLE: Table = {
-    "num-experts": sets("model.num_experts"),
+_TABLE: Table = {
+    "moe-expert-parallel-size": sets("parallel.ep"),
+    "topk": sets("model.num_experts_per_tok"),
     "expert-model-parallel-size": sets("parallel.ep"),
     "expert-tensor-parallel-size": only("1", "an expert is whole on its rank: parallel.ep splits the experts over tp ranks, too"),
     "moe-layer-freq": Row(_layers, "model.mlp_only_layers"),
@@ -190,15 +209,19 @@ TABLE: Table = {
     "moe-per-layer-logging": never("metrics.jsonl has it for each step"),
     "moe-layer-recompute": missing("train.recompute: full, every-K or budget is nearest"),
     "moe-*": missing("nothing here is its counterpart"),
+}
+TABLE: Table = {
+    "num-experts": Row(_experts, "model.num_experts"),
+    **{key: _with_experts(row) for key, row in _TABLE.items()},
     "mtp-*": missing("nothing here is its counterpart"),
 }
 
 
 def defaults(source: Source) -> dict[str, Any]:
     """Defaults of mixtures that differ from ours; nothing without experts."""
-    if "num-experts" not in source.leaves:
+    if source.get("num-experts", 0) in (0, None):
         return {}
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {} if "topk" in source.leaves else {"topk": 1} if "moe-expert-parallel-size" in source.leaves else {TOPK: 2}
     if (source.size("expert-model-parallel-size") or 1) > 1:
         found |= {"moe-token-dispatcher-type": "allgather"}
     if (tp := source.size("tensor-model-parallel-size") or 1) > 1:

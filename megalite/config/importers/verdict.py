@@ -60,6 +60,14 @@ class Source:
         value = self.get(key)
         return int(value) if type(value) in (int, float) and value > 0 and value % 1 == 0 else None
 
+    def count(self, key: str, default: int = 1) -> int | None:
+        """A positive integer, the default if the key is missing; None if the value is anything else."""
+        return self.size(key) if key in self.leaves or key in self.defaults else default
+
+    def unsettled(self) -> list[str]:
+        """Keys such as ${MORE}: what a script does not set, which may have further keys."""
+        return [key for key in self.leaves if key[:1] in ("$", "<")]
+
     def number(self, key: str) -> float | None:
         """A number; None if the value is anything else."""
         value = self.get(key)

@@ -1,0 +1,171 @@
+"""Texts whose unknown parts have a name: what a script takes from outside stands in them as one private character each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megalite.config.schema import ConfigError
+
+FIRST, LAST = 0xF0000, 0xFFFFD
+"""The range of private characters of Unicode that stand for unknown parts."""
+LONGEST = 1_000_000
+"""Limit of the length of a text whose variables are replaced, which is not that of any command."""
+Value = str | list[str] | dict[str, str]
+"""A variable: a text, an array, or an associative array."""
+
+
+class Unknown(NamedTuple):
+    """A part that is not known: its text in the script, for example ${MORE}, and why it is not known."""
+
+    source: str
+    why: str
+
+
+class Word(str):
+    """A word of a command, its unknown parts shown as in the script."""
+
+    unknown: tuple[Unknown, ...] = ()
+
+
+@dataclass
+class Unknowns:
+    """The unknown parts of one script."""
+
+    parts: list[Unknown] = field(default_factory=list)
+
+    def mark(self, source: str, why: str) -> str:
+        """The character that stands for an unknown part."""
+        part = Unknown(source.strip(), why)
+        if part not in self.parts:
+            if len(self.parts) > LAST - FIRST:
+                raise ConfigError("the script can not be read: too much of it comes from outside. Give the command alone.")
+            self.parts.append(part)
+        return chr(FIRST + self.parts.index(part))
+
+    def within(self, text: str) -> tuple[Unknown, ...]:
+        return tuple(self.parts[ord(each) - FIRST] for each in text if ord(each) >= FIRST)
+
+    def show(self, text: str) -> str:
+        """A text with its unknown parts as in the script."""
+        return "".join(self.parts[ord(each) - FIRST].source if ord(each) >= FIRST else each for each in text)
+
+    def word(self, text: str) -> Word:
+        word = Word(self.show(text))
+        word.unknown = self.within(text)
+        return word
+
+
+def has_unknown(text: str) -> bool:
+    return any(ord(each) >= FIRST for each in text)
+
+
+def checked(text: str) -> str:
+    """The text. Raises ConfigError if its variables make it endless."""
+    if len(text) > LONGEST:
+        found = f"{text[:40].strip()} … has over {LONGEST} characters where its variables are replaced"
+        raise ConfigError(f"the script can not be read: {found}. Give the command alone.")
+    return text
+
+
+@dataclass
+class State:
+    """What a shell holds at one point of a script.
+
+    withheld: variables that a parent process has and does not export; arguments: the positional parameters, None if the script's own;
+    ended: exit, return, break or continue, once one of them was reached.
+    """
+
+    variables: dict[str, Value] = field(default_factory=dict)
+    exported: set[str] = field(default_factory=set)
+    withheld: frozenset[str] = frozenset()
+    arguments: list[str] | None = None
+    program: str = ""
+    export_all: bool = False
+    ended: str = ""
+
+    def fork(self) -> State:
+        variables = {name: value if isinstance(value, str) else value.copy() for name, value in self.variables.items()}
+        return State(variables, {*self.exported}, self.withheld, self.arguments, self.program, self.export_all)
+
+    def child(self, arguments: list[str] | None, program: str) -> State:
+        """The state of a new process: it has what is exported."""
+        variables: dict[str, Value] = {
+            name: value for name, value in self.variables.items() if name in self.exported and isinstance(value, str)
+        }
+        return State(variables, {*variables}, frozenset(self.variables.keys() - variables.keys()), arguments, program)
+
+    def replace(self, other: State) -> None:
+        self.variables, self.exported, self.arguments, self.ended = other.variables, other.exported, other.arguments, other.ended
+
+    def assign(self, name: str, value: Value) -> None:
+        self.variables[name] = checked(value) if isinstance(value, str) else value
+        if self.export_all:
+            self.exported.add(name)
+
+    def append(self, name: str, value: Value) -> None:
+        """NAME+=VALUE."""
+        before = self.variables.get(name)
+        if isinstance(before, dict) and isinstance(value, dict):
+            self.assign(name, before | value)
+        elif isinstance(value, list):
+            start = before if isinstance(before, list) else [before] if isinstance(before, str) else []
+            self.assign(name, [*start, *value])
+        elif isinstance(before, list) and isinstance(value, str):
+            self.assign(name, [f"{before[0]}{value}" if before else value, *before[1:]])
+        elif isinstance(value, str):
+            self.assign(name, f"{before if isinstance(before, str) else ''}{value}")
+
+
+def joined(before: State, ends: list[State], unknowns: Unknowns, why: str) -> State:
+    """The state after branches of which it is not known which one was taken: what is equal in all of them is known."""
+    going = [end for end in ends if end.ended != "exit"] or [before]
+    result = going[0].fork()
+    result.ended = going[0].ended if len({end.ended for end in going}) == 1 else ""
+    result.exported = set.union(*(end.exported for end in going))
+    if any(end.arguments != result.arguments for end in going):
+        result.arguments = None
+    for name in {name: None for end in going for name in end.variables}:
+        values = [end.variables.get(name) for end in going]
+        if any(value != values[0] for value in values):
+            result.variables[name] = _either(name, values, unknowns, why)
+    return result
+
+
+def _either(name: str, values: list[Value | None], unknowns: Unknowns, why: str) -> Value:
+    """One of several values: what they begin and end with in common, and between that an unknown part."""
+    if any(isinstance(value, list) for value in values):
+        return _either_list(
+            name, [value if isinstance(value, list) else [str(value or "")][: bool(value)] for value in values], unknowns, why
+        )
+    texts = [value if isinstance(value, str) else unknowns.mark(f"${name}", "the script does not set it") for value in values]
+    texts = [*dict.fromkeys(texts)]
+    words = [text.split(" ") for text in texts]
+    start, end = _common(words)
+    if start + end == 0 or not all("--" in text for text in texts):
+        return unknowns.mark(f"${name}", _reason(texts, unknowns, why))
+    inner = [" ".join(parts[start : len(parts) - end]) for parts in words]
+    part = unknowns.mark(f"${name}", _reason(inner, unknowns, why))
+    return " ".join([*words[0][:start], part, *words[0][len(words[0]) - end :]])
+
+
+def _either_list(name: str, values: list[list[str]], unknowns: Unknowns, why: str) -> list[str]:
+    start, end = _common(values)
+    inner = [*dict.fromkeys(" ".join(value[start : len(value) - end]) for value in values)]
+    part = unknowns.mark(f"${name}", _reason(inner, unknowns, why))
+    return [*values[0][:start], part, *values[0][len(values[0]) - end :]]
+
+
+def _common(rows: list[list[str]]) -> tuple[int, int]:
+    """How many elements the rows begin with in common, and how many of the rest they end with."""
+    shortest = min(map(len, rows))
+    start = next((place for place in range(shortest) if len({row[place] for row in rows}) > 1), shortest)
+    room = shortest - start
+    end = next((place for place in range(room) if len({row[len(row) - 1 - place] for row in rows}) > 1), room)
+    return start, end
+
+
+def _reason(texts: list[str], unknowns: Unknowns, why: str) -> str:
+    shown = [" ".join(unknowns.show(text).split()) or "nothing" for text in dict.fromkeys(texts)]
+    shown = [text if len(text) <= 80 else f"{text[:77]}..." for text in shown[:6]] + ["..."] * (len(shown) > 6)
+    return f"the script sets it to {' or '.join(dict.fromkeys(shown))}, {why}"
