@@ -22,9 +22,10 @@ def learning_rate(config: Config, step: int) -> float:
     if at < options.warmup_steps:
         return peak * at / options.warmup_steps
     start = steps - options.wsd_decay_fraction * steps if options.decay == "wsd" else options.warmup_steps
-    done = min(max((at - start) / max(steps - start, 1), 0.0), 1.0)
     if options.decay == "constant":
         return peak
+    length = steps - start  # may be a part of a step, which still ends at the minimum; 0 if the whole run is warm-up
+    done = min(max((at - start) / length, 0.0), 1.0) if length > 0 else 0.0
     share = 0.5 * (1 + cos(pi * done)) if options.decay == "cosine" else 1 - done
     return low + (peak - low) * share
 
