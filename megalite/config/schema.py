@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from megalite.config.checkpoints import CheckpointConfig as CheckpointConfig
 from megalite.config.checkpoints import ValidationConfig as ValidationConfig
+from megalite.config.horizon import Finished, Horizon
 from megalite.config.lora import EXPERTS as EXPERTS
 from megalite.config.lora import PROJECTIONS as PROJECTIONS
 from megalite.config.lora import SAVED_MODULES as SAVED_MODULES
@@ -423,6 +424,10 @@ class TrainConfig:
     """A validation loss is an improvement if it is lower than that of the last improvement by more than this."""
     watchdog: str | None = "5m"
     """When a rank makes no progress for this long, print where it is and write its stacks to stalls/ in the run's directory. null: off."""
+
+    # No options: set on an instance by `config.amounts`, and not stored in config.yaml.
+    horizon: ClassVar[Horizon] = Horizon()
+    finished: ClassVar[Finished | None] = None
 
     def recompute_of(self, layer: int) -> str:
         """What one layer recomputes: none, selective, full, or operations (`config.recomputation`)."""
