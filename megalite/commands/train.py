@@ -113,7 +113,7 @@ def check_run(config: Config) -> tuple[torch.device, Device | None, list[str]]:
         recomputation.check(config, device)
         hardware = device_of(config, torch.cuda.get_device_name(device) if device.type == "cuda" else "")
         data, _ = dataset.build(config.data, config.run.seed)  # a damaged token file must not be found when every rank is waiting
-        remarks = check_tokenizers(config, data.fingerprint) + token_files.unused(config)
+        remarks = check_tokenizers(config, data.fingerprint) + token_files.remarks(config)
     except ConfigError as error:
         exit_with(str(error))
     return device, hardware, remarks
