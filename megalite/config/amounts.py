@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from megalite.config.horizon import Finished, Horizon, Level
 from megalite.config.rampup import position, resume_at, steps_for
 from megalite.config.rule import show
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config, ConfigError, Finished, Horizon, Level
 from megalite.config.token_files import prefixes
 
 HORIZON = ("train.steps", "train.tokens", "train.epochs")

@@ -7,8 +7,7 @@ changes where steps cut it. Without one the size is constant. A run that is resu
 
 from functools import lru_cache
 
-from megalite.config.horizon import Finished, Level
-from megalite.config.schema import TrainConfig
+from megalite.config.schema import Finished, Level, TrainConfig
 
 
 def problem(train: TrainConfig) -> str | None:

@@ -1,12 +1,12 @@
 """The options of a run: typed sections whose field docstrings are the `--help` text. Imports no torch."""
 
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from megalite.config.checkpoints import CheckpointConfig as CheckpointConfig
 from megalite.config.checkpoints import ValidationConfig as ValidationConfig
-from megalite.config.horizon import Finished, Horizon
 from megalite.config.lora import EXPERTS as EXPERTS
 from megalite.config.lora import PROJECTIONS as PROJECTIONS
 from megalite.config.lora import SAVED_MODULES as SAVED_MODULES
@@ -364,6 +364,34 @@ class DataConfig:
     """Exclude from the loss the prediction made from an EOS token, which is the first token of the next document."""
     allow_tokenizer_change: bool = False
     """Accept data made with another tokenizer than other data, the starting weights or the checkpoint that the run resumes."""
+
+
+class Horizon(NamedTuple):
+    """What of a run's length was given as an amount of samples, which steps are counted from once, and again at a resume with other batches.
+
+    Attributes:
+        samples: those of the whole run, if its length was given in tokens or epochs; None if it was given in steps.
+        warmup: the warm-up as a share of the run; None if it was given in steps.
+    """
+
+    samples: int | None = None
+    warmup: Fraction | None = None
+
+
+class Level(NamedTuple):
+    """Steps of one batch size: the number of steps before them, and of the samples that these read."""
+
+    step: int
+    samples: int
+    size: int
+
+
+class Finished(NamedTuple):
+    """The part of a resumed run that had other batches: its steps, the samples that they read, and its levels."""
+
+    step: int
+    samples: int
+    levels: tuple[Level, ...]
 
 
 @dataclass
