@@ -367,7 +367,7 @@ class DataConfig:
 
 
 class Horizon(NamedTuple):
-    """What of a run's length was given as an amount of samples, which steps are counted from once, and again at a resume with other batches.
+    """What of a run's length was given as an amount of samples, from which steps are counted again at a resume with other batches.
 
     Attributes:
         samples: those of the whole run, if its length was given in tokens or epochs; None if it was given in steps.
