@@ -16,10 +16,11 @@ def learning_rate(config: Config, step: int) -> float:
     """The learning rate of a 1-based step: warm-up reaches the peak at step warmup_steps, decay reaches the minimum at the last step. With
     a ramp-up of the batch size, or other batches since a resume, all three are counted in whole batches."""
     options, train = config.optimizer, config.train
-    at, steps = position(train, step), position(train, train.steps)
+    several = train.rampup_batch_size is not None or train.finished is not None  # batches of several sizes
+    at, steps = (position(train, step), position(train, train.steps)) if several else (step, train.steps)
     scale = batch_scale(config)
     peak, low = options.lr * scale, options.min_lr * scale
-    in_steps = warmup_in_steps(train)
+    in_steps = several and warmup_in_steps(train)
     if (warmed := step if in_steps else at) < options.warmup_steps:
         return peak * warmed / options.warmup_steps
     warmup = position(train, options.warmup_steps) if in_steps else options.warmup_steps
