@@ -150,9 +150,9 @@ def perplexity(options: argparse.Namespace, progress: Report) -> Answer:
 
 
 def read(path: Path) -> str:
-    """The text of a file, with its newlines unchanged."""
+    """The text of a file without a byte-order mark, with its newlines unchanged."""
     try:
-        text = path.read_bytes().decode()
+        text = path.read_bytes().decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise ConfigError(f"--text {path} is not UTF-8: byte {error.start} begins no character. Convert the file.") from None
     except OSError as error:

@@ -27,6 +27,7 @@ from megalite.commands.models import AXES, layout_of, weights_of
 from megalite.commands.parser import Parser, as_name, as_path, as_tokenizer, progress_of, warn
 from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
+from megalite.data.unicode import parsed, whole
 
 if TYPE_CHECKING:
     from megalite.data.tokenizers import Tokenizer
@@ -148,15 +149,15 @@ def prompts_of(options: argparse.Namespace) -> list[str]:
     """The texts to continue. Raises ConfigError if their file cannot be parsed."""
     path: Path | None = options.prompts
     if path is None:
-        return options.prompt or []
+        return [whole(prompt)[0] for prompt in options.prompt or []]  # of a command line that is not UTF-8
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
         found = [line.removesuffix("\r") for line in lines if line.strip()]
         if path.suffix == ".jsonl":
-            found = [each["prompt"] if isinstance(each, dict) else each for each in map(json.loads, found)]
+            found = [each["prompt"] if isinstance(each, dict) else each for each, _ in map(parsed, found)]
     except OSError as error:
         raise ConfigError(f"--prompts {path} can not be read: {error.strerror or error}.") from None
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, RecursionError) as error:
         way = "an object with `prompt`, or a JSON string" if path.suffix == ".jsonl" else "a text in UTF-8"
         raise ConfigError(f"--prompts {path} can not be read ({error!r}). Each line is {way}.") from None
     if not found or not all(isinstance(each, str) for each in found):
@@ -170,7 +171,7 @@ def chat(options: argparse.Namespace, model: LanguageModel, tokenizer: Tokenizer
 
     template = chat_template(model.source, tokenizer, options.tokenizer is not None, options.chat_template)
     ends, show = end_tokens(model.source, tokenizer), printer(model)
-    settings: dict[str, Any] = {"ends": ends, "stops": options.stop, "system": options.system}
+    settings: dict[str, Any] = {"ends": ends, "stops": options.stop, "system": options.system and whole(options.system)[0]}
     converse(model, tokenizer, template, options.tokens, sampling, show=show, **settings)
 
 

@@ -5,9 +5,9 @@
     megalite prepare --input hf:NAME --split train --tokenizer DIR --output data/name
     megalite prepare --chat --input chats.jsonl --tokenizer HF_DIR --output data/chats
 
-Every document ends with EOS. A text file, a line of a .jsonl or a row of a .csv or .parquet is one document; empty ones are left out. With
---chat a record is a conversation in messages, ShareGPT, Alpaca or prompt-completion form, and PREFIX.loss.bin and .idx mark the tokens that
-count in the loss.
+Every document ends with EOS. A text file, a line of a .jsonl, an entry of a list of JSON or a row of a .csv or .parquet is one document;
+empty and null texts are left out. Files may be compressed (gzip, bzip2, xz, zstd). With --chat a record is a conversation in messages,
+ShareGPT, Alpaca or prompt-completion form, and PREFIX.loss.bin and .idx mark the tokens that count in the loss.
 
 With --skip_bad N up to N damaged lines, records that are no text or conversation, empty conversations, conversations that the template
 refuses, and unreadable files are skipped and listed.
@@ -32,9 +32,11 @@ from megalite.data.chat_template import read_template
 from megalite.data.indexed import DataError
 from megalite.data.preparation.chats import Chats
 from megalite.data.preparation.prepare import Summary, prepare
-from megalite.data.preparation.sources import open_inputs
+from megalite.data.preparation.sources import Source, open_inputs
 from megalite.data.preparation.tasks import SHOWN
 from megalite.data.preparation.texts import Texts
+
+TEXT_KEY, SPLIT = "text", "train"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,9 +67,14 @@ def parser() -> argparse.ArgumentParser:
         help="bytes, a sentencepiece model, or a Hugging Face tokenizer directory",
     )
     add("--train_tokenizer", type=int, metavar="VOCAB", help="first train a sentencepiece model (to --tokenizer or PREFIX.model)")
-    add("--format", choices=["auto", "text", "jsonl", "csv", "parquet"], default="auto", help="format of the input files; auto: by suffix")
-    add("--text_key", default="text", help="key or column of the text in a .jsonl, .csv, .parquet or hf: record")
-    add("--split", default="train", help="split of hf:NAME")
+    add(
+        "--format",
+        choices=["auto", "text", "jsonl", "csv", "parquet"],
+        default="auto",
+        help="format of the input files; auto: by suffix, and JSON by content",
+    )
+    add("--text_key", metavar="KEY", help=f"key or column of the text in a record of JSON, .csv, .parquet or hf: (default {TEXT_KEY})")
+    add("--split", metavar="NAME", help=f"split of hf:NAME (default {SPLIT})")
     add("--chat", action="store_true", help="the input contains conversations; their form is detected by their keys")
     add("--chat_template", type=as_path, metavar="FILE", help="Jinja source that replaces the tokenizer's own template; only with --chat")
     add("--loss_on", choices=["assistant", "last", "all"], default="assistant", help="turns that count in the loss (default assistant)")
@@ -93,24 +100,40 @@ def main() -> None:
     started = time.monotonic()
     try:
         tokenizer, chat = chosen_tokenizer(options), chosen_chat(options)
-        text_key = options.text_key if chat is None else None
-        reading = {"file_format": options.format, "text_key": text_key, "split": options.split, "skip_bad": options.skip_bad > 0}
-        sources = open_inputs(options.input, exclude=options.exclude, **reading)
+        text_key = options.text_key or TEXT_KEY
+        reading = {"file_format": options.format, "split": options.split or SPLIT, "skip_bad": options.skip_bad > 0, "note": say}
+        sources = open_inputs(options.input, exclude=options.exclude, text_key=text_key if chat is None else None, **reading)
+        check_used(options, sources)
         with progress_of(options.json) as progress:
             summary = prepare(
                 sources,
                 options.output,
                 tokenizer,
-                chat or Texts(options.text_key, options.skip_bad),
+                chat or Texts(text_key, options.skip_bad),
                 train_tokenizer=options.train_tokenizer,
                 overwrite=options.overwrite,
                 workers=options.workers,
                 progress=progress,
-                note=lambda line: print(line, file=sys.stderr, flush=True),
+                note=say,
             )
     except (DataError, OSError) as error:
         tool.error(str(error))
     report(summary, time.monotonic() - started, options.max_length, options.json)
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def check_used(options: argparse.Namespace, sources: list[Source]) -> None:
+    """Raise DataError if an option was given that no input has a use for."""
+    if options.text_key is not None and not any(source.uses_text_key for source in sources):
+        raise DataError(
+            f"--text_key {options.text_key} names the text of a record, and the input is read as text alone. Leave it out, or give "
+            "the format of the records with --format."
+        )
+    if options.split is not None and not any(name.startswith("hf:") for name in options.input):
+        raise DataError(f"--split {options.split} belongs to hf:NAME, and no --input is one. Leave it out.")
 
 
 def chosen_tokenizer(options: argparse.Namespace) -> str:
@@ -148,6 +171,8 @@ def chosen_chat(options: argparse.Namespace) -> Chats | None:
         if given:
             raise DataError(f"{' and '.join(given)} belongs to chat data. Add --chat, or leave it out.")
         return None
+    if options.text_key is not None:
+        raise DataError(f"--text_key {options.text_key} belongs to texts. With --chat, --keys says what the keys of a record mean.")
     if options.train_tokenizer is not None:
         raise DataError("--train_tokenizer learns from texts, and --chat needs the tokenizer of the model. Give it with --tokenizer.")
     if options.max_length is not None and options.max_length < 2:

@@ -125,7 +125,7 @@ def check_run(config: Config, choice: Choice | None = None) -> tuple[torch.devic
         hardware = device_of(config, torch.cuda.get_device_name(device) if device.type == "cuda" else "")
         data, _ = dataset.build(config.data, config.run.seed)  # a damaged token file must not be found when every rank is waiting
         remarks = [choice.describe()] if choice is not None else []
-        remarks += check_tokenizers(config, data.fingerprint) + token_files.unused(config)
+        remarks += check_tokenizers(config, data.fingerprint) + token_files.remarks(config)
     except ConfigError as error:
         exit_with(str(error))
     return device, hardware, remarks

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from megalite.config.rampup import position, steps_for
+from megalite.config.rampup import position, resume_at, steps_for
 from megalite.config.rule import show
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config, ConfigError, Finished, Horizon, Level
 from megalite.config.token_files import prefixes
 
 _NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
@@ -155,17 +155,49 @@ def resolve_steps(config: Config) -> None:
     """
     train, optimizer = config.train, config.optimizer
     sizes = min(train.global_batch_size, config.data.sequence_length)
+    warmup: Any = optimizer.warmup_steps
+    share, samples = warmup if isinstance(warmup, Fraction) else None, None
     if train.tokens is not None and train.tokens > 0 and sizes > 0:
-        train.steps = steps_for(train, math.ceil(Fraction(train.tokens, config.data.sequence_length)))
+        samples = math.ceil(Fraction(train.tokens, config.data.sequence_length))
         train.tokens = None
     if train.epochs is not None and math.isfinite(train.epochs) and train.epochs > 0 and sizes > 0 and _can_be_counted(config):
         from megalite.config.samples import samples_per_epoch  # numpy, which a run of a given number of steps need not load here
 
-        train.steps = steps_for(train, math.ceil(Fraction(repr(train.epochs)) * samples_per_epoch(config.data)))
+        samples = math.ceil(Fraction(repr(train.epochs)) * samples_per_epoch(config.data))
         train.epochs = None
-    warmup: Any = optimizer.warmup_steps
-    if isinstance(warmup, Fraction) and train.epochs is None:
-        optimizer.warmup_steps = math.ceil(warmup * Fraction(position(train, train.steps)))
+    vars(train)["horizon"] = Horizon(samples, share if train.epochs is None else None)
+    _count_steps(config)
+
+
+def _count_steps(config: Config) -> None:
+    """Set the numbers of steps that were given as amounts."""
+    train, horizon = config.train, config.train.horizon
+    if horizon.samples is not None:
+        train.steps = steps_for(train, horizon.samples)
+    if horizon.warmup is not None:
+        config.optimizer.warmup_steps = math.ceil(horizon.warmup * Fraction(position(train, train.steps)))
+
+
+def batches_done(config: Config) -> dict[str, Any]:
+    """What a checkpoint keeps of the batches of a run that was resumed with other ones; nothing for most runs."""
+    return {} if config.train.finished is None else {"batches": config.train.finished}
+
+
+def with_batches(saved: Config, state: dict[str, Any]) -> Config:
+    """A checkpoint's configuration with the batches that its run has had."""
+    if (batches := state.get("batches")) is not None:
+        step, samples, levels = batches
+        vars(saved.train)["finished"] = Finished(step, samples, tuple(Level(*level) for level in levels))
+    return saved
+
+
+def resume_steps(config: Config, saved: Config, step: int) -> None:
+    """Count the steps again after those that a checkpoint's run has done, if its batches were others: the finished samples, and the rest.
+
+    saved: the checkpoint's configuration, as of `with_batches`.
+    """
+    resume_at(config.train, saved.train, step)
+    _count_steps(config)
 
 
 def _can_be_counted(config: Config) -> bool:

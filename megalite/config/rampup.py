@@ -1,13 +1,13 @@
 """The global batch size of each step (`train.rampup_batch_size`). Imports no torch.
 
 The size is a function of the samples that were read before the step, so the order of samples is that of every other run: a ramp-up only
-changes where steps cut it. Without one the size is constant.
+changes where steps cut it. Without one the size is constant. A run that is resumed with other batches keeps its steps so far
+(`TrainConfig.finished`): the present sizes begin where it was resumed.
 """
 
 from functools import lru_cache
-from typing import NamedTuple
 
-from megalite.config.schema import TrainConfig
+from megalite.config.schema import Finished, Level, TrainConfig
 
 
 def problem(train: TrainConfig) -> str | None:
@@ -45,32 +45,45 @@ def steps_for(train: TrainConfig, samples: int) -> int:
     return level.step - (level.samples - samples) // level.size  # rounded up
 
 
+def counts_samples(train: TrainConfig) -> bool:
+    """Whether the learning rate follows the samples and not the steps: batches are of several sizes, and the run is so many samples long
+    or grows its batches by itself."""
+    ramped = train.rampup_batch_size is not None and problem(train) is None
+    return ramped or (train.finished is not None and train.horizon.samples is not None)
+
+
 def position(train: TrainConfig, step: int) -> float:
     """How far a run is after a step, in steps of the whole batch size: what the learning rate follows."""
-    if train.rampup_batch_size is None or problem(train) is not None:
-        return step
-    return samples_after(train, step) / train.global_batch_size
+    return samples_after(train, step) / train.global_batch_size if counts_samples(train) else step
 
 
-class Level(NamedTuple):
-    """Steps of one batch size: the number of steps before them, and of the samples that these read."""
+def warmup_in_steps(train: TrainConfig) -> bool:
+    """Whether a warm-up counts steps although the decay follows the samples: it was given in steps, and the run's batches have changed."""
+    return train.rampup_batch_size is None and counts_samples(train) and train.horizon.warmup is None
 
-    step: int
-    samples: int
-    size: int
+
+def resume_at(train: TrainConfig, saved: TrainConfig, step: int) -> None:
+    """Keep the batches of the steps that a checkpoint's run has done, if the present ones differ."""
+    finished = saved.finished
+    if step > 0 and (train.global_batch_size, train.rampup_batch_size) != (saved.global_batch_size, saved.rampup_batch_size):
+        finished = Finished(step, samples_after(saved, step), tuple(level for level in _levels(saved) if level.step < step))
+    vars(train)["finished"] = finished
 
 
 def _levels(train: TrainConfig) -> tuple[Level, ...]:
+    finished = train.finished or Finished(0, 0, ())
     if train.rampup_batch_size is None or problem(train) is not None:
-        return (Level(0, 0, train.global_batch_size),)
-    return _ramp(*train.rampup_batch_size, train.global_batch_size)
+        return (*finished.levels, Level(finished.step, finished.samples, train.global_batch_size))
+    return (*finished.levels, *_ramp(*train.rampup_batch_size, train.global_batch_size, finished.step, finished.samples))
 
 
 @lru_cache(maxsize=8)
-def _ramp(start: int, increment: int, length: int, full: int) -> tuple[Level, ...]:
+def _ramp(start: int, increment: int, length: int, full: int, step: int, samples: int) -> tuple[Level, ...]:
+    """The levels from a step on, before which so many samples are read."""
     increments = (full - start) // increment
-    levels = [Level(0, 0, start)]
-    for number in range(1, increments + 1):
+    made = min(samples * increments // length, increments)
+    levels = [Level(step, samples, start + made * increment)]
+    for number in range(made + 1, increments + 1):
         ends = -(-number * length // increments)  # the first number of samples at which this many increments are made
         step, samples, size = levels[-1]
         steps = max(-(-(ends - samples) // size), 0)  # none: a batch before has passed this level's part of the samples

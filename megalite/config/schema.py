@@ -1,8 +1,9 @@
 """The options of a run: typed sections whose field docstrings are the `--help` text. Imports no torch."""
 
 from dataclasses import Field, dataclass, field, fields
+from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from megalite.config.checkpoints import CheckpointConfig as CheckpointConfig
 from megalite.config.checkpoints import ValidationConfig as ValidationConfig
@@ -375,6 +376,34 @@ class DataConfig:
     """Accept data made with another tokenizer than other data, the starting weights or the checkpoint that the run resumes."""
 
 
+class Horizon(NamedTuple):
+    """What of a run's length was given as an amount of samples, from which steps are counted again at a resume with other batches.
+
+    Attributes:
+        samples: those of the whole run, if its length was given in tokens or epochs; None if it was given in steps.
+        warmup: the warm-up as a share of the run; None if it was given in steps.
+    """
+
+    samples: int | None = None
+    warmup: Fraction | None = None
+
+
+class Level(NamedTuple):
+    """Steps of one batch size: the number of steps before them, and of the samples that these read."""
+
+    step: int
+    samples: int
+    size: int
+
+
+class Finished(NamedTuple):
+    """The part of a resumed run that had other batches: its steps, the samples that they read, and its levels."""
+
+    step: int
+    samples: int
+    levels: tuple[Level, ...]
+
+
 @dataclass
 class TrainConfig:
     steps: int = 100
@@ -434,6 +463,10 @@ class TrainConfig:
     """A validation loss is an improvement if it is lower than that of the last improvement by more than this."""
     watchdog: str | None = "5m"
     """When a rank makes no progress for this long, print where it is and write its stacks to stalls/ in the run's directory. null: off."""
+
+    # No options: set on an instance by `config.amounts`, and not stored in config.yaml.
+    horizon: ClassVar[Horizon] = Horizon()
+    finished: ClassVar[Finished | None] = None
 
     def recompute_of(self, layer: int) -> str:
         """What one layer recomputes: none, selective, full, or operations (`config.recomputation`)."""

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config, ConfigError, DataConfig
 
 
 def prefixes(source: Any) -> list[str]:
@@ -44,6 +44,34 @@ def metadata(prefix: str | Path) -> dict[str, Any]:
 def is_chat(prefix: str | Path) -> bool:
     """Whether the documents of a token file are conversations, with a loss mask in PREFIX.loss."""
     return "chat" in metadata(prefix)
+
+
+def seen_in_training(data: DataConfig) -> list[str]:
+    """The files of data.validation that data.train has, too, under whatever path: prefixes, after the name of a set if there are sets.
+
+    Files are the same if they are one file on the disk, or if their paths lead to one place.
+    """
+    trained = {identity for prefix in prefixes(data.train) for identity in _identities(prefix)}
+    sets = named_sets(data.validation)
+    said = {f"{name}: {prefix}": prefix for name, prefix in sets.items()} or {prefix: prefix for prefix in prefixes(data.validation)}
+    return [text for text, prefix in said.items() if trained.intersection(_identities(prefix))]
+
+
+def _identities(prefix: str) -> set[Any]:
+    """The place of PREFIX.bin, and device and inode if it is there."""
+    path = os.path.realpath(f"{prefix}.bin")
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return {path}
+    return {path, (found.st_dev, found.st_ino)}
+
+
+def remarks(config: Config) -> list[str]:
+    """Lines for the user about data that is rarely meant so: validation on training data, and what a run would leave unused."""
+    found = ", ".join(seen_in_training(config.data))
+    seen = [f"WARNING: data.validation has training data ({found}): its validation loss is a training loss"] if found else []
+    return seen + unused(config)
 
 
 def unused(config: Config) -> list[str]:

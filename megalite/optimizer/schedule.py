@@ -8,23 +8,27 @@ from __future__ import annotations
 
 from math import cos, pi, sqrt
 
-from megalite.config.rampup import position
+from megalite.config.rampup import position, warmup_in_steps
 from megalite.config.schema import Config
 
 
 def learning_rate(config: Config, step: int) -> float:
     """The learning rate of a 1-based step: warm-up reaches the peak at step warmup_steps, decay reaches the minimum at the last step. With
-    a ramp-up of the batch size all three are counted in whole batches."""
+    a ramp-up of the batch size, or other batches since a resume, all three are counted in whole batches."""
     options, train = config.optimizer, config.train
-    at, steps = (step, train.steps) if train.rampup_batch_size is None else (position(train, step), position(train, train.steps))
+    several = train.rampup_batch_size is not None or train.finished is not None  # batches of several sizes
+    at, steps = (position(train, step), position(train, train.steps)) if several else (step, train.steps)
     scale = batch_scale(config)
     peak, low = options.lr * scale, options.min_lr * scale
-    if at < options.warmup_steps:
-        return peak * at / options.warmup_steps
-    start = steps - options.wsd_decay_fraction * steps if options.decay == "wsd" else options.warmup_steps
-    done = min(max((at - start) / max(steps - start, 1), 0.0), 1.0)
+    in_steps = several and warmup_in_steps(train)
+    if (warmed := step if in_steps else at) < options.warmup_steps:
+        return peak * warmed / options.warmup_steps
+    warmup = position(train, options.warmup_steps) if in_steps else options.warmup_steps
+    start = steps - options.wsd_decay_fraction * steps if options.decay == "wsd" else warmup
     if options.decay == "constant":
         return peak
+    length = steps - start  # may be a part of a step, which still ends at the minimum; 0 if the whole run is warm-up
+    done = min(max((at - start) / length, 0.0), 1.0) if length > 0 else 0.0
     share = 0.5 * (1 + cos(pi * done)) if options.decay == "cosine" else 1 - done
     return low + (peak - low) * share
 

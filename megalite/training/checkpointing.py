@@ -16,6 +16,7 @@ from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, DamagedError, find
 from megalite.checkpoint.agreement import on_rank_0, raise_on_all_ranks
 from megalite.checkpoint.saver import Save
+from megalite.config.amounts import batches_done
 from megalite.config.load import to_dict
 from megalite.launch.environment import software
 from megalite.model.adapters import ADAPTER
@@ -153,6 +154,7 @@ def resume(trainer: Trainer, directory: Path) -> None:
     started = perf_counter()
     manifest = _checked(trainer, directory)
     state = manifest.state
+    resume_checks.continue_steps(trainer.config, state)
     resume_checks.check_resume(trainer.config, trainer.train_data.fingerprint, state, directory)  # before any weight is overwritten
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
         routers = [] if trainer.parts.routers is None else trainer.parts.routers.rectangles()
@@ -190,6 +192,7 @@ def begin_save(trainer: Trainer, best: bool = False) -> Save:
         "tokenizer": trainer.train_data.tokenizer.record(),
         "config": to_dict(trainer.config),
         "software": software(),
+        **batches_done(trainer.config),
         **({"loop": state_to_save(trainer)} if trainer.loop_state else {}),
     }
     trainer.store.gatherer.finish()

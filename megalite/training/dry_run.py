@@ -15,7 +15,7 @@ from megalite.config.rampup import samples_after
 from megalite.config.recomputation import shown
 from megalite.config.rules import check
 from megalite.config.schema import Config, ConfigError
-from megalite.config.token_files import unused
+from megalite.config.token_files import remarks
 from megalite.model.cost import per_token
 from megalite.model.parameters import active_parameters
 from megalite.parallel.pipeline.schedule import Schedule
@@ -143,7 +143,7 @@ def describe(config: Config, content: dict[str, Any]) -> list[str]:
         "each stage as long as its matrix products",
         *([f"the run: {content['steps']:,} steps, {content['tokens']:,} tokens"] if "steps" in content else []),
         *experts(config, rows),
-        *unused(config),
+        *remarks(config),
         f"built on the meta device, with the planned number of bytes: {len(content['built'])} rank{'s' * (len(content['built']) > 1)}",
     ]
     return lines

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint import CheckpointError, Manifest
+from megalite.config.amounts import resume_steps, with_batches
 from megalite.config.dims import ParallelDims
 from megalite.config.load import from_dict, to_dict
+from megalite.config.rampup import steps_for
 from megalite.config.rule import show
 from megalite.config.schema import Config, ConfigError
 
@@ -30,8 +32,8 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
     """Raise ConfigError if model, optimizer, data or horizon differ from a checkpoint's, unless `checkpoint.allow` lists the change."""
     from megalite.training.tokenizer_checks import check_resumed_tokenizer  # which a fresh start does not need
 
-    saved = from_dict(state["config"])
-    allow = config.checkpoint.allow
+    saved = with_batches(from_dict(state["config"]), state)
+    allow, samples = config.checkpoint.allow, config.train.horizon.samples
     shape, saved_shape = (
         {f"{section}.{name}": value for section in ("model", "lora") for name, value in _tree(each)[section].items() if name not in FREE}
         for each in (config, saved)
@@ -48,7 +50,9 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
     if state["fingerprint"] != fingerprint and "data" not in allow:
         what = other_samples(config, saved)
         raise ConfigError(f"checkpoint.load = {directory} was made with other {what}. Accept it with checkpoint.allow = [data].")
-    if saved.train.steps != config.train.steps and "horizon" not in allow and config.optimizer.decay != "constant":
+    # A length in samples is the same one if it makes as many steps of the checkpoint's batches.
+    planned = config.train.steps if samples is None else steps_for(saved.train, samples)
+    if saved.train.steps != planned and "horizon" not in allow and config.optimizer.decay != "constant":
         raise ConfigError(
             f"train.steps = {config.train.steps}, but {directory} was made for {saved.train.steps}: the learning rate would change. "
             "Accept it with checkpoint.allow = [horizon]."
@@ -58,6 +62,11 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
             f"train.rampup_batch_size = {show(config.train.rampup_batch_size)}, but {directory} was made with {show(ramp)}: batches and "
             "learning rates would change. Accept it with checkpoint.allow = [horizon]."
         )
+
+
+def continue_steps(config: Config, state: dict[str, Any]) -> None:
+    """Count the steps of a run again that a checkpoint's state continues (`amounts.resume_steps`)."""
+    resume_steps(config, with_batches(from_dict(state["config"]), state), state["step"])
 
 
 def other_samples(config: Config, saved: Config) -> str:

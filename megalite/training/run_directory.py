@@ -7,6 +7,7 @@ ends at once where nothing is left to do.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -19,7 +20,7 @@ from megalite.config.schema import Config, ConfigError
 from megalite.launch.run_lock import RunLock
 from megalite.monitoring.metrics import FILE as METRICS
 from megalite.training.best import stopped_early
-from megalite.training.resume_checks import changed_experiment, is_same_run
+from megalite.training.resume_checks import changed_experiment, continue_steps, is_same_run
 
 
 @dataclass
@@ -134,6 +135,8 @@ def _nothing_to_do(config: Config) -> str | None:
     try:
         state = checkpoint.manifest_of(place).state
         step, planned = state["step"], state["config"]["train"]["steps"]
+        config = deepcopy(config)
+        continue_steps(config, state)
     except (CheckpointError, KeyError, TypeError):  # reading the checkpoint to resume will say what is wrong, or there is none
         return None
     early = stopped_early(config, state.get("loop", {}))

@@ -114,6 +114,18 @@ def test_several_prompts_are_printed_with_their_continuations(checkpoint: Path, 
     assert printed == "--- 'Every c'\nafé \n--- 'quick br'\nown f\n"
 
 
+def test_what_has_no_encoding_is_replaced_in_prompts(checkpoint: Path, tmp_path: Path, generate: Callable[..., str]) -> None:
+    """Lone surrogates, of JSON and of a command line that is not UTF-8; and the byte-order mark of a file."""
+    lines = ['"a \\ud800"', '{"prompt": "b \\uDC80 \\ud83c\\udf89"}']
+    (tmp_path / "prompts.jsonl").write_bytes(b"\xef\xbb\xbf" + "\n".join(lines).encode())
+    words = [*GREEDY, "--tokens", "2", "--json"]
+    found = json.loads(generate(checkpoint, "--prompts", tmp_path / "prompts.jsonl", *words))
+    assert [each["prompt"] for each in found] == ["a \ufffd", "b \ufffd 🎉"]
+    plain = json.loads(generate(checkpoint, "--prompt", "a \ufffd", "--prompt", "b \ufffd 🎉", *words))
+    assert [each["tokens"] for each in found] == [each["tokens"] for each in plain]
+    assert json.loads(generate(checkpoint, "--prompt", "c \udcff", *words))["prompt"] == "c \ufffd"
+
+
 def test_a_long_prompt_counts_only_in_its_last_window(model: LanguageModel) -> None:
     """The window is all that the model has positions for; inside it every token counts. Beyond it half of the window goes on."""
     tokens = ByteTokenizer().encode(3 * SENTENCE)

@@ -4,6 +4,7 @@ other. A kill is one: the preparation runs in a forked process that a signal end
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import multiprocessing
 import os
@@ -43,11 +44,12 @@ def small(monkeypatch, tmp_path) -> None:
         Path(f"{i}.txt").write_text("\n".join(lines[i::7]))
     Path("long.txt").write_bytes("\n".join(lines).encode() + b"\nno UTF-8: \xff\n" + b"\n".join(line.encode() for line in lines))
     Path("a.jsonl").write_text("\n".join("bad" if i == 3 else json.dumps({"text": line}) for i, line in enumerate(lines)))
+    Path("b.jsonl.gz").write_bytes(gzip.compress("\n".join(json.dumps({"text": f"packed {line}"}) for line in lines).encode()))
     Path("chats.jsonl").write_text("\n".join(json.dumps({"messages": [{**SHORT[0], "content": line}, SHORT[1]]}) for line in lines))
 
 
 def run(prefix: str = "x", *, chat: bool = False, encoder: Texts | Chats | None = None, **options: Any) -> Summary:
-    names = ["chats.jsonl"] if chat else ["?.txt", "long.txt", "a.jsonl", "?.txt"]
+    names = options.pop("names", None) or (["chats.jsonl"] if chat else ["?.txt", "long.txt", "a.jsonl", "?.txt"])
     encoder = encoder or (Chats() if chat else Texts(skip_bad=1))
     text_key = None if chat else "text"
     sources = open_inputs(names, exclude=[], file_format="auto", text_key=text_key, split="train", skip_bad=True)
@@ -100,6 +102,17 @@ def test_a_killed_preparation_continues(options, after):
     assert done.resumed_bytes > 0 and min(seen) > done.resumed_bytes, "no task is done twice, and no tokenizer is trained again"
     assert asdict(done) == asdict(whole) | {"resumed_bytes": done.resumed_bytes}
     assert notes == [f"x: continues an interrupted preparation at {done.resumed_bytes / 1e6:.1f} of {done.input_bytes / 1e6:.1f} MB"]
+
+
+def test_compressed_lines_continue_where_they_were():
+    """Their offsets are none of the file: what was done is decompressed again, and not tokenized again."""
+    whole: list[str] = []
+    expected = (run("y", names=["b.jsonl.gz"], progress=lambda what, *_: whole.append(what)), files("y"))[1]
+    killed(9, names=["b.jsonl.gz"])
+    tasks: list[str] = []
+    done = run("x", names=["b.jsonl.gz"], progress=lambda what, *_: tasks.append(what))
+    assert files("x") == expected and left() == [] and done.documents == 100 and 0 < done.resumed_bytes <= done.input_bytes
+    assert 0 < len(tasks) <= len(whole) - 8
 
 
 def test_it_can_be_killed_twice():

@@ -160,3 +160,15 @@ def test_a_run_that_has_not_stepped_yet_has_a_page(tmp_path: Path):
     directory = write_run(tmp_path / "new")
     (directory / "metrics.jsonl").unlink()
     assert "0 of 50" in made(directory) and read(directory).steps == []
+
+
+def test_a_run_that_validates_on_its_training_data_says_so(tmp_path: Path):
+    directory = write_run(tmp_path / "same")
+    assert "Validated on training data" not in made(directory)
+    options = yaml.safe_load((directory / "config.yaml").read_text())
+    options["data"] |= {"train": ["data/a", "data/b"], "validation": {"prose": "data/../data/b", "code": "data/c"}}
+    (directory / "config.yaml").write_text(yaml.safe_dump(options))
+    page = made(directory)
+    assert (
+        "Validated on training data" in page and "prose: data/../data/b" in page and "code: data/c" not in page.split("Time of a step")[0]
+    )

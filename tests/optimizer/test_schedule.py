@@ -61,6 +61,35 @@ def test_corners_by_hand(decay):
     assert learning_rate(config(decay=decay, warmup_steps=STEPS, wsd_decay_fraction=0.0), STEPS // 2) == pytest.approx(PEAK / 2)
 
 
+SHORT = {
+    # (decay, steps, options) → the rates of all steps
+    "wsd of half a step": ("wsd", 5, {"wsd_decay_fraction": 0.1}, [PEAK] * 4 + [LOW]),
+    "wsd of a hundredth of a step": ("wsd", 4, {"wsd_decay_fraction": 0.0025}, [PEAK] * 3 + [LOW]),
+    "wsd of one and a half steps": ("wsd", 6, {"wsd_decay_fraction": 0.25}, [PEAK] * 4 + [PEAK - (PEAK - LOW) / 3, LOW]),
+    "wsd after a warm-up": ("wsd", 5, {"wsd_decay_fraction": 0.1, "warmup_steps": 2}, [PEAK / 2, PEAK, PEAK, PEAK, LOW]),
+    "cosine of one step": ("cosine", 3, {"warmup_steps": 2}, [PEAK / 2, PEAK, LOW]),
+    "linear of one step": ("linear", 1, {}, [LOW]),
+    "a warm-up that leaves no decay": ("cosine", 2, {"warmup_steps": 2}, [PEAK / 2, PEAK]),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_decay_shorter_than_a_step_ends_at_the_minimum(name):
+    decay, steps, options, expected = SHORT[name]
+    made = config(decay=decay, **{"warmup_steps": 0, **options})
+    made.train.steps = steps
+    assert [learning_rate(made, step) for step in range(1, steps + 1)] == pytest.approx(expected)
+
+
+def test_a_decay_shorter_than_a_whole_batch_ends_at_the_minimum():
+    """With a ramp-up of the batch size the run is 5 steps of 4 sequences, which is 0.31 of a whole batch."""
+    for decay in ("cosine", "linear", "wsd"):
+        made = config(decay=decay, warmup_steps=0)
+        made.train.steps, made.train.rampup_batch_size = 5, [4, 4, 1000]
+        assert learning_rate(made, 5) == pytest.approx(LOW), decay
+        assert learning_rate(made, 4) > 1.5 * LOW, decay
+
+
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
 def test_batch_scaling_moves_peak_and_minimum(rule, factor):
     scaled = config(lr_scaling=rule, base_batch_size=16)  # the batch is 64

@@ -19,6 +19,7 @@ from megalite.data.chat_template import ChatTemplate
 from megalite.data.indexed import DataError
 from megalite.data.preparation import earlier
 from megalite.data.preparation.chats import Chats
+from megalite.data.preparation.contents import without_mark
 from megalite.data.preparation.encoded import Encoded
 from megalite.data.preparation.first_records import check_first
 from megalite.data.preparation.journal import Journal, Note, digest, key_of, locked
@@ -293,7 +294,8 @@ def _training_texts(task: Task, encoder: Texts | Chats) -> Iterator[str]:
     else:
         with task.piece.path.open("rb") as file:
             file.seek(task.piece.start)
-            yield decoded(file.read(task.piece.stop - task.piece.start))[0]
+            raw = file.read(task.piece.stop - task.piece.start)
+        yield decoded(without_mark(raw) if task.piece.start == 0 else raw)[0]
 
 
 def _beside(tokenizer: str, prefix: Path) -> str:

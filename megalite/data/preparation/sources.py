@@ -1,12 +1,14 @@
 """Sources of documents: text files, .jsonl, .csv, .parquet and Hugging Face datasets, cut into tasks to distribute over workers.
 
 A document is a text or, for chat data, a whole record (then `text_key` is None, and records are sent as lines of JSON). Documents are in
-the order of the tasks, whichever worker runs them. Text files and .jsonl are cut by bytes, and the workers read them.
+the order of the tasks, whichever worker runs them. Text files and .jsonl are cut by bytes, and the workers read them; one process
+decompresses a .jsonl or .csv that is compressed, and sends its records.
 """
 
 import csv
 import fnmatch
 import glob
+import io
 import json
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, groupby
@@ -15,6 +17,18 @@ from typing import Any, Protocol
 
 from megalite.data.chat_records import BadRecord
 from megalite.data.indexed import DataError
+from megalite.data.preparation.contents import (
+    LOOKED_AT,
+    SUFFIXES,
+    Damage,
+    compression,
+    contents,
+    is_parquet,
+    not_text,
+    opened,
+    records_in,
+    without_mark,
+)
 from megalite.data.preparation.tasks import Numbered, Span, Task
 from megalite.data.record_hints import for_texts
 
@@ -23,34 +37,52 @@ PIECE_BYTES = 4 * TASK_BYTES  # of a text that is cut; longer than a task, as th
 LONG_TEXT = 4 * PIECE_BYTES  # a text file from this size on is cut
 LONGEST_FIELD = 1 << 30  # characters of a .csv; the module's default refuses texts of more than 128 KiB
 TEXT_SUFFIXES = (
-    *("", ".txt", ".text", ".md", ".rst", ".tex", ".log", ".html", ".htm", ".xml", ".css", ".json", ".yaml", ".yml"),
+    *("", ".txt", ".text", ".md", ".rst", ".tex", ".log", ".html", ".htm", ".xml", ".css", ".yaml", ".yml"),
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".kt", ".scala", ".js", ".ts", ".tsx", ".go", ".rs", ".rb", ".php"),
     *(".swift", ".lua", ".r", ".jl", ".hs", ".ml", ".el", ".lisp", ".sql", ".sh", ".pl", ".toml", ".ini", ".cfg"),
 )
-FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
+FORMATS = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
 FORMATS |= dict.fromkeys(TEXT_SUFFIXES, "text")
+UNSAID = ("", ".txt", ".text")
+"""Suffixes of text, and of files that are called so because nothing else was said, such as the parts that Spark writes."""
 
 
 class Source(Protocol):
-    """One input. `size`: its approximate size in bytes; `identity`: what changes if its content does."""
+    """One input.
 
+    Attributes:
+        uses_text_key: it has records, and `--text_key` says which of their texts is read.
+        size: its approximate size in bytes.
+        identity: what changes if its content does.
+    """
+
+    uses_text_key: bool
     size: int
     identity: list[Any]
 
     def tasks(self) -> Iterator[Task]: ...
 
 
-def _unreadable(path: Path, size: int) -> Task | None:
-    """The only task of a file that cannot be opened, which counts as one bad record; None if it can."""
+def _unusable(path: Path, size: int, text: bool = False) -> Task | None:
+    """The only task of a file that cannot be opened or, where it must be text, is none, which counts as one bad record; None if it can."""
     try:
-        path.open("rb").close()
-    except OSError as error:
-        return Task(size, damage=(BadRecord(f"--input {path}", f" can not be read: {error.strerror}."),))
-    return None
+        with opened(path) as (plain, _):
+            start = plain.read(LOOKED_AT) if text else b""
+    except Damage as error:
+        return Task(size, damage=(BadRecord(f"--input {path}", f" can not be read: {error}."),))
+    found = not_text(start)
+    return None if found is None else Task(size, damage=(BadRecord(f"--input {path}", f" {found[0]}.", found[1]),))
+
+
+def _damaged(path: Path, error: object) -> BadRecord:
+    """What cannot be read of a file whose beginning could."""
+    return BadRecord(f"--input {path}", f" is damaged, and the rest of it can not be read ({error}).")
 
 
 class TextFiles:
     """Text files, one document each."""
+
+    uses_text_key = False
 
     def __init__(self, paths: list[Path]):
         self._sizes = [(path, path.stat().st_size) for path in paths]
@@ -61,8 +93,10 @@ class TextFiles:
         for long, group in groupby(self._sizes, lambda item: item[1] >= LONG_TEXT):
             if long:
                 for path, size in group:
-                    if problem := _unreadable(path, size):
+                    if problem := _unusable(path, size, text=True):
                         yield problem
+                    elif compression(path):
+                        yield Task(size, files=(path,))
                     else:
                         yield from (Task(span.stop - span.start, piece=span) for span in _spans(path, size, PIECE_BYTES))
             else:
@@ -73,18 +107,42 @@ class TextFiles:
 class JsonLines:
     """A file with one JSON object per line."""
 
+    uses_text_key = True
+
     def __init__(self, path: Path):
         self._path, self.size, self.identity = path, path.stat().st_size, [_stamp(path)]
 
     def tasks(self) -> Iterator[Task]:
-        if problem := _unreadable(self._path, self.size):
+        if problem := _unusable(self._path, self.size):
             yield problem
+        elif compression(self._path):
+            yield from self._decompressed()
         else:
             yield from (Task(span.stop - span.start, span=span) for span in _spans(self._path, self.size, TASK_BYTES))
 
+    def _decompressed(self) -> Iterator[Task]:
+        """The lines themselves, about TASK_BYTES of them; the size is that of the file's bytes that were read for them."""
+        lines: list[tuple[int, bytes]] = []
+        length = before = 0
+        damage: tuple[BadRecord, ...] = ()
+        try:
+            with opened(self._path) as (plain, file):
+                for number, line in enumerate(plain, 1):
+                    lines.append((number, line))
+                    length += len(line)
+                    if length >= TASK_BYTES:
+                        at = file.tell()
+                        yield Task(at - before, lines=tuple(lines), source=f"{self._path} line")
+                        before, lines, length = at, [], 0
+        except Damage as error:
+            damage = (_damaged(self._path, error),)
+        yield Task(self.size - before, lines=tuple(lines), source=f"{self._path} line", damage=damage)
 
-class JsonArray:
-    """A .json file that is one list of records, as Alpaca's and ShareGPT's. If it is not, its only task says so."""
+
+class JsonDocument:
+    """A file that is one list of records, as Alpaca's and ShareGPT's, or one record. If it is neither, its only task says so."""
+
+    uses_text_key = True
 
     def __init__(self, path: Path):
         self._path, self.size, self.identity = path, path.stat().st_size, [_stamp(path)]
@@ -92,10 +150,13 @@ class JsonArray:
     def tasks(self) -> Iterator[Task]:
         way_out = "If it holds one object a line, add --format jsonl."
         try:
-            content = json.loads(self._path.read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
+            # Bytes that are not UTF-8 become lone surrogates, which are replaced and counted where the record is read.
+            content = json.loads(without_mark(contents(self._path)).decode(errors="surrogateescape"))
+        except (Damage, ValueError, RecursionError) as error:
             yield Task(self.size, damage=(BadRecord(f"--input {self._path}", f" is not JSON ({error}).", way_out),))
             return
+        if isinstance(content, dict) and content:
+            content = [content]
         if not isinstance(content, list):
             yield Task(self.size, damage=(BadRecord(f"--input {self._path}", " is not a list of records.", way_out),))
             return
@@ -105,38 +166,56 @@ class JsonArray:
 class Csv:
     """A .csv or, with tabs, .tsv file, whose first row names the columns. Raises DataError if it has no such row."""
 
+    uses_text_key = True
+
     def __init__(self, path: Path):
         self._path, self.size, self.identity = path, path.stat().st_size, [_stamp(path)]
 
     def tasks(self) -> Iterator[Task]:
-        yield from _record_tasks(self._rows(), f"{self._path} row")
+        if problem := _unusable(self._path, self.size, text=True):
+            yield problem
+        else:
+            yield from _record_tasks(self._rows(), f"{self._path} row")
 
     def _rows(self) -> Iterator[dict[str, str] | BadRecord]:
         """The rows as records; the first one after the header is row 1."""
         csv.field_size_limit(LONGEST_FIELD)
-        with self._path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-            # strict: a quote without its end is an error, where it would take all that follows into one field
-            rows = csv.reader(file, delimiter="\t" if self._path.suffix.lower() == ".tsv" else ",", strict=True)
+        delimiter = "\t" if _suffix(self._path) == ".tsv" else ","
+        try:
+            with opened(self._path) as (plain, _):
+                # surrogateescape: as in JsonDocument. strict: a quote without its end is an error, where it would take all that follows
+                # into one field.
+                file = io.TextIOWrapper(plain, encoding="utf-8-sig", errors="surrogateescape", newline="")
+                yield from self._read(csv.reader(file, delimiter=delimiter, strict=True))
+        except Damage as error:
+            yield _damaged(self._path, error)
+
+    def _read(self, rows: Iterator[list[str]]) -> Iterator[dict[str, str] | BadRecord]:
+        try:
             names = next(rows, [])
-            if not names:
-                raise DataError(f"--input {self._path} has no first row that names its columns. Add one, or --format text.")
-            for number in count(1):
-                where = Numbered(f"{self._path} row", number)
-                try:
-                    row = next(filter(None, rows), None)
-                except csv.Error as error:
-                    yield BadRecord(where, f" can not be read ({error}).")
-                    continue
-                if row is None:
-                    return
-                if len(row) == len(names):
-                    yield dict(zip(names, row, strict=True))
-                else:
-                    yield BadRecord(where, f" has {len(row)} fields, and the first row names {len(names)}.")
+        except csv.Error as error:
+            raise DataError(f"--input {self._path}: its first row, which names its columns, can not be read ({error}).") from None
+        if not names:
+            raise DataError(f"--input {self._path} has no first row that names its columns. Add one, or --format text.")
+        for number in count(1):
+            where = Numbered(f"{self._path} row", number)
+            try:
+                row = next(filter(None, rows), None)
+            except csv.Error as error:
+                yield BadRecord(where, f" can not be read ({error}).")
+                continue
+            if row is None:
+                return
+            if len(row) == len(names):
+                yield dict(zip(names, row, strict=True))
+            else:
+                yield BadRecord(where, f" has {len(row)} fields, and the first row names {len(names)}.")
 
 
 class Parquet:
     """A parquet file with its text in one column. Raises DataError if it cannot be read or has no such column."""
+
+    uses_text_key = True
 
     def __init__(self, path: Path, text_key: str | None):
         import pyarrow
@@ -151,7 +230,7 @@ class Parquet:
             _check_column(schema.names, text_key, str(path))
             kind = schema.field(text_key).type
             values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-            if values not in (pyarrow.string(), pyarrow.large_string()):
+            if values not in (pyarrow.string(), pyarrow.large_string(), pyarrow.null()):  # null: of a file whose texts are all null
                 way_out = for_texts(dict.fromkeys(schema.names)) or "Choose the column that holds text."
                 raise DataError(f"--text_key {text_key} of {path} is {kind}, not text. {way_out}")
         self._path, self._key, self.identity = path, text_key, [_stamp(path)]
@@ -171,12 +250,13 @@ class Parquet:
             else:
                 yield from _text_tasks(text for batch in batches for text in batch.column(0).to_pylist())
         except (ValueError, OSError) as error:  # pyarrow's errors are one of the two
-            reason = f" is damaged, and the rest of it can not be read ({str(error).splitlines()[0]})."
-            yield Task(0, damage=(BadRecord(f"--input {self._path}", reason, ""),))
+            yield Task(0, damage=(_damaged(self._path, str(error).splitlines()[0]),))
 
 
 class HuggingFace:
     """hf:NAME or hf:NAME:CONFIG, one split, through `datasets`. Raises DataError if it cannot be loaded or has no such column."""
+
+    uses_text_key = True
 
     def __init__(self, name: str, split: str, text_key: str | None):
         from megalite.config import hub
@@ -197,6 +277,9 @@ class HuggingFace:
             raise DataError(f"--input hf:{name} with --split {split} can not be loaded: {reason.rstrip('.')}{way_out}.") from None
         if text_key is not None:
             _check_column(self._rows.column_names, text_key, f"hf:{name}")
+            kind = getattr(self._rows.features[text_key], "dtype", "a list")
+            if kind not in ("string", "large_string", "null"):
+                raise DataError(f"--text_key {text_key} of hf:{name} is {kind}, not text. Choose the column that holds text.")
         self._name, self._key, count = name, text_key, len(self._rows)
         sample = self._rows.select(range(0, count, max(1, count // 64)))
         sizes = [len((json.dumps(row, default=str) if text_key is None else row[text_key]) or "") for row in sample]
@@ -213,6 +296,8 @@ class HuggingFace:
 class Damaged:
     """A file that cannot be opened as what it should be."""
 
+    uses_text_key = True
+
     def __init__(self, path: Path, error: DataError):
         self._error, self.size, self.identity = str(error), 0, [_stamp(path)]
 
@@ -221,26 +306,42 @@ class Damaged:
 
 
 def open_inputs(
-    names: list[str], *, exclude: list[str], file_format: str, text_key: str | None, split: str, skip_bad: bool = False
+    names: list[str],
+    *,
+    exclude: list[str],
+    file_format: str,
+    text_key: str | None,
+    split: str,
+    skip_bad: bool = False,
+    note: Callable[[str], None] = lambda line: None,
 ) -> list[Source]:
     """The sources named by `--input`, in order; a file named twice is read once. Raises DataError on a bad input.
 
-    text_key: the key of a record's text; None for whole records. skip_bad: a damaged parquet file becomes a bad record.
+    Args:
+        text_key: the key of a record's text; None for whole records.
+        skip_bad: a damaged parquet file becomes a bad record.
+        note: called with a line for the user if files of JSON are read as text.
     """
     paths = dict.fromkeys(item for name in names for item in _expand(name))
     kept = [p for p in paths if not any(fnmatch.fnmatch(p, pattern) for pattern in exclude)]
     if not kept:
         raise DataError(f"--exclude {' '.join(exclude)} leaves nothing of --input {' '.join(names)}.")
-    of_file: dict[str, Callable[[Path], Source]] = {"json": JsonArray, "jsonl": JsonLines, "csv": Csv}
+    of_file: dict[str, Callable[[Path], Source]] = {"json": JsonDocument, "jsonl": JsonLines, "csv": Csv}
     of_file["parquet"] = lambda path: _parquet(path, text_key, skip_bad)
+    formats = {path: _format(path, file_format, text_key) for path in kept}
     sources: list[Source] = []
-    for kind, group in groupby(kept, lambda p: _format(p, file_format, records=text_key is None)):
+    for kind, group in groupby(kept, formats.__getitem__):
         if kind == "text":
             sources.append(TextFiles([Path(p) for p in group]))
         elif kind == "hf":
             sources.extend(HuggingFace(p.removeprefix("hf:"), split, text_key) for p in group)
         else:
             sources.extend(of_file[kind](Path(p)) for p in group)
+    if file_format == "auto":
+        as_text = [path for path, kind in formats.items() if kind == "text" and _suffix(Path(path)) == ".json"]
+        if as_text:
+            more = f" and {len(as_text) - 1} more .json files hold" if len(as_text) > 1 else " holds"
+            note(f"{as_text[0]}{more} no records with --text_key {text_key}: read as text, braces and all")
     return sources
 
 
@@ -273,20 +374,55 @@ def _expand(name: str) -> list[str]:
     return found
 
 
-def _format(name: str, file_format: str, records: bool) -> str:
+def _suffix(path: Path) -> str:
+    """The suffix that names the format, without the one of a compression."""
+    return Path(path.stem if path.suffix.lower() in SUFFIXES else path.name).suffix.lower()
+
+
+def _format(name: str, file_format: str, text_key: str | None) -> str:
+    """The format of an input: what was asked for, else what its suffix says; which records of JSON it holds, its content says.
+
+    Raises DataError if nothing says what it is, or if it is text where records are asked for (text_key None).
+    """
     if name.startswith("hf:"):
         return "hf"
-    suffix = Path(name).suffix.lower()
-    if file_format == "auto" and suffix not in FORMATS:
-        raise DataError(f"--input {name}: the suffix {suffix} says nothing about its format. Add --format text, jsonl, csv or parquet.")
-    kind = FORMATS[suffix] if file_format == "auto" else file_format
-    if not records or kind != "text":
-        return kind
-    if suffix == ".json":
-        return "json"
-    raise DataError(
-        f"--input {name} is text, and --chat reads conversations. Give .jsonl, .json, .csv, .parquet or hf:NAME, or add --format jsonl."
-    )
+    path = Path(name)
+    kind = FORMATS.get(_suffix(path)) if file_format == "auto" else file_format
+    if file_format == "auto" and (kind is None or _suffix(path) in UNSAID):
+        kind = "parquet" if is_parquet(path) else _format_of_records(path, text_key, said=False) or kind
+    elif kind == "json":
+        kind = _format_of_records(path, text_key) or ("text" if text_key is not None else "json")
+    elif kind == "jsonl":  # whose lines may, by mistake, be one list
+        found = records_in(path)
+        kind = "json" if found is not None and found.form in ("list", "one") else kind
+    if kind is None:
+        raise DataError(
+            f"--input {name}: the suffix {_suffix(path)} says nothing about its format. Add --format text, jsonl, csv or parquet."
+        )
+    if kind == "text" and text_key is None:
+        raise DataError(
+            f"--input {name} is text, and --chat reads conversations. Give .jsonl, .json, .csv, .parquet or hf:NAME, or add --format jsonl."
+        )
+    return kind
+
+
+def _format_of_records(path: Path, text_key: str | None, said: bool = True) -> str | None:
+    """json or jsonl if a file holds such records; None if it is text, as a file of JSON is that belongs to a program.
+
+    Several objects are records. One alone is a record if it has a text, and so are the objects of a file whose name does not say JSON.
+
+    said: the name says JSON.
+    """
+    found = records_in(path)
+    if found is None:
+        return None
+    is_text = text_key is not None and text_key not in found.keys
+    if is_text and not (said and found.several and found.form in ("lines", "list")) or not (said or found.several):
+        return None
+    if found.form == "apart":
+        way_out = f"Put each on one line: jq -c . {path}"
+        raise DataError(f"--input {path} holds objects of JSON that are neither one a line nor in a list. {way_out}.")
+    return "jsonl" if found.form == "lines" else "json"
 
 
 def _check_column(names: list[str], text_key: str, where: str) -> None:

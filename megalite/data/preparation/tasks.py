@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +9,9 @@ from typing import Any
 
 from megalite.data.chat_records import BadRecord
 from megalite.data.indexed import DataError
+from megalite.data.preparation.contents import Damage, contents, not_text, without_mark
 from megalite.data.record_hints import for_texts
+from megalite.data.unicode import parsed, whole
 
 SHOWN = 10  # bad records that a message lists
 
@@ -118,35 +118,38 @@ def documents(task: Task, text_key: str, bad: BadRecords) -> Iterator[tuple[str,
     """A task's documents, and for each whether it had invalid Unicode, which is replaced by U+FFFD. Pieces of long texts are not read."""
     for path in task.files:
         try:
-            raw = path.read_bytes()
-        except OSError as error:
-            bad.add(BadRecord(f"--input {path}", f" can not be read: {error.strerror}."))
+            raw = contents(path)
+        except Damage as error:
+            bad.add(BadRecord(f"--input {path}", f" can not be read: {error}."))
+            continue
+        if (found := not_text(raw)) is not None:
+            bad.add(BadRecord(f"--input {path}", f" {found[0]}.", found[1]))
         else:
-            yield decoded(raw)
+            yield decoded(without_mark(raw))
     for record, where, replaced in records(task, bad):
         try:
-            text, invalid = _valid(text_of(record, where, text_key))
+            text = text_of(record, where, text_key)
         except BadRecord as error:
             bad.add(error)
         else:
-            yield text, replaced or invalid
+            yield text, replaced
     for text in task.texts:
-        yield _valid(text)
+        yield whole(text)
 
 
 def records(task: Task, bad: BadRecords) -> Iterator[tuple[Any, object, bool]]:
-    """A task's records of JSON, the place of each, and whether it had invalid UTF-8, which is replaced by U+FFFD."""
+    """A task's records of JSON, the place of each, and whether it had invalid Unicode, which is replaced by U+FFFD."""
     for damage in task.damage:
         bad.add(damage)
     for where, line in _lines(task, bad):
         if line.strip():
-            text, replaced = decoded(line)
+            text, invalid = decoded(without_mark(line))  # of a file, or of one of those that were put together
             try:
-                record = json.loads(text)
+                record, replaced = parsed(text)
             except (ValueError, RecursionError) as error:
                 bad.add(BadRecord(where, f" is not JSON ({error}).", "A .jsonl file holds one JSON object a line."))
             else:
-                yield record, where, replaced
+                yield record, where, replaced or invalid
 
 
 def _lines(task: Task, bad: BadRecords) -> Iterator[tuple[object, bytes]]:
@@ -155,7 +158,7 @@ def _lines(task: Task, bad: BadRecords) -> Iterator[tuple[object, bytes]]:
     if task.span is not None:
         try:
             for offset, line in lines_of(task.span):
-                yield LineAt(task.span.path, offset), line if offset else line.removeprefix(codecs.BOM_UTF8)
+                yield LineAt(task.span.path, offset), line
         except OSError as error:  # a part of the file: no record to skip
             raise DataError(f"--input {task.span.path} can not be read any more: {error.strerror}.") from None
 
@@ -168,23 +171,16 @@ def decoded(raw: bytes) -> tuple[str, bool]:
         return raw.decode(errors="replace"), True
 
 
-def _valid(text: str) -> tuple[str, bool]:
-    """The text and False; or, if it has lone surrogates, which JSON can spell but no encoding has, the text with U+FFFD and True."""
-    try:
-        text.encode()
-        return text, False
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), True
-
-
 def text_of(record: Any, where: object, text_key: str) -> str:
-    """The text of a record. Raises BadRecord with `where` and the reason if it has none."""
+    """The text of a record; null is an empty one, as in a .parquet. Raises BadRecord with `where` and the reason if it has none."""
     if not isinstance(record, dict):
         raise BadRecord(where, f" is a {type(record).__name__}, not an object.", "A .jsonl file holds one JSON object a line.")
     if text_key not in record:
         keys = ", ".join(record)
         way_out = for_texts(record) or "Choose the one that holds the text."
         raise BadRecord(where, f" has no --text_key {text_key}; its keys: {keys}.", way_out)
+    if record[text_key] is None:
+        return ""
     if not isinstance(record[text_key], str):
         kind = type(record[text_key]).__name__
         way_out = for_texts(record) or "Choose the key that holds the text."

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.indexed import DataError
+from megalite.data.preparation.contents import without_mark
 from megalite.data.preparation.cuts import continued, read_piece
 from megalite.data.preparation.encoded import Encoded, token_dtype
 from megalite.data.preparation.tasks import BadRecords, Span, Task, decoded, documents, text_of
@@ -54,7 +55,7 @@ class Texts:
         except OSError as error:  # a part of a document
             raise DataError(f"--input {span.path} can not be read any more: {error.strerror}.") from None
         if raw:
-            text, invalid = decoded(raw)
+            text, invalid = decoded(without_mark(raw) if span.start == 0 else raw)
             done.replaced, done.continues = int(invalid), span.start > 0
             ids = tokenizer.encode(text) if span.start == 0 else continued(text, tokenizer)
             assert ids is not None, "the cut was tried with the beginning of this text"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from megalite.config.token_files import seen_in_training
 from megalite.monitoring.metrics import VALIDATED
 from megalite.monitoring.report.run import Run
 from megalite.progress import duration
@@ -27,6 +28,7 @@ def summary(runs: Sequence[Run]) -> list[list[str]]:
     names = dict.fromkeys(name for run in runs for name in run.names(VALIDATED))
     last = {name: [next(reversed(run.curve(VALIDATED + name)[1]), None) for run in runs] for name in names}
     sets = [[f"Last validation loss of {name}", *(number(value, ".4f") for value in values)] for name, values in last.items()]
+    trained = [", ".join(seen_in_training(run.config.data)) for run in runs]
     return [
         ["State", *(state(run) for run in runs)],
         ["Parameters", *(f"{run.parameters:,}" for run in runs)],
@@ -39,6 +41,7 @@ def summary(runs: Sequence[Run]) -> list[list[str]]:
         ["Last validation loss", *(number(each["val_loss"], ".4f") for each in found)],
         ["Best validation loss", *(number(each["best_val_loss"], ".4f") for each in found)],
         *sets,
+        *([["Validated on training data", *(each or "–" for each in trained)]] if any(trained) else []),
         ["Time of a step, s", *(number(run.typical("step_time_s"), ".4g") for run in runs)],
         ["Tokens/s", *(number(run.typical("tokens_per_second"), ",.0f") for run in runs)],
         ["TFLOP/s a rank", *(number(run.typical("tflops_per_gpu"), ".3g") for run in runs)],

@@ -1,0 +1,180 @@
+"""What the bytes of an input say, whatever it is called: how they are compressed, whether they are text, and which records of JSON."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import lzma
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
+
+MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+"""The first bytes of a compressed file → its compression."""
+SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zstd")
+PARQUET = b"PAR1"
+OTHERS = {b"%PDF-": "a PDF", PARQUET: "a parquet file", b"PK\x03\x04": "a ZIP archive", b"\x1f\x9d": "compressed by compress"}
+OTHERS |= {magic: f"compressed by {name}" for magic, name in MAGIC.items()}  # within a compressed file
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # one of UTF-32's begins with the first, the other one has NUL bytes
+LOOKED_AT = 8192  # bytes that are searched for NUL, as git and grep do
+LINES = 10  # that are searched for a record, if the first ones are damaged
+LONGEST = 1 << 26  # bytes of a record that is looked for
+BEGINNING = 1 << 20  # bytes in which the first record of a list is looked for
+
+
+class Damage(Exception):
+    """The bytes of a file can not be read, or not decompressed; the text is the reason."""
+
+
+def compression(path: Path) -> str | None:
+    """The name of a file's compression; None if it is not compressed. Raises OSError if it cannot be read."""
+    with path.open("rb") as file:
+        start = file.read(6)
+    if len(start) > 3 and start[0] & 0xF0 == 0x50 and start[1:4] == b"\x2a\x4d\x18":  # a frame to skip, with which pzstd begins
+        return "zstd"
+    return next((name for magic, name in MAGIC.items() if start.startswith(magic)), None)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """A file's bytes, decompressed, to be read once; and the file itself, whose position says how far it has been read.
+
+    Raises Damage, here or where the bytes are read, if they cannot be read or decompressed.
+    """
+    try:
+        kind = compression(path)
+        with path.open("rb") as file, _decompressed(file, kind) as plain:
+            yield plain, file
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # pyarrow's are OSError
+        raise Damage(_reason(error)) from None
+
+
+def _reason(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+def _decompressed(file: BinaryIO, kind: str | None) -> BinaryIO:
+    """The file itself if it is not compressed."""
+    if kind == "gzip":
+        import gzip
+
+        return cast(BinaryIO, gzip.open(file))
+    if kind == "bz2":
+        import bz2
+
+        return cast(BinaryIO, bz2.open(file))
+    if kind == "xz":
+        return cast(BinaryIO, lzma.open(file))
+    if kind == "zstd":
+        import io
+
+        try:
+            import pyarrow
+        except ImportError:
+            raise OSError("zstd is decompressed by pyarrow, which is not installed: pip install 'megalite[data]'") from None
+        return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
+    return file
+
+
+def contents(path: Path) -> bytes:
+    """All bytes of a file, decompressed. Raises Damage if they cannot be read."""
+    with opened(path) as (plain, _):
+        return plain.read()
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether a file begins as a parquet file does."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(PARQUET)) == PARQUET
+    except OSError:
+        return False
+
+
+def without_mark(raw: bytes) -> bytes:
+    """The bytes without the byte-order mark of UTF-8 at their beginning."""
+    return raw.removeprefix(codecs.BOM_UTF8)
+
+
+def not_text(raw: bytes) -> tuple[str, str] | None:
+    """What the beginning of a file is instead of text in UTF-8, and a way out; None if nothing speaks against that.
+
+    Text in encodings other than UTF-16 is text, whose bytes are replaced where they are not UTF-8.
+    """
+    if raw.startswith(UTF_16):
+        return "is text in UTF-16 or UTF-32, not UTF-8", "Convert it: iconv -f UTF-16 -t UTF-8."
+    if (found := next((name for magic, name in OTHERS.items() if raw.startswith(magic)), None)) is not None:
+        return f"is {found}, not text", "Give its text, or leave it out with --exclude."
+    if b"\0" in raw[:LOOKED_AT]:
+        return "is a binary file, not text: it has NUL bytes", "Leave it out with --exclude."
+    return None
+
+
+# ---- records of JSON
+
+
+class Records(NamedTuple):
+    """How a file holds records.
+
+    Attributes:
+        form: an object a line, a list of objects, or one object over several lines; apart: objects that are neither.
+        keys: those of the first record.
+        several: more than one.
+    """
+
+    form: Literal["lines", "list", "one", "apart"]
+    keys: frozenset[str]
+    several: bool
+
+
+def records_in(path: Path) -> Records | None:
+    """The records of JSON with which a file begins; None if it does not, or cannot be read."""
+    try:
+        with opened(path) as (plain, _):
+            return _records(plain)
+    except Damage:
+        return None
+
+
+def _records(plain: BinaryIO) -> Records | None:
+    first = without_mark(plain.readline(LONGEST))
+    while first and not first.strip():
+        first = plain.readline(LONGEST)
+    first = first.lstrip()
+    if first.startswith(b"["):
+        text = (first + plain.read(BEGINNING)).decode(errors="replace")
+        begins = re.match(r"\[\s*(?=\{)", text)
+        return Records("list", frozenset(_leading_object(text[begins.end() :]) or ()), True) if begins else None
+    if not first.startswith(b"{"):
+        return None
+    if (found := _object(first)) is not None:
+        return Records("lines", frozenset(found), any(line.strip() for line in iter(lambda: plain.readline(BEGINNING), b"")))
+    rest = plain.read(LONGEST)
+    if (found := _object(first + rest)) is not None:
+        return Records("one", frozenset(found), False)
+    for line in islice(rest[:BEGINNING].splitlines(), LINES):
+        if (found := _object(line)) is not None:
+            return Records("lines", frozenset(found), True)  # the first one is damaged
+    found = _leading_object((first + rest[:BEGINNING]).decode(errors="replace"))
+    return None if found is None else Records("apart", frozenset(found), True)
+
+
+def _object(raw: bytes) -> dict[str, Any] | None:
+    """An object that has keys; None if the bytes are anything else."""
+    try:
+        found = json.loads(raw.decode(errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and found else None
+
+
+def _leading_object(text: str) -> dict[str, Any] | None:
+    try:
+        found, _ = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and found else None

@@ -1,0 +1,255 @@
+"""What an input is, by its content: records of JSON under any name, compressed files, byte-order marks, null texts, binary files."""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import gzip
+import json
+import lzma
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from megalite.commands.prepare import main
+from megalite.data.indexed import IndexedTokens
+
+TEXTS = ["Fog lay on the river.", "grüße", "third,\nof two lines"]
+RECORDS = [{"id": number, "body": text} for number, text in enumerate(TEXTS)]
+LINES = "".join(json.dumps(record) + "\n" for record in RECORDS)
+CSV = 'id,body\n0,Fog lay on the river.\n1,grüße\n2,"third,\nof two lines"\n'
+
+Run = Callable[..., tuple[int, dict, str]]
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys) -> Run:
+    """run(*arguments) → exit status, the JSON result (empty after an error), and the lines for the user without the progress."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, dict, str]:
+        words = ["prepare", *arguments, "--tokenizer", "byte", "--output", "x", "--overwrite", "--json"]
+        monkeypatch.setattr(sys, "argv", words if "--workers" in words else [*words, "--workers", "1"])
+        status = 0
+        try:
+            main()
+        except SystemExit as ended:
+            status = int(str(ended.code))
+        out, err = capsys.readouterr()
+        told = [line for line in err.splitlines() if not line.startswith(("tokenizing: ", "reading for the tokenizer"))]
+        return status, json.loads(out or "{}"), "\n".join(told)
+
+    return call
+
+
+def documents() -> list[str]:
+    """Those of the token file of bytes, in which 256 is EOS."""
+    file = IndexedTokens("x")
+    ends = file.sizes.cumsum().tolist()
+    return [bytes(file.tokens[end - size : end - 1].tolist()).decode() for size, end in zip(file.sizes.tolist(), ends, strict=True)]
+
+
+NAMED = {
+    "JSON Lines called .json": ("a.json", LINES),
+    "JSON Lines with a blank first line": ("a.json", "\n\n" + LINES),
+    "a list": ("a.json", json.dumps(RECORDS)),
+    "a list over several lines": ("a.json", json.dumps(RECORDS, indent=2)),
+    "a list called .jsonl": ("a.jsonl", json.dumps(RECORDS, indent=1)),
+    "JSON Lines called .txt": ("a.txt", LINES),
+    "JSON Lines without a suffix": ("part-00000", LINES),
+    "JSON Lines with an unknown suffix": ("a.dump", LINES),
+    "a table called .csv": ("a.csv", CSV),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_records_are_read_as_records(run, case):
+    name, content = NAMED[case]
+    Path(name).write_bytes(content.encode())
+    assert run("--input", name, "--text_key", "body")[0] == 0
+    assert documents() == TEXTS
+
+
+def test_one_object_is_a_record_if_it_has_the_text_and_a_text_if_not(run):
+    Path("one.json").write_text(json.dumps({"body": TEXTS[0], "id": 1}, indent=2))
+    Path("line.json").write_text(json.dumps({"body": TEXTS[1]}))
+    Path("package.json").write_text('{\n  "files": [\n    {"id": 1},\n    {"id": 2}\n  ]\n}\n')
+    Path("tsconfig.json").write_text('{\n  // a comment\n  "strict": true\n}\n')
+    status, _, told = run("--input", "one.json", "line.json", "package.json", "tsconfig.json", "--text_key", "body")
+    assert status == 0 and documents() == [*TEXTS[:2], Path("package.json").read_text(), Path("tsconfig.json").read_text()]
+    assert told == "package.json and 1 more .json files hold no records with --text_key body: read as text, braces and all"
+    status, _, told = run("--input", "line.json", "one.json", "--format", "text")
+    assert (status, told) == (0, "") and documents()[0] == Path("line.json").read_text(), "what is asked for is not told"
+
+
+REFUSED = {
+    "records without the text": ({"a.json": LINES}, [], "a.json line 1 has no --text_key text; its keys: id, body."),
+    "a list without the text": ({"a.json": json.dumps(RECORDS)}, [], "a.json record 1 has no --text_key text; its keys: id, body."),
+    "a damaged line of .json": ({"a.json": '{"text": \n{"text": "b"}\n'}, [], "a.json line 1 is not JSON"),
+    "objects that are neither": (
+        {"a.json": "".join(json.dumps({"text": text}, indent=1) + "\n" for text in TEXTS)},
+        [],
+        "a.json holds objects of JSON that are neither one a line nor in a list. Put each on one line: jq -c . a.json.",
+    ),
+    "text_key of texts": (
+        {"a.txt": "a"},
+        ["--text_key", "body"],
+        "--text_key body names the text of a record, and the input is read as text",
+    ),
+    "text_key of forced texts": (
+        {"a.jsonl": LINES},
+        ["--text_key", "body", "--format", "text"],
+        "--text_key body names the text of a record",
+    ),
+    "text_key of conversations": (
+        {"a.jsonl": LINES},
+        ["--text_key", "body", "--chat"],
+        "--text_key body belongs to texts. With --chat, --keys",
+    ),
+    "split of files": ({"a.txt": "a"}, ["--split", "train"], "--split train belongs to hf:NAME, and no --input is one"),
+    "binary as text": (
+        {"a.txt": b"\x7fELF\x02\x01\x01\0\0\0"},
+        [],
+        "a.txt is a binary file, not text: it has NUL bytes. Leave it out with",
+    ),
+    "binary without a suffix": ({"tool": b"abc\0\1\2"}, [], "tool is a binary file, not text"),
+    "binary in a compressed file": ({"a.txt.gz": gzip.compress(b"\0\1")}, [], "a.txt.gz is a binary file, not text"),
+    "a PDF": ({"a.pdf": b"%PDF-1.7 ..."}, ["--format", "text"], "a.pdf is a PDF, not text"),
+    "UTF-16": ({"a.txt": "wide".encode("utf-16")}, [], "a.txt is text in UTF-16 or UTF-32, not UTF-8. Convert it: iconv"),
+    "a binary table": ({"a.csv": b"PK\x03\x04\0\0"}, [], "a.csv is a ZIP archive, not text"),
+    "a compressed file that is cut": (
+        {"a.txt.gz": gzip.compress(b"a" * 99)[:-9]},
+        [],
+        "a.txt.gz can not be read: Compressed file ended before",
+    ),
+    "compressed lines that are cut": (
+        {"a.jsonl.zst": b"\x28\xb5\x2f\xfdgarbage"},
+        [],
+        "a.jsonl.zst is damaged, and the rest of it can not be read (ZSTD decompress failed",
+    ),
+    "a compressed table that is damaged": (
+        {"a.csv.gz": gzip.compress(CSV.encode())[:-6]},
+        [],
+        "a.csv.gz can not be read: Compressed file ended",
+    ),
+    "a compressed list that is damaged": (
+        {"a.json.gz": gzip.compress(json.dumps(RECORDS).encode())[:-6]},
+        ["--chat"],
+        "is not JSON (Compressed",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_can_not_be_read_so_is_one_message(run, case):
+    files, options, message = REFUSED[case]
+    for name, content in files.items():
+        Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    status, result, told = run("--input", *files, *options)
+    assert (status, result) == (2, {}) and message in told and told.count("\n") == 0 and not Path("x.bin").exists()
+
+
+def test_a_binary_file_is_skipped_as_a_bad_record(run, monkeypatch):
+    monkeypatch.setattr("megalite.data.preparation.sources.LONG_TEXT", 100)
+    Path("a.txt").write_bytes(b"\0" * 9)
+    Path("b.txt").write_bytes(b"\0" * 900)
+    Path("c.txt").write_text("good")
+    status, result, _ = run("--input", "a.txt", "b.txt", "c.txt", "--skip_bad", "2")
+    assert (status, result["skipped"], documents()) == (0, 2, ["good"])
+
+
+def zstd(raw: bytes) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(raw)
+    return sink.getvalue().to_pybytes()
+
+
+COMPRESSED = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstd}
+
+
+@pytest.mark.parametrize("end", COMPRESSED)
+def test_compressed_files_are_those_that_they_hold(run, end, monkeypatch):
+    """In two parts each, as tools that compress in parallel write them; a long text, too, and one whose name does not say it."""
+    monkeypatch.setattr("megalite.data.preparation.sources.LONG_TEXT", 30)
+    pack = COMPRESSED[end]
+    files = {"a.jsonl": LINES, "b.json": json.dumps(RECORDS), "c.csv": CSV, "d.tsv": CSV.replace(",", "\t").replace("third\t", "third,")}
+    files |= {"e.txt": "short", "f.txt": "".join(f"{i} and a longer text\n" for i in range(99)), "g": LINES}
+    for name, content in files.items():
+        raw = content.encode()
+        Path(f"{name}.{end}").write_bytes(pack(raw[:20]) + pack(raw[20:]))
+    Path("hidden.jsonl").write_bytes(pack(LINES.encode()))
+    status, result, _ = run("--input", *(f"{name}.{end}" for name in files), "hidden.jsonl", "--text_key", "body")
+    assert (status, result["input_bytes"] > 0) == (0, True)
+    assert documents() == [*TEXTS * 4, files["e.txt"], files["f.txt"], *TEXTS * 2]
+
+
+def test_compressed_lines_are_the_same_with_any_workers(run, monkeypatch):
+    monkeypatch.setattr("megalite.data.preparation.sources.TASK_BYTES", 500)
+    lines = [json.dumps({"text": f"{i} {'words ' * (i % 7)}"}) for i in range(300)]
+    lines[200] = "bad"
+    Path("a.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    files = []
+    for workers in ("1", "2"):
+        status, result, _ = run("--input", "a.jsonl.gz", "--skip_bad", "1", "--workers", workers)
+        assert (status, result["documents"], result["input_bytes"]) == (0, 299, os.path.getsize("a.jsonl.gz"))
+        assert result["skipped_first"][0].startswith("a.jsonl.gz line 201 is not JSON")
+        files.append([Path(f"x.{kind}").read_bytes() for kind in ("bin", "idx", "json")])
+    assert files[0] == files[1]
+
+
+def test_null_texts_are_empty_in_every_format(run):
+    texts = [TEXTS[0], None, "", TEXTS[1]]
+    Path("a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    Path("b.json").write_text(json.dumps([{"text": text} for text in texts]))
+    Path("c.csv").write_text("text,id\n" + "".join(f"{text or ''},1\n" for text in texts))
+    parquet.write_table(pyarrow.table({"text": texts}), "d.parquet")
+    parquet.write_table(pyarrow.table({"text": pyarrow.nulls(2)}), "e.parquet")
+    for name, empty in {"a.jsonl": 2, "b.json": 2, "c.csv": 2, "d.parquet": 2}.items():
+        status, result, _ = run("--input", name)
+        assert (status, result["empty_documents"], documents()) == (0, empty, TEXTS[:2]), name
+    assert run("--input", "d.parquet", "e.parquet")[1]["empty_documents"] == 4
+    Path("f.jsonl").write_text('{"text": "a"}\n{"other": "b"}\n')
+    assert "f.jsonl line 2 has no --text_key text" in run("--input", "f.jsonl")[2]
+
+
+def test_a_byte_order_mark_is_no_text(run, monkeypatch):
+    monkeypatch.setattr("megalite.data.preparation.sources.LONG_TEXT", 60)
+    mark = codecs.BOM_UTF8
+    long = "".join(f"line {i}\n" for i in range(20)) + "in \ufeff the middle\n"
+    files = {"a.txt": b"short", "b.txt": long.encode(), "d.json": b'[{"text": "entry"}]', "e.json": b'{"text": "l"}\n{"text": "m"}\n'}
+    files |= {"f.csv": b"text,id\nrow,1\n", "g.txt.gz": b"packed", "h.jsonl": b'{"text": "one"}\n' + mark + b'{"text": "two"}\n'}
+    for name, raw in files.items():
+        Path(name).write_bytes(gzip.compress(mark + raw) if name.endswith(".gz") else mark + raw)
+    assert run("--input", *files)[0] == 0
+    assert documents() == ["short", long, "entry", "l", "m", "row", "packed", "one", "two"]
+
+
+def test_bytes_and_surrogates_that_are_no_text_are_replaced_and_counted_in_every_format(run):
+    Path("a.jsonl").write_bytes(b'{"text": "\xff"}\n{"text": "\\ud800"}\n')
+    Path("b.json").write_bytes(b'[{"text": "\xff"}, {"text": "\\uD800"}]')
+    Path("c.csv").write_bytes(b"text,id\n\xff,1\nfine,2\n")
+    status, result, _ = run("--input", "a.jsonl", "b.json", "c.csv")
+    assert (status, result["replaced_documents"], documents()) == (0, 5, ["\ufffd"] * 5 + ["fine"])
+
+
+def test_a_parquet_file_under_another_name(run):
+    parquet.write_table(pyarrow.table({"body": TEXTS}), "part-00000")
+    assert run("--input", "part-00000", "--text_key", "body")[0] == 0 and documents() == TEXTS
+
+
+def test_conversations_are_found_in_every_form_of_json(run):
+    messages = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho \ud800"}]}
+    Path("a.json").write_text((json.dumps(messages) + "\n") * 2)
+    Path("b.json").write_text(json.dumps([messages] * 3, indent=1))
+    Path("c.jsonl.gz").write_bytes(gzip.compress((json.dumps(messages) + "\n").encode() * 4))
+    Path("d.json").write_text(json.dumps(messages, indent=1))
+    Path("t.jinja").write_text("{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}")
+    status, result, _ = run("--chat", "--input", "a.json", "b.json", "c.jsonl.gz", "d.json", "--chat_template", "t.jinja")
+    assert (status, result["documents"], result["replaced_documents"]) == (0, 10, 10)
+    assert b"Ho \xef\xbf\xbd" in bytes(token for token in IndexedTokens("x").tokens.tolist() if token < 256)
