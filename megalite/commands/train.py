@@ -54,6 +54,7 @@ def main() -> int:
     from megalite.parallel.sharding.offload import OffloadError
     from megalite.training.fit import fit
     from megalite.training.guard import FaultLimit
+    from megalite.training.kernel_choice import kernels
     from megalite.training.trainer import Trainer
 
     device, hardware, found = check_run(config)
@@ -71,7 +72,8 @@ def main() -> int:
     job.running()
     try:
         announce(trainer, remarks + notes)
-        status = fit(trainer, observers(trainer, environment, hardware), partial(lost, config=config, mesh=mesh, job=job))
+        watching = observers(trainer, environment, hardware, kernels(trainer))
+        status = fit(trainer, watching, partial(lost, config=config, mesh=mesh, job=job))
         interrupts.ending(" after the last step: everything is saved", training_status, signals=interrupts.training_signals())
         trainer.close()
     except failures as error:  # a save that failed, or steps that stay bad, is known to every rank
@@ -166,10 +168,11 @@ def announce(trainer: Trainer, notes: list[str]) -> None:
     from megalite.mesh_map import describe
     from megalite.monitoring.epochs import repeated
     from megalite.training import recomputation
+    from megalite.training.kernel_choice import attention
     from megalite.training.memory_report import report
 
     notes[:0] = random_weights(trainer)
-    notes += [*chosen(trainer), *repeated(trainer), *report(trainer)]
+    notes += [*attention(trainer), *placement(trainer), *repeated(trainer), *report(trainer)]
     notes += recomputation.describe(trainer.config, trainer.mesh, trainer.device)
     mesh, device = trainer.mesh, trainer.device
     if mesh.rank == 0:
@@ -179,16 +182,13 @@ def announce(trainer: Trainer, notes: list[str]) -> None:
         print("\n".join(notes), flush=True)
 
 
-def chosen(trainer: Trainer) -> list[str]:
-    """Lines about what runs on this machine: attention's implementation, and a layout that fits its nodes better."""
+def placement(trainer: Trainer) -> list[str]:
+    """A line about a layout that fits this machine's nodes better, if there is one."""
     from megalite.launch.process import local_world_size
     from megalite.planning.between_nodes import hint
-    from megalite.training.kernel_choice import attention_route
 
-    config, data = trainer.config, trainer.train_data
-    documents = data.chat or (config.data.reset_positions and data.eos is not None)
-    between = hint(config, trainer.mesh.world.size, local_world_size())
-    return [*attention_route(config, trainer.device, documents), *([] if between is None else [between])]
+    between = hint(trainer.config, trainer.mesh.world.size, local_world_size())
+    return [] if between is None else [between]
 
 
 def random_weights(trainer: Trainer) -> list[str]:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from megalite.launch.exit_status import ExitStatus
 from megalite.messages import write_or_say
 from megalite.monitoring.metrics import FILE as METRICS
 from megalite.monitoring.metrics import MEMBER
+from megalite.monitoring.starts import now
 
 FILE = "summary.json"
 TAIL = 1 << 20
@@ -50,7 +50,7 @@ class Summary:
     host: str = field(default_factory=lambda: os.uname().nodename)
     pid: int = field(default_factory=os.getpid)
     megalite: str = megalite.__version__
-    started: str = field(default_factory=lambda: now())
+    started: str = field(default_factory=now)
     state: str = "running"
     exit_status: int | None = None
     reason: str | None = None
@@ -108,7 +108,3 @@ def last_records(metrics: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             with suppress(ValueError):  # cut off, at the start of the tail or by a kill
                 yield json.loads(line)
-
-
-def now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
