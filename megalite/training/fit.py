@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,17 +22,18 @@ from megalite.monitoring.metrics import MetricsWriter, StepMetrics, peak_memory_
 from megalite.training.checkpointing import rate
 from megalite.training.signals import StopRequest, agreed
 from megalite.training.trainer import StepResult, Trainer
-from megalite.training.watchdog import Watchdog
+from megalite.training.watchdog import OnLoss, Watchdog, ignore
 
 if TYPE_CHECKING:
     from megalite.monitoring.observer import Observer
 
 
-def fit(trainer: Trainer, observers: Sequence[Observer] = (), on_loss: Callable[[str], None] = lambda message: None) -> ExitStatus:
+def fit(trainer: Trainer, observers: Sequence[Observer] = (), on_loss: OnLoss = ignore) -> ExitStatus:
     """Train until `train.steps`, a signal, the time limit or early stopping; save at the end and at every `checkpoint.interval`. Called by
     every rank.
 
-    on_loss: called with a message before the watchdog ends this process, because another rank is lost and the training thread hangs.
+    on_loss: called with a message, and what was lost, before the watchdog ends this process, because another rank is lost and the training
+        thread hangs.
 
     Returns DONE, STOPPED (SIGTERM, SIGUSR1, SIGHUP or the time limit) or INTERRUPTED (SIGINT): the same on every rank.
     """

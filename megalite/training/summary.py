@@ -99,6 +99,20 @@ class SummaryWriter:
         summary.checkpoint = newest.name if newest else None
 
 
+def launcher_failed(config: Config, status: int, reason: str, since: float) -> None:
+    """Record how the run ended whose ranks could not, or knew less. A file of an earlier start than `since` (seconds since the epoch), or
+    none, means that it has not trained: nothing is changed."""
+    path = config.run.directory / FILE
+    try:
+        if path.stat().st_mtime < since:
+            return
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    found |= {"state": "failed", "exit_status": status, "reason": reason, "ended": found.get("ended") or now()}
+    write_or_say(path, lambda fresh: fresh.write_text(json.dumps(found, indent=2) + "\n"))
+
+
 def last_records(metrics: Path) -> Iterator[dict[str, Any]]:
     """The last lines of metrics.jsonl, at most TAIL bytes of them; incomplete ones are left out."""
     if not metrics.is_file():
