@@ -54,10 +54,10 @@ def report_failure(config: Config, ends: Sequence[End], reason: str, *, since: f
     from megalite.launch.causes import Kind, exit_status
     from megalite.training import summary
 
-    crash.launcher_failed(config, ends, reason, since=since, logs=logs)
-    first = ends[0]
-    if first.kind < Kind.LOST or 0 in (end.rank for end in ends):  # the cause is on this node, or the rank that writes summary.json
-        crash.best_effort(lambda: summary.launcher_failed(config, exit_status(first.status), str(first), since))
+    first = crash.launcher_failed(config, ends, reason, since=since, logs=logs)
+    ours = {end.rank for end in ends if end.kind < Kind.LOST}
+    if first.rank in ours or 0 in (end.rank for end in ends):  # the cause is on this node, or the rank that writes summary.json
+        crash.best_effort(lambda: summary.launcher_failed(config, exit_status(first.status), first.reason, since))
 
 
 def parser() -> Parser:

@@ -56,6 +56,7 @@ class Part:
         written: seconds since the epoch.
         trace: the traceback of an unexpected error.
         kind, lost: why it ended, and what it had lost: a `Lost` as plain data.
+        status: that it ended with, as of `End`; of a rank that wrote its part itself 1.
     """
 
     rank: int
@@ -68,6 +69,7 @@ class Part:
     written: float = field(default_factory=time.time)
     kind: int = Kind.OWN
     lost: dict[str, Any] | None = None
+    status: int = 1
 
 
 def rank_failed(
@@ -104,8 +106,8 @@ def rank_failed(
     best_effort(write)
 
 
-def launcher_failed(config: Config, ends: Sequence[End], reason: str, *, since: float, logs: Path) -> None:
-    """Report the failure of the ranks of this node.
+def launcher_failed(config: Config, ends: Sequence[End], reason: str, *, since: float, logs: Path) -> Part:
+    """Report the failure of the ranks of this node. Returns what is known of the rank of all nodes that failed first.
 
     Args:
         ends: how each rank has ended.
@@ -113,18 +115,27 @@ def launcher_failed(config: Config, ends: Sequence[End], reason: str, *, since: 
         logs: the directory with what the ranks have printed.
     """
 
+    cause = [_part(end, logs) for end in by_cause(ends)[:1]]
+
     def write() -> None:
         directory = config.run.directory
         known = {part.rank for part in _parts(directory, since)}
         for place, end in enumerate(by_cause(ends)):
             if end.rank not in known:
-                told = "ended by the launcher" if end.kind is Kind.ENDED else str(end)
-                part = Part(end.rank, told, lines=log_of(logs, end.rank)[-MOST_LINES:], written=end.written, kind=end.kind)
-                _write_part(directory, part, always=place == 0)
+                _write_part(directory, _part(end, logs), always=place == 0)
+        cause[:] = completed(_parts(directory, since))[:1] or cause
         _compose(config, since, reason)
         say(f"{directory / FILE} has what is known about it")
 
     best_effort(write)
+    return cause[0]
+
+
+def _part(end: End, logs: Path) -> Part:
+    """What a launcher knows of a rank that has written no part."""
+    told = "ended by the launcher" if end.kind is Kind.ENDED else str(end)
+    lines = log_of(logs, end.rank)[-MOST_LINES:]
+    return Part(end.rank, told, lines=lines, written=end.written, kind=end.kind, status=end.status)
 
 
 def best_effort(action: Callable[[], None]) -> None:

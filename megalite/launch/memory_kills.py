@@ -37,13 +37,13 @@ class MemoryKills:
         pid: of the process that was killed; None: only the counters are read.
         """
         if pid is not None and re.search(rf"Killed process {pid}\b", self._messages()):
-            return f"the kernel killed it for lack of memory ({self._log})"
+            return f"out of memory, killed by the kernel ({self._log})"
         for name, count in self._counts().items():
             more = count - self._before.get(name, 0)
             if more > 0 and KILLS[name]:
-                return f"the kernel killed {more} process{'es' * (more > 1)} of its container for lack of memory ({name}, oom_kill)"
+                return f"out of memory, the kernel killed {more} process{'es' * (more > 1)} of its container ({name}, oom_kill)"
             if more > 0:
-                return f"its container reached its limit of memory ({name})"
+                return f"its container reached its memory limit ({name})"
         return ""
 
     def _counts(self) -> dict[str, int]:

@@ -109,7 +109,7 @@ def launcher_failed(config: Config, status: int, reason: str, since: float) -> N
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return
-    found |= {"state": "failed", "exit_status": status, "reason": reason, "ended": found.get("ended") or now()}
+    found |= {"state": "failed", "exit_status": status, "reason": reason.strip().split("\n")[0], "ended": found.get("ended") or now()}
     write_or_say(path, lambda fresh: fresh.write_text(json.dumps(found, indent=2) + "\n"))
 
 
