@@ -131,7 +131,7 @@ def test_a_rank_that_was_killed_for_lack_of_memory_is_said_to_be(run, monkeypatc
 
 def test_without_an_agent_the_rank_that_was_killed_is_named_too(capfd, tmp_path):
     """`run_ranks`, of other commands: rank 0 has failed when rank 1 is first seen to be dead."""
-    died = "import os, signal, sys, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); sys.exit(1)"
+    died = "import os, signal, sys, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(0.3); sys.exit(1)"
 
     def hold(*_: object) -> None:
         time.sleep(1.0)

@@ -16,12 +16,6 @@ WITH_PATHS = [ROOT / "CONTRIBUTING.md", DOCS / "architecture.md", DOCS / "status
 ANY_NAME = re.compile("NAME|OPERATION")
 # of a run's directory; what must not exist
 NOT_IN_THE_TREE = ("config.yaml", "starts.jsonl", "metrics.jsonl", "checkpoints/", "kernels/__init__.py")
-    "config.yaml",
-    "starts.jsonl",
-    "metrics.jsonl",
-    "checkpoints/",
-    "kernels/__init__.py",
-)  # of a run's directory; what must not exist
 
 
 def named_paths(text: str) -> Iterator[str]:
