@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, DamagedError, find
 from megalite.checkpoint.agreement import on_rank_0, raise_on_all_ranks
+from megalite.checkpoint.directories import TIMED
 from megalite.checkpoint.saver import Save
 from megalite.config.load import to_dict
 from megalite.launch.environment import software
@@ -170,9 +171,9 @@ def resume(trainer: Trainer, directory: Path) -> None:
     trainer.saver.newest = directory
 
 
-def begin_save(trainer: Trainer, best: bool = False) -> Save:
+def begin_save(trainer: Trainer, best: bool = False, timed: bool = False) -> Save:
     """Like `Trainer.save`, but with `checkpoint.async_save` writing continues in the background; errors come from `saver.take_ended`.
-    best: no checkpoint has had a lower validation loss."""
+    best: no checkpoint has had a lower validation loss; timed: `checkpoint.minutes` is the only reason to save."""
     trainer.finalizer.drain()  # an unconfirmed step must not be saved
     directory = trainer.run_dir / "checkpoints" / checkpoint.step_name(trainer.step_done)
     state = {
@@ -186,6 +187,7 @@ def begin_save(trainer: Trainer, best: bool = False) -> Save:
         "config": to_dict(trainer.config),
         "software": software(),
         **({"loop": state_to_save(trainer)} if trainer.loop_state else {}),
+        **({TIMED: True} if timed else {}),
     }
     trainer.store.gatherer.finish()
     with raise_on_all_ranks(trainer.mesh, OffloadError):  # first: optimizer state that a disk has lost must not replace a good checkpoint

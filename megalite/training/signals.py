@@ -19,13 +19,18 @@ from megalite.launch.exit_status import ExitStatus
 from megalite.launch.interrupts import SIGNALS, Listener, Second, end, status_of
 from megalite.processes import LAUNCHER
 
-STOP, INTERRUPT = 1.0, 2.0**24
-"""What a rank requests, summed over all ranks: fewer than 2**24 of them request a stop, and fp64 sums them exactly."""
+SAVE, STOP, INTERRUPT = 0.5, 1.0, 2.0**24
+"""What a rank requests, summed over all ranks: rank 0 alone a save, fewer than 2**24 of them a stop, and fp64 sums them exactly."""
 
 
 def agreed(requests: float) -> ExitStatus | None:
     """How the run has to end, from the sum of all ranks' requests; None: it goes on."""
-    return None if requests == 0 else ExitStatus.INTERRUPTED if requests >= INTERRUPT else ExitStatus.STOPPED
+    return None if requests < STOP else ExitStatus.INTERRUPTED if requests >= INTERRUPT else ExitStatus.STOPPED
+
+
+def asks_to_save(requests: float) -> bool:
+    """Whether rank 0 has asked for a save (`training.save_timer`), from the same sum."""
+    return requests % STOP > 0
 
 
 class StopRequest:
