@@ -171,13 +171,14 @@ def announce(trainer: Trainer, notes: list[str]) -> None:
     """Store the resolved configuration and print what runs where. Collective."""
     from megalite.mesh_map import describe
     from megalite.monitoring.epochs import repeated
-    from megalite.training import recomputation, save_timer
+    from megalite.training import recomputation
+    from megalite.training.checkpointing import describe_saves
     from megalite.training.kernel_choice import attention
     from megalite.training.memory_report import report
 
     notes[:0] = random_weights(trainer)
     notes += [*attention(trainer), *placement(trainer), *repeated(trainer), *report(trainer)]
-    notes += [*recomputation.describe(trainer.config, trainer.mesh, trainer.device), save_timer.describe(trainer.config)]
+    notes += [*recomputation.describe(trainer.config, trainer.mesh, trainer.device), describe_saves(trainer.config)]
     mesh, device = trainer.mesh, trainer.device
     if mesh.rank == 0:
         write_config(trainer.config, trainer.run_dir)

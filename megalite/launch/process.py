@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from time import sleep
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -22,8 +22,10 @@ from megalite.config.amounts import duration_seconds
 from megalite.config.load import tell_torchrun
 from megalite.config.schema import ConfigError
 from megalite.launch import products
-from megalite.launch.causes import Lost, lost_by
 from megalite.messages import flush_output, say
+
+if TYPE_CHECKING:
+    from megalite.launch.causes import Lost
 
 GRACE = 2.0  # seconds that a failed rank stays alive, so that others can learn the reason
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
@@ -139,6 +141,8 @@ def exit_after_failure(
 
     torchrun takes the failure with the earliest time for the cause, in whole seconds: a rank that has lost another one tells it later.
     """
+    from megalite.launch.causes import lost_by
+
     with suppress(ValueError):  # on the watchdog's thread, which must not set it
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher terminates all ranks once one has ended; this one ends by itself
     lost = lost or lost_by(error)

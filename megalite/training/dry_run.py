@@ -28,7 +28,7 @@ from megalite.planning.memory import estimate, settled
 from megalite.planning.predicting import estimated_costs, stage_sums
 from megalite.planning.states import Device, checkpoint_bytes
 from megalite.planning.traffic import traffic
-from megalite.training import save_timer
+from megalite.training.checkpointing import describe_saves
 
 ABOUT_FILES = {
     *("training data is given", "data.train exists", "data.validation exists", "vocabulary is known", "the run can be written"),
@@ -143,7 +143,7 @@ def describe(config: Config, content: dict[str, Any]) -> list[str]:
         f"hardware {palm['hardware']:.4g}, {causal['hardware']:.4g} with train.recompute {shown(config.train.recompute)}",
         f"bubble: {content['bubble_fraction']:.1%} of the step under {content['schedule']} with {content['microbatches']} microbatches, "
         "each stage as long as its matrix products",
-        save_timer.describe(config),
+        describe_saves(config),
         *([f"the run: {content['steps']:,} steps, {content['tokens']:,} tokens"] if "steps" in content else []),
         *experts(config, rows),
         *unused(config),

@@ -21,8 +21,7 @@ from megalite.launch.exit_status import ExitStatus
 from megalite.monitoring.console import Console
 from megalite.monitoring.metrics import MetricsWriter, StepMetrics, peak_memory_bytes, throughput
 from megalite.training.checkpointing import rate
-from megalite.training.save_timer import SaveTimer
-from megalite.training.signals import StopRequest, agreed
+from megalite.training.signals import SaveTimer, StopRequest, agreed
 from megalite.training.trainer import StepResult, Trainer
 from megalite.training.watchdog import OnLoss, Watchdog, ignore
 

@@ -24,11 +24,11 @@ import torch
 from megalite.activity import Activity
 from megalite.config.amounts import duration_seconds
 from megalite.config.schema import Config
-from megalite.launch.causes import Lost
 from megalite.mesh import Mesh, MeshAxis
 from megalite.messages import say
 
 if TYPE_CHECKING:
+    from megalite.launch.causes import Lost
     from megalite.launch.peers import Peers, Verdict
 
 LONGEST_LOOK = 10.0  # seconds: the longest interval between two checks of a process alone
@@ -39,7 +39,7 @@ ABORT_S = 5.0  # for the communicators to abort
 FRAMES = 12  # of the training thread's stack in a record
 
 
-OnLoss = Callable[[str, Lost], None]
+OnLoss = Callable[[str, "Lost"], None]
 """Called with the message of a rank that ends, and with what it has lost."""
 
 
@@ -150,6 +150,7 @@ class Watchdog:
 
     def _end(self, verdict: Verdict | None, what: str) -> None:
         """End this process: the training thread waits for something that does not come, and nothing can be raised in it."""
+        from megalite.launch.causes import Lost
         from megalite.launch.process import exit_after_failure
 
         message = f"rank {self.rank}: {what}{'' if verdict is None else f' ({verdict})'}"

@@ -12,9 +12,9 @@ from megalite import checkpoint
 from megalite.config.load import from_dict
 from megalite.config.schema import CheckpointConfig
 from megalite.launch.exit_status import ExitStatus
-from megalite.training import save_timer
-from megalite.training.save_timer import SHARE, SaveTimer
-from megalite.training.signals import INTERRUPT, SAVE, STOP, agreed, asks_to_save
+from megalite.planning import states
+from megalite.training.checkpointing import describe_saves
+from megalite.training.signals import INTERRUPT, SAVE, SHARE, STOP, SaveTimer, agreed, asks_to_save
 
 
 class Clock:
@@ -92,15 +92,15 @@ def test_a_save_and_an_end_are_told_apart_in_one_sum(others: float, end: ExitSta
     ],
 )
 def test_a_line_says_when_a_run_saves_and_what_it_keeps(options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_timer, "checkpoint_bytes", lambda config: 12_000_000)
+    monkeypatch.setattr(states, "checkpoint_bytes", lambda config: 12_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=10**9))
-    assert save_timer.describe(from_dict({"checkpoint": options})) == said
+    assert describe_saves(from_dict({"checkpoint": options})) == said
 
 
 @pytest.mark.parametrize("free, warned", [(36e6, False), (35e6, True)])
 def test_a_disk_without_room_for_them_is_told_before_the_first(free: float, warned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_timer, "checkpoint_bytes", lambda config: 12_000_000)
+    monkeypatch.setattr(states, "checkpoint_bytes", lambda config: 12_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
-    said = save_timer.describe(from_dict({}))
+    said = describe_saves(from_dict({}))
     assert said.endswith("runs/run has 35.0 MB free, and 3 of them need 36.0 MB" if warned else "are kept")
     assert checkpoint.directories.TIMED_KEPT + 1 == 3, "two are kept while the next one is written"
