@@ -118,11 +118,14 @@ def mark_best(directory: Path, mesh: Mesh) -> None:
     on_rank_0(mesh, lambda: directories.mark_best(directory))
 
 
-def prune(checkpoints: Path, keep: int, mesh: Mesh, keep_every: int | None = None, spare: Path | None = None) -> None:
+def prune(
+    checkpoints: Path, keep: int, mesh: Mesh, keep_every: int | None = None, spare: Path | None = None, *, timed: bool = False
+) -> None:
     """Remove checkpoints older than the newest `keep`, except steps that are multiples of `keep_every`, `spare` and the best. Collective.
 
-    Only checkpoints up to `latest` of which no file is missing or truncated count as kept: the last usable one is never removed.
+    Only checkpoints up to `latest` of which no file is missing or truncated count as kept: the last usable one is never removed. timed:
+    only those with `directories.TIMED` in their state count, and are removed.
     """
     if keep < 1:
         raise ValueError(f"checkpoint.keep = {keep}: at least one checkpoint must stay. Leave the option out to keep all.")
-    on_rank_0(mesh, lambda: directories.prune(checkpoints, keep, keep_every, spare))
+    on_rank_0(mesh, lambda: directories.prune(checkpoints, keep, keep_every, spare, timed))

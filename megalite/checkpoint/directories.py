@@ -20,6 +20,8 @@ from megalite.checkpoint.errors import CheckpointError, DamagedError
 from megalite.checkpoint.manifest import MANIFEST, Manifest
 
 LATEST, BEST = "latest", "best"
+TIMED, TIMED_KEPT = "timed", 2
+"""The key of a manifest's state that a save by time has (`checkpoint.minutes`), and how many of these stay without `checkpoint.keep`."""
 _STEP = re.compile(r"step_(\d{8,})")
 _OURS = re.compile(r"manifest\.json|rank_\d{5,}\.bin")
 _LEFTOVER = re.compile(r"\.(.+)\.(saving|replaced|deleted)")
@@ -145,16 +147,26 @@ def history(checkpoints: Path) -> tuple[list[Path], str | None]:
     return [steps[number] for number in sorted(steps, reverse=True) if newest is None or number <= newest], warning
 
 
-def prune(checkpoints: Path, keep: int, keep_every: int | None, spare: Path | None = None) -> None:
-    """Remove checkpoints older than the newest `keep` that are complete, except multiples of `keep_every`, `spare` and the best."""
+def prune(checkpoints: Path, keep: int, keep_every: int | None, spare: Path | None = None, timed: bool = False) -> None:
+    """Remove checkpoints older than the newest `keep` that are complete, except multiples of `keep_every`, `spare` and the best.
+
+    timed: only those that were saved by time count, and are removed.
+    """
     whole, spared = 0, (spare, best(checkpoints))
-    for path in history(checkpoints)[0]:
+    for path in filter(_is_timed if timed else None, history(checkpoints)[0]):
         if whole < keep:
             whole += _looks_whole(path)
         elif path not in spared and (not keep_every or (step_number(path.name) or 0) % keep_every):
             deleted = _hidden(path, "deleted")
             path.rename(deleted)
             remove(deleted)
+
+
+def _is_timed(directory: Path) -> bool:
+    try:
+        return bool(Manifest.of(directory).state.get(TIMED))
+    except CheckpointError:
+        return False
 
 
 def _looks_whole(directory: Path) -> bool:

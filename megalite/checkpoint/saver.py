@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from megalite import checkpoint
+from megalite.checkpoint.directories import TIMED_KEPT
 from megalite.config.schema import CheckpointConfig
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Save:
 
 
 class Saver:
-    """Saves checkpoints, and removes those that `checkpoint.keep` does not keep.
+    """Saves checkpoints, and removes those that `checkpoint.keep` does not keep, or without it older ones that were saved by time.
 
     `newest` is the checkpoint to roll back to: the last rollback-safe one saved here, or the one that the run resumed from.
     """
@@ -98,6 +99,8 @@ class Saver:
                 checkpoint.mark_best(save.directory, self.mesh)
             if options.keep is not None:
                 checkpoint.prune(checkpoints, options.keep, self.mesh, options.keep_every, spare=self.newest)
+            elif options.interval is None and options.minutes is not None:
+                checkpoint.prune(checkpoints, TIMED_KEPT, self.mesh, spare=self.newest, timed=True)
         except Exception as error:  # reported by the caller of `take_ended`: this may run on the thread
             save.error = error
         self._ended.append(save)

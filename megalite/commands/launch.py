@@ -6,11 +6,17 @@ import argparse
 import os
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megalite.commands.parser import Parser, positive
 from megalite.config.amounts import duration_seconds
 from megalite.config.load import LAUNCH, load_config
 from megalite.messages import say
+
+if TYPE_CHECKING:
+    from megalite.config.schema import Config
+    from megalite.launch.causes import End
 
 
 def wanted(words: Sequence[str]) -> bool:
@@ -27,7 +33,6 @@ def main(words: Sequence[str]) -> int:
     config = load_config(rest, world_size=ranks * options.nnodes)  # a wrong option is one message, before torch is imported
     say(f"starting {ranks} rank{'s' * (ranks > 1)} …")  # importing torch, here and in the ranks, takes seconds to a minute
     from megalite import checkpoint
-    from megalite.launch import crash
     from megalite.launch.agent import Launch, launch
 
     settings = Launch(
@@ -38,9 +43,21 @@ def main(words: Sequence[str]) -> int:
         restarts=options.max_restarts,
         patience_s=duration_seconds(config.run.timeout) or 0.0,
         newest=lambda: checkpoint.latest(config.run.directory / "checkpoints"),
-        crashed=partial(crash.launcher_failed, config),
+        crashed=partial(report_failure, config),
     )
     return launch(settings, ["-m", "megalite", "train", *rest])
+
+
+def report_failure(config: Config, ends: Sequence[End], reason: str, *, since: float, logs: Path) -> None:
+    """Leave how the ranks of this node have ended in crash.md and, where it is known best, in summary.json. See `Launch.crashed`."""
+    from megalite.launch import crash
+    from megalite.launch.causes import Kind, exit_status
+    from megalite.training import summary
+
+    first = crash.launcher_failed(config, ends, reason, since=since, logs=logs)
+    ours = {end.rank for end in ends if end.kind < Kind.LOST}
+    if first.rank in ours or 0 in (end.rank for end in ends):  # the cause is on this node, or the rank that writes summary.json
+        crash.best_effort(lambda: summary.launcher_failed(config, exit_status(first.status), first.reason, since))
 
 
 def parser() -> Parser:

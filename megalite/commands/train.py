@@ -10,13 +10,15 @@ import os
 import sys
 import traceback
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from megalite.commands import launch as launching
-from megalite.config.load import exit_with, load, write_config
+from megalite.config.load import exit_with, load, tell_torchrun, write_config
 from megalite.config.schema import Config, ConfigError
 from megalite.launch import interrupts
+from megalite.launch.causes import Lost, lost_by
 from megalite.launch.environment import set_variables
 from megalite.launch.exit_status import ExitStatus, process_status, training_status
 from megalite.messages import say
@@ -57,6 +59,7 @@ def main() -> int:
     from megalite.parallel.sharding.offload import OffloadError
     from megalite.training.fit import fit
     from megalite.training.guard import FaultLimit
+    from megalite.training.kernel_choice import kernels
     from megalite.training.trainer import Trainer
 
     device, hardware, found = check_run(config, loaded.choice)
@@ -74,7 +77,8 @@ def main() -> int:
     job.running()
     try:
         announce(trainer, remarks + notes)
-        status = fit(trainer, observers(trainer, environment, hardware), partial(lost, config=config, mesh=mesh, job=job))
+        watching = observers(trainer, environment, hardware, kernels(trainer))
+        status = fit(trainer, watching, partial(end_hanging, config=config, mesh=mesh, job=job))
         interrupts.ending(" after the last step: everything is saved", training_status, signals=interrupts.training_signals())
         trainer.close()
     except failures as error:  # a save that failed, or steps that stay bad, is known to every rank
@@ -89,8 +93,10 @@ def main() -> int:
 
 def report_unexpected(error: Exception, config: Config, mesh: Mesh, job: Job) -> None:
     """Leave what is known of an error that is being handled and has no message for the user."""
-    job.end(ExitStatus.FAILED, str(error))
-    report_crash(f"{type(error).__name__}: {error}", config, mesh, job, traceback.format_exc())
+    lost, message = lost_by(error), f"{type(error).__name__}: {error}"
+    job.end(ExitStatus.FAILED, (lost and lost.reason) or str(error))
+    tell_torchrun(message, **({} if lost is None else {"lost": asdict(lost)}))
+    report_crash(message, lost, config, mesh, job, traceback.format_exc())
 
 
 def check_run(config: Config, choice: Choice | None = None) -> tuple[torch.device, Device | None, list[str]]:
@@ -179,11 +185,13 @@ def announce(trainer: Trainer, notes: list[str]) -> None:
     from megalite.mesh_map import describe
     from megalite.monitoring.epochs import repeated
     from megalite.training import recomputation
+    from megalite.training.checkpointing import describe_saves
+    from megalite.training.kernel_choice import attention
     from megalite.training.memory_report import report
 
     notes[:0] = [*random_weights(trainer), *ignored_fields(trainer.config)]
-    notes += [*chosen(trainer), *repeated(trainer), *report(trainer)]
-    notes += recomputation.describe(trainer.config, trainer.mesh, trainer.device)
+    notes += [*attention(trainer), *placement(trainer), *repeated(trainer), *report(trainer)]
+    notes += [*recomputation.describe(trainer.config, trainer.mesh, trainer.device), describe_saves(trainer.config)]
     mesh, device = trainer.mesh, trainer.device
     if mesh.rank == 0:
         write_config(trainer.config, trainer.run_dir)
@@ -192,16 +200,13 @@ def announce(trainer: Trainer, notes: list[str]) -> None:
         print("\n".join(notes), flush=True)
 
 
-def chosen(trainer: Trainer) -> list[str]:
-    """Lines about what runs on this machine: attention's implementation, and a layout that fits its nodes better."""
+def placement(trainer: Trainer) -> list[str]:
+    """A line about a layout that fits this machine's nodes better, if there is one."""
     from megalite.launch.process import local_world_size
     from megalite.planning.between_nodes import hint
-    from megalite.training.kernel_choice import attention_route
 
-    config, data = trainer.config, trainer.train_data
-    documents = data.chat or (config.data.reset_positions and data.eos is not None)
-    between = hint(config, trainer.mesh.world.size, local_world_size())
-    return [*attention_route(config, trainer.device, documents), *([] if between is None else [between])]
+    between = hint(trainer.config, trainer.mesh.world.size, local_world_size())
+    return [] if between is None else [between]
 
 
 def random_weights(trainer: Trainer) -> list[str]:
@@ -231,25 +236,26 @@ def end_run(error: Exception, config: Config, device: torch.device, mesh: Mesh, 
     from megalite.launch.process import exit_after_failure
     from megalite.monitoring.out_of_memory import out_of_memory
 
-    job.end(status or ExitStatus.FAILED, str(error))
+    lost = lost_by(error)
+    job.end(status or ExitStatus.FAILED, (lost and lost.reason) or str(error))
     report = partial(report_crash, config=config, mesh=mesh, job=job)
     if status is not None:
         if status == ExitStatus.FAILED:
-            report(str(error))
+            report(str(error), None)
         exit_with(str(error), status=process_status(status))
     if isinstance(error, torch.OutOfMemoryError):
         exit_after_failure(out_of_memory(error, config, device, mesh), "it ran out of memory", report)
     exit_after_failure(error, str(error) if isinstance(error, OSError) else "", report)
 
 
-def lost(reason: str, config: Config, mesh: Mesh, job: Job) -> None:
+def end_hanging(message: str, lost: Lost, config: Config, mesh: Mesh, job: Job) -> None:
     """Record the end of a rank whose training thread hangs. Called by the watchdog."""
-    job.end(ExitStatus.FAILED, reason)
-    report_crash(reason, config, mesh, job)
+    job.end(ExitStatus.FAILED, lost.reason or message)
+    report_crash(message, lost, config, mesh, job)
 
 
-def report_crash(reason: str, config: Config, mesh: Mesh, job: Job, trace: str = "") -> None:
-    """Write this rank's part of crash.md."""
+def report_crash(message: str, lost: Lost | None, config: Config, mesh: Mesh, job: Job, trace: str = "") -> None:
+    """Write this rank's part of crash.md. lost: what it has lost; None: it failed by itself."""
     from megalite.launch import crash
 
-    crash.rank_failed(config, mesh.rank, reason, activity=mesh.activity, since=job.since, trace=trace)
+    crash.rank_failed(config, mesh.rank, message, activity=mesh.activity, since=job.since, trace=trace, lost=lost, kills=job.kills)

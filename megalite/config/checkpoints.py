@@ -7,9 +7,12 @@ from typing import Literal
 @dataclass
 class CheckpointConfig:
     interval: int | None = None
-    """Save every `interval` steps, at the end and on a signal. null: only at the end and on a signal."""
+    """Save every `interval` steps, at the end and on a signal. null: every checkpoint.minutes, at the end and on a signal."""
+    minutes: float | None = 15.0
+    """Where checkpoint.interval is null: save every so many minutes, or less often, so that saves take at most 5 % of the time. null: only
+    at the end and on a signal."""
     keep: int | None = None
-    """Number of newest checkpoints to keep. null: keep all."""
+    """Number of newest checkpoints to keep. null: keep all, of those that checkpoint.minutes saves the newest 2."""
     keep_every: int | None = None
     """Besides the newest `keep` checkpoints, keep each one whose step is a multiple of this. null: no others."""
     keep_best: bool = False

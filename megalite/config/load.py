@@ -139,13 +139,14 @@ def exit_with(message: str, status: int = 2) -> NoReturn:
     raise SystemExit(status)
 
 
-def tell_torchrun(message: str) -> None:
+def tell_torchrun(message: str, **known: Any) -> None:
     """Let torchrun's report, which is the last thing on the screen, end with a message instead of a hint at a traceback.
 
-    The format is that of torch.distributed.elastic.multiprocessing.errors.
+    The format is that of torch.distributed.elastic.multiprocessing.errors. known: further data for a launcher of ours.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        content = {"message": {"message": message.rstrip("\n"), "extraInfo": {"timestamp": str(int(time.time()))}}}
+        extra = {"timestamp": str(int(time.time())), "written": time.time(), **known}
+        content = {"message": {"message": message.rstrip("\n"), "extraInfo": extra}}
         with suppress(OSError):
             Path(file).write_text(json.dumps(content), encoding="utf-8")
 

@@ -49,7 +49,7 @@ def bf16_units() -> list[str]:
     """The flags of this CPU that say that it computes products in bf16."""
     known = BF16_UNITS.get(platform.machine(), ())
     with suppress(OSError):
-        for line in CPU_INFO.read_text().splitlines():
+        for line in CPU_INFO.read_text(encoding="utf-8").splitlines():
             name, _, flags = line.partition(":")
             if name.strip() in ("flags", "Features"):
                 return [flag for flag in known if flag in flags.split()]

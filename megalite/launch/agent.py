@@ -24,21 +24,23 @@ from typing import Any
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from megalite.launch.causes import End, Kind, by_cause, exit_status, lost_in
 from megalite.launch.exit_status import END_FILE, ExitStatus, training_status
 from megalite.launch.interrupts import SIGNALS, Listener, Second, end, line_of
 from megalite.launch.local_ranks import package_path
+from megalite.launch.memory_kills import MemoryKills
 from megalite.launch.output import LOGS
 from megalite.messages import say
 from megalite.processes import blocked, marked
 
 MEETING_FAILED = (DistError, RendezvousError, SignalException, OSError)  # no meeting with the other nodes
 REFUSED = (ExitStatus.CONFIGURATION, ExitStatus.IN_USE)  # the same again after a restart; the rank has said why
-ENDED_BY_AGENT = (-signal.SIGTERM, ExitStatus.STOPPED)
+ENDED_BY_AGENT = (-signal.SIGTERM, ExitStatus.STOPPED)  # before the first step a rank ends at SIGTERM with a status of its own
 AT_ONCE_S = 5.0  # from a second Ctrl-C to SIGKILL
 
 
@@ -53,8 +55,8 @@ class Launch:
         restarts: how often the ranks are started again after one has failed.
         patience_s: seconds for the ranks to save and end after a signal, and for the other nodes to arrive.
         newest: returns the newest checkpoint, for the message about a failure.
-        crashed: called with the rank that failed first, the message, and as keywords how each rank ended, when they were started, and the
-            directory with their last lines.
+        crashed: called with how each rank ended, the message, and as keywords when they were started, and the directory with their last
+            lines.
     """
 
     ranks: int
@@ -64,7 +66,7 @@ class Launch:
     restarts: int
     patience_s: float
     newest: Callable[[], Path | None]
-    crashed: Callable[..., None] = lambda first, reason, **known: None
+    crashed: Callable[..., None] = lambda ends, reason, **known: None
 
 
 def launch(options: Launch, command: Sequence[str]) -> int:
@@ -132,14 +134,16 @@ class _Agent(LocalElasticAgent):
             local_addr=meeting.local_addr,
         )
         super().__init__(spec, DefaultLogsSpecs(log_dir=scratch), shutdown_timeout=int(options.patience_s))
-        self.options, self.end_file = options, end_file
+        self.options, self.end_file, self._killed = options, end_file, False
         self.pids: list[int] = []
         self.received: list[int] = []
         self._second, self._timer = Second(), Timer(0, lambda: None)
+        self._ended: dict[int, float] = {}  # ranks that have ended by themselves, and when
+        self._ends: list[End] = []  # of all ranks, once one has failed
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.end_file.unlink(missing_ok=True)
-        self.started = time.time()
+        self.started, self._kills, self._ended = time.time(), MemoryKills(), {}
         with blocked(SIGNALS):  # until the ranks have handlers
             started: dict[int, Any] = super()._start_workers(worker_group)
         self.pids = list(started.values())
@@ -148,14 +152,37 @@ class _Agent(LocalElasticAgent):
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._note_ended(worker_group)  # before the agent ends the others
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
-            rank, failure = _first(result)
-            if self.received or failure.exitcode in REFUSED:
+            self._ends = by_cause([self._end(rank, failure) for rank, failure in result.failures.items()])
+            if self.received or self._ends[0].status in REFUSED:
                 self._remaining_restarts = 0
             elif self._remaining_restarts:
-                say(f"{_described(rank, failure)}: starting all ranks again")
+                say(f"{self._ends[0]}: starting all ranks again")
         return result
+
+    def _note_ended(self, worker_group: WorkerGroup) -> None:
+        """Record when ranks were first seen to have ended. torch's own record has whole seconds, those of messages included."""
+        for worker in worker_group.workers if isinstance(self._pcontext, SubprocessContext) else ():
+            handler = self._pcontext.subprocess_handlers[worker.local_rank]  # type: ignore[union-attr]
+            if handler.proc.poll() is not None:
+                self._ended.setdefault(worker.global_rank, time.time())
+
+    def _end(self, rank: int, failure: ProcessFailure) -> End:
+        """How a rank has ended, by its exit status and by what it has left in its error file."""
+        message = failure.error_file_data.get("message")
+        told = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+        lost, status, noted = lost_in(told.get("lost")), failure.exitcode, self._ended.get(rank)
+        at = float(told.get("written", time.time() if noted is None else noted))
+        if lost is not None:
+            kind = Kind.LOST
+        elif status in ENDED_BY_AGENT or (status == -signal.SIGKILL and noted is None and self._ended):
+            kind = Kind.ENDED
+        else:
+            kind = Kind.ABORTED if status == -signal.SIGABRT else Kind.OWN
+        killed = kind is Kind.OWN and status == -signal.SIGKILL and not self._killed
+        return End(rank, status, kind, at, lost, self._kills.found(failure.pid) if killed else "")
 
     def forward(self, number: int) -> None:
         """Pass a signal on to the ranks, and end those that have not ended after a time. Called on the listener's thread."""
@@ -176,6 +203,7 @@ class _Agent(LocalElasticAgent):
                 os.kill(pid, number)
 
     def _kill(self) -> None:
+        self._killed = True
         say("the ranks have not ended in time after the signal and are killed (run.timeout)")
         self._send(signal.SIGKILL)
 
@@ -192,28 +220,15 @@ class _Agent(LocalElasticAgent):
             return int(ExitStatus.FAILED)
         if not result.is_failed():
             return int(self.end_file.read_text(encoding="utf-8")) if self.end_file.exists() else int(ExitStatus.DONE)
-        rank, failure = _first(result)
-        if failure.exitcode in REFUSED or (self.received and (failure.exitcode > 0 or -failure.exitcode in self.received)):
-            return int(failure.exitcode) if failure.exitcode > 0 else int(training_status(self.received[0]))
+        first = self._ends[0]
+        if first.status in REFUSED or (self.received and (first.status > 0 or -first.status in self.received)):
+            return first.status if first.status > 0 else int(training_status(self.received[0]))
         newest = self.options.newest()
         place = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint"
-        line = f"{_described(rank, failure)}; {place}"
+        line = f"{first}; {place}"
         say(line)
-        known = {each.global_rank: "ended by the launcher" for each in self.get_worker_group().workers}
-        known |= {each: _ended(other) for each, other in result.failures.items()}
-        self.options.crashed(rank, line, ends=known, since=self.started, logs=self.end_file.parent)
-        return int(failure.exitcode) if failure.exitcode > 0 else 128 - int(failure.exitcode)
-
-
-def _first(result: RunResult) -> tuple[int, ProcessFailure]:
-    """The rank that failed first. Those that the agent ended afterwards have failed as well, within the same second; before the first step
-    they end with a status of their own."""
-    return min(result.failures.items(), key=lambda item: (item[1].exitcode in ENDED_BY_AGENT, item[1].timestamp, item[0]))
-
-
-def _described(rank: int, failure: ProcessFailure) -> str:
-    return f"rank {rank} {_ended(failure)}"
-
-
-def _ended(failure: ProcessFailure) -> str:
-    return f"ended with status {failure.exitcode}" if failure.exitcode > 0 else f"was ended by {failure.signal_name()}"
+        failed = {end.rank for end in self._ends}
+        others = [each.global_rank for each in self.get_worker_group().workers if each.global_rank not in failed]
+        ends = [*self._ends, *(End(rank, 0, Kind.ENDED, time.time()) for rank in others)]
+        self.options.crashed(ends, line, since=self.started, logs=self.end_file.parent)
+        return exit_status(first.status)

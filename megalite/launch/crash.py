@@ -1,8 +1,9 @@
 """crash.md in a run's directory: what one needs to know about a run that has failed, in one file to paste.
 
 Each rank that fails writes its part to .crash/. The launcher (`train --nproc`) adds those of ranks that could not, from the lines that they
-printed, and writes crash.md from all parts; without it, each rank does, so that the last one has all. All of this is best effort: it takes
-a few seconds at most, raises nothing, and leaves the error as it is.
+printed, and writes crash.md from all parts; without it, each rank does, so that the last one has all. The reason is that of the rank that
+failed first (`launch.causes`), on whichever node. All of this is best effort: it takes a few seconds at most, raises nothing, and leaves
+the error as it is.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Thread
@@ -26,12 +27,16 @@ import yaml
 from megalite.activity import Activity
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config
+from megalite.launch import memory_kills
+from megalite.launch.causes import End, Kind, Lost, by_cause, lost_in
+from megalite.launch.memory_kills import MemoryKills
 from megalite.launch.output import LOGS, RECENT, log_of
 from megalite.messages import say
 
 FILE, PREVIOUS, PARTS = "crash.md", "crash.previous.md", ".crash"
 MOST_PARTS, MOST_LOGS, MOST_LINES = 64, 8, 60  # ranks, of these with their lines, and lines of each
 PATIENCE_S = 5.0
+UNKNOWN = "unknown"
 PACKAGES = ("megalite", "torch", "triton", "numpy", "safetensors", "transformers")
 VARIABLES = (
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES"),
@@ -45,51 +50,92 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class Part:
-    """What is known of one rank. `written`: seconds since the epoch; `trace`: the traceback of an unexpected error."""
+    """What is known of one rank.
+
+    Attributes:
+        written: seconds since the epoch.
+        trace: the traceback of an unexpected error.
+        kind, lost: why it ended, and what it had lost: a `Lost` as plain data.
+        status: that it ended with, as of `End`; of a rank that wrote its part itself 1.
+    """
 
     rank: int
     reason: str
-    activity: str = "unknown"
+    activity: str = UNKNOWN
     memory: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     trace: str = ""
     host: str = field(default_factory=platform.node)
     written: float = field(default_factory=time.time)
+    kind: int = Kind.OWN
+    lost: dict[str, Any] | None = None
+    status: int = 1
 
 
-def rank_failed(config: Config, rank: int, reason: str, *, activity: Activity, since: float, trace: str = "") -> None:
-    """Report this rank's failure. since: when the job began, in seconds since the epoch: older parts are another job's."""
+def rank_failed(
+    config: Config,
+    rank: int,
+    reason: str,
+    *,
+    activity: Activity,
+    since: float,
+    trace: str = "",
+    lost: Lost | None = None,
+    kills: MemoryKills | None = None,
+) -> None:
+    """Report this rank's failure.
+
+    Args:
+        since: when the job began, in seconds since the epoch: older parts are another job's.
+        lost: what this rank has lost; None: it failed by itself.
+        kills: made when the job began.
+    """
 
     def write() -> None:
-        directory = config.run.directory
-        _write_part(directory, Part(rank, reason.strip(), str(activity), _own_memory(), RECENT.lines()[-MOST_LINES:], trace))
+        directory, kind = config.run.directory, Kind.OWN if lost is None else Kind.LOST
+        seen = lost
+        if lost is not None and lost.host == platform.node() and kills is not None and (killed := kills.found()):
+            seen = replace(lost, reason=f"{lost.reason}; {killed}")
+        part = Part(rank, reason.strip(), str(activity), _own_memory(), RECENT.lines()[-MOST_LINES:], trace, kind=kind)
+        _write_part(directory, replace(part, lost=None if seen is None else asdict(seen)))
         if LOGS not in os.environ:
-            _compose(config, since, first=None, reason=None)
+            _compose(config, since, reason=None)
             if int(os.environ.get("WORLD_SIZE", 1)) == 1:
                 say(f"{directory / FILE} has what is known about it")
 
     best_effort(write)
 
 
-def launcher_failed(config: Config, first: int, reason: str, *, ends: Mapping[int, str], since: float, logs: Path) -> None:
-    """Report the failure of the ranks of this node.
+def launcher_failed(config: Config, ends: Sequence[End], reason: str, *, since: float, logs: Path) -> Part:
+    """Report the failure of the ranks of this node. Returns what is known of the rank of all nodes that failed first.
 
     Args:
-        first: the rank that failed first.
-        ends: how each rank has ended, in words.
+        ends: how each rank has ended.
+        reason: the launcher's line.
         logs: the directory with what the ranks have printed.
     """
+
+    cause = [_part(end, logs) for end in by_cause(ends)[:1]]
 
     def write() -> None:
         directory = config.run.directory
         known = {part.rank for part in _parts(directory, since)}
-        for rank, end in ends.items():
-            if rank not in known:
-                _write_part(directory, Part(rank, end, lines=log_of(logs, rank)[-MOST_LINES:]), always=rank == first)
-        _compose(config, since, _first_of_all_nodes(_parts(directory, since), first), reason)
+        for place, end in enumerate(by_cause(ends)):
+            if end.rank not in known:
+                _write_part(directory, _part(end, logs), always=place == 0)
+        cause[:] = completed(_parts(directory, since))[:1] or cause
+        _compose(config, since, reason)
         say(f"{directory / FILE} has what is known about it")
 
     best_effort(write)
+    return cause[0]
+
+
+def _part(end: End, logs: Path) -> Part:
+    """What a launcher knows of a rank that has written no part."""
+    told = "ended by the launcher" if end.kind is Kind.ENDED else str(end)
+    lines = log_of(logs, end.rank)[-MOST_LINES:]
+    return Part(end.rank, told, lines=lines, written=end.written, kind=end.kind, status=end.status)
 
 
 def best_effort(action: Callable[[], None]) -> None:
@@ -112,13 +158,6 @@ def set_aside(directory: Path) -> None:
 
 
 # ---- parts
-
-
-def _first_of_all_nodes(parts: Sequence[Part], first: int) -> int:
-    """The rank that failed first: that of this node, unless another node's part is older than it."""
-    own = next((part for part in parts if part.rank == first), None)
-    elsewhere = [part for part in parts if own is not None and part.host != own.host and part.written < own.written]
-    return elsewhere[0].rank if elsewhere else first
 
 
 def _write_part(directory: Path, part: Part, always: bool = False) -> None:
@@ -151,24 +190,37 @@ def _replace(path: Path, text: str) -> None:
 # ---- the report
 
 
-def _compose(config: Config, since: float, first: int | None, reason: str | None) -> None:
+def _compose(config: Config, since: float, reason: str | None) -> None:
     """Write crash.md from all parts, again if another one has arrived meanwhile."""
     directory, written = config.run.directory, list[Part]()
     while (parts := _parts(directory, since)) != written:
-        _replace(directory / FILE, report(config, parts, first, reason))
+        _replace(directory / FILE, report(config, parts, reason))
         written = parts
 
 
-def report(config: Config, parts: Sequence[Part], first: int | None = None, reason: str | None = None) -> str:
-    """The text of crash.md.
+def completed(parts: Iterable[Part]) -> list[Part]:
+    """The parts, what caused the others first; with what they say of a rank that they have lost and that has said nothing itself."""
+    found = {part.rank: part for part in parts}
+    for part in by_cause(found.values()):
+        lost = lost_in(part.lost)
+        if part.kind != Kind.LOST or lost is None or lost.rank is None:
+            continue
+        own = found.get(lost.rank)
+        if own is None or own.kind == Kind.ENDED:
+            lines = [] if own is None else own.lines
+            found[lost.rank] = Part(lost.rank, lost.reason, lost.place, lines=lines, host=lost.host, written=part.written)
+        elif own.activity == UNKNOWN:
+            found[lost.rank] = replace(own, activity=lost.place)
+    return by_cause(found.values())
 
-    first: the rank that failed first, by default that of the earliest part. reason: how it ended, in the launcher's words.
-    """
-    ordered = sorted(parts, key=lambda part: part.rank != first)
+
+def report(config: Config, parts: Sequence[Part], reason: str | None = None) -> str:
+    """The text of crash.md. reason: how it ended, in the launcher's words."""
+    ordered = completed(parts)
     said = [part.reason for part in ordered[:1] if part.reason not in (reason or "")]
     rows = [
         f"| {part.rank} | {part.host} | {_cell(part.reason)} | {_cell(part.activity)} |"
-        for part in sorted(parts, key=lambda part: part.rank)
+        for part in sorted(ordered, key=lambda part: part.rank)
     ]
     logs = [_section(f"Rank {part.rank}: its last lines", "\n".join(part.lines)) for part in ordered[:MOST_LOGS] if part.lines]
     memory = [f"rank {part.rank}: {line}" for part in ordered for line in part.memory]
@@ -261,10 +313,7 @@ def _host_memory(directory: Path) -> list[str]:
         lines += [
             f"{name}: {int(found[name].split()[0]) / 2**20:.1f} GiB" for name in ("MemTotal", "MemAvailable", "SwapFree") if name in found
         ]
-    group = Path("/sys/fs/cgroup")
-    for name in ("memory.max", "memory.current", "memory.events"):
-        with suppress(OSError):
-            lines.append(f"container, {name}: {(group / name).read_text(encoding='utf-8').strip().replace(chr(10), ', ')}")
+    lines += memory_kills.describe()
     for place in (Path("/dev/shm"), directory):
         with suppress(OSError):
             lines.append(f"{place}: {shutil.disk_usage(place).free / 2**30:.1f} GiB free")

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import IO
 
 import megalite
+from megalite.launch.causes import ended, exit_status
+from megalite.launch.memory_kills import MemoryKills
 from megalite.processes import blocked, marked
 
 _PACKAGE_ROOT = str(Path(megalite.__file__).resolve().parents[1])
@@ -43,14 +45,14 @@ def run_ranks(
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks: list[subprocess.Popen[bytes]] = []
+    ranks, kills = list[subprocess.Popen[bytes]](), MemoryKills()
     try:
         for rank in range(count):
             own = _environment(rank, count, store.port) | dict(variables or {})
             # -P: `-m` would import from the current directory first, where a user's file may have the name of a package.
             with blocked([signal.SIGINT]):  # the terminal sends it to the ranks as well
                 ranks.append(subprocess.Popen([sys.executable, "-P", *command], env=own, stdout=output, stderr=output))
-        status = _wait(ranks, poll)
+        status = _wait(ranks, poll, kills)
         given_up = time.monotonic() + patience
         while any(rank.poll() is None for rank in ranks) and time.monotonic() < given_up:
             time.sleep(POLL_S)
@@ -73,15 +75,17 @@ def package_path() -> str:
     return os.pathsep.join(filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], poll: Callable[[], object]) -> int:
+def _wait(ranks: list[subprocess.Popen[bytes]], poll: Callable[[], object], kills: MemoryKills) -> int:
     """Wait until all ranks have ended, or one has failed. Returns its status, 128 + the signal's number after a signal; else 0."""
     while True:
         statuses = [rank.poll() for rank in ranks]
-        for rank, status in enumerate(statuses):
-            if status:
-                if status < 0:  # it could not print a message itself
-                    print(f"rank {rank} was ended by signal {-status} ({signal.strsignal(-status)})", file=sys.stderr, flush=True)
-                return status if status > 0 else 128 - status
+        failed = [(rank, status) for rank, status in enumerate(statuses) if status]
+        if failed:
+            rank, status = min(failed, key=lambda each: each[1] > 0)  # a rank that was killed makes others fail
+            if status < 0:  # it could not print a message itself
+                why = kills.found(ranks[rank].pid) if -status == signal.SIGKILL else ""
+                print(f"rank {rank} {ended(status)}{why and f': {why}'}", file=sys.stderr, flush=True)
+            return exit_status(status)
         if None not in statuses:
             return 0
         poll()

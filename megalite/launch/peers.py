@@ -26,6 +26,8 @@ from threading import Event, Thread
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megalite.launch.causes import Lost
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
@@ -67,6 +69,10 @@ class Verdict:
 
     def __str__(self) -> str:
         return f"rank {self.rank} {'is awaited' if self.state is State.STUCK else 'was lost first'}: {self._reason()}"
+
+    def lost(self) -> Lost:
+        """What a rank has lost that ends because of it."""
+        return Lost(self.rank, str(self), self.host, described(self.place))
 
     def described(self) -> str:
         """The same of a rank that may come back."""

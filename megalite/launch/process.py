@@ -11,9 +11,10 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict, replace
 from datetime import timedelta
 from time import sleep
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -22,6 +23,9 @@ from megalite.config.load import tell_torchrun
 from megalite.config.schema import ConfigError
 from megalite.launch import products
 from megalite.messages import flush_output, say
+
+if TYPE_CHECKING:
+    from megalite.launch.causes import Lost
 
 GRACE = 2.0  # seconds that a failed rank stays alive, so that others can learn the reason
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
@@ -123,19 +127,36 @@ def start_process_group(device: torch.device, timeout: str, meet: Callable[..., 
     dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size, **options)
 
 
-def exit_after_failure(error: Exception | str, reason: str = "", report: Callable[[str], None] = lambda message: None) -> NoReturn:
+def exit_after_failure(
+    error: Exception | str,
+    reason: str = "",
+    report: Callable[[str, Lost | None], None] = lambda message, lost: None,
+    lost: Lost | None = None,
+) -> NoReturn:
     """End the process with status 1 after a failure of communication, offloaded state, memory or data: nothing collective is possible.
 
-    A failed rank makes the ranks that wait for it fail as well. In training the watchdog has given the error a `verdict`: the rank that
-    failed first. Otherwise ranks store which one they lost, and the `reason` that it gave. `report` is called with the message.
+    A failed rank makes the ranks that wait for it fail as well. In training the watchdog has told the error which rank failed first
+    (`lost`). Otherwise ranks store which one they lost, and the `reason` that it gave. `report` is called with the message, and with what
+    this rank has lost; None: it failed by itself.
+
+    torchrun takes the failure with the earliest time for the cause, in whole seconds: a rank that has lost another one tells it later.
     """
+    from megalite.launch.causes import lost_by
+
     with suppress(ValueError):  # on the watchdog's thread, which must not set it
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher terminates all ranks once one has ended; this one ends by itself
-    message = f"{error}{getattr(error, 'verdict', None) or _origin(error, reason)}"
+    lost = lost or lost_by(error)
+    origin = "" if lost and lost.reason else _origin(error, reason)
+    if lost and origin:
+        lost = replace(lost, reason=origin)
+    message = f"{error}{f' ({lost.reason})' if lost and lost.reason and lost.reason not in str(error) else ''}"
     say(message)
-    tell_torchrun(message)
-    report(message)
+    if lost is None:
+        tell_torchrun(message)
+    report(message, lost)
     sleep(GRACE)  # until the ranks that wait for this one have read its reason
+    if lost is not None:
+        tell_torchrun(message, lost=asdict(lost))
     os._exit(1)
 
 
@@ -154,11 +175,11 @@ def _origin(error: object, reason: str) -> str:
             store.set(f"lost/{rank}", str(peer))
         sleep(GRACE)
         if store.check(["reason"]):
-            return f" ({store.get('reason').decode()})"
+            return str(store.get("reason").decode())
         while rank not in seen and store.check([f"lost/{rank}"]):
             seen.add(rank)
             rank = int(store.get(f"lost/{rank}"))
-    return f" (rank {rank} was lost first)" if seen and rank not in seen else ""
+    return f"rank {rank} was lost first" if seen and rank not in seen else ""
 
 
 def shutdown() -> NoReturn:

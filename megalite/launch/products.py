@@ -66,6 +66,13 @@ def use(path: Path) -> None:
     torch.set_float32_matmul_precision(SETTINGS[path])
 
 
+def in_use() -> str:
+    """The name of the library that this process computes fp32 products with."""
+    if torch.get_float32_matmul_precision() == SETTINGS["mkl"]:
+        return NAMES["mkl"]
+    return NAMES["bf16" if rounds() else "onednn"]
+
+
 def candidates(option: str, rounded: bool) -> tuple[Path, ...]:
     """The libraries that an option, `train.fp32_products`, allows, the preferred one first.
 

@@ -152,10 +152,16 @@ def cut_after(file: Path, step: int) -> None:
     """Remove the lines of later steps, and an incomplete last line of a killed run. The file is replaced atomically."""
     if not file.exists():
         return
-    kept = [line for line in file.read_text(encoding="utf-8").splitlines() if (found := _step_of(line)) is not None and found <= step]
     fresh = file.with_name(f".{file.name}.new")
-    write_synced(fresh, "".join(line + "\n" for line in kept))
+    write_synced(fresh, "".join(line + "\n" for line in lines_up_to(file, step)))
     fresh.replace(file)
+
+
+def lines_up_to(file: Path, step: int) -> list[str]:
+    """The complete lines of a file of JSON objects whose `step` is at most this one; none if there is no such file."""
+    if not file.exists():
+        return []
+    return [line for line in file.read_text(encoding="utf-8").splitlines() if (found := _step_of(line)) is not None and found <= step]
 
 
 def _step_of(line: str) -> int | None:

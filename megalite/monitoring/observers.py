@@ -40,8 +40,11 @@ class ComparedTimeline(TimelineRecorder):
             return [*lines, f"no comparison with the simulator: {error}"]
 
 
-def observers(trainer: Trainer, own: RankEnvironment, device: Device | None = None) -> Sequence[Observer]:
-    """All instruments of a run, the same on every rank. own: this rank's environment; device: the planner's description of its device."""
+def observers(trainer: Trainer, own: RankEnvironment, device: Device | None = None, kernels: Sequence[str] = ()) -> Sequence[Observer]:
+    """All instruments of a run, the same on every rank.
+
+    own: this rank's environment; device: the planner's description of its device; kernels: the chosen implementations, in words.
+    """
     phases = PhaseTimes(trainer)
     ranks = RankTimes(trainer, phases)
     context: list[Observer] = []
@@ -50,7 +53,8 @@ def observers(trainer: Trainer, own: RankEnvironment, device: Device | None = No
 
         context.append(ContextImbalance(trainer))
     recorders = ComparedTimeline(trainer), Tracer(trainer), MemorySnapshot(trainer)
-    return Epochs(trainer), *_by_source(trainer), phases, ranks, *context, Gpu(trainer), *recorders, Outcome(trainer, own, device)
+    outcome = Outcome(trainer, own, device, kernels)
+    return Epochs(trainer), *_by_source(trainer), phases, ranks, *context, Gpu(trainer), *recorders, outcome
 
 
 def _by_source(trainer: Trainer) -> Sequence[Observer]:

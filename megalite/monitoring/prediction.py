@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Sequence
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from megalite.build import parts as build
 from megalite.checkpoint.directories import write_synced
+from megalite.config.load import to_dict
 from megalite.config.schema import Config
 from megalite.launch.environment import ALIKE, EQUAL, RankEnvironment
 from megalite.messages import write_or_say
+from megalite.monitoring import starts
 from megalite.monitoring.metrics import StepMetrics
 from megalite.monitoring.observer import Observer
 from megalite.parallel.pipeline.simulator import simulate
@@ -62,21 +65,35 @@ def describe(
     return ["; ".join(parts)] if parts else []
 
 
-class Outcome(Observer):
-    """Writes the run's environment, and at the end compares rank 0's measurements with the simulator's bubble and the planner's step time.
+def predictions(config: Config, device: Device | None) -> dict[str, Any]:
+    """The step time in seconds, its interval and the bubble of a configuration; None where nothing is predicted.
 
-    They are stored in environment.json and prediction.json of the run's directory. `own` is this rank's environment, `device` the planner's
-    description of its device, None if unknown.
+    device: the planner's description of the run's device; None if unknown.
+    """
+    seconds = None if device is None else step_seconds(config, device)
+    sure = list(interval(seconds)) if seconds is not None and device is not None and device.compared else None
+    return {"step_time_s": seconds, "step_time_interval_s": sure, "bubble_fraction": predicted_bubble(config)}
+
+
+class Outcome(Observer):
+    """Records the start of a run, and at its end compares rank 0's measurements with the simulator's bubble and the planner's step time.
+
+    Writes environment.json and a line of starts.jsonl at the start, prediction.json at the end. `own` is this rank's environment, `device`
+    the planner's description of its device, None if unknown; `kernels` names the implementations that were chosen.
     """
 
-    def __init__(self, trainer: Trainer, own: RankEnvironment, device: Device | None = None):
+    def __init__(self, trainer: Trainer, own: RankEnvironment, device: Device | None = None, kernels: Sequence[str] = ()):
         self.trainer, self.device = trainer, device
         self.times: list[float] = []
         self.bubbles: list[float] = []
+        self.predicted: dict[str, Any] = {}
         if trainer.mesh.rank == 0:
             environment = {"ranks": trainer.mesh.world.size, "python": platform.python_version(), "cores": os.cpu_count()}
             environment |= {name: own[name] for name in (*EQUAL, *ALIKE) if own[name] is not None}
             self._keep("environment.json", environment)
+            self.predicted = predictions(trainer.config, device)
+            start = starts.Start(trainer.step_done, to_dict(trainer.config), environment, list(kernels), self.predicted)
+            starts.add(trainer.run_dir, start)
 
     def numbers(self, metrics: StepMetrics) -> dict[str, Any]:
         self.times.append(metrics.step_time_s)
@@ -87,13 +104,8 @@ class Outcome(Observer):
     def finish(self) -> list[str]:
         if not self.times:
             return []
-        config = self.trainer.config
-        seconds, bubble = None if self.device is None else step_seconds(config, self.device), predicted_bubble(config)
-        sure = list(interval(seconds)) if seconds is not None and self.device is not None and self.device.compared else None
-        measured = median(self.times[1:] or self.times)
-        content = {"step_time_s": seconds, "step_time_interval_s": sure, "measured_step_time_s": measured, "bubble_fraction": bubble}
-        self._keep("prediction.json", content)
-        return describe(self.times, self.bubbles, seconds, bubble, self.device)
+        self._keep("prediction.json", {**self.predicted, "measured_step_time_s": median(self.times[1:] or self.times)})
+        return describe(self.times, self.bubbles, self.predicted["step_time_s"], self.predicted["bubble_fraction"], self.device)
 
     def _keep(self, name: str, content: dict[str, Any]) -> None:
         write_or_say(self.trainer.run_dir / name, lambda path: write_synced(path, json.dumps(content, indent=2) + "\n"))

@@ -23,6 +23,8 @@ from megalite.clock import ActionTiming
 from megalite.config.load import from_dict
 from megalite.config.schema import ConfigError
 from megalite.mesh import Layout
+from megalite.monitoring import starts
+from megalite.monitoring.starts import start_of
 from megalite.monitoring.timeline_recorder import RECORDS, Record
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, dependencies
 from megalite.parallel.pipeline.simulator import Span, Timeline, simulate
@@ -37,16 +39,26 @@ MICROSECONDS = 1e6
 def compare(run_dir: Path) -> list[str]:
     """Write the timeline of a run's records, and return lines that describe it to the user.
 
-    Raises ConfigError if the directory has no records.
+    The run may have been resumed with another layout since then: the one that recorded the steps counts.
+
+    Raises ConfigError if the directory has no records, or if they are not of its steps.
     """
     try:
-        config = from_dict(yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8")))
+        options = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
         records = [read_record(found) for found in json.loads((run_dir / RECORDS).read_text(encoding="utf-8"))]
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}. A run writes it if profiling.timeline is set.") from None
+    recorded_by = start_of(starts.read(run_dir), min(records[0].steps))
+    config = from_dict(options if recorded_by is None else recorded_by.options)
     layout = build.layout(config)
+    if layout.world != len(records):
+        raise ConfigError(
+            f"{run_dir / RECORDS} has records of {len(records)} ranks, and its steps were done again on {layout.world}. "
+            f"Record them again with profiling.timeline = true."
+        )
     schedule = build.schedule(config, layout.microbatches)
     found, path = timeline(schedule, layout, records), run_dir / TIMELINE
+    found["schedule_costs"] = config.parallel.schedule_costs
     path.write_text(json.dumps(found, allow_nan=False), encoding="utf-8")
     return [*describe(found), f"  {path} (ui.perfetto.dev opens it)"]
 
@@ -128,6 +140,7 @@ def timeline(schedule: Schedule, layout: Layout, records: Sequence[Record]) -> d
         "pp": schedule.ranks,
         "microbatches": schedule.microbatches,
         "virtual_stages": schedule.stages // schedule.ranks,
+        "layout": {axis: getattr(layout, axis) for axis in ("tp", "pp", "dp", "cp")},
         "steps": sorted({step.step for step in steps}),
         "durations": durations,
         "comm": comm,

@@ -6,6 +6,7 @@ Computed from the buckets that the store allocates (`megalite.parallel.sharding`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -14,7 +15,9 @@ from megalite.build.plan import optimistic_step
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.layout import AxisPlace, Coordinates
-from megalite.optimizer.table import OPTIMIZERS, state_elements
+from megalite.model.adapters import with_adapters
+from megalite.model.parameters import model_specs
+from megalite.optimizer.table import OPTIMIZERS, state_elements, state_kinds
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.sharding.compressible import compressible
 
@@ -89,6 +92,21 @@ def fullest_shard(config: Config, buckets: Sequence[BucketLayout]) -> int:
     if OPTIMIZERS[config.optimizer.name].uniform:
         return 0
     return max(range(Sharing.of(config).shard), key=lambda shard: sum(_state(config, bucket, shard) for bucket in buckets))
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Bytes of the tensors in a checkpoint, all ranks together: weights (masters where they are trained) and the optimizer's state of them.
+
+    What PowerSGD and routers keep besides is left out.
+    """
+    widths, averages = Widths.of(config), int(config.train.ema_decay is not None)
+    segments = (each for spec in with_adapters(model_specs(config.model), config.lora) for each in spec.segments if not each.copy)
+    return sum(
+        math.prod(each.shape) * widths.accumulate * (1 + len(state_kinds(each, config.optimizer.name)) + averages)
+        if each.trainable
+        else math.prod(each.shape) * widths.compute
+        for each in segments
+    )
 
 
 def shared_by_both_ends(bucket: BucketLayout) -> bool:

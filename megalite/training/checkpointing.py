@@ -5,6 +5,7 @@ Functions of a trainer, all collective: every rank calls them together, and an e
 
 from __future__ import annotations
 
+import shutil
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,9 +16,11 @@ from typing import TYPE_CHECKING
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, DamagedError, find
 from megalite.checkpoint.agreement import on_rank_0, raise_on_all_ranks
+from megalite.checkpoint.directories import TIMED, TIMED_KEPT
 from megalite.checkpoint.saver import Save
 from megalite.config.amounts import batches_done
 from megalite.config.load import to_dict
+from megalite.config.schema import Config
 from megalite.launch.environment import software
 from megalite.model.adapters import ADAPTER
 from megalite.parallel.sharding.offload import OffloadError
@@ -177,9 +180,9 @@ def resume(trainer: Trainer, directory: Path) -> None:
     trainer.saver.newest = directory
 
 
-def begin_save(trainer: Trainer, best: bool = False) -> Save:
+def begin_save(trainer: Trainer, best: bool = False, timed: bool = False) -> Save:
     """Like `Trainer.save`, but with `checkpoint.async_save` writing continues in the background; errors come from `saver.take_ended`.
-    best: no checkpoint has had a lower validation loss."""
+    best: no checkpoint has had a lower validation loss; timed: `checkpoint.minutes` is the only reason to save."""
     trainer.finalizer.drain()  # an unconfirmed step must not be saved
     directory = trainer.run_dir / "checkpoints" / checkpoint.step_name(trainer.step_done)
     state = {
@@ -194,6 +197,7 @@ def begin_save(trainer: Trainer, best: bool = False) -> Save:
         "software": software(),
         **batches_done(trainer.config),
         **({"loop": state_to_save(trainer)} if trainer.loop_state else {}),
+        **({TIMED: True} if timed else {}),
     }
     trainer.store.gatherer.finish()
     with raise_on_all_ranks(trainer.mesh, OffloadError):  # first: optimizer state that a disk has lost must not replace a good checkpoint
@@ -231,3 +235,34 @@ def roll_back(trainer: Trainer, bad: StepResult) -> None:
     samples = trainer.samples
     resume(trainer, directory)  # sets samples and streak to the checkpoint's: the bad samples must not be read again
     trainer.samples, trainer.guard.streak = samples, 0
+
+
+def describe_saves(config: Config) -> str:
+    """When the run saves, what it keeps, and how much that is, in a line."""
+    from megalite.planning import states  # which only the command's report needs
+
+    options, size = config.checkpoint, states.checkpoint_bytes(config)
+    kept = f"the newest {options.keep} are kept" if options.keep is not None else "all are kept"
+    if options.interval is not None:
+        when = f"every {options.interval:,} steps"
+    elif options.minutes is not None:
+        when = f"every {options.minutes:g} minutes (checkpoint.minutes)"
+        kept = kept if options.keep is not None else f"the newest {TIMED_KEPT} of these are kept"
+    else:
+        return "no checkpoint before the end or a signal: checkpoint.interval and checkpoint.minutes are null"
+    return f"a checkpoint {when}, about {_bytes(size)} each; {kept}{_little_room(config, size)}"
+
+
+def _little_room(config: Config, size: float) -> str:
+    """A warning, if the disk has less room than the checkpoints that are kept together with the next one."""
+    options = config.checkpoint
+    most = options.keep or (TIMED_KEPT if options.interval is None else 1)
+    with suppress(OSError):
+        free = shutil.disk_usage(config.run.directory).free
+        if free < (most + 1) * size:
+            return f". {config.run.directory} has {_bytes(free)} free, and {most + 1} of them need {_bytes((most + 1) * size)}"
+    return ""
+
+
+def _bytes(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"

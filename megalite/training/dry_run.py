@@ -26,8 +26,9 @@ from megalite.planning.budget import table as budget_table
 from megalite.planning.experts import all_on_one_rank, worst_bytes
 from megalite.planning.memory import estimate, settled
 from megalite.planning.predicting import estimated_costs, stage_sums
-from megalite.planning.states import Device
+from megalite.planning.states import Device, checkpoint_bytes
 from megalite.planning.traffic import traffic
+from megalite.training.checkpointing import describe_saves
 
 ABOUT_FILES = {
     *("training data is given", "data.train exists", "data.validation exists", "vocabulary is known", "the run can be written"),
@@ -80,6 +81,7 @@ def calculate(config: Config, ranks: list[int], device: Device) -> dict[str, Any
         "device": device,
         "built": ranks,
         "ranks": [{**each.to_dict(), "bytes_sent": own.to_dict()} for each, own in zip(memory, sent, strict=True)],
+        "checkpoint_bytes": checkpoint_bytes(config),
         **length(config),
         "flops_per_token": flops(config),
         "schedule": schedule.name,
@@ -141,6 +143,7 @@ def describe(config: Config, content: dict[str, Any]) -> list[str]:
         f"hardware {palm['hardware']:.4g}, {causal['hardware']:.4g} with train.recompute {shown(config.train.recompute)}",
         f"bubble: {content['bubble_fraction']:.1%} of the step under {content['schedule']} with {content['microbatches']} microbatches, "
         "each stage as long as its matrix products",
+        describe_saves(config),
         *([f"the run: {content['steps']:,} steps, {content['tokens']:,} tokens"] if "steps" in content else []),
         *experts(config, rows),
         *remarks(config),

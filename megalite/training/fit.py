@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
+from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,19 +21,23 @@ from megalite.launch.exit_status import ExitStatus
 from megalite.monitoring.console import Console
 from megalite.monitoring.metrics import MetricsWriter, StepMetrics, peak_memory_bytes, throughput
 from megalite.training.checkpointing import rate
-from megalite.training.signals import StopRequest, agreed
+from megalite.training.signals import SaveTimer, StopRequest, agreed
 from megalite.training.trainer import StepResult, Trainer
-from megalite.training.watchdog import Watchdog
+from megalite.training.watchdog import OnLoss, Watchdog, ignore
 
 if TYPE_CHECKING:
     from megalite.monitoring.observer import Observer
 
 
-def fit(trainer: Trainer, observers: Sequence[Observer] = (), on_loss: Callable[[str], None] = lambda message: None) -> ExitStatus:
-    """Train until `train.steps`, a signal, the time limit or early stopping; save at the end and at every `checkpoint.interval`. Called by
-    every rank.
+def fit(
+    trainer: Trainer, observers: Sequence[Observer] = (), on_loss: OnLoss = ignore, clock: Callable[[], float] = monotonic
+) -> ExitStatus:
+    """Train until `train.steps`, a signal, the time limit or early stopping; save at the end and at every `checkpoint.interval`, or every
+    `checkpoint.minutes`. Called by every rank.
 
-    on_loss: called with a message before the watchdog ends this process, because another rank is lost and the training thread hangs.
+    on_loss: called with a message, and what was lost, before the watchdog ends this process, because another rank is lost and the training
+        thread hangs.
+    clock: seconds, for `checkpoint.minutes`.
 
     Returns DONE, STOPPED (SIGTERM, SIGUSR1, SIGHUP or the time limit) or INTERRUPTED (SIGINT): the same on every rank.
     """
@@ -51,16 +56,18 @@ def fit(trainer: Trainer, observers: Sequence[Observer] = (), on_loss: Callable[
     ):
         announce(trainer, console)
         mark_best(trainer)
+        timer = SaveTimer(config.checkpoint, lead, clock)
         ended = None
         while trainer.step_done < config.train.steps:
             due = Due.after(trainer.step_done + 1, config)
-            results = run_step(trainer, observers, request, wait=due.validation or due.save)
+            results = run_step(trainer, observers, request, timer, wait=due.validation or due.save)
             report_results(trainer, results, observers, console, writer)
             if bad := [result for result in results if result.streak >= config.faults.skip_limit]:
                 go_back(trainer, bad[-1], console, writer)
                 continue
             ended = agreed(max((result.stop for result in results), default=0.0))
-            validate_and_save(trainer, due, ended is not None, console, writer)
+            due = due._replace(timed=timer.due(results))
+            validate_and_save(trainer, due, ended is not None, timer, console, writer)
             if ended is not None:
                 console.message(f"stopping after step {trainer.step_done}: {request.reason or 'another rank asked for it'}")
                 break
@@ -85,6 +92,7 @@ class Due(NamedTuple):
     validation: bool
     save: bool
     end: bool
+    timed: bool = False  # a save, by checkpoint.minutes: known only after the step
 
     @staticmethod
     def after(step: int, config: Config) -> Due:
@@ -100,7 +108,7 @@ def announce(trainer: Trainer, console: Console) -> None:
         console.message(note)
 
 
-def run_step(trainer: Trainer, observers: Sequence[Observer], request: StopRequest, wait: bool) -> list[StepResult]:
+def run_step(trainer: Trainer, observers: Sequence[Observer], request: StopRequest, timer: SaveTimer, wait: bool) -> list[StepResult]:
     """One step between its observers. Returns the results that are now known."""
     step, activity = trainer.step_done + 1, trainer.mesh.activity
     activity.step = step
@@ -109,7 +117,7 @@ def run_step(trainer: Trainer, observers: Sequence[Observer], request: StopReque
         each.before(step)
     trainer.faults.between_steps(step)
     # Read as late as possible: a signal that arrived during the hooks above must not cost another step.
-    results = trainer.train_step(stop=request.value, wait=wait)
+    results = trainer.train_step(stop=request.value + timer.value, wait=wait)
     for each in observers:
         each.after(step)
     return results
@@ -138,27 +146,28 @@ def go_back(trainer: Trainer, bad: StepResult, console: Console, writer: Metrics
         writer.rewind(trainer.step_done)
 
 
-def validate_and_save(trainer: Trainer, due: Due, stop: bool, console: Console, writer: MetricsWriter | None) -> None:
+def validate_and_save(trainer: Trainer, due: Due, stop: bool, timer: SaveTimer, console: Console, writer: MetricsWriter | None) -> None:
     """What is due after a step. A run that has to stop saves first: the sender of a signal may not wait for a validation.
 
     What a validation tells of the best loss is saved, too: with the next checkpoint, or now if the run ends.
     """
     lowest = due.validation and not stop and validate(trainer, console, writer)
     early = due.validation and stopped_early(trainer) is not None
-    if due.save or stop or early or (lowest and trainer.config.checkpoint.keep_best):
-        save(trainer, console, lowest)
+    if (asked := due.save or stop or early or (lowest and trainer.config.checkpoint.keep_best)) or due.timed:
+        save(trainer, timer, console, lowest, timed=not asked)
     if due.validation and stop:
         lowest = validate(trainer, console, writer)
         if follows_loss(trainer.config):
-            save(trainer, console, lowest)
+            save(trainer, timer, console, lowest)
     trainer.mesh.activity.enter("awaiting saves")
     report_saves(trainer.saver, console, last=due.end or stop or early)
 
 
-def save(trainer: Trainer, console: Console, lowest: bool) -> None:
-    """Begin a save. lowest: the run has had no lower validation loss."""
+def save(trainer: Trainer, timer: SaveTimer, console: Console, lowest: bool, timed: bool = False) -> None:
+    """Begin a save. lowest: the run has had no lower validation loss; timed: nothing but the time asks for it."""
     trainer.mesh.activity.enter("saving")
-    begun = trainer.begin_save(best=lowest and trainer.config.checkpoint.keep_best)
+    begun = trainer.begin_save(lowest and trainer.config.checkpoint.keep_best, timed)
+    timer.saved(trainer.step_done, begun.held)
     if trainer.config.checkpoint.async_save:
         console.message(f"saving {begun.directory}, held {begun.held:.2f} s")
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megalite.config.schema import Config, ConfigError
 from megalite.launch.exit_status import ExitStatus
+from megalite.launch.memory_kills import MemoryKills
 from megalite.launch.run_lock import InUseError, RunLock
 from megalite.training.run_directory import claim
 from megalite.training.summary import SummaryWriter
@@ -33,12 +34,13 @@ class Job:
     Attributes:
         restarted: torchrun or SLURM has started the job again.
         since: when it began, in seconds since the epoch.
+        kills: tells whether the kernel has killed a process for lack of memory since then.
     """
 
     def __init__(self, config: Config, lock: RunLock | None, restarted: bool = False):
         self._config, self._lock, self.restarted = config, lock, restarted
         self._summary: SummaryWriter | None = None
-        self.since = time.time()
+        self.since, self.kills = time.time(), MemoryKills()
 
     def running(self) -> None:
         """Record that the job trains. Until then it has changed nothing."""

@@ -1,14 +1,32 @@
-"""Which implementation of attention a run takes on its GPUs, and why: a line of the report at its start. See `megalite_kernels`."""
+"""Which implementations a run computes with, where there is a choice: printed and recorded at its start. See `megalite_kernels`."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 
 from megalite.config.dims import part_length
 from megalite.config.schema import Config
+from megalite.launch import products
 from megalite.model.parameters import kv_replicas
 
+if TYPE_CHECKING:
+    from megalite.training.trainer import Trainer
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def kernels(trainer: Trainer) -> list[str]:
+    """The implementations of attention on a GPU, and of fp32 products on a CPU, a line each."""
+    on_cpu = trainer.device.type == "cpu" and trainer.config.train.precision == "fp32"
+    return [*attention(trainer), *([f"fp32 products by {products.in_use()}"] if on_cpu else [])]
+
+
+def attention(trainer: Trainer) -> list[str]:
+    """The route that the run's attention takes, as a line; none where there is no choice."""
+    data = trainer.train_data
+    return attention_route(trainer.config, trainer.device, data.chat or (trainer.config.data.reset_positions and data.eos is not None))
 
 
 def attention_route(config: Config, device: torch.device, documents: bool) -> list[str]:

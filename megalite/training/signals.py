@@ -1,4 +1,4 @@
-"""Stop requests: a signal to any rank, or the time limit. The ranks agree on them with the next step's gradient norm.
+"""Requests to stop, by a signal to any rank or the time limit, and to save by time. Ranks agree on them with the next step's gradient norm.
 
 A preempted job gets SIGTERM (torchrun forwards it) or SIGUSR1 (SLURM's --signal, sent to the workers); Ctrl-C is SIGINT, a closed terminal
 SIGHUP. The agreement needs no collective of its own and has the process group's timeout: if a peer has died, the collective fails, and no
@@ -11,21 +11,33 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from time import monotonic
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from megalite.activity import Activity
+from megalite.config.schema import CheckpointConfig
 from megalite.launch.exit_status import ExitStatus
 from megalite.launch.interrupts import SIGNALS, Listener, Second, end, status_of
 from megalite.processes import LAUNCHER
 
-STOP, INTERRUPT = 1.0, 2.0**24
-"""What a rank requests, summed over all ranks: fewer than 2**24 of them request a stop, and fp64 sums them exactly."""
+if TYPE_CHECKING:
+    from megalite.training.trainer import StepResult
+
+SAVE, STOP, INTERRUPT = 0.5, 1.0, 2.0**24
+"""What a rank requests, summed over all ranks: rank 0 alone a save, fewer than 2**24 of them a stop, and fp64 sums them exactly."""
+SHARE = 0.05  # of the time at most for saves: one that takes a second is followed by at least 19 without one
 
 
 def agreed(requests: float) -> ExitStatus | None:
     """How the run has to end, from the sum of all ranks' requests; None: it goes on."""
-    return None if requests == 0 else ExitStatus.INTERRUPTED if requests >= INTERRUPT else ExitStatus.STOPPED
+    return None if requests < STOP else ExitStatus.INTERRUPTED if requests >= INTERRUPT else ExitStatus.STOPPED
+
+
+def asks_to_save(requests: float) -> bool:
+    """Whether rank 0 has asked for a save (`SaveTimer`), from the same sum."""
+    return requests % STOP > 0
 
 
 class StopRequest:
@@ -88,6 +100,37 @@ class StopRequest:
         """Restore the previous signal handlers."""
         if self._listener is not None:
             self._listener.close()
+
+
+class SaveTimer:
+    """When a run without `checkpoint.interval` saves: every `checkpoint.minutes`, and less often where a save takes long.
+
+    Clocks of ranks differ, so rank 0's alone counts: it asks for a save as a signal asks for the end.
+
+    Args:
+        asks: whether this rank may ask for a save: rank 0 alone.
+        clock: seconds from any start.
+    """
+
+    def __init__(self, options: CheckpointConfig, asks: bool, clock: Callable[[], float]):
+        self._every = 60 * options.minutes if asks and options.interval is None and options.minutes is not None else None
+        self._clock = clock
+        self._last, self._pause, self._saved = clock(), self._every or 0.0, -1
+
+    @property
+    def value(self) -> float:
+        """What this rank adds to the sum of requests."""
+        return SAVE if self._every is not None and self._clock() - self._last >= self._pause else 0.0
+
+    def due(self, results: Sequence[StepResult]) -> bool:
+        """Whether to save now, from the results that have become known: the same on every rank. What was asked for in a step that the last
+        save has is done."""
+        return any(asks_to_save(result.stop) and result.step > self._saved for result in results)
+
+    def saved(self, step: int, seconds: float) -> None:
+        """Take in a save after a step, for whatever reason, which has held training for some seconds."""
+        self._saved, self._last = step, self._clock()
+        self._pause = max(self._every or 0.0, seconds * (1 / SHARE - 1))
 
 
 def _under_torchrun() -> bool:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from megalite.launch.exit_status import ExitStatus
 from megalite.messages import write_or_say
 from megalite.monitoring.metrics import FILE as METRICS
 from megalite.monitoring.metrics import MEMBER
+from megalite.monitoring.starts import now
 
 FILE = "summary.json"
 TAIL = 1 << 20
@@ -50,7 +50,7 @@ class Summary:
     host: str = field(default_factory=lambda: os.uname().nodename)
     pid: int = field(default_factory=os.getpid)
     megalite: str = megalite.__version__
-    started: str = field(default_factory=lambda: now())
+    started: str = field(default_factory=now)
     state: str = "running"
     exit_status: int | None = None
     reason: str | None = None
@@ -99,6 +99,20 @@ class SummaryWriter:
         summary.checkpoint = newest.name if newest else None
 
 
+def launcher_failed(config: Config, status: int, reason: str, since: float) -> None:
+    """Record how the run ended whose ranks could not, or knew less. A file of an earlier start than `since` (seconds since the epoch), or
+    none, means that it has not trained: nothing is changed."""
+    path = config.run.directory / FILE
+    try:
+        if path.stat().st_mtime < since:
+            return
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    found |= {"state": "failed", "exit_status": status, "reason": reason.strip().split("\n")[0], "ended": found.get("ended") or now()}
+    write_or_say(path, lambda fresh: fresh.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8"))
+
+
 def last_records(metrics: Path) -> Iterator[dict[str, Any]]:
     """The last lines of metrics.jsonl, at most TAIL bytes of them; incomplete ones are left out."""
     if not metrics.is_file():
@@ -108,7 +122,3 @@ def last_records(metrics: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             with suppress(ValueError):  # cut off, at the start of the tail or by a kill
                 yield json.loads(line)
-
-
-def now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -144,10 +144,10 @@ class Trainer:
             raise save.error
         return save.directory
 
-    def begin_save(self, best: bool = False) -> Save:
+    def begin_save(self, best: bool = False, timed: bool = False) -> Save:
         """Like `save`, but with `checkpoint.async_save` writing continues in the background; errors come from `saver.take_ended`.
-        best: no checkpoint has had a lower validation loss."""
-        return checkpointing.begin_save(self, best)
+        best: no checkpoint has had a lower validation loss; timed: `checkpoint.minutes` is the only reason to save."""
+        return checkpointing.begin_save(self, best, timed)
 
     def roll_back(self, bad: StepResult) -> None:
         """Resume the newest checkpoint from before the bad steps, continuing with the next samples. Raises FaultLimit on every rank."""

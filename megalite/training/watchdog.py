@@ -28,6 +28,7 @@ from megalite.mesh import Mesh, MeshAxis
 from megalite.messages import say
 
 if TYPE_CHECKING:
+    from megalite.launch.causes import Lost
     from megalite.launch.peers import Peers, Verdict
 
 LONGEST_LOOK = 10.0  # seconds: the longest interval between two checks of a process alone
@@ -38,6 +39,14 @@ ABORT_S = 5.0  # for the communicators to abort
 FRAMES = 12  # of the training thread's stack in a record
 
 
+OnLoss = Callable[[str, "Lost"], None]
+"""Called with the message of a rank that ends, and with what it has lost."""
+
+
+def ignore(message: str, lost: Lost) -> None:
+    """The `OnLoss` of a run that leaves no report."""
+
+
 class Watchdog:
     """A context manager with a thread that checks a rank's activity, and with several ranks that of the others.
 
@@ -46,10 +55,10 @@ class Watchdog:
     (collectives_NNNNN.json).
 
     A rank whose process has ended ends the others within seconds. One that is stopped or cannot be reached, or for which this rank waits,
-    does so after `run.timeout` (on NCCL `NCCL_SHARE` of it). `on_loss` is called with the message before.
+    does so after `run.timeout` (on NCCL `NCCL_SHARE` of it). `on_loss` is called with the message before, and with what was lost.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, run_dir: Path, on_loss: Callable[[str], None] = lambda message: None):
+    def __init__(self, config: Config, mesh: Mesh, run_dir: Path, on_loss: OnLoss = ignore):
         self.mesh, self.activity, self.rank, self.directory = mesh, mesh.activity, mesh.rank, run_dir / "stalls"
         self.patience = duration_seconds(config.train.watchdog) if config.train.watchdog else None
         self.timeout = duration_seconds(config.run.timeout) or 0
@@ -87,7 +96,7 @@ class Watchdog:
             verdict = peers.origin(error.peer)
             self._record(verdict)
             if verdict is not None:
-                error.verdict = f" ({verdict})"  # type: ignore[attr-defined]
+                error.lost = verdict.lost()  # type: ignore[attr-defined]
         else:
             memory = isinstance(error, torch.OutOfMemoryError)
             peers.fail("it ran out of memory" if memory else f"{type(error).__name__}: {error}".splitlines()[0])
@@ -141,13 +150,16 @@ class Watchdog:
 
     def _end(self, verdict: Verdict | None, what: str) -> None:
         """End this process: the training thread waits for something that does not come, and nothing can be raised in it."""
+        from megalite.launch.causes import Lost
         from megalite.launch.process import exit_after_failure
 
         message = f"rank {self.rank}: {what}{'' if verdict is None else f' ({verdict})'}"
-        for report in (lambda: self._record(verdict), lambda: self._on_loss(message), _abort):  # the first before the last: it reads them
+        lost = Lost() if verdict is None else verdict.lost()
+        reports = (lambda: self._record(verdict), lambda: self._on_loss(message, lost), _abort)  # the first before the last: it reads them
+        for report in reports:
             with suppress(Exception):  # the process ends in any case
                 report()
-        exit_after_failure(message)
+        exit_after_failure(message, lost=lost)
 
     # ---- reports
 

@@ -46,9 +46,9 @@ class Death:
         return guard
 
 
-def save(checkpoints: Path, step: int, value: float) -> None:
+def save(checkpoints: Path, step: int, value: float, **state: bool) -> None:
     parts = [Rectangle("weight/w", (3, 4), (0, 0), torch.full((3, 4), value)), Rectangle("scale", (), (), torch.tensor(value))]
-    checkpoint.save(checkpoints / checkpoint.step_name(step), parts, {"value": value}, Mesh(Layout()))
+    checkpoint.save(checkpoints / checkpoint.step_name(step), parts, {"value": value, **state}, Mesh(Layout()))
 
 
 def load(directory: Path) -> float:
@@ -135,6 +135,15 @@ def test_prune_keeps_the_newest_and_never_latest_nor_an_abandoned_future(tmp_pat
     assert sorted(path.name for path in tmp_path.glob("*step*")) == ["step_00000002", "step_00000003", "step_00000004"]
     with pytest.raises(ValueError, match="checkpoint.keep = 0"):
         checkpoint.prune(tmp_path, 0, Mesh(Layout()))
+
+
+def test_prune_of_saves_by_time_leaves_all_others(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        save(tmp_path, step, float(step), **({} if step in (2, 5) else {"timed": True}))
+    checkpoint.prune(tmp_path, 2, Mesh(Layout()), spare=tmp_path / "step_00000003", timed=True)
+    assert [path.name[-1] for path in sorted(tmp_path.glob("step_*"))] == ["2", "3", "4", "5", "6"]
+    checkpoint.prune(tmp_path, 1, Mesh(Layout()), timed=True)
+    assert [path.name[-1] for path in sorted(tmp_path.glob("step_*"))] == ["2", "5", "6"]
 
 
 def test_a_directory_that_is_no_checkpoint_is_not_overwritten(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(("parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp", "model.num_hidden_layers", "train.steps"), (0, 1)),
     **dict.fromkeys(("data.sequence_length", "model.num_key_value_heads", "model.sliding_window", "model.intermediate_size"), (0, 1)),
     **dict.fromkeys(("checkpoint.interval", "checkpoint.keep", "validation.batches", "logging.interval"), (0, 1)),
+    "checkpoint.minutes": (0.0, 0.1),
     **dict.fromkeys(("network.ib_gid_index", "network.ib_retries"), (-1, 0)),
     "profiling.memory_snapshot": (0, 1),
     **dict.fromkeys(("optimizer.base_batch_size", "train.micro_batch_size", "faults.spike_window", "faults.skip_limit"), (0, 1)),

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megalite.config.load import from_dict, write_config
 from megalite.config.schema import ConfigError
 from megalite.launch.environment import compare_ranks, facts
-from megalite.monitoring import links
+from megalite.monitoring import links, starts
 from megalite.monitoring.observer import Observer
 from megalite.monitoring.observers import observers
 from megalite.monitoring.phases import PHASES
@@ -132,7 +132,11 @@ def test_a_run_writes_where_its_time_goes_and_a_trace_with_its_actions(ranks: An
     predicted = json.loads((tmp_path / "run" / "prediction.json").read_text())
     assert f"step time {predicted['step_time_s']:.4g} s predicted" in last
     assert f"bubble {predicted['bubble_fraction']:.1%} predicted" in last
-    assert json.loads((tmp_path / "run" / "environment.json").read_text())["ranks"] == 2
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert environment["ranks"] == 2
+    (start,) = starts.read(tmp_path / "run")
+    assert start.step == 0 and start.environment == environment and start.options["parallel"]["pp"] == 2
+    assert start.prediction.items() <= predicted.items() and start.prediction["step_time_s"] > 0
 
 
 def look_around(context: Any, config: dict[str, Any]) -> tuple[list[links.Link], list[str], str]:

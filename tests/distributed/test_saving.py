@@ -74,6 +74,29 @@ def test_what_changes_after_the_copy_is_not_saved(tmp_path):
         assert loaded.eq(step).all()
 
 
+@pytest.mark.parametrize(
+    "layout, background, timed",
+    [(TWO_RANKS, False, [4, 8, 12]), (TWO_RANKS, True, [4, 8, 12]), (LAYOUTS["pp2-dp2-zb-v"], False, [5, 10])],
+    ids=["waiting steps", "in the background", "optimistic steps"],
+)
+def test_by_time_all_ranks_save_after_the_same_step(layout, background, timed, ranks, prefix, tmp_path):
+    """A step takes an hour on rank 0's clock, and a save is due after 2.5. An optimistic step is known with the next one."""
+    options = {"minutes": 150.0, "async_save": background}
+    config = configuration(layout, prefix, tmp_path, checkpoint=options, train={"steps": 14, "grad_clip": 1e6})
+    expected = [(checkpoint.step_name(step), True) for step in timed] + [(checkpoint.step_name(14), False)]
+    assert ranks.run(world(layout), jobs_saving.fit_by_a_clock_of_its_own, config) == [expected] * world(layout)
+    left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("*step*"))
+    assert left == [name for name, _ in expected[-3:]], "the newest two by time, and the last one"
+    assert checkpoint.manifest_of(tmp_path / "run" / "checkpoints" / left[0]).state["timed"] is True
+
+
+@pytest.mark.parametrize("options, saved", [({"interval": 10}, [10, 14]), ({"minutes": None}, [14])], ids=["an interval", "off"])
+def test_with_an_interval_or_without_minutes_nothing_is_saved_by_time(options, saved, ranks, prefix, tmp_path):
+    config = configuration(TWO_RANKS, prefix, tmp_path, checkpoint=options, train={"steps": 14})
+    expected = [(checkpoint.step_name(step), False) for step in saved]
+    assert ranks.run(2, jobs_saving.fit_by_a_clock_of_its_own, config) == [expected] * 2
+
+
 @pytest.fixture(scope="module")
 def undisturbed(ranks, prefix, tmp_path_factory) -> Path:
     """checkpoints/ of a run of six steps that saves every second one."""

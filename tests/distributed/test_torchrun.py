@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 
+from megalite.monitoring.report.run import read
 from tests.distributed.support.configs import write_tokens
 from tests.distributed.support.jobs_training import resume
 from tests.distributed.test_faults import fitted
@@ -171,8 +172,14 @@ def test_a_run_killed_on_four_ranks_goes_on_with_two(tmp_path, ranks):
     arguments[arguments.index("--nproc-per-node") + 1] = "4"
     status, output = finish(start(arguments))
     assert status != 0 and checkpoint_step(run) == 4, output
+    assert re.search(r"Root Cause.*\n.*\n.*\n.*\n.*rank +: 3 .*\n.*exitcode +: -9", output), "torchrun's report names it, too"
+    lost = "rank 3 was lost first: its process has ended"
+    assert (run / "crash.md").read_text().partition("```\n")[2].startswith(lost)
+    assert json.loads((run / "summary.json").read_text())["reason"].startswith(lost)
     status, output = finish(start(command(run, prefix, *options)))
     assert status == 0 and "resumed after step 4, at sample 16" in output, output
+    parts = [(each.first, each.last, each.ranks, each.sizes()["dp"]) for each in read(run).segments]
+    assert parts == [(1, 4, 4, 4), (5, 9, 2, 2)], "a report tells the two layouts apart"
     losses, _ = uninterrupted(run, ranks, 4)
     assert losses_of(run) == pytest.approx(losses, rel=1e-5, abs=0)
 

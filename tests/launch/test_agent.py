@@ -15,6 +15,7 @@ import pytest
 from megalite.commands.launch import main, wanted
 from megalite.launch.agent import Launch, launch
 from megalite.launch.exit_status import END_FILE
+from megalite.launch.local_ranks import run_ranks
 from megalite.processes import LAUNCHER
 
 HEAD = f"""
@@ -82,6 +83,61 @@ def test_the_status_is_the_runs_although_the_ranks_end_with_zero(run, status):
 def test_a_failure_is_one_line_that_names_the_rank_and_the_newest_checkpoint(run, code, status, said):
     line = f"rank 1 {said}; the newest checkpoint is runs/a/checkpoints/step_00000004\n"
     assert run(f"ready()\ntime.sleep(60) if rank == 0 else None\n{code}") == (status, line)
+
+
+LOSES = """
+from megalite.config.load import tell_torchrun
+def lose(first):  # as `exit_after_failure` of a rank that has lost another one: it ignores SIGTERM, and ends after it
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    tell_torchrun(f"rank {rank}: all_reduce failed", lost={"rank": first, "reason": f"rank {first} was lost first: its process has ended"})
+    open(f"{DIRECTORY}/lost{rank}", "w").close()
+    time.sleep(0.5)
+    sys.exit(1)
+def wait_for(path):
+    while not os.path.exists(f"{DIRECTORY}/{path}"):
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(
+    "end, said, status",
+    [
+        ("os.kill(os.getpid(), 9)", "was ended by SIGKILL", 137),
+        ("os.kill(os.getpid(), 11)", "was ended by SIGSEGV", 139),
+        ("os.abort()", "was ended by SIGABRT", 134),
+        ("sys.exit(3)", "ended with status 3", 3),
+    ],
+)
+def test_the_rank_that_failed_is_named_and_not_those_that_lost_it(run, end, said, status):
+    """Both are seen at the same moment, and torch's record of the one that has lost the other is older."""
+    found, printed = run(f"{LOSES}\nready()\nlose(1) if rank == 0 else (wait_for('lost0'), {end})")
+    assert (found, printed) == (status, f"rank 1 {said}; the newest checkpoint is runs/a/checkpoints/step_00000004\n")
+
+
+def test_where_a_rank_of_another_node_failed_that_one_is_named(run):
+    status, said = run(f"{LOSES}\nready()\nlose(7)")
+    assert status == 1 and said.startswith("rank 7 was lost first: its process has ended; the newest checkpoint is "), said
+
+
+def test_a_rank_that_was_killed_for_lack_of_memory_is_said_to_be(run, monkeypatch):
+    class Kills:
+        def found(self, pid):
+            return f"out of memory, killed by the kernel ({'a process' if pid else 'none'})"
+
+    monkeypatch.setattr("megalite.launch.agent.MemoryKills", Kills)
+    status, said = run("ready()\ntime.sleep(60) if rank == 0 else os.kill(os.getpid(), 9)")
+    assert status == 137 and said.startswith("rank 1 was ended by SIGKILL: out of memory, killed by the kernel (a process); "), said
+
+
+def test_without_an_agent_the_rank_that_was_killed_is_named_too(capfd, tmp_path):
+    """`run_ranks`, of other commands: rank 0 has failed when rank 1 is first seen to be dead."""
+    died = "import os, signal, sys, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(0.3); sys.exit(1)"
+
+    def hold(*_: object) -> None:
+        time.sleep(1.0)
+
+    assert run_ranks(2, ["-c", died], poll=hold) == 137
+    assert capfd.readouterr().err == "rank 1 was ended by SIGKILL\n"
 
 
 @pytest.mark.parametrize("status", [2, 73])

@@ -9,16 +9,21 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from megalite.activity import Activity
+from megalite.commands.launch import report_failure
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
 from megalite.launch import crash, output
 from megalite.launch.agent import Launch, launch
+from megalite.launch.causes import End, Kind, Lost, by_cause
+from megalite.launch.memory_kills import MemoryKills
 from megalite.training.job import Job
+from megalite.training.summary import SummaryWriter
 
 SECRET = "hunter2-token"
 RANKS = """
@@ -52,7 +57,7 @@ def configuration(directory: Path, **sections: dict) -> Config:
     return from_dict({"model": model, "run": {"dir": str(directory), "name": "run"}, "optimizer": {"lr": 7e-5}, **sections})
 
 
-def failed(config: Config, rank: int = 0, reason: str = "it broke", since: float = 0.0, **options: str) -> str:
+def failed(config: Config, rank: int = 0, reason: str = "it broke", since: float = 0.0, **options: Any) -> str:
     activity = Activity()
     activity.step = 17
     activity.enter("B2.0")
@@ -112,9 +117,9 @@ def test_parts_of_an_earlier_job_are_not_of_this_failure(tmp_path):
 def test_the_first_rank_is_reported_although_many_others_wrote_before(tmp_path):
     config = configuration(tmp_path)
     for rank in range(crash.MOST_PARTS + 1):
-        failed(config, rank, "the connection was lost")
-    ends = dict.fromkeys(range(crash.MOST_PARTS + 1), "lost") | {99: "rank 99 was ended by SIGBUS"}
-    crash.launcher_failed(config, 99, "rank 99 was ended by SIGBUS", ends=ends, since=0.0, logs=tmp_path)
+        failed(config, rank, "the connection was lost", lost=Lost())
+    ends = [End(99, -7, Kind.OWN, time.time()), *(End(rank, 1, Kind.LOST, time.time(), Lost()) for rank in range(crash.MOST_PARTS + 1))]
+    crash.launcher_failed(config, ends, "rank 99 was ended by SIGBUS", since=0.0, logs=tmp_path)
     report = (config.run.directory / crash.FILE).read_text()
     assert "| 99 |" in section(report, "Ranks") and section(report, "Reason").strip("`\n") == "rank 99 was ended by SIGBUS"
 
@@ -122,13 +127,63 @@ def test_the_first_rank_is_reported_although_many_others_wrote_before(tmp_path):
 def test_of_several_nodes_the_first_to_fail_gives_the_reason(tmp_path, monkeypatch):
     config = configuration(tmp_path)
     monkeypatch.setenv(output.LOGS, str(tmp_path))  # under a launcher, which writes the report
-    for host, rank, reason in (("node0", 3, "it ran out of memory"), ("node1", 12, "all_reduce failed")):
-        crash.rank_failed(config, rank, reason, activity=Activity(), since=0.0)
+    for host, rank, reason, lost in (("node1", 12, "all_reduce failed", Lost()), ("node0", 13, "it ran out of memory", None)):
+        crash.rank_failed(config, rank, reason, activity=Activity(), since=0.0, lost=lost)
         part = config.run.directory / crash.PARTS / f"rank_{rank:05d}.json"
         part.write_text(json.dumps({**json.loads(part.read_text()), "host": host}))
-    crash.launcher_failed(config, 12, "rank 12 ended with status 1", ends={}, since=0.0, logs=tmp_path)
+    end = End(12, 1, Kind.LOST, time.time(), Lost())
+    crash.launcher_failed(config, [end], "rank 12 ended with status 1", since=0.0, logs=tmp_path)
     report = (config.run.directory / crash.FILE).read_text()
     assert section(report, "Reason").strip("`\n").splitlines()[0] == "it ran out of memory"
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["its launcher last", "its launcher first"])
+def test_two_launchers_agree_on_the_rank_that_was_killed(order, tmp_path, monkeypatch):
+    """Rank 3 of the second node is killed; the others lose it, and know nothing but that it has ended."""
+    config = configuration(tmp_path)
+    lost = Lost(3, "rank 3 was lost first: its process has ended; host node1, last known in step 8, B0.0", "node1", "step 8, B0.0")
+    monkeypatch.setenv(output.LOGS, str(tmp_path))
+    for rank in range(3):
+        crash.rank_failed(config, rank, f"rank {rank}: all_reduce failed", activity=Activity(), since=0.0, lost=lost)
+    nodes = [
+        [End(rank, 1, Kind.LOST, time.time(), lost) for rank in (0, 1)],
+        [End(3, -9, Kind.OWN, time.time()), End(2, 1, Kind.LOST, time.time(), lost)],
+    ]
+    for node in order:
+        line = f"{by_cause(nodes[node])[0]}; there is no checkpoint"
+        first = crash.launcher_failed(config, nodes[node], line, since=0.0, logs=tmp_path)
+    report = (config.run.directory / crash.FILE).read_text()
+    assert (first.rank, first.status, first.reason) == (3, -9, "rank 3 was ended by SIGKILL")
+    assert section(report, "Reason").strip("`\n").splitlines()[0].startswith("rank 3 was ended by SIGKILL")
+    row = next(line for line in report.splitlines() if line.startswith("| 3 |"))
+    assert "was ended by SIGKILL" in row and row.endswith("| step 8, B0.0 |"), "where it was is known from the others"
+
+
+def test_without_a_launcher_the_others_say_which_rank_was_lost(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    config, kills = configuration(tmp_path), MemoryKills()
+    monkeypatch.setattr(kills, "found", lambda pid=None: "out of memory, the kernel killed 1 process of its container")
+    lost = Lost(2, "rank 2 was lost first: its process has ended", os.uname().nodename, "step 8, B0.0")
+    for rank in range(2):
+        report = failed(config, rank, f"rank {rank}: all_reduce failed, rank 2 is gone", lost=lost, kills=kills)
+    expected = "rank 2 was lost first: its process has ended; out of memory, the kernel killed 1 process of its container"
+    assert section(report, "Reason").strip("`\n") == expected
+    assert f"| 2 | {os.uname().nodename} | {expected} | step 8, B0.0 |" in report
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_launcher_writes_how_the_run_ended_for_ranks_that_could_not(trained, tmp_path):
+    config, began = configuration(tmp_path), time.time()
+    config.parallel.dp = 1
+    ends = [End(2, -11, Kind.OWN, began), End(0, 1, Kind.LOST, began, Lost(2, "rank 2 was lost first"))]
+    summary = config.run.directory / "summary.json"
+    SummaryWriter(config)
+    if not trained:
+        os.utime(summary, (began - 60, began - 60))  # of an earlier start
+    report_failure(config, ends, "rank 2 was ended by SIGSEGV; there is no checkpoint", since=began - 1, logs=tmp_path)
+    found = json.loads(summary.read_text())
+    expected = ("failed", 139, "rank 2 was ended by SIGSEGV") if trained else ("running", None, None)
+    assert (found["state"], found["exit_status"], found["reason"]) == expected
 
 
 def test_a_run_that_trains_again_keeps_the_report_under_another_name(tmp_path):
@@ -159,8 +214,8 @@ def test_the_launcher_has_the_last_lines_of_ranks_that_were_killed(tmp_path, cap
     config = configuration(tmp_path)
     reports: list[str] = []
 
-    def crashed(first: int, reason: str, **known: object) -> None:
-        crash.launcher_failed(config, first, reason, **known)  # type: ignore[arg-type]
+    def crashed(ends: list[End], reason: str, **known: object) -> None:
+        crash.launcher_failed(config, ends, reason, **known)  # type: ignore[arg-type]
         reports.append((config.run.directory / crash.FILE).read_text())
 
     assert launch(Launch(2, 1, None, None, 0, 60.0, newest=lambda: None, crashed=crashed), ["-c", RANKS]) == 128 + 11

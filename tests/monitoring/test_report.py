@@ -13,10 +13,13 @@ import yaml
 
 from megalite.commands import report
 from megalite.config.load import from_dict, to_dict
-from megalite.monitoring.report import charts
+from megalite.monitoring import starts
+from megalite.monitoring.report import charts, figures
 from megalite.monitoring.report.run import read
+from megalite.monitoring.starts import Start
 
 VOID = {"meta", "br", "img", "link"}
+LAYOUTS = ("tp 1 × pp 2 × dp 1, ZeRO-1, 1f1b", "tp 1 × pp 1 × dp 2, ZeRO-1")
 
 
 class Balanced(HTMLParser):
@@ -62,6 +65,28 @@ def write_run(directory: Path, steps: int = 40, lr: float = 3e-4, experts: int |
     lines.insert(20, {"step": 20, "val_loss": 4.125})
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 41, "lo')
     return directory
+
+
+def resumed(directory: Path, after: int = 30, **changes: object) -> Path:
+    """A run of 40 steps that was begun on two stages of a pipeline and resumed on two replicas, each with predictions of its own."""
+    write_run(directory, dp=2)
+    second = yaml.safe_load((directory / "config.yaml").read_text())
+    first = {**second, "parallel": {**second["parallel"], "pp": 2, "dp": 1}}
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()[:-1]]
+    for line in (line for line in lines if "loss" in line and line["step"] > after):
+        line |= {"bubble_fraction": None, "step_time_s": 2.0, "tokens_per_second": 5000.0}
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    predicted = [{"step_time_s": 25.0, "bubble_fraction": 0.111}, {"step_time_s": 1.5, "bubble_fraction": None}]
+    (directory / "prediction.json").write_text(json.dumps(predicted[1]))
+    for step, options, prediction in ((0, first, predicted[0]), (after, second | changes, predicted[1])):
+        starts.add(directory, Start(step, options, {"ranks": 2, "device": "CPU"}, prediction=prediction))
+    return directory
+
+
+def cells_of(page: str) -> dict[str, list[str]]:
+    """First cell → the others, of the first row that begins with it."""
+    rows = re.findall(r'<tr><th scope="row">([^<]*)</th>((?:<td>[^<]*</td>)*)</tr>', page)
+    return {name: re.findall("<td>([^<]*)</td>", rest) for name, rest in reversed(rows)}
 
 
 def made(*arguments: object) -> str:
@@ -135,12 +160,80 @@ def test_long_runs_are_thinned_and_lose_no_extreme(tmp_path: Path):
     at, mean, low, high = charts.thinned(range(1, 100_001), values.tolist())
     assert len(at) == charts.POINTS and low.min() == values.min() and high.max() == values.max()
     assert np.average(mean) == pytest.approx(values.mean(), rel=0.05, abs=1e-3) and (low <= mean).all() and (mean <= high).all()
+    step = np.where(np.arange(1, 100_001) > 77, 5.0, 1.0)
+    at, mean, low, high = charts.thinned(range(1, 100_001), step.tolist(), [77.5])
+    assert (low == high).all() and at[0] == 39 and mean[0] == 1.0, "no point has steps of two segments"
 
 
 def test_predictions_are_beside_what_was_measured(tmp_path: Path):
     directory = write_run(tmp_path / "alone")
     (directory / "prediction.json").write_text(json.dumps({"step_time_s": 25.0, "gpu": "cpu"}))
     assert "<td>25</td><td>31</td>" in made(directory)
+
+
+def test_a_run_that_was_resumed_with_another_layout_has_figures_of_each(tmp_path: Path):
+    """Steps 1 to 30 took 0.5 s more than their number each, with a bubble; steps 31 to 40 2 s each, without one."""
+    page = made(resumed(tmp_path / "run"))
+    summary = cells_of(page.partition("<h2>")[0])
+    assert summary["Layout"] == [" → ".join(LAYOUTS)] and summary["Ranks"] == ["2 × CPU"]
+    assert summary["Time of a step, s"] == ["23.5 → 2"] and summary["Tokens/s"] == ["1,023 → 5,000"]
+    assert summary["Bubble"] == ["25.2% → –"] and summary["Steps done, of"] == ["40 of 50"]
+    table = cells_of(page.partition("<h2>Segments</h2>")[2].partition("<h2>")[0])
+    assert table["Steps"] == ["steps 1 to 30", "steps 31 to 40"] and table["Layout"] == list(LAYOUTS)
+    assert table["Time of a step, s"] == ["23.5", "2"] and table["parallel.pp"] == ["2", "1"]
+    predictions = page.partition("<h2>Predicted and measured</h2>")[2].partition("<h2>")[0]
+    headings = re.findall(r'<th scope="col">(run[^<]*)</th>', predictions)
+    assert headings == [f"run, segment 1 (steps 1 to 30: {LAYOUTS[0]})", f"run, segment 2 (steps 31 to 40: {LAYOUTS[1]})"]
+    assert re.findall("<td>([^<]*)</td>", predictions) == ["11.1%", "25.2%", "25", "23.5", "1.5", "2"]
+    assert "1f1b: 2 ranks, 4 microbatches" in page, "the pipeline of the first segment"
+    curves = page.count(">Loss</text>") + sum(page.count(f">{title}</text>") for title in ("Throughput", "Phases of a step: run"))
+    assert curves == 3 and page.count('id="segment 2"') >= curves, "every curve has its mark"
+
+
+def test_what_a_resume_changes_is_in_the_plain_data(tmp_path: Path):
+    found = figures.as_json(read(resumed(tmp_path / "run", train={"global_batch_size": 16, "micro_batch_size": 2, "precision": "bf16"})))
+    first, second = found["segments"]
+    assert (first["first_step"], first["last_step"], first["layout"]["pp"], first["step_time_s"]) == (1, 30, 2, 23.5)
+    assert (second["first_step"], second["last_step"], second["layout"]["dp"], second["step_time_s"]) == (31, 40, 2, 2.0)
+    assert [(each["precision"], each["global_batch_size"]) for each in found["segments"]] == [("fp32", 8), ("bf16", 16)]
+    assert [each["predicted"] for each in found["segments"]] == [{"bubble_fraction": 0.111, "step_time_s": 25.0}, {"step_time_s": 1.5}]
+    assert found["step_time_s"] == 2.0 and found["tokens_per_second"] == 5000.0, "those of the present layout"
+
+
+@pytest.mark.parametrize(
+    "begun, expected",
+    [
+        ([(0, {}), (20, {})], [(1, 40)]),
+        ([(0, {}), (10, {"train.steps": 60, "run.name": "other"}), (20, {"checkpoint.keep": 2})], [(1, 40)]),
+        ([(0, {}), (10, {"parallel.dp": 2}), (10, {"parallel.tp": 2}), (20, {"optimizer.lr": 1.0})], [(1, 10), (11, 20), (21, 40)]),
+        ([(0, {}), (30, {"parallel.dp": 2}), (10, {"parallel.tp": 2})], [(1, 10), (11, 40)]),
+        ([(15, {})], [(1, 15), (16, 40)]),
+        ([(0, {}), (40, {"parallel.dp": 2})], [(1, 40), (41, None)]),
+        ([], [(1, 40)]),
+    ],
+    ids=["the same again", "another horizon", "a start without a step", "steps done again", "the first unknown", "just begun", "none"],
+)
+def test_segments_are_steps_in_a_row_with_the_same_layout_and_options(begun, expected, tmp_path: Path):
+    run = write_run(tmp_path / "run")
+    for step, changes in begun:
+        options = yaml.safe_load((run / "config.yaml").read_text())
+        for name, value in changes.items():
+            section, _, option = name.partition(".")
+            options[section][option] = value
+        starts.add(run, Start(step, options))
+    found = read(run).segments
+    assert [(each.first, each.last) for each in found] == expected
+    assert found[0].layout == ("–" if begun == [(15, {})] else "tp 1 × pp 1 × dp 1, ZeRO-1")
+
+
+@pytest.mark.parametrize("changed", [{"device": "H100"}, {"ranks": 4}, {"torch": "3"}])
+def test_other_hardware_or_software_begins_a_segment(changed: dict[str, object], tmp_path: Path):
+    run = write_run(tmp_path / "run")
+    options, environment = yaml.safe_load((run / "config.yaml").read_text()), {"ranks": 1, "device": "A100", "torch": "2"}
+    starts.add(run, Start(0, options, environment))
+    starts.add(run, Start(10, options, environment | changed))
+    (run / "starts.jsonl").write_text((run / "starts.jsonl").read_text() + '{"step": 20, "opt')  # a kill
+    assert [each.first for each in read(run).segments] == [1, 11]
 
 
 @pytest.mark.parametrize("broken", ["nothing", "config", "metrics"])

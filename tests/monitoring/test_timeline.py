@@ -16,9 +16,12 @@ import torch
 
 from megalite.clock import ActionMarks, ActionTiming, DeviceClock
 from megalite.config.load import from_dict, write_config
+from megalite.config.schema import ConfigError
 from megalite.mesh import Layout
+from megalite.monitoring import starts
+from megalite.monitoring.report.run import read
 from megalite.monitoring.timeline import compare, describe, read_record, timeline
-from megalite.monitoring.timeline_recorder import Record, TimelineRecorder
+from megalite.monitoring.timeline_recorder import Record, TimelineRecorder, write
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Action, Kind
 from megalite.parallel.sharding.transfers import Transfer
@@ -138,6 +141,31 @@ def test_events_of_a_device_become_host_seconds(monkeypatch: pytest.MonkeyPatch)
     ran = ActionTiming(*times)
     assert (ran.start - ran.free, ran.end - ran.start) == pytest.approx((0.002, 0.003))
     assert before <= ran.end + 0.030 <= perf_counter()
+
+
+def resumed(directory: Path, options: dict[str, Any], now: dict[str, Any]) -> Path:
+    """A run that recorded step 3, and was resumed with other options after step 5."""
+    for step, each in ((0, options), (5, now)):
+        starts.add(directory, starts.Start(step, each))
+    write_config(from_dict(now), directory)
+    (directory / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 9)))
+    write(by_hand(100.0), directory / "traces" / "records.json")
+    return directory
+
+
+def test_records_are_compared_with_the_layout_that_they_are_of(tmp_path: Path) -> None:
+    (tmp_path / "traces").mkdir()
+    train = {"global_batch_size": 1, "micro_batch_size": 1}
+    model = {"preset": "tiny", "vocab_size": 64}
+    before = {"model": model, "train": train, "parallel": {"pp": 2, "dp": 1, "schedule_costs": [1.0, 1.0, 1.0, 0.5]}}
+    run = resumed(tmp_path, before, {"model": model, "train": train, "parallel": {"pp": 1, "dp": 1}})
+    assert compare(run)[0].startswith("1f1b, steps 3 to 3: bubble_fraction 58.3% measured, 58.3% predicted")
+    found = json.loads((run / "traces" / "timeline.json").read_text())
+    assert found["layout"] == {"tp": 1, "pp": 2, "dp": 1, "cp": 1} and found["schedule_costs"] == [1.0, 1.0, 1.0, 0.5]
+    assert [read(run).recorded_in(segment) is not None for segment in read(run).segments] == [True, False]
+    starts.add(run, starts.Start(2, before | {"parallel": {"pp": 3, "dp": 1}}))  # step 3 is done again on three ranks
+    with pytest.raises(ConfigError, match="records of 2 ranks, and its steps were done again on 3"):
+        compare(run)
 
 
 # ---- real runs

@@ -11,7 +11,17 @@ SOURCES = [*PROGRAM, *sorted((ROOT / "benchmarks").rglob("*.py"))]
 FILES = {"read_text", "write_text"}
 OPEN = {"open", "fdopen", "NamedTemporaryFile", "TemporaryFile"}
 PROGRAMS = {"run", "Popen", "check_output", "check_call"}
-BINARY = {"os.open", "tarfile.open", "zipfile.ZipFile", "SharedMemory.open", "TemporaryFile", "NamedTemporaryFile"}
+BINARY = {
+    "os.open",
+    "gzip.open",
+    "bz2.open",
+    "lzma.open",
+    "tarfile.open",
+    "zipfile.ZipFile",
+    "SharedMemory.open",
+    "TemporaryFile",
+    "NamedTemporaryFile",
+}
 """Calls that open no text, by default or ever."""
 
 

@@ -9,6 +9,7 @@ import pytest
 from megalite.activity import Activity
 from megalite.config.schema import Config, TrainConfig
 from megalite.launch import process
+from megalite.launch.causes import Lost
 from megalite.mesh import Layout, Mesh
 from megalite.training import watchdog
 from megalite.training.hang import load
@@ -95,10 +96,10 @@ def test_a_place_is_read_at_once(tmp_path: Path) -> None:
 def test_a_report_that_fails_does_not_keep_a_rank_from_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
     monkeypatch.setattr(watchdog, "_write_flight_record", lambda path: 1 / 0)
-    monkeypatch.setattr(process, "exit_after_failure", ended.append)
-    dog = watchdog.Watchdog(Config(), Mesh(Layout()), tmp_path, on_loss=lambda message: 1 / 0)
+    monkeypatch.setattr(process, "exit_after_failure", lambda message, lost: ended.append((message, lost)))
+    dog = watchdog.Watchdog(Config(), Mesh(Layout()), tmp_path, on_loss=lambda message, lost: 1 / 0)
     dog._end(None, "ends")
-    assert ended == ["rank 0: ends"]
+    assert ended == [("rank 0: ends", Lost())], "it awaits another rank, although it does not know which"
 
 
 @pytest.mark.parametrize("waiting", [True, False])

@@ -216,7 +216,7 @@ TRAINER: Table = {
     "logging_steps": steps("logging.interval"),
     "save_steps": steps("checkpoint.interval"),
     "save_total_limit": sets("checkpoint.keep"),
-    "save_strategy": never("checkpoint.interval says when; a run always saves at its end"),
+    "save_strategy": never("checkpoint.interval says when, or checkpoint.minutes; a run always saves at its end"),
     "save_only_model": missing("a checkpoint has all that a resume needs; `megalite convert export` writes the model alone"),
     "eval_steps": Row(_eval_steps, "validation.interval"),
     **each("", "eval_strategy evaluation_strategy", Row(_eval_strategy, "validation.interval")),

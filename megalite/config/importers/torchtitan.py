@@ -177,7 +177,7 @@ def _layers_per_stage(value: Any, source: Source) -> Verdict:
 
 def _checkpoint_interval(value: Any, source: Source) -> Verdict:
     on = source.on("checkpoint.enable") or source.on("checkpoint.enable_checkpoint")
-    return honoured({"checkpoint.interval": value}) if on else harmless("checkpoints are off there; here a run always saves at its end")
+    return honoured({"checkpoint.interval": value}) if on else harmless("off there; here checkpoint.minutes says when")
 
 
 DATASETS = {"c4": ("hf:allenai/c4:en", "train"), "c4_validation": ("hf:allenai/c4:en", "validation")}

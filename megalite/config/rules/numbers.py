@@ -22,7 +22,7 @@ _SIZES = """parallel.tp parallel.pp parallel.dp parallel.cp parallel.ep parallel
 _POSITIVE = """train.mtp_weight model.rope_theta model.rope_local_theta model.rms_norm_eps model.attention_scale model.attention_softcap
     model.logit_softcap model.logit_scale model.residual_multiplier model.embedding_scale model.initializer_range
     model.routed_scaling_factor model.expert_capacity_factor lora.alpha lora.alphas
-    parallel.bucket_mb train.epochs train.memory_budget optimizer.eps fp16.min_loss_scale faults.spike_sigma"""
+    checkpoint.minutes parallel.bucket_mb train.epochs train.memory_budget optimizer.eps fp16.min_loss_scale faults.spike_sigma"""
 _NOT_NEGATIVE = """model.mtp_layers model.router_aux_loss_coef model.router_z_loss_coef model.router_bias_rate
     run.seed lora.rank parallel.schedule_costs parallel.layer_costs train.grad_clip train.z_loss train.loss_chunk
     optimizer.lr optimizer.min_lr optimizer.warmup_steps optimizer.weight_decay muon.lr muon.weight_decay fp16.initial_scale_power

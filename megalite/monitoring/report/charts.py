@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -80,13 +81,41 @@ def _changes(run: Run, chart: Chart) -> bool:
     return bool(values) and (chart.keys[0] not in ONLY_IF_IT_CHANGES or len(set(values)) > 1)
 
 
-def thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[np.ndarray[Any, Any], ...]:
-    """At most POINTS points: arrays of the mean step, and the mean, the smallest and the largest value of neighbouring steps."""
-    parts = min(len(steps), POINTS)
-    at, of = (np.array_split(np.asarray(each, dtype=float), parts) for each in (steps, values))
+def thinned(steps: Sequence[float], values: Sequence[float], begins: Sequence[float] = ()) -> tuple[np.ndarray[Any, Any], ...]:
+    """About POINTS points at most: arrays of the mean step, and the mean, the smallest and the largest value of neighbouring steps.
+
+    begins: places where a segment begins; no point has steps of two segments.
+    """
+    places = np.searchsorted(np.asarray(steps, dtype=float), begins)
+    pieces = [np.split(np.asarray(each, dtype=float), places) for each in (steps, values)]
+    at, of = ([part for piece in each for part in _divided(piece, len(steps))] for each in pieces)
     return tuple(
         np.array([reduce(part) for part in source]) for source, reduce in ((at, np.mean), (of, np.mean), (of, np.min), (of, np.max))
     )
+
+
+def _divided(piece: np.ndarray[Any, Any], whole: int) -> list[np.ndarray[Any, Any]]:
+    """A segment's share of the points of a curve; of a segment without values none."""
+    parts = min(len(piece), -(-POINTS * len(piece) // max(whole, 1)))
+    return np.array_split(piece, parts) if parts else []
+
+
+def _begins(run: Run, over: str = "step") -> list[float]:
+    """Where the segments of a run begin on an axis, the first one excepted."""
+    later = [each.first for each in run.segments[1:]]
+    if over == "step":
+        return [first - 0.5 for first in later]
+    scale, sums = AXES[over][1], run.sums(over)
+    steps, values = list(sums), [0.0, *sums.values()]
+    return [scale * values[bisect_left(steps, first)] for first in later]
+
+
+def _mark(axes: Axes, run: Run, over: str = "step", colour: str = GREY) -> None:
+    """A dashed line, with its number, where a segment begins."""
+    for segment, place in zip(run.segments[1:], _begins(run, over), strict=True):
+        axes.axvline(place, color=colour, linestyle="--", linewidth=0.9)
+        where = axes.get_xaxis_transform()  # the height in parts of the axes
+        axes.text(place, 1.0, f" {segment.number}", transform=where, color=colour, fontsize=8, va="top", gid=f"segment {segment.number}")
 
 
 def _curves(chart: Chart, runs: Sequence[Run]) -> str:
@@ -96,11 +125,13 @@ def _curves(chart: Chart, runs: Sequence[Run]) -> str:
                 steps, values = run.curve(key)
                 if not steps:
                     continue
-                at, mean, low, high = thinned(_places(run, chart.over, steps), [value * chart.scale for value in values])
+                begins = [np.nextafter(place, np.inf) for place in _begins(run, chart.over)]
+                at, mean, low, high = thinned(_places(run, chart.over, steps), [value * chart.scale for value in values], begins)
                 style: dict[str, Any] = {"marker": "o", "markersize": 3, "linestyle": "--"} if key == "val_loss" else {}
                 axes.plot(at, mean, color=colour, linewidth=1.3, label=_label(run, key, len(runs)), **style)
                 if len(steps) > len(at):
                     axes.fill_between(at, low, high, color=colour, alpha=0.18, linewidth=0)
+            _mark(axes, run, chart.over, colour if len(runs) > 1 else GREY)
         if chart.logarithmic:
             axes.set_yscale("log")
             bottom, top = axes.get_ylim()
@@ -149,6 +180,7 @@ def _loads(run: Run) -> str:
         axes.set_yticks(range(0, len(loads), -(-len(loads) // ROWS)))
         axes.yaxis.set_major_formatter(lambda row, _: str(layers[round(row)]))
         axes.set_axisbelow(True)
+        _mark(axes, run)
         bar = axes.figure.colorbar(image, ax=axes, pad=0.02)
         bar.outline.set_visible(False)
 
@@ -163,6 +195,7 @@ def _by_name(run: Run, prefix: str, title: str) -> str:
         for name, colour in zip(names, _cycled(len(names)), strict=True):
             at, mean, _, _ = thinned(*run.curve(prefix + name))
             axes.plot(at, mean, color=colour, linewidth=1.3, marker="o" if prefix == VALIDATED else "", markersize=3, label=_short(name))
+        _mark(axes, run)
         axes.legend(frameon=False, fontsize=8)
 
     return _svg(f"{title}: {_short(run.name)}", "nats a token", draw)
@@ -174,12 +207,13 @@ def _phases(run: Run) -> str:
     def draw(axes: Axes) -> None:
         steps, bottom = [line["step"] for line in run.steps], np.zeros(0)
         for key, colour in zip(run.phases, _cycled(len(run.phases)), strict=True):
-            at, mean, _, _ = thinned(steps, [float(line.get(key) or 0.0) for line in run.steps])
+            at, mean, _, _ = thinned(steps, [float(line.get(key) or 0.0) for line in run.steps], _begins(run))
             bottom = np.zeros_like(mean) if not len(bottom) else bottom
             name = key.removeprefix(PHASES).removesuffix("_s").replace("_", " ")
             axes.fill_between(at, bottom, bottom + mean, color=colour, alpha=0.85, linewidth=0, label=name)
             bottom = bottom + mean
         axes.set_ylim(bottom=0)
+        _mark(axes, run)
         axes.legend(frameon=False, fontsize=8, ncols=3)
 
     return _svg(f"Phases of a step: {_short(run.name)}", "s", draw)

@@ -2,38 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megalite.config.token_files import seen_in_training
 from megalite.monitoring.metrics import VALIDATED
 from megalite.monitoring.report.run import Run
+from megalite.monitoring.report.segments import Segment, flattened
+from megalite.monitoring.report.segments import differences as changed_options
 from megalite.progress import duration
+
+MOST_NAMED = 3  # values of a run's segments in one cell
+
+
+def number(value: float | None, form: str, scale: float = 1.0) -> str:
+    """A number as text; "–" for None."""
+    return "–" if value is None else format(value * scale, form)
+
+
+OF_A_SEGMENT: dict[str, Callable[[Segment], str]] = {
+    "Layout": lambda each: each.layout,
+    "Ranks": lambda each: each.hardware,
+    "Precision, recomputation": lambda each: each.precision,
+    "Global batch": lambda each: each.batch,
+    "Kernels": lambda each: each.kernels,
+    "Time of a step, s": lambda each: number(each.typical("step_time_s"), ".4g"),
+    "Tokens/s": lambda each: number(each.typical("tokens_per_second"), ",.0f"),
+    "TFLOP/s a rank": lambda each: number(each.typical("tflops_per_gpu"), ".3g"),
+    "MFU": lambda each: number(each.typical("mfu"), ".1%"),
+    "Bubble": lambda each: number(each.typical("bubble_fraction"), ".1%"),
+    "Peak memory of rank 0, GiB": lambda each: number(each.highest("peak_memory_bytes"), ".2f", 2.0**-30),
+}
+"""What a resume may change → its value in a segment, as text."""
 
 
 def summary(runs: Sequence[Run]) -> list[list[str]]:
-    """The summary table, with a column for each run."""
-
-    def number(value: float | None, form: str, scale: float = 1.0) -> str:
-        return "–" if value is None else format(value * scale, form)
-
-    def layout(run: Run) -> str:
-        parallel = run.config.parallel
-        schedule = f", {parallel.schedule}" if parallel.pp > 1 else ""
-        context = f" × cp {parallel.cp}" if parallel.cp > 1 else ""
-        experts = f", ep {parallel.ep}" if parallel.ep > 1 else ""
-        return f"tp {parallel.tp} × pp {parallel.pp}{context} × dp {parallel.dp}{experts}, ZeRO-{parallel.zero}{schedule}"
-
+    """The summary table, with a column for each run. A value that differs between segments is given for each: "a → b"."""
     found = [as_json(run) for run in runs]
     names = dict.fromkeys(name for run in runs for name in run.names(VALIDATED))
     last = {name: [next(reversed(run.curve(VALIDATED + name)[1]), None) for run in runs] for name in names}
     sets = [[f"Last validation loss of {name}", *(number(value, ".4f") for value in values)] for name, values in last.items()]
     trained = [", ".join(seen_in_training(run.config.data)) for run in runs]
+    by_segment = {name: [name, *(_joined([of(each) for each in run.segments]) for run in runs)] for name, of in OF_A_SEGMENT.items()}
+    settings = [row for name, row in by_segment.items() if name in ("Layout", "Ranks", "Precision, recomputation", "Global batch")]
     return [
         ["State", *(state(run) for run in runs)],
         ["Parameters", *(f"{run.parameters:,}" for run in runs)],
-        ["Layout", *(layout(run) for run in runs)],
-        ["Precision, recomputation", *(f"{run.config.train.precision}, {run.config.train.recompute}" for run in runs)],
+        *settings,
         ["Steps done, of", *(f"{each['step']:,} of {each['steps']:,}" for each in found)],
         ["Tokens seen", *(f"{each['tokens']:,}" for each in found)],
         ["Time of all steps", *(duration(each["seconds"]) for each in found)],
@@ -42,14 +57,23 @@ def summary(runs: Sequence[Run]) -> list[list[str]]:
         ["Best validation loss", *(number(each["best_val_loss"], ".4f") for each in found)],
         *sets,
         *([["Validated on training data", *(each or "–" for each in trained)]] if any(trained) else []),
-        ["Time of a step, s", *(number(run.typical("step_time_s"), ".4g") for run in runs)],
-        ["Tokens/s", *(number(run.typical("tokens_per_second"), ",.0f") for run in runs)],
-        ["TFLOP/s a rank", *(number(run.typical("tflops_per_gpu"), ".3g") for run in runs)],
-        ["MFU", *(number(run.typical("mfu"), ".1%") for run in runs)],
-        ["Bubble", *(number(run.typical("bubble_fraction"), ".1%") for run in runs)],
-        ["Peak memory of rank 0, GiB", *(number(max(run.curve("peak_memory_bytes")[1], default=None), ".2f", 2.0**-30) for run in runs)],
+        *(row for row in by_segment.values() if row not in settings),
         ["Steps skipped", *(str(sum(bool(line.get("skipped")) for line in run.steps)) for run in runs)],
     ]
+
+
+def _joined(values: Sequence[str]) -> str:
+    """The values of a run's segments in one cell, equal neighbours once."""
+    found = [value for index, value in enumerate(values) if index == 0 or value != values[index - 1]]
+    return " → ".join(found if len(found) <= MOST_NAMED else [found[0], "…", found[-1]])
+
+
+def segment_rows(run: Run) -> list[list[str]]:
+    """A run's segments side by side: what OF_A_SEGMENT lists, and the options that were changed."""
+    rows = [[name, *(map(of, run.segments))] for name, of in OF_A_SEGMENT.items()]
+    options = changed_options([each.start for each in run.segments])
+    changed = [[name, *("–" if value is None else str(value) for value in values)] for name, values in options.items()]
+    return [["Steps", *(each.steps for each in run.segments)], *rows, *changed]
 
 
 def state(run: Run) -> str:
@@ -59,8 +83,8 @@ def state(run: Run) -> str:
 
 
 def as_json(run: Run) -> dict[str, Any]:
-    """The final figures as plain data: speeds are medians of the second half of the steps."""
-    last, validations = run.steps[-1] if run.steps else {}, run.curve("val_loss")[1]
+    """The final figures as plain data. Speeds are medians of the second half of the steps of the last segment."""
+    last, validations, newest = run.steps[-1] if run.steps else {}, run.curve("val_loss")[1], run.segments[-1]
     return {
         "run": run.name,
         "state": run.summary.get("state"),
@@ -72,14 +96,36 @@ def as_json(run: Run) -> dict[str, Any]:
         "loss": last.get("loss"),
         "val_loss": run.validations[-1]["val_loss"] if run.validations else None,
         "best_val_loss": min(validations, default=None),
-        "step_time_s": run.typical("step_time_s"),
-        "tokens_per_second": run.typical("tokens_per_second"),
+        "step_time_s": newest.typical("step_time_s"),
+        "tokens_per_second": newest.typical("tokens_per_second"),
+        "segments": [_segment_json(run, each) for each in run.segments],
+    }
+
+
+def _segment_json(run: Run, segment: Segment) -> dict[str, Any]:
+    """What a resume may change, as plain data."""
+    config = segment.config
+    return {
+        "first_step": segment.first,
+        "last_step": segment.last,
+        "ranks": segment.ranks,
+        "device": segment.device,
+        "layout": None if config is None else {**segment.sizes(), "ep": config.parallel.ep, "zero": config.parallel.zero},
+        "schedule": None if config is None or config.parallel.pp == 1 else config.parallel.schedule,
+        "precision": None if config is None else config.train.precision,
+        "global_batch_size": None if config is None else config.train.global_batch_size,
+        "micro_batch_size": None if config is None else config.train.micro_batch_size,
+        "kernels": segment.start.kernels if segment.start else [],
+        **{key: segment.typical(key) for key in ("step_time_s", "tokens_per_second", "tflops_per_gpu", "mfu", "bubble_fraction")},
+        "peak_memory_bytes": segment.highest("peak_memory_bytes"),
+        "predicted": {name: value for name, value, _ in segment.predicted(run.recorded_in(segment))},
     }
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """The options in which the runs differ, their names aside: option → value of each run, None where a run has no such option."""
-    flat = [dict(_flat(run.options)) for run in runs]
+    """The options in which the newest starts of the runs differ, their names aside: option → value of each run, None where a run has no
+    such option."""
+    flat = [dict(flattened(run.options)) for run in runs]
     names = dict.fromkeys(name for options in flat for name in options)
     found = {name: [options.get(name) for options in flat] for name in names if name != "run.name"}
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
@@ -88,7 +134,3 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
 def difference_rows(runs: Sequence[Run]) -> list[list[str]]:
     """The differing options as text."""
     return [[name, *("–" if value is None else str(value) for value in values)] for name, values in differences(runs).items()]
-
-
-def _flat(options: dict[str, Any]) -> Iterable[tuple[str, Any]]:
-    return ((f"{section}.{key}", value) for section, values in options.items() for key, value in (values or {}).items())

@@ -11,7 +11,7 @@ import yaml
 from megalite.monitoring.report import figures
 from megalite.monitoring.report.charts import charts
 from megalite.monitoring.report.run import Run
-from megalite.parallel.pipeline.bubble import BUBBLES
+from megalite.monitoring.report.segments import Segment
 from megalite.planning.drawing import timeline as drawing
 
 PAGE = """<!doctype html>
@@ -57,9 +57,10 @@ def content(runs: Sequence[Run]) -> str:
     """What the page has below its title."""
     sections = [
         ("", _table(["", *(run.name for run in runs)], figures.summary(runs))),
+        ("Segments", "".join(_segments(run) for run in runs if len(run.segments) > 1)),
         ("Curves", f'<div class="charts">{"".join(charts(runs))}</div>'),
-        ("The pipeline", "".join(map(_pipeline, runs))),
-        ("Predicted and measured", "".join(_predictions(run) for run in runs)),
+        ("The pipeline", "".join(_pipeline(run, each) for run in runs for each in run.segments)),
+        ("Predicted and measured", "".join(_predictions(run, each) for run in runs for each in run.segments)),
         ("What differs between the configurations", _differences(runs)),
         ("Configuration", "".join(_details(run.name, run.options) for run in runs)),
         ("Environment", "".join(_details(run.name, run.environment) for run in runs if run.environment)),
@@ -76,33 +77,35 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return f'<div class="wide"><table><tr>{top}</tr>{"".join(lines)}</table></div>'
 
 
-def _pipeline(run: Run) -> str:
-    plan = run.schedule()
+def _segments(run: Run) -> str:
+    """A run that was resumed with another layout, on other hardware or with other options: a column for each."""
+    head = [run.name, *(f"{each.number}" for each in run.segments)]
+    return f"<p>Each column is a part of the run; dashed lines in its curves begin one.</p>{_table(head, figures.segment_rows(run))}"
+
+
+def _named(run: Run, segment: Segment) -> str:
+    """The run, and which part of it if there are several."""
+    return run.name if len(run.segments) == 1 else f"{run.name}, segment {segment.number} ({segment.steps}: {segment.layout})"
+
+
+def _pipeline(run: Run, segment: Segment) -> str:
+    recorded = run.recorded_in(segment)
+    plan = segment.schedule() if recorded is None else recorded.plan
     if plan is None:
         return ""
-    timed = "the durations that the run recorded" if run.recorded else "the durations that it was planned for: profiling.timeline records"
+    timed = "the durations that the run recorded" if recorded else "the durations that it was planned for: profiling.timeline records"
     try:
         drawn = drawing.svg(drawing.picture([plan]))
     except drawing.DrawingError as error:
         drawn = f"<p>{escape(str(error))}</p>"
-    return f'<p>{escape(run.name)}, simulated with {timed}.</p><div class="wide drawing">{drawn}</div>'
+    return f'<p>{escape(_named(run, segment))}, simulated with {timed}.</p><div class="wide drawing">{drawn}</div>'
 
 
-def _predictions(run: Run) -> str:
-    """Predicted and measured values, where both are known."""
-    rows = []
-    plan = run.schedule()
-    if run.recorded is not None:
-        rows += [
-            [name, f"{getattr(run.recorded.plan.timeline, name):.1%}", f"{run.recorded.bubbles[name]:.1%}"] for name in run.recorded.bubbles
-        ]
-    elif plan is not None and (found := run.typical(BUBBLES[0])) is not None:
-        predicted = run.prediction.get(BUBBLES[0]) or plan.timeline.bubble_fraction
-        rows.append([BUBBLES[0], f"{predicted:.1%}", f"{found:.1%}"])
-    seconds, measured = run.prediction.get("step_time_s"), run.typical("step_time_s")
-    if seconds is not None and measured is not None:
-        rows.append(["step_time_s", f"{seconds:.4g}", f"{measured:.4g}"])
-    return _table([run.name, "predicted", "measured"], rows) if rows else ""
+def _predictions(run: Run, segment: Segment) -> str:
+    """Predicted and measured values of a segment, where both are known."""
+    found = segment.predicted(run.recorded_in(segment))
+    rows = [[name, *(f"{each:.4g}" if name == "step_time_s" else f"{each:.1%}" for each in values)] for name, *values in found]
+    return _table([_named(run, segment), "predicted", "measured"], rows) if rows else ""
 
 
 def _differences(runs: Sequence[Run]) -> str:

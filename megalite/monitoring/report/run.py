@@ -1,4 +1,4 @@
-"""Reads a run's directory: configuration, metrics of every step, validation, and predictions.
+"""Reads a run's directory: configuration, metrics of every step, validation, and the segments with their predictions.
 
 Everything except config.yaml may be missing, half-written or still growing: a report can be made while a run trains.
 """
@@ -8,24 +8,23 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import yaml
 
-from megalite.config.dims import ParallelDims
-from megalite.config.load import from_dict
+from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config, ConfigError
 from megalite.model.adapters import total_parameters
-from megalite.parallel.pipeline.bubble import Plan
-from megalite.parallel.pipeline.bubble import plan as planned
-from megalite.parallel.pipeline.schedule import Costs, ScheduleError
+from megalite.monitoring import starts
+from megalite.monitoring.report.segments import Segment, segments
+from megalite.parallel.pipeline.schedule import ScheduleError
 from megalite.planning.drawing import measured
 
 METRICS, ENVIRONMENT, PREDICTION, SUMMARY = "metrics.jsonl", "environment.json", "prediction.json", "summary.json"
-FILES = ("config.yaml", METRICS, ENVIRONMENT, PREDICTION, SUMMARY, measured.TIMELINE)
+FILES = ("config.yaml", METRICS, starts.FILE, ENVIRONMENT, PREDICTION, SUMMARY, measured.TIMELINE)
 """What a report is made of."""
 PHASES = "time_"  # metrics.jsonl's keys of a step's phases start with this
 
@@ -36,18 +35,34 @@ class ReportError(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """The content of one run's directory. `steps` and `validations` are the lines of metrics.jsonl, oldest first; `summary` is
-    summary.json, empty before the first start."""
+    """The content of one run's directory.
+
+    Attributes:
+        config, options, environment: of the newest start.
+        steps, validations: the lines of metrics.jsonl, oldest first.
+        starts: of the run, the earliest first, with all options of this version; at least one.
+        recorded: the timeline of some steps, if the run has recorded one.
+        summary: summary.json, empty before the first start.
+    """
 
     name: str
     config: Config
     options: dict[str, Any]
     steps: list[dict[str, Any]]
     validations: list[dict[str, Any]]
+    starts: list[starts.Start]
     recorded: measured.MeasuredRun | None
     environment: dict[str, Any]
-    prediction: dict[str, Any]
     summary: dict[str, Any]
+
+    @cached_property
+    def segments(self) -> list[Segment]:
+        """Its parts with different layouts, hardware or options, the earliest first; at least one."""
+        return segments(self.starts, self.steps)
+
+    def recorded_in(self, segment: Segment) -> measured.MeasuredRun | None:
+        """The recorded timeline, if it is of a segment's steps."""
+        return self.recorded if self.recorded is not None and segment.is_recorded_by(self.recorded) else None
 
     def sums(self, key: str) -> dict[int, float]:
         """The sum of a key over all steps up to each: the tokens seen, or the seconds trained.
@@ -69,29 +84,14 @@ class Run:
         found = dict.fromkeys(key for line in lines for key, value in line.items() if key.startswith(prefix) and value is not None)
         return [key.removeprefix(prefix) for key in found]
 
-    def typical(self, key: str) -> float | None:
-        """The median over the second half of the steps, to exclude start-up."""
-        _, values = self.curve(key)
-        return median(values[len(values) // 2 :]) if values else None
-
     @property
     def phases(self) -> list[str]:
-        """The keys of a step's phases, in the order in which they are written."""
-        return [key for key in (self.steps[-1] if self.steps else {}) if key.startswith(PHASES)]
+        """The keys of a step's phases, in the order in which they are first written."""
+        return list(dict.fromkeys(key for line in self.steps for key in line if key.startswith(PHASES)))
 
     @property
     def parameters(self) -> int:
         return total_parameters(self.config.model, self.config.lora)
-
-    def schedule(self) -> Plan | None:
-        """The pipeline of a step, with the durations that the run recorded, or else those that its schedule was planned for."""
-        if self.recorded is not None:
-            return self.recorded.plan
-        parallel = self.config.parallel
-        if parallel.pp == 1 or parallel.dp is None:
-            return None
-        sizes = (parallel.pp, ParallelDims.of(self.config).microbatches, parallel.virtual_stages)
-        return planned(parallel.schedule, *sizes, Costs(*parallel.schedule_costs))
 
 
 def read_all(directories: Sequence[Path]) -> list[Run]:
@@ -116,8 +116,20 @@ def read(directory: Path) -> Run:
     except ScheduleError as error:
         raise ReportError(str(error)) from None
     steps, validations = [line for line in lines if "loss" in line], [line for line in lines if "val_loss" in line]
-    extras = (_object(directory / name) for name in (ENVIRONMENT, PREDICTION, SUMMARY))
-    return Run(directory.resolve().name, config, options, steps, validations, recorded, *extras)
+    environment, prediction, summary = (_object(directory / name) for name in (ENVIRONMENT, PREDICTION, SUMMARY))
+    begun = [replace(start, options=_whole(start.options)) for start in starts.read(directory)]
+    if not begun:  # a run of an earlier version: its last start is all that is known
+        after = steps[0]["step"] - 1 if steps else 0
+        begun = [starts.Start(after, to_dict(config), environment, prediction=prediction)]
+    return Run(directory.resolve().name, config, options, steps, validations, begun, recorded, environment, summary)
+
+
+def _whole(options: dict[str, Any]) -> dict[str, Any]:
+    """Options with the defaults of those that an earlier version did not have; as they are if this version cannot read them."""
+    try:
+        return to_dict(from_dict(options))
+    except ConfigError:
+        return options
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

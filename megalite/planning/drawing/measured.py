@@ -20,11 +20,15 @@ PASSES = ("forward", "input_backward", "weight_backward")
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run's schedule, simulated with its measured durations (seconds), and its measured bubbles by name."""
+    """A run's schedule, simulated with its measured durations (seconds), and its measured bubbles by name.
+
+    steps: those that were recorded; layout: the ranks along each axis, None in files of earlier versions.
+    """
 
     plan: Plan
     steps: list[int]
     bubbles: dict[str, float]
+    layout: dict[str, int] | None = None
 
     def beside(self) -> str:
         """Measured and predicted, side by side."""
@@ -56,13 +60,15 @@ def read(run: Path) -> MeasuredRun:
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError("it is no JSON object")
-        schedule = build(found["schedule"], found["pp"], found["microbatches"], found["virtual_stages"], _planned_for(run))
+        costs = Costs(*map(float, found["schedule_costs"])) if "schedule_costs" in found else _planned_for(run)
+        schedule = build(found["schedule"], found["pp"], found["microbatches"], found["virtual_stages"], costs)
         passes = {name: _per_stage(found["durations"], name, schedule.stages) for name in PASSES}
         comm = _seconds(found["comm"])
         forward, input_backward, weight_backward = passes.values()
         timeline = simulate(schedule, forward, input_backward, weight_backward, comm)
         bubbles = {name: float(found["measured"][name]) for name in BUBBLES if name in found["measured"]}
-        measured = MeasuredRun(Plan(schedule, timeline, {**passes, "comm": comm}, "s"), list(found["steps"]), bubbles)
+        plan = Plan(schedule, timeline, {**passes, "comm": comm}, "s")
+        measured = MeasuredRun(plan, list(found["steps"]), bubbles, found.get("layout"))
         if not timeline.ideal > 0:
             raise ValueError("its durations are all 0")
     except OSError as error:
@@ -75,7 +81,7 @@ def read(run: Path) -> MeasuredRun:
 
 
 def _planned_for(run: Path) -> Costs | None:
-    """The costs that the run's schedule was built for, from its configuration."""
+    """The costs that the run's schedule was built for, from its configuration: earlier versions did not write them into the timeline."""
     import yaml
 
     path = run / "config.yaml"

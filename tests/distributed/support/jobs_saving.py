@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 from megalite.config.load import from_dict
+from megalite.monitoring.observer import Observer
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
 from tests.distributed.support.jobs import mesh_of
@@ -35,6 +36,41 @@ def fit_to_the_end(context: Any, config: dict[str, Any]) -> int:
         gc.enable()
     trainer.close()
     return trainer.step_done
+
+
+class Steps(Observer):
+    """A clock by which every step takes an hour, from a start of its own."""
+
+    def __init__(self, start: float):
+        self.now = start
+
+    def after(self, step: int) -> None:
+        self.now += 3600
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def fit_by_a_clock_of_its_own(context: Any, config: dict[str, Any]) -> list[tuple[str, bool]]:
+    """A run by clocks that differ: on all ranks but the first it is always time. Returns what this rank has saved."""
+    made, clock = from_dict(config), Steps(1e6 * context.rank)
+    trainer = Trainer(made, mesh_of(context, made))
+    saved: list[tuple[str, bool]] = []
+    begin_save = trainer.begin_save
+
+    def begin(best: bool = False, timed: bool = False) -> Any:
+        save = begin_save(best, timed)
+        saved.append((save.directory.name, timed))
+        return save
+
+    trainer.begin_save = begin  # type: ignore[method-assign]
+    try:
+        fit(trainer, [clock], clock=clock if context.rank == 0 else lambda: 1e9 * (clock() + 1))
+    finally:
+        gc.unfreeze()
+        gc.enable()
+    trainer.close()
+    return saved
 
 
 def fit_with_full_disk(context: Any, config: dict[str, Any], full: int, at: int, last: int) -> tuple[int, str, bool]:

@@ -1,0 +1,120 @@
+"""Which of several ranks failed first: a rank that is killed, or fails by itself, makes the ranks that wait for it fail as well.
+
+Kinds count before times: the operating system tells of several ends in no order, and the clocks of hosts differ. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Protocol, TypeVar
+
+CONNECTION = re.compile(r"gloo/transport|Connection (reset|closed|refused)|ncclRemoteError|Socket Timeout|operation timeout")
+"""What torch's errors say about a rank that has gone, where they are no CommunicationError."""
+
+
+class Kind(IntEnum):
+    """Why a rank has ended. A smaller one is a cause of larger ones."""
+
+    OWN = 0  # by a signal from elsewhere, or by an error of its own
+    ABORTED = 1  # SIGABRT: torch's watchdog aborts a process that waits for a lost rank
+    LOST = 2  # it lost another rank
+    ENDED = 3  # the launcher ended it, since another one had failed
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A rank fails because it lost another one.
+
+    Attributes:
+        rank: the rank that was lost first; None if that is not known.
+        reason: the same in words: which rank, how it was lost, on which host, and where it was.
+        host, place: its host, and the last place that is known.
+    """
+
+    rank: int | None = None
+    reason: str = ""
+    host: str = "unknown"
+    place: str = "unknown"
+
+
+def lost_by(error: object) -> Lost | None:
+    """What a rank has lost that fails with an error; None: the error is its own."""
+    while isinstance(error, BaseException):
+        if (found := getattr(error, "lost", None)) is not None:
+            assert isinstance(found, Lost)
+            return found
+        if hasattr(error, "peer") or (isinstance(error, RuntimeError) and CONNECTION.search(str(error))):
+            return Lost()
+        error = error.__cause__ or error.__context__
+    return None
+
+
+@dataclass(frozen=True)
+class End:
+    """How the process of a rank has ended.
+
+    Attributes:
+        status: its exit status; minus a signal's number.
+        written: seconds since the epoch.
+        lost: what it has lost, if it has said so.
+        note: what else is known about it.
+    """
+
+    rank: int
+    status: int
+    kind: Kind
+    written: float
+    lost: Lost | None = None
+    note: str = ""
+
+    def __str__(self) -> str:
+        if self.kind is Kind.LOST:
+            return self.lost.reason if self.lost and self.lost.reason else f"rank {self.rank} {ended(self.status)}: it lost another rank"
+        return f"rank {self.rank} {ended(self.status)}" + (f": {self.note}" if self.note else "")
+
+
+class _Cause(Protocol):
+    @property
+    def rank(self) -> int: ...
+    @property
+    def kind(self) -> int: ...
+    @property
+    def written(self) -> float: ...
+
+
+_T = TypeVar("_T", bound=_Cause)
+
+
+def by_cause(ends: Iterable[_T]) -> list[_T]:
+    """Ends of ranks, what caused the others first."""
+    return sorted(ends, key=lambda end: (end.kind, end.written, end.rank))
+
+
+def ended(status: int) -> str:
+    """How a process has ended, from its exit status, or minus the number of a signal."""
+    return f"ended with status {status}" if status >= 0 else f"was ended by {signal_name(-status)}"
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9; "signal 40" for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def exit_status(status: int) -> int:
+    """The exit status of the process's launcher: the same, or 128 + the number of a signal, as in a shell."""
+    return status if status >= 0 else 128 - status
+
+
+def lost_in(content: Any) -> Lost | None:
+    """What `Lost` says as plain data, read from a file that a rank has written; None if it is no such data."""
+    try:
+        return None if content is None else Lost(**content)
+    except TypeError:
+        return None

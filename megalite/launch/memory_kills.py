@@ -1,0 +1,115 @@
+"""Whether the kernel has killed a process of this host for lack of memory, from its log and from the counters of the control group.
+
+A process that is ended by SIGKILL says nothing itself. The log (/dev/kmsg) names the process, where it may be read; the control group of a
+container or of a job counts kills (memory.events of version 2, memory.oom_control and memory.failcnt of version 1). Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+
+OWN, GROUPS, LOG = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"), Path("/dev/kmsg")
+KILLS = {"memory.events": "oom_kill", "memory.oom_control": "oom_kill", "memory.failcnt": ""}
+"""Files of a control group → what their counter is called; the last one has nothing but its counter: how often the limit was reached."""
+LIMITS = ("memory.max", "memory.current", "memory.limit_in_bytes", "memory.usage_in_bytes")
+RECORD = 8192  # bytes, at least the longest record of the kernel's log
+
+
+class MemoryKills:
+    """What the counters say now, for a comparison later. Processes that are started afterwards are children of this one.
+
+    Args:
+        own, groups, log: where the kernel says in which group this process is, has the groups, and has its log.
+    """
+
+    def __init__(self, own: Path = OWN, groups: Path = GROUPS, log: Path = LOG):
+        self._own, self._groups, self._log = own, groups, log
+        self._since, self._before = monotonic(), self._counts()
+
+    def found(self, pid: int | None = None) -> str:
+        """That the kernel has killed a process since then for lack of memory, in words; empty if nothing says so.
+
+        pid: of the process that was killed; None: only the counters are read.
+        """
+        if pid is not None and re.search(rf"Killed process {pid}\b", self._messages()):
+            return f"out of memory, killed by the kernel ({self._log})"
+        for name, count in self._counts().items():
+            more = count - self._before.get(name, 0)
+            if more > 0 and KILLS[name]:
+                return f"out of memory, the kernel killed {more} process{'es' * (more > 1)} of its container ({name}, oom_kill)"
+            if more > 0:
+                return f"its container reached its memory limit ({name})"
+        return ""
+
+    def _counts(self) -> dict[str, int]:
+        """The counters by file. `memory.failcnt` counts only where nothing counts kills: a limit may be reached without one."""
+        counts: dict[str, int] = {}
+        for group in groups(self._own, self._groups):
+            for name, key in KILLS.items():
+                with suppress(OSError, ValueError):
+                    text = (group / name).read_text(encoding="utf-8")
+                    fields = dict(line.split() for line in text.splitlines()) if key else {"": text}
+                    if key in fields and not (counts and not key):
+                        counts.setdefault(name, int(fields[key]))
+        return counts
+
+    def _messages(self) -> str:
+        """The kernel's log since the beginning; empty where it may not be read. A record is `priority,number,microseconds,…;message`."""
+        text = ""
+        with suppress(OSError):
+            log = os.open(self._log, os.O_RDONLY | os.O_NONBLOCK)
+            try:
+                while record := _next(log):
+                    text += record
+            finally:
+                os.close(log)
+        recent = (line for line in text.splitlines() if _microseconds(line) >= 1e6 * (self._since - 1))
+        return "\n".join(recent)
+
+
+def _next(log: int) -> str:
+    """The next record; empty at the end."""
+    while True:
+        try:
+            return os.read(log, RECORD).decode(errors="replace")
+        except BlockingIOError:
+            return ""
+        except BrokenPipeError:  # it was overwritten meanwhile: the oldest one that is left is next
+            continue
+
+
+def _microseconds(line: str) -> float:
+    """When a record was written, after the kernel's start; -1 for a line that continues one."""
+    found = re.match(r"\d+,\d+,(\d+),", line)
+    return float(found[1]) if found else -1.0
+
+
+def groups(own: Path = OWN, root: Path = GROUPS) -> list[Path]:
+    """The directories that may have the memory's counters of this process's control group; the most exact one first."""
+    return list(dict.fromkeys(place for place in _places(own, root) if place.is_dir()))
+
+
+def _places(own: Path, root: Path) -> Iterator[Path]:
+    with suppress(OSError, ValueError):
+        for line in own.read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if "memory" in controllers.split(","):
+                yield root / "memory" / path.lstrip("/")
+            elif not controllers:
+                yield from (root / path.lstrip("/"), root / "unified" / path.lstrip("/"))
+    yield from (root, root / "memory")
+
+
+def describe() -> list[str]:
+    """Limit, use and counters of this process's control group, a line each."""
+    lines: dict[str, str] = {}
+    for group in groups():
+        for name in (*LIMITS, *KILLS):
+            with suppress(OSError):
+                lines.setdefault(name, f"container, {name}: {', '.join((group / name).read_text(encoding='utf-8').splitlines())}")
+    return list(lines.values())

@@ -1,0 +1,69 @@
+"""starts.jsonl in a run's directory: a line for each start, with what a resume may change: options, hardware, kernels, predictions.
+
+Everything else in the directory that names them (config.yaml, environment.json, prediction.json) describes the newest start alone, and
+metrics.jsonl has the steps of all. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint.directories import write_synced
+from megalite.messages import write_or_say
+from megalite.monitoring.metrics import lines_up_to
+
+FILE = "starts.jsonl"
+
+
+def now() -> str:
+    """The time of day, UTC."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run: a line of starts.jsonl.
+
+    Attributes:
+        step: the last step that was done before it; 0 at the first start.
+        options: the resolved configuration by section.
+        environment: what environment.json has: ranks, device, versions.
+        kernels: which implementations were chosen, in words.
+        prediction: `step_time_s` (seconds), `step_time_interval_s` and `bubble_fraction`; None where nothing is predicted.
+        started: UTC.
+    """
+
+    step: int
+    options: dict[str, Any]
+    environment: dict[str, Any] = field(default_factory=dict)
+    kernels: list[str] = field(default_factory=list)
+    prediction: dict[str, Any] = field(default_factory=dict)
+    started: str = field(default_factory=now)
+
+
+def add(directory: Path, start: Start) -> None:
+    """Append a start. Starts after later steps are removed: those steps are done again. A file that cannot be written is one line."""
+    lines = [*lines_up_to(directory / FILE, start.step), json.dumps(asdict(start))]
+    write_or_say(directory / FILE, lambda path: write_synced(path, "".join(f"{line}\n" for line in lines)))
+
+
+def read(directory: Path) -> list[Start]:
+    """The starts of a run, the earliest first; none for a run of a version that wrote no such file."""
+    found = []
+    with suppress(OSError):
+        for line in (directory / FILE).read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError, TypeError, KeyError):
+                known = {name: value for name, value in json.loads(line).items() if name in Start.__dataclass_fields__}
+                found.append(Start(**known))
+    return sorted((start for start in found if isinstance(start.step, int)), key=lambda start: start.step)
+
+
+def start_of(starts: Sequence[Start], step: int) -> Start | None:
+    """The start that did a step; None if it is not recorded."""
+    return next((start for start in reversed(starts) if start.step < step), None)

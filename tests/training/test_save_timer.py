@@ -1,0 +1,106 @@
+"""Saves by time: when they are due, how much of the time they take, and what is said of them."""
+
+from __future__ import annotations
+
+import shutil
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megalite import checkpoint
+from megalite.config.load import from_dict
+from megalite.config.schema import CheckpointConfig
+from megalite.launch.exit_status import ExitStatus
+from megalite.planning import states
+from megalite.training.checkpointing import describe_saves
+from megalite.training.signals import INTERRUPT, SAVE, SHARE, STOP, SaveTimer, agreed, asks_to_save
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def result(step: int, stop: float) -> Any:
+    return SimpleNamespace(step=step, stop=stop)
+
+
+def test_a_save_is_due_after_the_minutes_since_the_last_one() -> None:
+    clock = Clock()
+    timer = SaveTimer(CheckpointConfig(minutes=15), asks=True, clock=clock)
+    asked = []
+    for second in range(1, 3601):
+        clock.now += 1
+        if timer.value:
+            asked.append(second)
+            timer.saved(step=second, seconds=2.0)
+        elif second == 1200:
+            timer.saved(step=second, seconds=2.0)  # for another reason, such as a validation
+    assert asked == [900, 2100, 3000]
+
+
+@pytest.mark.parametrize("seconds, pause", [(1.0, 900), (47.0, 900), (100.0, 1900), (600.0, 11400)])
+def test_saves_take_at_most_a_share_of_the_time(seconds: float, pause: int) -> None:
+    clock = Clock()
+    timer = SaveTimer(CheckpointConfig(), asks=True, clock=clock)
+    clock.now += 900
+    assert timer.value == SAVE, "how long one takes is not known yet"
+    clock.now += seconds
+    timer.saved(1, seconds)
+    clock.now += pause - 1
+    assert not timer.value
+    clock.now += 1
+    assert timer.value == SAVE and seconds / (seconds + pause) <= SHARE
+
+
+@pytest.mark.parametrize(
+    "options, asks", [({"interval": 5}, True), ({"minutes": None}, True), ({}, False)], ids=["interval", "off", "rank 1"]
+)
+def test_others_never_ask(options: dict[str, Any], asks: bool) -> None:
+    clock = Clock()
+    timer = SaveTimer(CheckpointConfig(**options), asks=asks, clock=clock)
+    clock.now += 1e9
+    assert timer.value == 0.0
+
+
+def test_what_was_asked_for_twice_is_saved_once() -> None:
+    """Under optimistic steps a request is known with the next step, for which it has been made again."""
+    timer = SaveTimer(CheckpointConfig(), asks=False, clock=Clock())
+    assert not timer.due([result(4, 0.0)]) and not timer.due([])
+    assert timer.due([result(5, SAVE)])
+    timer.saved(6, 1.0)
+    assert not timer.due([result(6, SAVE)]) and timer.due([result(7, SAVE)])
+
+
+@pytest.mark.parametrize("others, end", [(0.0, None), (3 * STOP, ExitStatus.STOPPED), (511 * INTERRUPT + STOP, ExitStatus.INTERRUPTED)])
+@pytest.mark.parametrize("save", [0.0, SAVE])
+def test_a_save_and_an_end_are_told_apart_in_one_sum(others: float, end: ExitStatus | None, save: float) -> None:
+    assert agreed(others + save) == end and asks_to_save(others + save) == bool(save)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({}, "a checkpoint every 15 minutes (checkpoint.minutes), about 12.0 MB each; the newest 2 of these are kept"),
+        ({"keep": 3}, "a checkpoint every 15 minutes (checkpoint.minutes), about 12.0 MB each; the newest 3 are kept"),
+        ({"interval": 500}, "a checkpoint every 500 steps, about 12.0 MB each; all are kept"),
+        ({"minutes": None}, "no checkpoint before the end or a signal: checkpoint.interval and checkpoint.minutes are null"),
+    ],
+)
+def test_a_line_says_when_a_run_saves_and_what_it_keeps(options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "checkpoint_bytes", lambda config: 12_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=10**9))
+    assert describe_saves(from_dict({"checkpoint": options})) == said
+
+
+@pytest.mark.parametrize("free, warned", [(36e6, False), (35e6, True)])
+def test_a_disk_without_room_for_them_is_told_before_the_first(free: float, warned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "checkpoint_bytes", lambda config: 12_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
+    said = describe_saves(from_dict({}))
+    assert said.endswith("runs/run has 35.0 MB free, and 3 of them need 36.0 MB" if warned else "are kept")
+    assert checkpoint.directories.TIMED_KEPT + 1 == 3, "two are kept while the next one is written"
