@@ -29,7 +29,7 @@ from megalite.config.presets import preset
 from megalite.config.rule import nearest_name, show
 from megalite.config.rules import check
 from megalite.config.schema import Config, ConfigError
-from megalite.config.token_files import data_vocab_size
+from megalite.config.token_files import fit_vocabulary
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -346,8 +346,7 @@ def resolve(arguments: Arguments, world_size: int, *, weights: bool = True) -> C
     config = from_dict(nest(_shape(given.get("model.preset"), given.get("model.from_hf")) | given))
     if config.parallel.dp is None:
         config.parallel.dp = filling_dp(config.parallel, world_size)
-    if config.model.vocab_size is None:
-        config.model.vocab_size = data_vocab_size(config)
+    fit_vocabulary(config, fixed="model.vocab_size" in given)
     amounts.resolve_steps(config)
     return config
 

@@ -58,6 +58,23 @@ def unused(config: Config) -> list[str]:
     return lines
 
 
+def fit_vocabulary(config: Config, fixed: bool) -> None:
+    """Give the model the vocabulary of the training data if it has none, or if `model.resize_embeddings` lets it grow; adapters then train
+    the embedding and the head, whose new rows would stay as they start.
+
+    fixed: model.vocab_size is given, and stays.
+    """
+    model, lora, known = config.model, config.lora, data_vocab_size(config)
+    if model.vocab_size is None:
+        model.vocab_size = known
+    if model.resize_embeddings is None:
+        return
+    if known is not None and not fixed:
+        model.vocab_size = max(known, model.vocab_size or 0)
+    if lora.rank and lora.modules_to_save is None:
+        lora.modules_to_save = ["embedding"] if model.tie_word_embeddings else ["embedding", "head"]
+
+
 def data_vocab_size(config: Config) -> int | None:
     """The vocabulary size of the training data; None if no PREFIX.json has it."""
     return max((size for prefix in prefixes(config.data.train) if (size := metadata(prefix).get("vocab_size"))), default=None)

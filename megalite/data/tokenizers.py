@@ -155,7 +155,8 @@ class HuggingFaceTokenizer:
         self._backend = _backend(self._tokenizer)
         if self._tokenizer.eos_token_id is None:
             raise DataError(f"--tokenizer {path} names no eos_token, in which every document must end. Set it in tokenizer_config.json.")
-        self.name, self.eos, self.vocab_size = str(path), self._tokenizer.eos_token_id, len(self._tokenizer)
+        self.name, self.eos = str(path), self._tokenizer.eos_token_id
+        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1  # len() counts tokens: their ids may leave a gap
         self.bos = self._tokenizer.bos_token_id
         self.adds_bos = self.bos is not None and self._tokenizer.encode("")[:1] == [self.bos]
         self.files = tokenizer_files(path)

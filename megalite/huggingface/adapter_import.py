@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalite import checkpoint
 from megalite.build.parts import DTYPES
+from megalite.checkpoint.resized_embeddings import Read, of_checkpoint
 from megalite.config.rule import show
 from megalite.config.schema import Config
 from megalite.huggingface import convert as converting
@@ -24,7 +25,6 @@ from megalite.huggingface.peft_modules import EMBEDDING, FILES, SETTINGS, Expert
 from megalite.model.adapters import MAGNITUDE, A, name_of
 from megalite.parallel.spec import Rectangle
 
-Read = Callable[[Sequence[Rectangle]], None]
 _FREE = """peft_type task_type peft_version auto_mapping base_model_name_or_path revision inference_mode r lora_alpha rank_pattern
     alpha_pattern use_rslora use_dora modules_to_save target_modules exclude_modules layers_to_transform layers_pattern lora_dropout
     fan_in_fan_out bias init_lora_weights runtime_config ensure_weight_tying megatron_core qalora_group_size eva_config loftq_config
@@ -36,7 +36,7 @@ STARTS_FROM_W = (True, False, "gaussian", "eva", "orthogonal")
 
 def starting_weights(config: Config) -> Read:
     """The function that fills a rank's rectangles when a run starts from hf:DIR or from an adapter; it raises CheckpointError."""
-    base = converting.starting_weights(config.model)
+    base = converting.starting_weights(config.model, config.run.seed)
     if config.lora.init_from is not None:
         return partial(_fill, config, base)
     assert base is not None, "a checkpoint alone gives the weights"
@@ -49,7 +49,7 @@ def _fill(config: Config, base: Read | None, rectangles: Sequence[Rectangle]) ->
         manifest = checkpoint.manifest_of(start)
         if config.checkpoint.verify == "full":
             manifest.verify(0, 1)
-        base = partial(checkpoint.load, manifest, convert=True)
+        base = of_checkpoint(config.model, config.run.seed, manifest)
     adapter = PeftAdapter(config, start, base)
     base([part for part in rectangles if part.name.removeprefix(WEIGHT) not in adapter.names])
     adapter.check()  # of what the adapter says about the weights, which can now be read

@@ -27,6 +27,7 @@ from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, Manifest, directories, find
 from megalite.checkpoint.chunks import append, name_of
 from megalite.checkpoint.manifest import StoredTensor, encode
+from megalite.checkpoint.resized_embeddings import Read, check_rows, resized
 from megalite.config.families import families, from_hf_config, hf_config
 from megalite.config.family_names import FAMILY_NAMES, Names, names_of
 from megalite.config.load import from_dict, to_dict
@@ -191,19 +192,24 @@ def _prefix(weights: Iterable[str], names: Names) -> Callable[[str], str]:
 # ---- start of a run
 
 
-def starting_weights(model: ModelConfig) -> Callable[[Sequence[Rectangle]], None] | None:
-    """The function that fills a rank's rectangles if model.init_from is hf:DIR, reading only their bytes; None if it is not."""
+def starting_weights(model: ModelConfig, seed: int = 0) -> Read | None:
+    """The function that fills a rank's rectangles if model.init_from is hf:DIR, reading only their bytes; None if it is not.
+
+    seed: of new rows that `model.resize_embeddings: init` draws.
+    """
     name = model.initial_weights or ""
-    return partial(_fill, model, Path(name.removeprefix(HF))) if name.startswith(HF) else None
+    return partial(_fill, model, seed, Path(name.removeprefix(HF))) if name.startswith(HF) else None
 
 
-def _fill(model: ModelConfig, directory: Path, rectangles: Sequence[Rectangle]) -> None:
+def _fill(model: ModelConfig, seed: int, directory: Path, rectangles: Sequence[Rectangle]) -> None:
     """Fill a rank's rectangles. Raises ConversionError if the directory's model is not the run's, or cannot be read."""
     try:
         source = Source.of(directory)
     except ConfigError as error:
         raise ConversionError(f"model.init_from = {HF}{directory}: {error}") from None
     ours, theirs = meaning(model), meaning(source.model)
+    check_rows(model, source.model.vocabulary, f"{HF}{directory}")
+    ours["vocab_size"] = theirs["vocab_size"]
     different = [name for name in ours if ours[name] != theirs[name] and name not in FREE_TO_CHANGE]
     if ours["mtp_layers"] < theirs["mtp_layers"]:  # some are left out
         different.remove("mtp_layers")
@@ -213,11 +219,15 @@ def _fill(model: ModelConfig, directory: Path, rectangles: Sequence[Rectangle]) 
     if different:
         listed = ", ".join(f"model.{name} = {show(ours[name])} and there {show(theirs[name])}" for name in different[:NAMED])
         raise ConversionError(f"model.init_from = {HF}{directory} is another model: {listed}. Set model.from_hf = {directory}.")
-    for part in rectangles:
-        if part.name.startswith(PREFIX):
-            fill(part.tensor, source.states.get(part.name), part.offsets)
-        else:
-            part.tensor.copy_(source.read(part.name.removeprefix(WEIGHT), part.offsets, part.tensor.shape))
+
+    def read(rectangles: Sequence[Rectangle]) -> None:
+        for part in rectangles:
+            if part.name.startswith(PREFIX):
+                fill(part.tensor, source.states.get(part.name), part.offsets)
+            else:
+                part.tensor.copy_(source.read(part.name.removeprefix(WEIGHT), part.offsets, part.tensor.shape))
+
+    resized(model, seed, source.model.vocabulary, read)(rectangles)
 
 
 # ---- import

@@ -50,7 +50,7 @@ def _against_data(config: Config, start: Tokenized) -> list[str]:
     from megalite.data.tokenizer_copy import is_there
 
     way_out = f"Give data prepared with {start.tokenizer.name}{'' if is_there(start.tokenizer) else ' as it was then'}"
-    return compare(data, start, allow=config.data.allow_tokenizer_change, way_out=way_out)
+    return compare(data, start, allow=config.data.allow_tokenizer_change, way_out=way_out, may_add=True)
 
 
 def _resumed(config: Config) -> Manifest | None:
