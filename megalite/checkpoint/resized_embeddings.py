@@ -1,8 +1,8 @@
 """Weights for a larger vocabulary than that of the model they come from: `model.resize_embeddings`.
 
-The embedding, and the head where it has a table of its own, get rows after those that are read, for tokens added to the
-tokenizer. Their values depend neither on the layout nor on the rank that computes them: `mean` is the mean of all rows that are read, summed
-in fp64; `init` draws the rows that a random model of the larger vocabulary has.
+The embedding, and the head where it has a table of its own, get rows after those that are read, for tokens added to the tokenizer. Their
+values depend neither on the layout nor on the rank that computes them: `mean` is the mean of the rows that are read, summed in fp64; `init`
+draws the rows that a random model of the larger vocabulary has.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def of_checkpoint(model: ModelConfig, seed: int, manifest: Manifest) -> Read:
 
 
 def check_rows(model: ModelConfig, rows: int, source: str) -> None:
-    """Raise CheckpointError if weights with `rows` rows for the vocabulary can not start the model. source: where they are, for messages."""
+    """Raise CheckpointError if weights with `rows` tokens can not start the model. source: where they are, for messages."""
     new = model.vocabulary - rows
     if new == 0 or new > 0 and model.resize_embeddings is not None:
         return

@@ -29,9 +29,7 @@ class Tokenized:
     itself: bool = False
 
 
-def compare(
-    here: Tokenized, there: Tokenized, *, allow: bool, way_out: str, option: str = OPTION, may_add: bool = False
-) -> list[str]:
+def compare(here: Tokenized, there: Tokenized, *, allow: bool, way_out: str, option: str = OPTION, may_add: bool = False) -> list[str]:
     """Raise ConfigError if two things were made with different tokenizers, unless that is allowed.
 
     Args:

@@ -23,7 +23,17 @@ from megalite.config.token_files import metadata, prefixes
 from megalite.data.chat_template import ChatTemplate, template_hash
 from megalite.data.indexed import DataError
 from megalite.data.tokenizer_comparison import Tokenized, compare
-from megalite.data.tokenizer_identity import ENTRY, TokenizerIdentity, digest_of, fingerprint, of_token_file, of_tokenizer, tokenizer_files
+from megalite.data.tokenizer_identity import (
+    ENTRY,
+    SETTINGS,
+    TOKENIZER_JSON,
+    TokenizerIdentity,
+    digest_of,
+    fingerprint,
+    of_token_file,
+    of_tokenizer,
+    tokenizer_files,
+)
 from megalite.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer, load
 from megalite.huggingface.files import ConversionError
 from megalite.huggingface.recorded import tokenizer_of
@@ -32,7 +42,7 @@ from megalite.huggingface.vocabulary import GENERATION, check_vocabulary
 
 ALLOW = "--allow_tokenizer_change"
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True)
@@ -205,8 +215,7 @@ def write_tokenizer(directory: Path, found: ExportedTokenizer, step: int) -> Tok
         if isinstance(found.tokenizer, ByteTokenizer | SentencePieceTokenizer):
             _convert(directory, found)
         else:
-            for file in tokenizer_files(found.name):
-                shutil.copyfile(file, directory / file.name)
+            _copy(directory, found)
         _write_template(directory, found)
         identity = _checked(directory, found)
     if found.template is not None:
@@ -214,6 +223,16 @@ def write_tokenizer(directory: Path, found: ExportedTokenizer, step: int) -> Tok
     entry = {"megalite": megalite.__version__, "step": step, "tokenizer": identity.record()}
     write_synced(directory / ENTRY, json.dumps(entry, indent=2) + "\n")
     return identity if found.name is not None else None
+
+
+def _copy(directory: Path, found: ExportedTokenizer) -> None:
+    """Copy the files. A tokenizer.json without settings gets some, which name its EOS and the class that reads it alone."""
+    place, files = Path(found.name or ""), tokenizer_files(found.name or "")
+    for file in files:
+        shutil.copyfile(file, directory / (file.name if place.is_dir() else TOKENIZER_JSON))
+    if found.tokenizer is not None and (directory / TOKENIZER_JSON).is_file() and not (directory / SETTINGS).is_file():
+        settings = {"eos_token": found.tokenizer.special_tokens["eos_token"], "tokenizer_class": "PreTrainedTokenizerFast"}
+        write_synced(directory / SETTINGS, json.dumps(settings, indent=2) + "\n")
 
 
 def _convert(directory: Path, found: ExportedTokenizer) -> None:

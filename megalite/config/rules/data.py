@@ -184,7 +184,9 @@ RULES: tuple[Rule, ...] = (
         "new rows are trained",
         "lora.modules_to_save",
         lambda c: c.lora.rank and c.model.resize_embeddings is not None and _untrained_tables(c),
-        message=lambda c: f"leaves out {' and '.join(_untrained_tables(c))}, whose new rows ({{model.resize_embeddings}}) would not be trained",
+        message=lambda c: (
+            f"leaves out {' and '.join(_untrained_tables(c))}: rows that model.resize_embeddings adds would stay as they start"
+        ),
         legal="Name embedding, and head unless it is tied; or leave the option out, which names them.",
     ),
     Rule(

@@ -137,6 +137,8 @@ def prepare(
     """
     if train_tokenizer is None:
         vocabulary = tokenizing.load(tokenizer)
+        if vocabulary.unused_ids:
+            note(f"{tokenizer}: {vocabulary.unused_ids} of {vocabulary.vocab_size} ids have no token; the model has rows for them")
         identity: list[Any] = [vocabulary.vocab_size, vocabulary.eos, vocabulary.chat_template, *map(digest, vocabulary.files)]
     else:
         identity = [train_tokenizer, TRAINING_BYTES]
