@@ -36,10 +36,11 @@ Placed = list[tuple[int, int, int]]
 class Tokenizer(Protocol):
     """The interface that preparation, generation and evaluation use.
 
-    Attributes: `name` is the argument of `load`; `vocab_size` counts every id, special ones included, and `unused_ids` those without a token;
-    `eos` ends a document; `bos` begins a text, None if the tokenizer has no such token; `adds_bos` is whether its library adds `bos` to every text; `files` are those that it was
-    read from. `chat_template` is its own, or None; `special_tokens` maps the names that a template uses to control tokens; `controls` are
-    all texts that `encode_rendered` encodes as control tokens. `decode` leaves control tokens out, and `spell` spells them.
+    Attributes: `name` is the argument of `load`; `vocab_size` counts every id, special ones included, and `unused_ids` those without a
+    token; `eos` ends a document; `bos` begins a text, None if the tokenizer has no such token; `adds_bos` is whether its library adds
+    `bos` to every text; `files` are those that it was read from. `chat_template` is its own, or None; `special_tokens` maps the names
+    that a template uses to control tokens; `controls` are all texts that `encode_rendered` encodes as control tokens. `decode` leaves
+    control tokens out, and `spell` spells them.
     """
 
     name: str
