@@ -28,11 +28,17 @@ BLOCK = 64 << 20  # bytes of fp64 read at once for the mean
 
 def of_checkpoint(model: ModelConfig, seed: int, manifest: Manifest) -> Read:
     """The function that fills rectangles of the weights from a checkpoint of any dtype. Raises CheckpointError as `check_rows`."""
-    read, table = partial(load, manifest, convert=True), manifest.tensors.get("weight/embedding.weight")
-    if table is None:
+    read, rows = partial(load, manifest, convert=True), rows_of(manifest)
+    if rows is None:
         return read  # which names what is missing
-    check_rows(model, table.shape[0], str(manifest.directory))
-    return resized(model, seed, table.shape[0], read)
+    check_rows(model, rows, str(manifest.directory))
+    return resized(model, seed, rows, read)
+
+
+def rows_of(manifest: Manifest) -> int | None:
+    """The vocabulary of a checkpoint's embedding; None if it has none."""
+    table = manifest.tensors.get("weight/embedding.weight")
+    return None if table is None else table.shape[0]
 
 
 def check_rows(model: ModelConfig, rows: int, source: str) -> None:
@@ -40,7 +46,7 @@ def check_rows(model: ModelConfig, rows: int, source: str) -> None:
     new = model.vocabulary - rows
     if new == 0 or new > 0 and model.resize_embeddings is not None:
         return
-    sizes = f"model.vocab_size = {model.vocabulary}, and model.init_from = {source} has {rows} tokens"
+    sizes = f"model.vocab_size = {model.vocabulary}, but model.init_from = {source} has {rows} tokens"
     if new < 0:
         raise CheckpointError(f"{sizes}: rows are added, never removed. Set model.vocab_size to {rows}, or leave it out.")
     raise CheckpointError(

@@ -107,7 +107,7 @@ def _way_to_one_vocabulary(c: RuleContext) -> str:
         return f"Legal values: {needed} and above. Nearest: {needed}."
     if c.model.resize_embeddings is not None:
         return "Leave it out: model.resize_embeddings gives the model the vocabulary of the data."
-    with_weights = "" if start is not None else f", and model.init_from = hf:{source}"
+    with_weights = "" if start is not None else f" and model.init_from = hf:{source} (for random weights, model.vocab_size = {needed})"
     own = f"--tokenizer {source}" if source is not None else "the tokenizer of the model's own data"
     return (
         f"If tokens were added to the model's tokenizer, set model.resize_embeddings = mean{with_weights}; if it is another tokenizer, "
