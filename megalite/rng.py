@@ -42,13 +42,18 @@ def initial_values(segment: Segment, at: Coordinates, seed: int) -> Iterator[Ten
         return
     start, stop = part.offsets[0], part.offsets[0] + part.sizes[0]
     columns = tuple(slice(offset, offset + size) for offset, size in zip(part.offsets[1:], part.sizes[1:], strict=True))
-    for first in range(start - start % BLOCK_ROWS, stop, BLOCK_ROWS) if start < stop else ():
-        rows = min(BLOCK_ROWS, segment.shape[0] - first)
-        # The whole block, with the columns of all ranks, so that its numbers do not depend on the mesh.
-        drawn = normal((rows, *segment.shape[1:]), seed, segment.name, first // BLOCK_ROWS).mul_(segment.init_std)
-        drawn = drawn[max(start - first, 0) : stop - first]
+    for drawn in drawn_rows(segment, start, stop, seed):
         values = torch.zeros(drawn.shape[0], *part.shape[1:])
         values[(slice(None), *(slice(0, size) for size in part.sizes[1:]))] = drawn[(slice(None), *columns)]
         yield values
     if part.shape[0] > part.sizes[0]:
         yield torch.zeros(part.shape[0] - part.sizes[0], *part.shape[1:])
+
+
+def drawn_rows(segment: Segment, start: int, stop: int, seed: int) -> Iterator[Tensor]:
+    """Rows [start, stop) of a segment's random initial values, fp32, whole: in blocks, with the columns of all ranks, so that no number
+    depends on the mesh."""
+    for first in range(start - start % BLOCK_ROWS, stop, BLOCK_ROWS) if start < stop else ():
+        rows = min(BLOCK_ROWS, segment.shape[0] - first)
+        drawn = normal((rows, *segment.shape[1:]), seed, segment.name, first // BLOCK_ROWS).mul_(segment.init_std)
+        yield drawn[max(start - first, 0) : stop - first]

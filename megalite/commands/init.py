@@ -222,7 +222,7 @@ def start(options: argparse.Namespace, wanted: Wanted) -> str:
 
 def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Plan) -> None:
     """Print what was written, and the next commands."""
-    from megalite.config.token_files import prefixes
+    from megalite.config.token_files import prefixes, unused
     from megalite.planning.context import Rows
     from megalite.planning.explaining import as_json, described
     from megalite.planning.step import Job
@@ -238,7 +238,7 @@ def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Pl
     if options.json:
         sizes = config.data.sequence_length, config.train.global_batch_size, config.train.precision
         job = Job(config.model, wanted.device, *sizes, lora=config.lora, rows=Rows.of(config))
-        print(json.dumps({"written": str(options.output), "plan": as_json(job, plan, {}), "next": steps}))
+        print(json.dumps({"written": str(options.output), "plan": as_json(job, plan, {}), "next": steps, "notes": unused(config)}))
         return
     tokens = config.train.global_batch_size * config.data.sequence_length
     length = (
@@ -247,4 +247,6 @@ def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Pl
         else f"{config.train.epochs:g} epoch{'s' * (config.train.epochs != 1)} in steps"
     )
     print(f"{options.output} is written: {described(plan.choice)}; {length} of {tokens:,} tokens.")
+    for line in unused(config):
+        print(f"Note: {line}")
     print("Next:", *(f"  {line}" for line in steps), sep="\n")

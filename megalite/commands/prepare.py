@@ -35,6 +35,7 @@ from megalite.data.preparation.prepare import Summary, prepare
 from megalite.data.preparation.sources import Source, open_inputs
 from megalite.data.preparation.tasks import SHOWN
 from megalite.data.preparation.texts import Texts
+from megalite.data.tokenizer_identity import place_of
 
 TEXT_KEY, SPLIT = "text", "train"
 
@@ -147,7 +148,7 @@ def chosen_tokenizer(options: argparse.Namespace) -> str:
     if options.train_tokenizer is None:
         if options.tokenizer is None:
             raise DataError("--tokenizer is missing. Give byte, FILE.model or a Hugging Face directory, or --train_tokenizer VOCAB.")
-        return str(options.tokenizer)
+        return str(place_of(options.tokenizer))
     if options.tokenizer is not None and not options.tokenizer.endswith(".model"):
         raise DataError(
             f"--tokenizer {options.tokenizer} does not end in .model, and --train_tokenizer writes one. Leave it out for PREFIX.model."

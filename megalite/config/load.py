@@ -30,7 +30,7 @@ from megalite.config.rule import Mistakes, nearest_name, show
 from megalite.config.rules import check
 from megalite.config.schema import OPTIONS, SECTIONS, SHORT, Config, ConfigError
 from megalite.config.sources import Given, Source, combined
-from megalite.config.token_files import data_vocab_size
+from megalite.config.token_files import fit_vocabulary
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -66,6 +66,7 @@ PATHS = (
 """Options that name files, in which ~ is the home directory."""
 DERIVED = (
     *("parallel.dp", "model.vocab_size", "train.steps", "train.tokens", "train.epochs", "optimizer.warmup_steps", "train.precision"),
+    "lora.modules_to_save",
 )
 """Options whose values may follow from others, from the data or from the device."""
 NOTHING_GIVEN = f"""Say what to train, for example
@@ -458,8 +459,7 @@ def resolved(arguments: Arguments, world_size: int, *, weights: bool = True, dev
     before = {option: attrgetter(option)(config) for option in DERIVED}
     if config.parallel.dp is None:
         config.parallel.dp = filling_dp(config.parallel, world_size)
-    if config.model.vocab_size is None:
-        config.model.vocab_size = data_vocab_size(config)
+    fit_vocabulary(config, fixed="model.vocab_size" in values)
     amounts.resolve_steps(config)
     choice = None
     if config.train.precision == "auto":
@@ -494,6 +494,7 @@ def _origins(found: Given, shape: Mapping[str, Any], before: Mapping[str, Any], 
     values, said = found.values, {option: source.name for option, source in found.origins.items()}
     which = "preset" if values.get("model.preset") is not None else "from_hf"
     reasons = {"parallel.dp": "the number of ranks", "model.vocab_size": "data.train", "optimizer.warmup_steps": "in steps"}
+    reasons["lora.modules_to_save"] = "model.resize_embeddings"
     if choice is not None:
         reasons["train.precision"] = f"auto: {choice.reason}"
     for length in ("train.tokens", "train.epochs"):

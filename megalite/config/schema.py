@@ -75,6 +75,10 @@ class ModelConfig:
     """Initial weights, for a run that starts at step 0: a checkpoint directory (optimizer state and data position are not used), a run's
     directory for its newest checkpoint, or hf:DIR for a Hugging Face directory or org/name on the Hub (set from_hf to DIR for the shape).
     null or none: random weights; with from_hf and chat data, which are meant for fine-tuning, they must be asked for with none."""
+    resize_embeddings: Literal["mean", "init"] | None = None
+    """Rows for tokens that were added to the tokenizer: if the vocabulary is larger than that of init_from, its embedding and head are read
+    and get further rows. mean: the mean of the old rows; init: random, as those of a new model. vocab_size is then that of the data, where
+    that is larger. null: the vocabularies must be equal."""
     vocab_size: int | None = None
     """Vocabulary size. null: that of the training data."""
     hidden_size: int = 256

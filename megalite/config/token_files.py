@@ -5,7 +5,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megalite.config.rampup import samples_after
 from megalite.config.schema import Config, ConfigError, DataConfig
+
+REPEATS = 16
+"""Epochs of pretraining after which further ones add next to nothing (Muennighoff et al. 2023, Data-Constrained Language Models)."""
 
 
 def prefixes(source: Any) -> list[str]:
@@ -75,8 +79,8 @@ def remarks(config: Config) -> list[str]:
 
 
 def unused(config: Config) -> list[str]:
-    """Lines for the user about what a run would leave unused, and rarely by intention: held-out data, and most of the vocabulary."""
-    lines = []
+    """Lines for the user about what is rarely intended: data read many times, held-out data or most of the vocabulary not used."""
+    lines = _repeated(config)
     if config.data.validation is not None and config.validation.interval is None:
         lines.append("data.validation holds out data, and no validation is run: set validation.interval to a number of steps")
     known, size = data_vocab_size(config), config.model.vocab_size
@@ -84,6 +88,40 @@ def unused(config: Config) -> list[str]:
         way_out = "" if config.model.from_hf or config.model.init_from else "; without model.vocab_size the model has those of the data"
         lines.append(f"the data uses {known:,} of {size:,} ids (model.vocab_size){way_out}")
     return lines
+
+
+def _repeated(config: Config) -> list[str]:
+    """A line if the run reads its data many times."""
+    if not prefixes(config.data.train) or config.train.epochs is not None:  # the user counts in epochs
+        return []
+    from megalite.config.samples import DataError, samples_per_epoch  # numpy
+
+    try:
+        samples = samples_per_epoch(config.data)
+    except DataError:  # it is not there yet, or a rule says what is wrong
+        return []
+    times = samples_after(config.train, config.train.steps) / samples
+    if times <= REPEATS:
+        return []
+    size = f"{samples * config.data.sequence_length:,} tokens"
+    return [f"train.steps = {config.train.steps:,} read data.train ({size}) {times:,.0f} times: give more data, or fewer steps"]
+
+
+def fit_vocabulary(config: Config, fixed: bool) -> None:
+    """Give the model the vocabulary of the training data if it has none, or if `model.resize_embeddings` lets it grow; adapters then train
+    the embedding and the head, whose new rows would stay as they start.
+
+    fixed: model.vocab_size is given, and stays.
+    """
+    model, lora, known = config.model, config.lora, data_vocab_size(config)
+    if model.vocab_size is None:
+        model.vocab_size = known
+    if model.resize_embeddings is None:
+        return
+    if known is not None and not fixed:
+        model.vocab_size = max(known, model.vocab_size or 0)
+    if lora.rank and lora.modules_to_save is None:
+        lora.modules_to_save = ["embedding"] if model.tie_word_embeddings else ["embedding", "head"]
 
 
 def data_vocab_size(config: Config) -> int | None:

@@ -29,12 +29,13 @@ class Tokenized:
     itself: bool = False
 
 
-def compare(here: Tokenized, there: Tokenized, *, allow: bool, way_out: str, option: str = OPTION) -> list[str]:
+def compare(here: Tokenized, there: Tokenized, *, allow: bool, way_out: str, option: str = OPTION, may_add: bool = False) -> list[str]:
     """Raise ConfigError if two things were made with different tokenizers, unless that is allowed.
 
     Args:
         way_out: how to avoid the change, as the beginning of a sentence that goes on with the option that accepts it.
         option: the option that accepts it.
+        may_add: the tokenizer here may have tokens after those of the other one.
 
     Returns:
         a line for the user if a change is accepted, or if only one of the tokenizers is known; else none.
@@ -51,24 +52,29 @@ def compare(here: Tokenized, there: Tokenized, *, allow: bool, way_out: str, opt
         unknown = there if here.tokenizer.can_be_known else here
         other = here if unknown is there else there
         return [f"the tokenizer of {unknown.what} is not known, so whether it is that of {other.what} is not checked"]
+    loaded = _loaded(there.tokenizer, here.tokenizer) if may_add or not allow else ""
+    if may_add and not isinstance(loaded, str) and (added := added_pieces(*loaded)) is not None:
+        pieces = ", ".join(map(_piece, islice(added, SHOWN))) + (", …" if len(added) > SHOWN else "")
+        return [f"the tokenizer of {here.what} adds {len(added)} tokens to that of {there.what}: {pieces}"]
     names = " and ".join(dict.fromkeys(f"{each.tokenizer.name}" for each in (there, here)))
     verb, whose = ("is", "that of ") if here.itself else ("was made with", "")
     changed = f"{here.what} {verb} another tokenizer than {whose}{there.what} ({names})"
     if allow:
         return [f"{changed}, which {option} accepts"]
-    raise ConfigError(f"{changed}. {_shown(here.tokenizer, there.tokenizer)}. {way_out}, or accept the change with {option}.")
+    shown = loaded if isinstance(loaded, str) else "; ".join(islice(differences(*loaded), SHOWN))
+    raise ConfigError(f"{changed}. {shown}. {way_out}, or accept the change with {option}.")
 
 
 def _reason(error: Exception) -> str:
     return f"the package {error.name} is not installed" if isinstance(error, ImportError) else str(error)
 
 
-def _shown(here: TokenizerIdentity, there: TokenizerIdentity) -> str:
-    """The first differing ids, as far as both tokenizers can still be read."""
+def _loaded(*identities: TokenizerIdentity) -> list[Tokenizer] | str:
+    """The tokenizers, or why they can not be read as they were any more."""
     from megalite.data.tokenizers import load
 
     loaded = []
-    for identity in (there, here):
+    for identity in identities:
         try:
             tokenizer = load(identity.name or "")
             if fingerprint(tokenizer) != identity.known():
@@ -76,7 +82,17 @@ def _shown(here: TokenizerIdentity, there: TokenizerIdentity) -> str:
         except (ConfigError, ImportError, OSError) as error:
             return f"Which ids differ can not be shown: {_reason(error).removesuffix('.')}"
         loaded.append(tokenizer)
-    return "; ".join(islice(differences(*loaded), SHOWN))
+    return loaded
+
+
+def added_pieces(there: Tokenizer, here: Tokenizer) -> list[str] | None:
+    """What the second tokenizer adds to the first one; None if any id of the first means something else in it."""
+    old, new = there.structure(), here.structure()
+    changed = any(before not in ("", now) for before, now in zip_longest(old.pieces, new.pieces[: len(old.pieces)], fillvalue=""))
+    if changed or old.rules != new.rules or not old.special.items() <= new.special.items():
+        return None
+    before = old.pieces + [""] * (len(new.pieces) - len(old.pieces))
+    return [now for was, now in zip(before, new.pieces, strict=True) if was != now]
 
 
 def differences(there: Tokenizer, here: Tokenizer) -> Iterator[str]:

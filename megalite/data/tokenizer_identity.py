@@ -37,6 +37,8 @@ TEMPLATES = "additional_chat_templates"
 FILES = "tokenizer* vocab* merges* special_tokens_map.json added_tokens.json chat_template.* spiece.model"
 FILES += f" {TEMPLATES}/*.jinja"
 """Patterns of the files of a Hugging Face tokenizer."""
+TOKENIZER_JSON, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+"""A Hugging Face tokenizer, and what it does not say, such as which token is EOS."""
 ENTRY = "megalite.json"
 """The file of an export in which its tokenizer is recorded."""
 VERSION = "1"
@@ -107,11 +109,12 @@ def of_record(record: Mapping[str, Any] | None) -> TokenizerIdentity:
 
 
 def of_tokenizer(name: str | Path) -> TokenizerIdentity:
-    """The tokenizer `byte`, FILE.model or a Hugging Face directory as it is now.
+    """The tokenizer `byte`, FILE.model, tokenizer.json or a Hugging Face directory as it is now.
 
     The fingerprint is that of a megalite.json next to unchanged files, else it is computed when it is needed. Of a directory without a
     tokenizer only what megalite.json records is known.
     """
+    name = place_of(name)
     files, recorded = tokenizer_files(name), _entry(Path(name))
     if str(name) != "byte" and not files:
         return recorded
@@ -140,8 +143,15 @@ def _absolute(name: str | Path) -> str:
     return "byte" if str(name) == "byte" else str(Path(name).resolve())
 
 
+def place_of(name: str | Path) -> str | Path:
+    """The name of a tokenizer as given, but the directory in place of its tokenizer.json where that has its settings beside it."""
+    path = Path(name)
+    has_settings = path.name == TOKENIZER_JSON and path.is_file() and path.with_name(SETTINGS).is_file()
+    return path.parent if has_settings else name
+
+
 def tokenizer_files(name: str | Path) -> list[Path]:
-    """The files of the tokenizer `byte`, FILE.model or a Hugging Face directory, sorted; empty if there are none."""
+    """The files of the tokenizer `byte`, FILE.model, tokenizer.json or a Hugging Face directory, sorted; empty if there are none."""
     path = Path(name)
     if str(name) == "byte" or not path.is_dir():
         return [path] if path.is_file() else []

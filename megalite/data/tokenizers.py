@@ -21,7 +21,7 @@ from megalite.config.schema import ConfigError
 from megalite.data import tokenizer_structure as structures
 from megalite.data.indexed import DataError, IndexedTokens
 from megalite.data.sentencepiece_model import SentencePieceModel, parse
-from megalite.data.tokenizer_identity import tokenizer_files
+from megalite.data.tokenizer_identity import SETTINGS, place_of, tokenizer_files
 from megalite.data.tokenizer_structure import TokenizerStructure
 
 OPEN, CLOSE, EOS_TEXT = "\udc00", "\udc01", "\udc02"
@@ -29,6 +29,8 @@ OPEN, CLOSE, EOS_TEXT = "\udc00", "\udc01", "\udc02"
 replaced by EOS."""
 BYTE_EOS = "<|endoftext|>"
 """How an export spells the EOS of `byte`, which no text has as its own."""
+USUAL_EOS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|eos|>", "<eos>", "[EOS]", "<｜end▁of▁sentence｜>")
+"""Names of EOS. A tokenizer.json without settings does not say which token it is: it is the one with such a name."""
 Placed = list[tuple[int, int, int]]
 """(token, start, stop): tokens with the characters [start, stop) of the text that each encodes."""
 
@@ -36,16 +38,17 @@ Placed = list[tuple[int, int, int]]
 class Tokenizer(Protocol):
     """The interface that preparation, generation and evaluation use.
 
-    Attributes: `name` is the argument of `load`; `vocab_size` counts every id, special ones included; `eos` ends a document; `bos` begins a
-    text, None if the tokenizer has no such token; `adds_bos` is whether its library adds `bos` to every text; `files` are those that it was
-    read from. `chat_template` is its own, or None; `special_tokens` maps the names that a template uses to control tokens; `controls` are
-    all texts that `encode_rendered` encodes as control tokens, `added` those of all tokens that were added to the vocabulary, and `ends`
-    those of the tokens that end the model's texts by its configuration; `other_templates` are the names of its templates that are not the
-    default. `decode` leaves control tokens out, and `spell` spells them.
+    Attributes: `name` is the argument of `load`; `vocab_size` counts every id, special ones included, and `unused_ids` those without a
+    token; `eos` ends a document; `bos` begins a text, None if the tokenizer has no such token; `adds_bos` is whether its library adds
+    `bos` to every text; `files` are those that it was read from. `chat_template` is its own, or None; `special_tokens` maps the names that
+    a template uses to control tokens; `controls` are all texts that `encode_rendered` encodes as control tokens, `added` those of all
+    tokens that were added to the vocabulary, and `ends` those of the tokens that end the model's texts by its configuration;
+    `other_templates` are the names of its templates that are not the default. `decode` leaves control tokens out, and `spell` spells them.
     """
 
     name: str
     vocab_size: int
+    unused_ids: int
     eos: int
     bos: int | None
     adds_bos: bool
@@ -76,7 +79,7 @@ class ByteTokenizer:
     other_templates: tuple[str, ...] = ()
 
     def __init__(self) -> None:
-        self.name, self.vocab_size, self.eos, self.adds_bos = "byte", 257, 256, False
+        self.name, self.vocab_size, self.unused_ids, self.eos, self.adds_bos = "byte", 257, 0, 256, False
         self.bos: int | None = None
         self.files: list[Path] = []
         self.chat_template, self.special_tokens = _no_chat()
@@ -116,6 +119,7 @@ class SentencePieceTokenizer:
                 f"--tokenizer {path} is not a sentencepiece model. Give a .model file, a Hugging Face tokenizer directory, or byte."
             ) from None
         self.name, self.files, self.vocab_size, self.eos = str(path), [path], self._model.vocab_size(), self._model.eos_id()
+        self.unused_ids = 0
         if self.eos < 0:
             raise DataError(f"--tokenizer {path} has no end-of-sentence piece, in which every document must end. Train it with an eos_id.")
         self.bos, self.adds_bos = self._model.bos_id() if self._model.bos_id() >= 0 else None, False
@@ -155,20 +159,18 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A directory that AutoTokenizer of transformers reads. `encode` makes no special tokens: EOS spelled out in a text does not end it."""
+    """A directory that AutoTokenizer of transformers reads, or a tokenizer.json alone.
+
+    `encode` makes no special tokens: EOS spelled out in a text does not end it.
+    """
 
     def __init__(self, path: Path):
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # preparation runs several workers
-        from transformers import AutoTokenizer
-
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-        except Exception as error:  # transformers raises OSError, ValueError, KeyError and others for a directory that it cannot read
-            raise DataError(f"--tokenizer {path} is not a tokenizer directory that transformers reads ({_first_line(error)}).") from None
+        self._tokenizer = _read(path)
         self._backend = _backend(self._tokenizer)
-        if self._tokenizer.eos_token_id is None:
-            raise DataError(f"--tokenizer {path} names no eos_token, in which every document must end. Set it in tokenizer_config.json.")
-        self.name, self.eos, self.vocab_size = str(path), self._tokenizer.eos_token_id, len(self._tokenizer)
+        self.name, self.eos = str(path), self._tokenizer.eos_token_id
+        ids = self._tokenizer.get_vocab().values()
+        self.vocab_size = max(ids) + 1  # len(tokenizer) counts tokens, whose ids may leave a gap
+        self.unused_ids = self.vocab_size - len(set(ids))
         self.bos = self._tokenizer.bos_token_id
         self.adds_bos = self.bos is not None and self._tokenizer.encode("")[:1] == [self.bos]
         self.files = tokenizer_files(path)
@@ -232,6 +234,30 @@ class HuggingFaceTokenizer:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
+def _read(path: Path) -> Any:
+    """transformers' tokenizer. Raises DataError if there is none, or if no token ends a document."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # preparation runs several workers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    alone = path.is_file()
+    try:
+        tokenizer: Any = (
+            PreTrainedTokenizerFast(tokenizer_file=str(path)) if alone else AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        )
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and others for files that it cannot read
+        what = "a tokenizer.json" if alone else "a tokenizer directory"
+        raise DataError(f"--tokenizer {path} is not {what} that transformers reads ({_first_line(error)}).") from None
+    if tokenizer.eos_token_id is None and (alone or not (path / SETTINGS).is_file()):
+        usual = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content in USUAL_EOS]
+        if len(usual) == 1:
+            tokenizer.eos_token = usual[0]
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"--tokenizer {path} names no eos_token, in which every document must end. Set it in {SETTINGS} beside tokenizer.json."
+        )
+    return tokenizer
+
+
 def _backend(tokenizer: Any) -> Any:
     """A copy of the tokenizer of the `tokenizers` library that transformers wraps; None if there is none, or if its class changes texts.
 
@@ -272,15 +298,17 @@ def _first_line(error: Exception) -> str:
 
 
 def load(name: str | Path) -> Tokenizer:
-    """The tokenizer `byte`, a sentencepiece FILE.model, or a Hugging Face directory. Raises DataError if there is none."""
-    path = Path(name)
+    """The tokenizer `byte`, a sentencepiece FILE.model, tokenizer.json, or a Hugging Face directory. Raises DataError if there is none."""
+    path = Path(place_of(name))
     if str(name) == "byte":
         return ByteTokenizer()
-    if path.is_dir():
+    if path.is_dir() or path.suffix == ".json" and path.is_file():
         return HuggingFaceTokenizer(path)
     if path.is_file():
         return SentencePieceTokenizer(path)
-    raise DataError(f"--tokenizer {name} does not exist. Give byte, a sentencepiece FILE.model, or a Hugging Face tokenizer directory.")
+    raise DataError(
+        f"--tokenizer {name} does not exist. Give byte, a sentencepiece FILE.model, or a tokenizer.json or a directory of Hugging Face."
+    )
 
 
 def load_for(prefix: str | Path) -> Tokenizer:

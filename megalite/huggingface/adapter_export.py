@@ -59,8 +59,15 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
         write_card(temporary, manifest, identity, facts | {"dtype": ", ".join(sorted(dtypes))}, base=base or "")
     return {"rank": lora.rank, "parameters": parameters, "dtypes": sorted(dtypes), "modules": [each.name for each in modules]} | {
         "tokenizer": tokenizer.name,
-        "notes": [*tokenizer.notes, *_without_dropout(lora, settings)],
+        "notes": [*tokenizer.notes, *_without_dropout(lora, settings), *_on_a_larger_table(model)],
     }
+
+
+def _on_a_larger_table(model: ModelConfig) -> list[str]:
+    """A note that PEFT needs a base with the new rows."""
+    if model.resize_embeddings is None:
+        return []
+    return [f"tokens were added: call resize_token_embeddings({model.vocabulary}) on the base model before PEFT loads the adapter"]
 
 
 def _base(model: ModelConfig) -> str | None:

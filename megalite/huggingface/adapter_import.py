@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 from megalite import checkpoint
 from megalite.build.parts import DTYPES
 from megalite.checkpoint.finite import nonfinite, reject
+from megalite.checkpoint.resized_embeddings import Read, of_checkpoint
 from megalite.config.rule import show
 from megalite.config.schema import Config
 from megalite.config.weight_files import ADAPTER, ADAPTER_SETTINGS
@@ -26,7 +27,6 @@ from megalite.huggingface.peft_modules import EMBEDDING, Experts, Module, module
 from megalite.model.adapters import MAGNITUDE, A, name_of
 from megalite.parallel.spec import Rectangle
 
-Read = Callable[[Sequence[Rectangle]], None]
 OFF = """alora_invocation_tokens arrow_config kasa_config layer_replication lora_bias megatron_config monteclora_config
     trainable_token_indices use_bdlora use_qalora velora_config"""
 """Settings of PEFT's LoraConfig that change what an adapter computes, and must be off; PEFT ignores what is no setting of its own."""
@@ -36,7 +36,7 @@ STARTS_FROM_W = (True, False, "gaussian", "eva", "orthogonal")
 
 def starting_weights(config: Config) -> Read:
     """The function that fills a rank's rectangles when a run starts from hf:DIR or from an adapter; it raises CheckpointError."""
-    base = converting.starting_weights(config.model, beside_adapter=config.lora.init_from is not None)
+    base = converting.starting_weights(config.model, config.run.seed, beside_adapter=config.lora.init_from is not None)
     if config.lora.init_from is not None:
         return partial(_fill, config, base)
     assert base is not None, "a checkpoint alone gives the weights"
@@ -49,7 +49,7 @@ def _fill(config: Config, base: Read | None, rectangles: Sequence[Rectangle]) ->
         manifest = checkpoint.manifest_of(start)
         if config.checkpoint.verify == "full":
             manifest.verify(0, 1)
-        base = partial(checkpoint.load, manifest, convert=True)
+        base = of_checkpoint(config.model, config.run.seed, manifest)
     adapter = PeftAdapter(config, start, base)
     base([part for part in rectangles if part.name.removeprefix(WEIGHT) not in adapter.names])
     adapter.check()  # of what the adapter says about the weights, which can now be read

@@ -68,7 +68,7 @@ def meaning(model: ModelConfig) -> dict[str, Any]:
         "sliding_window_layers": local,
     }
     values |= _mixture_meaning(model)
-    return {name: value for name, value in values.items() if name not in ("preset", "from_hf", "init_from")}
+    return {name: value for name, value in values.items() if name not in ("preset", "from_hf", "init_from", "resize_embeddings")}
 
 
 def _mixture_meaning(model: ModelConfig) -> dict[str, Any]:

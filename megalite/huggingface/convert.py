@@ -28,6 +28,7 @@ from megalite.checkpoint import CheckpointError, Manifest, directories, find
 from megalite.checkpoint.chunks import append, name_of
 from megalite.checkpoint.finite import nonfinite, reject
 from megalite.checkpoint.manifest import StoredTensor, encode
+from megalite.checkpoint.resized_embeddings import Read, check_rows, resized
 from megalite.config.families import families, from_hf_config, hf_config, stored_dtype, unread_note
 from megalite.config.family_names import FAMILY_NAMES, Names, names_of
 from megalite.config.load import from_dict, to_dict
@@ -208,13 +209,15 @@ def _prefix(weights: Iterable[str], names: Names) -> Callable[[str], str]:
 # ---- start of a run
 
 
-def starting_weights(model: ModelConfig, beside_adapter: bool = False) -> Callable[[Sequence[Rectangle]], None] | None:
+def starting_weights(model: ModelConfig, seed: int = 0, beside_adapter: bool = False) -> Read | None:
     """The function that fills a rank's rectangles if model.init_from is hf:DIR, reading only their bytes; None if it is not.
 
-    beside_adapter: the directory may hold an adapter, too, since the run reads one.
+    Args:
+        seed: of new rows that `model.resize_embeddings: init` draws.
+        beside_adapter: the directory may hold an adapter, too, since the run reads one.
     """
     name = model.initial_weights or ""
-    return partial(_fill, model, Path(name.removeprefix(HF)), beside_adapter) if name.startswith(HF) else None
+    return partial(_fill, model, seed, Path(name.removeprefix(HF)), beside_adapter) if name.startswith(HF) else None
 
 
 def _check_no_adapter(directory: Path) -> None:
@@ -234,7 +237,7 @@ def _own_shape(model: ModelConfig, directory: Path, different: Sequence[str]) ->
     return f"model.from_hf has the right ones: remove {', '.join(f'model.{name}' for name in different)} beside it."
 
 
-def _fill(model: ModelConfig, directory: Path, beside_adapter: bool, rectangles: Sequence[Rectangle]) -> None:
+def _fill(model: ModelConfig, seed: int, directory: Path, beside_adapter: bool, rectangles: Sequence[Rectangle]) -> None:
     """Fill a rank's rectangles. Raises ConversionError if the directory's model is not the run's, or cannot be read."""
     if not beside_adapter:
         _check_no_adapter(directory)
@@ -243,6 +246,8 @@ def _fill(model: ModelConfig, directory: Path, beside_adapter: bool, rectangles:
     except ConfigError as error:
         raise ConversionError(f"model.init_from = {HF}{directory}: {error}") from None
     ours, theirs = meaning(model), meaning(source.model)
+    check_rows(model, source.model.vocabulary, f"{HF}{directory}")
+    ours["vocab_size"] = theirs["vocab_size"]
     different = [name for name in ours if ours[name] != theirs[name] and name not in FREE_TO_CHANGE]
     if ours["mtp_layers"] < theirs["mtp_layers"]:  # some are left out
         different.remove("mtp_layers")
@@ -252,11 +257,15 @@ def _fill(model: ModelConfig, directory: Path, beside_adapter: bool, rectangles:
     if different:
         listed = ", ".join(f"model.{name} = {show(ours[name])} and there {show(theirs[name])}" for name in different[:NAMED])
         raise ConversionError(f"model.init_from = {HF}{directory} is another model: {listed}. {_own_shape(model, directory, different)}")
-    for part in rectangles:
-        if part.name.startswith(PREFIX):
-            fill(part.tensor, source.states.get(part.name), part.offsets)
-        else:
-            part.tensor.copy_(source.read(part.name.removeprefix(WEIGHT), part.offsets, part.tensor.shape))
+
+    def read(rectangles: Sequence[Rectangle]) -> None:
+        for part in rectangles:
+            if part.name.startswith(PREFIX):
+                fill(part.tensor, source.states.get(part.name), part.offsets)
+            else:
+                part.tensor.copy_(source.read(part.name.removeprefix(WEIGHT), part.offsets, part.tensor.shape))
+
+    resized(model, seed, source.model.vocabulary, read)(rectangles)
     source.check_finite()
 
 

@@ -25,7 +25,9 @@ from megalite.data.indexed import DataError
 from megalite.data.tokenizer_comparison import Tokenized, compare
 from megalite.data.tokenizer_identity import (
     ENTRY,
+    SETTINGS,
     TEMPLATES,
+    TOKENIZER_JSON,
     TokenizerIdentity,
     copy_tokenizer,
     digest_of,
@@ -42,7 +44,7 @@ from megalite.huggingface.vocabulary import GENERATION, check_vocabulary
 
 ALLOW = "--allow_tokenizer_change"
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,7 @@ def write_tokenizer(directory: Path, found: ExportedTokenizer, step: int) -> Tok
         if isinstance(found.tokenizer, ByteTokenizer | SentencePieceTokenizer):
             _convert(directory, found)
         else:
-            copy_tokenizer(found.name, directory)
+            _copy(directory, found)
         _write_template(directory, found)
         identity = _checked(directory, found)
     if found.template is not None:
@@ -223,6 +225,18 @@ def write_tokenizer(directory: Path, found: ExportedTokenizer, step: int) -> Tok
     entry = {"megalite": megalite.__version__, "step": step, "tokenizer": identity.record()}
     write_synced(directory / ENTRY, json.dumps(entry, indent=2) + "\n")
     return identity if found.name is not None else None
+
+
+def _copy(directory: Path, found: ExportedTokenizer) -> None:
+    """Copy the files. A tokenizer.json without settings gets some, which name its EOS and the class that reads it alone."""
+    name = found.name or ""
+    if Path(name).is_dir():
+        copy_tokenizer(name, directory)
+    else:
+        shutil.copyfile(name, directory / TOKENIZER_JSON)
+    if found.tokenizer is not None and (directory / TOKENIZER_JSON).is_file() and not (directory / SETTINGS).is_file():
+        settings = {"eos_token": found.tokenizer.special_tokens["eos_token"], "tokenizer_class": "PreTrainedTokenizerFast"}
+        write_synced(directory / SETTINGS, json.dumps(settings, indent=2) + "\n")
 
 
 def _convert(directory: Path, found: ExportedTokenizer) -> None:

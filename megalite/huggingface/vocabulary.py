@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megalite.data.tokenizer_identity import copy_tokenizer
+from megalite.data.tokenizer_identity import SETTINGS, TOKENIZER_JSON, copy_tokenizer
 from megalite.huggingface.files import ConversionError
 
 GENERATION = "generation_config.json"
@@ -23,7 +23,8 @@ def copy_companions(directory: Path, target: Path) -> None:
 
 def check_vocabulary(directory: Path, vocabulary: int) -> None:
     """Raise ConversionError if the tokenizer in a model's directory has ids at or above the model's vocabulary size."""
-    for name, read in _LARGEST.items():
+    whole = (directory / TOKENIZER_JSON).is_file()  # of which the other files are parts
+    for name, read in ({TOKENIZER_JSON: _of_tokenizer} if whole else _LARGEST).items():
         path = directory / name
         if not path.is_file():
             continue
@@ -43,10 +44,15 @@ def _json(path: Path) -> Any:
 
 
 def _of_tokenizer(path: Path) -> int:
-    content = _json(path)
+    """The largest id that the tokenizers library gives: it numbers added tokens that are no pieces one after the other, after the pieces,
+    whatever ids the files have for them."""
+    content, settings = _json(path), path.with_name(SETTINGS)
     entries = content["model"].get("vocab", {})
-    ids = entries.values() if isinstance(entries, dict) else [len(entries) - 1]  # a unigram model lists its pieces
-    return max([*ids, *(token["id"] for token in content.get("added_tokens", ()))], default=-1)
+    pieces = entries if isinstance(entries, dict) else {piece: i for i, (piece, *_) in enumerate(entries)}
+    further = _json(settings).get("added_tokens_decoder", {}) if settings.is_file() else {}
+    added = [*content.get("added_tokens", ()), *(further[i] for i in sorted(further, key=int))]
+    new = {token["content"] for token in added} - pieces.keys()
+    return max([*pieces.values(), len(pieces) + len(new) - 1])
 
 
 def _of_settings(path: Path) -> int:
@@ -57,4 +63,4 @@ def _of_ids(path: Path) -> int:
     return max(_json(path).values(), default=-1)
 
 
-_LARGEST = {"tokenizer.json": _of_tokenizer, "tokenizer_config.json": _of_settings, "added_tokens.json": _of_ids, "vocab.json": _of_ids}
+_LARGEST = {SETTINGS: _of_settings, "added_tokens.json": _of_ids, "vocab.json": _of_ids}

@@ -130,10 +130,11 @@ def load_weights(trainer: Trainer, source: str) -> None:
 
         read = starting_weights(replace(trainer.config, model=replace(trainer.config.model, init_from=source)))
     else:
+        from megalite.checkpoint.resized_embeddings import of_checkpoint
         from megalite.training.resume_checks import without_adapters
 
         manifest = without_adapters(_checked(trainer, Path(source)))
-        read, known = partial(checkpoint.load, manifest, convert=True), manifest.tensors
+        read, known = of_checkpoint(trainer.config.model, trainer.config.run.seed, manifest), manifest.tensors
     states = [] if routers is None else routers.learned()
     biases = [each for each in states if each.name.endswith("bias") and (known is None or each.name in known)]
     drawn = [ADAPTER] if trainer.config.lora.rank and trainer.config.lora.init_from is None else []

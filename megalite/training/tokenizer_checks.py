@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, Manifest, find
+from megalite.checkpoint.resized_embeddings import check_rows, rows_of
+from megalite.config.families import hf_shape
 from megalite.config.rule import show
-from megalite.config.schema import Config
+from megalite.config.schema import Config, ConfigError
 from megalite.data.tokenizer_comparison import Tokenized, compare, of_data, one_tokenizer
 from megalite.data.tokenizer_identity import of_record, of_tokenizer
 from megalite.training.faults import restarts
@@ -33,7 +35,28 @@ def check_tokenizers(config: Config, fingerprint: str) -> list[str]:
     manifest = _resumed(config)
     if manifest is not None:
         return notes + check_resumed_tokenizer(config, fingerprint, manifest.state, manifest.directory)
-    return notes + [line for start in _starts(config) for line in _against_data(config, start)]
+    return notes + [line for start in _starts(config) for line in _against_data(config, start)] + _rows(config)
+
+
+def _rows(config: Config) -> list[str]:
+    """Raise ConfigError if the weights that a run starts from have another vocabulary, which `model.resize_embeddings` does not bridge."""
+    start = config.model.initial_weights
+    if start is None:
+        return []
+    rows = None
+    if start.startswith(HF):
+        rows = hf_shape(start.removeprefix(HF)).get("vocab_size")
+    else:
+        with suppress(CheckpointError):  # a damaged one is reported when it is loaded
+            rows = rows_of(checkpoint.manifest_of(find(Path(start))))
+    if rows is None:
+        return []
+    try:
+        check_rows(config.model, rows, start)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+    new, how = config.model.vocabulary - rows, config.model.resize_embeddings
+    return [] if how is None else [f"model.resize_embeddings = {how}: {start} has {rows:,} tokens, and the model gets {new:,} more"]
 
 
 def check_resumed_tokenizer(config: Config, fingerprint: str, state: dict[str, Any], directory: Path) -> list[str]:
@@ -50,7 +73,7 @@ def _against_data(config: Config, start: Tokenized) -> list[str]:
     from megalite.data.tokenizer_copy import is_there
 
     way_out = f"Give data prepared with {start.tokenizer.name}{'' if is_there(start.tokenizer) else ' as it was then'}"
-    return compare(data, start, allow=config.data.allow_tokenizer_change, way_out=way_out)
+    return compare(data, start, allow=config.data.allow_tokenizer_change, way_out=way_out, may_add=True)
 
 
 def _resumed(config: Config) -> Manifest | None:

@@ -167,3 +167,13 @@ def test_a_configuration_keeps_the_name_of_a_model_of_the_hub(tmp_path: Path, ca
         Path("own.yaml").write_text("model: {from_hf: org/name}")
         tree, _ = written(capsys, "--from", "own.yaml", "--sequence_length", "128")
         assert tree["model"] == {"from_hf": "org/name"}
+
+
+def test_says_that_data_are_few_and_words_unused(capsys):
+    with IndexedWriter(Path("few"), 257) as writer:
+        writer.add(np.arange(30_000) % 257, [30_000])
+        writer.finish({"vocab_size": 257, "eos": 256, "tokenizer": "byte", "tokens": 30_000})
+    _, printed = written(capsys, "--from", "llama-3.2-1b", "--data", "few", "--tokens", "30M", "--sequence_length", "100")
+    times = -(-30_000_000 // 3200) * 32 / 299  # 32 samples a step, of 299
+    assert f"read data.train (29,900 tokens) {times:,.0f} times" in printed
+    assert "the data uses 257 of 128,256 ids" in printed

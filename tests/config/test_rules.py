@@ -455,6 +455,24 @@ ROWS = [
     Row("vocabulary is known", {"data.train": "bare", "model.vocab_size": None}, {"model.vocab_size": 10}, ("bare.json",)),
     Row("vocabulary holds the data", {"model.vocab_size": 256}, {"model.vocab_size": 257}, ("257 tokens", "Nearest: 257.")),
     Row(
+        "vocabulary holds the data",
+        {"model.vocab_size": 256, "model.from_hf": "hf", "model.init_from": "."},
+        {"model.vocab_size": 257},
+        ("257 tokens", "added to the model's tokenizer, set model.resize_embeddings = mean", "prepare the data again with --tokenizer hf"),
+    ),
+    Row(
+        "rows are added to weights",
+        {"model.resize_embeddings": "mean"},
+        {"model.init_from": "."},
+        ("Set model.init_from",),
+    ),
+    Row(
+        "new rows are trained",
+        {"model.resize_embeddings": "mean", "model.init_from": ".", "lora.rank": 2, "lora.modules_to_save": ["embedding"]},
+        {"lora.modules_to_save": ["embedding", "head"]},
+        ("leaves out head",),
+    ),
+    Row(
         "data.reset_positions needs an end-of-document token",
         {"data.reset_positions": True, "data.train": "bare"},
         {"data.train": "tokens"},

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import shutil
 import textwrap
 from pathlib import Path
 
@@ -9,6 +10,10 @@ import pytest
 
 from megalite.data import tokenizers as tokenizing
 from megalite.data.indexed import DataError
+from megalite.data.tokenizer_identity import of_tokenizer
+from megalite.data.tokenizers import load
+from megalite.huggingface.files import ConversionError
+from megalite.huggingface.vocabulary import check_vocabulary
 
 SOURCES = [inspect.getsource(module) for module in (inspect, json, textwrap)]
 HARD = [
@@ -141,3 +146,44 @@ def test_unreadable(tmp_path):
         with pytest.raises(DataError, match=message) as caught:
             tokenizing.load(tmp_path / name)
         assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_json_alone_is_a_tokenizer(directory, tmp_path):
+    """As a file, and in a directory without settings: EOS is the token with a usual name. Beside its settings it is the directory."""
+    whole, text = load(directory), "def f(x):\n    return x  # ½ 🎉"
+    (tmp_path / "alone").mkdir()
+    for place in (tmp_path / "alone" / "tokenizer.json", tmp_path / "mine.json"):
+        shutil.copy(directory / "tokenizer.json", place)
+    for name in (tmp_path / "alone" / "tokenizer.json", tmp_path / "alone", tmp_path / "mine.json", directory / "tokenizer.json"):
+        found = load(name)
+        assert (found.vocab_size, found.eos, found.encode(text)) == (whole.vocab_size, whole.eos, whole.encode(text))
+        assert of_tokenizer(name).known() == of_tokenizer(directory).known()
+    assert load(directory / "tokenizer.json").name == str(directory)
+    content = json.loads((tmp_path / "mine.json").read_text())
+    for token in content["added_tokens"]:
+        token["content"] = token["content"].replace("<|endoftext|>", "<the end>")
+    (tmp_path / "mine.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match="names no eos_token.*Set it in tokenizer_config.json"):
+        load(tmp_path / "mine.json")
+
+
+def test_ids_may_leave_a_gap(directory, tmp_path):
+    """The number of rows that the model needs follows from the largest id, which is what the library gives, not from the count."""
+    from transformers import AutoTokenizer
+
+    shutil.copytree(directory, tmp_path / "gap")
+    path = tmp_path / "gap" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    before = load(directory).vocab_size
+    content["added_tokens"].append({**content["added_tokens"][-1], "id": before + 9, "content": "<late>"})
+    path.write_text(json.dumps(content))  # the library numbers it without the gap
+    assert load(path.parent).vocab_size == before + 1 and load(path.parent).unused_ids == 0
+    check_vocabulary(path.parent, before + 1)
+    content["model"]["vocab"]["zz"] = before + 20
+    path.write_text(json.dumps(content))
+    found = load(path.parent)
+    assert found.vocab_size == max(AutoTokenizer.from_pretrained(path.parent).get_vocab().values()) + 1 == before + 21
+    assert found.unused_ids > 0
+    check_vocabulary(path.parent, before + 21)
+    with pytest.raises(ConversionError, match=f"knows token {before + 20}"):
+        check_vocabulary(path.parent, before + 20)

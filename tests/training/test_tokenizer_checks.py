@@ -13,7 +13,7 @@ from megalite.build import parts as build
 from megalite.checkpoint import manifest_of
 from megalite.commands.generate import main as generate
 from megalite.commands.train import check_run
-from megalite.config.load import from_dict
+from megalite.config.load import from_dict, load_config
 from megalite.config.schema import Config, ConfigError
 from megalite.data.dataset import build as open_data
 from megalite.data.preparation.prepare import prepare
@@ -122,6 +122,39 @@ def test_what_another_tokenizer_made_is_refused_by_name(name, world, names, tmp_
     config.data.allow_tokenizer_change = True
     (note,) = checked(config)
     assert option in note and note.endswith("which data.allow_tokenizer_change = true accepts")
+
+
+def test_a_tokenizer_with_added_tokens_is_that_of_the_model_and_resizes_it(world, names, tmp_path, capsys):
+    """From the two files to the export: which tokens were added is said, rows are added, and transformers reads all of it."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    added = tmp_path / "added"
+    tokenizer = AutoTokenizer.from_pretrained(world.tokenizers[0])
+    tokenizer.add_tokens(["<tool>", "abba"])
+    tokenizer.save_pretrained(added)
+    (tmp_path / "text.txt").write_text("abba and a <tool> cab " * 200)
+    prefix = str(tmp_path / "data")
+    sources = open_inputs([str(tmp_path / "text.txt")], exclude=[], file_format="auto", text_key="text", split="train")
+    prepare(sources, Path(prefix), str(added))
+    given = {"model.from_hf": names["model"], "model.init_from": f"hf:{names['model']}", "data.train": prefix, "run.dir": str(tmp_path)}
+    given |= {"data.sequence_length": "16", "train.steps": "1", "train.global_batch_size": "4"}
+    shape = [word for option, value in given.items() for word in (f"--{option}", value)]
+    for more in ([], ["--model.vocab_size", str(VOCAB + 2)]):
+        with pytest.raises(SystemExit) as ended:
+            check_run(load_config([*shape, *more], world_size=1))
+        assert ended.value.code == 2 and "resize_embeddings = mean" in capsys.readouterr().err
+    config = load_config([*shape, "--model.resize_embeddings", "mean"], world_size=1)
+    assert config.model.vocab_size == VOCAB + 2
+    notes = checked(config)
+    assert [note for note in notes if "adds 2 tokens to that of model.init_from" in note and '"<tool>", "abba"' in note], notes
+    trainer = Trainer(config, build.make_mesh(config))
+    trainer.step()
+    saved = trainer.save()
+    trainer.close()
+    export_model(saved, tmp_path / "out")
+    exported = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert AutoConfig.from_pretrained(tmp_path / "out").vocab_size == len(exported) == VOCAB + 2
+    assert exported.encode("abba<tool>", add_special_tokens=False) == [VOCAB + 1, VOCAB]
 
 
 def test_a_run_ends_with_the_message_before_it_starts(world, names, tmp_path, capsys):

@@ -111,6 +111,28 @@ def _share(c: RuleContext) -> str:
     return f"{listed}. Nearest: {value / 100:g}." if isinstance(value, float) and 1 <= value < 100 else f"{listed}."
 
 
+def _way_to_one_vocabulary(c: RuleContext) -> str:
+    """What brings a model's vocabulary and that of its data together: the user added tokens, or took another tokenizer."""
+    needed, start = data_vocab_size(c), c.model.initial_weights
+    source = c.model.from_hf or (start.removeprefix("hf:") if start is not None and start.startswith("hf:") else None)
+    if start is None and source is None:
+        return f"Legal values: {needed} and above. Nearest: {needed}."
+    if c.model.resize_embeddings is not None:
+        return "Leave it out: model.resize_embeddings gives the model the vocabulary of the data."
+    with_weights = "" if start is not None else f" and model.init_from = hf:{source} (for random weights, model.vocab_size = {needed})"
+    own = f"--tokenizer {source}" if source is not None else "the tokenizer of the model's own data"
+    return (
+        f"If tokens were added to the model's tokenizer, set model.resize_embeddings = mean{with_weights}; if it is another tokenizer, "
+        f"prepare the data again with {own}."
+    )
+
+
+def _untrained_tables(c: RuleContext) -> list[str]:
+    """The tables of the vocabulary that adapters leave frozen."""
+    tables = ["embedding"] if c.model.tie_word_embeddings else ["embedding", "head"]
+    return [name for name in tables if name not in (c.lora.modules_to_save or ())]
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "training data is given",
@@ -160,8 +182,24 @@ RULES: tuple[Rule, ...] = (
         "vocabulary holds the data",
         "model.vocab_size",
         lambda c: (c.model.vocab_size or 0) < (data_vocab_size(c) or 0),
-        message=lambda c: f"is less than the {data_vocab_size(c)} tokens of data.train",
-        legal=lambda c: f"Legal values: {data_vocab_size(c)} and above. Nearest: {data_vocab_size(c)}.",
+        message=lambda c: f"is less than the {data_vocab_size(c)} tokens of the tokenizer of data.train",
+        legal=_way_to_one_vocabulary,
+    ),
+    Rule(
+        "rows are added to weights",
+        "model.resize_embeddings",
+        lambda c: c.model.resize_embeddings is not None and c.model.initial_weights is None,
+        message="adds rows to the embedding of the weights that model.init_from names, and there are none",
+        legal="Set model.init_from, or leave it out: random weights have the vocabulary of the data.",
+    ),
+    Rule(
+        "new rows are trained",
+        "lora.modules_to_save",
+        lambda c: c.lora.rank and c.model.resize_embeddings is not None and _untrained_tables(c),
+        message=lambda c: (
+            f"leaves out {' and '.join(_untrained_tables(c))}: rows that model.resize_embeddings adds would stay as they start"
+        ),
+        legal="Name embedding, and head unless it is tied; or leave the option out, which names them.",
     ),
     Rule(
         "chat or text",

@@ -140,6 +140,8 @@ def prepare(
     check_first(sources, encoder)
     if train_tokenizer is None:
         vocabulary = tokenizing.load(tokenizer)
+        if vocabulary.unused_ids:
+            note(f"{tokenizer}: {vocabulary.unused_ids} of {vocabulary.vocab_size} ids have no token; the model has rows for them")
         identity: list[Any] = [vocabulary.vocab_size, vocabulary.eos, vocabulary.chat_template, *map(digest, vocabulary.files)]
         if isinstance(encoder, Chats):
             identity.append(vocabulary.ends)
