@@ -128,10 +128,10 @@ def opened(options: argparse.Namespace, progress: Report) -> tuple[LanguageModel
 
 
 def perplexity(options: argparse.Namespace, progress: Report) -> Answer:
+    texts = [read(path) for path in options.text]
     from megalite.evaluation.harness import document_start
     from megalite.evaluation.perplexity import measure, together
 
-    texts = [read(path) for path in options.text]
     model, tokenizer = opened(options, progress)
     length, stride = lengths(options, model)
     start, measured = document_start(model.source, tokenizer), []
@@ -175,13 +175,13 @@ def lengths(options: argparse.Namespace, model: LanguageModel) -> tuple[int, int
 
 
 def tasks(options: argparse.Namespace, progress: Report) -> Answer:
-    from megalite.evaluation import harness
-
-    harness_model = harness.as_harness_model()
     if options.include_path is not None and not options.include_path.is_dir():
         raise ConfigError(f"--include_path {options.include_path} is not a directory. Give the one with the YAML files of your tasks.")
     if options.num_fewshot is not None and options.num_fewshot < 0:
         raise ConfigError(f"--num_fewshot {options.num_fewshot} is negative. Give 0 for no examples.")
+    from megalite.evaluation import harness
+
+    harness_model = harness.as_harness_model()
     model, tokenizer = opened(options, progress)
     answers = harness_model(model, tokenizer, options.batch_size, partial(progress, "answering", unit="requests"))
     progress("reading the tasks")

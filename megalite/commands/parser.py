@@ -3,8 +3,12 @@
 import argparse
 import json
 import os
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,13 +19,45 @@ from megalite.progress import Progress
 
 Answer = tuple[dict[str, Any], list[str], int]  # content for --json, lines of text, exit status
 Command = Callable[[argparse.Namespace], Answer]
+WIDEST = 100  # columns of help
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Fills the paragraphs of a description to the width of the terminal. An indented line, as of an example, stays a line."""
+
+    def __init__(self, prog: str, **options: Any):
+        super().__init__(prog, **{"width": min(shutil.get_terminal_size().columns, WIDEST), **options})
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return fill(text, width, indent)
+
+
+def fill(text: str, width: int, indent: str = "") -> str:
+    """Paragraphs filled to a width. An indented line stays one; a remark after a wide gap goes below it if both are too long."""
+
+    def wrapped(words: str, first: str, others: str) -> list[str]:
+        return textwrap.wrap(words, width, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False)
+
+    lines: list[str] = []
+    for indented, block in groupby(text.strip().splitlines(), key=lambda line: line[:1].isspace() or not line):
+        if not indented:
+            lines += wrapped(" ".join(block), indent, indent)
+            continue
+        for line in block:
+            margin = indent + line[: len(line) - len(line.lstrip())]
+            command, *remark = re.split(r"\s{2,}", line.strip(), maxsplit=1)
+            if len(indent + line) <= width:
+                lines.append(indent + line)
+            else:
+                lines += wrapped(command, margin, f"{margin}    ") + wrapped("".join(remark), f"{margin}    ", f"{margin}    ")
+    return "\n".join(lines)
 
 
 class Parser(argparse.ArgumentParser):
-    """Exits with status 2 and one message, without the usage, on an error. Descriptions keep their line breaks."""
+    """Exits with status 2 and one message, without the usage, on an error."""
 
     def __init__(self, **options: object):
-        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})  # type: ignore[arg-type]
+        super().__init__(**{"formatter_class": HelpFormatter, **options})  # type: ignore[arg-type]
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As usual; an argument that is not known gets the nearest one."""

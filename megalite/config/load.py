@@ -7,8 +7,10 @@ jsonargparse and yaml are imported on first use: code that only uses a Config do
 import json
 import os
 import re
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 import time
 from collections import deque
@@ -547,7 +549,10 @@ def build_parser(docs: dict[str, str] | None = None, options: Collection[str] = 
     from jsonargparse import ArgumentParser
 
     short = {option: [f"--{name}"] for name, option in SHORT.items() if not option.startswith(f"{name}.")}  # a section is a name, too
-    parser = ArgumentParser(prog="megalite train", usage=USAGE, exit_on_error=False, add_help=False)
+    usage = textwrap.fill(
+        USAGE, min(shutil.get_terminal_size().columns, 100) - len("usage: "), subsequent_indent=" " * 7, break_on_hyphens=False
+    )
+    parser = ArgumentParser(prog="megalite train", usage=usage, exit_on_error=False, add_help=False)
     if docs is not None:
         what = "YAML file of sections and keys, or a name from --list_configs. Options on the command line override it."
         parser.add_argument("--config", metavar="FILE|NAME", help=what)

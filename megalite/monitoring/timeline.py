@@ -11,31 +11,46 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import yaml
 
-from megalite.build import parts as build
-from megalite.clock import ActionTiming
+from megalite.build.plan import schedule as schedule_of
+from megalite.clock import ActionTiming, Transfer
 from megalite.config.load import from_dict
 from megalite.config.schema import ConfigError
-from megalite.mesh import Layout
-from megalite.monitoring.timeline_recorder import RECORDS, Record
+from megalite.layout import Layout
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, dependencies
 from megalite.parallel.pipeline.simulator import Span, Timeline, simulate
-from megalite.parallel.sharding.transfers import Transfer
 
-TIMELINE = Path("traces", "timeline.json")
+RECORDS, TIMELINE = Path("traces", "records.json"), Path("traces", "timeline.json")
 PASSES = {Kind.FORWARD: "forward", Kind.BACKWARD: "input_backward", Kind.WEIGHT: "weight_backward"}
 MEASURES = ("bubble_fraction", "bubble_rate")
 MICROSECONDS = 1e6
 
 
-def compare(run_dir: Path) -> list[str]:
-    """Write the timeline of a run's records, and return lines that describe it to the user.
+@dataclass
+class Record:
+    """The record of one rank.
+
+    Attributes:
+        host: equal for ranks that share a clock.
+        clock: its readings after each of the barriers, in seconds.
+        steps: step → its timed actions.
+        transfers: step → the data-parallel transfers that ended in it.
+    """
+
+    host: str
+    clock: list[float] = field(default_factory=list)
+    steps: dict[int, list[ActionTiming]] = field(default_factory=dict)
+    transfers: dict[int, list[Transfer]] = field(default_factory=dict)
+
+
+def compare(run_dir: Path) -> dict[str, Any]:
+    """Write the timeline of a run's records, and return its content.
 
     Raises ConfigError if the directory has no records.
     """
@@ -44,11 +59,16 @@ def compare(run_dir: Path) -> list[str]:
         records = [read_record(found) for found in json.loads((run_dir / RECORDS).read_text())]
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}. A run writes it if profiling.timeline is set.") from None
-    layout = build.layout(config)
-    schedule = build.schedule(config, layout.microbatches)
+    layout = Layout.of(config)
+    schedule = schedule_of(config, layout.microbatches)
     found, path = timeline(schedule, layout, records), run_dir / TIMELINE
     path.write_text(json.dumps(found, allow_nan=False))
-    return [*describe(found), f"  {path} (ui.perfetto.dev opens it)"]
+    return found
+
+
+def written(run_dir: Path) -> str:
+    """The line about the file that `compare` has written."""
+    return f"  {run_dir / TIMELINE} (ui.perfetto.dev opens it)"
 
 
 def read_record(found: Mapping[str, Any]) -> Record:

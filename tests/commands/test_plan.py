@@ -317,7 +317,18 @@ def test_the_layout_of_a_configuration_is_replaced(tool, tmp_path):
 def test_the_length_of_a_run_is_that_of_the_planned_batch(tmp_path):
     """In tokens, and with a warm-up that is a share of it: 10^6 / (64 · 128) steps."""
     (tmp_path / "run.yaml").write_text("model: {preset: tiny, vocab_size: 257}\ntrain: {tokens: 1M}\noptimizer: {warmup_steps: 5%}")
-    words = ["--model", str(tmp_path / "run.yaml"), "--sequence_length", "128", "--global_batch_size", "64", "--tokens", "300B", "--gpu", "h100"]
+    words = [
+        "--model",
+        str(tmp_path / "run.yaml"),
+        "--sequence_length",
+        "128",
+        "--global_batch_size",
+        "64",
+        "--tokens",
+        "300B",
+        "--gpu",
+        "h100",
+    ]
     options = planning.parser().parse_args(words)
     config = planning.base_config(options)
     assert (config.train.steps, config.train.tokens, config.optimizer.warmup_steps, options.tokens) == (123, None, 7, 300 * 10**9)

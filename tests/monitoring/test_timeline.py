@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.clock import ActionMarks, ActionTiming, DeviceClock
+from megalite.clock import ActionMarks, ActionTiming, DeviceClock, Transfer
 from megalite.config.load import from_dict, write_config
 from megalite.mesh import Layout
-from megalite.monitoring.timeline import compare, describe, read_record, timeline
-from megalite.monitoring.timeline_recorder import Record, TimelineRecorder
+from megalite.monitoring.timeline import Record, compare, describe, read_record, timeline
+from megalite.monitoring.timeline_recorder import TimelineRecorder
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Action, Kind
-from megalite.parallel.sharding.transfers import Transfer
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens
@@ -165,7 +164,7 @@ def fit_quietly(context: RankContext, config: dict[str, Any]) -> str:
 def compared(config: dict[str, Any], directory: Path) -> tuple[str, dict[str, Any]]:
     """What a run that is over says of its records, and its traces/timeline.json."""
     write_config(from_dict(config), directory / "run")
-    lines = compare(directory / "run")
+    lines = describe(compare(directory / "run"))
     return "\n".join(lines), json.loads((directory / "run" / "traces" / "timeline.json").read_text())
 
 
