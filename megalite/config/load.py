@@ -29,7 +29,7 @@ from megalite.config import amounts, precision
 from megalite.config.dims import filling_dp
 from megalite.config.errors import Mistakes
 from megalite.config.options import OPTIONS, SECTIONS, SHORT, unknown
-from megalite.config.presets import preset
+from megalite.config.presets import preset, presets
 from megalite.config.rule import nearest_name, show
 from megalite.config.rules import check
 from megalite.config.schema import Config, ConfigError
@@ -402,6 +402,8 @@ def config_file(given: str) -> str:
         return given
     shipped = CONFIGS / f"{given}.yaml"
     if not shipped.is_file():
+        if given in presets():
+            raise ConfigError(f"--config = {given} is a preset, which is the shape of a model alone. Give it with --model.preset {given}.")
         nearest = nearest_name(given, list(shipped_configs()))
         raise ConfigError(f"--config = {given} is neither a file nor a configuration that comes with megalite. Nearest: {nearest}.")
     return str(shipped)
