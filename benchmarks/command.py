@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import bubble, checkpoint, comm, context, gpu_step, kernels, overhead, peers, plan, prepare, report, scaling, step
-from megalite.commands.parser import Parser, positive
+from megalite.commands.parser import Parser, as_output, positive
 from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
 
@@ -81,7 +81,7 @@ def parser() -> Parser:
     common = Parser(add_help=False)
     common.add_argument("--rounds", type=int, default=3, help="rounds in which compared runs alternate (default 3; on a GPU one)")
     common.add_argument(
-        "--output", type=Path, default=report.RESULTS, metavar="DIR", help="directory of the JSON (default benchmarks/results)"
+        "--output", type=as_output, default=report.RESULTS, metavar="DIR", help="directory of the JSON (default benchmarks/results)"
     )
     common.add_argument("--machine", metavar="NAME", help="the machine's name in the file name (default: its GPU or processor)")
     common.add_argument("--json", action="store_true", help="print only the JSON on stdout")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint import CheckpointError
 from megalite.commands.models import layout_of, weights_of
-from megalite.commands.parser import Parser, as_name, as_path, as_tokenizer, progress_of, warn
+from megalite.commands.parser import Parser, as_name, as_path, as_tokenizer, progress_of, said, warn
 from megalite.config.load import exit_with
 from megalite.config.rule import nearest_legal
 from megalite.config.schema import ConfigError
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         with progress_of(options.json) as progress:
             content, lines = (perplexity if options.command == "perplexity" else tasks)(options, progress)
     except (CheckpointError, ConfigError, OSError) as error:
-        exit_with(f"{tool.prog}: {error}")
+        exit_with(f"{tool.prog}: {said(error)}")
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(content) if options.json else "\n".join(lines), flush=True)
     return 0

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint import CheckpointError
 from megalite.commands.models import AXES, layout_of, weights_of
-from megalite.commands.parser import Parser, as_name, as_path, as_tokenizer, progress_of, warn
+from megalite.commands.parser import Parser, as_name, as_path, as_tokenizer, progress_of, said, warn
 from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
 
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
             return run_ranks(ranks, ["-m", "megalite", "generate", *words])
         run(options)
     except (CheckpointError, ConfigError, OSError) as error:
-        exit_with(f"{tool.prog}: {error}")
+        exit_with(f"{tool.prog}: {said(error)}")
     return 0
 
 

@@ -1,6 +1,7 @@
 """Shared by the commands: a parser whose errors are one message, and the printing of answers."""
 
 import argparse
+import errno
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megalite.checkout import CHECKOUT
-from megalite.config.rule import nearest_legal, nearest_name
+from megalite.config.rule import nearest_legal, nearest_name, why_not_written
 from megalite.messages import say
 from megalite.progress import Progress
 
@@ -81,8 +82,9 @@ class Parser(argparse.ArgumentParser):
             listed = ", ".join(map(repr, legal))
             raise argparse.ArgumentError(action, f"invalid choice: {value!r} (choose from {listed}). {nearest_legal(value, legal)}")
 
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+    def error(self, message: str | Exception) -> NoReturn:
+        """Exit with a message, or that of an exception; the system's say which path."""
+        self.exit(2, f"{self.prog}: {message if isinstance(message, str) else said(message)}\n")
 
     def enter_checkout(self, what: str = "it") -> Path:
         """The checkout that contains this package; makes its benchmarks/ importable. Exits with an error if there is none."""
@@ -91,6 +93,17 @@ class Parser(argparse.ArgumentParser):
         if str(CHECKOUT) not in sys.path:
             sys.path.insert(0, str(CHECKOUT))
         return CHECKOUT
+
+
+def said(error: Exception) -> str:
+    """The message of an exception, for users: of the system's errors the reason and the path, without numbers and names of hidden files."""
+    if not isinstance(error, OSError) or error.filename is None or error.strerror is None:
+        return str(error)
+    path = Path(os.fsdecode(error.filename))
+    shown = path.parent if path.name.startswith(".") else path
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and (not path.exists() or os.access(path, os.R_OK)):
+        return f"{shown} can not be written: {error.strerror}. Choose another place, or change its permissions."
+    return f"{shown}: {error.strerror}"
 
 
 def warn(line: str) -> None:
@@ -124,6 +137,23 @@ def as_tokens(text: str) -> int:
 def as_path(text: str) -> Path:
     """The argparse type of a file or directory; ~ is the home directory."""
     return Path(os.path.expanduser(text))
+
+
+def as_output(text: str) -> Path:
+    """The argparse type of a file or directory that a command writes, with the directories above it. Checked before any work is done."""
+    path = as_path(text)
+    why = None if path.exists() and not path.is_file() else why_not_written(path.parent)
+    if why is not None:
+        raise argparse.ArgumentTypeError(f"{text} can not be written: {why}. Choose another place.")
+    return path
+
+
+def as_new_file(text: str) -> Path:
+    """The argparse type of a file that a command writes into a directory that exists."""
+    path = as_output(text)
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} can not be written: there is no directory {path.parent}. Make it first.")
+    return path
 
 
 def as_name(text: str) -> str:
@@ -162,6 +192,6 @@ def answer(tool: Parser, options: argparse.Namespace, commands: Mapping[str, Com
     try:
         content, lines, status = commands[options.command](options)
     except expected as error:
-        tool.error(str(error))
+        tool.error(error)
     print(json.dumps(content) if options.json else "\n".join(lines), flush=True)
     return status

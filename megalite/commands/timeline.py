@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> None:
             progress("simulating the recorded steps")
             found = compare(options.run)
     except (ConfigError, OSError) as error:
-        tool.error(str(error))
+        tool.error(error)
     if options.json:
         print(json.dumps({**{name: each for name, each in found.items() if name != "traceEvents"}, "written": str(options.run / TIMELINE)}))
     else:
