@@ -17,7 +17,7 @@ import torch
 from megalite.clock import ActionMarks, ActionTiming, DeviceClock, Transfer
 from megalite.config.load import from_dict, write_config
 from megalite.mesh import Layout
-from megalite.monitoring.timeline import Record, compare, describe, read_record, timeline
+from megalite.monitoring.timeline import Record, compare, describe, read_record, timeline, written
 from megalite.monitoring.timeline_recorder import TimelineRecorder
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Action, Kind
@@ -164,7 +164,7 @@ def fit_quietly(context: RankContext, config: dict[str, Any]) -> str:
 def compared(config: dict[str, Any], directory: Path) -> tuple[str, dict[str, Any]]:
     """What a run that is over says of its records, and its traces/timeline.json."""
     write_config(from_dict(config), directory / "run")
-    lines = describe(compare(directory / "run"))
+    lines = [*describe(compare(directory / "run")), written(directory / "run")]
     return "\n".join(lines), json.loads((directory / "run" / "traces" / "timeline.json").read_text())
 
 
@@ -210,14 +210,14 @@ def test_a_run_writes_every_action_of_every_rank(case: Case, prefix: str, ranks:
     assert 0 <= found["predicted"]["bubble_fraction"] < 1 and 0 < found["measured"]["bubble_fraction"] < 1
     assert f"bubble_fraction {found['measured']['bubble_fraction']:.1%} measured" in said and "timeline.json" in said
     assert "steps 2 to 3 are recorded" in printed[0] and not any(printed[1:])
-    written = [json.loads(line)["bubble_fraction"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert len(written) == 4 and all(0 <= bubble < 1 for bubble in written)
+    bubbles = [json.loads(line)["bubble_fraction"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(bubbles) == 4 and all(0 <= bubble < 1 for bubble in bubbles)
     records = [read_record(record) for record in json.loads((tmp_path / "run" / "traces" / "records.json").read_text())]
     for step in (2, 3):
         recorded = [record.steps[step] for record in records]
         busy = sum(one.end - one.start for ran in recorded for one in ran)
         walls = [ran[-1].end - ran[0].start for ran in recorded if any(one.action.stage == 0 for one in ran)]
-        assert written[step - 1] == pytest.approx(max(1 - busy / (2 * sum(walls)), 0))
+        assert bubbles[step - 1] == pytest.approx(max(1 - busy / (2 * sum(walls)), 0))
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
