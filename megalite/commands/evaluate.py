@@ -123,7 +123,8 @@ def opened(options: argparse.Namespace, progress: Report) -> tuple[LanguageModel
     configure_process(device)
     start_process_group(device, TIMEOUT)
     precision = options.precision or ("bf16" if device.type == "cuda" else "fp32")
-    model = LanguageModel(options.model, device, **layout_of(options), precision=precision, average=options.ema)
+    asked: dict[str, Any] = {"precision": precision, "average": options.ema, "progress": progress}
+    model = LanguageModel(options.model, device, **layout_of(options), **asked)
     return model, tokenizer_of(model.source, options.tokenizer, allow_change=options.allow_tokenizer_change, tell=warn)
 
 

@@ -133,7 +133,7 @@ def run(options: argparse.Namespace) -> None:
     try:
         with progress_of(options.json) as progress:
             progress(f"opening {options.model}")
-            model = LanguageModel(options.model, device, **layout_of(options), precision=precision, average=options.ema)
+            model = LanguageModel(options.model, device, **layout_of(options), precision=precision, average=options.ema, progress=progress)
         tokenizer = tokenizer_of(model.source, options.tokenizer, allow_change=options.allow_tokenizer_change, tell=warn)
         sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
         if options.chat:
