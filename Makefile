@@ -71,8 +71,9 @@ lint: install manual ## ruff, mypy, import-linter, shellcheck, and the links of 
 
 install: $(VENV)/installed-dev ## make .venv with all that development needs
 
-# The demo needs a third of the tests' packages: each target installs its own extra.
+# The demo needs a third of the tests' packages: each target installs its own extra. pip says what it downloads, with a bar on a terminal.
 $(VENV)/installed-%: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[$*]'
-	touch $@
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing megalite[$*] and what it needs into $(VENV): some minutes; the last one, after 'Installing collected packages', is silent"
+	@$(BIN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[$*]'
+	@touch $@

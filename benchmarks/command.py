@@ -1,16 +1,16 @@
 """Measure this machine's speed and memory against a peer or against the matrix products alone; writes to benchmarks/results/.
 
-    python tools/benchmark.py step [--precision fp32 bf16] [--compile]     a 25M Llama against transformers; on a GPU, 1B and layers of 8B
-    python tools/benchmark.py kernels [GROUP ...] [--tune]                 on a GPU, every Triton kernel against torch's and Liger's
-    python tools/benchmark.py overhead                                     small models on one process and on up to 8 ranks
-    python tools/benchmark.py peers [NAME ...] [--rounds 10]                ratios to transformers, nanoGPT, DDP, torchtitan, picotron …
-    python tools/benchmark.py comm                                         data parallelism on 4 ranks against torch's
-    python tools/benchmark.py checkpoint                                   saving on 4 ranks against torch.save
-    python tools/benchmark.py scaling [--worlds 1,2,4] [--layout tp2xdp]   strong and weak scaling, here or under torchrun
-    python tools/benchmark.py plan                                         five layouts against the planner's predictions
-    python tools/benchmark.py prepare [--megabytes N] [--workers N]        data preparation beside Megatron-LM's and datatrove's
-    python tools/benchmark.py context                                      context parallelism: memory, steps and hops on 4 ranks
-    python tools/benchmark.py bubble                                       every schedule's bubble against the simulator's prediction
+    megalite benchmark step [--precision fp32 bf16] [--compile]     a 25M Llama against transformers; on a GPU, 1B and layers of 8B
+    megalite benchmark kernels [GROUP ...] [--tune]                 on a GPU, every Triton kernel against torch's and Liger's
+    megalite benchmark overhead                                     small models on one process and on up to 8 ranks
+    megalite benchmark peers [NAME ...] [--rounds 10]                ratios to transformers, nanoGPT, DDP, torchtitan, picotron …
+    megalite benchmark comm                                         data parallelism on 4 ranks against torch's
+    megalite benchmark checkpoint                                   saving on 4 ranks against torch.save
+    megalite benchmark scaling [--worlds 1,2,4] [--layout tp2xdp]   strong and weak scaling, here or under torchrun
+    megalite benchmark plan                                         five layouts against the planner's predictions
+    megalite benchmark prepare [--megabytes N] [--workers N]        data preparation beside Megatron-LM's and datatrove's
+    megalite benchmark context                                      context parallelism: memory, steps and hops on 4 ranks
+    megalite benchmark bubble                                       every schedule's bubble against the simulator's prediction
 
 Do not use the machine meanwhile: compared runs alternate within one invocation, but other load adds noise to every figure.
 """
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import bubble, checkpoint, comm, context, gpu_step, kernels, overhead, peers, plan, prepare, report, scaling, step
-from megalite.commands.parser import Parser, positive
+from megalite.commands.parser import Parser, as_output, positive
 from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
 
@@ -81,7 +81,7 @@ def parser() -> Parser:
     common = Parser(add_help=False)
     common.add_argument("--rounds", type=int, default=3, help="rounds in which compared runs alternate (default 3; on a GPU one)")
     common.add_argument(
-        "--output", type=Path, default=report.RESULTS, metavar="DIR", help="directory of the JSON (default benchmarks/results)"
+        "--output", type=as_output, default=report.RESULTS, metavar="DIR", help="directory of the JSON (default benchmarks/results)"
     )
     common.add_argument("--machine", metavar="NAME", help="the machine's name in the file name (default: its GPU or processor)")
     common.add_argument("--json", action="store_true", help="print only the JSON on stdout")

@@ -14,13 +14,14 @@ import json
 import os
 import sysconfig
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from shutil import rmtree
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks import preparing, report
+from benchmarks import report
 
 VOCABULARY, EOS = 32_000, "<|endoftext|>"
 TRAINING_TEXTS = 600  # files
@@ -42,7 +43,7 @@ def compare(*, megabytes: int, workers: int | None, rounds: int, smoke: bool, pr
         "megatron": "Megatron-LM's loop (own measurement of the same loop)",
         "alone": "tokenizer alone, one process",
     }
-    names["datatrove"] = "datatrove" if preparing.has_datatrove() else "datatrove's loop (own measurement of the same loop)"
+    names["datatrove"] = "datatrove" if find_spec("datatrove") is not None else "datatrove's loop (own measurement of the same loop)"
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in ("megalite", "megatron", "datatrove", "alone")}
     with TemporaryDirectory(prefix="megalite_benchmark_", dir=Path.cwd()) as scratch:  # on a disk: /tmp may be in memory
         directory = Path(scratch)

@@ -121,11 +121,6 @@ def alone(spec: dict[str, Any]) -> tuple[float, float, int]:
     return perf_counter() - started, _processor_seconds() - before, size
 
 
-def has_datatrove() -> bool:
-    """Whether the package is installed."""
-    return find_spec("datatrove") is not None
-
-
 def _processor_seconds() -> float:
     """Of this process and of those that it has waited for."""
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -136,7 +131,7 @@ def measured(spec: dict[str, Any]) -> dict[str, Any]:
     if spec["way"] == "alone":
         seconds, cpu, size = alone(spec)
         return {"seconds": seconds, "cpu_s": cpu, "bytes": size, "tokens": None}
-    ways = {"megalite": megalite, "megatron": megatron, "datatrove": datatrove if has_datatrove() else datatrove_loop}
+    ways = {"megalite": megalite, "megatron": megatron, "datatrove": datatrove if find_spec("datatrove") is not None else datatrove_loop}
     started, before = perf_counter(), _processor_seconds()
     tokens = ways[spec["way"]](spec)
     return {

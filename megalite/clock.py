@@ -10,8 +10,6 @@ from collections.abc import Iterable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 if TYPE_CHECKING:
     from megalite.parallel.pipeline.schedule import Action
 
@@ -31,6 +29,15 @@ class ActionTiming(NamedTuple):
     action: Action
     free: float  # from `free` to `start` the rank waited for another one
     start: float
+    end: float
+
+
+class Transfer(NamedTuple):
+    """The times of a data-parallel collective, in seconds as above."""
+
+    name: str
+    start: float
+    awaited: float  # from `awaited` to `end` the rank waited for it
     end: float
 
 
@@ -82,6 +89,8 @@ class DeviceClock(HostClock):
     """The time at which the current CUDA stream reaches a point."""
 
     def mark(self) -> Any:
+        import torch  # which tools that read times need not import
+
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

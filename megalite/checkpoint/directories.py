@@ -48,6 +48,12 @@ def check(directory: Path) -> None:
         raise DamagedError(f"{directory} is not a checkpoint: {why}")
 
 
+def check_free(directory: Path) -> None:
+    """Raise CheckpointError if there is something already where a command would write a directory."""
+    if directory.exists():
+        raise CheckpointError(f"{directory} exists already. Give another name, or remove it.")
+
+
 def begin(directory: Path) -> Path:
     """Remove what interrupted saves have left, and create the directory to write into until it is published."""
     if directory.exists() and not (directory / MANIFEST).is_file() and not _is_ours(directory):

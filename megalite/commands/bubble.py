@@ -20,7 +20,7 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any, Literal
 
-from megalite.commands.parser import Parser, as_path, positive, progress_of, write_whole
+from megalite.commands.parser import Parser, as_new_file, as_path, positive, progress_of, write_whole
 from megalite.parallel.pipeline.bubble import BUBBLES, Plan, Weights, compare, plan, sweep
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
@@ -73,7 +73,10 @@ def parser() -> Parser:
     add("--sweep", type=sizes, metavar="microbatches=M,M,…|pp=P,P,…", help="simulate several sizes")
     add("--from_run", type=as_path, metavar="RUN_DIR", help="take the schedule and the durations from a run's traces/timeline.json")
     add(
-        "--timeline", type=as_path, metavar="FILE", help="draw the timeline as .png, .svg or .html, or .json for Perfetto (ui.perfetto.dev)"
+        "--timeline",
+        type=as_new_file,
+        metavar="FILE",
+        help="draw the timeline as .png, .svg or .html, or .json for Perfetto (ui.perfetto.dev)",
     )
     add("--print", nargs="?", const="compute", choices=("compute", "messages"), help="print each rank's actions, optionally with messages")
     add("--json", action="store_true", help="print only one JSON object on stdout")

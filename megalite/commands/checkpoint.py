@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megalite.checkpoint import CheckpointError, Manifest, find, manifest_of
 from megalite.checkpoint import inspect as inspecting
-from megalite.commands.parser import Answer, Parser, answer, as_path, progress_of
+from megalite.commands.parser import Answer, Parser, answer, as_new_file, as_path, progress_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,7 +36,7 @@ def parser() -> Parser:
     def add(name: str, description: str, *paths: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, parents=[common], help=description)
         for path in paths:
-            command.add_argument(path, type=as_path, metavar=path.upper())
+            command.add_argument(path, type=as_new_file if path == "file" else as_path, metavar=path.upper())
         return command
 
     add("list", "list the checkpoints of a run", "run")
@@ -101,8 +101,6 @@ def diff(options: argparse.Namespace) -> Answer:
 def consolidate(options: argparse.Namespace) -> Answer:
     if options.file.exists():
         raise CheckpointError(f"{options.file} exists. Give a new name, or remove it.")
-    if not options.file.parent.is_dir():
-        raise CheckpointError(f"{options.file} can not be written: there is no directory {options.file.parent}. Make it, or give another.")
     manifest = opened(options.checkpoint)
     with progress_of(options.json) as progress:
         size = inspecting.consolidate(manifest, options.file, options.optimizer, progress)

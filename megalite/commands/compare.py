@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 
-from megalite.commands.parser import Parser, as_path
+from megalite.commands.parser import Parser, as_new_file, as_path
 from megalite.commands.report import write_page
 from megalite.monitoring.report import figures
 from megalite.monitoring.report.run import Run
@@ -35,7 +35,7 @@ def parser() -> Parser:
     made = Parser(description=__doc__)
     add = made.add_argument
     add("runs", type=as_path, nargs="+", metavar="RUN_DIR", help="run directories")
-    add("--output", type=as_path, metavar="FILE.html", help="also write a page with the curves")
+    add("--output", type=as_new_file, metavar="FILE.html", help="also write a page with the curves")
     add("--json", action="store_true", help="print only one JSON object on stdout")
     return made
 

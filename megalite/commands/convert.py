@@ -17,9 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint import CheckpointError
+from megalite.checkpoint import CheckpointError, find, manifest_of
+from megalite.checkpoint.directories import check_free
 from megalite.commands.models import hf_directory, weights_of
-from megalite.commands.parser import Answer, Parser, answer, as_name, as_tokenizer, progress_of
+from megalite.commands.parser import Answer, Parser, answer, as_name, as_output, as_tokenizer, progress_of
 from megalite.config.amounts import byte_size
 from megalite.config.families import families
 from megalite.config.schema import ConfigError
@@ -32,9 +33,6 @@ ROW = 8  # positions per line
 def main(argv: list[str] | None = None) -> int:
     tool = parser()
     options = tool.parse_args(argv)
-    from megalite.launch.process import configure_cpu
-
-    configure_cpu()  # blocks reuse memory, which halves the time of an export
     commands = {"import": bring_in, "export": bring_out, "adapter-export": bring_adapter_out, "check": check}
     return answer(tool, options, commands, CheckpointError, ConfigError, DataError)
 
@@ -45,10 +43,10 @@ def parser() -> Parser:
     common.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
     commands = made.add_subparsers(dest="command", required=True, metavar="import|export|adapter-export|check")
 
-    def command(name: str, description: str, *paths: str) -> Callable[..., Any]:
+    def command(name: str, description: str, first: str, second: str) -> Callable[..., Any]:
         added = commands.add_parser(name, parents=[common], help=description)
-        for path in paths:
-            added.add_argument(path.lower(), type=as_name, metavar=path)
+        added.add_argument(first.lower(), type=as_name, metavar=first)
+        added.add_argument(second.lower(), type=as_name if name == "check" else as_output, metavar=second)
         return added.add_argument
 
     add = command("import", "Hugging Face directory to checkpoint (weights only)", "HF_DIR", "CHECKPOINT_DIR")
@@ -94,46 +92,57 @@ def count(text: str) -> int:
     return int(text)
 
 
+def start_copying() -> None:
+    from megalite.launch.process import configure_cpu
+
+    configure_cpu()  # blocks reuse memory, which halves the time of an export
+
+
 def bring_in(options: argparse.Namespace) -> Answer:
+    source = hf_directory(options.hf_dir, "weights", "HF_DIR")
+    check_free(options.checkpoint_dir)
     from megalite.huggingface.convert import import_model
 
-    source = hf_directory(options.hf_dir, "weights", "HF_DIR")
+    start_copying()
     with progress_of(options.json) as progress:
-        content = import_model(source, Path(options.checkpoint_dir), progress, ahead=not options.drop_mtp)
-    return _written(content, options.checkpoint_dir)
+        content = import_model(source, options.checkpoint_dir, progress, ahead=not options.drop_mtp)
+    return _written(content, str(options.checkpoint_dir))
 
 
 def bring_out(options: argparse.Namespace) -> Answer:
+    source, target = checkpoint_of(options), options.hf_dir
+    like = None if options.like is None else hf_directory(options.like, "tokenizer", "--like")
+    check_free(target)
     import torch
 
-    from megalite.checkpoint import find, manifest_of
     from megalite.huggingface.convert import export_model
 
+    start_copying()
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    like = None if options.like is None else hf_directory(options.like, "tokenizer", "--like")
     asked = {"like": like, "family": options.family, "dtype": dtype, "shard": options.shard_size}
     asked |= {"tokenizer": options.tokenizer, "allow_tokenizer_change": options.allow_tokenizer_change}
     with progress_of(options.json) as progress:
-        source = find(checkpoint_of(options))
-        content = export_model(manifest_of(source).averaged() if options.ema else source, Path(options.hf_dir), **asked, progress=progress)
-    return _written(content, options.hf_dir)
+        content = export_model(manifest_of(source).averaged() if options.ema else source, target, **asked, progress=progress)
+    return _written(content, str(options.hf_dir))
 
 
 def bring_adapter_out(options: argparse.Namespace) -> Answer:
-    from megalite.checkpoint import find
+    source, target = checkpoint_of(options), options.peft_dir
+    check_free(target)
     from megalite.huggingface.adapter_export import export_adapter
 
+    start_copying()
     with progress_of(options.json) as progress:
         progress("exporting the adapters")
-        content = export_adapter(find(checkpoint_of(options)), Path(options.peft_dir))
+        content = export_adapter(source, target)
     text = "a PEFT adapter of rank {rank}, {parameters:,} parameters in {dtypes[0]}".format(**content)
     lines = [f"{options.peft_dir}: {text} for {len(content['modules'])} modules", *content["notes"]]
-    return content | {"written": options.peft_dir}, lines, 0
+    return content | {"written": str(options.peft_dir)}, lines, 0
 
 
 def checkpoint_of(options: argparse.Namespace) -> Path:
-    """The checkpoint, or run, that CHECKPOINT_DIR names."""
-    return Path(weights_of(options.checkpoint_dir, "CHECKPOINT_DIR"))
+    """The checkpoint that CHECKPOINT_DIR names."""
+    return find(Path(weights_of(options.checkpoint_dir, "CHECKPOINT_DIR")))
 
 
 def _written(content: dict[str, Any], place: str) -> Answer:
@@ -143,10 +152,10 @@ def _written(content: dict[str, Any], place: str) -> Answer:
 
 
 def check(options: argparse.Namespace) -> Answer:
-    from megalite.checkpoint import find
+    directory, theirs = checkpoint_of(options), hf_directory(options.hf_dir, "weights", "HF_DIR")
     from megalite.evaluation.logits import compare, rounding
 
-    directory, theirs = find(checkpoint_of(options)), hf_directory(options.hf_dir, "weights", "HF_DIR")
+    start_copying()
     with progress_of(options.json) as progress:
         found = compare(directory, theirs, texts=options.text, tokens=options.tokens, rows=options.rows, progress=progress)
     equal = all(each.maximum <= options.tolerance for each in found)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint import CheckpointError
 from megalite.commands.models import layout_of, weights_of
-from megalite.commands.parser import Parser, as_name, as_path, as_tokenizer, progress_of, warn
+from megalite.commands.parser import Parser, as_name, as_path, as_tokenizer, progress_of, said, warn
 from megalite.config.load import exit_with
 from megalite.config.rule import nearest_legal
 from megalite.config.schema import ConfigError
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         with progress_of(options.json) as progress:
             content, lines = (perplexity if options.command == "perplexity" else tasks)(options, progress)
     except (CheckpointError, ConfigError, OSError) as error:
-        exit_with(f"{tool.prog}: {error}")
+        exit_with(f"{tool.prog}: {said(error)}")
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(content) if options.json else "\n".join(lines), flush=True)
     return 0
@@ -123,15 +123,16 @@ def opened(options: argparse.Namespace, progress: Report) -> tuple[LanguageModel
     configure_process(device)
     start_process_group(device, TIMEOUT)
     precision = options.precision or ("bf16" if device.type == "cuda" else "fp32")
-    model = LanguageModel(options.model, device, **layout_of(options), precision=precision, average=options.ema)
+    asked: dict[str, Any] = {"precision": precision, "average": options.ema, "progress": progress}
+    model = LanguageModel(options.model, device, **layout_of(options), **asked)
     return model, tokenizer_of(model.source, options.tokenizer, allow_change=options.allow_tokenizer_change, tell=warn)
 
 
 def perplexity(options: argparse.Namespace, progress: Report) -> Answer:
+    texts = [read(path) for path in options.text]
     from megalite.evaluation.harness import document_start
     from megalite.evaluation.perplexity import measure, together
 
-    texts = [read(path) for path in options.text]
     model, tokenizer = opened(options, progress)
     length, stride = lengths(options, model)
     start, measured = document_start(model.source, tokenizer), []
@@ -175,13 +176,13 @@ def lengths(options: argparse.Namespace, model: LanguageModel) -> tuple[int, int
 
 
 def tasks(options: argparse.Namespace, progress: Report) -> Answer:
-    from megalite.evaluation import harness
-
-    harness_model = harness.as_harness_model()
     if options.include_path is not None and not options.include_path.is_dir():
         raise ConfigError(f"--include_path {options.include_path} is not a directory. Give the one with the YAML files of your tasks.")
     if options.num_fewshot is not None and options.num_fewshot < 0:
         raise ConfigError(f"--num_fewshot {options.num_fewshot} is negative. Give 0 for no examples.")
+    from megalite.evaluation import harness
+
+    harness_model = harness.as_harness_model()
     model, tokenizer = opened(options, progress)
     answers = harness_model(model, tokenizer, options.batch_size, partial(progress, "answering", unit="requests"))
     progress("reading the tasks")

@@ -15,7 +15,7 @@ import json
 import sys
 from pathlib import Path
 
-from megalite.commands.parser import Parser, as_path
+from megalite.commands.parser import Parser, as_new_file
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,7 +53,7 @@ def parser() -> Parser:
     add("--short", action="store_true", help="eight minutes in all")
     add("--rehearse", action="store_true", help="run on the CPU with gloo, in two minutes")
     add("--parts", nargs="+", default=[], metavar="NAME", help="machine, values, step, layouts, links, kernels, predictions (default all)")
-    add("--calibrate", type=as_path, metavar="FILE", help="write what was measured as a device file for megalite plan --gpu")
-    add("--output", type=as_path, metavar="FILE", help="the results (default benchmarks/results/first-light-<gpu>.json)")
+    add("--calibrate", type=as_new_file, metavar="FILE", help="write what was measured as a device file for megalite plan --gpu")
+    add("--output", type=as_new_file, metavar="FILE", help="the results (default benchmarks/results/first-light-<gpu>.json)")
     add("--json", action="store_true", help="print only the JSON on stdout")
     return made

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint import CheckpointError
 from megalite.commands.models import AXES, layout_of, weights_of
-from megalite.commands.parser import Parser, as_name, as_path, as_tokenizer, progress_of, warn
+from megalite.commands.parser import Parser, as_name, as_path, as_tokenizer, progress_of, said, warn
 from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
 from megalite.data.unicode import parsed, whole
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
             return run_ranks(ranks, ["-m", "megalite", "generate", *words])
         run(options)
     except (CheckpointError, ConfigError, OSError) as error:
-        exit_with(f"{tool.prog}: {error}")
+        exit_with(f"{tool.prog}: {said(error)}")
     return 0
 
 
@@ -134,7 +134,7 @@ def run(options: argparse.Namespace) -> None:
     try:
         with progress_of(options.json) as progress:
             progress(f"opening {options.model}")
-            model = LanguageModel(options.model, device, **layout_of(options), precision=precision, average=options.ema)
+            model = LanguageModel(options.model, device, **layout_of(options), precision=precision, average=options.ema, progress=progress)
         tokenizer = tokenizer_of(model.source, options.tokenizer, allow_change=options.allow_tokenizer_change, tell=warn)
         sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
         if options.chat:

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megalite.commands.parser import Parser, as_name, as_path, as_tokens, positive, write_whole
+from megalite.commands.parser import Parser, as_name, as_new_file, as_tokens, positive, write_whole
 from megalite.config.schema import Config, ConfigError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         config, plan = first_config(wanted)
         write_whole(options.output, text_of(options, wanted, config, plan, named))
     except (ConfigError, HardwareError, OSError) as error:
-        tool.error(str(error))
+        tool.error(error)
     report(options, wanted, config, plan)
     return 0
 
@@ -80,7 +80,7 @@ def parser() -> Parser:
         help="tokens to train on, for example 20B (default: one epoch of the data, or 20 per parameter)",
     )
     length.add_argument("--steps", type=positive, metavar="N", help="steps to train, instead of --tokens")
-    add("--output", type=as_path, default=Path("run.yaml"), metavar="FILE", help="file to write (default run.yaml)")
+    add("--output", type=as_new_file, default=Path("run.yaml"), metavar="FILE", help="file to write (default run.yaml)")
     add("--force", action="store_true", help="replace FILE if it exists")
     add("--json", action="store_true", help="print only one JSON object on stdout, and ask nothing")
     return made
@@ -143,8 +143,6 @@ def check_output(options: argparse.Namespace) -> None:
     output: Path = options.output
     if output.exists() and not options.force:
         raise ConfigError(f"--output {output} exists. Give another name, or --force to replace it.")
-    if not output.absolute().parent.is_dir():
-        raise ConfigError(f"--output {output} can not be written: there is no directory {output.parent}. Make it first.")
 
 
 def wanted_by(options: argparse.Namespace) -> tuple[Wanted, NamedModel]:

@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
+from megalite.checkpoint import CheckpointError, find, manifest_of
 from megalite.config import hub
 from megalite.config.families import from_hf_config, hf_config
 from megalite.config.load import Arguments, config_file, flatten, from_dict, nest, read_tree, resolve, shipped_configs
@@ -124,8 +125,6 @@ def options_in(file: str, option: str) -> dict[str, Any]:
 
 
 def _of_checkpoint(path: Path) -> Config:
-    from megalite.checkpoint import CheckpointError, find, manifest_of  # imports torch
-
     try:
         state = manifest_of(find(path)).state
     except CheckpointError as error:
@@ -148,12 +147,13 @@ def _json(path: Path, option: str) -> dict[str, Any]:
 
 
 def weights_of(given: str, option: str = "the model") -> str:
-    """A checkpoint's or run's directory, or hf:DIR, for a name that stands for weights. Raises ConfigError for one without weights.
+    """A checkpoint's or run's directory, or hf:DIR, for a name that stands for weights.
 
-    A name that stands for nothing is returned as it is.
+    Raises ConfigError for one without weights, CheckpointError for a name that stands for nothing. Imports no torch.
     """
     found = find_model(given, "weights", option)
     if found is None:
+        manifest_of(find(Path(given)))  # which says what it is not
         return given
     if found.kind == "preset":
         raise ConfigError(f"{option} {given} is a preset, a shape without weights. Give a checkpoint, a run, hf:DIR or org/name.")
@@ -175,7 +175,10 @@ def hf_directory(given: str, part: hub.Part, option: str) -> Path:
     found = find_model(given, part, option)
     if found is not None and found.kind != "huggingface":
         raise ConfigError(f"{option} {given} is not a Hugging Face model. Give its directory, or org/name on the Hub.")
-    return Path(given if found is None else found.name)
+    directory = Path(given if found is None else found.name)
+    if part == "weights":
+        hf_config(directory)
+    return directory
 
 
 def layout_of(options: argparse.Namespace) -> dict[str, Any]:

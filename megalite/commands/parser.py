@@ -1,27 +1,64 @@
 """Shared by the commands: a parser whose errors are one message, and the printing of answers."""
 
 import argparse
+import errno
 import json
 import os
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megalite.checkout import CHECKOUT
-from megalite.config.rule import nearest_legal, nearest_name
+from megalite.config.rule import nearest_legal, nearest_name, why_not_written
 from megalite.messages import say
 from megalite.progress import Progress
 
 Answer = tuple[dict[str, Any], list[str], int]  # content for --json, lines of text, exit status
 Command = Callable[[argparse.Namespace], Answer]
+WIDEST = 100  # columns of help
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Fills the paragraphs of a description to the width of the terminal. An indented line, as of an example, stays a line."""
+
+    def __init__(self, prog: str, **options: Any):
+        super().__init__(prog, **{"width": min(shutil.get_terminal_size().columns, WIDEST), **options})
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return fill(text, width, indent)
+
+
+def fill(text: str, width: int, indent: str = "") -> str:
+    """Paragraphs filled to a width. An indented line stays one; a remark after a wide gap goes below it if both are too long."""
+
+    def wrapped(words: str, first: str, others: str) -> list[str]:
+        return textwrap.wrap(words, width, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False)
+
+    lines: list[str] = []
+    for indented, block in groupby(text.strip().splitlines(), key=lambda line: line[:1].isspace() or not line):
+        if not indented:
+            lines += wrapped(" ".join(block), indent, indent)
+            continue
+        for line in block:
+            margin = indent + line[: len(line) - len(line.lstrip())]
+            command, *remark = re.split(r"\s{2,}", line.strip(), maxsplit=1)
+            if len(indent + line) <= width:
+                lines.append(indent + line)
+            else:
+                lines += wrapped(command, margin, f"{margin}    ") + wrapped("".join(remark), f"{margin}    ", f"{margin}    ")
+    return "\n".join(lines)
 
 
 class Parser(argparse.ArgumentParser):
-    """Exits with status 2 and one message, without the usage, on an error. Descriptions keep their line breaks."""
+    """Exits with status 2 and one message, without the usage, on an error."""
 
     def __init__(self, **options: object):
-        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})  # type: ignore[arg-type]
+        super().__init__(**{"formatter_class": HelpFormatter, **options})  # type: ignore[arg-type]
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As usual; an argument that is not known gets the nearest one."""
@@ -45,8 +82,9 @@ class Parser(argparse.ArgumentParser):
             listed = ", ".join(map(repr, legal))
             raise argparse.ArgumentError(action, f"invalid choice: {value!r} (choose from {listed}). {nearest_legal(value, legal)}")
 
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+    def error(self, message: str | Exception) -> NoReturn:
+        """Exit with a message, or that of an exception; the system's say which path."""
+        self.exit(2, f"{self.prog}: {message if isinstance(message, str) else said(message)}\n")
 
     def enter_checkout(self, what: str = "it") -> Path:
         """The checkout that contains this package; makes its benchmarks/ importable. Exits with an error if there is none."""
@@ -55,6 +93,17 @@ class Parser(argparse.ArgumentParser):
         if str(CHECKOUT) not in sys.path:
             sys.path.insert(0, str(CHECKOUT))
         return CHECKOUT
+
+
+def said(error: Exception) -> str:
+    """The message of an exception, for users: of the system's errors the reason and the path, without numbers and names of hidden files."""
+    if not isinstance(error, OSError) or error.filename is None or error.strerror is None:
+        return str(error)
+    path = Path(os.fsdecode(error.filename))
+    shown = path.parent if path.name.startswith(".") else path
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and (not path.exists() or os.access(path, os.R_OK)):
+        return f"{shown} can not be written: {error.strerror}. Choose another place, or change its permissions."
+    return f"{shown}: {error.strerror}"
 
 
 def warn(line: str) -> None:
@@ -88,6 +137,23 @@ def as_tokens(text: str) -> int:
 def as_path(text: str) -> Path:
     """The argparse type of a file or directory; ~ is the home directory."""
     return Path(os.path.expanduser(text))
+
+
+def as_output(text: str) -> Path:
+    """The argparse type of a file or directory that a command writes, with the directories above it. Checked before any work is done."""
+    path = as_path(text)
+    why = None if path.exists() and not path.is_file() else why_not_written(path.parent)
+    if why is not None:
+        raise argparse.ArgumentTypeError(f"{text} can not be written: {why}. Choose another place.")
+    return path
+
+
+def as_new_file(text: str) -> Path:
+    """The argparse type of a file that a command writes into a directory that exists."""
+    path = as_output(text)
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} can not be written: there is no directory {path.parent}. Make it first.")
+    return path
 
 
 def as_name(text: str) -> str:
@@ -126,6 +192,6 @@ def answer(tool: Parser, options: argparse.Namespace, commands: Mapping[str, Com
     try:
         content, lines, status = commands[options.command](options)
     except expected as error:
-        tool.error(str(error))
+        tool.error(error)
     print(json.dumps(content) if options.json else "\n".join(lines), flush=True)
     return status

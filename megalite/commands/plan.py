@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megalite.commands.parser import Parser, as_name, as_path, as_tokens, positive, progress_of, write_whole
+from megalite.commands.parser import Parser, as_name, as_new_file, as_tokens, positive, progress_of, write_whole
 from megalite.config.load import from_dict
 from megalite.config.recomputation import BUDGET
 from megalite.config.schema import Config, ConfigError
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
         with progress_of(options.json) as progress:
             content, text = answer(options, progress)
     except (ConfigError, HardwareError, OSError) as error:
-        tool.error(str(error))
+        tool.error(error)
     print(json.dumps(content) if options.json else text)
     if not content["plans"]:
         raise SystemExit(1)
@@ -96,9 +96,9 @@ def parser() -> Parser:
     add("--plans", type=positive, default=10, metavar="N", help="number of plans to print (default 10)")
     add("--tokens", type=as_tokens, metavar="T", help="tokens to train on, for example 300B or 15e12: prints days and cost")
     add("--price_per_hour", type=amount, metavar="P", help="US dollars per device and hour (default: from the hardware table)")
-    add("--write", type=as_path, metavar="FILE", help="write the best plan as a run's configuration")
+    add("--write", type=as_new_file, metavar="FILE", help="write the best plan as a run's configuration")
     add("--explain", action="store_true", help="show this model's memory and step time from one GPU up to ZeRO-3 with offload")
-    add("--calibrate", type=as_path, metavar="FILE", help="measure this machine and write a device file for --gpu")
+    add("--calibrate", type=as_new_file, metavar="FILE", help="measure this machine and write a device file for --gpu")
     add("--json", action="store_true", help="print only one JSON object on stdout")
     return made
 
@@ -152,8 +152,6 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
     """Search, write the --write file, and return the answer as JSON content and as text."""
     base, device = base_config(options), find(options.gpu)
     device.peak(base.train.precision)
-    if options.write and not options.write.absolute().parent.is_dir():
-        raise ConfigError(f"--write {options.write} can not be written: there is no directory {options.write.parent}. Make it first.")
     check_alone(base, options.recompute)
     gradient_bytes = 2 if "bf16" in (base.train.grad_dtype, base.parallel.reduce_dtype) else 4
     batch = options.sequence_length, options.global_batch_size, base.train.precision

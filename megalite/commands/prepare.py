@@ -26,7 +26,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from megalite.commands.parser import Parser, as_name, as_path, as_tokenizer, progress_of
+from megalite.commands.parser import Parser, as_name, as_output, as_path, as_tokenizer, progress_of
 from megalite.data.chat_records import RecordReader, parsed_keys
 from megalite.data.chat_template import read_template
 from megalite.data.indexed import DataError
@@ -40,7 +40,7 @@ from megalite.data.tokenizer_identity import place_of
 TEXT_KEY, SPLIT = "text", "train"
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     made = Parser(description=__doc__)
     several: dict[str, Any] = {"nargs": "+", "action": "extend"}
     add = made.add_argument
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--output",
         required=True,
-        type=as_path,
+        type=as_output,
         metavar="PREFIX",
         help="writes PREFIX.bin, PREFIX.idx and PREFIX.json",
     )
@@ -118,7 +118,7 @@ def main() -> None:
                 note=say,
             )
     except (DataError, OSError) as error:
-        tool.error(str(error))
+        tool.error(error)
     report(summary, time.monotonic() - started, options.max_length, options.json)
 
 

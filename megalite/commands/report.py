@@ -15,7 +15,7 @@ import json
 import time
 from pathlib import Path
 
-from megalite.commands.parser import Parser, as_path, progress_of, write_whole
+from megalite.commands.parser import Parser, as_new_file, as_path, progress_of, write_whole
 from megalite.messages import say
 from megalite.monitoring.report.page import page
 from megalite.monitoring.report.run import ReportError, Run, read_all
@@ -46,7 +46,7 @@ def write_page(tool: Parser, directories: list[Path], output: Path | None, as_js
     except ImportError as error:
         tool.error(f"a report needs the package {error.name}: pip install {error.name}.")
     except ReportError as error:
-        tool.error(str(error))
+        tool.error(error)
     except OSError as error:
         tool.error(f"{output} can not be written: {error.strerror}. Choose another with --output.")
     return found
@@ -87,7 +87,7 @@ def parser() -> Parser:
     made = Parser(description=__doc__)
     add = made.add_argument
     add("runs", type=as_path, nargs="+", metavar="RUN_DIR", help="run directories; several are compared")
-    add("--output", type=as_path, metavar="FILE.html", help="output file (default: report.html in the first run's directory)")
+    add("--output", type=as_new_file, metavar="FILE.html", help="output file (default: report.html in the first run's directory)")
     add("--live", action="store_true", help="serve the page on this machine, at 127.0.0.1, while the run trains")
     add("--port", type=int, default=0, metavar="N", help="port of --live (default: a free one)")
     add("--json", action="store_true", help="print only one JSON object, with the page's path or address, on stdout")

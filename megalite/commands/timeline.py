@@ -6,21 +6,31 @@ Prints the measured and the predicted bubble, and writes traces/timeline.json fo
 same when it ends.
 """
 
-from megalite.commands.parser import Parser, as_path
+import json
+
+from megalite.commands.parser import Parser, as_path, progress_of
 from megalite.config.schema import ConfigError
-from megalite.monitoring.timeline import compare
 
 
 def main(argv: list[str] | None = None) -> None:
     tool = parser()
     options = tool.parse_args(argv)
+    from megalite.monitoring.timeline import TIMELINE, compare, describe, written
+
     try:
-        print("\n".join(compare(options.run)))
-    except ConfigError as error:
-        tool.error(str(error))
+        with progress_of(options.json) as progress:
+            progress("simulating the recorded steps")
+            found = compare(options.run)
+    except (ConfigError, OSError) as error:
+        tool.error(error)
+    if options.json:
+        print(json.dumps({**{name: each for name, each in found.items() if name != "traceEvents"}, "written": str(options.run / TIMELINE)}))
+    else:
+        print("\n".join([*describe(found), written(options.run)]))
 
 
 def parser() -> Parser:
     made = Parser(description=__doc__)
     made.add_argument("run", type=as_path, metavar="RUN_DIR", help="run directory")
+    made.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
     return made

@@ -2,6 +2,7 @@
 
     megalite verify --config configs/quickstart.yaml --tp 2 --pp 2 --dp 2 [--steps 5] [--section.key VALUE …]
 
+It takes the options of megalite train, too, as --zero and --ep.
 Exit status: 0 if equal within the tolerances, 1 if different, 2 for an invalid configuration. With `--json`, stdout is one JSON object.
 """
 
@@ -13,10 +14,11 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from megalite.commands.parser import Parser, progress_of
+from megalite.commands.parser import Parser, positive, progress_of
 from megalite.config.load import exit_with, load_config, read_arguments
 from megalite.config.schema import ConfigError
 
+AXES = {"tp": "tensor-parallel ranks", "pp": "pipeline stages", "dp": "data-parallel ranks", "cp": "context-parallel ranks"}
 TOLERANCES = {  # relative (loss, norm), absolute (weights)
     "fp32": (1e-5, 2e-5),
     "fp64": (1e-9, 1e-9),
@@ -29,8 +31,9 @@ def main(argv: list[str] | None = None) -> int:
     own, rest = parser().parse_known_args(argv)
     if own.steps < 1:
         exit_with(f"--steps = {own.steps}: there must be at least one step to compare.")
-    asked = read_arguments(rest).overrides  # --tp or --parallel.tp
-    layout = {axis: size_of(asked.get(f"parallel.{axis}", "1")) for axis in ("tp", "pp", "dp", "cp")}
+    asked = read_arguments(rest).overrides  # --parallel.tp means the same as --tp
+    layout = {axis: getattr(own, axis) or size_of(asked.get(f"parallel.{axis}", "1")) for axis in AXES}
+    rest += [word for axis, size in layout.items() for word in (f"--{axis}", str(size))]
     defaults = ["--checkpoint.load", "none", "--optimizer.lr", "3e-4", "--optimizer.warmup_steps", "0"]  # the proof settings
     world = math.prod(layout.values())
     config = load_config([*defaults, *rest], world_size=world, own=("steps", "json"))
@@ -53,7 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     if own.json:
         print(json.dumps({"equal": found is None, "steps": own.steps, "layout": layout, "difference": found and asdict(found)}))
     elif found is None:
-        print(f"equal: {own.steps} steps on {layout} give one process's losses and norms within {relative:g}, weights within {absolute:g}")
+        sizes = " × ".join(f"{axis} {size}" for axis, size in layout.items() if size > 1) or "one process"
+        print(f"equal: {own.steps} steps on {sizes} give one process's losses and norms within {relative:g}, weights within {absolute:g}")
     else:
         print(f"different: {found}")
     return int(found is not None)
@@ -65,7 +69,9 @@ def size_of(word: str) -> int:
 
 
 def parser() -> Parser:
-    made = Parser(description=__doc__)
+    made = Parser(description=__doc__, allow_abbrev=False)
+    for axis, what in AXES.items():
+        made.add_argument(f"--{axis}", type=positive, metavar="N", help=f"{what} of the layout (default 1)")
     made.add_argument("--steps", type=int, default=5, help="optimizer steps to compare (default 5)")
     made.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     return made

@@ -7,8 +7,10 @@ jsonargparse and yaml are imported on first use: code that only uses a Config do
 import json
 import os
 import re
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 import time
 from collections import deque
@@ -25,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 from megalite.checkout import CONFIGS
 from megalite.config import amounts
 from megalite.config.dims import filling_dp
-from megalite.config.presets import preset
+from megalite.config.presets import preset, presets
 from megalite.config.rule import Mistakes, nearest_name, show
 from megalite.config.rules import check
 from megalite.config.schema import OPTIONS, SECTIONS, SHORT, Config, ConfigError
@@ -414,6 +416,8 @@ def config_file(given: str) -> str:
         return given
     shipped = CONFIGS / f"{given}.yaml"
     if not shipped.is_file():
+        if given in presets():
+            raise ConfigError(f"--config = {given} is a preset, which is the shape of a model alone. Give it with --model.preset {given}.")
         nearest = nearest_name(given, list(shipped_configs()))
         raise ConfigError(f"--config = {given} is neither a file nor a configuration that comes with megalite. Nearest: {nearest}.")
     return str(shipped)
@@ -563,7 +567,10 @@ def build_parser(docs: dict[str, str] | None = None, options: Collection[str] = 
     from jsonargparse import ArgumentParser
 
     short = {option: [f"--{name}"] for name, option in SHORT.items() if not option.startswith(f"{name}.")}  # a section is a name, too
-    parser = ArgumentParser(prog="megalite train", usage=USAGE, exit_on_error=False, add_help=False)
+    usage = textwrap.fill(
+        USAGE, min(shutil.get_terminal_size().columns, 100) - len("usage: "), subsequent_indent=" " * 7, break_on_hyphens=False
+    )
+    parser = ArgumentParser(prog="megalite train", usage=usage, exit_on_error=False, add_help=False)
     if docs is not None:
         what = "YAML file of sections and keys, or a name from --list_configs. Options on the command line override it."
         parser.add_argument("--config", metavar="FILE|NAME", help=what)

@@ -112,8 +112,17 @@ def is_checkpoint(path: str) -> bool:
 
 def can_be_written(directory: Path) -> bool:
     """Whether a directory can be written to or created."""
+    return why_not_written(directory) is None
+
+
+def why_not_written(directory: Path) -> str | None:
+    """What keeps a directory from being written to or created; None: nothing."""
     nearest = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    if not nearest.is_dir():
+        return f"{nearest} is not a directory"
+    if not os.access(nearest, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        return f"{nearest} is read-only for this user"
+    return None
 
 
 def show(value: Any) -> str:

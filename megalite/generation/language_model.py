@@ -15,6 +15,7 @@ cp ranks compute it, each from its own copy of the cache.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import cast
 
@@ -38,12 +39,22 @@ from megalite.parallel.collectives import Work, all_gather, all_reduce, message
 from megalite.parallel.context.gathered import whole
 from megalite.parallel.context.parts import zigzag
 from megalite.parallel.context.rows import Cut
+from megalite.parallel.spec import Rectangle
+from megalite.progress import Report, silent
 
 __all__ = ["LanguageModel", "Sampling"]
 
+READ = 1 << 30  # bytes of weights that are read between two reports of progress
 CHUNK = 512  # tokens whose logits exist at a time when tokens are scored
 
 Rows = Sequence[Sequence[int]]
+
+
+def in_parts(rectangles: Sequence[Rectangle]) -> Iterator[list[Rectangle]]:
+    """Rectangles in groups of about READ bytes: each chunk of a file is checked once for each group that it overlaps."""
+    sizes = accumulate(each.tensor.nbytes for each in rectangles)
+    for _, group in groupby(zip(rectangles, sizes, strict=True), key=lambda pair: (pair[1] - 1) // READ):
+        yield [each for each, _ in group]
 
 
 class LanguageModel:
@@ -55,6 +66,7 @@ class LanguageModel:
         precision: fp32, bf16 or fp64, of the weights and of the computation.
         average: load the moving average of the weights (`train.ema_decay`) in their place.
         mesh: an existing mesh of that layout (`build.make_mesh`).
+        progress: is told how many of this rank's bytes are read.
 
     Raises:
         CheckpointError: the source cannot be read; on every rank, if reading weights fails.
@@ -72,6 +84,7 @@ class LanguageModel:
         precision: str = "fp32",
         average: bool = False,
         mesh: Mesh | None = None,
+        progress: Report = silent,
     ):
         self.source = open_source(name, average)
         self.step = self.source.step
@@ -80,7 +93,12 @@ class LanguageModel:
         self.mesh, self.device = mesh or build.make_mesh(self.config), torch.device(device)
         parts = build.build_parts(self.config, self.mesh, self.device, training=False)
         with raise_on_all_ranks(self.mesh, CheckpointError):
-            self.source.read(parts.to_load())
+            rectangles, done = parts.to_load(), 0
+            total = sum(each.tensor.nbytes for each in rectangles)
+            for part in in_parts(rectangles):
+                progress("reading weights", done, total, "B")
+                self.source.read(part)
+                done += sum(each.tensor.nbytes for each in part)
         parts.store.publish()
         self._stage: Stage = parts.stages[self.mesh.pp.rank]
         for layer in self._stage.layers.values():

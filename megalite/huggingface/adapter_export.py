@@ -32,8 +32,7 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
 
     Raises ConfigError or CheckpointError; the directory gets its name only when it is complete.
     """
-    if target.exists():
-        raise ConversionError(f"{target} exists already. Give another name, or remove it.")
+    directories.check_free(target)
     manifest = checkpoint.manifest_of(directory)
     manifest.check_files()
     model, adapters = model_of(manifest), Adapters(manifest)

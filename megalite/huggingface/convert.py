@@ -278,8 +278,7 @@ def import_model(source: Path, directory: Path, progress: Report = silent, ahead
 
     Raises ConfigError or CheckpointError; the checkpoint is published only when it is complete.
     """
-    if directory.exists():
-        raise ConversionError(f"{directory} exists already. Give another name, or remove it.")
+    directories.check_free(directory)
     _check_no_adapter(source)
     theirs = Source.of(source, ahead)
     check_vocabulary(source, theirs.model.vocabulary)
@@ -345,8 +344,7 @@ def export_model(
     tokenizer: byte, FILE.model or a directory; by default that of the training data, else that of `like`. allow_tokenizer_change: even if
     the weights were trained with another. Raises ConfigError or CheckpointError; the directory gets its name only when it is complete.
     """
-    if target.exists():
-        raise ConversionError(f"{target} exists already. Give another name, or remove it.")
+    directories.check_free(target)
     manifest = source if isinstance(source, Manifest) else checkpoint.manifest_of(source)
     manifest.check_files()
     directory, model = manifest.directory, model_of(manifest)

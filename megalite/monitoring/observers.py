@@ -20,7 +20,7 @@ from megalite.monitoring.observer import Observer
 from megalite.monitoring.phases import PhaseTimes
 from megalite.monitoring.prediction import Outcome
 from megalite.monitoring.rank_times import RankTimes
-from megalite.monitoring.timeline import compare
+from megalite.monitoring.timeline import compare, describe, written
 from megalite.monitoring.timeline_recorder import TimelineRecorder
 from megalite.monitoring.tracing import MemorySnapshot, Tracer
 from megalite.planning.hardware import Device
@@ -33,9 +33,9 @@ class ComparedTimeline(TimelineRecorder):
     """Reports at the end the simulator's prediction for the recorded steps."""
 
     def finish(self) -> list[str]:
-        lines = super().finish()
+        lines, run = super().finish(), self.trainer.run_dir
         try:
-            return [*lines, *(compare(self.trainer.run_dir) if self.summary else ())]
+            return [*lines, *describe(compare(run)), written(run)] if self.summary else lines
         except (ConfigError, OSError) as error:  # the disk is full, or the directory gone: the run itself is done
             return [*lines, f"no comparison with the simulator: {error}"]
 

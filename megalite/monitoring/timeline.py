@@ -11,33 +11,48 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import yaml
 
-from megalite.build import parts as build
-from megalite.clock import ActionTiming
+from megalite.build.plan import schedule as schedule_of
+from megalite.clock import ActionTiming, Transfer
 from megalite.config.load import from_dict
 from megalite.config.schema import ConfigError
-from megalite.mesh import Layout
+from megalite.layout import Layout
 from megalite.monitoring import starts
 from megalite.monitoring.starts import start_of
-from megalite.monitoring.timeline_recorder import RECORDS, Record
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, dependencies
 from megalite.parallel.pipeline.simulator import Span, Timeline, simulate
-from megalite.parallel.sharding.transfers import Transfer
 
-TIMELINE = Path("traces", "timeline.json")
+RECORDS, TIMELINE = Path("traces", "records.json"), Path("traces", "timeline.json")
 PASSES = {Kind.FORWARD: "forward", Kind.BACKWARD: "input_backward", Kind.WEIGHT: "weight_backward"}
 MEASURES = ("bubble_fraction", "bubble_rate")
 MICROSECONDS = 1e6
 
 
-def compare(run_dir: Path) -> list[str]:
-    """Write the timeline of a run's records, and return lines that describe it to the user.
+@dataclass
+class Record:
+    """The record of one rank.
+
+    Attributes:
+        host: equal for ranks that share a clock.
+        clock: its readings after each of the barriers, in seconds.
+        steps: step → its timed actions.
+        transfers: step → the data-parallel transfers that ended in it.
+    """
+
+    host: str
+    clock: list[float] = field(default_factory=list)
+    steps: dict[int, list[ActionTiming]] = field(default_factory=dict)
+    transfers: dict[int, list[Transfer]] = field(default_factory=dict)
+
+
+def compare(run_dir: Path) -> dict[str, Any]:
+    """Write the timeline of a run's records, and return its content.
 
     The run may have been resumed with another layout since then: the one that recorded the steps counts.
 
@@ -50,17 +65,22 @@ def compare(run_dir: Path) -> list[str]:
         raise ConfigError(f"{error.filename}: {error.strerror}. A run writes it if profiling.timeline is set.") from None
     recorded_by = start_of(starts.read(run_dir), min(records[0].steps))
     config = from_dict(options if recorded_by is None else recorded_by.options)
-    layout = build.layout(config)
+    layout = Layout.of(config)
     if layout.world != len(records):
         raise ConfigError(
             f"{run_dir / RECORDS} has records of {len(records)} ranks, and its steps were done again on {layout.world}. "
             f"Record them again with profiling.timeline = true."
         )
-    schedule = build.schedule(config, layout.microbatches)
+    schedule = schedule_of(config, layout.microbatches)
     found, path = timeline(schedule, layout, records), run_dir / TIMELINE
     found["schedule_costs"] = config.parallel.schedule_costs
     path.write_text(json.dumps(found, allow_nan=False), encoding="utf-8")
-    return [*describe(found), f"  {path} (ui.perfetto.dev opens it)"]
+    return found
+
+
+def written(run_dir: Path) -> str:
+    """The line about the file that `compare` has written."""
+    return f"  {run_dir / TIMELINE} (ui.perfetto.dev opens it)"
 
 
 def read_record(found: Mapping[str, Any]) -> Record:

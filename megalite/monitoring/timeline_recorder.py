@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import socket
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -17,33 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megalite.clock import ActionTiming, DeviceClock, HostClock
+from megalite.clock import DeviceClock, HostClock
 from megalite.messages import write_or_say
 from megalite.monitoring.observer import Observer
-from megalite.parallel.sharding.transfers import Transfer
+from megalite.monitoring.timeline import RECORDS, Record
 
 if TYPE_CHECKING:
     from megalite.training.trainer import Trainer
 
 BARRIERS = 5  # readings of each clock: hosts are aligned by the median of their differences
-RECORDS = Path("traces", "records.json")
-
-
-@dataclass
-class Record:
-    """The record of one rank.
-
-    Attributes:
-        host: equal for ranks that share a clock.
-        clock: its readings after each of the barriers, in seconds.
-        steps: step → its timed actions.
-        transfers: step → the data-parallel transfers that ended in it.
-    """
-
-    host: str
-    clock: list[float] = field(default_factory=list)
-    steps: dict[int, list[ActionTiming]] = field(default_factory=dict)
-    transfers: dict[int, list[Transfer]] = field(default_factory=dict)
 
 
 class TimelineRecorder(Observer):

@@ -158,7 +158,10 @@ def test_gathering_of_shared_weights_is_costed_and_drawn(tool, tmp_path):
         ("--pp 4 --sweep microbatches=1,2 --compare --timeline a.svg", "--timeline does not go with --sweep"),
         ("--pp 4 --microbatches 8 --schedule 1f1b --timeline a.gif", "ends in .png or .svg or .html or .json"),
         ("--pp 4 --microbatches 8 --compare --timeline a.json", "ends in .png or .svg or .html."),
-        ("--pp 4 --microbatches 8 --schedule 1f1b --timeline missing/a.svg", "--timeline missing/a.svg: No such file or directory"),
+        (
+            "--pp 4 --microbatches 8 --schedule 1f1b --timeline missing/a.svg",
+            "--timeline: missing/a.svg can not be written: there is no directory missing",
+        ),
         ("--pp 64 --microbatches 512 --schedule 1f1b --timeline a.svg", "--timeline a.svg: 65536 actions are too many"),
         ("--from_run nowhere", "nowhere/traces/timeline.json: No such file"),
         ("--from_run nowhere --pp 4", "--pp does not go with --from_run"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megalite.checkpoint import CheckpointError
 from megalite.checkpoint.manifest import encode
 from megalite.commands.models import config_of, hf_directory, weights_of
 from megalite.commands.parser import as_name, as_path, as_tokenizer
@@ -64,7 +65,8 @@ def test_names_of_weights(names: dict[str, str]):
         **{"directory": "hf:hf", "hf:": "hf:hf", "config.json": "hf:hf", "configuration": "runs/trained"},
         **{"hub": hub, "hf:hub": hub, "run": "runs/trained", "checkpoint": step, "snapshot": hub},
     }
-    assert weights_of("nowhere") == "nowhere", "what opens it says what is wrong"
+    with pytest.raises(CheckpointError, match="nowhere is not a checkpoint"):
+        weights_of("nowhere")
 
 
 def test_names_without_weights_are_refused(names: dict[str, str]):

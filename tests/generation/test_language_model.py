@@ -1,4 +1,4 @@
-"""tools/generating: cached logits and tokens against transformers, under every layout, in batches; draws; and text piece by piece."""
+"""Generation: cached logits and tokens against transformers, under every layout, in batches; draws; and text piece by piece."""
 
 from __future__ import annotations
 

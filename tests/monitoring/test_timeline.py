@@ -14,17 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.clock import ActionMarks, ActionTiming, DeviceClock
+from megalite.clock import ActionMarks, ActionTiming, DeviceClock, Transfer
 from megalite.config.load import from_dict, write_config
 from megalite.config.schema import ConfigError
 from megalite.mesh import Layout
 from megalite.monitoring import starts
 from megalite.monitoring.report.run import read
-from megalite.monitoring.timeline import compare, describe, read_record, timeline
-from megalite.monitoring.timeline_recorder import Record, TimelineRecorder, write
+from megalite.monitoring.timeline import Record, compare, describe, read_record, timeline, written
+from megalite.monitoring.timeline_recorder import TimelineRecorder, write
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Action, Kind
-from megalite.parallel.sharding.transfers import Transfer
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens
@@ -159,7 +158,7 @@ def test_records_are_compared_with_the_layout_that_they_are_of(tmp_path: Path) -
     model = {"preset": "tiny", "vocab_size": 64}
     before = {"model": model, "train": train, "parallel": {"pp": 2, "dp": 1, "schedule_costs": [1.0, 1.0, 1.0, 0.5]}}
     run = resumed(tmp_path, before, {"model": model, "train": train, "parallel": {"pp": 1, "dp": 1}})
-    assert compare(run)[0].startswith("1f1b, steps 3 to 3: bubble_fraction 58.3% measured, 58.3% predicted")
+    assert describe(compare(run))[0].startswith("1f1b, steps 3 to 3: bubble_fraction 58.3% measured, 58.3% predicted")
     found = json.loads((run / "traces" / "timeline.json").read_text())
     assert found["layout"] == {"tp": 1, "pp": 2, "dp": 1, "cp": 1} and found["schedule_costs"] == [1.0, 1.0, 1.0, 0.5]
     assert [read(run).recorded_in(segment) is not None for segment in read(run).segments] == [True, False]
@@ -193,7 +192,7 @@ def fit_quietly(context: RankContext, config: dict[str, Any]) -> str:
 def compared(config: dict[str, Any], directory: Path) -> tuple[str, dict[str, Any]]:
     """What a run that is over says of its records, and its traces/timeline.json."""
     write_config(from_dict(config), directory / "run")
-    lines = compare(directory / "run")
+    lines = [*describe(compare(directory / "run")), written(directory / "run")]
     return "\n".join(lines), json.loads((directory / "run" / "traces" / "timeline.json").read_text())
 
 
@@ -239,14 +238,14 @@ def test_a_run_writes_every_action_of_every_rank(case: Case, prefix: str, ranks:
     assert 0 <= found["predicted"]["bubble_fraction"] < 1 and 0 < found["measured"]["bubble_fraction"] < 1
     assert f"bubble_fraction {found['measured']['bubble_fraction']:.1%} measured" in said and "timeline.json" in said
     assert "steps 2 to 3 are recorded" in printed[0] and not any(printed[1:])
-    written = [json.loads(line)["bubble_fraction"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert len(written) == 4 and all(0 <= bubble < 1 for bubble in written)
+    bubbles = [json.loads(line)["bubble_fraction"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(bubbles) == 4 and all(0 <= bubble < 1 for bubble in bubbles)
     records = [read_record(record) for record in json.loads((tmp_path / "run" / "traces" / "records.json").read_text())]
     for step in (2, 3):
         recorded = [record.steps[step] for record in records]
         busy = sum(one.end - one.start for ran in recorded for one in ran)
         walls = [ran[-1].end - ran[0].start for ran in recorded if any(one.action.stage == 0 for one in ran)]
-        assert written[step - 1] == pytest.approx(max(1 - busy / (2 * sum(walls)), 0))
+        assert bubbles[step - 1] == pytest.approx(max(1 - busy / (2 * sum(walls)), 0))
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -9,8 +9,7 @@ import pytest
 
 from megalite.clock import ActionTiming
 from megalite.mesh import Layout
-from megalite.monitoring.timeline import timeline
-from megalite.monitoring.timeline_recorder import Record
+from megalite.monitoring.timeline import Record, timeline
 from megalite.parallel.pipeline.communication import with_communication
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError

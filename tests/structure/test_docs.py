@@ -1,13 +1,16 @@
-"""Documents: no link leads nowhere."""
+"""Documents, docstrings and comments: no link or path leads nowhere, and no sentence becomes an item of a list."""
 
 from __future__ import annotations
 
+import io
 import re
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.structure.sources import ROOT, relative
+from tests.structure.sources import PROGRAM, ROOT, relative
 
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -40,3 +43,48 @@ def test_dead_links_are_found(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text("# A page\n[one](page.md#a-page) [two](gone.md) [three](#nowhere) `[four](gone)` [five](https://example.org)\n")
     assert dead_links(page) == ["gone.md", "#nowhere"]
+
+
+FOREIGN = {
+    *("_distributed.py", "config_args.py", "modeling_layers.py", "peft.py", "preprocess_data.py", "pretrain_gpt.py"),
+    *("tools/preprocess_data.py", "megalite/FILE"),
+}
+"""Files of other projects that our texts name, and a placeholder."""
+SOURCES = [*PROGRAM, *(path for room in ("tests", "benchmarks", "docs") for path in sorted((ROOT / room).rglob("*.py")))]
+
+
+def texts_in(path: Path) -> Iterator[str]:
+    """The comments, docstrings and other long strings of a Python file."""
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+        if token.type == tokenize.COMMENT or token.string.startswith(('"""', 'r"""')):
+            yield token.string
+
+
+def paths_named(text: str) -> set[str]:
+    """Paths from the top of the repository, and names of Python files."""
+    whole = re.findall(r"(?<![\w/.-])((?:megalite|kernels|tests|tools|benchmarks(?!/results)|configs)/[\w./]*\w)(?![\w*{<-])", text)
+    return {*whole, *re.findall(r"(?<![\w/.-])(\w+\.py)\b", text)}
+
+
+def test_paths_in_the_code_exist():
+    names = {path.name for path in SOURCES} | {path.name for path in ROOT.glob("*.py")}
+    gone = {
+        f"{relative(path)}: {name}"
+        for path in SOURCES
+        for text in texts_in(path)
+        for name in paths_named(text) - FOREIGN
+        if not (ROOT / name).exists() and name not in names
+    }
+    assert gone == set()
+
+
+def test_no_sentence_is_taken_for_an_item_of_a_list():
+    """A number with a dot, or a dash, that begins a line inside a paragraph."""
+    found = []
+    for document in DOCUMENTS:
+        lines = re.sub(r"```.*?```", lambda block: "\n" * block[0].count("\n"), document.read_text(), flags=re.DOTALL).splitlines()
+        for before, line in zip(lines, lines[1:], strict=False):
+            inside = before.strip() and not re.match(r"\s|\d+\. |[-+*] |#|\|", before)
+            if inside and re.match(r"\d+\. |[-+*] ", line):
+                found.append(f"{relative(document)}: {line}")
+    assert found == []

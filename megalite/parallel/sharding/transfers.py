@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from megalite.clock import Clock
+from megalite.clock import Clock, Transfer
 from megalite.parallel.collectives import Pending
-
-
-class Transfer(NamedTuple):
-    """The times of a collective, in seconds as in `clock.ActionTiming`."""
-
-    name: str
-    start: float
-    awaited: float  # from `awaited` to `end` the rank waited for it
-    end: float
 
 
 class TransferLog:
