@@ -109,8 +109,8 @@ class LivePage:
         return document(self.title, parts, ICON)
 
     def _state(self) -> list[Any]:
-        """Tells whether a file has changed since."""
-        found: list[Any] = []
+        """Tells whether a file has changed since, or a run has been silent for another minute."""
+        found: list[Any] = [int(self._silent() // SILENT_S)]
         for name in FILES:
             try:
                 status = (self.directory / name).stat()
@@ -130,11 +130,18 @@ class LivePage:
             body = f"<p>{escape(f'{type(error).__name__}: {error}')}</p>"
         return f'<p class="state">{escape("; ".join(lines))}</p>\n{body}'
 
+    def _silent(self) -> float:
+        """Seconds since the last line of metrics; 0 without any."""
+        try:
+            return max(time() - (self.directory / METRICS).stat().st_mtime, 0.0)
+        except OSError:
+            return 0.0
+
     def _silence(self, run: Run) -> list[str]:
         """A line if a run that is said to run has not written a step for long."""
         if run.summary.get("state") != "running" or not run.steps:
             return []
-        silent = time() - (self.directory / METRICS).stat().st_mtime
+        silent = self._silent()
         if silent < max(SILENT_S, SILENT_STEPS * (run.steps[-1].get("step_time_s") or 0.0)):
             return []
         what = "it may hang (megalite explain), be saving or validating, or have been killed"
