@@ -43,8 +43,6 @@ def write_page(tool: Parser, directories: list[Path], output: Path | None, as_js
             progress("drawing the page")
             if output is not None:
                 write_whole(output, page(found))
-    except ImportError as error:
-        tool.error(f"a report needs the package {error.name}: pip install {error.name}.")
     except ReportError as error:
         tool.error(error)
     except OSError as error:
@@ -54,15 +52,11 @@ def write_page(tool: Parser, directories: list[Path], output: Path | None, as_js
 
 def serve(tool: Parser, options: argparse.Namespace) -> None:
     """Serve the run's page until Ctrl-C."""
-    from importlib.util import find_spec
-
     from megalite.monitoring.report.live import LivePage, LiveServer
 
     if len(options.runs) > 1 or options.output is not None:
         tool.error("--live serves the page of one run and writes no file. Give one directory, without --output.")
     directory = options.runs[0]
-    if find_spec("matplotlib") is None:
-        tool.error("a report needs the package matplotlib: pip install matplotlib.")
     try:
         server = LiveServer(LivePage(directory), options.port)
     except (OSError, OverflowError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
@@ -91,6 +92,23 @@ def test_the_page_follows_the_run_from_before_its_first_step_to_its_end(server, 
     assert stepped.status == 200 and "5.4321" in stepped.read().decode() and stepped.headers["ETag"] != tag
     (directory / "config.yaml").unlink()
     assert "config.yaml can not be read" in ask(server, "/content").read().decode(), "the directory was moved aside"
+
+
+def test_a_run_that_is_silent_is_told_apart_from_one_that_runs(directory, monkeypatch):
+    """A killed run stays "running" in its summary: the page says for how long no step has been written."""
+    now = [1000.0]
+    monkeypatch.setattr(live, "time", lambda: now[0])
+    (directory / "summary.json").write_text('{"state": "running"}')
+    (directory / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 5.0, "tokens": 100, "step_time_s": 20.0}) + "\n")
+    os.utime(directory / "metrics.jsonl", (1000.0, 1000.0))
+    page = LivePage(directory, clock=lambda: now[0])
+    for seconds, silent in ((1.0, False), (150.0, False), (250.0, True)):
+        now[0] = 1000.0 + seconds
+        assert ("no step has been written for 4 min 10 s" in page.content()[0]) == silent, seconds
+        assert "Time left" in page.content()[0]
+    (directory / "summary.json").write_text('{"state": "done"}')
+    now[0] += 60.0
+    assert "no step has been written" not in page.content()[0] and "Time left" not in page.content()[0]
 
 
 def test_a_run_that_changes_all_the_time_is_drawn_a_tenth_of_the_time(directory, monkeypatch):

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.skipif(PROGRAM is None, reason="needs Chromium: apt-get
 
 SIZES, SCHEMES = ((1280, 800), (400, 800)), ("light", "dark")
 OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-CURVES = "[...document.querySelectorAll('.charts svg')].filter(each => each.getBoundingClientRect().width > 200).length"
+CURVES = "[...document.querySelectorAll('.chart canvas')].filter(each => each.getBoundingClientRect().width > 200).length"
+CHART = "[...document.querySelectorAll('.chart')].find(each => each.querySelector('h3').textContent === %s)"
 LIGHT = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0] > 127"
 
 
@@ -60,6 +61,51 @@ def test_a_page_fits_its_window_and_has_its_curves(kind: str, charts: int, opene
             assert opened.problems == []
             if place := os.environ.get("MEGALITE_PICTURES"):
                 opened.picture(Path(place, f"{kind}-{width}-{scheme}.png"))
+
+
+def chart(title: str) -> str:
+    return CHART % json.dumps(title)
+
+
+def point(opened: Browser, title: str, share: float) -> str:
+    """The legend of a chart with the pointer at a share of its width; the values are those under it."""
+    opened.run(f"{chart(title)}.scrollIntoView()")
+    x, y, width, height = opened.run(
+        f"(box => [box.x, box.y, box.width, box.height])({chart(title)}.querySelector('.u-over').getBoundingClientRect())"
+    )
+    opened.call("Input.dispatchMouseEvent", type="mouseMoved", x=x + share * width, y=y + 0.5 * height)
+    legend = f"{chart(title)}.querySelector('.u-legend').textContent"
+    return str(opened.run(f"new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done({legend}))))"))
+
+
+def test_values_are_under_the_pointer_and_steps_are_whole(opened: Browser, addresses: dict[str, str]):
+    opened.open(addresses["report"], 1280, 800, dark=False)
+    assert point(opened, "Loss", 19.2 / 39) == "step20training4validation4.125", "of steps 1 to 40"
+    assert point(opened, "Loss", 30.1 / 39) == "step31training3.45validation4.125", "the last validation before"
+    assert "highest" not in opened.run(f"{chart('Loss')}.innerText")
+    splits = opened.run("[...document.querySelectorAll('.chart')].flatMap(each => each.plot.axes[0]._splits)")
+    assert splits and all(value == int(value) for value in splits), "no half steps"
+
+
+def test_dragging_zooms_and_choices_outlive_a_refresh(opened: Browser, addresses: dict[str, str]):
+    opened.open(addresses["live"], 1280, 800, dark=False)
+    x, y, width = opened.run(
+        f"(box => [box.x, box.y + 50, box.width])({chart('Gradient norm')}.querySelector('.u-over').getBoundingClientRect())"
+    )
+    opened.run(f"scrollTo(0, {y} - 300)")
+    y = opened.run(f"{chart('Gradient norm')}.querySelector('.u-over').getBoundingClientRect().y + 50")
+    for kind, at in (("mouseMoved", 0.25), ("mousePressed", 0.25), ("mouseMoved", 0.4), ("mouseMoved", 0.5), ("mouseReleased", 0.5)):
+        opened.call("Input.dispatchMouseEvent", type=kind, x=x + at * width, y=y, button="left", buttons=1, clickCount=1)
+    scale = f"(({{min, max}}) => [min, max])({chart('Gradient norm')}.plot.scales.x)"
+    low, high = opened.run(scale)
+    first, last = 1, opened.run(f"{chart('Gradient norm')}.plot.data[0].at(-1)")
+    assert first + 0.2 * (last - first) < low < high < first + 0.6 * (last - first)
+    opened.run(f"{chart('Gradient norm')}.querySelector('button').click()")
+    opened.run("(async () => { main.dataset.tag = ''; await refresh(); })()")
+    assert opened.run(scale) == [low, high] and opened.run(f"{chart('Gradient norm')}.querySelector('button').ariaPressed") == "false"
+    opened.run(f"{chart('Gradient norm')}.querySelector('.u-over').dispatchEvent(new MouseEvent('dblclick', {{bubbles: true}}))")
+    assert opened.run(f"new Promise(done => setTimeout(() => done({scale}), 50))") == [first, last]
+    assert opened.problems == []
 
 
 def test_a_live_page_is_refreshed_where_its_reader_is(opened: Browser, addresses: dict[str, str]):

@@ -70,7 +70,8 @@ def test_the_wheel_holds_every_module_and_data_file_and_nothing_else(wheel: Path
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     expected = {
-        *(str(path.relative_to(ROOT)) for kind in ("*.py", "*.yaml", "*.jinja") for path in (ROOT / "megalite").rglob(kind)),
+        *(str(path.relative_to(ROOT)) for kind in ("*.py", "*.yaml", "*.jinja", "*.js") for path in (ROOT / "megalite").rglob(kind)),
+        *(f"megalite/monitoring/report/uplot/{name}" for name in ("LICENSE", "uPlot.min.css")),
         *(str(path.relative_to(ROOT / "kernels")) for kind in ("*.py", "*.yaml", "*.json") for path in (ROOT / "kernels").rglob(kind)),
         *(f"megalite/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")),
     }

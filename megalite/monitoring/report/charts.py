@@ -1,28 +1,24 @@
-"""Curves over steps, tokens or time as SVG, drawn by matplotlib; thinned: a run of a million steps is no larger than one of a thousand."""
+"""Curves over steps, tokens or time as plain data, which charts.js draws with uPlot.
+
+They are thinned: a run of a million steps is no larger than one of a thousand.
+"""
 
 from __future__ import annotations
 
-import io
-import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from math import isfinite
+from typing import Any
 
 import numpy as np
 
 from megalite.monitoring.metrics import SOURCE, VALIDATED
 from megalite.monitoring.report.run import PHASES, Run
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 POINTS = 600  # maximum per curve
-SIZE = (6.2, 2.7)  # inches
-GREY = "#88888c"
+DIGITS, PLACE_DIGITS = 6, 12  # of a value on the page, and of its step, tokens or time
 LONGEST_NAME = 40  # characters
-ROWS = 8  # of a heat map that are labelled
-COLOURS = ("#2a62a8", "#c8691b", "#2f7d4f", "#b03a8c", "#7a4fa3", "#8a7a1f", "#3a8f9c", "#a33a3a")
 
 
 @dataclass(frozen=True)
@@ -35,12 +31,13 @@ class Chart:
     scale: float = 1.0
     logarithmic: bool = False
     from_zero: bool = False
+    whole: bool = False
     over: str = "step"
 
 
 AXES = {"step": ("step", 1.0), "tokens": ("million tokens", 1e-6), "step_time_s": ("minutes of training", 1 / 60)}
 """What a curve is drawn over: key of metrics.jsonl, summed up to a step → name, and what multiplies it."""
-LOSS, LOSS_UNIT = ("loss", "val_loss"), "nats a token (dots: validation)"
+LOSS, LOSS_UNIT = ("loss", "val_loss"), "nats a token"
 COMPARED = (
     Chart("Loss over tokens", LOSS_UNIT, LOSS, over="tokens"),
     Chart("Loss over time", LOSS_UNIT, LOSS, over="step_time_s"),
@@ -51,33 +48,43 @@ CHARTS = (
     Chart("Gradient norm", "before clipping", ("grad_norm",), logarithmic=True),
     Chart("Learning rate", "", ("lr",), from_zero=True),
     Chart("Throughput", "thousand tokens/s, all ranks", ("tokens_per_second",), 1e-3, from_zero=True),
-    Chart("Model FLOPs utilisation", "% of the peak", ("mfu",), 100, from_zero=True),
+    Chart("Model FLOPs utilization", "% of the peak", ("mfu",), 100, from_zero=True),
     Chart("Time of a step", "s", ("step_time_s",), from_zero=True),
     Chart("Bubble", "% of the pipeline's time", ("bubble_fraction",), 100, from_zero=True),
     Chart("Peak memory of rank 0", "GiB", ("peak_memory_bytes",), 2.0**-30, from_zero=True),
     Chart("Load of the fullest expert", "over the mean; of all layers", ("expert_load_peak",), from_zero=True),
-    Chart("Global batch size", "sequences", ("global_batch_size",), from_zero=True),
+    Chart("Global batch size", "sequences", ("global_batch_size",), from_zero=True, whole=True),
     Chart("Loss scale", "", ("loss_scale",), logarithmic=True),
 )
 
 BY_NAME = {VALIDATED: "Validation loss of each set", SOURCE: "Training loss of each member of the data"}
 """What keys of metrics.jsonl that have names in them start with → title of the chart that a run has of them."""
 LOADS = "expert_load_peaks"  # of each mixture
-ONLY_IF_IT_CHANGES = ("loss_scale", "bubble_fraction")
+ONLY_IF_IT_CHANGES = ("loss_scale", "global_batch_size")
 
 
-def charts(runs: Sequence[Run]) -> list[str]:
-    """Every chart that has data, as SVG elements."""
+def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Every chart that has something to show. Each is
+
+    title, unit, over     its name, and those of its axes
+    log, zero, whole      the axis of values is logarithmic, starts at zero, has whole numbers alone
+    whole_over            the other axis has whole numbers alone
+    kind                  lines; stack, in which each line is drawn on top of the one before; heat, a row for each line
+    lines                 name, color (an index), at, values, and of a thinned line low and high; dots: markers, and a dashed line
+    marks                 (place, segment, color) of the beginning of each segment but the first
+    """
     wanted = (CHARTS[0], *COMPARED, *CHARTS[1:]) if len(runs) > 1 else CHARTS
-    made = [_curves(chart, runs) for chart in wanted if any(_changes(run, chart) for run in runs)]
-    by_name = [_by_name(run, prefix, title) for run in runs for prefix, title in BY_NAME.items() if run.names(prefix)]
+    made = [_curves(chart, runs) for chart in wanted if any(_shows(run, chart) for run in runs)]
     made += [_loads(run) for run in runs if any(line.get(LOADS) for line in run.steps)]
-    return [*made, *by_name, *(_phases(run) for run in runs if run.phases)]
+    made += [_by_name(run, prefix, title) for run in runs for prefix, title in BY_NAME.items() if run.names(prefix)]
+    return [*made, *(_phases(run) for run in runs if run.phases)]
 
 
-def _changes(run: Run, chart: Chart) -> bool:
-    """Whether a chart has a curve to show. A constant loss scale, or the bubble of a single stage, is not shown."""
-    values = [value for key in chart.keys for value in run.curve(key)[1]]
+def _shows(run: Run, chart: Chart) -> bool:
+    """Whether a chart has a curve to show: more than a constant loss scale, more than the bubble of a pipeline of one stage."""
+    values = [value for key in chart.keys for value in run.curve(key)[1] if isfinite(value)]
+    if chart.keys[0] == "bubble_fraction" and not any(each.has_pipeline for each in run.segments):
+        return False
     return bool(values) and (chart.keys[0] not in ONLY_IF_IT_CHANGES or len(set(values)) > 1)
 
 
@@ -110,46 +117,54 @@ def _begins(run: Run, over: str = "step") -> list[float]:
     return [scale * values[bisect_left(steps, first)] for first in later]
 
 
-def _mark(axes: Axes, run: Run, over: str = "step", colour: str = GREY) -> None:
-    """A dashed line, with its number, where a segment begins."""
-    for segment, place in zip(run.segments[1:], _begins(run, over), strict=True):
-        axes.axvline(place, color=colour, linestyle="--", linewidth=0.9)
-        where = axes.get_xaxis_transform()  # the height in parts of the axes
-        axes.text(place, 1.0, f" {segment.number}", transform=where, color=colour, fontsize=8, va="top", gid=f"segment {segment.number}")
+def _chart(title: str, unit: str, kind: str, lines: list[dict[str, Any]], runs: Sequence[Run], **options: Any) -> dict[str, Any]:
+    over = options.pop("over", "step")
+    marks = [
+        [rounded(place, PLACE_DIGITS), segment.number, index if len(runs) > 1 else None]
+        for index, run in enumerate(runs)
+        for segment, place in zip(run.segments[1:], _begins(run, over), strict=True)
+    ]
+    facts = {"title": title, "unit": unit, "over": AXES[over][0], "kind": kind, "whole_over": over == "step"}
+    return facts | {"log": False, "zero": False, "whole": False} | options | {"lines": lines, "marks": marks}
 
 
-def _curves(chart: Chart, runs: Sequence[Run]) -> str:
-    def draw(axes: Axes) -> None:
-        for run, colour in zip(runs, _cycled(len(runs)), strict=True):
-            for key in chart.keys:
-                steps, values = run.curve(key)
-                if not steps:
-                    continue
-                begins = [np.nextafter(place, np.inf) for place in _begins(run, chart.over)]
-                at, mean, low, high = thinned(_places(run, chart.over, steps), [value * chart.scale for value in values], begins)
-                style: dict[str, Any] = {"marker": "o", "markersize": 3, "linestyle": "--"} if key == "val_loss" else {}
-                axes.plot(at, mean, color=colour, linewidth=1.3, label=_label(run, key, len(runs)), **style)
-                if len(steps) > len(at):
-                    axes.fill_between(at, low, high, color=colour, alpha=0.18, linewidth=0)
-            _mark(axes, run, chart.over, colour if len(runs) > 1 else GREY)
-        if chart.logarithmic:
-            axes.set_yscale("log")
-            bottom, top = axes.get_ylim()
-            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if top < 10 * bottom else "")  # else they overlap
-        if chart.from_zero:
-            axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
-        if len(axes.get_legend_handles_labels()[1]) > 1:
-            axes.legend(frameon=False, fontsize=8)
-
-    return _svg(chart.title, chart.unit, draw, AXES[chart.over][0])
+def _line(name: str, color: int, at: Sequence[float], values: Sequence[float], begins: Sequence[float] = ()) -> dict[str, Any]:
+    """A curve, thinned: means, and the smallest and largest value where a point stands for several steps."""
+    places, mean, low, high = thinned(at, values, begins)
+    line = {"name": name, "color": color, "at": [rounded(each, PLACE_DIGITS) for each in places]}
+    line["values"] = [rounded(each) for each in mean]
+    if len(at) > len(places):
+        line |= {"low": [rounded(each) for each in low], "high": [rounded(each) for each in high]}
+    return line
 
 
-def _label(run: Run, key: str, runs: int) -> str | None:
-    """A curve's name in the legend; None: it has none. In a comparison the colour names the run, and dots are validations."""
+def rounded(value: float, digits: int = DIGITS) -> float | None:
+    """A number with so many digits; None for one that JSON does not have."""
+    return float(f"{value:.{digits}g}") if isfinite(value) else None
+
+
+def _curves(chart: Chart, runs: Sequence[Run]) -> dict[str, Any]:
+    lines = []
+    for index, run in enumerate(runs):
+        begins = [float(np.nextafter(place, np.inf)) for place in _begins(run, chart.over)]
+        for key in chart.keys:
+            steps, values = run.curve(key)
+            if not steps:
+                continue
+            color = index if len(runs) > 1 else int(key == "val_loss")
+            places = _places(run, chart.over, steps)
+            line = _line(_label(run, key, len(runs)), color, places, [value * chart.scale for value in values], begins)
+            lines.append(line | ({"dots": True} if key == "val_loss" else {}))
+    options = {"log": chart.logarithmic, "zero": chart.from_zero, "whole": chart.whole, "over": chart.over}
+    return _chart(chart.title, chart.unit, "lines", lines, runs, **options)
+
+
+def _label(run: Run, key: str, runs: int) -> str:
+    """A curve's name in the legend: the run's, where there are several."""
+    what = {"val_loss": "validation", "loss": "training"}.get(key, "")
     if runs == 1:
-        return "validation" if key == "val_loss" else "training"
-    return None if key == "val_loss" else _short(run.name)
+        return what or "value"
+    return f"{_short(run.name)}, validation" if key == "val_loss" else _short(run.name)
 
 
 def _short(name: str) -> str:
@@ -165,86 +180,29 @@ def _places(run: Run, over: str, steps: Sequence[int]) -> list[float]:
     return [scale * sums.get(step, 0.0) for step in steps]
 
 
-def _loads(run: Run) -> str:
+def _loads(run: Run) -> dict[str, Any]:
     """The load of the fullest expert of each layer over the steps as a heat map: 1 where all experts are equally loaded."""
-    lines = [line for line in run.steps if line.get(LOADS)]
-    columns = zip(*(line[LOADS] for line in lines), strict=True)
-    found = [thinned([line["step"] for line in lines], column) for column in columns]
-    at, loads = found[0][0], np.array([mean for _, mean, _, _ in found])  # [layers, steps]
-    layers = list(filter(run.config.model.is_mixture, range(run.config.model.num_hidden_layers)))
-
-    def draw(axes: Axes) -> None:
-        half = (at[-1] - at[0]) / max(len(at) - 1, 1) / 2 or 0.5
-        place = (at[0] - half, at[-1] + half, -0.5, len(loads) - 0.5)
-        image = axes.imshow(loads, extent=place, origin="lower", aspect="auto", interpolation="nearest", vmin=1, vmax=max(2.0, loads.max()))
-        axes.set_yticks(range(0, len(loads), -(-len(loads) // ROWS)))
-        axes.yaxis.set_major_formatter(lambda row, _: str(layers[round(row)]))
-        axes.set_axisbelow(True)
-        _mark(axes, run)
-        bar = axes.figure.colorbar(image, ax=axes, pad=0.02)
-        bar.outline.set_visible(False)
-
-    return _svg(f"Load of the fullest expert, over the mean: {_short(run.name)}", "layer", draw)
+    recorded = [line for line in run.steps if line.get(LOADS)]
+    steps, columns = [line["step"] for line in recorded], zip(*(line[LOADS] for line in recorded), strict=True)
+    layers = filter(run.config.model.is_mixture, range(run.config.model.num_hidden_layers))
+    lines = [_line(f"layer {layer}", 0, steps, column, _begins(run)) for layer, column in zip(layers, columns, strict=False)]
+    return _chart(f"Load of the fullest expert, over the mean: {_short(run.name)}", "layer", "heat", lines, [run], whole=True)
 
 
-def _by_name(run: Run, prefix: str, title: str) -> str:
+def _by_name(run: Run, prefix: str, title: str) -> dict[str, Any]:
     """A curve for each name."""
-
-    def draw(axes: Axes) -> None:
-        names = run.names(prefix)
-        for name, colour in zip(names, _cycled(len(names)), strict=True):
-            at, mean, _, _ = thinned(*run.curve(prefix + name))
-            axes.plot(at, mean, color=colour, linewidth=1.3, marker="o" if prefix == VALIDATED else "", markersize=3, label=_short(name))
-        _mark(axes, run)
-        axes.legend(frameon=False, fontsize=8)
-
-    return _svg(f"{title}: {_short(run.name)}", "nats a token", draw)
+    lines = [_line(_short(name), index, *run.curve(prefix + name), _begins(run)) for index, name in enumerate(run.names(prefix))]
+    if prefix == VALIDATED:
+        lines = [line | {"dots": True} for line in lines]
+    return _chart(f"{title}: {_short(run.name)}", "nats a token", "lines", lines, [run])
 
 
-def _phases(run: Run) -> str:
+def _phases(run: Run) -> dict[str, Any]:
     """The phases of a step, stacked."""
-
-    def draw(axes: Axes) -> None:
-        steps, bottom = [line["step"] for line in run.steps], np.zeros(0)
-        for key, colour in zip(run.phases, _cycled(len(run.phases)), strict=True):
-            at, mean, _, _ = thinned(steps, [float(line.get(key) or 0.0) for line in run.steps], _begins(run))
-            bottom = np.zeros_like(mean) if not len(bottom) else bottom
-            name = key.removeprefix(PHASES).removesuffix("_s").replace("_", " ")
-            axes.fill_between(at, bottom, bottom + mean, color=colour, alpha=0.85, linewidth=0, label=name)
-            bottom = bottom + mean
-        axes.set_ylim(bottom=0)
-        _mark(axes, run)
-        axes.legend(frameon=False, fontsize=8, ncols=3)
-
-    return _svg(f"Phases of a step: {_short(run.name)}", "s", draw)
-
-
-def _cycled(count: int) -> list[str]:
-    return [COLOURS[index % len(COLOURS)] for index in range(count)]
-
-
-def _svg(title: str, unit: str, draw: Any, over: str = "step") -> str:
-    """One figure as an SVG element, transparent, in colours for light and dark pages. Text is kept as text, and the hash salt keeps its ids
-    distinct from other figures on the page. Names of runs are no formulas."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    style: dict[Any, Any] = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": title,
-        "font.size": 9,
-        "font.family": "sans-serif",
-        "text.parse_math": False,
-    }
-    with matplotlib.rc_context(style | dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), GREY)):
-        figure = Figure(figsize=SIZE, layout="constrained")
-        axes = figure.add_subplot()
-        draw(axes)
-        axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
-        axes.set_ylabel(unit)
-        axes.set_xlabel(over)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-        written = io.StringIO()
-        figure.savefig(written, format="svg", metadata={"Date": None}, transparent=True)
-    return re.sub(r"^.*?(?=<svg)", "", written.getvalue(), count=1, flags=re.DOTALL)
+    steps = [line["step"] for line in run.steps]
+    lines = []
+    for index, key in enumerate(run.phases):
+        name = key.removeprefix(PHASES).removesuffix("_s").replace("_", " ")
+        line = _line(name, index, steps, [float(each.get(key) or 0.0) for each in run.steps], _begins(run))
+        lines.append({part: value for part, value in line.items() if part not in ("low", "high")})
+    return _chart(f"Phases of a step: {_short(run.name)}", "s", "stack", lines, [run], zero=True)

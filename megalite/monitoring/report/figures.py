@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 from megalite.config.token_files import seen_in_training
@@ -12,6 +13,7 @@ from megalite.monitoring.report.segments import Segment, flattened
 from megalite.monitoring.report.segments import differences as changed_options
 from megalite.progress import duration
 
+RECENT = 20  # steps whose time the remaining ones are expected to take
 MOST_NAMED = 3  # values of a run's segments in one cell
 
 
@@ -30,7 +32,7 @@ OF_A_SEGMENT: dict[str, Callable[[Segment], str]] = {
     "Tokens/s": lambda each: number(each.typical("tokens_per_second"), ",.0f"),
     "TFLOP/s a rank": lambda each: number(each.typical("tflops_per_gpu"), ".3g"),
     "MFU": lambda each: number(each.typical("mfu"), ".1%"),
-    "Bubble": lambda each: number(each.typical("bubble_fraction"), ".1%"),
+    "Bubble": lambda each: number(each.typical("bubble_fraction") if each.has_pipeline else None, ".1%"),
     "Peak memory of rank 0, GiB": lambda each: number(each.highest("peak_memory_bytes"), ".2f", 2.0**-30),
 }
 """What a resume may change → its value in a segment, as text."""
@@ -38,7 +40,7 @@ OF_A_SEGMENT: dict[str, Callable[[Segment], str]] = {
 
 def summary(runs: Sequence[Run]) -> list[list[str]]:
     """The summary table, with a column for each run. A value that differs between segments is given for each: "a → b"."""
-    found = [as_json(run) for run in runs]
+    found, lefts = [as_json(run) for run in runs], [time_left(run) for run in runs]
     names = dict.fromkeys(name for run in runs for name in run.names(VALIDATED))
     last = {name: [next(reversed(run.curve(VALIDATED + name)[1]), None) for run in runs] for name in names}
     sets = [[f"Last validation loss of {name}", *(number(value, ".4f") for value in values)] for name, values in last.items()]
@@ -52,6 +54,7 @@ def summary(runs: Sequence[Run]) -> list[list[str]]:
         ["Steps done, of", *(f"{each['step']:,} of {each['steps']:,}" for each in found)],
         ["Tokens seen", *(f"{each['tokens']:,}" for each in found)],
         ["Time of all steps", *(duration(each["seconds"]) for each in found)],
+        *([["Time left", *("–" if left is None else duration(left) for left in lefts)]] if any(left is not None for left in lefts) else []),
         ["Last loss", *(number(each["loss"], ".4f") for each in found)],
         ["Last validation loss", *(number(each["val_loss"], ".4f") for each in found)],
         ["Best validation loss", *(number(each["best_val_loss"], ".4f") for each in found)],
@@ -74,6 +77,14 @@ def segment_rows(run: Run) -> list[list[str]]:
     options = changed_options([each.start for each in run.segments])
     changed = [[name, *("–" if value is None else str(value) for value in values)] for name, values in options.items()]
     return [["Steps", *(each.steps for each in run.segments)], *rows, *changed]
+
+
+def time_left(run: Run) -> float | None:
+    """Seconds that a running run still needs for its steps, each as long as the last RECENT ones; None if it does not run or has none."""
+    seconds = run.segments[-1].values("step_time_s")[-RECENT:]
+    if run.summary.get("state") != "running" or not seconds:
+        return None
+    return median(seconds) * max(run.config.train.steps - run.steps[-1]["step"], 0)
 
 
 def state(run: Run) -> str:

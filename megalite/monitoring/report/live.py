@@ -19,14 +19,16 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
-from time import monotonic, strftime
+from time import monotonic, strftime, time
 from typing import Any
 
-from megalite.monitoring.report.page import content, document
-from megalite.monitoring.report.run import FILES, ReportError, read
+from megalite.monitoring.report.page import content, document, script
+from megalite.monitoring.report.run import FILES, METRICS, ReportError, Run, read
+from megalite.progress import duration
 
 HOSTS = ("127.0.0.1", "localhost")
 REFRESH_S = 5.0
+SILENT_S, SILENT_STEPS = 60.0, 10  # without a step for so long, in seconds and in times of a step, the page says so
 SHARE = 0.1  # of a core at most, for drawing: the run may need it
 ICON = '<link rel="icon" href="data:,">'  # otherwise browsers ask for /favicon.ico
 SCRIPT = """
@@ -47,6 +49,7 @@ async function refresh() {
     if (answer.status === 200) {
       const text = await answer.text(), before = state(), x = scrollX, y = scrollY;
       main.innerHTML = text;
+      drawAll();
       main.dataset.tag = answer.headers.get("ETag");
       restore(before, x, y);
     }
@@ -57,7 +60,14 @@ async function refresh() {
 }
 setInterval(refresh, REFRESH_MS);
 """.replace("REFRESH_MS", str(int(1000 * REFRESH_S)))
-ALLOWED_SCRIPT = "sha256-" + b64encode(sha256(SCRIPT.encode()).digest()).decode()
+
+
+def whole_script() -> str:
+    """All that the page may run."""
+    return f"{script()}\n{SCRIPT}"
+
+
+ALLOWED_SCRIPT = "sha256-" + b64encode(sha256(whole_script().encode()).digest()).decode()
 HEADERS = {
     "Content-Security-Policy": f"default-src 'none'; script-src '{ALLOWED_SCRIPT}'; style-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -95,12 +105,12 @@ class LivePage:
     def whole(self) -> str:
         """The whole page."""
         body, tag = self.content()
-        parts = f'<main data-tag=\'{tag}\'>\n{body}\n</main>\n<p id="note" role="status"></p>\n<script>{SCRIPT}</script>'
+        parts = f'<main data-tag=\'{tag}\'>\n{body}\n</main>\n<p id="note" role="status"></p>\n<script>{whole_script()}</script>'
         return document(self.title, parts, ICON)
 
     def _state(self) -> list[Any]:
-        """Tells whether a file has changed since."""
-        found: list[Any] = []
+        """Tells whether a file has changed since, or a run has been silent for another minute."""
+        found: list[Any] = [int(self._silent() // SILENT_S)]
         for name in FILES:
             try:
                 status = (self.directory / name).stat()
@@ -110,13 +120,32 @@ class LivePage:
         return found
 
     def _drawn(self) -> str:
+        lines = [f"as of {strftime('%H:%M:%S')}"]
         try:
-            body = content([read(self.directory)])
+            run = read(self.directory)
+            body, lines = content([run]), [*lines, *self._silence(run)]
         except ReportError as error:
             body = f"<p>{escape(str(error))}</p>"
         except Exception as error:  # of files that are being replaced: the next look is better
             body = f"<p>{escape(f'{type(error).__name__}: {error}')}</p>"
-        return f'<p class="state">as of {strftime("%H:%M:%S")}</p>\n{body}'
+        return f'<p class="state">{escape("; ".join(lines))}</p>\n{body}'
+
+    def _silent(self) -> float:
+        """Seconds since the last line of metrics; 0 without any."""
+        try:
+            return max(time() - (self.directory / METRICS).stat().st_mtime, 0.0)
+        except OSError:
+            return 0.0
+
+    def _silence(self, run: Run) -> list[str]:
+        """A line if a run that is said to run has not written a step for long."""
+        if run.summary.get("state") != "running" or not run.steps:
+            return []
+        silent = self._silent()
+        if silent < max(SILENT_S, SILENT_STEPS * (run.steps[-1].get("step_time_s") or 0.0)):
+            return []
+        what = "it may hang (megalite explain), be saving or validating, or have been killed"
+        return [f"no step has been written for {duration(silent)}: {what}"]
 
 
 class LiveServer(ThreadingHTTPServer):

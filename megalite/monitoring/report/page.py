@@ -1,9 +1,12 @@
-"""The report: one self-contained HTML page."""
+"""The report: one self-contained HTML page, with the library that draws its charts (uPlot, MIT, in uplot/) in it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from functools import cache
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -14,6 +17,7 @@ from megalite.monitoring.report.run import Run
 from megalite.monitoring.report.segments import Segment
 from megalite.planning.drawing import timeline as drawing
 
+ROWS = 12  # of a table of values
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark"><title>{title}</title>{head}
@@ -21,7 +25,7 @@ PAGE = """<!doctype html>
   :root {{ --ink: #1d1d1f; --quiet: #55555a; --paper: #fff; --line: #e4e4e8; --code: #f5f5f7; }}
   @media (prefers-color-scheme: dark) {{
     :root {{ --ink: #e8e8ec; --quiet: #a9a9b2; --paper: #17181b; --line: #36373d; --code: #222328; }}
-    .charts svg {{ filter: brightness(1.35); }} .drawing svg {{ filter: invert(1) hue-rotate(180deg); mix-blend-mode: screen; }}
+    .drawing svg {{ filter: invert(1) hue-rotate(180deg); mix-blend-mode: screen; }}
   }}
   body {{ margin: 2rem auto; max-width: 1320px; padding: 0 1rem; font: 15px/1.45 system-ui, sans-serif; }}
   body {{ color: var(--ink); background: var(--paper); }}
@@ -31,11 +35,16 @@ PAGE = """<!doctype html>
   td, th[scope=row] {{ font-variant-numeric: tabular-nums; vertical-align: top; }}
   td {{ max-width: 34rem; overflow-wrap: break-word; }} th[scope=row] {{ font-weight: normal; color: var(--quiet); }}
   .charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 1rem; }}
-  .charts svg {{ width: 100%; height: auto; }}
-  .charts text {{ fill: currentColor; }}
+  .chart {{ min-width: 0; }} .chart h3 {{ display: inline; font-size: 1rem; margin: 0; overflow-wrap: anywhere; }}
+  .chart button {{ float: right; font: inherit; font-size: 12px; color: var(--quiet); background: none; border: 1px solid var(--line); }}
+  .chart button[aria-pressed=true] {{ color: var(--paper); background: var(--quiet); }}
+  .chart details {{ font-size: 13px; color: var(--quiet); }}
+  .u-legend {{ font-size: 13px; text-align: left; }} .u-legend .hidden {{ display: none; }}
+  .u-legend th, .u-legend td {{ border: 0; padding: 0 3px; }}
+  .u-select {{ background: color-mix(in srgb, var(--ink) 12%, transparent); }}
   .wide {{ overflow-x: auto; }} pre {{ background: var(--code); padding: 1rem; overflow-x: auto; font-size: 13px; }}
   summary, p {{ overflow-wrap: anywhere; }} .state {{ color: var(--quiet); }}
-</style></head>
+{library}</style></head>
 <body>
 <h1>{title}</h1>
 {body}
@@ -45,12 +54,23 @@ PAGE = """<!doctype html>
 
 def page(runs: Sequence[Run]) -> str:
     """The whole report of one run, or of several side by side."""
-    return document(" · ".join(run.name for run in runs), content(runs))
+    return document(" · ".join(run.name for run in runs), f"{content(runs)}\n<script>{script()}</script>")
 
 
 def document(title: str, body: str, head: str = "") -> str:
     """A page. title: text; body and head: HTML."""
-    return PAGE.format(title=escape(title), body=body, head=head)
+    return PAGE.format(title=escape(title), body=body, head=head, library=_text("uplot/uPlot.min.css"))
+
+
+def script() -> str:
+    """What draws the charts of a page, after them."""
+    return f"{_text('uplot/uPlot.iife.min.js')}\n{_text('charts.js')}"
+
+
+@cache
+def _text(name: str) -> str:
+    """A file beside this one."""
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
 def content(runs: Sequence[Run]) -> str:
@@ -58,7 +78,7 @@ def content(runs: Sequence[Run]) -> str:
     sections = [
         ("", _table(["", *(run.name for run in runs)], figures.summary(runs))),
         ("Segments", "".join(_segments(run) for run in runs if len(run.segments) > 1)),
-        ("Curves", f'<div class="charts">{"".join(charts(runs))}</div>'),
+        ("Curves", f'<div class="charts">{"".join(map(_chart, charts(runs)))}</div>'),
         ("The pipeline", "".join(_pipeline(run, each) for run in runs for each in run.segments)),
         ("Predicted and measured", "".join(_predictions(run, each) for run in runs for each in run.segments)),
         ("What differs between the configurations", _differences(runs)),
@@ -66,6 +86,30 @@ def content(runs: Sequence[Run]) -> str:
         ("Environment", "".join(_details(run.name, run.environment) for run in runs if run.environment)),
     ]
     return "\n".join(f"<h2>{heading}</h2>\n{content}" if heading else content for heading, content in sections if content)
+
+
+def _chart(chart: dict[str, Any]) -> str:
+    """A chart, which charts.js draws, and some of its values as a table."""
+    data, title = escape(json.dumps(chart, separators=(",", ":")), quote=True), escape(chart["title"])
+    toggle = '<button type="button" aria-pressed="false">log</button>' if chart["kind"] == "lines" and _is_positive(chart) else ""
+    names = [line["name"] for line in chart["lines"]]
+    described = f"{title}: {escape(', '.join(names))} over {chart['over']}"
+    plot = f'<div class="plot" role="img" aria-label="{described}"><noscript>Curves need JavaScript.</noscript></div>'
+    return f'<section class="chart" data-chart="{data}">{toggle}<h3>{title}</h3>{plot}{_values(chart)}</section>'
+
+
+def _is_positive(chart: dict[str, Any]) -> bool:
+    """Whether its values have logarithms."""
+    return all(value > 0 for line in chart["lines"] for value in line["values"] if value is not None)
+
+
+def _values(chart: dict[str, Any]) -> str:
+    """Values of its curves at a few places, the first and the last included."""
+    lines = [dict(zip(line["at"], line["values"], strict=True)) for line in chart["lines"]]
+    places = sorted({place for line in lines for place in line})
+    chosen = [places[round(index * (len(places) - 1) / max(ROWS - 1, 1))] for index in range(ROWS)] if len(places) > ROWS else places
+    rows = [[f"{place:,.6g}", *("–" if (value := line.get(place)) is None else f"{value:,.6g}" for line in lines)] for place in chosen]
+    return f"<details><summary>values</summary>{_table([chart['over'], *(line['name'] for line in chart['lines'])], rows)}</details>"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

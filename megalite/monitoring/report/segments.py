@@ -63,6 +63,11 @@ class Segment:
         except ConfigError:
             return None
 
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether it has several stages, and so a bubble; also where that is not known."""
+        return self.config is None or self.config.parallel.pp > 1
+
     def values(self, key: str) -> list[float]:
         """The numbers under a key of metrics.jsonl."""
         return [float(line[key]) for line in self.lines if isinstance(line.get(key), int | float)]
