@@ -220,7 +220,7 @@ def start(options: argparse.Namespace, wanted: Wanted) -> str:
 
 def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Plan) -> None:
     """Print what was written, and the next commands."""
-    from megalite.config.token_files import prefixes, unused
+    from megalite.config.token_files import prefixes, read_often, unused
     from megalite.planning.context import Rows
     from megalite.planning.explaining import as_json, described
     from megalite.planning.step import Job
@@ -236,7 +236,7 @@ def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Pl
     if options.json:
         sizes = config.data.sequence_length, config.train.global_batch_size, config.train.precision
         job = Job(config.model, wanted.device, *sizes, lora=config.lora, rows=Rows.of(config))
-        print(json.dumps({"written": str(options.output), "plan": as_json(job, plan, {}), "next": steps, "notes": unused(config)}))
+        print(json.dumps({"written": str(options.output), "plan": as_json(job, plan, {}), "next": steps, "notes": unused(config) + read_often(config)}))
         return
     tokens = config.train.global_batch_size * config.data.sequence_length
     length = (
@@ -245,6 +245,6 @@ def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Pl
         else f"{config.train.epochs:g} epoch{'s' * (config.train.epochs != 1)} in steps"
     )
     print(f"{options.output} is written: {described(plan.choice)}; {length} of {tokens:,} tokens.")
-    for line in unused(config):
+    for line in unused(config) + read_often(config):
         print(f"Note: {line}")
     print("Next:", *(f"  {line}" for line in steps), sep="\n")

@@ -79,8 +79,8 @@ def remarks(config: Config) -> list[str]:
 
 
 def unused(config: Config) -> list[str]:
-    """Lines for the user about what is rarely intended: data read many times, held-out data or most of the vocabulary not used."""
-    lines = _repeated(config)
+    """Lines for the user about what a run would leave unused, and rarely by intention: held-out data, and most of the vocabulary."""
+    lines = []
     if config.data.validation is not None and config.validation.interval is None:
         lines.append("data.validation holds out data, and no validation is run: set validation.interval to a number of steps")
     known, size = data_vocab_size(config), config.model.vocab_size
@@ -90,8 +90,8 @@ def unused(config: Config) -> list[str]:
     return lines
 
 
-def _repeated(config: Config) -> list[str]:
-    """A line if the run reads its data many times."""
+def read_often(config: Config) -> list[str]:
+    """A line if a run that is planned would read its data many times. (A run that starts tells the times of each member of a blend.)"""
     if not prefixes(config.data.train) or config.train.epochs is not None:  # the user counts in epochs
         return []
     from megalite.config.samples import DataError, samples_per_epoch  # numpy
