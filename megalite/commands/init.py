@@ -233,10 +233,11 @@ def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Pl
         )
         steps += [f"megalite prepare --input 'corpus/*.txt' {vocabulary} --output {shlex.quote(prefix)}" for prefix in missing]
     steps += [f"megalite train --config {shlex.quote(str(options.output))} --dry_run", start(options, wanted)]
+    notes = unused(config) + read_often(config)
     if options.json:
         sizes = config.data.sequence_length, config.train.global_batch_size, config.train.precision
         job = Job(config.model, wanted.device, *sizes, lora=config.lora, rows=Rows.of(config))
-        print(json.dumps({"written": str(options.output), "plan": as_json(job, plan, {}), "next": steps, "notes": unused(config) + read_often(config)}))
+        print(json.dumps({"written": str(options.output), "plan": as_json(job, plan, {}), "next": steps, "notes": notes}))
         return
     tokens = config.train.global_batch_size * config.data.sequence_length
     length = (
@@ -245,6 +246,6 @@ def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Pl
         else f"{config.train.epochs:g} epoch{'s' * (config.train.epochs != 1)} in steps"
     )
     print(f"{options.output} is written: {described(plan.choice)}; {length} of {tokens:,} tokens.")
-    for line in unused(config) + read_often(config):
+    for line in notes:
         print(f"Note: {line}")
     print("Next:", *(f"  {line}" for line in steps), sep="\n")

@@ -241,3 +241,11 @@ def test_names_and_sharding_of_axolotl_and_torchtune():
     options, _ = judged("torchtune", {"data_parallel_replicate_dim": 2}, 8)
     assert (options["parallel.dp"], options["parallel.dp_shard"]) == (8, 4)
     assert "parallel.dp / 2" in judged("torchtune", {"data_parallel_replicate_dim": 2})[1]["data_parallel_replicate_dim"][1]
+
+
+def test_added_tokens_resize_the_model_and_are_asked_for():
+    words = {"model_name_or_path": "models/llama", "stage": "sft", "finetuning_type": "lora", "template": "llama3", "cutoff_len": 64}
+    found = convert({**words, "resize_vocab": True, "add_tokens": "<a>,<b>"}, project="llama-factory")
+    assert found.options["model.resize_embeddings"] == "mean"
+    assert "set model.resize_embeddings" in {remark.key: remark.why for remark in found.remarks}["add_tokens"]
+    assert "model.resize_embeddings" not in convert({**words, "resize_vocab": False}, project="llama-factory").options

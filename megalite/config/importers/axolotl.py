@@ -176,10 +176,11 @@ TABLE: Table = {
     **each("", "datasets pretraining_dataset", Row(axolotl_data.training, "data.train")),
     "test_datasets": Row(axolotl_data.validation, "data.validation"),
     **each("", "chat_template chat_template_jinja default_system_message", finetuning.TEMPLATE),
+    **each("", "tokens tokens.*", to_do(finetuning.ADDED_TOKENS)),
     **each("special_tokens.", "pad_token unk_token", never("rows are padded without a token")),
     **each(
         "",
-        "special_tokens.* tokens tokens.* added_tokens_overrides.* eot_tokens",
+        "special_tokens.* added_tokens_overrides.* eot_tokens",
         to_do("the tokenizer of model.from_hf decides: change it there"),
     ),
     **each("", "train_on_inputs excess_length_strategy", never("the command that prepares the data has it")),

@@ -42,6 +42,7 @@ HELD_OUT = ("val_set_size", "val_size")
 VALIDATED = ("test_datasets", "eval_dataset")
 QUANTIZED = "weights are not quantized: parallel.zero: 3 and parallel.offload save memory"
 ATTENTION = "one fused attention runs"
+ADDED_TOKENS = "add them to the tokenizer (add_tokens, save_pretrained), prepare the data with it, and set model.resize_embeddings = mean"
 KERNELS = "fused operations are train.kernels"
 OBJECTIVE = "training is on the next token alone: there is no reward, preference or teacher"
 VALIDATION = "there is no validation data yet: set data.validation, and then this"

@@ -101,6 +101,12 @@ def _recompute(value: Any, source: Source) -> Verdict:
     return honoured({"train.recompute": "none" if word(value) == "TRUE" else "full"})
 
 
+def _resize(value: Any, source: Source) -> Verdict:
+    if word(value) != "TRUE":
+        return harmless("it is off")
+    return honoured({"model.resize_embeddings": "mean"}, "new rows are the mean there, with noise")
+
+
 TABLE: Table = {
     **finetuning.TRAINER,
     **BATCH.table(),
@@ -112,11 +118,8 @@ TABLE: Table = {
     ),
     "adapter_name_or_path": sets("lora.init_from"),
     "model_revision": only("MAIN", "fetch that revision, and set model.from_hf to its directory"),
-    **each(
-        "",
-        "resize_vocab add_tokens add_special_tokens new_special_tokens_config",
-        missing("the vocabulary is that of the model: extend it first"),
-    ),
+    "resize_vocab": Row(_resize, "model.resize_embeddings"),
+    **each("", "add_tokens add_special_tokens new_special_tokens_config", to_do(finetuning.ADDED_TOKENS)),
     **each("", "rope_scaling shift_attn mixture_of_depths", missing("the model is used as it is: model.rope_scaling")),
     **each("", "flash_attn use_unsloth* enable_liger_kernel use_kv_cache use_v1_kernels", never(finetuning.KERNELS)),
     "disable_gradient_checkpointing": Row(_recompute, "train.recompute"),
