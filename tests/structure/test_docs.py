@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import tokenize
@@ -54,10 +55,11 @@ SOURCES = [*PROGRAM, *(path for room in ("tests", "benchmarks", "docs") for path
 
 
 def texts_in(path: Path) -> Iterator[str]:
-    """The comments, docstrings and other long strings of a Python file."""
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
-        if token.type == tokenize.COMMENT or token.string.startswith(('"""', 'r"""')):
-            yield token.string
+    """The comments and docstrings of a Python file."""
+    text = path.read_text(encoding="utf-8")
+    yield from (token.string for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type == tokenize.COMMENT)
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    yield from (ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, documented))
 
 
 def paths_named(text: str) -> set[str]:
