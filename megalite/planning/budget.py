@@ -32,6 +32,7 @@ from megalite.parallel.pipeline.schedule import Kind as Pass
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.planning import hardware
 from megalite.planning.activations import Activations, Held
+from megalite.planning.holding import moments_of
 from megalite.planning.keeping import Kind, Option, solve
 from megalite.planning.memory import estimate, settled
 from megalite.planning.operations import Operations
@@ -375,30 +376,28 @@ def _alternatives(group: Group, scores: bool) -> list[Operation]:
 
 
 def _loads(schedule: Schedule, stages: Sequence[Sequence[Held]], tables: int, numbers: Sequence[int]) -> list[_Load]:
-    """The loads of a rank of which no other one covers, given what its stages keep if everything is recomputed. As `memory.Profile`."""
-    place = {number: index for index, number in enumerate(numbers)}
-    full, held, found = [0] * len(stages), tables, dict[tuple[tuple[int, int], ...], int]()
+    """The loads of a rank that no other one covers, given what its stages keep if everything is recomputed. As `memory.Profile`."""
+    found = dict[tuple[tuple[int, int], ...], int]()
 
-    def note(stage: int, first: int, constant: int) -> None:
+    def note(full: Sequence[int], stage: int, first: int, constant: int) -> None:
         key = tuple((count, first if other == stage else 0) for other, count in enumerate(full))
         found[key] = max(found.get(key, 0), constant)
 
-    for action in schedule.compute(schedule.placement[numbers[0]]):
-        stage = place[action.stage]
-        units = stages[stage]
-        if action.kind is Pass.FORWARD:
+    for moment in moments_of(schedule, schedule.placement[numbers[0]]):
+        stage, units = moment.place, stages[moment.place]
+        held = tables
+        for each, count, deferred in zip(stages, moment.held, moment.deferred, strict=True):
+            held += sum(count * (unit.saved + unit.logits) + deferred * (unit.stash + unit.logits_stash) for unit in each)
+        if moment.kind is Pass.FORWARD:
             for index, unit in enumerate(units):
                 held += unit.saved + unit.logits
-                note(stage, index + 1, held + unit.logits_chunk)
-            full[stage] += 1
-        elif action.kind is Pass.BACKWARD:
-            full[stage] -= 1
-            for index, unit in reversed(list(enumerate(units))):
-                note(stage, index, held + unit.recomputed + unit.stash_first + unit.workspace)
-                held += unit.stash - unit.saved + unit.logits_stash - unit.logits
-            note(stage, 0, held)
-        else:
-            held -= sum(unit.stash + unit.logits_stash for unit in units)
+                note(moment.held, stage, index + 1, held + unit.logits_chunk)
+            continue
+        others = [count - (place == stage) for place, count in enumerate(moment.held)]
+        for index, unit in reversed(list(enumerate(units))):
+            note(others, stage, index, held + unit.recomputed + unit.stash_first + unit.workspace)
+            held += unit.stash - unit.saved + unit.logits_stash - unit.logits
+        note(others, stage, 0, held)
     return _uncovered([_Load(constant, key) for key, constant in found.items()])
 
 

@@ -20,6 +20,7 @@ from megalite.config.recomputation import BUDGET
 from megalite.config.schema import Config
 from megalite.parallel.pipeline.schedule import Kind, Schedule
 from megalite.planning.activations import Activations, Held
+from megalite.planning.holding import moments_of
 from megalite.planning.in_flight import channel_bytes, gathered_bytes, message_bytes, open_gradients
 from megalite.planning.orthogonalising import exchange
 from megalite.planning.states import Device, States, Widths, model_states
@@ -161,12 +162,17 @@ class Profile:
     def __init__(self, stages: dict[int, list[Held]], tables: int):
         self.stages = stages
         self.activations = self.logits = self.workspace = self.step = 0
-        self._held, self._logits = tables, 0
+        self._tables, self._held, self._logits = tables, tables, 0
 
     def follow(self, schedule: Schedule, rank: int) -> None:
-        steps = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.WEIGHT: self._weight}
-        for action in schedule.compute(rank):
-            steps[action.kind](self.stages[action.stage])
+        """Note the peaks of a rank, at the passes at which it can hold most."""
+        stages = [self.stages[stage] for stage in schedule.stages_of(rank)]
+        for moment in moments_of(schedule, rank):
+            self._held, self._logits = self._tables, 0
+            for units, held, deferred in zip(stages, moment.held, moment.deferred, strict=True):
+                self._held += sum(held * unit.saved + deferred * unit.stash for unit in units)
+                self._logits += sum(held * unit.logits + deferred * unit.logits_stash for unit in units)
+            (self._forward if moment.kind is Kind.FORWARD else self._backward)(stages[moment.place])
 
     def _note(self, more: int = 0, logits: int = 0, workspace: int = 0) -> None:
         activations, logits = self._held + more, self._logits + logits
@@ -184,7 +190,3 @@ class Profile:
             self._held += unit.stash - unit.saved
             self._logits += unit.logits_stash - unit.logits
         self._note()
-
-    def _weight(self, units: Sequence[Held]) -> None:
-        for unit in units:
-            self._held, self._logits = self._held - unit.stash, self._logits - unit.logits_stash
