@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from megalite.build.plan import staggered_end
 from megalite.config.schema import Config
-from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, chain, channel_of, connection_bytes, receive_before
+from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, Edge, chain, channel_of, connection_bytes, receive_before
 from megalite.parallel.pipeline.gathering import uses
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
 from megalite.parallel.sharding.buckets import BucketLayout
@@ -54,15 +54,15 @@ def _messages(schedule: Schedule, rank: int) -> int:
 
 def channel_bytes(config: Config, schedule: Schedule, rank: int) -> int:
     """Bytes of NCCL's connections to neighbours in the pipeline, allocated at the start: one for each channel and peer."""
-    return _connected(schedule, rank, staggered_end(config))
+    totals = [chain(schedule.ranks), chain(schedule.ranks, down=True)] if staggered_end(config) else []
+    return sum(connection_bytes(each, rank) for each in [_connections(schedule, rank), *totals])
 
 
 @lru_cache(maxsize=4096)
-def _connected(schedule: Schedule, rank: int, staggered: bool) -> int:
+def _connections(schedule: Schedule, rank: int) -> tuple[Edge, ...]:
+    """The edges over which a rank sends and receives in its pipeline."""
     messages = {(channel_of(each, rank), each.peer, each.is_send) for each in schedule.actions[rank] if each.peer is not None}
-    used = [(rank, peer) if sends else (peer, rank) for _, peer, sends in messages]
-    totals = [chain(schedule.ranks), chain(schedule.ranks, down=True)] if staggered else []
-    return sum(connection_bytes(each, rank) for each in [used, *totals])
+    return tuple((rank, peer) if sends else (peer, rank) for _, peer, sends in messages)
 
 
 def gathered_bytes(schedule: Schedule, rank: int, buckets: Sequence[BucketLayout], width: int) -> int:

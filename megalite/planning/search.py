@@ -27,7 +27,7 @@ from megalite.parallel.pipeline.generator import SCHEDULES, chunks_of
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.schedule import Schedule, Unit
 from megalite.planning.bounds import Bounds, followed
-from megalite.planning.budget import decide, fitting
+from megalite.planning.budget import Problem, decision, fitting, problem_of
 from megalite.planning.configuring import USABLE, broken_rule, configured
 from megalite.planning.context import UNEVEN
 from megalite.planning.experts import worst_total
@@ -100,6 +100,7 @@ class Search:
         self.room = USABLE * self.job.device.memory
         self._communicating = lru_cache(maxsize=None)(_communicating)
         self._gathering = lru_cache(maxsize=8)(self._with_gathers)
+        self._problems: dict[Choice, Problem] = {}
         self._too_large: dict[Choice, list[tuple[int, float]]] = {}  # micro-batch sizes and negated recomputed fractions that did not fit
 
     def plans(self) -> list[Plan]:
@@ -158,13 +159,9 @@ class Search:
         is, and rejected, if it does not fit."""
         if shown(choice.recompute) != BUDGET:
             return choice
-        config, device = self._run(choice)
-        limits = int(self.room), choice.gpus, device, self.job.device
-        try:
-            if exact:
-                recompute: str | None = decide(config, *limits, self._carried_out(choice, config)).recompute
-            else:  # without messages, which take little memory and long to place
-                recompute = fitting(config, *limits, self._carried_out(choice, config, messages=False))
+        try:  # a good solution leaves out messages, which take little memory and long to place
+            problem = self._problem(choice, messages=exact)
+            recompute = decision(problem, int(self.room)).recompute if exact else fitting(problem, int(self.room))
         except ConfigError:
             recompute = None
         if recompute is not None:
@@ -172,6 +169,15 @@ class Search:
         self._too_large.setdefault(self._states_of(choice), []).append(self._holds(choice))
         self.rejected = self.rejected or choice
         return choice
+
+    def _problem(self, choice: Choice, messages: bool) -> Problem:
+        """What a choice may recompute. Choices that differ only in ZeRO and offload share all but the bytes that they have for it."""
+        key = replace(choice, zero=0, dp_shard=None, offload="none", offload_parameters=False, recompute="")
+        config, device = self._run(choice)
+        schedule = self._carried_out(choice, config, messages)
+        if key not in self._problems:
+            self._problems[key] = problem_of(config, choice.gpus, device, self.job.device, schedule)
+        return self._problems[key].stored(config, schedule)
 
     @staticmethod
     def _holds(choice: Choice) -> tuple[int, float]:
