@@ -1,4 +1,4 @@
-"""How far a command is: a bar on a terminal, otherwise a line after 5 seconds and then every 10. Only on stderr, and only on rank 0.
+"""How far a command is: a bar on a terminal, otherwise a line after 2 seconds and then every 10. Only on stderr, and only on rank 0.
 
 with Progress() as progress:
     progress("reading", done, total, "B")
@@ -17,7 +17,7 @@ from typing import Any, Protocol, TextIO
 
 from megalite.messages import say
 
-FIRST_S, EVERY_S = 5.0, 10.0  # of the plain lines: from the start of the command, and between them
+FIRST_S, EVERY_S = 2.0, 10.0  # of the plain lines: from the start of the command, and between them
 LOOK_S = 0.5
 BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 

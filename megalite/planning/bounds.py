@@ -270,7 +270,8 @@ class _Order:
         self.drained = [stages[last + 1 :].count(stage) for stage in self.own]
         self.first_backward, self.last_forward, self.last_backward = stages[first], stages[last], stages[-1]
         self.alternates = last > first
-        self.moments = fullest([(kind, self.own.index(stage)) for kind, stage in zip(kinds, stages, strict=True)], len(self.own), recipe.splits)
+        places = [self.own.index(stage) for stage in stages]
+        self.moments = fullest(zip(kinds, places, strict=True), len(self.own), recipe.splits)
 
 
 def followed(choice: Choice, microbatches: int) -> tuple[str, int, int, int | None]:

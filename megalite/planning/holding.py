@@ -1,8 +1,8 @@
 """The passes of a pipeline rank at which its memory can be largest, whatever its stages keep. Imports no torch.
 
-What a rank holds during a pass is a sum over its stages: the number of microbatches between their forward and their backward, times what one
-keeps, and of those whose weight pass is to come, times what that needs. A pass of a stage therefore counts only if no other pass of that
-kind and stage runs with at least as many microbatches held everywhere: a handful of hundreds.
+What a rank holds during a pass is a sum over its stages: the microbatches between their forward and their backward, times what one keeps,
+and those whose weight pass is to come, times what that needs. A pass can therefore be the fullest only if no other pass of its kind and
+stage runs while at least as many microbatches are held everywhere: a handful of hundreds.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 MOST_FOLLOWED = 300_000  # partial choices that are compared, times constraints; more take longer than HiGHS
-GAP = 0.02  # of the cost of recomputation, which is a small part of a step
-MOST_NODES = 1000  # of HiGHS's tree; it needs a few
+GAP = 0.005  # of the cost of recomputation, which is a small part of a step
+MOST_NODES = 50  # of HiGHS's tree; it needs a few, and its best choice until then is taken
 SLACK = 2e-6  # relative, by which HiGHS may miss a constraint: twice its tolerance
 
 
@@ -112,7 +112,7 @@ def _branched(kinds: Sequence[Kind], needs: tuple[int, ...], known: Counts | Non
         constraints=limits,
         integrality=np.ones(len(options)),
         bounds=Bounds(0, np.inf),
-        options={"mip_rel_gap": GAP, "node_limit": MOST_NODES},
+        options={"mip_rel_gap": GAP, "node_limit": MOST_NODES, "presolve": False},  # which takes longer than it saves, and may print
     )
     if found.x is None:
         return known

@@ -100,20 +100,21 @@ class Search:
         self.room = USABLE * self.job.device.memory
         self._communicating = lru_cache(maxsize=None)(_communicating)
         self._gathering = lru_cache(maxsize=8)(self._with_gathers)
+        self.found: dict[Choice, Plan] = {}
         self._problems: dict[Choice, Problem] = {}
         self._too_large: dict[Choice, list[tuple[int, float]]] = {}  # micro-batch sizes and negated recomputed fractions that did not fit
 
     def plans(self) -> list[Plan]:
-        """The fastest plans that fit, fastest first; at most `wanted`."""
-        number, looked_at = count(), count(1)
+        """The fastest plans that fit, fastest first; at most `wanted`. Each is in `found` as soon as it is known."""
+        number = count()
         heap: list[Entry] = [(self.stepper.divided(core), Level.DIVIDED, next(number), core, None) for core in self.cores()]
         kinds = Counter((core.data > 1, len(self._shards(core))) for _, _, _, core, _ in heap)  # all that the number of variants depends on
         examples = {(core.data > 1, len(self._shards(core))): core for _, _, _, core, _ in heap}
         self.considered = sum(count * len(list(self.variants(examples[kind]))) for kind, count in kinds.items())
         heapq.heapify(heap)
-        found: dict[Choice, Plan] = {}
+        found = self.found
         while heap and len(found) < self.wanted:
-            self.progress("searching", next(looked_at), unit="layouts")
+            self.progress("searching", len(found), self.wanted, "plans")
             time, level, _, choice, step = heapq.heappop(heap)
             if level <= Level.VARIED and found.keys() & _families(choice):
                 continue  # a faster one is among the plans
@@ -211,7 +212,9 @@ class Search:
 
     def cores(self) -> Iterator[Choice]:
         """Choices of everything except ZeRO and offload: legal sizes, schedules, micro-batch sizes, recomputation."""
-        for pp in self._sizes("pp", _divisors(self.gpus)):
+        sizes = self._sizes("pp", _divisors(self.gpus))
+        for done, pp in enumerate(sizes):
+            self.progress("listing the legal layouts", done, len(sizes), "pipeline sizes")
             for tp in self._sizes("tp", _divisors(self.gpus // pp)):
                 if "tp" not in self.fixed and self._cuts_nodes(tp):
                     continue
