@@ -14,9 +14,13 @@ proving the last thousandth takes minutes: such programmes are solved by HiGHS, 
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from math import comb
@@ -107,13 +111,14 @@ def _branched(kinds: Sequence[Kind], needs: tuple[int, ...], known: Counts | Non
         taken[row, start:stop] = 1
     costs = np.array([option.cost for option in options])
     limits = LinearConstraint(frees, 1 + SLACK, np.inf), LinearConstraint(taken, -np.inf, [kind.items for kind in kinds])
-    found = milp(
-        costs / max(costs.max(), 1e-30),
-        constraints=limits,
-        integrality=np.ones(len(options)),
-        bounds=Bounds(0, np.inf),
-        options={"mip_rel_gap": GAP, "node_limit": MOST_NODES, "presolve": False},  # which takes longer than it saves, and may print
-    )
+    with _silenced():
+        found = milp(
+            costs / max(costs.max(), 1e-30),
+            constraints=limits,
+            integrality=np.ones(len(options)),
+            bounds=Bounds(0, np.inf),
+            options={"mip_rel_gap": GAP, "node_limit": MOST_NODES, "presolve": False},  # presolving takes longer than it saves
+        )
     if found.x is None:
         return known
     counts = [round(count) for count in found.x]
@@ -124,6 +129,23 @@ def _branched(kinds: Sequence[Kind], needs: tuple[int, ...], known: Counts | Non
     if not frees_enough or (known is not None and sum(map(_cost, kinds, known)) <= sum(map(_cost, kinds, chosen))):
         return known
     return chosen
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """Discard what C code writes to stdout: HiGHS prints a line for debugging, which would end up beside the object of --json."""
+    flush = ctypes.CDLL(None).fflush  # its buffer is written when it is full, or at exit
+    sys.stdout.flush()
+    flush(None)
+    own, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        flush(None)
+        os.dup2(own, 1)
+        os.close(own)
+        os.close(nowhere)
 
 
 class Relaxation:
