@@ -160,7 +160,7 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
     job = Job(base.model, device, *batch, gradient_bytes=gradient_bytes, lora=base.lora, muon=muon, rows=Rows.of(base))
     fixed = {name: getattr(options, name) for name in FIXED if getattr(options, name) is not None}
     search = Search(job, base, options.gpus, fixed, options.plans, progress=progress)
-    plans, complete = found(search)
+    plans, complete = search.until_interrupted()
     progress("explaining")
     walked = explaining.walk(search) if options.explain and complete else []
     content: dict[str, Any] = {"parameters": parameters(base), "gpu": device.name, "gpus": options.gpus, "plans": []}
@@ -187,14 +187,6 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
     content["plans"] = [explaining.as_json(job, plan, its) for plan, its in zip(plans, costs, strict=True)]
     content["explanation"] = [*sentences, *walked]
     return content, text(search, plans, costs[0], [*sentences, *([""] if walked else []), *walked])
-
-
-def found(search: Search) -> tuple[list[Plan], bool]:
-    """The plans of a search, and whether they are all: after Ctrl-C those that it has found, which are the fastest."""
-    try:
-        return search.plans(), True
-    except KeyboardInterrupt:
-        return list(search.found.values()), False
 
 
 def check_alone(base: Config, recompute: str | None) -> None:

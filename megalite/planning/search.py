@@ -129,6 +129,13 @@ class Search:
                 self.rejected = self.rejected or choice
         return list(found.values())
 
+    def until_interrupted(self) -> tuple[list[Plan], bool]:
+        """The plans, and whether they are all: after Ctrl-C those that are found, which are the fastest."""
+        try:
+            return self.plans(), True
+        except KeyboardInterrupt:
+            return list(self.found.values()), False
+
     def _refined(self, time: float, level: Level, choice: Choice) -> Iterator[tuple[float, Level, Choice, StepTime | None]]:
         """What takes the place of an entry that is not complete yet."""
         if level is Level.DIVIDED:
