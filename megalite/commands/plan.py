@@ -5,6 +5,7 @@
     megalite plan … --tokens 15e12 --price_per_hour 2.5 --write run.yaml                       days, dollars, a configuration to run
     megalite plan --calibrate here.yaml                                                  measure this machine; then --gpu here.yaml
 
+Ctrl-C ends the search and prints the plans found so far, which are the fastest; the exit status is then 130.
 Memory is from `megalite.planning.memory`, bubbles are from the simulator; docs/planner.md describes the model and its measured accuracy.
 """
 
@@ -21,6 +22,7 @@ from megalite.commands.parser import Parser, as_name, as_new_file, as_tokens, po
 from megalite.config.load import from_dict
 from megalite.config.recomputation import BUDGET
 from megalite.config.schema import Config, ConfigError
+from megalite.launch.exit_status import ExitStatus
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.planning import explaining
 from megalite.planning.between_nodes import hint
@@ -55,6 +57,8 @@ def main(argv: list[str] | None = None) -> None:
     except (ConfigError, HardwareError, OSError) as error:
         tool.error(error)
     print(json.dumps(content) if options.json else text)
+    if not content["complete"]:
+        raise SystemExit(ExitStatus.INTERRUPTED)
     if not content["plans"]:
         raise SystemExit(1)
 
@@ -159,13 +163,15 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
     job = Job(base.model, device, *batch, gradient_bytes=gradient_bytes, lora=base.lora, muon=muon, rows=Rows.of(base))
     fixed = {name: getattr(options, name) for name in FIXED if getattr(options, name) is not None}
     search = Search(job, base, options.gpus, fixed, options.plans, progress=progress)
-    progress("listing the legal layouts")
-    plans = search.plans()
+    plans, complete = search.until_interrupted()
     progress("explaining")
-    walked = explaining.walk(search) if options.explain else []
+    walked = explaining.walk(search) if options.explain and complete else []
     content: dict[str, Any] = {"parameters": parameters(base), "gpu": device.name, "gpus": options.gpus, "plans": []}
     content |= {"active_parameters": active(base)} if base.model.num_experts else {}
-    content |= {"considered": search.considered, "simulated": search.timed}
+    content |= {"considered": search.considered, "simulated": search.timed, "complete": complete}
+    if not plans and not complete:
+        message = "The search was interrupted before it found a plan."
+        return {**content, "explanation": [message]}, message
     if not plans:
         if not search.considered:
             raise ConfigError(f"No layout is legal: {explaining.illegal(search)}")
@@ -179,6 +185,8 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
     costs = [cost(job, plan, device, options) for plan in plans]
     between = hint(configured(base, plans[0].choice), options.gpus, device.per_node)
     sentences = explaining.winner(search, plans) + ([] if between is None else [f"{between}."])
+    if not complete:
+        sentences.append(f"The search was interrupted: plans after the fastest {len(plans)} are missing.")
     content["plans"] = [explaining.as_json(job, plan, its) for plan, its in zip(plans, costs, strict=True)]
     content["explanation"] = [*sentences, *walked]
     return content, text(search, plans, costs[0], [*sentences, *([""] if walked else []), *walked])

@@ -21,7 +21,8 @@ from megalite.parallel.pipeline.orders import Shape as OrderShape
 from megalite.parallel.pipeline.schedule import Kind as Pass
 from megalite.planning.activations import Activations
 from megalite.planning.configuring import configured
-from megalite.planning.domains import Parameters, domains
+from megalite.planning.domains import Parameters, shares
+from megalite.planning.holding import fullest
 from megalite.planning.keeping import Kind, Option, Relaxation
 from megalite.planning.operations import Passes
 from megalite.planning.pacing import schedule_of
@@ -72,12 +73,13 @@ class Bounds:
 
     def __init__(self, base: Config, stepper: Stepper):
         self.base, self.stepper, self.job = base, stepper, stepper.job
+        self._gradient = Widths.of(base).gradient
         self._units: dict[tuple[object, ...], Activations] = {}
         self._options: dict[tuple[object, ...], tuple[tuple[Option, ...], ...] | None] = {}
         self._known: dict[tuple[object, ...], list[_Rank]] = {}
         self._peaks: dict[tuple[object, ...], float] = {}
         self._kept: dict[tuple[object, ...], tuple[float, Relaxation | None]] = {}
-        self._orders = lru_cache(maxsize=None)(_order)
+        self._orders = lru_cache(maxsize=None)(_Order)
 
     def memory(self, choice: Choice) -> float:
         """Bytes of states and activations; a budget recomputes everything."""
@@ -105,23 +107,21 @@ class Bounds:
         """
         forwards, backwards = [each.forward for each in passes], [each.backward for each in passes]
         if not choice.splits:
-            backwards = [each.total - each.forward for each in passes]
-        count, placed = self.job.microbatches(choice), placement(choice.schedule, choice.pp, choice.asked_stages)
-        own, order = [stage for stage, each in enumerate(placed) if each == rank], self._orders(*followed(choice, count), rank)
-        kinds = [kind for kind, _ in order]
-        first, last = kinds.index(Pass.BACKWARD), len(kinds) - 1 - kinds[::-1].index(Pass.FORWARD)
-        warmup = sum(forwards[own[place]] for _, place in order[:first])
-        work = count * (sum(passes[stage].total for stage in own) + again.get(rank, 0.0))
+            backwards = [each.backward + each.weight for each in passes]
+        count, order = self.job.microbatches(choice), self._orders(*followed(choice, self.job.microbatches(choice)), rank)
+        own, again_here = order.own, again.get(rank, 0.0)
+        warmup = sum(number * forwards[stage] for stage, number in zip(own, order.warmup, strict=True))
+        work = count * (sum(passes[stage].total for stage in own) + again_here)
         start = sum(forwards[: own[0]])
-        begun = max(start + warmup, sum(forwards) + sum(backwards[own[order[first][1]] + 1 :]))
+        begun = max(start + warmup, sum(forwards) + sum(backwards[order.first_backward + 1 :]))
         if self.stepper.in_turn(choice):
             return begun - start + work - warmup
         if choice.splits:  # weight passes may run after the last backward
             return begun + work - warmup
-        drained = sum(backwards[own[place]] + again.get(rank, 0.0) for _, place in order[last + 1 :])
-        returned = sum(forwards[own[order[last][1]] + 1 :]) + sum(backwards) + sum(again.values())
-        ended = begun if last > first else start + warmup  # plus what is between: the last forward
-        return max(begun + work - warmup + sum(backwards[: own[order[-1][1]]]), ended + work - warmup - drained + returned)
+        drained = sum(number * (backwards[stage] + again_here) for stage, number in zip(own, order.drained, strict=True))
+        returned = sum(forwards[order.last_forward + 1 :]) + sum(backwards) + sum(again.values())
+        ended = begun if order.alternates else start + warmup  # plus what is between: the last forward
+        return max(begun + work - warmup + sum(backwards[: order.last_backward]), ended + work - warmup - drained + returned)
 
     def recomputation(self, choice: Choice, room: float) -> dict[int, float]:
         """Pipeline rank → seconds per microbatch that it recomputes at least to need at most `room` bytes; infinite if that is not enough.
@@ -177,19 +177,18 @@ class Bounds:
 
     def _peak(self, choice: Choice, number: int, layers: Sequence[tuple[int, ...]], recompute: str) -> _Peak:
         """The largest load along a rank's list of actions, as `memory.Profile` follows it."""
-        stages = [self._stage(choice, recompute, indices) for indices in layers]
-        held, now, peak = [0] * len(stages), 0.0, _Peak(0.0, ())
-        for kind, place in self._orders(*followed(choice, self.job.microbatches(choice)), number):
-            stage = stages[place]
+        stages, peak = [self._stage(choice, recompute, indices) for indices in layers], _Peak(0.0, ())
+        for kind, place, held, deferred in self._orders(*followed(choice, self.job.microbatches(choice)), number).moments:
+            stage, now = stages[place], 0.0
+            for each, count, waiting in zip(stages, held, deferred, strict=True):
+                now += count * each.saved + waiting * each.stash
             if kind is Pass.FORWARD:
-                now, held[place] = now + stage.saved, held[place] + 1
-                peak = max(peak, _Peak(now, tuple(held)))
-            elif kind is Pass.BACKWARD:
-                peak = max(peak, _Peak(now - stage.saved + stage.largest, tuple(held)))
-                now, held[place] = now - stage.saved + stage.stash, held[place] - 1
-                peak = max(peak, _Peak(now, tuple(held)))
+                more = tuple(count + (place == index) for index, count in enumerate(held))
+                peak = max(peak, _Peak(now + stage.saved, more))
             else:
-                now -= stage.stash
+                peak = max(peak, _Peak(now - stage.saved + stage.largest, held))
+                fewer = tuple(count - (place == index) for index, count in enumerate(held))
+                peak = max(peak, _Peak(now - stage.saved + stage.stash, fewer))
         return peak
 
     def _stage(self, choice: Choice, recompute: str, layers: tuple[int, ...]) -> _Stage:
@@ -203,17 +202,17 @@ class Bounds:
         """Bytes on the device: weights, and of those that are trained gradients, master weights and moments, sharded by the choice's ZeRO
         stage; the gradients that fill until they are reduced, of two layers, or of all whose weight passes are deferred; and the weights of
         two layers that are gathered."""
-        size, width = self.stepper.operations.size, Widths.of(self.base).gradient
+        size, width = self.stepper.operations.size, self._gradient
         master, moments = 0 if size == 4 else 4, 8 if self.job.muon is None else 4
         two = min(2 / rank.layers, 1.0)
         total = 0.0
-        for domain, layers in zip(*(domains(self.job.device, choice, each) for each in (rank.parameters, rank.of_layers)), strict=False):
-            shared = [domain.shard.size if choice.zero >= level else 1 for level in (3, 2, 1)]
-            weights = 0.0 if choice.offload_parameters else size / shared[0]
-            state = (moments + master) / shared[2] if choice.offload == "none" else 0.0
-            total += domain.stored * weights + domain.trained * (width / shared[1] + state)
-            total += layers.trained * width * (1.0 if choice.splits else two) if shared[1] > 1 else 0.0
-            total += layers.stored * size * two if shared[0] > 1 else 0.0
+        for share, whole, layers in zip(shares(choice), rank.parameters.domains, rank.of_layers.domains, strict=False):
+            weights_share, gradients_share, state_share = (share if choice.zero >= level else 1 for level in (3, 2, 1))
+            weights = 0.0 if choice.offload_parameters else size / weights_share
+            state = (moments + master) / state_share if choice.offload == "none" else 0.0
+            total += whole[0] * weights + whole[1] * (width / gradients_share + state)
+            total += layers[1] * width * (1.0 if choice.splits else two) if gradients_share > 1 else 0.0
+            total += layers[0] * size * two if weights_share > 1 else 0.0
         return total
 
     @staticmethod
@@ -247,14 +246,32 @@ class Bounds:
         return self._options[key]
 
 
-def _order(name: str, ranks: int, microbatches: int, virtual_stages: int | None, rank: int) -> list[tuple[Pass, int]]:
-    """The passes of a rank in order, each with the place of its stage on the rank."""
-    recipe, own = RECIPES[name], [stage for stage, each in enumerate(placement(name, ranks, virtual_stages)) if each == rank]
-    if recipe.splits:
-        actions = schedule_of(name, ranks, microbatches, virtual_stages).compute(rank)
-    else:
-        actions = recipe.order(rank, OrderShape(ranks, microbatches, len(own)))
-    return [(action.kind, own.index(action.stage)) for action in actions]
+class _Order:
+    """What bounds need to know of the passes of a rank, in their order.
+
+    Attributes:
+        own: the stages of the rank.
+        warmup, drained: for each of them, the forwards before the first backward, and the backwards after the last forward.
+        first_backward, last_forward, last_backward: the stages of these passes.
+        alternates: whether a forward follows the first backward.
+        moments: at which its memory can be largest.
+    """
+
+    def __init__(self, name: str, ranks: int, microbatches: int, virtual_stages: int | None, rank: int):
+        recipe = RECIPES[name]
+        self.own = [stage for stage, each in enumerate(placement(name, ranks, virtual_stages)) if each == rank]
+        if recipe.splits:
+            actions = schedule_of(name, ranks, microbatches, virtual_stages).compute(rank)
+        else:
+            actions = recipe.order(rank, OrderShape(ranks, microbatches, len(self.own)))
+        kinds, stages = [action.kind for action in actions], [action.stage for action in actions]
+        first, last = kinds.index(Pass.BACKWARD), len(kinds) - 1 - kinds[::-1].index(Pass.FORWARD)
+        self.warmup = [stages[:first].count(stage) for stage in self.own]
+        self.drained = [stages[last + 1 :].count(stage) for stage in self.own]
+        self.first_backward, self.last_forward, self.last_backward = stages[first], stages[last], stages[-1]
+        self.alternates = last > first
+        places = [self.own.index(stage) for stage in stages]
+        self.moments = fullest(zip(kinds, places, strict=True), len(self.own), recipe.splits)
 
 
 def followed(choice: Choice, microbatches: int) -> tuple[str, int, int, int | None]:

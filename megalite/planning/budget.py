@@ -18,6 +18,7 @@ rank computes them a block at a time: both are solved, and the better one is tak
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -30,10 +31,12 @@ from megalite.model.cost.recomputed import Group, Operation, groups
 from megalite.model.parameters import head_unit, layer_count, layers_in
 from megalite.parallel.pipeline.schedule import Kind as Pass
 from megalite.parallel.pipeline.schedule import Schedule
+from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.planning import hardware
 from megalite.planning.activations import Activations, Held
+from megalite.planning.holding import moments_of
 from megalite.planning.keeping import Kind, Option, solve
-from megalite.planning.memory import estimate, settled
+from megalite.planning.memory import Standing, estimate, settled
 from megalite.planning.operations import Operations
 from megalite.planning.recomputing import of_operation
 from megalite.planning.states import Device
@@ -130,18 +133,23 @@ def decide(
     config = _keeping_all(config, world_size)
     costs = costs or _costs(config.profiling.hardware, device)
     if schedule is not None:
-        return _decision(_Problem(config, device, costs, schedule), budget)
+        return decision(Problem(config, device, costs, schedule), budget)
     return _decided(_Asked(f"{config} {costs}", config, costs), budget, device)
 
 
-def fitting(config: Config, budget: int, world_size: int, device: Device, costs: hardware.Device, schedule: Schedule) -> str | None:
+def problem_of(config: Config, world_size: int, device: Device, costs: hardware.Device, schedule: Schedule) -> Problem:
+    """The problem of a configuration; arguments as for `decide`."""
+    return Problem(_keeping_all(config, world_size), device, costs, schedule)
+
+
+def fitting(problem: Problem, budget: int) -> str | None:
     """As `decide`, only train.recompute of a good solution in place of the best one, found fast; None if nothing fits."""
-    problem = _Problem(_keeping_all(config, world_size), device, costs, schedule, exact=False)
     ranks = []
-    for rank in range(config.parallel.pp):
-        ranks.append(problem.rank(rank, budget))
-        if ranks[-1].everything > budget:
+    for rank in range(problem.config.parallel.pp):
+        least, solution = problem.solved(rank, budget, exact=False)
+        if least > budget or solution is None:
             return None
+        ranks.append(solution.modes or {})
     return _modes(problem.config, ranks)
 
 
@@ -164,25 +172,26 @@ def _costs(name: str | None, device: Device) -> hardware.Device:
 @lru_cache(maxsize=8)  # a start asks several times: to check, to build, to print
 def _decided(asked: _Asked, budget: int, device: Device) -> Decision:
     config = asked.config
-    return _decision(_Problem(config, device, asked.costs, plan.schedule(config, ParallelDims.of(config).microbatches)), budget)
+    return decision(Problem(config, device, asked.costs, plan.schedule(config, ParallelDims.of(config).microbatches)), budget)
 
 
-def _decision(problem: _Problem, budget: int) -> Decision:
+def decision(problem: Problem, budget: int) -> Decision:
+    """What `decide` finds. Raises ConfigError as it does."""
     config = problem.config
     ranks = [problem.rank(rank, budget) for rank in range(config.parallel.pp)]
     if max(each.everything for each in ranks) > budget:
         raise ConfigError(_too_small(config, budget, ranks))
-    recompute = _modes(config, ranks)
+    recompute = _modes(config, [each.modes for each in ranks])
     chosen = replace(config, train=replace(config.train, recompute=recompute))
     totals = [each.total for each in estimate(chosen, ParallelDims.of(chosen).world, problem.device, problem.schedule)]
     return Decision(budget, recompute, tuple(replace(each, total=total) for each, total in zip(ranks, totals, strict=True)))
 
 
-def _modes(config: Config, ranks: Sequence[RankDecision]) -> str:
+def _modes(config: Config, ranks: Sequence[dict[int, str]]) -> str:
     """The decisions of all ranks as train.recompute has them."""
     modes: dict[int, str] = {}
     for rank in ranks:
-        modes |= rank.modes
+        modes |= rank
     return written([modes[layer] for layer in range(layer_count(config.model))])
 
 
@@ -231,17 +240,46 @@ class _Layer(NamedTuple):
         return held + (self.place < first)
 
 
-class _Problem:
+class _Programme(NamedTuple):
+    """The integer programme of a rank, apart from the bytes that there are.
+
+    Attributes:
+        least: bytes of the largest load if everything is recomputed.
+        choices: layers that are exchangeable, with what each of them chooses from.
+        needs: for each load, its bytes if nothing is recomputed.
+    """
+
+    least: int
+    layers: list[_Layer]
+    choices: list[tuple[list[_Layer], _Choice]]
+    kinds: list[Kind]
+    needs: list[int]
+
+
+class Problem:
     """The integer programmes of a configuration that keeps everything, one for each pipeline rank."""
 
-    def __init__(self, config: Config, device: Device, costs: hardware.Device, schedule: Schedule, exact: bool = True):
-        self.config, self.device, self.schedule, self.exact = config, device, schedule, exact
+    def __init__(self, config: Config, device: Device, costs: hardware.Device, schedule: Schedule):
+        self.config, self.device, self.schedule = config, device, schedule
         self.units = plan.units_of(config)
         self.splits = Pass.WEIGHT in self.schedule.passes
         self._made: dict[str, Activations] = {}
         self.kept = self._activations("none")
         self.operations = Operations(costs, config.model, config.train.precision, lora=config.lora)
         self._known: dict[tuple[Hashable, bool], list[_Choice]] = {}
+        self._programmes: dict[tuple[int, bool], _Programme] = {}
+        self._buckets: dict[Hashable, list[BucketLayout]] = {}
+        self.besides = Standing(config, schedule, self.kept, self._buckets)
+
+    def stored(self, config: Config, schedule: Schedule) -> Problem:
+        """The problem of a configuration that differs in what ZeRO shards and where states are stored: its programmes are these.
+
+        schedule: has the same passes.
+        """
+        found = copy(self)
+        found.config, found.schedule = _keeping_all(config, ParallelDims.of(self.config).world), schedule
+        found.besides = Standing(found.config, schedule, self.kept, self._buckets)
+        return found
 
     def _activations(self, recompute: str) -> Activations:
         if recompute not in self._made:
@@ -249,22 +287,26 @@ class _Problem:
             self._made[recompute] = Activations(config, self.device, self.splits, config.lora)
         return self._made[recompute]
 
+    def solved(self, rank: int, budget: int, exact: bool = True) -> tuple[int, _Solution | None]:
+        """Bytes that a rank needs if it recomputes everything, and what it recomputes; None if nothing fits."""
+        besides = self.besides.of(rank)
+        room = budget - besides.total
+        scores = sorted({self._has_scores(self._layers(self.schedule.stages_of(rank))), False})
+        programmes = [(each, self._programme(rank, each)) for each in scores]
+        least = besides.total + max(min(each.least for _, each in programmes), besides.exchanging)
+        found = [self._solution(programme, room, each, exact) for each, programme in programmes]
+        return least, min((each for each in found if each is not None), key=lambda each: each.seconds, default=None)
+
     def rank(self, rank: int, budget: int) -> RankDecision:
         """What a rank recomputes; everything if nothing else fits, or even that does not."""
-        world = ParallelDims.of(self.config).world
-        (nothing,) = estimate(self.config, world, self.device, self.schedule, [rank])
-        stages = self.schedule.stages_of(rank)
-        layers = self._layers(stages)
-        room = budget - nothing.states.device - nothing.communication
-        ways = [self._solved(stages, layers, room, scores) for scores in sorted({self._has_scores(layers), False})]
-        least = min(way.least for way in ways)
-        best = min((way for way in ways if way.modes is not None), key=lambda way: way.seconds, default=None)
+        stages, (least, best) = self.schedule.stages_of(rank), self.solved(rank, budget)
+        (nothing,) = estimate(self.config, ParallelDims.of(self.config).world, self.device, self.schedule, [rank])
         return RankDecision(
             rank,
             tuple((stage, range(*self._span(stage))) for stage in stages),
-            {} if best is None or best.modes is None else best.modes,
+            {} if best is None else best.modes,
             0.0 if best is None else best.seconds,
-            nothing.states.device + nothing.communication + max(least, nothing.exchanging),
+            least,
             nothing.total,
         )
 
@@ -294,15 +336,17 @@ class _Problem:
             self._known[key] = [each for each in found if each.options]
         return self._known[key]
 
-    def _solved(self, stages: Sequence[int], layers: Sequence[_Layer], room: int, scores: bool) -> _Solution:
-        """The best choice; `scores`: among those in which every layer recomputes the probabilities of attention a block at a time."""
+    def _programme(self, rank: int, scores: bool) -> _Programme:
+        """The programme of a rank; `scores`: every layer recomputes the probabilities of attention a block at a time."""
+        if (rank, scores) not in self._programmes:
+            self._programmes[rank, scores] = self._posed(self.schedule.stages_of(rank), scores)
+        return self._programmes[rank, scores]
+
+    def _posed(self, stages: Sequence[int], scores: bool) -> _Programme:
         everything = self._activations("+".join(name for name in OPERATIONS if scores or name != "scores"))
-        loads = _loads(self.schedule, [everything.stage(self.units[stage]) for stage in stages], sum(
-            everything.tables(self.units[stage]) for stage in stages), stages)  # fmt: skip
-        least = max((load.constant for load in loads), default=0)
-        if least > room:
-            return _Solution(least, None, 0.0)
-        columns: dict[tuple[object, ...], list[_Layer]] = {}
+        tables = sum(everything.tables(self.units[stage]) for stage in stages)
+        loads = _loads(self.schedule, [everything.stage(self.units[stage]) for stage in stages], tables, stages)
+        layers, columns = self._layers(stages), dict[tuple[object, ...], list[_Layer]]()
         for layer in layers:
             key = self.kept.units.alike(layer.number), *(layer.multiple(load) for load in loads)
             columns.setdefault(key, []).append(layer)
@@ -315,10 +359,15 @@ class _Problem:
             )
             for alike, group in choices
         ]
-        counts = solve(kinds, [load.constant + more - room for load, more in zip(loads, kept, strict=True)], self.exact)
-        if counts is None:
-            return _Solution(least, None, 0.0)
-        return self._written(least, layers, choices, counts, scores)
+        least = max((load.constant for load in loads), default=0)
+        return _Programme(least, layers, choices, kinds, [load.constant + more for load, more in zip(loads, kept, strict=True)])
+
+    def _solution(self, programme: _Programme, room: int, scores: bool, exact: bool) -> _Solution | None:
+        """The best choice within `room` bytes, or a good one unless `exact`; None if nothing fits."""
+        if programme.least > room:
+            return None
+        counts = solve(programme.kinds, [need - room for need in programme.needs], exact)
+        return None if counts is None else self._written(programme, counts, scores)
 
     def _choice(self, group: Group, layer: int, scores: bool) -> _Choice:
         """The alternatives of a group. With `scores`, those that recompute the probabilities, relative to doing only that."""
@@ -332,17 +381,11 @@ class _Problem:
             found = [(names, its_cost - cost, its_freed - freed) for names, its_cost, its_freed in found]
         return _Choice(tuple(found), max((freed for _, _, freed in found), default=0))
 
-    def _written(
-        self,
-        least: int,
-        layers: Sequence[_Layer],
-        choices: Sequence[tuple[list[_Layer], _Choice]],
-        counts: Sequence[tuple[int, ...]],
-        scores: bool,
-    ) -> _Solution:
+    def _written(self, programme: _Programme, counts: Sequence[tuple[int, ...]], scores: bool) -> _Solution:
+        layers = programme.layers
         names: dict[int, set[str]] = {layer.number: {"scores"} if scores else set() for layer in layers}
         seconds = sum(self.operations.attention_again(self.kept.share, layer.number) for layer in layers) if scores else 0.0
-        for (alike, group), taken in zip(choices, counts, strict=True):
+        for (alike, group), taken in zip(programme.choices, counts, strict=True):
             first = 0
             for (operations, cost, _), count in zip(group.options, taken, strict=True):
                 for layer in alike[first : first + count]:
@@ -350,7 +393,7 @@ class _Problem:
                 seconds, first = seconds + count * cost, first + count
         order = list(OPERATIONS)
         modes = {number: "+".join(sorted(found, key=order.index)) or "none" for number, found in names.items()}
-        return _Solution(least, {number: "selective" if mode == "scores" else mode for number, mode in modes.items()}, seconds)
+        return _Solution({number: "selective" if mode == "scores" else mode for number, mode in modes.items()}, seconds)
 
 
 class _Choice(NamedTuple):
@@ -361,10 +404,9 @@ class _Choice(NamedTuple):
 
 
 class _Solution(NamedTuple):
-    """Bytes of the largest load if everything is recomputed; the mode of each layer, None if nothing fits; seconds per microbatch."""
+    """The mode of each layer, and the seconds that they recompute per microbatch."""
 
-    least: int
-    modes: dict[int, str] | None
+    modes: dict[int, str]
     seconds: float
 
 
@@ -375,30 +417,28 @@ def _alternatives(group: Group, scores: bool) -> list[Operation]:
 
 
 def _loads(schedule: Schedule, stages: Sequence[Sequence[Held]], tables: int, numbers: Sequence[int]) -> list[_Load]:
-    """The loads of a rank of which no other one covers, given what its stages keep if everything is recomputed. As `memory.Profile`."""
-    place = {number: index for index, number in enumerate(numbers)}
-    full, held, found = [0] * len(stages), tables, dict[tuple[tuple[int, int], ...], int]()
+    """The loads of a rank that no other one covers, given what its stages keep if everything is recomputed. As `memory.Profile`."""
+    found = dict[tuple[tuple[int, int], ...], int]()
 
-    def note(stage: int, first: int, constant: int) -> None:
+    def note(full: Sequence[int], stage: int, first: int, constant: int) -> None:
         key = tuple((count, first if other == stage else 0) for other, count in enumerate(full))
         found[key] = max(found.get(key, 0), constant)
 
-    for action in schedule.compute(schedule.placement[numbers[0]]):
-        stage = place[action.stage]
-        units = stages[stage]
-        if action.kind is Pass.FORWARD:
+    for moment in moments_of(schedule, schedule.placement[numbers[0]]):
+        stage, units = moment.place, stages[moment.place]
+        held = tables
+        for each, count, deferred in zip(stages, moment.held, moment.deferred, strict=True):
+            held += sum(count * (unit.saved + unit.logits) + deferred * (unit.stash + unit.logits_stash) for unit in each)
+        if moment.kind is Pass.FORWARD:
             for index, unit in enumerate(units):
                 held += unit.saved + unit.logits
-                note(stage, index + 1, held + unit.logits_chunk)
-            full[stage] += 1
-        elif action.kind is Pass.BACKWARD:
-            full[stage] -= 1
-            for index, unit in reversed(list(enumerate(units))):
-                note(stage, index, held + unit.recomputed + unit.stash_first + unit.workspace)
-                held += unit.stash - unit.saved + unit.logits_stash - unit.logits
-            note(stage, 0, held)
-        else:
-            held -= sum(unit.stash + unit.logits_stash for unit in units)
+                note(moment.held, stage, index + 1, held + unit.logits_chunk)
+            continue
+        others = [count - (place == stage) for place, count in enumerate(moment.held)]
+        for index, unit in reversed(list(enumerate(units))):
+            note(others, stage, index, held + unit.recomputed + unit.stash_first + unit.workspace)
+            held += unit.stash - unit.saved + unit.logits_stash - unit.logits
+        note(others, stage, 0, held)
     return _uncovered([_Load(constant, key) for key, constant in found.items()])
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from megalite.model.cost.ahead import joining
 from megalite.model.cost.steps import Elementwise, Lookup, OwnProduct, Product, UnitCost
 from megalite.model.cost.units import Units
 from megalite.planning.hardware import Device
-from megalite.planning.links import Group, group
+from megalite.planning.links import Group, placed
 
 if TYPE_CHECKING:
     from megalite.planning.step import Choice
@@ -23,6 +24,12 @@ class Parameters(NamedTuple):
     trained: float
     expert_stored: float = 0.0
     expert_trained: float = 0.0
+
+    @property
+    def domains(self) -> tuple[tuple[float, float], ...]:
+        """Stored and trained: of dense parameters, and of experts if there are any."""
+        dense = self.stored - self.expert_stored, self.trained - self.expert_trained
+        return (dense, (self.expert_stored, self.expert_trained)) if self.expert_stored else (dense,)
 
     @classmethod
     def of(cls, units: Units, layers: Sequence[int], embedding: bool, head: bool, modules: int = 0) -> Parameters:
@@ -65,12 +72,24 @@ class Domain(NamedTuple):
 def domains(device: Device, choice: Choice, size: Parameters) -> list[Domain]:
     """The domains of a rank's parameters: dense ones over data parallelism, experts over the ranks of a stage that hold the same."""
 
-    def domain(stored: float, trained: float, ranks: int, shard: int, stride: int) -> Domain:
-        sizes = (ranks, stride), (shard, stride), (ranks // shard, stride * shard)
-        return Domain(stored, trained, *(group(device, *each, choice.gpus) for each in sizes))
+    groups = _groups(device.per_node, choice.data, choice.expert_data, *shares(choice), choice.tp, choice.ep, choice.gpus)
+    return [Domain(*sizes, *ranks) for sizes, ranks in zip(size.domains, groups, strict=False)]
 
-    found = [domain(size.stored - size.expert_stored, size.trained - size.expert_trained, choice.data, choice.shard, choice.tp)]
-    if size.expert_stored:
-        shard = max(choice.shard * choice.tp // choice.ep, 1)
-        found.append(domain(size.expert_stored, size.expert_trained, choice.expert_data, shard, choice.ep))
-    return found
+
+def shares(choice: Choice) -> tuple[int, int]:
+    """Ranks over which ZeRO shards dense parameters, and experts."""
+    return choice.shard, max(choice.shard * choice.tp // choice.ep, 1)
+
+
+@lru_cache(maxsize=4096)
+def _groups(
+    per_node: int, data: int, expert_data: int, shard: int, expert_shard: int, tp: int, ep: int, world: int
+) -> tuple[tuple[Group, Group, Group], ...]:
+    """For dense parameters and for experts: the ranks that sum their gradients, a shard group, and those that hold the same shard."""
+
+    def groups(ranks: int, shard: int, stride: int) -> tuple[Group, Group, Group]:
+        sizes = (ranks, stride), (shard, stride), (ranks // shard, stride * shard)
+        first, second, third = (placed(per_node, *each, world) for each in sizes)
+        return first, second, third
+
+    return groups(data, shard, tp), groups(expert_data, expert_shard, ep)

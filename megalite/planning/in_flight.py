@@ -6,10 +6,11 @@ Computed by following a rank's list of actions as the runtime does, so they hold
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from megalite.build.plan import staggered_end
 from megalite.config.schema import Config
-from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, chain, channel_of, connection_bytes, receive_before
+from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, Edge, chain, channel_of, connection_bytes, receive_before
 from megalite.parallel.pipeline.gathering import uses
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
 from megalite.parallel.sharding.buckets import BucketLayout
@@ -21,6 +22,11 @@ NARROW = 2  # bytes of a bf16 element: gradients may be reduced in bf16
 def message_bytes(schedule: Schedule, rank: int, size: int) -> int:
     """Peak bytes of tensors in flight between stages: received ahead of use, sent and not yet known to have arrived, or handed over within
     the rank. Every message has `size` bytes. A received tensor that is in use counts as an activation or as workspace instead."""
+    return _messages(schedule, rank) * size
+
+
+@lru_cache(maxsize=4096)
+def _messages(schedule: Schedule, rank: int) -> int:
     arriving: set[Action] = set()
     handed: set[tuple[Kind, int, int]] = set()  # (pass, stage, microbatch) whose result waits on this rank
     sends: dict[tuple[Kind, int, int], None] = {}
@@ -43,19 +49,26 @@ def message_bytes(schedule: Schedule, rank: int, size: int) -> int:
             if 0 <= stage + step < schedule.stages and schedule.placement[stage + step] == rank:
                 handed.add((kind, stage, microbatch))
         most = max(most, len(arriving) + len(handed) + len(sends))
-    return most * size
+    return most
 
 
 def channel_bytes(config: Config, schedule: Schedule, rank: int) -> int:
     """Bytes of NCCL's connections to neighbours in the pipeline, allocated at the start: one for each channel and peer."""
-    messages = {(channel_of(each, rank), each.peer, each.is_send) for each in schedule.actions[rank] if each.peer is not None}
-    used = [(rank, peer) if sends else (peer, rank) for _, peer, sends in messages]
     totals = [chain(schedule.ranks), chain(schedule.ranks, down=True)] if staggered_end(config) else []
-    return sum(connection_bytes(each, rank) for each in [used, *totals])
+    return sum(connection_bytes(each, rank) for each in [_connections(schedule, rank), *totals])
+
+
+@lru_cache(maxsize=4096)
+def _connections(schedule: Schedule, rank: int) -> tuple[Edge, ...]:
+    """The edges over which a rank sends and receives in its pipeline."""
+    messages = {(channel_of(each, rank), each.peer, each.is_send) for each in schedule.actions[rank] if each.peer is not None}
+    return tuple((rank, peer) if sends else (peer, rank) for _, peer, sends in messages)
 
 
 def gathered_bytes(schedule: Schedule, rank: int, buckets: Sequence[BucketLayout], width: int) -> int:
     """Peak bytes of gathered weights under ZeRO-3: those of the unit that computes and of the next one, which is prefetched."""
+    if not schedule.units:
+        return 0
     announced: list[Action] = []
     whole: set[int] = set()
     most = 0

@@ -1,4 +1,4 @@
-"""Which results to keep: an exact solution of the integer programme that `planning.budget` states. Imports no torch.
+"""Which results to keep: a solution of the integer programme that `planning.budget` states. Imports no torch.
 
 Every kind has a number of equal items (layers), and each item takes one of the kind's options: to keep everything, which costs nothing, or
 an option that costs some time and frees some bytes of every constraint. Wanted is the choice of least cost that frees at least what each
@@ -7,21 +7,33 @@ constraint needs: a covering knapsack with alternatives.
 Kinds are decided one after the other, and after each only those partial choices are followed on that can still become the best: which
 another one does not dominate (at most its cost, and nothing more left to free), and whose lower bound is below the cost of the best choice
 known. The bound is that of the linear relaxation, for each constraint by itself.
+
+That is exact, and fast for a few kinds or constraints. A rank with dozens of virtual stages has hundreds of both, all nearly alike, and
+proving the last thousandth takes minutes: such programmes are solved by HiGHS, to within `GAP` of the least cost.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
+from math import comb
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+MOST_FOLLOWED = 300_000  # partial choices that are compared, times constraints; more take longer than HiGHS
+GAP = 0.005  # of the cost of recomputation, which is a small part of a step
+MOST_NODES = 50  # of HiGHS's tree; it needs a few, and its best choice until then is taken
+SLACK = 2e-6  # relative, by which HiGHS may miss a constraint: twice its tolerance
 
 
 class Option(NamedTuple):
@@ -52,7 +64,8 @@ class _States(NamedTuple):
 
 
 def solve(kinds: Sequence[Kind], needs: Sequence[int], exact: bool = True) -> Counts | None:
-    """The choice of least cost that frees what every constraint needs; None if there is none.
+    """The choice of least cost that frees what every constraint needs, or of a large programme one within `GAP` of it; None if there is
+    none.
 
     exact: False takes a good choice, and is fast.
     """
@@ -68,7 +81,11 @@ def solve(kinds: Sequence[Kind], needs: Sequence[int], exact: bool = True) -> Co
     limit = math.inf if known is None else sum(map(_cost, narrow, known)) * (1 - 1e-12)
     levels = [_States(np.zeros(1), np.array([need], dtype=np.int64), np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))]
     possible: list[list[tuple[int, ...]]] = []
+    followed = 0
     for number, kind in enumerate(narrow):
+        followed += len(levels[-1].costs) * comb(kind.items + len(kind.options), kind.items) * len(need)
+        if followed > MOST_FOLLOWED:
+            return _branched(narrow, need, known)
         possible.append(list(_counts(kind)))
         levels.append(_followed(levels[-1], kind, possible[-1], _Bound(hulls[number + 1 :], len(need)), limit))
     last = levels[-1]
@@ -80,6 +97,55 @@ def solve(kinds: Sequence[Kind], needs: Sequence[int], exact: bool = True) -> Co
         counts.append(choices[level.taken[at]])
         at = level.parents[at]
     return tuple(reversed(counts))
+
+
+def _branched(kinds: Sequence[Kind], needs: tuple[int, ...], known: Counts | None) -> Counts | None:
+    """The choice that HiGHS finds by branch and cut, or the known one if that is better."""
+    from scipy.optimize import Bounds, LinearConstraint, milp  # here: importing it takes a third of a second
+
+    options = [option for kind in kinds for option in kind.options]
+    first = [0, *accumulate(len(kind.options) for kind in kinds)]
+    frees = np.array([[freed / need for freed, need in zip(option.frees, needs, strict=True)] for option in options]).T
+    taken = np.zeros((len(kinds), len(options)))
+    for row, (start, stop) in enumerate(zip(first, first[1:], strict=False)):
+        taken[row, start:stop] = 1
+    costs = np.array([option.cost for option in options])
+    limits = LinearConstraint(frees, 1 + SLACK, np.inf), LinearConstraint(taken, -np.inf, [kind.items for kind in kinds])
+    with _silenced():
+        found = milp(
+            costs / max(costs.max(), 1e-30),
+            constraints=limits,
+            integrality=np.ones(len(options)),
+            bounds=Bounds(0, np.inf),
+            options={"mip_rel_gap": GAP, "node_limit": MOST_NODES, "presolve": False},  # presolving takes longer than it saves
+        )
+    if found.x is None:
+        return known
+    counts = [round(count) for count in found.x]
+    chosen = tuple(tuple(counts[start:stop]) for start, stop in zip(first, first[1:], strict=False))
+    frees_enough = all(
+        sum(count * option.frees[index] for count, option in zip(counts, options, strict=True)) >= need for index, need in enumerate(needs)
+    )
+    if not frees_enough or (known is not None and sum(map(_cost, kinds, known)) <= sum(map(_cost, kinds, chosen))):
+        return known
+    return chosen
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """Discard what C code writes to stdout: HiGHS prints a line for debugging, which would end up beside the object of --json."""
+    flush = ctypes.CDLL(None).fflush  # its buffer is written when it is full, or at exit
+    sys.stdout.flush()
+    flush(None)
+    own, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        flush(None)
+        os.dup2(own, 1)
+        os.close(own)
+        os.close(nowhere)
 
 
 class Relaxation:

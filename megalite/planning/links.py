@@ -35,11 +35,12 @@ def group(device: Device, size: int, stride: int, world: int = 0) -> Group:
         world: number of ranks that consecutive groups of this kind fill. If a node does not hold whole groups, some groups span two nodes,
             and all others wait for them. By default, a group that fits into a node is inside one.
     """
-    return _group(device.per_node, size, stride, world)
+    return placed(device.per_node, size, stride, world)
 
 
 @cache
-def _group(per_node: int, size: int, stride: int, world: int) -> Group:
+def placed(per_node: int, size: int, stride: int, world: int) -> Group:
+    """The same for nodes of `per_node` ranks."""
     if (block := size * stride) <= per_node:
         if world <= per_node or per_node % block == 0:
             return Group(size, size, 1)

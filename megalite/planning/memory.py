@@ -10,16 +10,19 @@ per pipeline rank. See `docs/memory.md` for the formulas and measurements.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalite.build import plan
 from megalite.config.dims import ParallelDims
 from megalite.config.recomputation import BUDGET
 from megalite.config.schema import Config
+from megalite.model.parameters import head_unit, layers_in
 from megalite.parallel.pipeline.schedule import Kind, Schedule
+from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.planning.activations import Activations, Held
+from megalite.planning.holding import moments_of
 from megalite.planning.in_flight import channel_bytes, gathered_bytes, message_bytes, open_gradients
 from megalite.planning.orthogonalising import exchange
 from megalite.planning.states import Device, States, Widths, model_states
@@ -114,9 +117,10 @@ def estimate(
         config = resolved(config, device)
     dims = ParallelDims.of(config)
     schedule = schedule or plan.schedule(config, dims.microbatches)
-    count = dims.stage_ranks
+    activations = Activations(config, device, Kind.WEIGHT in schedule.passes, config.lora)
+    standing, count = Standing(config, schedule, activations), dims.stage_ranks
     wanted = range(dims.pp) if pp_ranks is None else pp_ranks
-    return [_rank(config, schedule, pp_rank, range(pp_rank * count, (pp_rank + 1) * count), device) for pp_rank in wanted]
+    return [_rank(schedule, pp_rank, range(pp_rank * count, (pp_rank + 1) * count), activations, standing) for pp_rank in wanted]
 
 
 def settled(config: Config, world_size: int) -> Config:
@@ -125,30 +129,81 @@ def settled(config: Config, world_size: int) -> Config:
     return replace(config, parallel=replace(config.parallel, partition=plan.partition(config)))
 
 
-def _rank(config: Config, schedule: Schedule, pp_rank: int, ranks: range, device: Device) -> RankMemory:
-    buckets = plan.buckets_of(config, pp_rank)
-    activations = Activations(config, device, Kind.WEIGHT in schedule.passes, config.lora)
-    units = {stage: units for stage, units in plan.units_of(config).items() if schedule.placement[stage] == pp_rank}
+def _rank(schedule: Schedule, pp_rank: int, ranks: range, activations: Activations, standing: Standing) -> RankMemory:
+    units = {stage: standing.units[stage] for stage in schedule.stages_of(pp_rank)}
     tables = sum(map(activations.tables, units.values()))
     profile = Profile({stage: activations.stage(numbers) for stage, numbers in units.items()}, tables)
     profile.follow(schedule, pp_rank)
-    communication = Communication(
-        message_bytes(schedule, pp_rank, activations.message),
-        gathered_bytes(schedule, pp_rank, buckets, Widths.of(config).compute),
-        open_gradients(config, schedule, buckets, device),
-        channel_bytes(config, schedule, pp_rank) if device == "cuda" else 0,
-    )
+    besides = standing.of(pp_rank)
     return RankMemory(
         pp_rank,
         ranks,
-        model_states(config, buckets, pp_rank, device),
+        besides.states,
         profile.activations,
         profile.logits,
         profile.workspace,
         profile.step,
-        communication,
-        exchange(config, buckets).buffers,
+        besides.communicating,
+        besides.exchanging,
     )
+
+
+class Besides(NamedTuple):
+    """What a rank holds besides activations: states, communication buffers, and buffers of Muon's exchange."""
+
+    states: States
+    communicating: Communication
+    exchanging: int
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device during a step."""
+        return self.states.device + self.communicating.total
+
+
+class Standing:
+    """What the pipeline ranks of a settled configuration hold besides activations.
+
+    Ranks with the same ends of the model and alike layers have equal buckets, so these and what follows from them are found once.
+
+    Args:
+        activations: of the configuration; their device is that of the ranks.
+        buckets: those of a configuration that differs in what ZeRO shards and where states are stored, if the caller has them.
+    """
+
+    def __init__(
+        self, config: Config, schedule: Schedule, activations: Activations, buckets: dict[Hashable, list[BucketLayout]] | None = None
+    ):
+        self.config, self.schedule, self.activations = config, schedule, activations
+        self.units = plan.units_of(config)
+        self.buckets: dict[Hashable, list[BucketLayout]] = {} if buckets is None else buckets
+        self._known: dict[Hashable, tuple[States, int, int]] = {}
+
+    def of(self, pp_rank: int) -> Besides:
+        """Those of one rank."""
+        config, schedule, device = self.config, self.schedule, self.activations.device
+        alike = self._alike(pp_rank)
+        if alike not in self.buckets:
+            self.buckets[alike] = plan.buckets_of(config, pp_rank)
+        buckets, key = self.buckets[alike], (alike, pp_rank == config.parallel.pp - 1)
+        if key not in self._known:
+            states = model_states(config, buckets, pp_rank, device)
+            self._known[key] = states, open_gradients(config, schedule, buckets, device), exchange(config, buckets).buffers
+        states, gradients, exchanging = self._known[key]
+        communication = Communication(
+            message_bytes(schedule, pp_rank, self.activations.message),
+            gathered_bytes(schedule, pp_rank, buckets, Widths.of(config).compute),
+            gradients,
+            channel_bytes(config, schedule, pp_rank) if device == "cuda" else 0,
+        )
+        return Besides(states, communication, exchanging)
+
+    def _alike(self, pp_rank: int) -> Hashable:
+        """A key that ranks with equal buckets share."""
+        model, units = self.config.model, self.activations.units
+        own = [unit for stage in self.schedule.stages_of(pp_rank) for unit in self.units[stage]]
+        ends = tuple(unit for unit in own if unit in (0, head_unit(model)))
+        return ends, tuple(units.alike(layer) for unit in own for layer in layers_in(model, unit))
 
 
 class Profile:
@@ -161,12 +216,17 @@ class Profile:
     def __init__(self, stages: dict[int, list[Held]], tables: int):
         self.stages = stages
         self.activations = self.logits = self.workspace = self.step = 0
-        self._held, self._logits = tables, 0
+        self._tables, self._held, self._logits = tables, tables, 0
 
     def follow(self, schedule: Schedule, rank: int) -> None:
-        steps = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.WEIGHT: self._weight}
-        for action in schedule.compute(rank):
-            steps[action.kind](self.stages[action.stage])
+        """Note the peaks of a rank, at the passes at which it can hold most."""
+        stages = [self.stages[stage] for stage in schedule.stages_of(rank)]
+        for moment in moments_of(schedule, rank):
+            self._held, self._logits = self._tables, 0
+            for units, held, deferred in zip(stages, moment.held, moment.deferred, strict=True):
+                self._held += sum(held * unit.saved + deferred * unit.stash for unit in units)
+                self._logits += sum(held * unit.logits + deferred * unit.logits_stash for unit in units)
+            (self._forward if moment.kind is Kind.FORWARD else self._backward)(stages[moment.place])
 
     def _note(self, more: int = 0, logits: int = 0, workspace: int = 0) -> None:
         activations, logits = self._held + more, self._logits + logits
@@ -184,7 +244,3 @@ class Profile:
             self._held += unit.stash - unit.saved
             self._logits += unit.logits_stash - unit.logits
         self._note()
-
-    def _weight(self, units: Sequence[Held]) -> None:
-        for unit in units:
-            self._held, self._logits = self._held - unit.stash, self._logits - unit.logits_stash

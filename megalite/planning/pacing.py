@@ -5,6 +5,8 @@ each further `cycle` of them adds the same time. A step of thousands of microbat
 increments in a row count as settled if they are no less than the busiest rank's work: if they are less, another rank is still the
 bottleneck, and the busiest one becomes it later. Otherwise the sizes grow, up to the whole step, so a schedule that does not settle is
 simulated in full.
+
+One schedule is timed with the durations of many layouts, so what its actions wait for is found once (`_Replay`).
 """
 
 from __future__ import annotations
@@ -15,8 +17,7 @@ from dataclasses import dataclass
 
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.orders import RECIPES
-from megalite.parallel.pipeline.schedule import Schedule
-from megalite.parallel.pipeline.simulator import simulate
+from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, dependencies
 
 SETTLED = 1e-9  # relative difference of two increments that count as equal: sums of floats differ in their last digits
 
@@ -78,10 +79,82 @@ def pace(
     return simulated(microbatches)
 
 
-def _simulated(name: str, ranks: int, microbatches: int, virtual_stages: int | None, *durations: Sequence[float] | float) -> ScheduleTime:
-    found = simulate(schedule_of(name, ranks, microbatches, virtual_stages), *durations)  # type: ignore[arg-type]
-    starts, ends = (tuple(spans[0].start for spans in found.spans), tuple(found.makespan - spans[-1].end for spans in found.spans))
-    return ScheduleTime(found.makespan, found.longest_span, starts, ends, found.busy)
+class _Replay:
+    """The actions of a schedule in an order in which each one follows those that it waits for, to time them as `simulate` does."""
+
+    def __init__(self, schedule: Schedule):
+        self.ranks, self.stages = schedule.ranks, schedule.stages
+        self._ranks, self._slots, self._sources = list[int](), list[int](), list[int]()
+        kinds = list(schedule.passes)
+        self.passes = {(kind, stage): kinds.index(kind) * self.stages + stage for kind in kinds for stage in range(self.stages)}
+        elsewhere = {each: self._elsewhere(schedule, *each) for each in self.passes}
+        todo, at = [schedule.compute(rank) for rank in range(self.ranks)], [0] * self.ranks
+        numbers, waiting = dict[tuple[Kind, int, int], int](), dict[tuple[Kind, int, int], int]()
+        runnable = list(range(self.ranks))
+        while runnable:
+            rank = runnable.pop()
+            for action in todo[rank][at[rank] :]:
+                kind, stage, microbatch = action[:3]
+                source = elsewhere[kind, stage]
+                needed = None if source is None else (*source, microbatch)
+                if needed is not None and needed not in numbers:
+                    waiting[needed] = rank
+                    break
+                self._sources.append(-1 if needed is None else numbers[needed])
+                self._ranks.append(rank)
+                self._slots.append(self.passes[kind, stage])
+                numbers[kind, stage, microbatch] = len(numbers)
+                at[rank] += 1
+                if (kind, stage, microbatch) in waiting:
+                    runnable.append(waiting.pop((kind, stage, microbatch)))
+        self._counts = [
+            [(self.passes[kind, stage], schedule.microbatches) for kind in kinds for stage in schedule.stages_of(rank)]
+            for rank in range(self.ranks)
+        ]
+
+    @staticmethod
+    def _elsewhere(schedule: Schedule, kind: Kind, stage: int) -> tuple[Kind, int] | None:
+        """The input of a pass that another rank computes, if there is one: inputs of its own rank come earlier in its list."""
+        found = [(other.kind, other.stage) for other in dependencies(Action(kind, stage, 0), schedule.stages)]
+        return next((source for source in found if schedule.placement[source[1]] != schedule.placement[stage]), None)
+
+    def time(self, durations: Sequence[float], message: float) -> ScheduleTime:
+        """durations: of each pass, in the order of `passes`."""
+        free, ended = [0.0] * self.ranks, list[float]()
+        starts: list[float | None] = [None] * self.ranks
+        for rank, slot, source in zip(self._ranks, self._slots, self._sources, strict=True):
+            begin = free[rank]
+            if source >= 0 and ended[source] + message > begin:
+                begin = ended[source] + message
+            if starts[rank] is None:
+                starts[rank] = begin
+            free[rank] = end = begin + durations[slot]
+            ended.append(end)
+        first, makespan = tuple(start or 0.0 for start in starts), max(free)
+        busy = tuple(sum(count * durations[slot] for slot, count in own) for own in self._counts)
+        return ScheduleTime(
+            makespan, max(end - start for start, end in zip(first, free, strict=True)), first, tuple(makespan - end for end in free), busy
+        )
+
+
+@functools.lru_cache(maxsize=128)
+def _replay_of(name: str, ranks: int, microbatches: int, virtual_stages: int | None) -> _Replay:
+    return _Replay(schedule_of(name, ranks, microbatches, virtual_stages))
+
+
+def _simulated(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    virtual_stages: int | None,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    weight: Sequence[float],
+    message: float,
+) -> ScheduleTime:
+    if not RECIPES[name].splits:
+        backward, weight = [b + w for b, w in zip(backward, weight, strict=True)], ()
+    return _replay_of(name, ranks, microbatches, virtual_stages).time([*forward, *backward, *weight], message)
 
 
 def _settled(one: ScheduleTime, two: ScheduleTime, three: ScheduleTime) -> bool:

@@ -27,7 +27,7 @@ from megalite.parallel.pipeline.generator import SCHEDULES, chunks_of
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.schedule import Schedule, Unit
 from megalite.planning.bounds import Bounds, followed
-from megalite.planning.budget import decide, fitting
+from megalite.planning.budget import Problem, decision, fitting, problem_of
 from megalite.planning.configuring import USABLE, broken_rule, configured
 from megalite.planning.context import UNEVEN
 from megalite.planning.experts import worst_total
@@ -100,19 +100,21 @@ class Search:
         self.room = USABLE * self.job.device.memory
         self._communicating = lru_cache(maxsize=None)(_communicating)
         self._gathering = lru_cache(maxsize=8)(self._with_gathers)
+        self.found: dict[Choice, Plan] = {}
+        self._problems: dict[Choice, Problem] = {}
         self._too_large: dict[Choice, list[tuple[int, float]]] = {}  # micro-batch sizes and negated recomputed fractions that did not fit
 
     def plans(self) -> list[Plan]:
-        """The fastest plans that fit, fastest first; at most `wanted`."""
-        number, looked_at = count(), count(1)
+        """The fastest plans that fit, fastest first; at most `wanted`. Each is in `found` as soon as it is known."""
+        number = count()
         heap: list[Entry] = [(self.stepper.divided(core), Level.DIVIDED, next(number), core, None) for core in self.cores()]
         kinds = Counter((core.data > 1, len(self._shards(core))) for _, _, _, core, _ in heap)  # all that the number of variants depends on
         examples = {(core.data > 1, len(self._shards(core))): core for _, _, _, core, _ in heap}
         self.considered = sum(count * len(list(self.variants(examples[kind]))) for kind, count in kinds.items())
         heapq.heapify(heap)
-        found: dict[Choice, Plan] = {}
+        found = self.found
         while heap and len(found) < self.wanted:
-            self.progress("searching", next(looked_at), unit="layouts")
+            self.progress("searching", len(found), self.wanted, "plans")
             time, level, _, choice, step = heapq.heappop(heap)
             if level <= Level.VARIED and found.keys() & _families(choice):
                 continue  # a faster one is among the plans
@@ -126,6 +128,13 @@ class Search:
             else:
                 self.rejected = self.rejected or choice
         return list(found.values())
+
+    def until_interrupted(self) -> tuple[list[Plan], bool]:
+        """The plans, and whether they are all: after Ctrl-C those that are found, which are the fastest."""
+        try:
+            return self.plans(), True
+        except KeyboardInterrupt:
+            return list(self.found.values()), False
 
     def _refined(self, time: float, level: Level, choice: Choice) -> Iterator[tuple[float, Level, Choice, StepTime | None]]:
         """What takes the place of an entry that is not complete yet."""
@@ -158,13 +167,9 @@ class Search:
         is, and rejected, if it does not fit."""
         if shown(choice.recompute) != BUDGET:
             return choice
-        config, device = self._run(choice)
-        limits = int(self.room), choice.gpus, device, self.job.device
-        try:
-            if exact:
-                recompute: str | None = decide(config, *limits, self._carried_out(choice, config)).recompute
-            else:  # without messages, which take little memory and long to place
-                recompute = fitting(config, *limits, self._carried_out(choice, config, messages=False))
+        try:  # a good solution leaves out messages, which take little memory and long to place
+            problem = self._problem(choice, messages=exact)
+            recompute = decision(problem, int(self.room)).recompute if exact else fitting(problem, int(self.room))
         except ConfigError:
             recompute = None
         if recompute is not None:
@@ -172,6 +177,15 @@ class Search:
         self._too_large.setdefault(self._states_of(choice), []).append(self._holds(choice))
         self.rejected = self.rejected or choice
         return choice
+
+    def _problem(self, choice: Choice, messages: bool) -> Problem:
+        """What a choice may recompute. Choices that differ only in ZeRO and offload share all but the bytes that they have for it."""
+        key = replace(choice, zero=0, dp_shard=None, offload="none", offload_parameters=False, recompute="")
+        config, device = self._run(choice)
+        schedule = self._carried_out(choice, config, messages)
+        if key not in self._problems:
+            self._problems[key] = problem_of(config, choice.gpus, device, self.job.device, schedule)
+        return self._problems[key].stored(config, schedule)
 
     @staticmethod
     def _holds(choice: Choice) -> tuple[int, float]:
@@ -205,7 +219,9 @@ class Search:
 
     def cores(self) -> Iterator[Choice]:
         """Choices of everything except ZeRO and offload: legal sizes, schedules, micro-batch sizes, recomputation."""
-        for pp in self._sizes("pp", _divisors(self.gpus)):
+        sizes = self._sizes("pp", _divisors(self.gpus))
+        for done, pp in enumerate(sizes):
+            self.progress("listing the legal layouts", done, len(sizes), "pipeline sizes")
             for tp in self._sizes("tp", _divisors(self.gpus // pp)):
                 if "tp" not in self.fixed and self._cuts_nodes(tp):
                     continue

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 from megalite.config.dims import equal_part
 from megalite.config.optimizers import MuonConfig
@@ -156,6 +157,13 @@ def recomputed_share(recompute: str) -> float:
     return 1 / int(recompute.removeprefix("every-")) if recompute.startswith("every-") else 0.0
 
 
+class _Left(NamedTuple):
+    """Seconds of a rank's gradient reduction after its last backward, and of its weights' gathering at the start of its first forward."""
+
+    gradients: float
+    weights: float
+
+
 class Stepper:
     """Predicts steps of one job. Results that several choices share are cached."""
 
@@ -181,8 +189,7 @@ class Stepper:
         """The time of one step under a choice, which is not validated."""
         passes, sizes, _ = self.stages(choice)
         passes, waits = self._with_data(choice, passes, sizes)
-        slow, message = self.slow(choice), self._message(choice)
-        blocking = 0.0 if self.job.software.hides_messages and not self.device.cpu else message
+        slow, message, blocking = self.slow(choice), self._message(choice), self._blocking(choice)
         timed = self._pace(
             choice.schedule,
             choice.pp,
@@ -211,11 +218,24 @@ class Stepper:
         return [(own[kinds.index(kind)], kinds.count(kind)) for kind in dict.fromkeys(kinds)]
 
     def least(self, choice: Choice, pipeline: float = 0.0) -> float:
-        """A lower bound of the step time: that of the pipeline (`filled`, or `pipeline` if that is larger), then the optimizer."""
+        """A lower bound of the step time: that of the pipeline (`filled`, or `pipeline` if that is larger), then what no rank can hide of
+        gradients and weights, and the optimizer. Exact with one pipeline rank and without recomputation."""
         _, sizes, _ = self.stages(choice)
         plain = replace(choice, offload="none")
         filled = self.filled(plain if choice.zero >= 2 else replace(plain, zero=0, dp_shard=None))
-        return max(filled, pipeline) + self._optimizer(choice, self.held(choice, sizes))
+        passes, held = self.slowed(choice), self.held(choice, sizes)
+        least, weights, slow = max(filled, pipeline), 0.0, self.slow(choice)
+        busy = self._by_rank(choice, [each.total for each in passes])
+        between = self._message(choice) + self._blocking(choice)
+        before = [0.0, *accumulate(slow * each.forward + between for each in passes)]  # a rank's first pass waits for these
+        hides, own = self._hides, placement(choice.schedule, choice.pp, choice.asked_stages)
+        ended = least
+        for rank, left in enumerate(self._left(choice, passes, held)):
+            first = before[own.index(rank)]
+            alone = least if self.in_turn(choice) else first + slow * self.job.microbatches(choice) * busy[rank]
+            ended = max(ended, alone + left.gradients)
+            weights = max(weights, left.weights - (first if hides else 0.0))
+        return ended + self._tied(choice) + weights + self._optimizer(choice, held)
 
     def slowed(self, choice: Choice) -> list[Passes]:
         """The passes of each stage, with the communication of ZeRO-2 and 3 that they wait for."""
@@ -308,6 +328,10 @@ class Stepper:
             return fabric.send(size / tp, choice.gpus) + fabric.half(size, group(self.device, tp, 1))
         return fabric.send(size / (tp if choice.sequence_parallel else 1), choice.gpus)
 
+    def _blocking(self, choice: Choice) -> float:
+        """Seconds that a pass waits until its result is sent."""
+        return 0.0 if self.job.software.hides_messages and not self.device.cpu else self._message(choice)
+
     # --- data parallelism --------------------------------------------------------------------------------------------------
 
     def _with_data(self, choice: Choice, passes: list[Passes], sizes: list[Parameters]) -> tuple[list[Passes], list[float]]:
@@ -377,18 +401,28 @@ class Stepper:
         Reductions overlap with the last microbatch's backward and gathering with the next step's first forward, but for the unit that is
         reduced last and needed first: the embedding or a layer. A rank that ends before the last one has that much more time.
         """
-        ends = self._ends(choice, held)
+        gradients = weights = 0.0
+        for rank, left in enumerate(self._left(choice, passes, held)):
+            gradients = max(gradients, left.gradients - (0.0 if self.in_turn(choice) else timed.ends[rank]))
+            weights = max(weights, left.weights - (timed.starts[rank] if self._hides else 0.0))
+        return gradients + self._tied(choice), weights
+
+    @property
+    def _hides(self) -> bool:
+        return self.job.software.hides_gradients and not self.device.cpu
+
+    def _left(self, choice: Choice, passes: list[Passes], held: list[Parameters]) -> list[_Left]:
+        """For each rank, what its own last backward and first forward do not hide."""
+        ends, found = self._ends(choice, held), []
         backward = self._by_rank(choice, [each.backward + each.weight for each in passes])
         forward = self._by_rank(choice, [each.forward for each in passes])
-        hides = self.job.software.hides_gradients and not self.device.cpu
-        gradients = weights = 0.0
-        for rank in range(choice.pp):
-            reduce, gather = self._reduction(choice, held[rank])
-            window, ahead = (backward[rank], forward[rank] + timed.starts[rank]) if hides else (0.0, 0.0)
-            left = max(self._beside(window, reduce) - window, reduce * ends[rank])
-            gradients = max(gradients, left - (0.0 if self.in_turn(choice) else timed.ends[rank]))
-            weights = max(weights, gather - ahead, gather * ends[rank] - (timed.starts[rank] if hides else 0.0))
-        return gradients + self._tied(choice), weights
+        times = {size: self._reduction(choice, size) for size in dict.fromkeys(held)}
+        for rank, size in enumerate(held):
+            reduce, gather = times[size]
+            window, ahead = (backward[rank], forward[rank]) if self._hides else (0.0, 0.0)
+            gradients = max(self._beside(window, reduce) - window, reduce * ends[rank])
+            found.append(_Left(gradients, max(gather - ahead, gather * ends[rank])))
+        return found
 
     def _ends(self, choice: Choice, held: list[Parameters]) -> list[float]:
         """For each rank, the fraction of its parameters in the unit that is reduced last and gathered first."""

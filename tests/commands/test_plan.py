@@ -23,6 +23,7 @@ from megalite.planning.memory import estimate
 from megalite.planning.predicting import device_of, step_seconds
 from megalite.planning.search import Search
 from megalite.planning.step import Choice, Job
+from megalite.progress import Progress
 from megalite.training import dry_run
 from megalite.training.trainer import Trainer
 from tests.distributed.support.configs import write_tokens
@@ -90,7 +91,10 @@ def test_what_fits_a_run_accepts_and_holds_no_more(everything):
     plans, search = everything
     for plan in plans:
         assert search.bounds.memory(plan.choice) <= plan.memory.total * 1.02, plan.choice
-        assert search.bounds.time(plan.choice) <= plan.step.total * (1 + 1e-9), plan.choice
+        bound = search.bounds.time(plan.choice)
+        assert bound <= plan.step.total * (1 + 1e-9), plan.choice
+        if plan.choice.pp == 1:
+            assert bound == pytest.approx(plan.step.total), "nothing of such a step has to be simulated"
         if plan.fits:
             check(configured(search.base, plan.choice), GPUS, leave_out=dry_run.ABOUT_FILES)
     for plan in plans[::17]:
@@ -177,6 +181,39 @@ def test_plans_that_cannot_be_told_apart_are_named(tool):
     unknown = json.loads(tool("--model", "llama-3.2-1b", *ARGUMENTS, "--gpu", "l40s", "--plans", 1, "--json"))
     assert unknown["plans"][0]["step_time_interval_s"] is None
     assert "No published run on l40s has been compared with a prediction." in unknown["explanation"]
+
+
+@pytest.mark.parametrize("after, count", [("searching", 0), ("a plan", 2)], ids=["before the first plan", "after two plans"])
+def test_an_interrupted_search_prints_the_plans_that_it_has(after, count, tool, monkeypatch, capsys):
+    """They are the fastest, and --json stays one valid object that says that others are missing."""
+    arguments = ("--model", "llama-3-8b", *ARGUMENTS, "--pp", 1, "--offload", "none")
+    whole = json.loads(tool(*arguments, "--plans", 4, "--json"))
+    assert whole["complete"] is True
+
+    def interrupting(self, what: str, done: int = 0, total: int | None = None, unit: str = "") -> None:
+        if what == "searching" and done == count:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Progress, "__call__", interrupting)
+    for form in (["--json"], []):
+        with pytest.raises(SystemExit) as end:
+            main([*map(str, arguments), "--plans", "4", *form])
+        assert end.value.code == 130
+        out = capsys.readouterr().out
+        if form:
+            content = json.loads(out)
+            assert content["complete"] is False and content["plans"] == whole["plans"][:count]
+        assert "The search was interrupted" in out
+
+
+def test_a_search_tells_how_far_it_is():
+    told: list[tuple[str, int, int | None]] = []
+    search = small_search(3)
+    search.progress = lambda what, done=0, total=None, unit="": told.append((what, done, total))
+    assert len(search.plans()) == 3
+    assert {what for what, _, _ in told} == {"listing the legal layouts", "searching"}
+    assert [(done, total) for what, done, total in told if what == "listing the legal layouts"] == [(0, 3), (1, 3), (2, 3)]
+    assert {done for what, done, total in told if what == "searching" and total == 3} == {0, 1, 2}
 
 
 def test_adapters_are_planned(tool, tmp_path):

@@ -8,12 +8,15 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from scipy.optimize import linprog
 
 from megalite.config.load import from_dict
 from megalite.config.recomputation import OPERATIONS, mode_of, problem, written
 from megalite.config.schema import Config, ConfigError
 from megalite.model.cost.recomputed import groups
+from megalite.planning import keeping
 from megalite.planning.activations import Activations
 from megalite.planning.budget import CPU, bytes_of, decide, resolved, table
 from megalite.planning.hardware import find, read_device
@@ -75,6 +78,35 @@ def test_the_programme_is_solved_as_by_trying_everything(seed):
     for i, need in enumerate(needs):
         alone = [Kind(kind.items, tuple(Option(each.cost, (each.frees[i],)) for each in kind.options)) for kind in kinds]
         assert Relaxation(alone).least(need) <= (float("inf") if found is None else cost_of(kinds, found) + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_large_programme_is_solved_to_within_the_gap(seed, monkeypatch, capfd):
+    """HiGHS, which takes programmes with many kinds and constraints, beside following all partial choices. It prints nothing."""
+    kinds, needs = drawn_programme(seed)
+    best = solve(kinds, needs)
+    monkeypatch.setattr(keeping, "MOST_FOLLOWED", 0)
+    found = solve(kinds, needs)
+    assert (found is None) == (best is None)
+    if found is not None:
+        assert all(frees(kinds, found, i) >= need for i, need in enumerate(needs))
+        assert all(sum(own) <= kind.items for kind, own in zip(kinds, found, strict=True))
+        assert cost_of(kinds, found) <= cost_of(kinds, best) * (1 + keeping.GAP) + 1e-9
+    assert capfd.readouterr() == ("", "")
+
+
+def test_hundreds_of_nearly_equal_kinds_and_constraints_are_solved():
+    """Forty stages of a rank, each with a layer of three groups, in flight for nearly as many microbatches at each of forty loads."""
+    draw, stages = random.Random(1), 40
+    held = [[50 - abs(stage - load) // 2 for load in range(stages)] for stage in range(stages)]
+    sizes = [(draw.choice((7, 8)), draw.choice((16, 17)), draw.choice((30, 31))) for _ in range(stages)]
+    kinds = [Kind(1, (Option(size * 1.1, tuple(size * m for m in held[i])),)) for i, each in enumerate(sizes) for size in each]
+    needs = [sum(kind.options[0].frees[load] for kind in kinds) * 2 // 5 for load in range(stages)]
+    found = solve(kinds, needs)
+    assert all(frees(kinds, found, load) >= need for load, need in enumerate(needs))
+    costs, freed = ([getattr(kind.options[0], name) for kind in kinds] for name in ("cost", "frees"))
+    relaxed = linprog(costs, A_ub=-np.array(freed).T, b_ub=-np.array(needs), bounds=(0, 1))
+    assert relaxed.fun * (1 - 1e-9) <= cost_of(kinds, found) <= 1.02 * relaxed.fun
 
 
 # ---- decisions

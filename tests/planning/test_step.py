@@ -181,6 +181,9 @@ def test_continuing_the_steady_state_is_simulating_the_whole(name):
         assert found.makespan == pytest.approx(whole.makespan, rel=1e-9)
         assert found.longest_span == pytest.approx(whole.longest_span, rel=1e-9)
         assert found.bubble_fraction == pytest.approx(whole.bubble_fraction, rel=1e-6, abs=1e-9)
+        assert found.busy == pytest.approx(whole.busy, rel=1e-9)
+        assert found.starts == pytest.approx([spans[0].start for spans in whole.spans], rel=1e-9)
+        assert found.ends == pytest.approx([whole.makespan - spans[-1].end for spans in whole.spans], rel=1e-9, abs=1e-9)
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------------------

@@ -113,6 +113,10 @@ class Schedule:
     passes: tuple[Kind, ...] = (Kind.FORWARD, Kind.BACKWARD)
     units: tuple[tuple[Unit, ...], ...] = ()
 
+    def __hash__(self) -> int:
+        """Of the sizes alone: schedules are the keys of caches, and the actions of a large one are a hundred thousand."""
+        return hash((self.name, self.ranks, self.stages, self.microbatches, self.passes))
+
     @cached_property
     def hash(self) -> str:
         """A digest of the plan, independent of rank, machine and Python version: ranks compare it at start-up."""
