@@ -250,6 +250,7 @@ def test_conversations_are_found_in_every_form_of_json(run):
     Path("c.jsonl.gz").write_bytes(gzip.compress((json.dumps(messages) + "\n").encode() * 4))
     Path("d.json").write_text(json.dumps(messages, indent=1))
     Path("t.jinja").write_text("{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}")
-    status, result, _ = run("--chat", "--input", "a.json", "b.json", "c.jsonl.gz", "d.json", "--chat_template", "t.jinja")
+    words = ("--chat_template", "t.jinja", "--end_of_turn", "optional")
+    status, result, _ = run("--chat", "--input", "a.json", "b.json", "c.jsonl.gz", "d.json", *words)
     assert (status, result["documents"], result["replaced_documents"]) == (0, 10, 10)
     assert b"Ho \xef\xbf\xbd" in bytes(token for token in IndexedTokens("x").tokens.tolist() if token < 256)

@@ -208,9 +208,9 @@ from megalite.training.trainer import Trainer
 def mebibytes(key):
     return int(re.search(rf"{key}:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024
 
-def save(trainer, **options):
+def save(trainer, *options):
     print(f"resident while training: {mebibytes('VmHWM') - before}", flush=True)
-    return unlimited(trainer, **options)
+    return unlimited(trainer, *options)
 
 unlimited, Trainer.begin_save = Trainer.begin_save, save
 before = mebibytes("VmRSS")

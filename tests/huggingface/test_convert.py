@@ -247,7 +247,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "unknown field": (lambda d: edit(d / "config.json", is_causal=False), "is_causal = False is not handled"),
     "heads do not divide": (lambda d: edit(d / "config.json", num_key_value_heads=3), "model.num_key_value_heads = 3 does not divide"),
     "tokenizer too large": (
-        lambda d: (d / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": VOCAB}]})),
+        lambda d: (d / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": VOCAB}}, "added_tokens": []})),
         f"knows token {VOCAB}, but vocab_size is {VOCAB}: the tokenizer is larger than the model's vocabulary",
     ),
     "pickle with code": (lambda d: pickled(d, {"model.norm.weight": Code()}), "can not be read as tensors alone, and code is not run"),
