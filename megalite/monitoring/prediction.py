@@ -89,7 +89,7 @@ class Outcome(Observer):
         self.predicted: dict[str, Any] = {}
         if trainer.mesh.rank == 0:
             environment = {"ranks": trainer.mesh.world.size, "python": platform.python_version(), "cores": os.cpu_count()}
-            environment |= {name: own[name] for name in (*EQUAL, *ALIKE) if own[name] is not None}
+            environment |= {name: own[name] for name in (*EQUAL, *ALIKE) if own.get(name) is not None}
             self._keep("environment.json", environment)
             self.predicted = predictions(trainer.config, device)
             start = starts.Start(trainer.step_done, to_dict(trainer.config), environment, list(kernels), self.predicted)

@@ -340,11 +340,15 @@ def comparable(config: Config, steps: int) -> int:
 
 
 def assert_refused(drawn: Draw, message: str) -> str:
-    """Check that a rejection is right, and has one message that names an option, or a section if that is wrong."""
+    """Check that a rejection is right, and has a line for each mistake that names an option, or a section if that is wrong."""
     names = [*OPTIONS, *(f"Nearest: {section.name}" for section in fields(Config))]
     assert not drawn.legal, f"a legal configuration is refused: {message}"
-    assert any(re.search(rf"{re.escape(name)}\b", message) for name in names), f"names no option: {message}"
-    assert message.count("\n") <= 1, message
+    first, *others = message.rstrip("\n").split("\n")
+    several = re.fullmatch(r"There are (\d+) mistakes:", first)
+    mistakes = [line.removeprefix("- ") for line in others] if several else [first]
+    assert len(mistakes) == (int(several[1]) if several else 1) and bool(others) == bool(several), message
+    for mistake in mistakes:
+        assert any(re.search(rf"{re.escape(name)}\b", mistake) for name in names), f"names no option: {message}"
     return "refused"
 
 
