@@ -21,6 +21,8 @@ IMPORTED = {
     "ds_config.json": '{"train_batch_size": 32, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}',
     "default_config.yaml": "distributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\n",
     "train_llama3_8b.sh": "TP=2\ntorchrun pretrain_gpt.py --tensor-model-parallel-size $TP --lr 3e-4 2>&1 | tee log\n",
+    "train.sh": "if [ $1 = 8B ]; then LAYERS=32; fi\ntorchrun pretrain_gpt.py --tensor-model-parallel-size $TP --num-layers $LAYERS "
+    "--global-batch-size $2\n",
     "llama3_8b.toml": '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nlocal_batch_size = 1\n',
     "lora-8b.yml": "base_model: models/llama\nadapter: lora\nlora_r: 8\nmicro_batch_size: 2\ngradient_accumulation_steps: 4\n",
 }
