@@ -73,11 +73,13 @@ def _recorded(config: Config) -> Choice | None:
     start = config.run.directory if load == "auto" else Path(load)
     if load == "none" or not is_checkpoint(str(start)):
         return None
-    for directory in (start, *start.absolute().parents[:2]):  # a run, or a checkpoint in its checkpoints/
-        with suppress(OSError, ConfigError, KeyError, TypeError):
-            precision = _stored(directory / "config.yaml")
-            if isinstance(precision, str) and precision != AUTO:
-                return Choice(precision, None, f"the resumed run {directory} has it")
+    place = start.absolute()
+    in_run = next((path for path in (place, place.parent) if path.name == "checkpoints"), None)  # a checkpoint of a run, or all of them
+    directory = start if in_run is None else in_run.parent
+    with suppress(OSError, ConfigError, KeyError, TypeError):
+        precision = _stored(directory / "config.yaml")
+        if isinstance(precision, str) and precision != AUTO:
+            return Choice(precision, None, f"the resumed run {directory} has it")
     return None
 
 

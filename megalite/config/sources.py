@@ -18,7 +18,7 @@ HORIZON = ("train.steps", "train.tokens", "train.epochs")
 SHAPES = ("model.preset", "model.from_hf")
 """Options that stand for the whole shape of a model."""
 WEIGHTS = "model.init_from"
-SHAPE = frozenset(f"model.{key.name}" for key in fields(ModelConfig)) - {WEIGHTS}
+SHAPE = frozenset(f"model.{key.name}" for key in fields(ModelConfig)) - {WEIGHTS, "model.resize_embeddings"}
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,12 @@ def _replace_shape(given: Given, later: Source) -> None:
     asked = later.gives(SHAPES)
     if not asked:
         return
+    option = asked[0]
+    named_again = given.values.get(option) == later.options[option]
     replaced = given.drop(SHAPE)
     weights = given.values.get(WEIGHTS)
-    if not replaced or weights in (None, "none") or WEIGHTS in later.options:
+    if named_again or not replaced or weights in (None, "none") or WEIGHTS in later.options:
         return
-    option = asked[0]
     name, before = later.options[option], given.origins[WEIGHTS].where
     if option == "model.from_hf" and _repository(name) == _repository(weights):
         return
@@ -100,4 +101,5 @@ def _repository(name: str) -> str:
     """What identifies a Hugging Face model: org/name or its directory."""
     from megalite.config.hub import repository
 
-    return repository(os.path.normpath(os.path.expanduser(name.removeprefix("hf:"))))
+    path = os.path.expanduser(name.removeprefix("hf:"))
+    return repository(os.path.abspath(path) if os.path.exists(path) else os.path.normpath(path))

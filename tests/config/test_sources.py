@@ -90,6 +90,16 @@ def test_weights_of_the_model_that_is_replaced_are_not_kept_silently(capsys, arg
     assert f"model.init_from = hf:other in 0.yaml belongs to the model there, but {way_out}" in capsys.readouterr().err
 
 
+def test_what_names_the_same_model_again_keeps_its_weights_and_new_rows():
+    weights = "model: {preset: tiny, init_from: runs/a, resize_embeddings: mean}"
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/manifest.json").touch()
+    again = model((weights,), "--model.preset", "tiny")
+    assert (again.init_from, again.resize_embeddings) == ("runs/a", "mean")
+    found = model((f"model: {{from_hf: hf, init_from: 'hf:{Path('hf').absolute()}', resize_embeddings: mean}}",), "--model.from_hf", "./hf")
+    assert found.init_from == f"hf:{Path('hf').absolute()}" and found.resize_embeddings == "mean"
+
+
 def test_one_source_names_one_shape(capsys):
     with pytest.raises(SystemExit):
         model(("model: {preset: tiny, from_hf: hf}",))
