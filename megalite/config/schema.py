@@ -277,6 +277,11 @@ class ModelConfig:
             raise ValueError("model.vocab_size is not set: it comes from the training data, or must be given")
         return self.vocab_size
 
+    @property
+    def vocabulary_tables(self) -> list[str]:
+        """The modules with a row for each token, as lora.modules_to_save names them: a tied head is the embedding."""
+        return ["embedding"] if self.tie_word_embeddings else ["embedding", "head"]
+
     def window(self, layer: int) -> int | None:
         """Number of positions that a token of this layer attends to, its own included; None: all."""
         local = self.sliding_window_layers is None or layer in self.sliding_window_layers

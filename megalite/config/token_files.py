@@ -121,7 +121,7 @@ def fit_vocabulary(config: Config, fixed: bool) -> None:
     if known is not None and not fixed:
         model.vocab_size = max(known, model.vocab_size or 0)
     if lora.rank and lora.modules_to_save is None:
-        lora.modules_to_save = ["embedding"] if model.tie_word_embeddings else ["embedding", "head"]
+        lora.modules_to_save = model.vocabulary_tables
 
 
 def data_vocab_size(config: Config) -> int | None:

@@ -14,13 +14,8 @@ from megalite.config.rampup import steps_for
 from megalite.config.rule import show
 from megalite.config.schema import Config, ConfigError
 
-FREE = (
-    "preset",
-    "from_hf",
-    "init_from",
-    "resize_embeddings",
-    "dropout",
-)  # options of model and lora that do not affect what a checkpoint holds
+FREE = ("preset", "from_hf", "init_from", "resize_embeddings", "dropout")
+"""Options of model and lora that do not affect what a checkpoint holds."""
 
 DATA = ("data.train", "data.validation")
 SAMPLES = ("run.seed", "data.sequence_length", "data.shuffle", "data.packing", *DATA)

@@ -89,7 +89,7 @@ FILES: dict[str, Verdict] = {
     "deepspeed_llama.sh": Verdict(
         LLAMA
         | {"model.num_key_value_heads": 4, "model.intermediate_size": 2816, "parallel.zero": 1, "parallel.dp": 2, "train.steps": 2500}
-        | {"data.train": {"./work/news_text": 0.3, "./work/books_text": 0.7}, "train.recompute": ABSENT, "data.validation": 0.05},
+        | {"data.train": {"./base/news_text": 0.3, "./base/books_text": 0.7}, "train.recompute": ABSENT, "data.validation": 0.05},
         {"data-impl"},
         {"deepspeed-config": "translates this file, too"},
     ),

@@ -129,8 +129,7 @@ def _way_to_one_vocabulary(c: RuleContext) -> str:
 
 def _untrained_tables(c: RuleContext) -> list[str]:
     """The tables of the vocabulary that adapters leave frozen."""
-    tables = ["embedding"] if c.model.tie_word_embeddings else ["embedding", "head"]
-    return [name for name in tables if name not in (c.lora.modules_to_save or ())]
+    return [name for name in c.model.vocabulary_tables if name not in (c.lora.modules_to_save or ())]
 
 
 RULES: tuple[Rule, ...] = (

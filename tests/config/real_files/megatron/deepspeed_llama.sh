@@ -1,6 +1,6 @@
 #!/bin/bash
 set -ex
-BASE_PATH=./work
+BASE_PATH=./base
 DS_CONFIG=${BASE_PATH}/deepspeed.json
 DATASET="0.3 ${BASE_PATH}/news_text 0.7 ${BASE_PATH}/books_text"
 TP=2
