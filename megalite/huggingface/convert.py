@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -210,14 +210,18 @@ def _prefix(weights: Iterable[str], names: Names) -> Callable[[str], str]:
 
 
 def starting_weights(model: ModelConfig, seed: int = 0, beside_adapter: bool = False) -> Read | None:
-    """The function that fills a rank's rectangles if model.init_from is hf:DIR, reading only their bytes; None if it is not.
+    """The function that fills a rank's rectangles if model.init_from is hf:DIR, reading only their bytes; None if it is not. The directory
+    is opened and checked at the first call.
 
     Args:
         seed: of new rows that `model.resize_embeddings: init` draws.
         beside_adapter: the directory may hold an adapter, too, since the run reads one.
     """
     name = model.initial_weights or ""
-    return partial(_fill, model, seed, Path(name.removeprefix(HF)), beside_adapter) if name.startswith(HF) else None
+    if not name.startswith(HF):
+        return None
+    opened = cache(partial(_reader, model, seed, Path(name.removeprefix(HF)), beside_adapter))
+    return lambda rectangles: opened()(rectangles)
 
 
 def _check_no_adapter(directory: Path) -> None:
@@ -237,8 +241,8 @@ def _own_shape(model: ModelConfig, directory: Path, different: Sequence[str]) ->
     return f"model.from_hf has the right ones: remove {', '.join(f'model.{name}' for name in different)} beside it."
 
 
-def _fill(model: ModelConfig, seed: int, directory: Path, beside_adapter: bool, rectangles: Sequence[Rectangle]) -> None:
-    """Fill a rank's rectangles. Raises ConversionError if the directory's model is not the run's, or cannot be read."""
+def _reader(model: ModelConfig, seed: int, directory: Path, beside_adapter: bool) -> Read:
+    """The function that fills a rank's rectangles. Raises ConversionError if the directory's model is not the run's, or cannot be read."""
     if not beside_adapter:
         _check_no_adapter(directory)
     try:
@@ -265,8 +269,13 @@ def _fill(model: ModelConfig, seed: int, directory: Path, beside_adapter: bool, 
             else:
                 part.tensor.copy_(source.read(part.name.removeprefix(WEIGHT), part.offsets, part.tensor.shape))
 
-    resized(model, seed, source.model.vocabulary, read)(rectangles)
-    source.check_finite()
+    fill_all = resized(model, seed, source.model.vocabulary, read)
+
+    def read_finite(rectangles: Sequence[Rectangle]) -> None:
+        fill_all(rectangles)
+        source.check_finite()
+
+    return read_finite
 
 
 # ---- import
