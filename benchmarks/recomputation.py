@@ -29,6 +29,8 @@ from megalite.commands.parser import Parser, positive
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
 from megalite.optimizer.adamw import AdamW
+from megalite.optimizer.state import OptimizerState
+from megalite.optimizer.table import OPTIMIZERS
 from megalite.planning.budget import decide
 from megalite.planning.memory import estimate
 
@@ -52,7 +54,8 @@ class Variant:
         count = build.layout(config).microbatches
         tokens = torch.randint(config.model.vocabulary, (length, batch))
         self.batches = [Microbatch.of(tokens.clone(), tokens.clone(), torch.arange(batch)) for _ in range(count)]
-        self.schedule, self.optimizer = build.schedule(config, count), AdamW(self.parts.store, config.optimizer)
+        self.schedule = build.schedule(config, count)
+        self.optimizer = AdamW(OptimizerState(self.parts.store, OPTIMIZERS["adamw"].kinds), config.optimizer)
         self.steps = 0
 
     def step(self) -> float:

@@ -26,7 +26,7 @@ from megalite.mesh import Layout, Mesh, MeshAxis
 from megalite.model.adapters import with_adapters
 from megalite.model.parameters import kv_replicas, model_specs
 from megalite.model.stage import Stage
-from megalite.optimizer.table import OPTIMIZERS, state_kinds
+from megalite.optimizer.table import OPTIMIZERS, kinds_of
 from megalite.parallel.pipeline.communication import edges
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.runtime import Runtime
@@ -57,8 +57,9 @@ def check_offload(config: Config, device: torch.device, share: float) -> None:
     accumulate_dtype = torch.promote_types(dtype, torch.float32)
     own_master = dtype != accumulate_dtype or (device.type != "cpu" and not parallel.offload_parameters)
     trained = [spec for spec in with_adapters(model_specs(config.model), config.lora) if spec.trainable]
-    kinds = len(state_kinds(trained[0].segments[0], config.optimizer.name)) + own_master
-    wanted = parameter_count(trained) * accumulate_dtype.itemsize * kinds * layout(config).replicate * share
+    kinds = kinds_of(config)
+    elements = sum(parameter_count([spec]) * (len(kinds(spec.segments[0])) + own_master) for spec in trained)
+    wanted = elements * accumulate_dtype.itemsize * layout(config).replicate * share
     check_directory(offload_directory(config), int(wanted))
 
 

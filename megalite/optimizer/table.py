@@ -17,12 +17,15 @@ from megalite.parallel.spec import Segment
 
 if TYPE_CHECKING:
     from megalite.optimizer.interface import Optimizer
-    from megalite.parallel.sharding.store import ParameterStore
+    from megalite.optimizer.state import OptimizerState
 
 ADAMW = ("exp_avg", "exp_avg_sq")
-MUON = ("momentum_buffer",)
+MOMENTUM = "momentum_buffer"
 EMA = "ema"
 """The kind of the average of the weights (`optimizer.averaging`), which may be kept next to any optimizer's state."""
+
+Kinds = Callable[[Segment], tuple[str, ...]]
+"""The names of the state that a run keeps of a segment, each of the segment's shape; none where the segment is frozen."""
 
 
 def is_matrix(segment: Segment) -> bool:
@@ -44,7 +47,7 @@ class Row:
     """
 
     place: str
-    kinds: Callable[[Segment], tuple[str, ...]]
+    kinds: Kinds
     uniform: bool = False
     section: str | None = None
     over: Literal["stage"] | None = None
@@ -52,31 +55,29 @@ class Row:
 
 OPTIMIZERS = {
     "adamw": Row("megalite.optimizer.adamw:AdamW", lambda segment: ADAMW, uniform=True),
-    "muon": Row("megalite.optimizer.muon:Muon", lambda segment: MUON if is_matrix(segment) else ADAMW, section="muon", over="stage"),
+    "muon": Row("megalite.optimizer.muon:Muon", lambda segment: (MOMENTUM,) if is_matrix(segment) else ADAMW, section="muon", over="stage"),
 }
 """optimizer.name → the optimizer."""
 
 
-def create(config: Config, store: ParameterStore) -> Optimizer:
-    """The optimizer of a run, with the average of the weights if it keeps one."""
+def create(config: Config, state: OptimizerState) -> Optimizer:
+    """The optimizer of a run."""
     row = OPTIMIZERS[config.optimizer.name]
     module, _, name = row.place.partition(":")
     sections = [] if row.section is None else [getattr(config, row.section)]
-    found: Optimizer = getattr(import_module(module), name)(store, config.optimizer, *sections)
-    if config.train.ema_decay is None:
-        return found
-    averaged: Optimizer = import_module("megalite.optimizer.averaging").Averaged(found, store, config.train.ema_decay)
-    return averaged
+    optimizer: Optimizer = getattr(import_module(module), name)(state, config.optimizer, *sections)
+    return optimizer
 
 
-def state_kinds(segment: Segment, name: str) -> tuple[str, ...]:
-    """The kinds of state that an optimizer keeps of a segment; none where it is frozen."""
-    return OPTIMIZERS[name].kinds(segment) if segment.trainable else ()
+def kinds_of(config: Config) -> Kinds:
+    """The state that a run keeps: that of its optimizer, and the average of the weights if `train.ema_decay` is set."""
+    row, averages = OPTIMIZERS[config.optimizer.name], () if config.train.ema_decay is None else (EMA,)
+    return lambda segment: (*row.kinds(segment), *averages) if segment.trainable else ()
 
 
 @dataclass(frozen=True)
 class StateSpan:
-    """Elements [start, stop) of a bucket, of which the optimizer keeps the same kinds of state."""
+    """Elements [start, stop) of a bucket, with the same kinds of state."""
 
     start: int
     stop: int
@@ -84,7 +85,7 @@ class StateSpan:
     kinds: tuple[str, ...]
 
 
-def state_spans(layout: BucketLayout, start: int, stop: int, name: str) -> Iterator[StateSpan]:
+def state_spans(layout: BucketLayout, start: int, stop: int, kinds: Kinds) -> Iterator[StateSpan]:
     """[start, stop) of a bucket, split where weight decay or the kinds of state change; padding belongs to the span that precedes it."""
     slots = layout.slots
     ends = [*(slot.start for slot in slots[1:]), layout.size]
@@ -93,7 +94,7 @@ def state_spans(layout: BucketLayout, start: int, stop: int, name: str) -> Itera
         low, high = max(low, start), min(high, stop)
         if low >= high:
             continue
-        span = StateSpan(low, high, slot.spec.decay, state_kinds(slot.spec.segments[0], name))
+        span = StateSpan(low, high, slot.spec.decay, kinds(slot.spec.segments[0]))
         if last is not None and (last.decays, last.kinds) == (span.decays, span.kinds):
             span = StateSpan(last.start, high, last.decays, last.kinds)
         elif last is not None:
@@ -103,6 +104,6 @@ def state_spans(layout: BucketLayout, start: int, stop: int, name: str) -> Itera
         yield last
 
 
-def state_elements(layout: BucketLayout, start: int, stop: int, name: str) -> int:
-    """Elements of all kinds of state that an optimizer keeps of [start, stop) of a bucket."""
-    return sum(len(span.kinds) * (span.stop - span.start) for span in state_spans(layout, start, stop, name))
+def state_elements(layout: BucketLayout, start: int, stop: int, kinds: Kinds) -> int:
+    """Elements of all kinds of state of [start, stop) of a bucket."""
+    return sum(len(span.kinds) * (span.stop - span.start) for span in state_spans(layout, start, stop, kinds))

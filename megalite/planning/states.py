@@ -17,7 +17,7 @@ from megalite.config.schema import Config
 from megalite.layout import AxisPlace, Coordinates
 from megalite.model.adapters import with_adapters
 from megalite.model.parameters import model_specs
-from megalite.optimizer.table import OPTIMIZERS, state_elements, state_kinds
+from megalite.optimizer.table import OPTIMIZERS, kinds_of, state_elements
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.sharding.compressible import compressible
 
@@ -79,12 +79,12 @@ class Sharing:
 
 
 def _state(config: Config, bucket: BucketLayout, shard: int) -> int:
-    """Elements of state that the optimizer keeps of a shard of a bucket, besides the master weights: the average of the weights is one."""
+    """Elements of state of a shard of a bucket, besides the master weights."""
     if not bucket.trainable:
         return 0
     ranks = Sharing.of(config, bucket.domain).shard
     start, stop = bucket.part(shard % ranks, ranks)
-    return state_elements(bucket, start, stop, config.optimizer.name) + (0 if config.train.ema_decay is None else stop - start)
+    return state_elements(bucket, start, stop, kinds_of(config))
 
 
 def fullest_shard(config: Config, buckets: Sequence[BucketLayout]) -> int:
@@ -99,12 +99,10 @@ def checkpoint_bytes(config: Config) -> int:
 
     What PowerSGD and routers keep besides is left out.
     """
-    widths, averages = Widths.of(config), int(config.train.ema_decay is not None)
+    widths, kinds = Widths.of(config), kinds_of(config)
     segments = (each for spec in with_adapters(model_specs(config.model), config.lora) for each in spec.segments if not each.copy)
     return sum(
-        math.prod(each.shape) * widths.accumulate * (1 + len(state_kinds(each, config.optimizer.name)) + averages)
-        if each.trainable
-        else math.prod(each.shape) * widths.compute
+        math.prod(each.shape) * widths.accumulate * (1 + len(kinds(each))) if each.trainable else math.prod(each.shape) * widths.compute
         for each in segments
     )
 

@@ -23,12 +23,12 @@ from megalite.config.load import to_dict
 from megalite.config.schema import Config
 from megalite.launch.environment import software
 from megalite.model.adapters import ADAPTER
+from megalite.optimizer.table import EMA
 from megalite.parallel.sharding.offload import OffloadError
 from megalite.parallel.spec import Rectangle
 from megalite.training.best import resume_state, state_to_save
 
 if TYPE_CHECKING:
-    from megalite.optimizer.averaging import Averaged
     from megalite.training.trainer import StepResult, Trainer
 
 
@@ -53,18 +53,8 @@ def start_weights(trainer: Trainer, restarted: bool) -> None:
         load_weights(trainer, start if start.startswith("hf:") else str(on_rank_0(trainer.mesh, lambda: find(Path(start)))))
     else:
         trainer.store.initialize(trainer.config.run.seed)
-    if trainer.step_done == 0 and (average := average_of(trainer)) is not None:
-        average.start()
-
-
-def average_of(trainer: Trainer) -> Averaged | None:
-    """The average of the weights, if the run keeps one."""
-    if trainer.config.train.ema_decay is None:
-        return None
-    from megalite.optimizer.averaging import Averaged  # which other runs do not need
-
-    assert isinstance(trainer.optimizer, Averaged)
-    return trainer.optimizer
+    if trainer.step_done == 0 and trainer.average is not None:
+        trainer.average.start()
 
 
 def _has_saved(trainer: Trainer) -> bool:
@@ -162,11 +152,10 @@ def resume(trainer: Trainer, directory: Path) -> None:
     resume_checks.check_resume(trainer.config, trainer.train_data.fingerprint, state, directory)  # before any weight is overwritten
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
         routers = [] if trainer.parts.routers is None else trainer.parts.routers.rectangles()
-        average = None if manifest.has_averages else average_of(trainer)
-        optimizer = trainer.optimizer if average is None else average.optimizer
-        checkpoint.load(manifest, [*optimizer.to_load(), *routers])
-        if average is not None:
-            average.start()
+        without = () if manifest.has_averages else (EMA,)
+        checkpoint.load(manifest, [*trainer.optimizer.state.to_load(without), *routers])
+        if trainer.average is not None and not manifest.has_averages:
+            trainer.average.start()
         if trainer.store.reducer.powersgd is not None:
             shapes = {name: tensor.shape for name, tensor in manifest.tensors.items()}
             trainer.store.reducer.powersgd.restore(shapes, partial(checkpoint.load, manifest))
@@ -212,7 +201,7 @@ def to_save(trainer: Trainer) -> list[Rectangle]:
     """This rank's part of a checkpoint: weights, optimizer state, PowerSGD's state and that of routers, which all ranks have alike."""
     powersgd, routers = trainer.store.reducer.powersgd, trainer.parts.routers
     return [
-        *trainer.optimizer.to_save(),
+        *trainer.optimizer.state.to_save(),
         *([] if powersgd is None else powersgd.to_save()),
         *([] if routers is None or trainer.mesh.rank > 0 else routers.rectangles()),
     ]

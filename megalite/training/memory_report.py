@@ -18,7 +18,7 @@ from megalite.build import plan
 from megalite.config.schema import Config
 from megalite.model.adapters import with_adapters
 from megalite.model.parameters import model_specs
-from megalite.optimizer.interface import Optimizer
+from megalite.optimizer.state import OptimizerState
 from megalite.parallel.pipeline.gathering import check_gathering
 from megalite.parallel.pipeline.schedule import Kind
 from megalite.parallel.sharding.powersgd import Matrix
@@ -42,14 +42,14 @@ class ModelStates(NamedTuple):
         return f"{', '.join(parts)}, together {sum(self) / 1e6:,.1f} MB"
 
 
-def _storages(store: ParameterStore, optimizer: Optimizer) -> Iterator[tuple[str, str, int]]:
+def _storages(state: OptimizerState) -> Iterator[tuple[str, str, int]]:
     """(kind, place, bytes) of the memory of live tensors, each counted once, under the first kind that it has."""
-    buckets = store.buckets
+    store, buckets = state.store, state.store.buckets
     gradients = [bucket.gradients for bucket in buckets if bucket.gradients is not None]
     kinds: dict[str, Iterable[Tensor | None]] = {
         "weights": (tensor for bucket in buckets for tensor in (bucket.weights, bucket.shard)),
         "gradients": (tensor for each in gradients for tensor in (each.full, each.owned, each.separate_embedding_grad)),
-        "optimizer": (*(bucket.master for bucket in buckets), *optimizer.changing()),
+        "optimizer": (*(bucket.master for bucket in buckets), *state.changing()),
         "powersgd": (tensor for matrix in _compressed(store) for tensor in (matrix.error, matrix.factor)),
     }
     seen: set[int] = set()
@@ -60,21 +60,21 @@ def _storages(store: ParameterStore, optimizer: Optimizer) -> Iterator[tuple[str
                 yield kind, store.state.place_of(tensor), tensor.untyped_storage().nbytes()
 
 
-def states_of(store: ParameterStore, optimizer: Optimizer) -> ModelStates:
-    """What these keep between steps."""
-    storages = list(_storages(store, optimizer))
+def states_of(state: OptimizerState) -> ModelStates:
+    """Bytes of the model states that this state and its store keep between steps."""
+    storages = list(_storages(state))
     return ModelStates(*(sum(size for kind, _, size in storages if kind == name) for name in ModelStates._fields))
 
 
 def measured(trainer: Trainer) -> ModelStates:
     """Bytes of this rank's model states, as allocated."""
-    return states_of(trainer.store, trainer.optimizer)
+    return states_of(trainer.optimizer.state)
 
 
 def places(trainer: Trainer) -> dict[str, int]:
     """The same bytes by the place they are stored in: cuda, cpu, disk."""
     found: dict[str, int] = {}
-    for _, place, size in _storages(trainer.store, trainer.optimizer):
+    for _, place, size in _storages(trainer.optimizer.state):
         found[place] = found.get(place, 0) + size
     return found
 
@@ -132,7 +132,7 @@ def _describe_copies(trainer: Trainer) -> list[str]:
     """The additional memory of optimistic steps, see `training.step_finalizer`."""
     if not build.optimistic_step(trainer.config):
         return []
-    size = sum(tensor.nbytes for tensor in trainer.optimizer.changing()) / 1e6
+    size = sum(tensor.nbytes for tensor in trainer.optimizer.state.changing()) / 1e6
     return [f"optimistic steps hold a copy of the optimizer state until they are confirmed: {size:,.1f} MB on rank {trainer.mesh.rank}"]
 
 

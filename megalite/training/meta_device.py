@@ -12,7 +12,8 @@ from torch import Tensor
 from megalite.build import parts as build
 from megalite.config.schema import Config
 from megalite.mesh import Mesh
-from megalite.optimizer import table as optimizers
+from megalite.optimizer.state import OptimizerState
+from megalite.optimizer.table import kinds_of
 from megalite.parallel.sharding.offload import StateMemory
 from megalite.planning.states import Device, Sharing
 from megalite.training.memory_report import ModelStates, planned, states_of
@@ -63,7 +64,7 @@ def build_on_meta(config: Config, ranks: Sequence[int], device: Device) -> list[
         with fake_process(rank, layout.world) if layout.world > 1 else nullcontext(), everything:
             mesh = Mesh(layout, **options)
             store = build.build_parts(config, mesh, "meta", state=_Nowhere(config, device)).store
-            found.append(states_of(store, optimizers.create(config, store)))
+            found.append(states_of(OptimizerState(store, kinds_of(config))))
     return found
 
 

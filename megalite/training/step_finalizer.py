@@ -11,6 +11,7 @@ the right update, and repeats those forwards. The result is bitwise that of wait
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from megalite.parallel.sharding.store import ParameterStore
 from megalite.training.guard import Guard
 
 if TYPE_CHECKING:
+    from megalite.optimizer.averaging import WeightAverage
     from megalite.optimizer.interface import Optimizer
 
 
@@ -70,6 +72,7 @@ class StepFinalizer:
     """Finishes steps on one rank; each waits for its norm.
 
     Args:
+        average: of the weights; None: the run keeps none.
         norm: sums the norm and the statistics over the ranks.
         grad_clip: largest gradient norm; 0: no clipping.
         guard: accepts or rejects each step once its totals are known.
@@ -80,9 +83,16 @@ class StepFinalizer:
     """
 
     def __init__(
-        self, store: ParameterStore, optimizer: Optimizer, norm: NormReduction, grad_clip: float, loss_scale: LossScale, guard: Guard
+        self,
+        store: ParameterStore,
+        optimizer: Optimizer,
+        average: WeightAverage | None,
+        norm: NormReduction,
+        grad_clip: float,
+        loss_scale: LossScale,
+        guard: Guard,
     ):
-        self.store, self.optimizer, self.norm, self.grad_clip = store, optimizer, norm, grad_clip
+        self.store, self.optimizer, self.average, self.norm, self.grad_clip = store, optimizer, average, norm, grad_clip
         self.loss_scale, self.guard = loss_scale, guard
         self.skipped = 0
         self.pending: Update | None = None
@@ -150,18 +160,16 @@ class StepFinalizer:
 
     def _update_weights(self, update: Update, divisor: Tensor | None) -> None:
         self.optimizer.step(update.step - self.skipped, update.lr, divisor)  # AdamW's bias correction counts applied updates only
+        if self.average is not None:
+            self.average.update(divisor)
         self.store.gatherer.gather_updated()  # starts the all-gather; each unit's next forward waits for its own weights
 
 
 class OptimisticStepFinalizer(StepFinalizer):
     """Finishes a step before its norm is known, if the previous one was neither clipped nor skipped and no rank requests a stop."""
 
-    def __init__(
-        self, store: ParameterStore, optimizer: Optimizer, norm: NormReduction, grad_clip: float, loss_scale: LossScale, guard: Guard
-    ):
-        super().__init__(store, optimizer, norm, grad_clip, loss_scale, guard)
-        self._copies: list[Tensor] = []
-        self._expects_unclipped = False
+    _copies: Sequence[Tensor] = ()  # of the weights and state before the pending update
+    _expects_unclipped = False
 
     def finish(self, update: Update, own: StepStatistics, wait: bool = True) -> None:
         """Update the weights. If a step is left `pending`, `confirm` or `drain` must follow."""
@@ -174,7 +182,7 @@ class OptimisticStepFinalizer(StepFinalizer):
             self._learn(update, self.norm.total().cpu())
             self._apply(update)
         else:
-            self._copies = self.optimizer.copy_state()  # before the update: `confirm` may have to undo it
+            self._copies = self.optimizer.state.copy()  # before the update: `confirm` may have to undo it
             self._update_weights(update, None)
 
     def confirm(self) -> bool:
@@ -187,11 +195,11 @@ class OptimisticStepFinalizer(StepFinalizer):
         right = self._is_unclipped(update)
         if not right:
             self.store.gatherer.finish()  # gathers of the wrong weights still write into the buckets
-            self.optimizer.restore_state(self._copies)
+            self.optimizer.state.restore(self._copies)
             self._apply(update)  # gradients are still those of the pending step: no backward has run since
             if update.fault is not None:
                 self.store.publish()  # nothing was applied: the weights must be taken from the restored masters
-        self._copies = []
+        self._copies = ()
         return right
 
     def _learn(self, update: Update, totals: Tensor) -> None:

@@ -28,9 +28,11 @@ from megalite.data.loader import Loader
 from megalite.mesh import Mesh
 from megalite.model.adapters import total_parameters
 from megalite.optimizer import table as optimizers
+from megalite.optimizer.averaging import WeightAverage
 from megalite.optimizer.loss_scale import LossScale
 from megalite.optimizer.norm import AllReduceNorm, ChainedNorm
 from megalite.optimizer.schedule import learning_rate
+from megalite.optimizer.state import OptimizerState
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.training import checkpointing
@@ -88,7 +90,10 @@ class Trainer:
         with raise_on_all_ranks(mesh):
             self.parts = build.build_parts(config, mesh, self.device)
             self.store = self.parts.store
-            self.optimizer = optimizers.create(config, self.store)
+            state = OptimizerState(self.store, optimizers.kinds_of(config))
+            self.optimizer = optimizers.create(config, state)
+        decay = config.train.ema_decay
+        self.average = None if decay is None else WeightAverage(state, decay)
         self.saver = Saver(mesh, config.checkpoint)
         self.loss_scale = LossScale(config.fp16, active=config.train.precision == "fp16")
         self.guard, self.faults = Guard(config.faults), Injection(config.faults.inject, mesh)
@@ -109,7 +114,7 @@ class Trainer:
         config, store = self.config, self.store
         norm = ChainedNorm(store, self.mesh) if build.staggered_end(config) else AllReduceNorm(store, self.mesh)
         finalizer = OptimisticStepFinalizer if build.optimistic_step(config) else StepFinalizer
-        return finalizer(store, self.optimizer, norm, config.train.grad_clip, self.loss_scale, self.guard)
+        return finalizer(store, self.optimizer, self.average, norm, config.train.grad_clip, self.loss_scale, self.guard)
 
     def loader_of(self, data: datasets.Dataset, samples: int | None = None) -> Loader:
         train, options = self.config.train, self.config.data

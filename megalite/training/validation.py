@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megalite.batch import IGNORE_INDEX
 from megalite.parallel.collectives import all_reduce
-from megalite.training.checkpointing import average_of
 
 if TYPE_CHECKING:
     from megalite.data.dataset import Dataset
@@ -34,7 +33,7 @@ def losses(trainer: Trainer) -> Losses:
     """Validate with the weights or, with `validation.ema`, with their average. Collective."""
     assert trainer.validation_data is not None, "data.validation is not set"
     trainer.finalizer.drain()  # the weights of an unconfirmed step may be wrong
-    average = average_of(trainer) if trainer.config.validation.ema else None
+    average = trainer.average if trainer.config.validation.ema else None
     sets = trainer.validation_data.sets
     with nullcontext() if average is None else average.in_use():
         sums = torch.stack([_sums(trainer, data) for data in sets.values()])  # [sets, 2]

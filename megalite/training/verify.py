@@ -77,7 +77,7 @@ def global_tensors(trainer: Trainer, kinds: tuple[str, ...] = ("weight",)) -> di
     import torch.distributed as dist
 
     # As arrays of bytes, which pickle ten times faster than tensors do. NumPy has no bf16.
-    own = [(part.name, part.global_shape, part.offsets, *_to_bytes(part.tensor)) for part in trainer.optimizer.to_save(kinds)]
+    own = [(part.name, part.global_shape, part.offsets, *_to_bytes(part.tensor)) for part in trainer.optimizer.state.to_save(kinds)]
     gathered = [own]
     if trainer.mesh.world.size > 1:
         gathered = [own] * trainer.mesh.world.size
@@ -97,7 +97,7 @@ def _to_bytes(tensor: Tensor) -> tuple[torch.dtype, torch.Size, Any]:
 
 def _placement(trainer: Trainer) -> list[list[tuple[str, tuple[int, ...], tuple[int, ...]]]]:
     """The rectangles of weights that each rank stores: (name, offsets, sizes). Collective."""
-    own = [(part.name, part.offsets, tuple(part.tensor.shape)) for part in trainer.optimizer.to_save(("weight",))]
+    own = [(part.name, part.offsets, tuple(part.tensor.shape)) for part in trainer.optimizer.state.to_save(("weight",))]
     if trainer.mesh.world.size == 1:
         return [own]
     import torch.distributed as dist

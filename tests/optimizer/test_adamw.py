@@ -8,6 +8,8 @@ from megalite.mesh import Layout, Mesh
 from megalite.model.parameters import model_specs
 from megalite.optimizer.adamw import AdamW
 from megalite.optimizer.norm import clip_divisor
+from megalite.optimizer.state import OptimizerState
+from megalite.optimizer.table import OPTIMIZERS
 from megalite.parallel.sharding.store import ParameterStore, StoreOptions
 from megalite.parallel.spec import ParamSpec, Segment
 from tests.optimizer.norms import total_norm
@@ -26,7 +28,7 @@ def make_store(specs, dtype=torch.float64, seed=1):
 def test_steps_are_those_of_torch_with_clipping_and_decay_groups(dtype):
     """One group of matrices that decay and one of biases and norms that do not; gradients clipped in some steps and not in others."""
     store = make_store(model_specs(MODEL), dtype)
-    ours = AdamW(store, OPTIONS)
+    ours = AdamW(OptimizerState(store, OPTIMIZERS["adamw"].kinds), OPTIONS)
     parameters = {name: weight.tensor.detach().clone().requires_grad_() for name, weight in store.weights.items()}
     groups = [
         {"params": [value for value in parameters.values() if (value.dim() > 1) is decays], "weight_decay": 0.3 * decays}

@@ -15,6 +15,8 @@ from megalite.mesh import Layout, Mesh
 from megalite.model.parameters import model_specs
 from megalite.optimizer.adamw import AdamW
 from megalite.optimizer.norm import clip_divisor
+from megalite.optimizer.state import OptimizerState
+from megalite.optimizer.table import OPTIMIZERS
 from megalite.parallel.sharding.store import ParameterStore, StoreOptions
 from tests.conftest import HAS_GPU
 from tests.optimizer.norms import total_norm
@@ -37,7 +39,7 @@ def steps(context: Any, kernels: str, zero: int, grad_dtype: torch.dtype) -> Res
     mesh = context.cached(("kernels", context.world, zero), lambda: Mesh(Layout(dp=context.world, dp_shard=None if zero else 1)))
     store = ParameterStore(model_specs(MODEL), mesh, StoreOptions(zero=zero, dtype=torch.bfloat16, grad_dtype=grad_dtype, bucket_bytes=3e3))
     store.initialize(1)
-    optimizer, norms = AdamW(store, OPTIONS), []
+    optimizer, norms = AdamW(OptimizerState(store, OPTIMIZERS["adamw"].kinds), OPTIONS), []
     generator = torch.Generator().manual_seed(5)
     context.cached("interpreter", repair)
     dispatch.select(kernels)
@@ -59,7 +61,7 @@ def steps(context: Any, kernels: str, zero: int, grad_dtype: torch.dtype) -> Res
         torch.equal(memory.owned_weights, memory.master.bfloat16()) and not memory.weights[memory.layout.slots[-1].stop :].any()
         for memory in store.buckets
     )
-    return Result(norms, optimizer.copy_state(), rounds)
+    return Result(norms, optimizer.state.copy(), rounds)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="the kernels are interpreted")

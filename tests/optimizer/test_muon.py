@@ -18,7 +18,8 @@ from megalite.optimizer.matrix_owners import cost, matrix_rounds
 from megalite.optimizer.muon import Muon
 from megalite.optimizer.newton_schulz import orthogonalized
 from megalite.optimizer.schedule import learning_rate
-from megalite.optimizer.table import state_elements, state_spans
+from megalite.optimizer.state import OptimizerState
+from megalite.optimizer.table import OPTIMIZERS, state_elements, state_spans
 from megalite.parallel.sharding.buckets import bucket_layout
 from megalite.parallel.sharding.store import ParameterStore, StoreOptions
 
@@ -40,7 +41,7 @@ MIXTURE = replace(MODEL, num_experts=3, moe_intermediate_size=12, mlp_only_layer
 def make(muon: MuonConfig, dtype: torch.dtype = torch.float32, model: ModelConfig = MODEL) -> tuple[ParameterStore, Muon]:
     store = ParameterStore(model_specs(model), Mesh(Layout()), StoreOptions(dtype=dtype, bucket_bytes=3e3))
     store.initialize(1)
-    return store, Muon(store, OPTIONS, muon)
+    return store, Muon(OptimizerState(store, OPTIMIZERS["muon"].kinds), OPTIONS, muon)
 
 
 def draw_gradients(store: ParameterStore, seed: int) -> None:
@@ -98,14 +99,14 @@ def test_a_divisor_that_is_not_a_number_changes_nothing():
     store, optimizer = make(MuonConfig())
     draw_gradients(store, 1)
     optimizer.step(1, OPTIONS.lr, None)
-    before = optimizer.copy_state()
+    before = optimizer.state.copy()
     optimizer.step(2, OPTIONS.lr, torch.tensor(torch.nan))
-    assert all(torch.equal(one, other) for one, other in zip(before, optimizer.changing(), strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(before, optimizer.state.changing(), strict=True))
     optimizer.step(2, OPTIONS.lr, torch.tensor(1.0))
-    after = optimizer.copy_state()
-    optimizer.restore_state(before)
+    after = optimizer.state.copy()
+    optimizer.state.restore(before)
     optimizer.step(2, OPTIONS.lr, None)
-    assert all(torch.equal(one, other) for one, other in zip(after, optimizer.changing(), strict=True)), "a step undone and repeated"
+    assert all(torch.equal(one, other) for one, other in zip(after, optimizer.state.changing(), strict=True)), "a step undone and repeated"
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (16, 40), (40, 16)])
@@ -122,7 +123,7 @@ def test_the_rate_of_matrices_has_the_shape_of_the_schedule():
     config = from_dict({"optimizer": {"lr": 1e-3, "warmup_steps": 4}, "train": {"steps": 10}})
     store = ParameterStore(model_specs(MODEL), Mesh(Layout()), StoreOptions(dtype=torch.float64))
     store.initialize(1)
-    optimizer = Muon(store, config.optimizer, MuonConfig(lr=0.5, weight_decay=0.1))
+    optimizer = Muon(OptimizerState(store, OPTIMIZERS["muon"].kinds), config.optimizer, MuonConfig(lr=0.5, weight_decay=0.1))
     for step, share in ((1, 0.25), (4, 1.0), (7, 0.5), (10, 0.0)):
         before = [value.clone() for value, _ in matrices(store)]
         optimizer.step(step, learning_rate(config, step), None)
@@ -209,7 +210,7 @@ def test_spans_of_state_cover_a_bucket_once():
     for bucket in bucket_layout(model_specs(MODEL), Layout().coordinates(0), {"dense": 3}, 25e6):
         for index in range(3):
             start, stop = bucket.part(index, 3)
-            spans = list(state_spans(bucket, start, stop, "muon"))
+            spans = list(state_spans(bucket, start, stop, OPTIMIZERS["muon"].kinds))
             assert (spans[0].start, spans[-1].stop) == (start, stop)
             assert all(one.stop == other.start and (one.decays, one.kinds) != (other.decays, other.kinds) for one, other in pairwise(spans))
-            assert state_elements(bucket, start, stop, "adamw") == 2 * (stop - start)
+            assert state_elements(bucket, start, stop, OPTIMIZERS["adamw"].kinds) == 2 * (stop - start)

@@ -44,7 +44,7 @@ def train(tmp_path: Path, precision: str, elsewhere: bool, **sections: dict[str,
         results = [trainer.step() for _ in range(STEPS)]
     finally:
         trainer.close()
-    return results, trainer.optimizer.changing(), order
+    return results, trainer.optimizer.state.changing(), order
 
 
 CLIPPED = {"train": {"grad_clip": 0.05}}

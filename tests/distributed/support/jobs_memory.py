@@ -15,6 +15,8 @@ from megalite.config.load import from_dict
 from megalite.config.schema import Config
 from megalite.model.parameters import padded_vocabulary
 from megalite.optimizer.adamw import AdamW
+from megalite.optimizer.state import OptimizerState
+from megalite.optimizer.table import OPTIMIZERS
 from megalite.parallel.weight_grad_queue import WeightGradQueue, WeightProduct
 from tests.distributed.support.jobs import mesh_of
 
@@ -109,7 +111,8 @@ class Stepping:
 
     def __init__(self, context: Any, config: dict[str, Any]):
         made, self.parts, self.batches = made_parts(context, config)
-        self.schedule, self.optimizer = build.schedule(made, len(self.batches)), AdamW(self.parts.store, made.optimizer)
+        self.schedule = build.schedule(made, len(self.batches))
+        self.optimizer = AdamW(OptimizerState(self.parts.store, OPTIMIZERS["adamw"].kinds), made.optimizer)
 
     def step(self, number: int) -> None:
         store = self.parts.store

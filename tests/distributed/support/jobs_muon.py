@@ -14,6 +14,8 @@ from megalite.mesh import Layout, Mesh
 from megalite.model.parameters import kv_replicas, model_specs
 from megalite.optimizer import matrix_exchange
 from megalite.optimizer.muon import Muon
+from megalite.optimizer.state import OptimizerState
+from megalite.optimizer.table import OPTIMIZERS
 from megalite.parallel.all_to_all import all_to_all
 from megalite.parallel.sharding.store import ParameterStore, StoreOptions
 from megalite.parallel.spec import Rectangle
@@ -50,7 +52,7 @@ def stepped(context: Any, layout: dict[str, Any], options: dict[str, Any]) -> tu
     store = ParameterStore(model_specs(MODEL, tp=dims.tp), mesh, StoreOptions(**options))
     store.initialize(SEED)
     store.publish()
-    optimizer, sent = Muon(store, OPTIONS, MUON), 0
+    optimizer, sent = Muon(OptimizerState(store, OPTIMIZERS["muon"].kinds), OPTIONS, MUON), 0
 
     def counted(x: Tensor, *others: Any) -> Any:
         nonlocal sent
@@ -68,7 +70,7 @@ def stepped(context: Any, layout: dict[str, Any], options: dict[str, Any]) -> tu
         store.gatherer.gather_updated()
         for bucket in store.buckets:
             bucket.await_weights()
-    found = [(each.name, window(each), each.tensor.clone()) for each in optimizer.to_load()]
+    found = [(each.name, window(each), each.tensor.clone()) for each in optimizer.state.to_load()]
     return found, mesh.traffic["all_to_all", "stage"], sent
 
 
@@ -76,14 +78,14 @@ def undone(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
     """Train without waiting for norms: losses, final weights and moments, and how often a step was restored."""
     trainer = make_trainer(context, config)
     restored = 0
-    restore = trainer.optimizer.restore_state
+    restore = trainer.optimizer.state.restore
 
     def counted(copies: Any) -> None:
         nonlocal restored
         restored += 1
         restore(copies)
 
-    trainer.optimizer.restore_state = counted  # type: ignore[method-assign]
+    trainer.optimizer.state.restore = counted  # type: ignore[method-assign]
     try:
         results = [result for _ in range(steps) for result in trainer.train_step()]
         trainer.finalizer.drain()

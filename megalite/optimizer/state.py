@@ -1,0 +1,140 @@
+"""Optimizer state, sharded: flat tensors over this rank's owned ranges of the buckets, next to the store's master weights.
+
+    bucket of a rank   [ q k v o gate up down | norms | padding ]
+    owned range                  [ o gate up  | norms ]             this rank's shard under ZeRO 1 to 3, all of it under ZeRO 0
+    spans                        [ matrices   ][ norms]             cut where weight decay or the kinds of state change
+    tensors of a span            exp_avg, exp_avg_sq, …             one for each kind, in at least fp32, in the memory of the masters
+
+Which kinds a segment has is decided by the optimizer and the options of the run (`optimizer.table.kinds_of`). Saving, loading, copying and
+restoring treat all kinds alike, so a new optimizer is a list of kinds and a `step`. No communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megalite.optimizer.table import Kinds, state_spans
+from megalite.parallel.sharding.bucket_buffers import BucketBuffers
+from megalite.parallel.sharding.offload import StateRange
+from megalite.parallel.sharding.store import ParameterStore
+from megalite.parallel.spec import FlatRectangle, Rectangle
+
+WEIGHT = "weight"
+"""The kind of the master weights in a checkpoint; their memory belongs to the store."""
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """Elements [start, stop) of a bucket of which this rank keeps the same kinds of state.
+
+    Attributes:
+        decays: whether weight decay applies to its weights.
+        state: the tensor of each kind, [stop - start].
+    """
+
+    bucket: BucketBuffers
+    start: int
+    stop: int
+    decays: bool
+    state: dict[str, Tensor]
+
+    @property
+    def owned(self) -> slice:
+        """Its elements in the owned range of the bucket, such as in `bucket.master`."""
+        return slice(self.start - self.bucket.start, self.stop - self.bucket.start)
+
+    @property
+    def master(self) -> Tensor:
+        return self.bucket.master[self.owned]
+
+    def range(self, kinds: Sequence[str]) -> StateRange:
+        """The span as one call of an elementwise optimizer with state of these kinds reads it."""
+        bucket, own = self.bucket, self.owned
+        state = [self.state[kind] for kind in kinds]
+        return StateRange(self.decays, bucket.owned_weights[own], bucket.owned_grads[own], bucket.master[own], state)
+
+    def rectangle(self, kind: str, flat: FlatRectangle, offset: int) -> Rectangle:
+        """The state of one kind that `flat`, in the stored tensor at `offset` of the bucket, describes."""
+        own = slice(offset + flat.start - self.start, offset + flat.stop - self.start)
+        return Rectangle(f"{kind}/{flat.segment.name}", flat.segment.shape, flat.offsets, self.state[kind][own].view(flat.sizes))
+
+
+class OptimizerState:
+    """The state that one rank keeps of its trainable weights: zero at the start.
+
+    Args:
+        kinds: the names of the state of a segment, each of the segment's shape (`optimizer.table.kinds_of`).
+    """
+
+    def __init__(self, store: ParameterStore, kinds: Kinds):
+        self.store = store
+        self._spans = {bucket: self._allocate(bucket, kinds) for bucket in store.buckets if bucket.layout.trainable}
+
+    def _allocate(self, bucket: BucketBuffers, kinds: Kinds) -> list[Span]:
+        zeros, dtype = self.store.state.zeros, bucket.master.dtype
+        return [
+            Span(bucket, span.start, span.stop, span.decays, {kind: zeros(span.stop - span.start, dtype) for kind in span.kinds})
+            for span in state_spans(bucket.layout, bucket.start, bucket.stop, kinds)
+        ]
+
+    def spans(self, *kinds: str) -> list[Span]:
+        """The spans that have state of all these kinds."""
+        return [span for spans in self._spans.values() for span in spans if span.state.keys() >= set(kinds)]
+
+    def span_at(self, bucket: BucketBuffers, element: int) -> Span:
+        """The span of an owned element of a trainable bucket."""
+        return next(span for span in self._spans[bucket] if span.start <= element < span.stop)
+
+    # ---- a step that is undone
+
+    def changing(self) -> list[Tensor]:
+        """All tensors that a step changes: master weights and state."""
+        return [*(bucket.master for bucket in self._spans), *(tensor for span in self.spans() for tensor in span.state.values())]
+
+    def copy(self) -> list[Tensor]:
+        """Copies of all tensors that a step changes."""
+        return [tensor.clone() for tensor in self.changing()]
+
+    def restore(self, copies: Sequence[Tensor]) -> None:
+        """Undo all steps since `copy`. The weights follow with the next step, or with `ParameterStore.publish`."""
+        for tensor, copy in zip(self.changing(), copies, strict=True):
+            tensor.copy_(copy)
+
+    # ---- checkpoints
+
+    def to_save(self, kinds: Collection[str] | None = None) -> list[Rectangle]:
+        """This rank's part of a checkpoint: over all ranks, each element of weights and state exactly once.
+
+        Args:
+            kinds: of state, `WEIGHT` included; None: all.
+        """
+        owned = self.store.owned_rectangles()
+        return [
+            each
+            for bucket, flat, offset in owned
+            for kind, each in self._rectangles(bucket, flat, offset)
+            if kinds is None or kind in kinds
+        ]
+
+    def to_load(self, without: Collection[str] = ()) -> list[Rectangle]:
+        """Everything on this rank that a checkpoint must fill, tied copies and replicas included.
+
+        Args:
+            without: kinds that the checkpoint does not have.
+        """
+        return [
+            each
+            for bucket in self.store.buckets
+            for flat, offset in self.store.rectangles_in(bucket, bucket.start, bucket.stop)
+            for kind, each in self._rectangles(bucket, flat, offset)
+            if kind not in without
+        ]
+
+    def _rectangles(self, bucket: BucketBuffers, flat: FlatRectangle, offset: int) -> Iterator[tuple[str, Rectangle]]:
+        yield WEIGHT, bucket.rectangle(WEIGHT, bucket.master, flat, offset)
+        if bucket in self._spans:  # a frozen bucket has no state
+            span = self.span_at(bucket, offset + flat.start)
+            yield from ((kind, span.rectangle(kind, flat, offset)) for kind in span.state)
