@@ -15,7 +15,7 @@ from tests.structure.sources import ROOT, python
 
 OWN = {"pretrain", "megalite", "megalite_kernels", "tools"}
 OTHERS = {"jsonargparse", "yaml", "_yaml", "numpy", "attr", "attrs"}  # jsonargparse imports the last two where they are installed
-MOST_OWN, MOST_OTHERS = 130, 100  # modules; importing torch alone takes more than a thousand
+MOST_OTHERS = 100  # modules of other packages; importing torch alone takes more than a thousand
 NEVER_WHILE_TRAINING = (
     *("transformers", "datasets", "sentencepiece", "matplotlib", "torch.distributed.checkpoint", "torch.distributed.tensor"),
     *("torch.distributed.fsdp", "torch._dynamo", "torch.optim", "torch.utils.checkpoint", "triton"),
@@ -67,13 +67,13 @@ def first_step(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return json.loads(python(ONE_STEP, str(directory / "tokens"), str(directory)).splitlines()[-1])
 
 
-def test_importing_until_the_first_step_costs_little_beside_torch(first_step):
-    """Counted in modules beyond those that torch imports, and by the packages that they belong to."""
+def test_training_imports_few_packages_beside_torch(first_step):
+    """Counted in modules beyond those that torch imports. What the project's own cost is measured by `import_cost.py`, in seconds."""
     packages = Counter(module.partition(".")[0] for module in first_step["modules"])
-    own, others = ({name: packages[name] for name in packages.keys() & names} for names in (OWN, OTHERS))
+    others = {name: packages[name] for name in packages.keys() & OTHERS}
     strange = {name for name in packages.keys() - OWN - OTHERS - sys.stdlib_module_names if "cython" not in name}
     assert not strange, "a package that training did not need so far"
-    assert sum(own.values()) <= MOST_OWN and sum(others.values()) <= MOST_OTHERS, (own, others)
+    assert sum(others.values()) <= MOST_OTHERS, others
     assert first_step["torch"] > 1000
 
 
