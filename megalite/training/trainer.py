@@ -16,16 +16,15 @@ from typing import Any
 
 import torch
 
-from megalite.activity import READING, REDUCING, UPDATING
+from megalite.assembly import parts as build
 from megalite.batch import IGNORE_INDEX, Microbatch
-from megalite.build import parts as build
 from megalite.checkpoint.agreement import raise_on_all_ranks
 from megalite.checkpoint.saver import Save, Saver
 from megalite.config.rampup import batch_size
 from megalite.config.schema import Config
 from megalite.data import dataset as datasets
 from megalite.data.loader import Loader
-from megalite.mesh import Mesh
+from megalite.mesh.mesh import Mesh
 from megalite.model.adapters import total_parameters
 from megalite.optimizer import table as optimizers
 from megalite.optimizer.averaging import WeightAverage
@@ -35,6 +34,7 @@ from megalite.optimizer.schedule import learning_rate
 from megalite.optimizer.state import OptimizerState
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.pipeline.schedule import Schedule
+from megalite.system.activity import READING, REDUCING, UPDATING
 from megalite.training import checkpointing
 from megalite.training.faults import Injection
 from megalite.training.guard import Guard
@@ -244,7 +244,7 @@ class Trainer:
             from megalite.data.ahead import count_valid
 
             return count_valid(microbatches, self.mesh.counting)
-        if not (config.data.eod_mask_loss or self.train_data.chat):  # as `build.plan.counts_tokens`
+        if not (config.data.eod_mask_loss or self.train_data.chat):  # as `assembly.plan.counts_tokens`
             return self.loader.size(self.samples) * config.data.sequence_length
         own = torch.tensor([sum(int((microbatch.targets != IGNORE_INDEX).sum()) for microbatch in microbatches)])
         return int(all_reduce(own, self.mesh.counting).wait())

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.schema import OptimizerConfig
-from megalite.mesh import Layout, Mesh
+from megalite.mesh.mesh import Layout, Mesh
 from megalite.optimizer import adamw
 from megalite.optimizer.state import OptimizerState
 from megalite.optimizer.table import OPTIMIZERS

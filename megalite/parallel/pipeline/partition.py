@@ -2,7 +2,7 @@
 
 The embedding belongs to the first stage and the head to the last, so their costs are counted there: with a large vocabulary the head alone
 costs as much as several layers, and an even split would leave every other stage waiting for the last.
-`balanced` takes plain costs; `build.plan.partition` chooses between configured, measured and estimated ones.
+`balanced` takes plain costs; `assembly.plan.partition` chooses between configured, measured and estimated ones.
 """
 
 from __future__ import annotations
