@@ -18,6 +18,7 @@ from pathlib import Path
 
 from megalite.checkpoint.errors import CheckpointError, DamagedError
 from megalite.checkpoint.manifest import MANIFEST, Manifest
+from megalite.system.files import replacing, write_synced
 
 LATEST, BEST = "latest", "best"
 TIMED, TIMED_KEPT = "timed", 2
@@ -126,9 +127,8 @@ def best(checkpoints: Path) -> Path | None:
 
 def _name(directory: Path, file: str) -> None:
     """Let a file next to a checkpoint name it."""
-    fresh = directory.with_name(f".{file}.new")
-    write_synced(fresh, directory.name + "\n")
-    fresh.replace(directory.with_name(file))
+    with replacing(directory.with_name(file)) as fresh:
+        write_synced(fresh, directory.name + "\n")
     _sync_directory(directory.parent)
 
 
@@ -188,14 +188,6 @@ def remove(directory: Path) -> None:
     with suppress(OSError):
         (directory / MANIFEST).unlink()
     shutil.rmtree(directory, ignore_errors=True)
-
-
-def write_synced(path: Path, text: str) -> None:
-    """Write a file and wait until its content is on disk (its name is after `_sync_directory`)."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync_directory(directory: Path) -> None:

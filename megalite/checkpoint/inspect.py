@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, DamagedError, Manifest, directories
 from megalite.checkpoint.manifest import WEIGHT, StoredTensor
+from megalite.system.files import replacing
 from megalite.system.progress import Report, silent
 
 SAFETENSORS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -164,14 +165,9 @@ def consolidate(manifest: Manifest, output: Path, optimizer: bool, progress: Rep
         start = stop
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    fresh = output.with_name(f".{output.name}.new")
-    try:
-        with open(fresh, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for name in names:
-                file.write(whole(manifest, manifest.tensors[name]).data)
-                progress("writing", file.tell() - len(text) - 8, start, "B")
-        fresh.replace(output)
-    finally:
-        fresh.unlink(missing_ok=True)
+    with replacing(output) as fresh, open(fresh, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            file.write(whole(manifest, manifest.tensors[name]).data)
+            progress("writing", file.tell() - len(text) - 8, start, "B")
     return output.stat().st_size

@@ -14,6 +14,7 @@ from megalite.commands.parser import Parser, as_new_file, as_path
 from megalite.commands.report import write_page
 from megalite.monitoring.report import figures
 from megalite.monitoring.report.run import Run
+from megalite.system.text import aligned
 
 WIDEST = 48  # characters of a cell; the page and --json have the whole values
 
@@ -45,5 +46,4 @@ def lines_of(runs: list[Run]) -> list[str]:
     options = figures.difference_rows(runs) or [["the configurations do not differ", *("" for _ in runs)]]
     rows = [["", *(run.name for run in runs)], *figures.summary(runs), [""] * (len(runs) + 1), *options]
     cells = [[cell if len(cell) <= WIDEST else f"{cell[: WIDEST - 1]}…" for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return aligned(cells, left=len(runs) + 1)

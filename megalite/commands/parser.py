@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from megalite.checkout import CHECKOUT
 from megalite.config.rule import nearest_legal, nearest_name, why_not_written
+from megalite.system.files import replacing
 from megalite.system.messages import say
 from megalite.system.progress import Progress
 
@@ -178,12 +179,8 @@ def write_whole(path: Path, text: str) -> None:
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return
-    fresh = path.with_name(f".{path.name}.new")
-    try:
+    with replacing(path) as fresh:
         fresh.write_text(text, encoding="utf-8")
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
 
 
 def answer(tool: Parser, options: argparse.Namespace, commands: Mapping[str, Command], *errors: type[Exception]) -> int:

@@ -25,6 +25,7 @@ from megalite.huggingface.model_card import write_card
 from megalite.huggingface.names import Place
 from megalite.huggingface.peft_modules import EMBEDDING, PREFIX, Experts, Module, module_of, modules_of, saved_keys
 from megalite.huggingface.tokenizer_export import TokenizerChoice, choose, write_tokenizer
+from megalite.system.files import write_synced
 
 
 def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
         with closing(NewFile(temporary / ADAPTER[0], {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()})) as file:
             for name, value in tensors.items():
                 file.write(name, value)
-        directories.write_synced(temporary / ADAPTER_SETTINGS, json.dumps(settings, indent=2) + "\n")
+        write_synced(temporary / ADAPTER_SETTINGS, json.dumps(settings, indent=2) + "\n")
         identity = write_tokenizer(temporary, tokenizer, manifest.state["step"])
         facts = {"adapter": f"{'DoRA' if lora.dora else 'LoRA'} of rank {lora.rank}", "parameters": f"{parameters:,}"}
         write_card(temporary, manifest, identity, facts | {"dtype": ", ".join(sorted(dtypes))}, base=base or "")

@@ -49,6 +49,7 @@ from megalite.huggingface.tokenizer_export import TokenizerChoice, choose, token
 from megalite.huggingface.vocabulary import check_vocabulary, copy_companions
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import Rectangle, parameter_count
+from megalite.system.files import write_synced
 from megalite.system.progress import Report, silent
 
 WEIGHT = "weight/"
@@ -378,7 +379,7 @@ def export_model(
         biases = to_export(manifest, bias_names(model, config["model_type"]))
         _write_weights(temporary, manifest, stored, found, dtypes, biases, shard, progress)
         progress("writing the tokenizer")
-        directories.write_synced(temporary / "config.json", json.dumps(config, indent=2) + "\n")
+        write_synced(temporary / "config.json", json.dumps(config, indent=2) + "\n")
         write_generation(temporary, found_tokenizer, like, ids)
         identity = write_tokenizer(temporary, found_tokenizer, manifest.state["step"])
         write_card(temporary, manifest, identity, _shown(summary, config["architectures"][0]), reader=found_tokenizer.reader)
@@ -491,7 +492,7 @@ def _write_weights(
                 progress("exporting", done, total, "B")
     if len(shards) > 1:
         content = {"metadata": {"total_size": total + sum(bias.nbytes for bias in biases.values())}, "weight_map": index}
-        directories.write_synced(directory / f"{SAFETENSORS}{INDEX}", json.dumps(content, indent=2) + "\n")
+        write_synced(directory / f"{SAFETENSORS}{INDEX}", json.dumps(content, indent=2) + "\n")
 
 
 def _shards(found: dict[str, Place], dtypes: dict[str, torch.dtype], limit: int) -> Iterator[dict[str, list[str]]]:

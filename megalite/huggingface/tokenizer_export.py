@@ -15,7 +15,6 @@ from typing import Any
 
 import megalite
 from megalite.checkpoint import Manifest
-from megalite.checkpoint.directories import write_synced
 from megalite.config.families import hf_config
 from megalite.config.load import from_dict
 from megalite.config.schema import Config, ConfigError
@@ -41,6 +40,7 @@ from megalite.huggingface.files import ConversionError
 from megalite.huggingface.recorded import tokenizer_of
 from megalite.huggingface.tokenizer_json import converted
 from megalite.huggingface.vocabulary import GENERATION, check_vocabulary
+from megalite.system.files import write_synced
 
 ALLOW = "--allow_tokenizer_change"
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -31,6 +31,7 @@ from megalite.launch.causes import End, Kind, Lost, by_cause, lost_in
 from megalite.launch.memory_kills import MemoryKills
 from megalite.launch.output import LOGS, RECENT, log_of
 from megalite.system.activity import Activity
+from megalite.system.files import replacing
 from megalite.system.messages import say
 
 FILE, PREVIOUS, PARTS = "crash.md", "crash.previous.md", ".crash"
@@ -179,12 +180,8 @@ def _parts(directory: Path, since: float) -> list[Part]:
 
 
 def _replace(path: Path, text: str) -> None:
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
+    with replacing(path, path.with_name(f".{path.name}.{os.getpid()}.new")) as fresh:  # several processes may write one report
         fresh.write_text(text, encoding="utf-8")
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
 
 
 # ---- the report

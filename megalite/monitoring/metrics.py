@@ -13,12 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalite.checkpoint.directories import write_synced
 from megalite.config.load import write_config
 from megalite.config.rule import show
 from megalite.config.schema import Config, ConfigError, LoggingConfig
 from megalite.model.cost import model_flops_per_token
 from megalite.planning.peaks import peak_flops
+from megalite.system.files import replacing, write_synced
 from megalite.system.messages import say
 
 if TYPE_CHECKING:
@@ -152,9 +152,8 @@ def cut_after(file: Path, step: int) -> None:
     """Remove the lines of later steps, and an incomplete last line of a killed run. The file is replaced atomically."""
     if not file.exists():
         return
-    fresh = file.with_name(f".{file.name}.new")
-    write_synced(fresh, "".join(line + "\n" for line in lines_up_to(file, step)))
-    fresh.replace(file)
+    with replacing(file) as fresh:
+        write_synced(fresh, "".join(line + "\n" for line in lines_up_to(file, step)))
 
 
 def lines_up_to(file: Path, step: int) -> list[str]:

@@ -10,7 +10,6 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from megalite.assembly import parts as build
-from megalite.checkpoint.directories import write_synced
 from megalite.config.load import to_dict
 from megalite.config.schema import Config
 from megalite.launch.environment import ALIKE, EQUAL, RankEnvironment
@@ -21,6 +20,7 @@ from megalite.parallel.pipeline.simulator import simulate
 from megalite.planning.constants import interval
 from megalite.planning.hardware import Device
 from megalite.planning.predicting import estimated_costs, stage_sums, step_seconds
+from megalite.system.files import write_synced
 from megalite.system.messages import write_or_say
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.directories import write_synced
 from megalite.monitoring.metrics import lines_up_to
+from megalite.system.files import write_synced
 from megalite.system.messages import write_or_say
 
 FILE = "starts.jsonl"

@@ -40,6 +40,7 @@ from megalite.planning.memory import Standing, estimate, settled
 from megalite.planning.operations import Operations
 from megalite.planning.recomputing import of_operation
 from megalite.planning.states import Device
+from megalite.system.text import aligned
 
 CPU = {
     **{"tflops": {"fp32": 0.2, "bf16": 0.2, "fp16": 0.2, "fp64": 0.1}, "sustained": 1.0, "multiprocessors": 1, "memory_gib": 8.0},
@@ -460,10 +461,11 @@ def table(decision: Decision) -> list[str]:
                 layers = str(first) if first == last else f"{first}-{last}"
                 rows.append((str(rank.pp_rank), str(stage), layers, mode.replace("+", ", "), *peaks))
                 peaks = ["", "", ""]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     slowest = max(rank.seconds for rank in decision.ranks)
-    return [f"recomputation within {amount(decision.budget)} per rank, at most {slowest * 1e3:.3g} ms per microbatch (predicted):", *lines]
+    return [
+        f"recomputation within {amount(decision.budget)} per rank, at most {slowest * 1e3:.3g} ms per microbatch (predicted):",
+        *aligned(rows, left=len(rows[0])),
+    ]
 
 
 def _runs(modes: dict[int, str], span: range) -> list[tuple[str, int, int]]:

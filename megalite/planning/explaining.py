@@ -12,6 +12,7 @@ from megalite.planning.constants import ALIKE, INTERVAL, interval
 from megalite.planning.experts import all_on_one_rank, worst_bytes
 from megalite.planning.search import Plan, Search
 from megalite.planning.step import Choice, Job, StepTime
+from megalite.system.text import aligned
 
 GIB = 2**30
 PARTS = {
@@ -99,9 +100,7 @@ def row(job: Job, plan: Plan) -> tuple[str, ...]:
 
 def table(rows: Sequence[Sequence[str]], heading: Sequence[str] = COLUMNS) -> str:
     """Aligned text."""
-    lines = [heading, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(heading))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return "\n".join(aligned([heading, *rows]))
 
 
 def as_json(job: Job, plan: Plan, cost: dict[str, float | None]) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from megalite.system.files import replacing
+
 
 def say(text: str, stream: TextIO | None = None) -> None:
     """Print a line, to stderr by default, in one write, since other ranks print too.
@@ -30,11 +32,10 @@ def write_or_say(path: Path, write: Callable[[Path], object]) -> bool:
 
     If that fails, one line says so. Returns whether it was written.
     """
-    fresh = path.with_name(f".new.{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(fresh)
-        fresh.replace(path)
+        with replacing(path, path.with_name(f".new.{path.name}")) as fresh:  # the ending stays: some writers compress by it
+            write(fresh)
     except OSError as error:
         say(f"{path} can not be written: {error.strerror or error}")
         return False

@@ -28,6 +28,7 @@ from megalite.planning.memory import estimate, settled
 from megalite.planning.predicting import estimated_costs, stage_sums
 from megalite.planning.states import Device, checkpoint_bytes
 from megalite.planning.traffic import traffic
+from megalite.system.text import aligned
 from megalite.training.checkpointing import describe_saves
 
 ABOUT_FILES = {
@@ -172,8 +173,7 @@ def table(rows: list[dict[str, Any]], unit: int) -> list[str]:
         ]
         for group in groups
     ]
-    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in (names, *cells)]
+    return aligned([names, *cells])
 
 
 def span(first: int, last: int) -> str:

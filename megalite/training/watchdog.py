@@ -25,6 +25,7 @@ from megalite.config.amounts import duration_seconds
 from megalite.config.schema import Config
 from megalite.mesh.mesh import Mesh, MeshAxis
 from megalite.system.activity import Activity
+from megalite.system.files import replacing
 from megalite.system.messages import say
 
 if TYPE_CHECKING:
@@ -256,9 +257,8 @@ def _clock(seconds: float) -> str:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    fresh = path.with_name(f".{path.name}.new")
-    fresh.write_bytes(content)
-    fresh.replace(path)
+    with replacing(path) as fresh:
+        fresh.write_bytes(content)
 
 
 def _write_flight_record(path: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from megalite import __version__
 from megalite.data.indexed import DataError
 from megalite.data.preparation.writer import temporary
+from megalite.system.files import replacing, write_synced
 
 SAVE_S = 5.0  # seconds between saves: a kill loses at most this much work
 
@@ -61,12 +62,8 @@ class Journal:
 
     def save(self, state: dict[str, Any], others: list[Path]) -> None:
         """Store the state atomically. others: temporary files outside of PREFIX's own, which a preparation with another key removes."""
-        new = temporary(self._prefix, "journal.new")
-        with new.open("w", encoding="utf-8") as file:
-            file.write(json.dumps({"key": self._key, "state": state, "others": [str(path) for path in others]}))
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self._path)
+        with replacing(self._path, temporary(self._prefix, "journal.new")) as fresh:
+            write_synced(fresh, json.dumps({"key": self._key, "state": state, "others": [str(path) for path in others]}))
         self._saved = time.monotonic()
 
     def reject(self) -> None:

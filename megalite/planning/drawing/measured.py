@@ -11,7 +11,8 @@ from megalite.parallel.pipeline.bubble import BUBBLES, Plan, compare
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
 from megalite.parallel.pipeline.simulator import simulate
-from megalite.planning.drawing.tables import aligned, percent
+from megalite.planning.drawing.tables import percent
+from megalite.system.text import aligned
 
 TIMELINE = Path("traces", "timeline.json")
 LONGEST = 1e9  # seconds
@@ -33,7 +34,7 @@ class MeasuredRun:
     def beside(self) -> str:
         """Measured and predicted, side by side."""
         rows = [(name, percent(value), percent(getattr(self.plan.timeline, name))) for name, value in self.bubbles.items()]
-        return aligned([(f"over {len(self.steps)} steps", "measured", "predicted"), *rows])
+        return "\n".join(aligned([(f"over {len(self.steps)} steps", "measured", "predicted"), *rows], left=1))
 
     def compare(self) -> list[Plan]:
         """The plan of every schedule with the mean of these durations over ranks.

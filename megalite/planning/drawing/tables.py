@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from megalite.parallel.pipeline.bubble import BUBBLES, DIGITS, Plan
 from megalite.parallel.pipeline.schedule import Kind
+from megalite.system.text import aligned
 
 LISTED = 16  # up to this number of ranks, a value is printed for each
 
@@ -85,7 +86,7 @@ def table(plans: Sequence[Plan], axis: str = "schedule") -> str:
         found = plan.gathering()
         gathered = [number(max(found[name])) for name in ("weights_gathered", "stalled")] if found else []
         rows.append([str(plan.size(axis)), str(plan.chunks), *times, *memory, str(sum(plan.messages())), *gathered])
-    return aligned(rows)
+    return "\n".join(aligned(rows, left=1))
 
 
 def grid(plans: Sequence[Plan], axis: str, measure: str) -> str:
@@ -96,14 +97,4 @@ def grid(plans: Sequence[Plan], axis: str, measure: str) -> str:
         found = [plan.measures() for plan in plans[start : start + len(names)]]
         values = (percent(row[measure]) if measure in BUBBLES else number(max(row[measure])) for row in found)
         rows.append([str(found[0][axis]), *values])
-    return f"{measure}\n{aligned(rows)}"
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Columns separated by two spaces, the first aligned left, the others right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    )
-    return "\n".join(map(str.rstrip, lines))
+    return "\n".join([measure, *aligned(rows, left=1)])

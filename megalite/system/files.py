@@ -1,0 +1,31 @@
+"""Files that have their name only when they are complete."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path, fresh: Path | None = None) -> Iterator[Path]:
+    """The path of a new file, in the same directory, which replaces `path` at the end of the block; after an error `path` is as before.
+
+    Args:
+        fresh: the path of the new file; by default a hidden name that is the same for every process.
+    """
+    fresh = fresh or path.with_name(f".{path.name}.new")
+    try:
+        yield fresh
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write a file and wait until its content is on disk. Its name is on disk only once its directory is synced, too."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
