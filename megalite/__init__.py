@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 __all__ = ["Config", "Mesh", "Trainer", "__version__", "fit", "load_config"]
 _PUBLIC = {
     **{"Config": "config.schema", "load_config": "config.load"},
-    **{"Mesh": "mesh", "Trainer": "training.trainer", "fit": "training.fit"},
+    **{"Mesh": "mesh.mesh", "Trainer": "training.trainer", "fit": "training.fit"},
 }
 
 

@@ -2,4 +2,5 @@
 
 from megalite.mesh.map import main
 
-main()
+if __name__ == "__main__":
+    main()
