@@ -139,21 +139,6 @@ class ChainedNorm:
         return message(operation, x, peer, self.channels[channel], f"gradient norm, {channel}", self.mesh.activity)
 
 
-def read_later(x: Tensor) -> Callable[[], Tensor]:
-    """Start copying a tensor to CPU memory. Returns a function that waits for the copy, but not for what the device is given after it."""
-    if x.is_cpu:
-        return lambda: x
-    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    copy.copy_(x, non_blocking=True)
-    arrived = torch.cuda.current_stream(x.device).record_event()
-
-    def read() -> Tensor:
-        arrived.synchronize()
-        return copy
-
-    return read
-
-
 def update_divisor(norm: Tensor, loss: Tensor, limit: float, highest: float) -> Tensor:
     """The divisor of gradients, [] fp32, decided on the device: that of `clip_divisor`, or NaN if the update must be skipped.
 

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from megalite.optimizer.loss_scale import LossScale
-from megalite.optimizer.norm import NormReduction, clip_divisor, read_later, update_divisor
+from megalite.optimizer.norm import NormReduction, clip_divisor, update_divisor
 from megalite.parallel.sharding.store import ParameterStore
+from megalite.pinned_memory import read_later
 from megalite.training.guard import Guard
 
 if TYPE_CHECKING:
