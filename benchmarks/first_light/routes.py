@@ -19,7 +19,7 @@ from megalite_kernels.attention_routes import Call, Route
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.first_light import values
+from benchmarks.first_light import library, values
 from benchmarks.first_light.rows import Row, Scene, absent, guarded, row
 from benchmarks.measure import timed, wait
 from megalite.commands.parser import write_whole
@@ -58,6 +58,7 @@ def rows(scene: Scene) -> Iterator[Row]:
             break
     dispatch.select("torch")
     yield guarded("the table of routes", "measurement", partial(_write, found, scene))
+    yield from library.rows(scene)
 
 
 def _context_lost() -> str | None:

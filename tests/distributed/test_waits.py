@@ -1,5 +1,6 @@
-"""What a step over several ranks asks of a GPU: the host waits for the step's results, and for the numbers of rows that it sends to experts,
-while the device has other work (`tests.device_rules`).
+"""What a step over several ranks asks of a GPU: the host waits for its results, and for the numbers of rows that go to experts.
+
+While it does, the device has other work (`tests.device_rules`).
 """
 
 from __future__ import annotations
