@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -59,6 +60,21 @@ def read_later(x: Tensor) -> Callable[[], Tensor]:
         return copy
 
     return read
+
+
+def read_aside(make: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+    """As `read_later`, of what `make` waits for and computes on a stream of its own, if nothing that it needs is still queued on the
+    current one."""
+    if device == torch.device("cpu"):
+        return read_later(make())
+    with torch.cuda.stream(side_stream(device)):
+        return read_later(make())
+
+
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """For what the host reads while the device has other work."""
+    return torch.cuda.Stream(device)
 
 
 def _aligned(size: int) -> int:

@@ -8,8 +8,9 @@ Within `DeviceRules` these are faults (`faults`):
     a tensor is moved to the device from memory that is not pinned, or meets one there without having been moved
     a value is read from pinned memory before an event after its copy has been waited for
 
-A wait for an event is no fault; `waits` has for each the operations that were queued between the event and the wait. Streams do not run
-in another order than the host, and copies are done at once: what is checked is who waits for whom, not the values.
+A wait for an event is no fault; `waits` has for each the operations that were queued between the event and the wait, after ASIDE if the
+event is on a stream of its own. Streams do not run in another order than the host, and copies are done at once: what is checked is who
+waits for whom, not whether streams wait for each other where they must.
 
 Kinds are kept by storage, not in a subclass of Tensor: real tensors go through autograd, custom functions, gloo and views as they do
 without the rules. Nothing is freed as long as the rules hold, so that an address is not used twice.
@@ -21,7 +22,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,11 +35,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from megalite import pinned_memory
 from megalite.parallel.collectives import Work
 from megalite.shared_memory import SharedMemory
 from megalite.training.trainer import Trainer
 
 DEVICE = torch.device("cpu", 0)  # unlike torch.device("cpu"), which is the host
+ASIDE = "on a stream of its own"
 ON_DEVICE, HOST, PINNED, EITHER = "on the device", "in pageable memory", "pinned", "a constant"
 
 READS = {
@@ -59,26 +62,30 @@ HOST_READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu, torch.T
 
 
 class _Stream:
-    def __init__(self, rules: DeviceRules):
-        self._rules, self.queued = rules, list[str]()
+    """behind: whether it has waited for another stream, so that a wait for it may be one for that stream."""
 
-    def record_event(self, event: _Event | None = None) -> _Event:
-        return _Event(self._rules, self)
+    def __init__(self, rules: DeviceRules):
+        self.rules, self.behind = rules, False
+
+    def record_event(self) -> _Event:
+        return _Event(self)
 
     def wait_event(self, event: _Event) -> None:
-        """Operations are done in the order of the host."""
+        self.behind = True
 
     def wait_stream(self, stream: _Stream) -> None:
-        """As above."""
+        self.behind = True
 
 
 class _Event:
-    def __init__(self, rules: DeviceRules, stream: _Stream):
-        self._rules, self._at, self._copies = rules, rules.count, list(rules.in_flight)
+    def __init__(self, stream: _Stream):
+        self._stream, self._at, self._copies = stream, len(stream.rules.queued), set(stream.rules.in_flight)
 
     def synchronize(self) -> None:
-        self._rules.waits.append(self._rules.queued[self._at :])
-        self._rules.in_flight -= set(self._copies)
+        rules, stream = self._stream.rules, self._stream
+        own_stream = stream is not rules.compute and not stream.behind
+        rules.waits.append(([ASIDE] if own_stream else []) + rules.queued[self._at :])
+        rules.in_flight -= self._copies
 
 
 class DeviceRules(AbstractContextManager["DeviceRules"]):
@@ -89,12 +96,9 @@ class DeviceRules(AbstractContextManager["DeviceRules"]):
         self.waits: list[list[str]] = []
         self.queued: list[str] = []
         self.in_flight: set[int] = set()
+        self.compute = self.stream = _Stream(self)
         self._kinds: dict[int, tuple[Any, str]] = {}
         self._stack = ExitStack()
-
-    @property
-    def count(self) -> int:
-        return len(self.queued)
 
     def __enter__(self) -> DeviceRules:
         for each in gc.get_objects():
@@ -116,16 +120,22 @@ class DeviceRules(AbstractContextManager["DeviceRules"]):
 
     def _patches(self) -> Iterator[AbstractContextManager[Any]]:
         """Streams; communication, which reads what it sends as it likes; and the one kernel whose reference reads sizes."""
-        compute = _Stream(self)
-        yield patch.object(torch.cuda, "current_stream", lambda device=None: compute)
+        yield patch.object(torch.cuda, "current_stream", lambda device=None: self.stream)
         yield patch.object(torch.cuda, "Stream", lambda device=None, priority=0: _Stream(self))
-        yield patch.object(torch.cuda, "stream", _no_change)
+        yield patch.object(torch.cuda, "stream", self._with_stream)
+        yield patch.object(pinned_memory, "side_stream", cache(pinned_memory.side_stream.__wrapped__))
         yield patch.object(Work, "__init__", _unwatched(Work.__init__))
         yield patch.object(Work, "wait", _unwatched(Work.wait))
         yield patch.object(SharedMemory, "publish", _unwatched(SharedMemory.publish))
         yield patch.object(SharedMemory, "peers", self.placed(SharedMemory.peers, ON_DEVICE))
         yield patch.object(grouped_weight_grad, "takes_triton", lambda x: not x.is_cpu)
         yield patch.object(megalite_kernels, "grouped_weight_grad_triton", _Kernel, create=True)
+
+    @contextmanager
+    def _with_stream(self, stream: _Stream) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        yield
+        self.stream = before
 
     # ---- kinds
 
@@ -163,14 +173,18 @@ class DeviceRules(AbstractContextManager["DeviceRules"]):
 
 
 def watched(trainer: Trainer) -> DeviceRules:
-    """What the second step of a trainer on DEVICE does; the first one makes what is kept. Closes the trainer."""
+    """What the third step of a trainer on DEVICE does. The first one makes what is kept; under optimistic steps the third one learns of the
+    second, which was the first not to wait. Closes the trainer."""
     rules = DeviceRules()
     with patch.object(trainer.loader, "step", rules.placed(trainer.loader.step, HOST)), rules:
-        trainer.step()
+        for _ in range(2):
+            trainer.train_step()
         for record in (rules.faults, rules.waits):
             record.clear()
-        trainer.step()
+        trainer.train_step()
+        found = rules.faults[:], rules.waits[:]
         trainer.close()
+    rules.faults, rules.waits = found
     return rules
 
 
@@ -183,14 +197,6 @@ class _Kernel:
             groups = Groups(ends.diff(prepend=ends.new_zeros(1)).long())
             products = [a.t().float() @ b.float() for a, b in zip(groups.split(left), groups.split(right), strict=True)]
             grad.copy_(torch.stack(products) if overwrite else grad + torch.stack(products))
-
-
-def _no_change(stream: _Stream) -> AbstractContextManager[None]:
-    @contextmanager
-    def nothing() -> Iterator[None]:
-        yield
-
-    return nothing()
 
 
 def _unwatched(act: Callable[..., Any]) -> Callable[..., Any]:

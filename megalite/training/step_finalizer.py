@@ -21,7 +21,7 @@ from torch import Tensor
 from megalite.optimizer.loss_scale import LossScale
 from megalite.optimizer.norm import NormReduction, clip_divisor, update_divisor
 from megalite.parallel.sharding.store import ParameterStore
-from megalite.pinned_memory import read_later
+from megalite.pinned_memory import read_aside, read_later
 from megalite.training.guard import Guard
 
 if TYPE_CHECKING:
@@ -96,6 +96,11 @@ class StepFinalizer:
         then: on a GPU it waits for the norm only, and prepares the next step while the optimizer runs.
         """
         self.norm.start(own.values())
+        self._update_by_total(update)
+        self._known.append(update)
+
+    def _update_by_total(self, update: Update) -> None:
+        """Wait for the total norm, and update the weights."""
         totals = self.norm.total()  # [1 + 4] fp64, on the device
         if self.store.state.device.type != self.store.device.type:  # offloaded from a GPU: the update runs on the host
             self._learn(update, totals.cpu())
@@ -106,7 +111,6 @@ class StepFinalizer:
             self._update_weights(update, update_divisor(norm, loss, self.grad_clip, self.guard.highest) * update.loss_scale)
             self._learn(update, read())
             self.skipped += update.fault is not None
-        self._known.append(update)
 
     def confirm(self) -> bool:
         """Wait for the totals of the pending step. Returns False if its update was wrong; the weights are corrected in that case."""
@@ -172,8 +176,7 @@ class OptimisticStepFinalizer(StepFinalizer):
         self.norm.start(own.values())
         self.pending = update
         if self.norm.knows_total:  # no copy needed; the result is still reported at `confirm`, so that all ranks act on it in the same step
-            self._learn(update, self.norm.total().cpu())
-            self._apply(update)
+            self._update_by_total(update)
         else:
             self._copies = self.optimizer.copy_state()  # before the update: `confirm` may have to undo it
             self._update_weights(update, None)
@@ -184,7 +187,7 @@ class OptimisticStepFinalizer(StepFinalizer):
         self._known.append(update)
         if self.norm.knows_total:
             return self._is_unclipped(update)
-        self._learn(update, self.norm.total().cpu())
+        self._learn(update, read_aside(self.norm.total, self.store.device)())  # not behind the forwards that are queued
         right = self._is_unclipped(update)
         if not right:
             self.store.gatherer.finish()  # gathers of the wrong weights still write into the buckets

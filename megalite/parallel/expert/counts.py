@@ -7,13 +7,11 @@ GPU both are on a stream of their own. No communication besides.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
-import torch
 from torch import Tensor
 
 from megalite.parallel.collectives import Pending
-from megalite.pinned_memory import read_later
+from megalite.pinned_memory import read_aside
 
 Count = Callable[[Tensor], Tensor]
 
@@ -29,27 +27,13 @@ class CountedAhead:
 
     def __init__(self, pending: Pending, like: Tensor, count: Count):
         self._pending, self._count = pending, count
-        self._read: Callable[[], Tensor] | None = None
-        if not like.is_cpu:
-            stream = _stream(like.device)
-            with torch.cuda.stream(stream):  # a collective is waited for by the stream that is current
-                self._start()
-                self._counted = stream.record_event()
+        self._read = None if like.is_cpu else read_aside(self._counted, like.device)
 
-    def _start(self) -> None:
+    def _counted(self) -> Tensor:
         self._value = self._pending.wait()
-        self._read = read_later(self._count(self._value))
+        return self._count(self._value)
 
     def wait(self) -> tuple[Tensor, list[int]]:
-        """The tensor, and the numbers, flat."""
-        if self._read is None:
-            self._start()
-        else:
-            torch.cuda.current_stream(self._value.device).wait_event(self._counted)
-        assert self._read is not None
-        return self._value, self._read().flatten().tolist()
-
-
-@cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+        """The tensor, and the numbers, flat. Both have arrived: no stream has to wait for another."""
+        numbers = self._counted() if self._read is None else self._read()
+        return self._value, numbers.flatten().tolist()
