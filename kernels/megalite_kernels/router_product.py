@@ -23,8 +23,8 @@ def _out_dtype(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def _cast(rows: Tensor, weight: Tensor) -> Tensor:
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    return torch.mm(rows.to(wide), weight.to(wide).t())
+    accumulate_dtype = torch.promote_types(rows.dtype, torch.float32)
+    return torch.mm(rows.to(accumulate_dtype), weight.to(accumulate_dtype).t())
 
 
 ROUTES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"out_dtype": _out_dtype, "cast": _cast}
