@@ -48,9 +48,7 @@ def copy_later(x: Tensor, into: Tensor) -> None:
 
 
 def read_later(x: Tensor) -> Callable[[], Tensor]:
-    """Start copying a tensor to CPU memory. Returns a function that waits for the copy, but not for what the device is given after it."""
-    if x.is_cpu:
-        return lambda: x
+    """Start copying a tensor from a GPU. Returns a function that waits for the copy, but not for what the GPU is given after it."""
     copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     copy.copy_(x, non_blocking=True)
     arrived = torch.cuda.current_stream(x.device).record_event()
@@ -65,8 +63,6 @@ def read_later(x: Tensor) -> Callable[[], Tensor]:
 def read_aside(make: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
     """As `read_later`, of what `make` waits for and computes on a stream of its own, if nothing that it needs is still queued on the
     current one."""
-    if device == torch.device("cpu"):
-        return read_later(make())
     with torch.cuda.stream(side_stream(device)):
         return read_later(make())
 

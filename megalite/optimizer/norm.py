@@ -139,6 +139,15 @@ class ChainedNorm:
         return message(operation, x, peer, self.channels[channel], f"gradient norm, {channel}", self.mesh.activity)
 
 
+def read_later(x: Tensor) -> Callable[[], Tensor]:
+    """A function that returns the tensor in CPU memory: it waits for a copy that is started now, not for what the device is given later."""
+    if x.is_cpu:
+        return lambda: x
+    from megalite import pinned_memory  # which only a GPU needs
+
+    return pinned_memory.read_later(x)
+
+
 def update_divisor(norm: Tensor, loss: Tensor, limit: float, highest: float) -> Tensor:
     """The divisor of gradients, [] fp32, decided on the device: that of `clip_divisor`, or NaN if the update must be skipped.
 

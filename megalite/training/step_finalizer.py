@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from megalite.optimizer.loss_scale import LossScale
-from megalite.optimizer.norm import NormReduction, clip_divisor, update_divisor
+from megalite.optimizer.norm import NormReduction, clip_divisor, read_later, update_divisor
 from megalite.parallel.sharding.store import ParameterStore
-from megalite.pinned_memory import read_aside, read_later
 from megalite.training.guard import Guard
 
 if TYPE_CHECKING:
@@ -187,7 +186,7 @@ class OptimisticStepFinalizer(StepFinalizer):
         self._known.append(update)
         if self.norm.knows_total:
             return self._is_unclipped(update)
-        self._learn(update, read_aside(self.norm.total, self.store.device)())  # not behind the forwards that are queued
+        self._learn(update, self._read_total())
         right = self._is_unclipped(update)
         if not right:
             self.store.gatherer.finish()  # gathers of the wrong weights still write into the buckets
@@ -197,6 +196,14 @@ class OptimisticStepFinalizer(StepFinalizer):
                 self.store.publish()  # nothing was applied: the weights must be taken from the restored masters
         self._copies = []
         return right
+
+    def _read_total(self) -> Tensor:
+        """Read the total norm, on a GPU not behind the forwards that are queued."""
+        if self.store.device == torch.device("cpu"):
+            return self.norm.total()
+        from megalite.pinned_memory import read_aside  # which only a GPU needs
+
+        return read_aside(self.norm.total, self.store.device)()
 
     def _learn(self, update: Update, totals: Tensor) -> None:
         super()._learn(update, totals)
