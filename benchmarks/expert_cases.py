@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import torch
 from megalite_kernels import grouped_weight_grad, permutation
+from megalite_kernels.groups import Groups
 from torch import Tensor
 
 from benchmarks.kernel_cases import EAGER, Case, Contest, Sizes, forwards, times_limit
@@ -52,16 +53,17 @@ def _rows(sizes: Sizes, tokens: int, k: int, hidden: int) -> Iterable[Case]:
 def _weight_gradient(sizes: Sizes, experts: int, rows: int, height: int, width: int) -> Case:
     def make() -> Contest:
         left, right = sizes.randn(experts * rows, height), sizes.randn(experts * rows, width)
-        grad, counts = torch.zeros(experts, height, width, device=sizes.device), [rows] * experts
+        grad = torch.zeros(experts, height, width, device=sizes.device)
+        groups = Groups(torch.tensor([rows] * experts, device=sizes.device))
 
         def loop() -> None:
-            for own, a, b in zip(grad, left.split(counts), right.split(counts), strict=True):
+            for own, a, b in zip(grad, groups.split(left), groups.split(right), strict=True):
                 if own.is_cuda:
                     torch.addmm(own, a.t(), b, out_dtype=own.dtype, out=own)
                 else:
                     own.add_(a.t() @ b)
 
-        ours = lambda: grouped_weight_grad.add_grouped_gradient(grad, left, right, counts, overwrite=False)  # noqa: E731
+        ours = lambda: grouped_weight_grad.add_grouped_gradient(grad, left, right, groups, overwrite=False)  # noqa: E731
         return Contest(ours, {EAGER: lambda: loop})
 
     shape = f"{experts} experts, {rows} rows each, {height} × {width} bf16"

@@ -85,7 +85,7 @@ class Microbatch:
 
     def to(self, device: torch.device) -> Microbatch:
         """The microbatch on a device. The copy is asynchronous, from pinned memory: it does not wait for the device's work."""
-        if device.type == "cpu":
+        if device == self.tokens.device:
             return self
 
         def moved(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The routes of attention and of the weight gradient's product: each against float64, then timed, the fastest written for this device.
+"""The routes of attention, of the weight gradient's product and of a router's: against float64, then timed, the fastest written to a file.
 
 `kernels: auto` reads the table (`megalite_kernels.device_routes`). A route that is not accurate is never written. Routes with another order
 of additions in every run stay in the table: a deterministic run refuses them itself.
@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megalite_kernels import attention_routes, device_routes, dispatch, weight_grad
+from megalite_kernels import attention_routes, device_routes, dispatch, router_product, weight_grad
 from megalite_kernels.attention_library import Options
 from megalite_kernels.attention_routes import Call, Route
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.first_light import values
+from benchmarks.first_light import library, values
 from benchmarks.first_light.rows import Row, Scene, absent, guarded, row
 from benchmarks.measure import timed, wait
 from megalite.commands.parser import write_whole
@@ -47,6 +47,7 @@ def rows(scene: Scene) -> Iterator[Row]:
     dispatch.select("triton" if scene.gpus else "torch")
     found: dict[str, dict[str, float]] = {}
     jobs = [partial(_weight_gradient, name, scene, found) for name in weight_grad.ROUTES]
+    jobs += [partial(_router, name, scene, found) for name in router_product.ROUTES]
     for route in sorted(attention_routes.ROUTES, key=lambda route: (route.guarded, route.name in LAST)):
         kinds = [kind for kind in KINDS if route.for_documents in (None, kind == "documents")]
         jobs += [partial(_attention, route, kind, scene, found) for kind in kinds]
@@ -57,6 +58,7 @@ def rows(scene: Scene) -> Iterator[Row]:
             break
     dispatch.select("torch")
     yield guarded("the table of routes", "measurement", partial(_write, found, scene))
+    yield from library.rows(scene)
 
 
 def _context_lost() -> str | None:
@@ -72,7 +74,7 @@ def _write(found: dict[str, dict[str, float]], scene: Scene) -> Row:
     """Write the fastest of each kind. What could not be measured keeps the default order."""
     best = {kind: min(times, key=times.__getitem__) for kind, times in found.items() if times}
     table = {"attention": {kind: best[kind] for kind in KINDS if kind in best}}
-    table |= {"weight_grad": best["weight_grad"]} if "weight_grad" in best else {}  # type: ignore[dict-item]
+    table |= {kind: best[kind] for kind in ("weight_grad", "router") if kind in best}  # type: ignore[misc]
     if not best:
         raise RuntimeError("no route could be measured")
     path = path_of(scene)
@@ -242,3 +244,34 @@ def _product_timed(route: str, scene: Scene, found: dict[str, dict[str, float]],
     found.setdefault("weight_grad", {})[route] = ms
     tflops = 2 * tokens * outputs * width / ms / 1e9
     return row(name, "measured", f"{ms:.2f} ms, {tflops:,.0f} TFLOP/s", ms=ms, tflops=tflops)
+
+
+# ---- a router's product
+
+
+def _router(route: str, scene: Scene, found: dict[str, dict[str, float]]) -> Iterator[Row]:
+    name = f"router, {route}"
+    if scene.rehearse and route == "out_dtype":
+        yield absent(name, "products of 16 bits into fp32 need a GPU")
+        return
+    yield (proof := guarded(f"{name}: values", "proof", partial(_logits_are_exact, route, scene, f"{name}: values")))
+    if proof["verdict"] == "passed":
+        yield guarded(name, "measurement", partial(_logits_timed, route, scene, found, name))
+
+
+def _logits_are_exact(route: str, scene: Scene, name: str) -> Row:
+    """As near to float64 as fp32 products of the same numbers."""
+    rows, weight = (torch.randn(count, 2048, device=scene.device).bfloat16() for count in (777, 96))
+    found = router_product.ROUTES[route](rows, weight)
+    assert_as_accurate(found, rows.double() @ weight.double().t(), rows.float() @ weight.float().t())
+    return row(name, "passed")
+
+
+def _logits_timed(route: str, scene: Scene, found: dict[str, dict[str, float]], name: str) -> Row:
+    """Those of DeepSeek-V3."""
+    tokens, experts, width = scene.sized(8192, 64), scene.sized(256, 8), scene.sized(7168, 64)
+    rows, weight = (torch.randn(count, width, device=scene.device, dtype=torch.bfloat16) for count in (tokens, experts))
+    ms = _ms(lambda: router_product.ROUTES[route](rows, weight), scene)
+    wait(scene.device)
+    found.setdefault("router", {})[route] = ms
+    return row(name, "measured", f"{ms:.3f} ms, {2 * tokens * experts * width / ms / 1e9:,.0f} TFLOP/s", ms=ms)

@@ -19,7 +19,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from megalite_kernels import activation, adamw, attention, cross_entropy, dispatch, grad_norm, norm, ordered_sum, rotary
+from megalite_kernels import activation, adamw, attention, cross_entropy, dispatch, grad_norm, norm, ordered_sum, rotary, router_product
 from torch import Tensor
 
 from benchmarks import report
@@ -170,6 +170,14 @@ def _exact_product(left: Tensor, inputs: Tensor) -> Sequence[Tensor]:
     return (2 * (left.to(wide).t() @ inputs.to(wide)),)
 
 
+def _logits(rows: Tensor, weight: Tensor) -> Sequence[Tensor]:
+    return (router_product.logits(rows, weight),)
+
+
+def _cast_logits(rows: Tensor, weight: Tensor) -> Sequence[Tensor]:
+    return (router_product.ROUTES["cast"](rows, weight),)
+
+
 def _attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *starts: Tensor) -> Sequence[Tensor]:
     options: dict[str, Any] = {"scale": q.shape[-1] ** -0.5, "document_start": starts[0] if starts else None}
     out, saved = attention.attention(q, k, v, **options)
@@ -199,6 +207,7 @@ def _attention_inputs(documents: bool, scene: Scene) -> Sequence[Tensor]:
 
 CHECKS = (
     Check("weight gradient, summed", lambda scene: [_randn(n, m) for n, m in [_wide(scene)] * 2], _weight_gradient, _exact_product),
+    Check("router's logits", lambda scene: [_randn(*_wide(scene)), _randn(scene.sized(256, 6), _wide(scene)[1])], _logits, _cast_logits),
     Check("residual and RMSNorm", lambda s: [_randn(*_wide(s)), _randn(*_wide(s)), _randn(_wide(s)[1]), _randn(*_wide(s))], _rms_norm),
     Check("LayerNorm", lambda s: [_randn(*_wide(s)), _randn(_wide(s)[1]), _randn(_wide(s)[1]), _randn(*_wide(s))], _layer_norm),
     Check("SwiGLU", lambda s: [_randn(_wide(s)[0], 2 * _wide(s)[1]), _randn(*_wide(s))], _activation),

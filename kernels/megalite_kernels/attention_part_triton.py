@@ -44,7 +44,7 @@ from megalite_kernels.attention_triton import (
     tile_width,
 )
 from megalite_kernels.dropout import AttentionDropout
-from megalite_kernels.launch import Variant, architecture
+from megalite_kernels.launch import Variant, architecture, upload
 
 Runs = tuple[tuple[int, int], ...]
 
@@ -307,9 +307,8 @@ def _variant(kernel: str, target: str, *shape) -> Variant:
 
 
 def _table(rows: list[tuple[int, int, int]], device: torch.device) -> Tensor:
-    """The copy does not wait for the device: runs that follow a batch's documents have tables of their own in every step."""
-    table = torch.tensor(rows, dtype=torch.int32).reshape(-1, _COLUMNS.value)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
+    """Runs that follow a batch's documents have tables of their own in every step."""
+    return upload(torch.tensor(rows, dtype=torch.int32).reshape(-1, _COLUMNS.value), device)
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,6 +1,6 @@
 """The fastest routes of a device, as measured there: routes/<device>.json, which `megalite first-light` writes.
 
-    {"attention": {"plain": "cudnn", "documents": "flash_varlen"}, "weight_grad": "addmm", "measured": {…}}
+    {"attention": {"plain": "cudnn", "documents": "flash_varlen"}, "weight_grad": "addmm", "router": "out_dtype", "measured": {…}}
 
 A device without a file has the default order of each table of routes (`attention_routes.ROUTES`). A file that cannot be read, or that names
 no known route, changes nothing, and the run says so at its start.
@@ -23,13 +23,14 @@ DIRECTORY = Path(__file__).with_name("routes")
 class DeviceRoutes:
     """What was measured on a device. An absent name means the default order.
 
-    Attributes: `device`, its name; `plain` and `documents`, of attention; `weight_grad`; `problem`, why the file does not count.
+    Attributes: `device`, its name; `plain` and `documents`, of attention; `weight_grad`; `router`; `problem`, why the file does not count.
     """
 
     device: str = ""
     plain: str | None = None
     documents: str | None = None
     weight_grad: str | None = None
+    router: str | None = None
     problem: str | None = None
 
 
@@ -44,7 +45,8 @@ def read(device: str) -> DeviceRoutes:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         attention = found.get("attention") or {}
-        names = {**{kind: attention.get(kind) for kind in ("plain", "documents")}, "weight_grad": found.get("weight_grad")}
+        names = {kind: attention.get(kind) for kind in ("plain", "documents")}
+        names |= {kind: found.get(kind) for kind in ("weight_grad", "router")}
     except FileNotFoundError:
         return DeviceRoutes(device)
     except (OSError, ValueError, AttributeError) as error:
@@ -54,11 +56,12 @@ def read(device: str) -> DeviceRoutes:
 
 
 def known(what: str) -> list[str]:
-    """The names that a file may give for plain, documents or weight_grad."""
-    from megalite_kernels import attention_routes, weight_grad
+    """The names that a file may give for plain, documents, weight_grad or router."""
+    from megalite_kernels import attention_routes, router_product, weight_grad
 
-    if what == "weight_grad":
-        return list(weight_grad.ROUTES)
+    products = {"weight_grad": [*weight_grad.ROUTES], "router": [*router_product.ROUTES]}
+    if what in products:
+        return products[what]
     return [route.name for route in attention_routes.ROUTES if route.for_documents in (None, what == "documents")]
 
 

@@ -3,32 +3,29 @@
 Products accumulate in fp32 and are added to an fp32 gradient without being rounded first. An expert without rows contributes zero.
 """
 
-from collections.abc import Sequence
-from itertools import accumulate
-
 import torch
 from torch import Tensor
 
 from megalite_kernels.dispatch import takes_triton
+from megalite_kernels.groups import Groups
 
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
-def add_grouped_gradient(grad: Tensor, grad_output: Tensor, inputs: Tensor, sizes: Sequence[int], overwrite: bool) -> None:
+def add_grouped_gradient(grad: Tensor, grad_output: Tensor, inputs: Tensor, groups: Groups, overwrite: bool) -> None:
     """Add the experts' gradients to grad [experts, out, in], or overwrite it.
 
     Args:
         grad_output, inputs: [n, out] and [n, in], sorted by expert.
-        sizes: rows of each expert.
+        groups: the rows of each expert.
     """
     if grad.dtype == torch.float32 and inputs.dtype in _DTYPES and takes_triton(inputs) and grad.is_contiguous():
         from megalite_kernels import grouped_weight_grad_triton
 
-        ends = torch.tensor(list(accumulate(sizes)), dtype=torch.int64).to(grad.device, non_blocking=True)
-        return grouped_weight_grad_triton.add_grouped_gradient(grad, grad_output, inputs, ends, overwrite)
+        return grouped_weight_grad_triton.add_grouped_gradient(grad, grad_output, inputs, groups.ends, overwrite)
     if overwrite:  # also the experts without rows: their gradients are sent like the others
         grad.zero_()
-    for own, left, right in zip(grad, grad_output.split(list(sizes)), inputs.split(list(sizes)), strict=True):
+    for own, left, right in zip(grad, groups.split(grad_output), groups.split(inputs), strict=True):
         if left.dtype == grad.dtype:
             own.addmm_(left.t(), right)
         elif left.is_cuda:  # accumulated in fp32 without being rounded first

@@ -28,8 +28,8 @@ def _product(
     expert = tl.program_id(0) // (across * down)
     out = tl.program_id(0) // across % down * OUT + tl.arange(0, OUT)
     column = tl.program_id(0) % across * IN + tl.arange(0, IN)
-    start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
-    count = (tl.load(ends + expert) - start).to(tl.int32)
+    start = tl.load(ends + expert - 1, mask=expert > 0, other=0).to(tl.int64)
+    count = tl.load(ends + expert) - start.to(tl.int32)
     left = grad_output + start * height
     right = inputs + start * width
     row = tl.arange(0, ROWS)
@@ -54,7 +54,7 @@ def _variant(chip: str) -> Variant:
 
 @operation(mutates=("grad",))
 def add_grouped_gradient(grad: Tensor, grad_output: Tensor, inputs: Tensor, ends: Tensor, overwrite: bool) -> None:
-    """grad [experts, out, in] fp32, contiguous; grad_output [n, out], inputs [n, in], ends [experts] int64: of each expert's rows."""
+    """grad [experts, out, in] fp32, contiguous; grad_output [n, out], inputs [n, in], ends [experts] int32: of each expert's rows."""
     experts, height, width = grad.shape
     if not grad.numel():
         return

@@ -29,6 +29,13 @@ def architecture(device: torch.device) -> str:
     return {9: "sm_90", 10: "sm_100"}.get(torch.cuda.get_device_capability(device)[0], "sm_80")
 
 
+def upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A table that the host has made, on the device of a kernel. The copy does not wait for what the device has to do before."""
+    if device == table.device or device.type == "meta":
+        return table.to(device)
+    return table.pin_memory().to(device, non_blocking=True)
+
+
 @dataclass(frozen=True, eq=False)
 class Variant:
     """A kernel with everything that determines its machine code, except its arguments' types and which of them are multiples of 16."""

@@ -4,8 +4,8 @@
     combine_rows      out[t] = Σ_j weights[t, j] · rows[index[t, j]]        in the order of j, without atomic additions
     and backward      drows[r] = weights[s] · grad[t],  dweights[s] = Σ grad[t] · rows[r],  with s = order[r] and t = s // k
 
-An index that is the number of rows means that there is none: its row is zero. Orders and counts are whole numbers, so that the order of
-additions changes nothing.
+An index that is the number of rows or more means that there is none: its row is zero. Orders and counts are whole numbers, so that the
+order of additions changes nothing.
 """
 
 import torch
@@ -76,23 +76,27 @@ def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
     return rows.index_select(0, index)
 
 
-def by_slot(values: Tensor, index: Tensor) -> Tensor:
-    """values[index], zero where there is none: [n, …], [m] int64 -> [m, …]. Only with fewer values than indices some are absent."""
-    if len(values) < len(index):
+def by_slot(values: Tensor, index: Tensor, partial: bool = False) -> Tensor:
+    """values[index], zero where there is none: [n, …], [m] int64 -> [m, …].
+
+    partial: some may be absent although there are not fewer values than indices, where some always are.
+    """
+    if partial or len(values) < len(index):
+        index = index.clamp(max=len(values))
         values = torch.cat((values, values.new_zeros(1, *values.shape[1:])))
     return values.index_select(0, index)
 
 
-def combine_rows(rows: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
+def combine_rows(rows: Tensor, index: Tensor, weights: Tensor | None = None, partial: bool = False) -> Tensor:
     """The weighted sums of each token's rows, in at least fp32, rounded to the rows' dtype: [n, width], [tokens, k] -> [tokens, width].
 
-    weights: [tokens, k], at least fp32; None: all are 1.
+    weights: [tokens, k], at least fp32; None: all are 1. partial: as for `by_slot`.
     """
     if takes_triton(rows):
         from megalite_kernels import permutation_triton
 
         return permutation_triton.combine_rows(rows, index, weights)
-    found = by_slot(rows, index.flatten()).view(*index.shape, -1)  # [tokens, k, width]
+    found = by_slot(rows, index.flatten(), partial).view(*index.shape, -1)  # [tokens, k, width]
     if weights is not None:
         return (found * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
     return found.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32)).to(rows.dtype)

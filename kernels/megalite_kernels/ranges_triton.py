@@ -5,7 +5,7 @@ ranges instead of tensors. Ranges are cut into tiles of one size; a program hand
 range and the range's addresses. The latency of the two dependent loads is hidden by the other programs of a multiprocessor.
 
 A table depends only on addresses and lengths. These are the same in each training step, so tables are cached; one takes 4 bytes per tile.
-It is copied to the device asynchronously.
+It is copied to the device without a wait.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from megalite_kernels.launch import upload
 
 TYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 """Triton's type of the elements at an address from a table."""
@@ -58,7 +60,7 @@ def _table(device: torch.device, tile: int, lengths: tuple[int, ...], addresses:
     counts = torch.tensor([triton.cdiv(length, tile) for length in lengths])
     owner = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(counts)
     rows = torch.stack([counts.cumsum(0) - counts, *(torch.tensor(column) for column in (lengths, *addresses))], dim=1)
-    return Tiles(owner.to(device, non_blocking=True), rows.to(device, non_blocking=True))
+    return Tiles(upload(owner, device), upload(rows, device))
 
 
 @triton.jit

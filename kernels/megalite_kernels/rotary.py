@@ -9,6 +9,7 @@ pairs twice, as in transformers: a rotation is then one product over whole rows 
 rows.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -48,7 +49,13 @@ def _yarn(frequency: Tensor, theta: float, scaling: dict[str, Any]) -> Tensor:
 def _longrope(frequency: Tensor, scaling: dict[str, Any], length: int) -> Tensor:
     """LongRoPE (Ding et al. 2024): each channel is stretched by its own factor, and by another one in sequences beyond the context."""
     factors = scaling["long_factor" if length > scaling["original_max_position_embeddings"] else "short_factor"]
-    return frequency / torch.tensor(factors, dtype=frequency.dtype, device=frequency.device)
+    return frequency / _kept(tuple(factors), frequency.dtype, frequency.device)
+
+
+@functools.lru_cache(maxsize=16)
+def _kept(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of these values, made once: each copy from the host waits for the device."""
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def _frequencies(

@@ -11,7 +11,7 @@ This module does no communication.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,6 +22,8 @@ from megalite.parallel.spec import ParamSpec
 from megalite.parallel.weight_grad_queue import WeightGradQueue, WeightProduct
 
 if TYPE_CHECKING:
+    from megalite_kernels.groups import Groups
+
     from megalite.parallel.expert.lora import ExpertAdapter
     from megalite.parallel.tensor.lora import Adapter
 
@@ -104,10 +106,10 @@ class Weight:
         self._add(value)
         self._count()
 
-    def accumulate_product(self, grad_output: Tensor, inputs: Tensor, sizes: Sequence[int] | None = None) -> None:
-        """Add grad_outputᵀ · inputs ([tokens, out], [tokens, in]), now or in the schedule's W pass. `sizes`: the tokens of each expert."""
+    def accumulate_product(self, grad_output: Tensor, inputs: Tensor, groups: Groups | None = None) -> None:
+        """Add grad_outputᵀ · inputs ([tokens, out], [tokens, in]), now or in the schedule's W pass. `groups`: the tokens of each expert."""
         if self.trainable:
-            self._queue.put(WeightProduct(self, grad_output, inputs, sizes))
+            self._queue.put(WeightProduct(self, grad_output, inputs, groups))
 
     def accumulate_rows(self, rows: Tensor, values: Tensor, separately: bool = True) -> None:
         """Add values[i] to row rows[i] ([n], [n, width]): the gradient of a lookup. Equal rows are summed.
@@ -134,13 +136,13 @@ class Weight:
         if self.trainable:
             self._count()
 
-    def add_product(self, grad_output: Tensor, inputs: Tensor, sizes: Sequence[int] | None) -> None:
+    def add_product(self, grad_output: Tensor, inputs: Tensor, groups: Groups | None) -> None:
         """Compute and add grad_outputᵀ · inputs now. Called by the queue."""
         grad, left = self._open_grad(), grad_output.t()  # [out, in], [out, tokens]
-        if sizes is not None:  # one product for each of the experts that are stacked in this weight
+        if groups is not None:  # one product for each of the experts that are stacked in this weight
             from megalite_kernels.grouped_weight_grad import add_grouped_gradient
 
-            add_grouped_gradient(grad.view(len(sizes), -1, grad.shape[1]), grad_output, inputs, sizes, self._uninitialized)
+            add_grouped_gradient(grad.view(len(groups), -1, grad.shape[1]), grad_output, inputs, groups, self._uninitialized)
             self._uninitialized = False
         elif left.dtype != grad.dtype and left.is_cuda:  # the product's fp32 accumulators are added to grad without being rounded first
             from megalite_kernels.weight_grad import add_product

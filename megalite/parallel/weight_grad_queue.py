@@ -6,12 +6,13 @@ This module does no communication.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from megalite_kernels.groups import Groups
+
     from megalite.parallel.weight import Weight
 
 
@@ -21,7 +22,7 @@ class WeightProduct(NamedTuple):
     weight: Weight
     grad_output: Tensor  # [tokens, out]
     inputs: Tensor  # [tokens, in]
-    sizes: Sequence[int] | None = None  # tokens of each expert, where the weight holds the matrices of several
+    groups: Groups | None = None  # the tokens of each expert, where the weight holds the matrices of several
 
 
 class WeightGradQueue:

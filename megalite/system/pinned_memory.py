@@ -1,8 +1,9 @@
-"""CPU memory for copies to and from a GPU, in pieces: torch rounds every pinned allocation up to a power of two."""
+"""CPU memory for copies to and from a GPU: in pieces, since torch rounds every pinned allocation up to a power of two; and such copies."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -39,6 +40,37 @@ def places(sizes: Sequence[int], pieces: Sequence[Tensor]) -> list[Tensor]:
 def allocate(sizes: Sequence[int], pinned: bool) -> list[Tensor]:
     """Pieces of these sizes, uninitialized."""
     return [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
+
+
+def copy_later(x: Tensor, into: Tensor) -> None:
+    """Start copying a tensor in CPU memory to another device, which may be busy: the host does not wait, and may change x afterwards."""
+    into.copy_(x if into.is_cpu else x.pin_memory(), non_blocking=True)
+
+
+def read_later(x: Tensor) -> Callable[[], Tensor]:
+    """Start copying a tensor from a GPU. Returns a function that waits for the copy, but not for what the GPU is given after it."""
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    copy.copy_(x, non_blocking=True)
+    arrived = torch.cuda.current_stream(x.device).record_event()
+
+    def read() -> Tensor:
+        arrived.synchronize()
+        return copy
+
+    return read
+
+
+def read_aside(make: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+    """As `read_later`, of what `make` waits for and computes on a stream of its own, if nothing that it needs is still queued on the
+    current one."""
+    with torch.cuda.stream(side_stream(device)):
+        return read_later(make())
+
+
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """For what the host reads while the device has other work."""
+    return torch.cuda.Stream(device)
 
 
 def _aligned(size: int) -> int:

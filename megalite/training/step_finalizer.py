@@ -105,6 +105,11 @@ class StepFinalizer:
         then: on a GPU it waits for the norm only, and prepares the next step while the optimizer runs.
         """
         self.norm.start(own.values())
+        self._update_by_total(update)
+        self._known.append(update)
+
+    def _update_by_total(self, update: Update) -> None:
+        """Wait for the total norm, and update the weights."""
         totals = self.norm.total()  # [1 + 4] fp64, on the device
         if self.store.state.device.type != self.store.device.type:  # offloaded from a GPU: the update runs on the host
             self._learn(update, totals.cpu())
@@ -115,7 +120,6 @@ class StepFinalizer:
             self._update_weights(update, update_divisor(norm, loss, self.grad_clip, self.guard.highest) * update.loss_scale)
             self._learn(update, read())
             self.skipped += update.fault is not None
-        self._known.append(update)
 
     def confirm(self) -> bool:
         """Wait for the totals of the pending step. Returns False if its update was wrong; the weights are corrected in that case."""
@@ -179,8 +183,7 @@ class OptimisticStepFinalizer(StepFinalizer):
         self.norm.start(own.values())
         self.pending = update
         if self.norm.knows_total:  # no copy needed; the result is still reported at `confirm`, so that all ranks act on it in the same step
-            self._learn(update, self.norm.total().cpu())
-            self._apply(update)
+            self._update_by_total(update)
         else:
             self._copies = self.optimizer.state.copy()  # before the update: `confirm` may have to undo it
             self._update_weights(update, None)
@@ -191,7 +194,7 @@ class OptimisticStepFinalizer(StepFinalizer):
         self._known.append(update)
         if self.norm.knows_total:
             return self._is_unclipped(update)
-        self._learn(update, self.norm.total().cpu())
+        self._learn(update, self._read_total())
         right = self._is_unclipped(update)
         if not right:
             self.store.gatherer.finish()  # gathers of the wrong weights still write into the buckets
@@ -201,6 +204,14 @@ class OptimisticStepFinalizer(StepFinalizer):
                 self.store.publish()  # nothing was applied: the weights must be taken from the restored masters
         self._copies = ()
         return right
+
+    def _read_total(self) -> Tensor:
+        """Read the total norm, on a GPU not behind the forwards that are queued."""
+        if self.store.device == torch.device("cpu"):
+            return self.norm.total()
+        from megalite.system.pinned_memory import read_aside  # which only a GPU needs
+
+        return read_aside(self.norm.total, self.store.device)()
 
     def _learn(self, update: Update, totals: Tensor) -> None:
         super()._learn(update, totals)

@@ -205,10 +205,15 @@ def test_a_step_with_documents_has_them_where_their_tokens_end(tmp_path: Path) -
 def test_the_fastest_routes_are_written_where_kernels_auto_reads_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(device_routes, "DIRECTORY", tmp_path / "routes")
     monkeypatch.setattr(report, "ROOT", tmp_path)
-    found = {"plain": {"cudnn": 2.0, "flash": 3.0}, "documents": {"triton": 4.0}, "weight_grad": {"addmm": 2.0, "mm_add": 1.5}}
+    found = {
+        "plain": {"cudnn": 2.0, "flash": 3.0},
+        "documents": {"triton": 4.0},
+        "weight_grad": {"addmm": 2.0, "mm_add": 1.5},
+        "router": {"cast": 1.0},
+    }
     routes._write(found, scene(gpus=(H200,), rehearse=False))
     read = device_routes.read(H200)
-    assert (read.plain, read.documents, read.weight_grad, read.problem) == ("cudnn", "triton", "mm_add", None)
+    assert (read.plain, read.documents, read.weight_grad, read.router, read.problem) == ("cudnn", "triton", "mm_add", "cast", None)
     table = routes.table_of(scene(gpus=(H200,)))
     assert table["measured"]["ms"] == found
 
@@ -217,7 +222,8 @@ def test_a_rehearsal_times_the_reference_and_names_what_needs_a_gpu(monkeypatch:
     monkeypatch.setattr(report, "ROOT", tmp_path)
     found = {each["name"]: each["verdict"] for each in routes.rows(scene())}
     assert found["attention plain, reference: values"] == "passed" and found["attention documents, reference"] == "measured"
-    assert found["attention plain, cudnn"] == found["attention documents, flash_varlen"] == found["weight gradient, addmm"] == "absent"
+    assert {found[f"attention {name}"] for name in ("plain, cudnn", "documents, flash_varlen")} == {"absent"}
+    assert found["weight gradient, addmm"] == found["router, out_dtype"] == "absent" and found["router, cast"] == "measured"
 
 
 # ---- layouts

@@ -22,6 +22,7 @@ from megalite_kernels import (
     permutation,
     rotary,
 )
+from megalite_kernels.groups import Groups
 from megalite_kernels.launch import Variant
 from torch import Tensor
 
@@ -187,8 +188,8 @@ def grouped_weight_grad_triton() -> None:
     """The gradient of the last expert, of which the last tile is computed, from the last rows."""
     experts, count, height, width = 5, 2**16 + 5, 2**15 + 16, 2**14
     left, right, grad = large(count, height), large(count, width), torch.empty(experts, height, width)
-    sizes = [count - LAST, *[0] * (experts - 2), LAST]
-    grouped_weight_grad.add_grouped_gradient(grad, left, right, sizes, overwrite=True)
+    groups = Groups(torch.tensor([count - LAST, *[0] * (experts - 2), LAST]))
+    grouped_weight_grad.add_grouped_gradient(grad, left, right, groups, overwrite=True)
     exact = left[-LAST:, -16:].double().t() @ right[-LAST:, -16:].double()
     torch.testing.assert_close(grad[-1, -16:, -16:], exact.float())
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megalite_kernels import adamw_triton, dispatch
+from megalite_kernels import adamw_triton, dispatch, ranges_triton
 from megalite_kernels.adamw import adamw_
 from torch.library import opcheck
 
+from tests.device_rules import DEVICE, ON_DEVICE, DeviceRules
 from tests.kernels.accuracy import assert_as_accurate
 
 OPTIONS = {"lr": 0.013, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.3}
@@ -158,3 +159,11 @@ def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(devi
         return [x for array in arrays for x in array]
 
     assert_same_bits_and_no_wait(run)
+
+
+def test_a_table_of_new_addresses_is_uploaded_without_a_wait():
+    """Gradients may have others in each step."""
+    with DeviceRules() as rules:
+        tiles = ranges_triton.cut([[torch.zeros(40, device=DEVICE), torch.zeros(7, device=DEVICE)]], 16)
+        assert {rules.kind(table) for table in tiles} == {ON_DEVICE} and not rules.faults
+    assert tiles.owner.tolist() == [0, 0, 0, 1] and tiles.rows[:, :2].tolist() == [[0, 40], [3, 7]]

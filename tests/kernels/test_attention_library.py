@@ -129,9 +129,9 @@ def file(tmp_path, monkeypatch) -> Path:
 
 
 def test_the_routes_of_a_device_are_read(file, monkeypatch):
-    file.write_text(json.dumps({"attention": {"plain": "flash", "documents": "flash_varlen"}, "weight_grad": "mm_add", "measured": {}}))
+    file.write_text(json.dumps({"attention": {"plain": "flash", "documents": "flash_varlen"}, "weight_grad": "mm_add", "router": "cast"}))
     found = device_routes.read("NVIDIA H100 80GB HBM3")
-    assert found == device_routes.DeviceRoutes("NVIDIA H100 80GB HBM3", "flash", "flash_varlen", "mm_add")
+    assert found == device_routes.DeviceRoutes("NVIDIA H100 80GB HBM3", "flash", "flash_varlen", "mm_add", "cast")
     assert device_routes.read("another") == device_routes.DeviceRoutes("another")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     for kernels, counts in (("auto", True), ("torch", False)):
@@ -148,6 +148,7 @@ def test_the_routes_of_a_device_are_read(file, monkeypatch):
         ('{"attention": {"plain": "flash_varlen"}}', "has plain = flash_varlen: no such route"),  # it is for documents
         ('{"attention": {"documents": "cudnn"}}', "has documents = cudnn: no such route"),
         ('{"weight_grad": "cublas"}', "has weight_grad = cublas: no such route"),
+        ('{"router": "addmm"}', "has router = addmm: no such route"),
         ("[1]", "cannot be read"),
         ("{", "cannot be read"),
     ],

@@ -180,7 +180,7 @@ def of_permutation(module: Any) -> Calls:
 def of_grouped_weight_grad(module: Any) -> Calls:
     """The input matrices of Mixtral's experts."""
     left, right = torch.empty(ROWS, 2 * 14336, dtype=BF16), torch.empty(ROWS, 4096, dtype=BF16)
-    grad, ends = torch.empty(2, 2 * 14336, 4096, device="meta"), torch.zeros(2, dtype=torch.int64)
+    grad, ends = torch.empty(2, 2 * 14336, 4096, device="meta"), torch.zeros(2, dtype=torch.int32)
     yield ("weight gradients of experts bf16",), partial(module.add_grouped_gradient, grad, left, right, ends, False)
 
 

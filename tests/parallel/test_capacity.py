@@ -6,6 +6,7 @@ from math import ceil
 
 import pytest
 import torch
+from megalite_kernels.groups import Groups
 from torch import Tensor
 
 from megalite.config.dims import rows_per_expert
@@ -62,8 +63,9 @@ def test_drops_what_a_loop_over_slots_and_positions_drops(seed: int) -> None:
 
     matrices, x, weights = random(EXPERTS, 6, 4, seed=5), random(LENGTH * BATCH, 4, seed=6), random(LENGTH * BATCH, K, seed=7)
     ours, theirs = ([each.clone().requires_grad_() for each in (x, weights)] for _ in range(2))
-    rows = spread(ours[0], choice).split(choice.counts.tolist())
-    out = combine(torch.cat([own @ matrix.t() for own, matrix in zip(rows, matrices, strict=True)]), ours[1], choice)
+    groups, rows = Groups(choice.counts), spread(ours[0], choice)
+    products = [own @ matrix.t() for own, matrix in zip(groups.split(rows), matrices, strict=True)]
+    out = combine(torch.cat([*products, torch.full((len(rows) - sum(groups.sizes), 6), torch.nan)]), ours[1], choice)
     reference = torch.zeros_like(out)
     for token, slot in expected.flatten(0, 1).nonzero().tolist():
         row = matrices[choice.experts[token, slot]] @ theirs[0][token]

@@ -14,6 +14,7 @@ from megalite.assembly import parts as build
 from megalite.config.load import from_dict
 from megalite.training import step_finalizer
 from megalite.training.trainer import Trainer
+from tests.device_rules import DEVICE, watched
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 
 CASE = {**SINGLE, "tied": True, "kv_heads": 2, "vocab_size": 101, "layers": 2, "masked": False, "dropout": 0.1, "microbatches": 2}
@@ -45,12 +46,45 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     return found
 
 
-def test_the_results_of_a_step_are_read_at_once(tmp_path: Path, reads: list[torch.Size]) -> None:
-    """The norm, the loss, the pace and the wish to stop, in one tensor."""
-    trainer = trainer_of(tmp_path, "cpu", "fp32", {})
-    trainer.step()
-    trainer.close()
-    assert reads == [torch.Size([5])]
+MIXTURE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 16,
+    "router_aux_loss_coef": 0.02,
+    "router_z_loss_coef": 0.01,
+}
+LATENT = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 8, "attention_factor": 1.1}
+LONGROPE = {"rope_scaling": {"rope_type": "longrope", **FACTORS}}
+DOCUMENTS = {"masked": True, "dropout": 0.0}
+ADAPTERS = {"rank": 8, "dropout": 0.1}
+OF_EXPERTS = {"lora": {**ADAPTERS, "targets": ["q", "gate", "experts.in", "experts.down"]}}
+STEPS: dict[str, dict[str, Any]] = {
+    "dropout, clipping, moving average": {"case": {"ema": True}},
+    "documents, LongRoPE": {"case": DOCUMENTS, "model": LONGROPE},
+    "Muon": {"case": {"optimizer": "muon"}},
+    "latents, further tokens": {"case": {"kv_heads": 4, "dropout": 0.0}, "model": {**LATENT, "mtp_layers": 1}},
+    "adapters with dropout": {"model": {}, "lora": {**ADAPTERS, "targets": "all-linear"}},
+    "mixture, adapters of experts": {"model": {**MIXTURE, "router_balance": "sequence", "n_group": 2, "topk_group": 1}, **OF_EXPERTS},
+    "mixture, capacity, biases, documents": {
+        "case": {**DOCUMENTS, "recompute": "full"},
+        "model": {**MIXTURE, "expert_capacity_factor": 0.7, "router_balance": "bias", "mlp_bias": True, "router_logit_bias": True},
+    },
+}
+
+
+@pytest.mark.parametrize("precision, options", [*[("bf16", each) for each in STEPS.values()], ("fp16", {})], ids=[*STEPS, "loss scale"])
+def test_the_host_waits_for_the_results_alone(tmp_path: Path, precision: str, options: dict[str, Any]) -> None:
+    """The norm, the loss, the pace and the wish to stop, in one tensor, with the update queued behind it. Nothing is read or uploaded
+    besides (`tests.device_rules`)."""
+    case, sections = {"layers": 1, "microbatches": 1, **options.get("case", {})}, {key: options[key] for key in options.keys() - {"case"}}
+    config = config_of({**CASE, **case}, write_tokens(tmp_path, CASE["vocab_size"]), precision, **sections)
+    config["train"] |= {"global_batch_size": 2, "micro_batch_size": 2}
+    made = from_dict(config)
+    rules = watched(Trainer(made, build.make_mesh(made), DEVICE))
+    assert not rules.faults
+    assert len(rules.waits) == 1 and rules.waits[0], "the update is queued when the host waits"
 
 
 @pytest.mark.gpu

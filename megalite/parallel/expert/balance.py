@@ -16,8 +16,7 @@ Communication: a loss by sequence sums counts over the ranks that share one, in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megalite_kernels.permutation import count_by_column
@@ -32,9 +31,9 @@ from megalite.parallel.expert.choice import Choice, best
 AUXILIARY, Z, DROPPED = -3, -2, -1  # columns of the statistics, after one for each expert
 
 
-@dataclass
-class RouterState:
-    """What a layer's router has learned from earlier steps; not a function of the weights. Both [experts], fp64, on the device.
+class RouterState(NamedTuple):
+    """What a layer's router has learned from earlier steps; not a function of the weights. Both [experts], fp64, on the device; or of
+    several layers, [layers, experts].
 
     Attributes:
         load: share of the previous step's tokens that chose each expert; the sum is k. At the start equal, without a gradient.
@@ -50,11 +49,12 @@ class RouterState:
         equal = torch.full((experts,), model.num_experts_per_tok / experts, dtype=torch.float64, device=device)
         return RouterState(equal, torch.zeros_like(equal))
 
-    def update(self, counts: Tensor, model: ModelConfig) -> None:
-        """Learn from an applied step: counts [experts] of all ranks' valid tokens."""
+    def learned(self, counts: Tensor, model: ModelConfig) -> RouterState:
+        """The state after an applied step: counts of all ranks' valid tokens, of the shape of the state."""
+        bias = self.bias
         if model.router_balance == "bias":
-            self.bias += model.router_bias_rate * (counts.mean() - counts).sign()
-        self.load.copy_(counts * (model.num_experts_per_tok / counts.sum().clamp(min=1)))
+            bias = bias + model.router_bias_rate * (counts.mean(-1, keepdim=True) - counts).sign()
+        return RouterState(counts * (model.num_experts_per_tok / counts.sum(-1, keepdim=True).clamp(min=1)), bias)
 
 
 class _AddLoss(torch.autograd.Function):
@@ -97,7 +97,7 @@ class Balance:
         factor = scale / self.layers
         statistics = torch.zeros(logits.shape[1] + 3, dtype=torch.float64, device=logits.device)
         statistics[:AUXILIARY] = count_by_column(choice.experts, valid, len(choice.counts)).sum(0)
-        statistics[DROPPED] = ((choice.inverse == len(choice.order)).view_as(choice.experts) & valid.flatten().unsqueeze(1)).sum()
+        statistics[DROPPED] = ((choice.inverse >= len(choice.order)).view_as(choice.experts) & valid.flatten().unsqueeze(1)).sum()
         shares = self._shares(choice, probabilities, valid).to(logits.dtype)  # [1 or batch, experts]
         shares = shares.expand(valid.shape[1], -1)
         balance = (probabilities.view(*valid.shape, -1) * shares * valid.unsqueeze(-1)).sum() * shares.shape[1]

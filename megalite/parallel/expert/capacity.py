@@ -16,6 +16,7 @@ import torch
 from megalite_kernels.permutation import choice_groups, count, inverse_order, places_among_equals, sums_before
 from torch import Tensor
 
+from megalite.batch import positions_of
 from megalite.config.dims import rows_per_expert
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather
@@ -60,7 +61,7 @@ class Capacity:
             valid: [seq, batch], the tokens of this rank whose loss counts.
             part: what the cp ranks have of the sequences; None: all of them.
         """
-        (length, batch), experts = valid.shape, len(choice.counts)
+        (length, batch), experts, rows = valid.shape, len(choice.counts), len(choice.inverse)
         whole = length * self.tp if part is None else part.length
         pieces = pieces_of([[(0, whole)]] if part is None else part.runs, self.tp)
         own, most = pieces[self.sequence.rank], max(map(len, pieces))
@@ -71,23 +72,32 @@ class Capacity:
         limit = rows_per_expert(self.factor, whole, choice.k, experts)
         before = torch.cat([*self._before(gathered, pieces), counts.new_full((1,), limit)])  # padding is dropped
         kept = places + before[flat] < limit
-        order = choice.order[kept[choice.order]]
-        return Choice(choice.experts, order, inverse_order(order, len(flat)), count(choice.experts.flatten()[order], experts))
+
+        # The device alone knows how many rows are kept, so the host takes as many as there can be. Those that are dropped come last.
+        sent = choice.experts.flatten().masked_fill(~kept, experts)
+        most_rows = min(rows, batch * experts * limit)
+        order = sent.argsort(stable=True)[:most_rows]
+        counts = count(sent, experts + 1)[:-1]
+        inverse = inverse_order(order, rows)
+        return Choice(choice.experts, order, inverse.masked_fill(inverse >= counts.sum(), most_rows), counts, partial=True)
 
     def _groups(self, choice: Choice, valid: Tensor, own: Sequence[Run], whole: int, groups: int, most: int) -> Tensor:
         """The group of each row, [seq, batch, k], numbered piece by piece; one more for padding past the end of a sequence."""
-        piece = torch.tensor([number for number, run in enumerate(own) for _ in range(run.length)], device=valid.device)
-        inside = torch.tensor([position < whole for run in own for position in range(run.start, run.stop)], device=valid.device)
-        found = choice_groups(choice.experts.view(*valid.shape, -1), valid, len(choice.counts)) + piece.view(-1, 1, 1) * groups
-        return found.masked_fill(~inside.view(-1, 1, 1), most * groups)
+        found = choice_groups(choice.experts.view(*valid.shape, -1), valid, len(choice.counts))
+        for number, part in enumerate(found.split([run.length for run in own])):
+            part += number * groups
+        if any(run.stop > whole for run in own):
+            positions = positions_of([(run.start, run.length) for run in own], valid.device)  # [seq, 1]
+            found.masked_fill_((positions >= whole).unsqueeze(-1), most * groups)
+        return found
 
     def _before(self, gathered: Tensor, pieces: Sequence[Sequence[Run]]) -> list[Tensor]:
         """Number of rows of the sequence that come before those of each of this rank's groups, piece by piece, flat."""
-        of_slots = gathered.sum((0, 1))  # [2 k, batch · experts]
-        earlier_slots = sums_before(of_slots)
+        places = sorted((run.start, rank, index) for rank, runs in enumerate(pieces) for index, run in enumerate(runs))
+        earlier_slots = sums_before(gathered.sum((0, 1)))  # [2 k, batch · experts]
+        earlier_pieces = sums_before(torch.stack([gathered[rank, index] for _, rank, index in places]))
         found = [earlier_slots] * gathered.shape[1]
-        for number, own in enumerate(pieces[self.sequence.rank]):
-            at = [(rank, index) for rank, runs in enumerate(pieces) for index, run in enumerate(runs) if run.start < own.start]
-            ranks, indices = ([each[dim] for each in at] for dim in range(2))
-            found[number] = earlier_slots + gathered[ranks, indices].sum(0) if at else earlier_slots
+        for (_, rank, index), earlier in zip(places, earlier_pieces, strict=True):
+            if rank == self.sequence.rank:
+                found[index] = earlier_slots + earlier
         return [each.flatten() for each in found]

@@ -6,7 +6,7 @@ summed in the order of its choices, without atomic additions, so that a run repe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,11 @@ class Choice:
 
     Attributes:
         experts: [tokens, k] int64, each token's experts, the most probable first.
-        order: [rows] int64, which (token, k) of the flattened experts each sent row is: all of them, or fewer if some are not sent.
-        inverse: [tokens · k] int64, the sent row of each (token, k); the number of rows if it is not sent.
+        order: [rows] int64, which (token, k) of the flattened experts each sent row is: all of them, or fewer if some are not sent. Rows
+            that are not sent may follow: then their number is a function of shapes alone, and the host need not wait for it.
+        inverse: [tokens · k] int64, the sent row of each (token, k); at least the number of rows if it is not sent.
         counts: [experts] int64, rows for each expert.
+        partial: whether some of all rows may not be sent.
         kept: what `balance` and `dispatch` have computed once for this choice, among it what was read from the device or communicated.
     """
 
@@ -30,11 +32,16 @@ class Choice:
     order: Tensor
     inverse: Tensor
     counts: Tensor
+    partial: bool = False
     kept: dict[str, Any] = field(default_factory=dict)
 
     @property
     def k(self) -> int:
         return self.experts.shape[1]
+
+    def first(self, rows: int) -> Choice:
+        """The same with the first rows only, if those that follow are not sent."""
+        return self if rows == len(self.order) else replace(self, order=self.order[:rows], kept={})
 
     @property
     def tokens(self) -> Tensor:
@@ -81,7 +88,7 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return combine_rows(grads[0], ctx.choice.rows), None
+        return combine_rows(grads[0], ctx.choice.rows, partial=ctx.choice.partial), None
 
 
 class _Combine(torch.autograd.Function):
@@ -91,13 +98,13 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weights: Tensor, choice: Choice) -> Tensor:
         ctx.choice = choice
         ctx.save_for_backward(rows, weights)
-        return combine_rows(rows, choice.rows, weights)
+        return combine_rows(rows, choice.rows, weights, choice.partial)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (rows, weights), choice = ctx.saved_tensors, ctx.choice
         drows, dweights = combine_rows_backward(grads[0], rows, choice.order, weights)  # [rows, hidden], [rows]
-        return drows, by_slot(dweights, choice.inverse).view_as(weights), None
+        return drows, by_slot(dweights, choice.inverse, choice.partial).view_as(weights), None
 
 
 def spread(rows: Tensor, choice: Choice) -> Tensor:

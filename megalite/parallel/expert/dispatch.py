@@ -8,24 +8,26 @@
                  reduce-scatter of the sums
     same_rows    all-reduce of the sums                              none: in inference only
 
-Each is started (`begin`) before other work is queued, so that the host's wait for the counts is hidden behind it. What `begin` finds is
-kept in the choice: recomputation and backward neither communicate nor read it again.
+Each is started (`begin`) before other work is queued, and the device does that work while the host waits for the counts. What `begin` finds
+is kept in the choice: recomputation and backward neither communicate nor read it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from megalite_kernels.groups import Groups
 from megalite_kernels.permutation import count, inverse_order, order_by_column
 from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, all_reduce
 from megalite.parallel.expert.choice import Choice, combine, spread
+from megalite.parallel.expert.counts import CountedAhead
 from megalite.parallel.expert.exchange import exchange, gather, reorder, scatter_sum
 
-Experts = Callable[[Tensor, Sequence[int]], Tensor]
+Experts = Callable[[Tensor, Groups], Tensor]
 """This rank's experts: (rows [n, hidden] sorted by expert, rows of each) -> [n, hidden]."""
 
 
@@ -46,9 +48,9 @@ class LocalDispatch:
         """Nothing is sent."""
 
     def run(self, rows: Tensor, weights: Tensor, choice: Choice, experts: Experts) -> Tensor:
-        if "sizes" not in choice.kept:
-            choice.kept["sizes"] = choice.counts.tolist()
-        return combine(experts(spread(rows, choice), choice.kept["sizes"]), weights, choice)
+        if "groups" not in choice.kept:
+            choice.kept["groups"] = Groups(choice.counts)  # the host need not know them: it sends nothing
+        return combine(experts(spread(rows, choice), choice.kept["groups"]), weights, choice)
 
 
 class _Route(NamedTuple):
@@ -56,13 +58,13 @@ class _Route(NamedTuple):
 
     Attributes:
         send, receive: rows to and from each rank.
-        sizes: rows for each of this rank's experts.
+        groups: those of this rank's experts.
         order: the received rows, which come sorted by rank and then by expert, sorted by expert and then by rank; and its inverse.
     """
 
     send: list[int]
     receive: list[int]
-    sizes: list[int]
+    groups: Groups
     order: Tensor
     inverse: Tensor
 
@@ -75,26 +77,30 @@ class AllToAllDispatch:
 
     def begin(self, choice: Choice) -> None:
         if "route" not in choice.kept and "counts" not in choice.kept:
-            choice.kept["counts"] = all_gather(choice.counts.unsqueeze(0), self.axis)  # [1, experts] -> [ep, experts]
+            counts = all_gather(choice.counts.unsqueeze(0), self.axis)  # [1, experts] -> [ep, experts]
+            choice.kept["counts"] = CountedAhead(counts, choice.counts, lambda whole: whole)
 
     def run(self, rows: Tensor, weights: Tensor, choice: Choice, experts: Experts) -> Tensor:
         if "route" not in choice.kept:
-            choice.kept["route"] = self._route(choice.kept.pop("counts").wait())
-        send, receive, sizes, order, inverse = choice.kept["route"]
-        arrived = exchange(spread(rows, choice), send, receive, self.axis)
-        done = experts(reorder(arrived, order, inverse), sizes)
-        return combine(exchange(reorder(done, inverse, order), receive, send, self.axis), weights, choice)
+            choice.kept["route"] = self._route(*choice.kept.pop("counts").wait())
+        send, receive, groups, order, inverse = choice.kept["route"]
+        sent = choice.first(sum(send))
+        arrived = exchange(spread(rows, sent), send, receive, self.axis)
+        done = experts(reorder(arrived, order, inverse), groups)
+        return combine(exchange(reorder(done, inverse, order), receive, send, self.axis), weights, sent)
 
-    def _route(self, counts: Tensor) -> _Route:
-        """counts: [ep, experts], the rows that each rank sends to each expert."""
-        ep, own = self.axis.size, counts.shape[1] // self.axis.size
-        host = counts.tolist()  # the one time that a layer's forward waits for the device
+    def _route(self, counts: Tensor, flat: list[int]) -> _Route:
+        """counts: [ep, experts], the rows that each rank sends to each expert; flat: the same on the host."""
+        ep, number = counts.shape
+        own = number // ep
+        host = [flat[rank * number : (rank + 1) * number] for rank in range(ep)]
         mine = slice(self.axis.rank * own, (self.axis.rank + 1) * own)
         send = [sum(host[self.axis.rank][rank * own : (rank + 1) * own]) for rank in range(ep)]
         receive = [sum(row[mine]) for row in host]
         sizes = [sum(column) for column in zip(*(row[mine] for row in host), strict=True)]
         order = order_by_column(counts[:, mine], sum(receive))
-        return _Route(send, receive, sizes, order, inverse_order(order, len(order)))
+        groups = Groups(counts[:, mine].sum(0), sizes)
+        return _Route(send, receive, groups, order, inverse_order(order, len(order)))
 
 
 class AllGatherDispatch:
@@ -105,14 +111,17 @@ class AllGatherDispatch:
 
     def begin(self, choice: Choice) -> None:
         if "whole" not in choice.kept and "chosen" not in choice.kept:
-            own = choice.experts.flatten().masked_fill(choice.inverse == len(choice.order), len(choice.counts))  # not sent: no expert's
-            choice.kept["chosen"] = all_gather(own.view_as(choice.experts), self.axis)  # [tokens, k] -> [ep · tokens, k]
+            number = len(choice.counts)
+            own = choice.experts.flatten().masked_fill(choice.inverse >= len(choice.order), number)  # not sent: no expert's
+            chosen = all_gather(own.view_as(choice.experts), self.axis)  # [tokens, k] -> [ep · tokens, k]
+            choice.kept["chosen"] = CountedAhead(chosen, own, lambda whole: count(whole.flatten(), number + 1))
 
     def run(self, rows: Tensor, weights: Tensor, choice: Choice, experts: Experts) -> Tensor:
         if "whole" not in choice.kept:
-            choice.kept["whole"] = _own_rows(choice.kept.pop("chosen").wait(), len(choice.counts), self.axis)
+            chosen, sizes = choice.kept.pop("chosen").wait()
+            choice.kept["whole"] = _own_rows(chosen, len(choice.counts), sizes, self.axis)
         whole: Choice = choice.kept["whole"]
-        done = experts(spread(gather(rows, self.axis), whole), whole.kept["sizes"])
+        done = experts(spread(gather(rows, self.axis), whole), whole.kept["groups"])
         return scatter_sum(combine(done, gather(weights, self.axis), whole), self.axis)
 
 
@@ -127,19 +136,21 @@ class SameRowsDispatch:
         """Nothing is sent."""
 
     def run(self, rows: Tensor, weights: Tensor, choice: Choice, experts: Experts) -> Tensor:
-        own = _own_rows(choice.experts, len(choice.counts), self.axis)
-        return all_reduce(combine(experts(spread(rows, own), own.kept["sizes"]), weights, own), self.axis).wait()
+        own = _own_rows(choice.experts, len(choice.counts), choice.counts.tolist(), self.axis)
+        return all_reduce(combine(experts(spread(rows, own), own.kept["groups"]), weights, own), self.axis).wait()
 
 
-def _own_rows(chosen: Tensor, number: int, axis: MeshAxis) -> Choice:
-    """The choice of several ranks' tokens, [tokens, k], of which only the rows for this rank's experts are sent."""
-    own, flat = number // axis.size, chosen.flatten()
-    counts = count(flat, number + 1)
-    host, first = counts.tolist(), axis.rank * own
-    start = sum(host[:first])
-    order = flat.argsort(stable=True)[start : start + sum(host[first : first + own])]
-    whole = Choice(chosen, order, inverse_order(order, len(flat)), counts)
-    whole.kept["sizes"] = host[first : first + own]
+def _own_rows(chosen: Tensor, number: int, sizes: list[int], axis: MeshAxis) -> Choice:
+    """The choice of several ranks' tokens, [tokens, k], of which only the rows for this rank's experts are sent.
+
+    number: of experts; sizes: the rows of each, and perhaps of those that are not sent.
+    """
+    flat, own = chosen.flatten(), number // axis.size
+    first = axis.rank * own
+    start, sizes = sum(sizes[:first]), sizes[first : first + own]
+    order = flat.argsort(stable=True)[start : start + sum(sizes)]
+    whole = Choice(chosen, order, inverse_order(order, len(flat)), count(flat, number + 1))
+    whole.kept["groups"] = Groups(whole.counts[first : first + own], sizes)
     return whole
 
 

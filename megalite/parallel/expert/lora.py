@@ -5,8 +5,7 @@ All experts of a stored tensor have one rank. Gate and up of an expert have one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from megalite_kernels.groups import Groups
 from torch import Tensor
 
 from megalite.parallel.expert.products import grouped_product
@@ -26,22 +25,22 @@ class ExpertAdapter:
         self.a, self.b, self.scale = a, b, scale
         self.number = a.tensor.shape[0] // b.tensor.shape[1]
 
-    def add(self, rows: Tensor, out: Tensor, sizes: Sequence[int]) -> Tensor:
+    def add(self, rows: Tensor, out: Tensor, groups: Groups) -> Tensor:
         """Add scale · B A rows to `out` ([n, in], [n, out], sorted by expert). Returns scale · A rows, [n, rank]."""
-        low = grouped_product(rows, self._each(self.a).transpose(1, 2), sizes).mul_(self.scale)
-        out.add_(grouped_product(low, self._each(self.b).transpose(1, 2), sizes))
+        low = grouped_product(rows, self._each(self.a).transpose(1, 2), groups).mul_(self.scale)
+        out.add_(grouped_product(low, self._each(self.b).transpose(1, 2), groups))
         return low
 
-    def add_gradient(self, grad: Tensor, drows: Tensor, sizes: Sequence[int]) -> Tensor:
+    def add_gradient(self, grad: Tensor, drows: Tensor, groups: Groups) -> Tensor:
         """Add the gradient of the rows through B A to `drows`, given that of the output. Returns that of A rows, [n, rank]."""
-        dlow = grouped_product(grad, self._each(self.b), sizes).mul_(self.scale)
-        drows.add_(grouped_product(dlow, self._each(self.a), sizes))
+        dlow = grouped_product(grad, self._each(self.b), groups).mul_(self.scale)
+        drows.add_(grouped_product(dlow, self._each(self.a), groups))
         return dlow
 
-    def accumulate(self, grad: Tensor, rows: Tensor, low: Tensor, dlow: Tensor, sizes: Sequence[int]) -> None:
+    def accumulate(self, grad: Tensor, rows: Tensor, low: Tensor, dlow: Tensor, groups: Groups) -> None:
         """Accumulate both weight gradients, from what the two other methods were given and have returned."""
-        self.a.accumulate_product(dlow, rows, sizes)
-        self.b.accumulate_product(grad, low, sizes)
+        self.a.accumulate_product(dlow, rows, groups)
+        self.b.accumulate_product(grad, low, groups)
 
     def _each(self, weight: Weight) -> Tensor:
         return weight.tensor.view(self.number, -1, weight.tensor.shape[1])

@@ -1,15 +1,17 @@
 """Matrix products of rows that are sorted by expert with each expert's matrices. No communication.
 
-The loop over experts is the reference, and what runs on a CPU. On a GPU one grouped kernel computes a whole product.
+The loop over experts is the reference, and what runs on a CPU. On a GPU one grouped kernel computes a whole product of bf16 matrices,
+without the host knowing how many rows an expert has; in other precisions the loop waits for these numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megalite_kernels.grouped_weight_grad import add_grouped_gradient
+from megalite_kernels.groups import Groups
 from torch import Tensor, nn
 
 from megalite.parallel.tensor.linear import Activation
@@ -21,56 +23,64 @@ if TYPE_CHECKING:
 _ALIGNED = 16  # bytes: torch's grouped kernel reads rows of this alignment
 
 
-def product_loop(rows: Tensor, matrices: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The first sizes[0] rows times matrices[0], and so on: [n, in], [experts, in, out] -> [n, out]."""
+def product_loop(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
+    """The rows of each group times its matrix: [n, in], [groups, in, out] -> [n, out]; undefined for rows of no group."""
     out = rows.new_empty(rows.shape[0], matrices.shape[2])
-    for own, matrix, into in zip(rows.split(list(sizes)), matrices, out.split(list(sizes)), strict=True):
+    for own, matrix, into in zip(groups.split(rows), matrices, groups.split(out), strict=True):
         torch.mm(own, matrix, out=into)
     return out
 
 
-def grouped_product(rows: Tensor, matrices: Tensor, sizes: Sequence[int]) -> Tensor:
+def grouped_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     """As `product_loop`, in one kernel where there is one: on a GPU, in bf16."""
     aligned = all(size * rows.itemsize % _ALIGNED == 0 for size in matrices.shape[1:])
-    if not rows.is_cuda or rows.dtype != torch.bfloat16 or not aligned:
-        return product_loop(rows, matrices, sizes)
-    ends = torch.tensor(list(accumulate(sizes)), dtype=torch.int32).to(rows.device, non_blocking=True)
-    return torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
+    if rows.is_cpu or rows.dtype != torch.bfloat16 or not aligned or not len(rows):  # a kernel might not take an empty tensor
+        return product_loop(rows, matrices, groups)
+    return torch.nn.functional.grouped_mm(rows, matrices, offs=groups.ends)
+
+
+def _sums(rows: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+    """The sum of each group's rows, one after the other, flat. On a GPU as products with ones, which add in one order."""
+    if rows.is_cpu:
+        return torch.cat([own.sum(0, dtype=dtype) for own in groups.split(rows)])
+    total = torch.empty(len(groups), rows.shape[1], 1, dtype=dtype, device=rows.device)
+    add_grouped_gradient(total, rows, rows.new_ones(len(rows), 1), groups, overwrite=True)
+    return total.flatten()
 
 
 class _Experts(torch.autograd.Function):
     """down(act(in(x))) of rows sorted by expert. Backward: the input's gradient; weight gradients go to the queue."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, into: Tensor, down: Tensor, layer: Experts, sizes: Sequence[int]) -> Tensor:
-        ctx.layer, ctx.sizes, (first, second) = layer, sizes, layer.adapters
-        inner = grouped_product(rows, layer.each(into).transpose(1, 2), sizes)  # [n, (2 ·) width]
-        layer.add_bias(inner, 0, sizes)
-        low_in = None if first is None else first.add(rows, inner, sizes)
+    def forward(ctx: Any, rows: Tensor, into: Tensor, down: Tensor, layer: Experts, groups: Groups) -> Tensor:
+        ctx.layer, ctx.groups, (first, second) = layer, groups, layer.adapters
+        inner = grouped_product(rows, layer.each(into).transpose(1, 2), groups)  # [n, (2 ·) width]
+        layer.add_bias(inner, 0, groups)
+        low_in = None if first is None else first.add(rows, inner, groups)
         active = layer.activation.forward(inner)  # [n, width]
-        out = grouped_product(active, layer.each(down).transpose(1, 2), sizes)  # [n, hidden]
-        layer.add_bias(out, 1, sizes)
-        low_down = None if second is None else second.add(active, out, sizes)
+        out = grouped_product(active, layer.each(down).transpose(1, 2), groups)  # [n, hidden]
+        layer.add_bias(out, 1, groups)
+        low_down = None if second is None else second.add(active, out, groups)
         ctx.save_for_backward(rows if layer.into.trainable or first is not None else None, inner, low_in, low_down)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (rows, inner, low_in, low_down), layer, sizes, grad = ctx.saved_tensors, ctx.layer, ctx.sizes, grads[0]
+        (rows, inner, low_in, low_down), layer, groups, grad = ctx.saved_tensors, ctx.layer, ctx.groups, grads[0]
         first, second = layer.adapters
-        dactive = grouped_product(grad, layer.each(layer.down.tensor), sizes)  # [n, width]
-        dlow_down = None if second is None else second.add_gradient(grad, dactive, sizes)
+        dactive = grouped_product(grad, layer.each(layer.down.tensor), groups)  # [n, width]
+        dlow_down = None if second is None else second.add_gradient(grad, dactive, groups)
         dinner, active = layer.activation.backward(dactive, inner)
-        dx = grouped_product(dinner, layer.each(layer.into.tensor), sizes)  # [n, hidden]
-        dlow_in = None if first is None else first.add_gradient(dinner, dx, sizes)
-        layer.down.accumulate_product(grad, active, sizes)
-        layer.accumulate_biases((dinner, grad), sizes)
+        dx = grouped_product(dinner, layer.each(layer.into.tensor), groups)  # [n, hidden]
+        dlow_in = None if first is None else first.add_gradient(dinner, dx, groups)
+        layer.down.accumulate_product(grad, active, groups)
+        layer.accumulate_biases((dinner, grad), groups)
         if second is not None:
-            second.accumulate(grad, active, low_down, dlow_down, sizes)
+            second.accumulate(grad, active, low_down, dlow_down, groups)
         if rows is not None:
-            layer.into.accumulate_product(dinner, rows, sizes)
+            layer.into.accumulate_product(dinner, rows, groups)
         if first is not None:
-            first.accumulate(dinner, rows, low_in, dlow_in, sizes)
+            first.accumulate(dinner, rows, low_in, dlow_in, groups)
         return dx, None, None, None, None
 
 
@@ -96,18 +106,17 @@ class Experts(nn.Module):
         """A view of stacked matrices: [experts · out, in] -> [experts, out, in]."""
         return matrices.view(self.number, -1, matrices.shape[1])
 
-    def add_bias(self, out: Tensor, which: int, sizes: Sequence[int]) -> None:
+    def add_bias(self, out: Tensor, which: int, groups: Groups) -> None:
         """Add each expert's bias of the first or second product to its rows of `out`."""
         if (bias := self.biases[which]) is not None:
-            for own, rows in zip(bias.tensor.view(self.number, -1), out.split(list(sizes)), strict=True):
-                rows.add_(own)
+            out.add_(bias.tensor.view(self.number, -1).index_select(0, groups.of_rows(len(out))))
 
-    def accumulate_biases(self, grads: Sequence[Tensor], sizes: Sequence[int]) -> None:
+    def accumulate_biases(self, grads: Sequence[Tensor], groups: Groups) -> None:
         """Accumulate the gradients of both biases, given those of the products; zero for an expert without rows."""
         for bias, grad in zip(self.biases, grads, strict=True):
-            if bias is not None:
-                bias.accumulate(torch.cat([rows.sum(0, dtype=bias.grad_dtype) for rows in grad.split(list(sizes))]))
+            if bias is not None and bias.grad_dtype is not None:
+                bias.accumulate(_sums(grad, groups, bias.grad_dtype))
 
-    def forward(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
-        """`sizes`: rows of each expert."""
-        return _Experts.apply(rows, self.into.tensor, self.down.tensor, self, sizes)
+    def forward(self, rows: Tensor, groups: Groups) -> Tensor:
+        """`groups`: the rows of each expert."""
+        return _Experts.apply(rows, self.into.tensor, self.down.tensor, self, groups)

@@ -9,21 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megalite_kernels import router_product
 from torch import Tensor, nn
 
 from megalite.parallel.weight import Weight
 
 
 class _Logits(torch.autograd.Function):
-    """x Wᵀ in the wider of fp32 and x's dtype: bf16 logits would tie at the k-th place. The weight gradient goes to its bucket."""
+    """x Wᵀ in the wider of fp32 and x's dtype. The weight gradient goes to its bucket."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, layer: Router) -> Tensor:
         ctx.layer = layer
         ctx.save_for_backward(rows)
-        dtype = torch.promote_types(rows.dtype, torch.float32)
-        logits = torch.mm(rows.to(dtype), weight.to(dtype).t())
-        return logits if layer.bias is None else logits.add_(layer.bias.tensor.to(dtype))
+        logits = router_product.logits(rows, weight)
+        return logits if layer.bias is None else logits.add_(layer.bias.tensor.to(logits.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

@@ -1,0 +1,43 @@
+"""Rows that form consecutive groups, as those of each expert do. Kernels read on the device where each group ends."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+class Groups:
+    """The rows of each group, one group after the other. Rows that follow the last group belong to none.
+
+    Args:
+        counts: [groups] int64, the rows of each, on their device.
+        sizes: the same numbers, where the host knows them.
+    """
+
+    def __init__(self, counts: Tensor, sizes: Sequence[int] | None = None):
+        self.counts, self._sizes = counts, None if sizes is None else list(sizes)
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """[groups] int32: the number of the row after each group."""
+        return self.counts.cumsum(0, dtype=torch.int32)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The rows of each group, for loops over them. Reading them waits for the device, once, unless the host knew them."""
+        if self._sizes is None:
+            self._sizes = self.counts.tolist()
+        return self._sizes
+
+    def split(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """The rows of each group; waits as `sizes`."""
+        return rows[: sum(self.sizes)].split(self.sizes)
+
+    def of_rows(self, number: int) -> Tensor:
+        """[number] int64: the group of each of the first rows; the last group for those that belong to none."""
+        rows = torch.arange(number, device=self.counts.device, dtype=torch.int32)
+        return torch.searchsorted(self.ends, rows, right=True).clamp_(max=len(self) - 1)
