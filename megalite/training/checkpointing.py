@@ -13,6 +13,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+import torch
+
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, DamagedError, find
 from megalite.checkpoint.agreement import on_rank_0, raise_on_all_ranks
@@ -22,6 +24,8 @@ from megalite.config.amounts import batches_done
 from megalite.config.load import to_dict
 from megalite.config.schema import Config
 from megalite.launch.environment import software
+from megalite.launch.machine import usable_cores
+from megalite.launch.process import local_world_size
 from megalite.model.adapters import ADAPTER
 from megalite.parallel.sharding.offload import OffloadError
 from megalite.parallel.spec import Rectangle
@@ -52,9 +56,14 @@ def start_weights(trainer: Trainer, restarted: bool) -> None:
     elif (start := trainer.config.model.initial_weights) is not None:
         load_weights(trainer, start if start.startswith("hf:") else str(on_rank_0(trainer.mesh, lambda: find(Path(start)))))
     else:
-        trainer.store.initialize(trainer.config.run.seed)
+        trainer.store.initialize(trainer.config.run.seed, _threads())
     if trainer.step_done == 0 and (average := average_of(trainer)) is not None:
         average.start()
+
+
+def _threads() -> int:
+    """The cores that this rank may use. Launchers set OMP_NUM_THREADS = 1, which would leave most of a GPU machine's idle."""
+    return max(torch.get_num_threads(), usable_cores() // local_world_size())
 
 
 def average_of(trainer: Trainer) -> Averaged | None:
@@ -139,7 +148,7 @@ def load_weights(trainer: Trainer, source: str) -> None:
     biases = [each for each in states if each.name.endswith("bias") and (known is None or each.name in known)]
     drawn = [ADAPTER] if trainer.config.lora.rank and trainer.config.lora.init_from is None else []
     if drawn:
-        trainer.store.initialize(trainer.config.run.seed, drawn)
+        trainer.store.draw(trainer.config.run.seed, _threads(), drawn)
     started = perf_counter()
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
         rectangles = [*trainer.store.to_load(without=drawn), *biases]
