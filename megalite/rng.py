@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,29 +37,56 @@ def normal(shape: tuple[int, ...], *parts: int | str) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(key(*parts)))
 
 
-def initial_values(segment: Segment, at: Coordinates, seed: int, low: int, high: int) -> Iterator[tuple[int, Callable[[], Tensor]]]:
-    """What initialises elements [low, high) of a segment on the rank at these coordinates, counted in its local shape, flat.
+class Draw(NamedTuple):
+    """What initialises a range of a segment on a rank.
 
-    Yields, in order, the first element of a range and a function that draws its values, flat in fp32. The ranges are whole rows of a block,
-    so the first and the last may reach beyond [low, high); padding is zero. Functions may be called in any order and on any thread.
+    Attributes:
+        first: the first element, counted in the rank's local shape, flat.
+        numbers: draws; may be called on any thread, whose core it uses alone.
+        values: of these numbers the range's values, flat, fp32. Called where all cores may be used.
+    """
+
+    first: int
+    numbers: Callable[[], Tensor]
+    values: Callable[[Tensor], Tensor]
+
+
+def initial_values(segment: Segment, at: Coordinates, seed: int, low: int, high: int) -> Iterator[Draw]:
+    """What initialises elements [low, high) of a segment on the rank at these coordinates, counted in its local shape, flat; in order.
+
+    The ranges are whole rows of a block, so the first and the last may reach beyond [low, high). Padding is zero.
     """
     part = segment.local(at)
     width = prod(part.shape[1:])
     if low >= high:
         return
     if segment.init_std == 0.0:
-        yield low, partial(torch.full, (high - low,), segment.init_value)
+        yield Draw(low, partial(torch.empty, 0), lambda _: torch.full((high - low,), segment.init_value))
         return
     start, end = part.offsets[0], part.offsets[0] + part.sizes[0]
     first, last = start + low // width, start + -(-high // width)  # rows of the global tensor, or of its padding
     for rows in block_rows(first, min(last, end)):
-        yield (rows.start - start) * width, partial(_local_rows, segment, part, rows, seed)
+        numbers, values = partial(_numbers, segment, rows, seed), partial(_local_rows, segment, part, rows)
+        yield Draw((rows.start - start) * width, numbers, values)
     if last > max(first, end):
-        yield (max(first, end) - start) * width, partial(torch.zeros, (last - max(first, end)) * width)
+        padding = (last - max(first, end)) * width
+        yield Draw((max(first, end) - start) * width, partial(torch.empty, 0), lambda _: torch.zeros(padding))
 
 
-def _local_rows(segment: Segment, part: LocalPart, rows: range, seed: int) -> Tensor:
-    (drawn,) = drawn_rows(segment, rows.start, rows.stop, seed)
+def _numbers(segment: Segment, rows: range, seed: int) -> Tensor:
+    """The numbers of the block that has these rows."""
+    number = rows.start // BLOCK_ROWS
+    count = min(BLOCK_ROWS, segment.shape[0] - number * BLOCK_ROWS)
+    return normal((count, *segment.shape[1:]), seed, segment.name, number)
+
+
+def _rows(segment: Segment, rows: range, numbers: Tensor) -> Tensor:
+    first = rows.start % BLOCK_ROWS
+    return numbers[first : first + len(rows)].mul_(segment.init_std)
+
+
+def _local_rows(segment: Segment, part: LocalPart, rows: range, numbers: Tensor) -> Tensor:
+    drawn = _rows(segment, rows, numbers)
     if part.sizes[1:] == part.shape[1:] == segment.shape[1:]:
         return drawn.flatten()
     columns = tuple(slice(offset, offset + size) for offset, size in zip(part.offsets[1:], part.sizes[1:], strict=True))
@@ -80,22 +107,23 @@ def drawn_rows(segment: Segment, start: int, stop: int, seed: int) -> Iterator[T
     """Rows [start, stop) of a segment's random initial values, fp32, whole: in blocks, with the columns of all ranks, so that no number
     depends on the mesh."""
     for rows in block_rows(start, stop):
-        first = rows.start - rows.start % BLOCK_ROWS
-        count = min(BLOCK_ROWS, segment.shape[0] - first)
-        drawn = normal((count, *segment.shape[1:]), seed, segment.name, first // BLOCK_ROWS).mul_(segment.init_std)
-        yield drawn[rows.start - first : rows.stop - first]
+        yield _rows(segment, rows, _numbers(segment, rows, seed))
 
 
-def ahead(draws: Iterable[tuple[_T, Callable[[], Tensor]]], threads: int) -> Iterator[tuple[_T, Tensor]]:
-    """The results of the functions, in order, each with what stands before it. Calls `threads` of them at a time, ahead of the caller."""
+def ahead(draws: Iterable[tuple[_T, Draw]], threads: int) -> Iterator[tuple[_T, int, Tensor]]:
+    """What stands before each draw, its first element and its values, in order. Draws on `threads` threads, ahead of the caller."""
     if threads == 1:
-        yield from ((each, draw()) for each, draw in draws)
+        yield from ((each, draw.first, draw.values(draw.numbers())) for each, draw in draws)
         return
     with ThreadPoolExecutor(threads) as pool:
-        waiting: deque[tuple[_T, Future[Tensor]]] = deque()
+        waiting: deque[tuple[_T, Draw, Future[Tensor]]] = deque()
         for each, draw in draws:
+            waiting.append((each, draw, pool.submit(draw.numbers)))
             if len(waiting) > threads:  # no more: a block of a large embedding takes megabytes
-                yield waiting[0][0], waiting.popleft()[1].result()
-            waiting.append((each, pool.submit(draw)))
+                yield _drawn(*waiting.popleft())
         while waiting:
-            yield waiting[0][0], waiting.popleft()[1].result()
+            yield _drawn(*waiting.popleft())
+
+
+def _drawn(each: _T, draw: Draw, numbers: Future[Tensor]) -> tuple[_T, int, Tensor]:
+    return each, draw.first, draw.values(numbers.result())

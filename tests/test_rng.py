@@ -25,8 +25,9 @@ def drawn(segment, rank=0, tp=1, seed=7):
     at = Coordinates.on("tp", rank, tp)
     part = segment.local(at)
     values = torch.full((part.numel,), 99.0)
-    for first, draw in rng.initial_values(segment, at, seed, 0, part.numel):
-        values[first:][: draw().numel()] = draw()
+    for first, numbers, local in rng.initial_values(segment, at, seed, 0, part.numel):
+        found = local(numbers())
+        values[first:][: found.numel()] = found
     return values.view(part.shape)
 
 
@@ -60,18 +61,19 @@ def test_keys_depend_on_every_part_and_its_type():
 )
 def test_elements_are_drawn_with_the_rows_of_their_blocks_alone(low, high, numbers, monkeypatch):
     """300 rows of 8: blocks of 1,024, 1,024 and 352 numbers."""
-    segment, counted, draw_normal = SEGMENTS[0], [0], rng.normal
+    segment, counted, draw_normal = SEGMENTS[0], [], rng.normal
 
     def normal(shape, *parts):
-        counted[0] += torch.Size(shape).numel()
+        counted.append(torch.Size(shape).numel())
         return draw_normal(shape, *parts)
 
     expected = drawn(segment).flatten()[low:high]
     monkeypatch.setattr(rng, "normal", normal)
-    found = list(rng.ahead(rng.initial_values(segment, Coordinates(), 7, low, high), threads=3))
+    draws = ((None, draw) for draw in rng.initial_values(segment, Coordinates(), 7, low, high))
+    found = [(first, value) for _, first, value in rng.ahead(draws, threads=3)]
     values = torch.cat([value for _, value in found]) if found else torch.empty(0)
     first = found[0][0] if found else low
-    assert torch.equal(values[low - first : high - first], expected) and counted == [numbers]
+    assert torch.equal(values[low - first : high - first], expected) and sum(counted) == numbers
     assert all(start + value.numel() == next_start for (start, value), (next_start, _) in pairwise(found))
 
 
@@ -79,13 +81,14 @@ def test_draws_ahead_come_in_their_order():
     """The first of each three waits for the others, which threads call meanwhile; no more than a few are ahead of the caller."""
     called, events = [], [Event() for _ in range(4)]
 
-    def draw(number):
+    def numbers(number):
         called.append(number)
         if number % 3 == 2:
             events[number // 3].set()
         elif number % 3 == 0:
             assert events[number // 3].wait(60)
-        return torch.tensor(number)
+        return torch.tensor([number])
 
-    for number, value in rng.ahead(((number, partial(draw, number)) for number in range(12)), threads=3):
-        assert value == number and len(called) <= number + 5
+    draws = ((number, rng.Draw(0, partial(numbers, number), torch.neg)) for number in range(12))
+    for number, _, value in rng.ahead(draws, threads=3):
+        assert value == -number and len(called) <= number + 5

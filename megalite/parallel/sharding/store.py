@@ -12,8 +12,9 @@ communication is that of its gatherer and reducer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import torch
@@ -185,12 +186,12 @@ class ParameterStore:
 
     def draw(self, seed: int, threads: int = 1, roles: Collection[str] = ()) -> None:
         """Draw the weights, or only those of some roles, that this rank keeps the master of; `publish` then gathers them."""
-        for (bucket, start), values in rng.ahead(self._draws(seed, roles), threads):
-            bucket.write(start, values)
+        for (bucket, start), first, values in rng.ahead(self._draws(seed, roles), threads):
+            bucket.write(start + first, values)
             self.state.release(bucket.master)  # offloaded masters: evict the pages that were just written
 
-    def _draws(self, seed: int, roles: Collection[str]) -> Iterator[tuple[tuple[BucketBuffers, int], Callable[[], Tensor]]]:
-        """What draws this rank's masters: functions, each with the bucket and the first element there of what it draws."""
+    def _draws(self, seed: int, roles: Collection[str]) -> Iterator[tuple[tuple[BucketBuffers, int], rng.Draw]]:
+        """What initialises this rank's masters: draws, each with its bucket and the first element there of its segment."""
         for bucket in self.buckets:
             for slot in bucket.layout.slots:
                 start = slot.start
@@ -198,8 +199,7 @@ class ParameterStore:
                     size = segment.local(self.at).numel
                     low, high = max(bucket.start - start, 0), min(bucket.stop - start, size)
                     if not roles or segment.role in roles:
-                        for first, draw in rng.initial_values(segment, self.at, seed, low, high):
-                            yield (bucket, start + first), draw
+                        yield from zip(repeat((bucket, start)), rng.initial_values(segment, self.at, seed, low, high))
                     start += size
 
     def to_load(self, without: Collection[str] = ()) -> list[Rectangle]:
