@@ -61,29 +61,24 @@ def main() -> int:
     from megalite.training.guard import FaultLimit
     from megalite.training.kernel_choice import kernels
     from megalite.training.trainer import Trainer
+    from megalite.training.watchdog import Watchdog
 
     device, hardware, found = check_run(config, loaded.choice)
     remarks += found
     job, environment, mesh, notes = start(config, device)
     failures = (ConfigError, CheckpointError, FaultLimit, CommunicationError, OffloadError, torch.OutOfMemoryError, OSError)
+    trainer: Trainer | None = None
     try:
-        trainer = Trainer(config, mesh, device, job.restarted)
-    except failures as error:  # a checkpoint that this run must not continue is found alike by every rank
-        agreed = isinstance(error, ConfigError | CheckpointError)
-        end_run(error, config, device, mesh, job, ExitStatus.CONFIGURATION if agreed else None)
-    except Exception as error:
-        report_unexpected(error, config, mesh, job)
-        raise
-    job.running()
-    try:
-        announce(trainer, remarks + notes)
-        watching = observers(trainer, environment, hardware, kernels(trainer))
-        status = fit(trainer, watching, partial(end_hanging, config=config, mesh=mesh, job=job))
+        with Watchdog(config, mesh, config.run.directory, partial(end_hanging, config=config, mesh=mesh, job=job)):
+            trainer = Trainer(config, mesh, device, job.restarted)
+            job.running()
+            announce(trainer, remarks + notes)
+            status = fit(trainer, observers(trainer, environment, hardware, kernels(trainer)))
         interrupts.ending(" after the last step: everything is saved", training_status, signals=interrupts.training_signals())
         trainer.close()
-    except failures as error:  # a save that failed, or steps that stay bad, is known to every rank
-        agreed = isinstance(error, CheckpointError | FaultLimit)
-        end_run(error, config, device, mesh, job, ExitStatus.FAILED if agreed else None)
+    except failures as error:  # some are found alike by every rank: a checkpoint that must not be continued, a save that failed, bad steps
+        agreed = isinstance(error, (ConfigError | CheckpointError) if trainer is None else (CheckpointError | FaultLimit))
+        end_run(error, config, device, mesh, job, (ExitStatus.FAILED if trainer else ExitStatus.CONFIGURATION) if agreed else None)
     except Exception as error:  # a fault of ours, or one of the device: its traceback is wanted
         report_unexpected(error, config, mesh, job)
         raise

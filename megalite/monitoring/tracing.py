@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megalite.activity import REPORTING
 from megalite.messages import write_or_say
 from megalite.monitoring.observer import Observer
 
@@ -69,8 +70,8 @@ class Tracer(Observer):
         """End the trace and write it. Collective: everything in flight ends first, as torch crashes if a message outlives its profiler."""
         self.running = False
         self.trainer.saver.wait()
-        self.trainer.finalizer.drain()
-        self.trainer.store.gatherer.finish()
+        self.trainer.settle()
+        self.activity.enter(REPORTING)
         if self.profile is None:
             return
         self.activity.listeners = tuple(each for each in self.activity.listeners if each is not self)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megalite import checkpoint
+from megalite.activity import LOADING, SAVING
 from megalite.checkpoint import CheckpointError, DamagedError, find
 from megalite.checkpoint.agreement import on_rank_0, raise_on_all_ranks
 from megalite.checkpoint.directories import TIMED, TIMED_KEPT
@@ -133,6 +134,7 @@ def load_weights(trainer: Trainer, source: str) -> None:
     """
     from megalite.checkpoint.finite import nonfinite, reject  # which a run without given weights does not need
 
+    trainer.mesh.activity.enter(LOADING)
     routers, known = trainer.parts.routers, None
     if source.startswith("hf:") or trainer.config.lora.init_from is not None:
         from megalite.huggingface.adapter_import import starting_weights  # imported only where it is needed
@@ -165,6 +167,7 @@ def resume(trainer: Trainer, directory: Path) -> None:
     from megalite.training import resume_checks  # which a fresh start does not need
 
     started = perf_counter()
+    trainer.mesh.activity.enter(LOADING)
     manifest = _checked(trainer, directory)
     state = manifest.state
     resume_checks.continue_steps(trainer.config, state)
@@ -193,7 +196,8 @@ def resume(trainer: Trainer, directory: Path) -> None:
 def begin_save(trainer: Trainer, best: bool = False, timed: bool = False) -> Save:
     """Like `Trainer.save`, but with `checkpoint.async_save` writing continues in the background; errors come from `saver.take_ended`.
     best: no checkpoint has had a lower validation loss; timed: `checkpoint.minutes` is the only reason to save."""
-    trainer.finalizer.drain()  # an unconfirmed step must not be saved
+    trainer.settle()  # an unconfirmed step must not be saved
+    trainer.mesh.activity.enter(SAVING)
     directory = trainer.run_dir / "checkpoints" / checkpoint.step_name(trainer.step_done)
     state = {
         "step": trainer.step_done,
@@ -209,7 +213,6 @@ def begin_save(trainer: Trainer, best: bool = False, timed: bool = False) -> Sav
         **({"loop": state_to_save(trainer)} if trainer.loop_state else {}),
         **({TIMED: True} if timed else {}),
     }
-    trainer.store.gatherer.finish()
     with raise_on_all_ranks(trainer.mesh, OffloadError):  # first: optimizer state that a disk has lost must not replace a good checkpoint
         trainer.store.state.sync()
     save = trainer.saver.begin(directory, to_save(trainer), state, rollback_safe=trainer.guard.streak == 0, best=best)
@@ -240,8 +243,7 @@ def roll_back(trainer: Trainer, bad: StepResult) -> None:
     directory = trainer.saver.newest
     trainer.guard.go_back(f"{bad.streak} steps in a row were skipped, the last one step {bad.step}: {bad.fault}", directory is not None)
     assert directory is not None
-    trainer.finalizer.drain()
-    trainer.store.gatherer.finish()
+    trainer.settle()
     samples = trainer.samples
     resume(trainer, directory)  # sets samples and streak to the checkpoint's: the bad samples must not be read again
     trainer.samples, trainer.guard.streak = samples, 0

@@ -11,6 +11,7 @@ the right update, and repeats those forwards. The result is bitwise that of wait
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import TYPE_CHECKING
@@ -96,7 +97,7 @@ class StepFinalizer:
         """
         self.norm.start(own.values())
         totals = self.norm.total()  # [1 + 4] fp64, on the device
-        if self.store.state.device.type != self.store.device.type:  # offloaded from a GPU: the update runs on the host
+        if self._offloaded:
             self._learn(update, totals.cpu())
             self._apply(update)
         else:
@@ -106,6 +107,11 @@ class StepFinalizer:
             self._learn(update, read())
             self.skipped += update.fault is not None
         self._known.append(update)
+
+    @property
+    def _offloaded(self) -> bool:
+        """Whether the optimizer's state is offloaded from a GPU, so that the update runs on the host."""
+        return self.store.state.device.type != self.store.device.type
 
     def confirm(self) -> bool:
         """Wait for the totals of the pending step. Returns False if its update was wrong; the weights are corrected in that case."""
@@ -149,7 +155,8 @@ class StepFinalizer:
         self._update_weights(update, divisor)
 
     def _update_weights(self, update: Update, divisor: Tensor | None) -> None:
-        self.optimizer.step(update.step - self.skipped, update.lr, divisor)  # AdamW's bias correction counts applied updates only
+        with self.store.mesh.activity.working() if self._offloaded else nullcontext():  # a disk may need minutes
+            self.optimizer.step(update.step - self.skipped, update.lr, divisor)  # AdamW's bias correction counts applied updates only
         self.store.gatherer.gather_updated()  # starts the all-gather; each unit's next forward waits for its own weights
 
 

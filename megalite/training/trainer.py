@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megalite.activity import READING, REDUCING, UPDATING
+from megalite.activity import READING, REDUCING, STARTING, UPDATING
 from megalite.batch import IGNORE_INDEX, Microbatch
 from megalite.build import parts as build
 from megalite.checkpoint.agreement import raise_on_all_ranks
@@ -155,10 +155,12 @@ class Trainer:
 
     def _check_plan(self) -> None:
         """Check that all ranks built the same schedule: compare 32 bits of its hash, which fp64 sums exactly. Collective."""
+        self.mesh.activity.enter(REDUCING)
         value = torch.tensor([int(self.schedule.hash[:8], 16)], dtype=torch.float64, device=self.device)
         total = all_reduce(value, self.mesh.world).wait()
         if total.item() != value.item() * self.mesh.world.size:
             raise RuntimeError(f"rank {self.mesh.rank} built a different pipeline schedule than other ranks: do all have the same options?")
+        self.mesh.activity.enter(STARTING)
 
     def _plan(self, microbatches: int) -> Schedule:
         """The schedule of a step; those of a ramp-up have fewer microbatches than the others."""
@@ -251,6 +253,14 @@ class Trainer:
         from megalite.training.validation import losses  # which a run without validation does not need
 
         return losses(self).mean
+
+    def settle(self) -> None:
+        """Wait for the pending step, the gathers in flight and the device: what follows is work of the host alone. Collective."""
+        self.mesh.activity.enter(UPDATING)
+        self.finalizer.drain()
+        self.store.gatherer.finish()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
         """Wait for everything in flight: a message that is not awaited would be matched with the next one on its communicator."""
