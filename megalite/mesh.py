@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from megalite.activity import Activity
 from megalite.layout import AXES, PRODUCTS, AxisPlace, Coordinates
 from megalite.layout import Layout as Layout
-from megalite.meeting import Meeting
+from megalite.meeting import Meetings
 from megalite.process_groups import ProcessGroups
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class Mesh:
         self.saving = replace(self.world, name="saving", group=self._groups.on_cpu(self.world.ranks)) if own else self.world
         own = counts_tokens and self.data.size > 1 and dist.get_backend() == "nccl"
         self.counting = replace(self.data, name="counting", group=self._groups.on_cpu(self.data.ranks)) if own else self.data
-        self._meetings: dict[str, Meeting] = {}
+        self.meet = Meetings(self.activity, timeout)
         self._groups.connect(self.channels, edges, self.pp.ranks, self.pp.rank)
         self.tp = self._with_shared_memory(self.tp)  # only tp: its collectives are on the critical path of every layer
 
@@ -161,21 +161,6 @@ class Mesh:
         """This rank's index on every axis, including derived ones, with the axis's size."""
         axes = (self.pp, self.dp, self.cp, self.tp, self.data, self.expert, self.expert_data)
         return Coordinates({axis.name: AxisPlace(axis.rank, axis.size) for axis in axes})
-
-    def meet(self, over: MeshAxis) -> None:
-        """Wait for all ranks before a collective over `world` or `saving`, without the limit of communication (`meeting`). Collective.
-
-        Raises a RuntimeError, as such a collective does, if the store is lost or, where nothing watches the ranks, after `timeout`.
-        """
-        import torch.distributed as dist
-
-        if over.group is None or dist.get_backend() == "fake":
-            return
-        if over.name not in self._meetings:
-            store = dist.distributed_c10d._get_default_store()
-            limit = (self.timeout or dist.default_pg_timeout).total_seconds()
-            self._meetings[over.name] = Meeting(over.name, store, self.rank, self.world.size, self.activity, limit)
-        self._meetings[over.name]()
 
     def domain(self, name: str) -> Domain:
         """The ranks that shard and reduce the parameters of a domain: `dense` or `expert`."""

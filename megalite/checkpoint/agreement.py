@@ -51,7 +51,7 @@ def named(what: str, mesh: Mesh, over: MeshAxis) -> Iterator[None]:
     if own:
         mesh.activity.wait_for(f"{what} over world", None, limited=False)
     try:
-        mesh.meet(over)
+        mesh.meet(over.name, over.group)
         yield
         if own:
             mesh.activity.arrived()

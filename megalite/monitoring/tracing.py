@@ -70,7 +70,7 @@ class Tracer(Observer):
         """End the trace and write it. Collective: everything in flight ends first, as torch crashes if a message outlives its profiler."""
         self.running = False
         self.trainer.saver.wait()
-        self.trainer.settle()
+        self.trainer.drain()
         self.activity.enter(REPORTING)
         if self.profile is None:
             return

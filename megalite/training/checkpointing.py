@@ -196,7 +196,7 @@ def resume(trainer: Trainer, directory: Path) -> None:
 def begin_save(trainer: Trainer, best: bool = False, timed: bool = False) -> Save:
     """Like `Trainer.save`, but with `checkpoint.async_save` writing continues in the background; errors come from `saver.take_ended`.
     best: no checkpoint has had a lower validation loss; timed: `checkpoint.minutes` is the only reason to save."""
-    trainer.settle()  # an unconfirmed step must not be saved
+    trainer.drain()  # an unconfirmed step must not be saved
     trainer.mesh.activity.enter(SAVING)
     directory = trainer.run_dir / "checkpoints" / checkpoint.step_name(trainer.step_done)
     state = {
@@ -243,7 +243,7 @@ def roll_back(trainer: Trainer, bad: StepResult) -> None:
     directory = trainer.saver.newest
     trainer.guard.go_back(f"{bad.streak} steps in a row were skipped, the last one step {bad.step}: {bad.fault}", directory is not None)
     assert directory is not None
-    trainer.settle()
+    trainer.drain()
     samples = trainer.samples
     resume(trainer, directory)  # sets samples and streak to the checkpoint's: the bad samples must not be read again
     trainer.samples, trainer.guard.streak = samples, 0

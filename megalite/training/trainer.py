@@ -101,8 +101,8 @@ class Trainer:
         if config.train.rampup_batch_size is not None:
             self.loader.size = partial(batch_size, config.train)
         checkpointing.start_weights(self, restarted)  # may resume: sets step_done and samples
-        self._check_plan()  # before the first pipeline message: a mismatch would hang
         self.saver.reserve(checkpointing.to_save(self))
+        self._check_plan()  # before the first pipeline message: a mismatch would hang
 
     def _make_finalizer(self) -> StepFinalizer:
         """Choose how the norm is summed (from the schedule) and whether a step waits for it (from the options)."""
@@ -155,6 +155,7 @@ class Trainer:
 
     def _check_plan(self) -> None:
         """Check that all ranks built the same schedule: compare 32 bits of its hash, which fp64 sums exactly. Collective."""
+        self.mesh.meet("world", self.mesh.world.group)  # reading and preparing may have taken some ranks longer
         self.mesh.activity.enter(REDUCING)
         value = torch.tensor([int(self.schedule.hash[:8], 16)], dtype=torch.float64, device=self.device)
         total = all_reduce(value, self.mesh.world).wait()
@@ -254,7 +255,7 @@ class Trainer:
 
         return losses(self).mean
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait for the pending step, the gathers in flight and the device: what follows is work of the host alone. Collective."""
         self.mesh.activity.enter(UPDATING)
         self.finalizer.drain()

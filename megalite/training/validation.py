@@ -35,7 +35,7 @@ def losses(trainer: Trainer) -> Losses:
     """Validate with the weights or, with `validation.ema`, with their average. Collective."""
     assert trainer.validation_data is not None, "data.validation is not set"
     activity = trainer.mesh.activity
-    trainer.settle()  # the weights of an unconfirmed step may be wrong
+    trainer.drain()  # the weights of an unconfirmed step may be wrong
     activity.enter(REPORTING)
     average = average_of(trainer) if trainer.config.validation.ema else None
     sets = trainer.validation_data.sets

@@ -181,6 +181,7 @@ class ParameterStore:
         threads: how many blocks of a weight are drawn at a time.
         """
         self.draw(seed, threads)
+        self.mesh.meet("world", self.mesh.world.group)  # first and last stages draw more than others
         self.gatherer.gather_updated()
         self.gatherer.finish()
 
