@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.activity import BETWEEN, READING, REDUCING, UPDATING, Activity
+from megalite.activity import BETWEEN, READING, REDUCING, REPORTING, UPDATING, Activity
 from megalite.clock import HostClock
 from megalite.config.load import from_dict
 from megalite.config.schema import Config, NetworkConfig
@@ -71,6 +71,8 @@ def step(phases: PhaseTimes, activity: Activity, clock: SetClock, number: int, s
         clock.now += seconds
         tell()
     clock.now += 5.0
+    activity.enter(REPORTING)
+    clock.now += 7.0  # of another instrument
     phases.after(number)
 
 
