@@ -7,7 +7,6 @@ whether the others are alive.
 
 from __future__ import annotations
 
-from datetime import timedelta
 from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,6 @@ from megalite.activity import Activity
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-    from torch.distributed import ProcessGroup
 
 SHORTEST_S, LONGEST_S = 1e-3, 0.05  # between two questions
 GROWTH = 1.5
@@ -53,26 +51,3 @@ class Meeting:
                 raise Late(f"not all ranks have come after {self._timeout:g} s (run.timeout)")
             sleep(pause)
             pause = min(GROWTH * pause, max(LONGEST_S, self._size / MOST_QUESTIONS))
-
-
-class Meetings:
-    """The meetings of all ranks, in the store of the default process group.
-
-    Args:
-        timeout: as of `Meeting`; None: torch's.
-    """
-
-    def __init__(self, activity: Activity, timeout: timedelta | None):
-        self._activity, self._timeout = activity, timeout
-        self._by_name: dict[str, Meeting] = {}
-
-    def __call__(self, name: str, group: ProcessGroup | None) -> None:
-        """Wait for all ranks before a collective over this group of theirs. Collective. Raises a RuntimeError, as that would."""
-        import torch.distributed as dist
-
-        if group is None or dist.get_backend() == "fake":
-            return
-        if name not in self._by_name:
-            store, limit = dist.distributed_c10d._get_default_store(), self._timeout or dist.default_pg_timeout
-            self._by_name[name] = Meeting(name, store, dist.get_rank(), dist.get_world_size(), self._activity, limit.total_seconds())
-        self._by_name[name]()

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from megalite.activity import Activity
 from megalite.layout import AXES, PRODUCTS, AxisPlace, Coordinates
 from megalite.layout import Layout as Layout
-from megalite.meeting import Meetings
-from megalite.process_groups import ProcessGroups
+from megalite.process_groups import Meetings, ProcessGroups
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

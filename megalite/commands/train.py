@@ -108,7 +108,8 @@ def check_run(config: Config, choice: Choice | None = None) -> tuple[torch.devic
     from megalite.config.precision import of_device
     from megalite.config.rules import check
     from megalite.data import dataset
-    from megalite.launch.process import choose_device, local_world_size, world_size
+    from megalite.launch.machine import local_world_size
+    from megalite.launch.process import choose_device, world_size
     from megalite.monitoring.metrics import check_packages
     from megalite.planning.predicting import device_of
     from megalite.training import recomputation
@@ -136,7 +137,8 @@ def start(config: Config, device: torch.device) -> tuple[Job, RankEnvironment, M
     """Claim the run's directory, start the process group and make the mesh. Returns them with lines that rank 0 prints. Collective."""
     from megalite.build import parts as build
     from megalite.launch.environment import compare_ranks, facts
-    from megalite.launch.process import configure_process, local_world_size, start_process_group
+    from megalite.launch.machine import local_world_size
+    from megalite.launch.process import configure_process, start_process_group
     from megalite.monitoring import links
     from megalite.training.faults import restarts
     from megalite.training.job import Job, JobEnd, begin
@@ -197,7 +199,7 @@ def announce(trainer: Trainer, notes: list[str]) -> None:
 
 def placement(trainer: Trainer) -> list[str]:
     """A line about a layout that fits this machine's nodes better, if there is one."""
-    from megalite.launch.process import local_world_size
+    from megalite.launch.machine import local_world_size
     from megalite.planning.between_nodes import hint
 
     between = hint(trainer.config, trainer.mesh.world.size, local_world_size())

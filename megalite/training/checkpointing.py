@@ -25,8 +25,7 @@ from megalite.config.amounts import batches_done
 from megalite.config.load import to_dict
 from megalite.config.schema import Config
 from megalite.launch.environment import software
-from megalite.launch.machine import usable_cores
-from megalite.launch.process import local_world_size
+from megalite.launch.machine import local_world_size, usable_cores
 from megalite.model.adapters import ADAPTER
 from megalite.parallel.sharding.offload import OffloadError
 from megalite.parallel.spec import Rectangle
