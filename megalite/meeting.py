@@ -10,7 +10,7 @@ from __future__ import annotations
 from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
-from megalite.activity import Activity
+from megalite.system.activity import Activity
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -9,8 +9,8 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from megalite import meeting
-from megalite.activity import Activity
 from megalite.meeting import Late, Meeting
+from megalite.system.activity import Activity
 
 SIZE = 3
 
