@@ -64,6 +64,7 @@ def train(cases: dict[str, int], rank: int, port: int, prefix: str, directory: P
     from megalite.launch import peers
     from megalite.training.fit import fit
     from megalite.training.trainer import Trainer
+    from megalite.training.watchdog import Watchdog
 
     torch.set_num_threads(1)
     peers.BEAT_S = 0.2
@@ -76,7 +77,8 @@ def train(cases: dict[str, int], rank: int, port: int, prefix: str, directory: P
     trainer = Trainer(config, build.make_mesh(config))
     if rank == VICTIM:
         hang(trainer, cases, Until(directory))
-    fit(trainer)
+    with Watchdog(config, trainer.mesh, trainer.run_dir):
+        fit(trainer)
 
 
 def hang(trainer: Any, cases: dict[str, int], until: Until) -> None:

@@ -114,7 +114,8 @@ def train(loss: Loss, rank: int, port: int, prefix: str, directory: str) -> None
     if rank == loss.victim:
         trainer.mesh.activity.listeners += (Losing(loss, trainer.mesh.activity),)
     try:
-        fit(trainer)
+        with watchdog.Watchdog(config, trainer.mesh, trainer.run_dir):
+            fit(trainer)
     except collectives.CommunicationError as error:
         process.exit_after_failure(error)
 

@@ -1,5 +1,9 @@
 """Initial values depend on the seed and the global name alone: every rank holds a slice of one and the same draw."""
 
+from functools import partial
+from itertools import pairwise
+from threading import Event
+
 import pytest
 import torch
 
@@ -18,7 +22,13 @@ SEGMENTS = [
 
 
 def drawn(segment, rank=0, tp=1, seed=7):
-    return torch.cat(list(rng.initial_values(segment, Coordinates.on("tp", rank, tp), seed)))
+    at = Coordinates.on("tp", rank, tp)
+    part = segment.local(at)
+    values = torch.full((part.numel,), 99.0)
+    for first, numbers, local in rng.initial_values(segment, at, seed, 0, part.numel):
+        found = local(numbers())
+        values[first:][: found.numel()] = found
+    return values.view(part.shape)
 
 
 @pytest.mark.parametrize("segment", SEGMENTS, ids=lambda segment: segment.name)
@@ -44,3 +54,41 @@ def test_draws_differ_by_name_and_seed_and_have_the_wanted_spread():
 
 def test_keys_depend_on_every_part_and_its_type():
     assert len({rng.key(1, "a"), rng.key("1", "a"), rng.key(1, "b"), rng.key("a", 1), rng.key(1, "a", 0)}) == 5
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "numbers"), [(0, 2400, 2400), (1023, 1024, 1024), (1023, 1025, 2048), (2048, 2056, 352), (5, 5, 0)]
+)
+def test_elements_are_drawn_with_the_rows_of_their_blocks_alone(low, high, numbers, monkeypatch):
+    """300 rows of 8: blocks of 1,024, 1,024 and 352 numbers."""
+    segment, counted, draw_normal = SEGMENTS[0], [], rng.normal
+
+    def normal(shape, *parts):
+        counted.append(torch.Size(shape).numel())
+        return draw_normal(shape, *parts)
+
+    expected = drawn(segment).flatten()[low:high]
+    monkeypatch.setattr(rng, "normal", normal)
+    draws = ((None, draw) for draw in rng.initial_values(segment, Coordinates(), 7, low, high))
+    found = [(first, value) for _, first, value in rng.ahead(draws, threads=3)]
+    values = torch.cat([value for _, value in found]) if found else torch.empty(0)
+    first = found[0][0] if found else low
+    assert torch.equal(values[low - first : high - first], expected) and sum(counted) == numbers
+    assert all(start + value.numel() == next_start for (start, value), (next_start, _) in pairwise(found))
+
+
+def test_draws_ahead_come_in_their_order():
+    """The first of each three waits for the others, which threads call meanwhile; no more than a few are ahead of the caller."""
+    called, events = [], [Event() for _ in range(4)]
+
+    def numbers(number):
+        called.append(number)
+        if number % 3 == 2:
+            events[number // 3].set()
+        elif number % 3 == 0:
+            assert events[number // 3].wait(60)
+        return torch.tensor([number])
+
+    draws = ((number, rng.Draw(0, partial(numbers, number), torch.neg)) for number in range(12))
+    for number, _, value in rng.ahead(draws, threads=3):
+        assert value == -number and len(called) <= number + 5

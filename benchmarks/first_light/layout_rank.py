@@ -113,11 +113,13 @@ def fit_until_the_end(spec: dict[str, Any], directory: Path, device: torch.devic
     from megalite.parallel.collectives import CommunicationError
     from megalite.training.fit import fit
     from megalite.training.trainer import Trainer
+    from megalite.training.watchdog import Watchdog
 
     config = from_dict(spec["config"])
     trainer = Trainer(config, build.make_mesh(config), device)
     try:
-        fit(trainer)
+        with Watchdog(config, trainer.mesh, trainer.run_dir):
+            fit(trainer)
     except CommunicationError as error:
         exit_after_failure(error)
     trainer.close()

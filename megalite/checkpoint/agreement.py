@@ -10,7 +10,7 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.config.schema import ConfigError
 
 if TYPE_CHECKING:
-    from megalite.mesh.mesh import Mesh
+    from megalite.mesh.mesh import Mesh, MeshAxis
 
 Result = TypeVar("Result")
 
@@ -34,7 +34,7 @@ def on_rank_0(mesh: Mesh, action: Callable[[], Result]) -> Result:
     if mesh.saving.group is not None:
         import torch.distributed as dist
 
-        with named("broadcast", mesh):
+        with named("broadcast", mesh, mesh.saving):
             dist.broadcast_object_list(outcome, src=mesh.saving.ranks[0], group=mesh.saving.group)
     if outcome[1] is not None:
         raise CheckpointError(outcome[1]) from cause
@@ -43,12 +43,15 @@ def on_rank_0(mesh: Mesh, action: Callable[[], Result]) -> Result:
 
 
 @contextmanager
-def named(what: str, mesh: Mesh) -> Iterator[None]:
-    """Convert a failure of torch's object collectives, which raise a plain RuntimeError, to a CommunicationError. what: the operation."""
+def named(what: str, mesh: Mesh, over: MeshAxis) -> Iterator[None]:
+    """Run the block, one of torch's object collectives over `mesh.world` or `mesh.saving`, once all ranks are there: before it, each may
+    have worked on its host for as long as it takes. Converts a failure, a plain RuntimeError, to a CommunicationError. what: the operation.
+    """
     own = mesh.saving is mesh.world  # else this may be the thread of background saves, whose waits are not the rank's
     if own:
-        mesh.activity.wait_for(f"{what} over world", None)
+        mesh.activity.wait_for(f"{what} over world", None, limited=False)
     try:
+        mesh.meet(over.name, over.group)
         yield
         if own:
             mesh.activity.arrived()
@@ -79,7 +82,7 @@ def raise_on_all_ranks(mesh: Mesh, kind: type[Exception] = ConfigError) -> Itera
         import torch.distributed as dist
 
         problems = [None] * mesh.world.size
-        with named("all_gather", mesh):
+        with named("all_gather", mesh, mesh.world):
             dist.all_gather_object(problems, problem, group=mesh.world.group)
     for first in filter(None, problems):
         raise first

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint import directories
-from megalite.checkpoint.agreement import named, on_rank_0
+from megalite.checkpoint.agreement import on_rank_0
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import Manifest, encode
 
@@ -50,8 +50,7 @@ def save(directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any]
     try:
         temporary = on_rank_0(mesh, lambda: directories.begin(directory))
         try:
-            with named("the exchange of what to save", mesh):
-                outcomes = tensors.write(temporary, rectangles, mesh.saving, mesh.activity if mesh.saving is mesh.world else None)
+            outcomes = tensors.write(temporary, rectangles, mesh)
             return on_rank_0(mesh, publish)
         except BaseException:
             if mesh.world.rank == 0:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -16,12 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.agreement import named
 from megalite.checkpoint.chunks import append, name_of
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import Chunk, Manifest, StoredTensor
-from megalite.mesh.mesh import MeshAxis
+from megalite.mesh.mesh import Mesh
 from megalite.parallel.spec import Rectangle
-from megalite.system.activity import Activity
 
 LARGEST_CHUNK = 64 << 20  # bytes; reading a part of a chunk reads and verifies all of it
 NAMED_PROBLEMS = 5  # problems listed in a message
@@ -41,14 +40,12 @@ Outcome = list[_Written] | str
 """What a rank has written, or why it could not."""
 
 
-def write(directory: Path, rectangles: Sequence[Rectangle], world: MeshAxis, activity: Activity | None) -> list[Outcome]:
-    """Write this rank's rectangles to `directory` and sync them to disk; returns every rank's outcome on rank 0. Collective.
-
-    activity: learns when this rank writes; None: a save in the background is not what the rank does.
-    """
+def write(directory: Path, rectangles: Sequence[Rectangle], mesh: Mesh) -> list[Outcome]:
+    """Write this rank's rectangles to `directory` and sync them to disk; returns every rank's outcome on rank 0. Collective."""
     own: Outcome
+    world = mesh.saving
     try:
-        own = _write_own(directory / f"rank_{world.rank:05d}.bin", rectangles, activity)
+        own = _write_own(directory / f"rank_{world.rank:05d}.bin", rectangles)
     except Exception as error:  # the other ranks must not wait for this one
         own = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     if world.group is None:
@@ -56,11 +53,12 @@ def write(directory: Path, rectangles: Sequence[Rectangle], world: MeshAxis, act
     import torch.distributed as dist
 
     found: list[Outcome] | None = [[]] * world.size if world.rank == 0 else None
-    dist.gather_object(own, found, dst=world.ranks[0], group=world.group)
+    with named("the exchange of what to save", mesh, world):
+        dist.gather_object(own, found, dst=world.ranks[0], group=world.group)
     return found or []
 
 
-def _write_own(path: Path, rectangles: Sequence[Rectangle], activity: Activity | None) -> list[_Written]:
+def _write_own(path: Path, rectangles: Sequence[Rectangle]) -> list[_Written]:
     """Write this rank's file, unless it has nothing to write. Rectangles of one tensor follow each other."""
     by_name: defaultdict[str, list[Rectangle]] = defaultdict(list)
     for part in rectangles:
@@ -68,7 +66,7 @@ def _write_own(path: Path, rectangles: Sequence[Rectangle], activity: Activity |
             by_name[part.name] += _blocks(part)
     written: list[_Written] = []
     if by_name:
-        with activity.working() if activity else nullcontext(), open(path, "wb") as file:
+        with open(path, "wb") as file:
             for part in (part for parts in by_name.values() for part in parts):
                 chunk = append(file, part.offsets, part.tensor)
                 written.append(_Written(part.name, name_of(part.tensor.dtype), part.global_shape, chunk))

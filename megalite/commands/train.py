@@ -61,29 +61,24 @@ def main() -> int:
     from megalite.training.guard import FaultLimit
     from megalite.training.kernel_choice import kernels
     from megalite.training.trainer import Trainer
+    from megalite.training.watchdog import Watchdog
 
     device, hardware, found = check_run(config, loaded.choice)
     remarks += found
     job, environment, mesh, notes = start(config, device)
     failures = (ConfigError, CheckpointError, FaultLimit, CommunicationError, OffloadError, torch.OutOfMemoryError, OSError)
+    trainer: Trainer | None = None
     try:
-        trainer = Trainer(config, mesh, device, job.restarted)
-    except failures as error:  # a checkpoint that this run must not continue is found alike by every rank
-        agreed = isinstance(error, ConfigError | CheckpointError)
-        end_run(error, config, device, mesh, job, ExitStatus.CONFIGURATION if agreed else None)
-    except Exception as error:
-        report_unexpected(error, config, mesh, job)
-        raise
-    job.running()
-    try:
-        announce(trainer, remarks + notes)
-        watching = observers(trainer, environment, hardware, kernels(trainer))
-        status = fit(trainer, watching, partial(end_hanging, config=config, mesh=mesh, job=job))
+        with Watchdog(config, mesh, config.run.directory, partial(end_hanging, config=config, mesh=mesh, job=job)):
+            trainer = Trainer(config, mesh, device, job.restarted)
+            job.running()
+            announce(trainer, remarks + notes)
+            status = fit(trainer, observers(trainer, environment, hardware, kernels(trainer)))
         interrupts.ending(" after the last step: everything is saved", training_status, signals=interrupts.training_signals())
         trainer.close()
-    except failures as error:  # a save that failed, or steps that stay bad, is known to every rank
-        agreed = isinstance(error, CheckpointError | FaultLimit)
-        end_run(error, config, device, mesh, job, ExitStatus.FAILED if agreed else None)
+    except failures as error:  # some are found alike by every rank: a checkpoint that must not be continued, a save that failed, bad steps
+        agreed = isinstance(error, (ConfigError | CheckpointError) if trainer is None else (CheckpointError | FaultLimit))
+        end_run(error, config, device, mesh, job, (ExitStatus.FAILED if trainer else ExitStatus.CONFIGURATION) if agreed else None)
     except Exception as error:  # a fault of ours, or one of the device: its traceback is wanted
         report_unexpected(error, config, mesh, job)
         raise
@@ -113,7 +108,8 @@ def check_run(config: Config, choice: Choice | None = None) -> tuple[torch.devic
     from megalite.config.precision import of_device
     from megalite.config.rules import check
     from megalite.data import dataset
-    from megalite.launch.process import choose_device, local_world_size, world_size
+    from megalite.launch.machine import local_world_size
+    from megalite.launch.process import choose_device, world_size
     from megalite.monitoring.metrics import check_packages
     from megalite.planning.predicting import device_of
     from megalite.training import recomputation
@@ -141,7 +137,8 @@ def start(config: Config, device: torch.device) -> tuple[Job, RankEnvironment, M
     """Claim the run's directory, start the process group and make the mesh. Returns them with lines that rank 0 prints. Collective."""
     from megalite.assembly import parts as build
     from megalite.launch.environment import compare_ranks, facts
-    from megalite.launch.process import configure_process, local_world_size, start_process_group
+    from megalite.launch.machine import local_world_size
+    from megalite.launch.process import configure_process, start_process_group
     from megalite.monitoring import links
     from megalite.training.faults import restarts
     from megalite.training.job import Job, JobEnd, begin
@@ -202,7 +199,7 @@ def announce(trainer: Trainer, notes: list[str]) -> None:
 
 def placement(trainer: Trainer) -> list[str]:
     """A line about a layout that fits this machine's nodes better, if there is one."""
-    from megalite.launch.process import local_world_size
+    from megalite.launch.machine import local_world_size
     from megalite.planning.between_nodes import hint
 
     between = hint(trainer.config, trainer.mesh.world.size, local_world_size())

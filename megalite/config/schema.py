@@ -50,7 +50,7 @@ class RunConfig:
     deterministic: bool = False
     """Use only deterministic algorithms, and accumulate the two gradients of a tied embedding separately, to add them in a fixed order."""
     timeout: str = "10m"
-    """End the run when a rank does not answer a collective for this long, for example 10m or 1h."""
+    """End the run when a rank does not answer a collective for this long, for example 10m or 1h. Saves and loads may take longer."""
     overwrite: bool = False
     """Let a new run use the directory of an old one (checkpoint.load none or of another run), which is renamed to NAME.old-1 first."""
 

@@ -77,6 +77,11 @@ def usable_cores() -> int:
     return count
 
 
+def local_world_size() -> int:
+    """Number of ranks that torchrun started on this machine; 1 without it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def memory_bytes() -> int:
     """The host's memory, or the container's limit if it is less."""
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -22,6 +22,7 @@ from megalite.config.amounts import duration_seconds
 from megalite.config.load import tell_torchrun
 from megalite.config.schema import ConfigError
 from megalite.launch import products
+from megalite.launch.machine import local_world_size
 from megalite.system.messages import flush_output, say
 
 if TYPE_CHECKING:
@@ -34,11 +35,6 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 def world_size() -> int:
     """Number of ranks that torchrun started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def local_world_size() -> int:
-    """Number of ranks on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def local_rank() -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from megalite.mesh.groups import ProcessGroups
+from megalite.mesh.groups import Meetings, ProcessGroups
 from megalite.mesh.layout import AXES, PRODUCTS, AxisPlace, Coordinates
 from megalite.mesh.layout import Layout as Layout
 from megalite.system.activity import Activity
@@ -151,6 +151,7 @@ class Mesh:
         self.saving = replace(self.world, name="saving", group=self._groups.on_cpu(self.world.ranks)) if own else self.world
         own = counts_tokens and self.data.size > 1 and dist.get_backend() == "nccl"
         self.counting = replace(self.data, name="counting", group=self._groups.on_cpu(self.data.ranks)) if own else self.data
+        self.meet = Meetings(self.activity, timeout)
         self._groups.connect(self.channels, edges, self.pp.ranks, self.pp.rank)
         self.tp = self._with_shared_memory(self.tp)  # only tp: its collectives are on the critical path of every layer
 

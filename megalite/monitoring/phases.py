@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megalite.monitoring.metrics import StepMetrics
 from megalite.monitoring.observer import Observer
 from megalite.parallel.pipeline.schedule import Action, Kind
-from megalite.system.activity import BETWEEN, READING, REDUCING, UPDATING
+from megalite.system.activity import BETWEEN, READING, REDUCING, REPORTING, UPDATING
 from megalite.system.clock import DeviceClock, HostClock
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ PHASES = ("data", "forward", "backward", "pipeline", "communication", "optimizer
 WORKING = ("data", "forward", "backward", "optimizer")
 """The phases in which a rank does not wait for another."""
 _OF_KIND = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "backward"}
-_OF_WORDS = {READING: "data", REDUCING: "communication", UPDATING: "optimizer", BETWEEN: None}
+_OF_WORDS = {READING: "data", REDUCING: "communication", UPDATING: "optimizer", BETWEEN: None, REPORTING: None}
 _KEPT = 4  # steps whose phases are kept until `numbers` reads them: results are a step late under some schedules, and read on rank 0 only
 
 Lap = tuple[Any, Any]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megalite.monitoring.observer import Observer
+from megalite.system.activity import REPORTING
 from megalite.system.messages import write_or_say
 
 if TYPE_CHECKING:
@@ -68,13 +69,13 @@ class Tracer(Observer):
     def _stop(self) -> None:
         """End the trace and write it. Collective: everything in flight ends first, as torch crashes if a message outlives its profiler."""
         self.running = False
-        self.trainer.saver.wait()
-        self.trainer.finalizer.drain()
-        self.trainer.store.gatherer.finish()
-        if self.profile is None:
-            return
         self.activity.listeners = tuple(each for each in self.activity.listeners if each is not self)
         self._end_range()
+        self.trainer.saver.wait()
+        self.trainer.drain()
+        self.activity.enter(REPORTING)
+        if self.profile is None:
+            return
         self.profile.stop()
         write_or_say(self.path, lambda path: self.profile.export_chrome_trace(str(path)))
         self.profile = None

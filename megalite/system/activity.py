@@ -4,11 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from time import localtime, strftime, time
 from typing import Any
 
-READING, REDUCING, UPDATING, BETWEEN = "reading its batch", "reduction", "norm and update", "between steps"
-"""What a rank does besides the actions of its pipeline."""
+REDUCING, UPDATING = "reduction", "norm and update"
+"""What a rank does besides the actions of its pipeline. As in these, on a GPU its host may wait for the device anywhere."""
+
+
+class HostWork(StrEnum):
+    """What a rank does on its host alone. It may take longer than `run.timeout`; waits for other ranks are recorded where they occur."""
+
+    STARTING = "start"
+    LOADING = "loading"
+    BETWEEN = "between steps"
+    READING = "reading its batch"
+    REPORTING = "reporting its step"
+    SAVING = "saving"
+    AWAITING_SAVES = "awaiting saves"
+
+
+STARTING, LOADING, BETWEEN, READING, REPORTING, SAVING, AWAITING_SAVES = HostWork
 
 
 class Activity:
@@ -19,18 +35,22 @@ class Activity:
         action: a pipeline action, or a description of what the rank does between actions.
         communication: the last one that the rank waited for: description, peer rank (None for a group), and start time of the wait.
         waiting: whether the rank still waits for it.
+        limited: whether `run.timeout` limits that wait; otherwise it is one for work of other ranks' hosts (`meeting`).
+        busy: whether the rank works on its host alone, whatever its action.
+        watched: whether another thread tells when a rank is lost.
         plan: the actions of the schedule that this rank runs, or has run last.
         runs: number of completed runs of a schedule. In a validation nothing else distinguishes one batch from the next.
         listeners: called with every change: an action, or a description of what the rank does or waits for.
     """
 
-    __slots__ = ("action", "communication", "listeners", "plan", "runs", "step", "waiting")
+    __slots__ = ("action", "busy", "communication", "limited", "listeners", "plan", "runs", "step", "waiting", "watched")
 
     def __init__(self) -> None:
         self.step = 0
-        self.action: Any = "start"
+        self.action: Any = STARTING
         self.communication: tuple[str, int | None, float] | None = None
-        self.waiting = False
+        self.waiting, self.limited = False, True
+        self.busy = self.watched = False
         self.plan: Sequence[Any] = ()
         self.runs = 0
         self.listeners: tuple[Callable[[Any], None], ...] = ()
@@ -47,9 +67,9 @@ class Activity:
         self.action = action
         self._tell(action)
 
-    def wait_for(self, what: str, peer: int | None) -> None:
+    def wait_for(self, what: str, peer: int | None, limited: bool = True) -> None:
         """Record that the rank starts to wait for a communication."""
-        self.communication, self.waiting = (what, peer, time()), True
+        self.communication, self.limited, self.waiting = (what, peer, time()), limited, True
         self._tell(what)
 
     def arrived(self) -> None:
@@ -59,12 +79,12 @@ class Activity:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Inside a communication, record that this rank works on its own, such as on its part of a save: the others wait for it."""
-        waiting, self.waiting = self.waiting, False
+        """Record that the rank works on its host alone, although its action is one that may wait for the device."""
+        before, self.busy = self.busy, True
         try:
             yield
         finally:
-            self.waiting = waiting
+            self.busy = before
 
     def _tell(self, place: Any) -> None:
         for listener in self.listeners:

@@ -13,6 +13,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+import torch
+
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, DamagedError, find
 from megalite.checkpoint.agreement import on_rank_0, raise_on_all_ranks
@@ -22,10 +24,12 @@ from megalite.config.amounts import batches_done
 from megalite.config.load import to_dict
 from megalite.config.schema import Config
 from megalite.launch.environment import software
+from megalite.launch.machine import local_world_size, usable_cores
 from megalite.model.adapters import ADAPTER
 from megalite.optimizer.table import EMA
 from megalite.parallel.sharding.offload import OffloadError
 from megalite.parallel.spec import Rectangle
+from megalite.system.activity import LOADING, SAVING
 from megalite.training.best import resume_state, state_to_save
 
 if TYPE_CHECKING:
@@ -52,9 +56,14 @@ def start_weights(trainer: Trainer, restarted: bool) -> None:
     elif (start := trainer.config.model.initial_weights) is not None:
         load_weights(trainer, start if start.startswith("hf:") else str(on_rank_0(trainer.mesh, lambda: find(Path(start)))))
     else:
-        trainer.store.initialize(trainer.config.run.seed)
+        trainer.store.initialize(trainer.config.run.seed, _threads())
     if trainer.step_done == 0 and trainer.average is not None:
         trainer.average.start()
+
+
+def _threads() -> int:
+    """The cores that this rank may use. Launchers set OMP_NUM_THREADS = 1, which would leave most of a GPU machine's idle."""
+    return max(torch.get_num_threads(), usable_cores() // local_world_size())
 
 
 def _has_saved(trainer: Trainer) -> bool:
@@ -114,6 +123,7 @@ def load_weights(trainer: Trainer, source: str) -> None:
     """
     from megalite.checkpoint.finite import nonfinite, reject  # which a run without given weights does not need
 
+    trainer.mesh.activity.enter(LOADING)
     routers, known = trainer.parts.routers, None
     if source.startswith("hf:") or trainer.config.lora.init_from is not None:
         from megalite.huggingface.adapter_import import starting_weights  # imported only where it is needed
@@ -129,7 +139,7 @@ def load_weights(trainer: Trainer, source: str) -> None:
     biases = [each for each in states if each.name.endswith("bias") and (known is None or each.name in known)]
     drawn = [ADAPTER] if trainer.config.lora.rank and trainer.config.lora.init_from is None else []
     if drawn:
-        trainer.store.initialize(trainer.config.run.seed, drawn)
+        trainer.store.draw(trainer.config.run.seed, _threads(), drawn)
     started = perf_counter()
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
         rectangles = [*trainer.store.to_load(without=drawn), *biases]
@@ -146,6 +156,7 @@ def resume(trainer: Trainer, directory: Path) -> None:
     from megalite.training import resume_checks  # which a fresh start does not need
 
     started = perf_counter()
+    trainer.mesh.activity.enter(LOADING)
     manifest = _checked(trainer, directory)
     state = manifest.state
     resume_checks.continue_steps(trainer.config, state)
@@ -173,7 +184,8 @@ def resume(trainer: Trainer, directory: Path) -> None:
 def begin_save(trainer: Trainer, best: bool = False, timed: bool = False) -> Save:
     """Like `Trainer.save`, but with `checkpoint.async_save` writing continues in the background; errors come from `saver.take_ended`.
     best: no checkpoint has had a lower validation loss; timed: `checkpoint.minutes` is the only reason to save."""
-    trainer.finalizer.drain()  # an unconfirmed step must not be saved
+    trainer.drain()  # an unconfirmed step must not be saved
+    trainer.mesh.activity.enter(SAVING)
     directory = trainer.run_dir / "checkpoints" / checkpoint.step_name(trainer.step_done)
     state = {
         "step": trainer.step_done,
@@ -189,7 +201,6 @@ def begin_save(trainer: Trainer, best: bool = False, timed: bool = False) -> Sav
         **({"loop": state_to_save(trainer)} if trainer.loop_state else {}),
         **({TIMED: True} if timed else {}),
     }
-    trainer.store.gatherer.finish()
     with raise_on_all_ranks(trainer.mesh, OffloadError):  # first: optimizer state that a disk has lost must not replace a good checkpoint
         trainer.store.state.sync()
     save = trainer.saver.begin(directory, to_save(trainer), state, rollback_safe=trainer.guard.streak == 0, best=best)
@@ -220,8 +231,7 @@ def roll_back(trainer: Trainer, bad: StepResult) -> None:
     directory = trainer.saver.newest
     trainer.guard.go_back(f"{bad.streak} steps in a row were skipped, the last one step {bad.step}: {bad.fault}", directory is not None)
     assert directory is not None
-    trainer.finalizer.drain()
-    trainer.store.gatherer.finish()
+    trainer.drain()
     samples = trainer.samples
     resume(trainer, directory)  # sets samples and streak to the checkpoint's: the bad samples must not be read again
     trainer.samples, trainer.guard.streak = samples, 0

@@ -19,24 +19,19 @@ from megalite.config.schema import Config
 from megalite.launch.exit_status import ExitStatus
 from megalite.monitoring.console import Console
 from megalite.monitoring.metrics import MetricsWriter, StepMetrics, peak_memory_bytes, throughput
-from megalite.system.activity import BETWEEN
+from megalite.system.activity import AWAITING_SAVES, BETWEEN, REPORTING
 from megalite.training.checkpointing import rate
 from megalite.training.signals import SaveTimer, StopRequest, agreed
 from megalite.training.trainer import StepResult, Trainer
-from megalite.training.watchdog import OnLoss, Watchdog, ignore
 
 if TYPE_CHECKING:
     from megalite.monitoring.observer import Observer
 
 
-def fit(
-    trainer: Trainer, observers: Sequence[Observer] = (), on_loss: OnLoss = ignore, clock: Callable[[], float] = monotonic
-) -> ExitStatus:
+def fit(trainer: Trainer, observers: Sequence[Observer] = (), clock: Callable[[], float] = monotonic) -> ExitStatus:
     """Train until `train.steps`, a signal, the time limit or early stopping; save at the end and at every `checkpoint.interval`, or every
-    `checkpoint.minutes`. Called by every rank.
+    `checkpoint.minutes`. Called by every rank, in a run of several inside a `Watchdog`.
 
-    on_loss: called with a message, and what was lost, before the watchdog ends this process, because another rank is lost and the training
-        thread hangs.
     clock: seconds, for `checkpoint.minutes`.
 
     Returns DONE, STOPPED (SIGTERM, SIGUSR1, SIGHUP or the time limit) or INTERRUPTED (SIGINT): the same on every rank.
@@ -48,12 +43,7 @@ def fit(
     gc.disable()
     recording = MetricsWriter(trainer.run_dir, trainer.step_done, config) if lead else nullcontext()
     console = Console(config.train.steps, config.logging.interval, start_step=trainer.step_done, enabled=lead)
-    with (
-        StopRequest(limit, trainer.mesh.activity) as request,
-        console,
-        recording as writer,
-        Watchdog(config, trainer.mesh, trainer.run_dir, on_loss),
-    ):
+    with StopRequest(limit, trainer.mesh.activity) as request, console, recording as writer:
         announce(trainer, console)
         mark_best(trainer)
         timer = SaveTimer(config.checkpoint, lead, clock)
@@ -118,6 +108,7 @@ def run_step(trainer: Trainer, observers: Sequence[Observer], request: StopReque
     trainer.faults.between_steps(step)
     # Read as late as possible: a signal that arrived during the hooks above must not cost another step.
     results = trainer.train_step(stop=request.value + timer.value, wait=wait)
+    activity.enter(REPORTING)
     for each in observers:
         each.after(step)
     return results
@@ -159,13 +150,12 @@ def validate_and_save(trainer: Trainer, due: Due, stop: bool, timer: SaveTimer, 
         lowest = validate(trainer, console, writer)
         if follows_loss(trainer.config):
             save(trainer, timer, console, lowest)
-    trainer.mesh.activity.enter("awaiting saves")
+    trainer.mesh.activity.enter(AWAITING_SAVES)
     report_saves(trainer.saver, console, last=due.end or stop or early)
 
 
 def save(trainer: Trainer, timer: SaveTimer, console: Console, lowest: bool, timed: bool = False) -> None:
     """Begin a save. lowest: the run has had no lower validation loss; timed: nothing but the time asks for it."""
-    trainer.mesh.activity.enter("saving")
     begun = trainer.begin_save(lowest and trainer.config.checkpoint.keep_best, timed)
     timer.saved(trainer.step_done, begun.held)
     if trainer.config.checkpoint.async_save:

@@ -23,11 +23,12 @@ from pathlib import Path
 from time import localtime, strftime
 from typing import Any
 
-from megalite.system.activity import BETWEEN, READING, REDUCING, UPDATING
+from megalite.system.activity import BETWEEN, LOADING, READING, REDUCING, REPORTING, STARTING, UPDATING
 
 DIRECTORY = "stalls"
 ALIVE = "answers"
-ORDER = {BETWEEN: 0, READING: 1, REDUCING: 0, UPDATING: 1}  # the last two come after the step's run of the plan, which is counted
+ORDER = {BETWEEN: 0, READING: 1, REDUCING: 0, UPDATING: 1, REPORTING: 1, STARTING: 0, LOADING: 0}
+"""Of what a rank does before its step's run of the plan, or after it, which is counted."""
 IN_PLAN, AFTER = 2, 3
 MESSAGE = re.compile(r"pipeline message (?P<kind>[SR][FB])(?P<stage>\d+)\.(?P<microbatch>\d+)[<>](?P<peer>\d+)")
 GROUP = re.compile(r"(?P<operation>.+) over (?P<axis>\w+)")

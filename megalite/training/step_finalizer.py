@@ -12,6 +12,7 @@ the right update, and repeats those forwards. The result is bitwise that of wait
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import TYPE_CHECKING
@@ -111,7 +112,7 @@ class StepFinalizer:
     def _update_by_total(self, update: Update) -> None:
         """Wait for the total norm, and update the weights."""
         totals = self.norm.total()  # [1 + 4] fp64, on the device
-        if self.store.state.device.type != self.store.device.type:  # offloaded from a GPU: the update runs on the host
+        if self._offloaded:
             self._learn(update, totals.cpu())
             self._apply(update)
         else:
@@ -120,6 +121,11 @@ class StepFinalizer:
             self._update_weights(update, update_divisor(norm, loss, self.grad_clip, self.guard.highest) * update.loss_scale)
             self._learn(update, read())
             self.skipped += update.fault is not None
+
+    @property
+    def _offloaded(self) -> bool:
+        """Whether the optimizer's state is offloaded from a GPU, so that the update runs on the host."""
+        return self.store.state.device.type != self.store.device.type
 
     def confirm(self) -> bool:
         """Wait for the totals of the pending step. Returns False if its update was wrong; the weights are corrected in that case."""
@@ -163,9 +169,10 @@ class StepFinalizer:
         self._update_weights(update, divisor)
 
     def _update_weights(self, update: Update, divisor: Tensor | None) -> None:
-        self.optimizer.step(update.step - self.skipped, update.lr, divisor)  # AdamW's bias correction counts applied updates only
-        if self.average is not None:
-            self.average.update(divisor)
+        with self.store.mesh.activity.working() if self._offloaded else nullcontext():  # a disk may need minutes
+            self.optimizer.step(update.step - self.skipped, update.lr, divisor)  # AdamW's bias correction counts applied updates only
+            if self.average is not None:
+                self.average.update(divisor)
         self.store.gatherer.gather_updated()  # starts the all-gather; each unit's next forward waits for its own weights
 
 

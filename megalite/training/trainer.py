@@ -34,7 +34,7 @@ from megalite.optimizer.schedule import learning_rate
 from megalite.optimizer.state import OptimizerState
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.pipeline.schedule import Schedule
-from megalite.system.activity import READING, REDUCING, UPDATING
+from megalite.system.activity import READING, REDUCING, STARTING, UPDATING
 from megalite.training import checkpointing
 from megalite.training.faults import Injection
 from megalite.training.guard import Guard
@@ -106,8 +106,8 @@ class Trainer:
         if config.train.rampup_batch_size is not None:
             self.loader.size = partial(batch_size, config.train)
         checkpointing.start_weights(self, restarted)  # may resume: sets step_done and samples
-        self._check_plan()  # before the first pipeline message: a mismatch would hang
         self.saver.reserve(checkpointing.to_save(self))
+        self._check_plan()  # before the first pipeline message: a mismatch would hang
 
     def _make_finalizer(self) -> StepFinalizer:
         """Choose how the norm is summed (from the schedule) and whether a step waits for it (from the options)."""
@@ -160,10 +160,13 @@ class Trainer:
 
     def _check_plan(self) -> None:
         """Check that all ranks built the same schedule: compare 32 bits of its hash, which fp64 sums exactly. Collective."""
+        self.mesh.meet("world", self.mesh.world.group)  # reading and preparing may have taken some ranks longer
+        self.mesh.activity.enter(REDUCING)
         value = torch.tensor([int(self.schedule.hash[:8], 16)], dtype=torch.float64, device=self.device)
         total = all_reduce(value, self.mesh.world).wait()
         if total.item() != value.item() * self.mesh.world.size:
             raise RuntimeError(f"rank {self.mesh.rank} built a different pipeline schedule than other ranks: do all have the same options?")
+        self.mesh.activity.enter(STARTING)
 
     def _plan(self, microbatches: int) -> Schedule:
         """The schedule of a step; those of a ramp-up have fewer microbatches than the others."""
@@ -256,6 +259,14 @@ class Trainer:
         from megalite.training.validation import losses  # which a run without validation does not need
 
         return losses(self).mean
+
+    def drain(self) -> None:
+        """Wait for the pending step, the gathers in flight and the device: what follows is work of the host alone. Collective."""
+        self.mesh.activity.enter(UPDATING)
+        self.finalizer.drain()
+        self.store.gatherer.finish()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
         """Wait for everything in flight: a message that is not awaited would be matched with the next one on its communicator."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megalite.batch import IGNORE_INDEX
 from megalite.parallel.collectives import all_reduce
+from megalite.system.activity import READING, REDUCING, REPORTING
 
 if TYPE_CHECKING:
     from megalite.data.dataset import Dataset
@@ -32,15 +33,20 @@ class Losses:
 def losses(trainer: Trainer) -> Losses:
     """Validate with the weights or, with `validation.ema`, with their average. Collective."""
     assert trainer.validation_data is not None, "data.validation is not set"
-    trainer.finalizer.drain()  # the weights of an unconfirmed step may be wrong
+    activity = trainer.mesh.activity
+    trainer.drain()  # the weights of an unconfirmed step may be wrong
+    activity.enter(REPORTING)
     average = trainer.average if trainer.config.validation.ema else None
     sets = trainer.validation_data.sets
     with nullcontext() if average is None else average.in_use():
         sums = torch.stack([_sums(trainer, data) for data in sets.values()])  # [sets, 2]
+    activity.enter(REDUCING)
     sums = all_reduce(sums, trainer.mesh.world).wait()
     means = (sums[:, 0] / sums[:, 1].clamp(min=1)).tolist()
     total = sums.sum(0)
-    return Losses((total[0] / total[1].clamp(min=1)).item(), {name: mean for name, mean in zip(sets, means, strict=True) if name})
+    mean = (total[0] / total[1].clamp(min=1)).item()
+    activity.enter(REPORTING)
+    return Losses(mean, {name: mean for name, mean in zip(sets, means, strict=True) if name})
 
 
 def _sums(trainer: Trainer, data: Dataset) -> Tensor:
@@ -50,12 +56,14 @@ def _sums(trainer: Trainer, data: Dataset) -> Tensor:
     has_loss = trainer.mesh.pp.rank == plan.placement[-1] and trainer.mesh.tp.rank == 0
     total = torch.zeros(2, dtype=torch.float64, device=trainer.device)
     try:
+        trainer.mesh.activity.enter(READING)
         for microbatches in loader.epoch(trainer.config.validation.batches):
             on_device = [microbatch.to(trainer.device) for microbatch in microbatches]
             statistics, _ = trainer.parts.runtime.run(plan, on_device, step=0, loss_scale=1.0, training=False)
             if has_loss:
                 total[0] += statistics["loss"]
                 total[1] += sum(int((microbatch.targets != IGNORE_INDEX).sum()) for microbatch in microbatches)
+            trainer.mesh.activity.enter(READING)
     finally:
         loader.close()
     return total

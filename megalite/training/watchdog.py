@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megalite.config.amounts import duration_seconds
-from megalite.config.schema import Config
+from megalite.config.schema import Config, ConfigError
 from megalite.mesh.mesh import Mesh, MeshAxis
-from megalite.system.activity import Activity
+from megalite.system.activity import Activity, HostWork
 from megalite.system.files import replacing
 from megalite.system.messages import say
 
@@ -38,6 +38,8 @@ MARGIN_S = 20.0  # beyond run.timeout: gloo's communication has raised before
 NCCL_SHARE = 0.8  # of run.timeout: torch's watchdog then aborts the process without a name
 ABORT_S = 5.0  # for the communicators to abort
 FRAMES = 12  # of the training thread's stack in a record
+COMPILERS = ("triton.compiler.", "torch._dynamo.convert_frame", "torch._inductor.compile_fx")
+"""Modules that have a frame in the stack while a kernel or a region of the model is compiled: at its first call, in any action."""
 
 
 OnLoss = Callable[[str, "Lost"], None]
@@ -75,12 +77,14 @@ class Watchdog:
         if self.mesh.world.size > 1:
             self.peers, nccl = _meet(self.mesh, self._place)
             self._limits = limits(self.timeout, nccl)
+            self.activity.watched = True
         if self.patience or self.peers:
             Thread(target=self._watch, name="megalite-watchdog", daemon=True).start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         self._over.set()
+        self.activity.watched = False
         if error is None and self._said:
             self._moves_again()
         if self.peers is not None:
@@ -91,7 +95,7 @@ class Watchdog:
         from megalite.checkpoint import CheckpointError
         from megalite.training.guard import FaultLimit
 
-        if error is None or isinstance(error, FaultLimit | CheckpointError):  # all ranks end alike
+        if error is None or isinstance(error, FaultLimit | CheckpointError | ConfigError):  # all ranks end alike
             peers.close(left=True)
         elif hasattr(error, "peer"):
             verdict = peers.origin(error.peer)
@@ -105,7 +109,7 @@ class Watchdog:
     # ---- the thread
 
     def _watch(self) -> None:
-        seen, since = None, monotonic()
+        seen, since, compiled = None, monotonic(), monotonic()
         interval = min(LONGEST_LOOK, *([self.patience / 4] if self.patience else []), *([self.peers.beat_s] if self.peers else []))
         while not self._over.wait(interval):
             now = tuple(getattr(self.activity, name) for name in Activity.__slots__)
@@ -113,12 +117,14 @@ class Watchdog:
                 seen, since = now, monotonic()
                 if self._said:
                     self._moves_again()
+            if _compiles():
+                compiled = monotonic()
             stood = monotonic() - since
             if self.patience and not self._said and stood >= self.patience:
                 self._said = True
                 self._report(stood)
             if self.peers is not None:
-                self._look(self.peers, stood)
+                self._look(self.peers, min(stood, monotonic() - compiled))
 
     def _look(self, peers: Peers, stood: float) -> None:
         """Look at the other ranks; end this one if one of them is lost, or has been silent or waited for too long."""
@@ -146,8 +152,16 @@ class Watchdog:
             self._end(peers.agree(verdict), f"ends, in {described(self._place())}")
 
     def _awaits(self) -> bool:
-        """Whether this rank waits for another one. On a GPU the host waits for the device, wherever it is."""
-        return self.activity.waiting or torch.cuda.is_initialized()
+        """Whether this rank waits for another one, in a way that `run.timeout` limits.
+
+        It says so where its host does. Where that works on a GPU's actions it may wait for the device anywhere, and the device for another
+        rank; but not where it works on its own: `HostWork`, `Activity.working`, compilers.
+        """
+        activity = self.activity
+        if activity.waiting:
+            return activity.limited
+        own = activity.busy or isinstance(activity.action, HostWork) or _compiles()
+        return torch.cuda.is_initialized() and not own
 
     def _end(self, verdict: Verdict | None, what: str) -> None:
         """End this process: the training thread waits for something that does not come, and nothing can be raised in it."""
@@ -187,8 +201,8 @@ class Watchdog:
         last = what if peer is None else f"{what}, rank {peer}"
         if not self.activity.waiting:
             return f"last action {self.activity.action}; no communication is awaited here (last {last}, at {_clock(since)})"
-        end = _clock(since + self.timeout)
-        return f"last action {self.activity.action}, awaiting {last} since {_clock(since)}; run.timeout ends that at {end}"
+        end = f"run.timeout ends that at {_clock(since + self.timeout)}" if self.activity.limited else "without a limit: others still work"
+        return f"last action {self.activity.action}, awaiting {last} since {_clock(since)}; {end}"
 
     def _place(self) -> dict[str, Any]:
         """Where this rank is, as plain data: `launch.peers.Place`."""
@@ -250,6 +264,12 @@ def _frames() -> list[str]:
     """The training thread's stack, the innermost frame last."""
     frame = sys._current_frames().get(main_thread().ident or 0)
     return [f"{Path(each.filename).name}:{each.lineno} in {each.name}" for each in traceback.extract_stack(frame)[-FRAMES:]]
+
+
+def _compiles() -> bool:
+    """Whether the training thread is in a compiler. Only there: the others are often the compilers' own."""
+    frame = sys._current_frames().get(main_thread().ident or 0)
+    return any(str(each.f_globals.get("__name__")).startswith(COMPILERS) for each, _ in traceback.walk_stack(frame) if frame is not None)
 
 
 def _clock(seconds: float) -> str:

@@ -8,10 +8,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from megalite.commands import train
 from megalite.commands.train import check_run
 from megalite.config.load import from_dict
 from megalite.config.precision import Choice, of_device
+from megalite.config.schema import Config, ConfigError
+from megalite.launch.exit_status import ExitStatus
+from megalite.mesh.mesh import Layout, Mesh
+from megalite.training.watchdog import Watchdog
 from tests.distributed.support.configs import write_tokens
 from tests.structure.sources import ROOT
 
@@ -72,3 +81,32 @@ def test_what_auto_has_become_is_a_line_and_follows_the_device_that_torch_sees(t
     resumed = Choice("fp16", None, "the resumed run has it")
     assert check_run(config, resumed)[2][0] == resumed.describe() and config.train.precision == "fp16"
     assert not any("auto" in line for line in check_run(config)[2])
+
+
+def test_the_watchdog_covers_the_start(monkeypatch):
+    """Ranks that await the load of another one have no limit but what it tells of that rank."""
+    order = []
+
+    class Ended(Exception):
+        pass
+
+    def trainer(*args):
+        order.append("Trainer")
+        raise ConfigError("a checkpoint that must not be continued")
+
+    def end_run(error, config, device, mesh, job, status):
+        order.append(status)
+        raise Ended
+
+    monkeypatch.setattr(sys, "argv", ["train"])
+    monkeypatch.setattr(train, "load", lambda world_size: SimpleNamespace(config=Config(), choice=None))
+    monkeypatch.setattr(train, "set_variables", lambda network: [])
+    monkeypatch.setattr(train, "check_run", lambda config, choice: (torch.device("cpu"), None, []))
+    monkeypatch.setattr(train, "start", lambda config, device: (SimpleNamespace(restarted=False), None, Mesh(Layout()), []))
+    monkeypatch.setattr(train, "end_run", end_run)
+    monkeypatch.setattr("megalite.training.trainer.Trainer", trainer)
+    monkeypatch.setattr(Watchdog, "__enter__", lambda self: order.append("watched"))
+    monkeypatch.setattr(Watchdog, "__exit__", lambda self, kind, error, trace: order.append(kind))
+    with pytest.raises(Ended):
+        train.main()
+    assert order == ["watched", "Trainer", ConfigError, ExitStatus.CONFIGURATION]

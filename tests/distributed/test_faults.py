@@ -20,6 +20,7 @@ from megalite.training.fit import fit
 from megalite.training.guard import FaultLimit
 from megalite.training.hang import explain, load
 from megalite.training.verify import global_tensors
+from megalite.training.watchdog import Watchdog
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 from tests.distributed.support.jobs_training import make_trainer, resume
 from tests.distributed.support.layouts import Case
@@ -53,7 +54,8 @@ def fitted(context: Any, config: dict[str, Any]) -> dict[str, Any]:
     """A whole run, as pretrain.py does it: where it ended, or why."""
     trainer = make_trainer(context, config)
     try:
-        ended = fit(trainer)
+        with Watchdog(trainer.config, trainer.mesh, trainer.run_dir):
+            ended = fit(trainer)
         place = {"step": trainer.step_done, "samples": trainer.samples, "skipped": trainer.finalizer.skipped, "ended": ended}
         return {**place, "tensors": global_tensors(trainer, STATE)}
     except FaultLimit as error:

@@ -174,12 +174,26 @@ def test_weight_decay_reaches_matrices_alone_wherever_a_shard_is_cut(layout, ran
 
 
 def test_initial_weights_are_the_same_bits_on_every_mesh(ranks, prefix):
+    """And a rank draws the blocks of its shard alone; with ZeRO-0 these are all that it holds."""
     from tests.distributed.support import jobs_training
 
-    expected = ranks.run(1, jobs_training.initial_weights, config_of(MODEL, prefix))[0]
-    for layout in ({"tp": 4}, {"pp": 4}, {"tp": 2, "pp": 2, "dp": 2, "zero": 1}):
-        got = ranks.run(world(layout), jobs_training.initial_weights, config_of({**MODEL, **layout}, prefix))[0]
+    expected = ranks.run(1, jobs_training.initial_weights, config_of(MODEL, prefix))[0][0]
+    sharded = [{"dp": 4, "zero": zero} for zero in (1, 3)]
+    for layout in ({"tp": 4}, {"pp": 4}, {"tp": 2, "pp": 2, "dp": 2, "zero": 1}, *sharded):
+        found = ranks.run(world(layout), jobs_training.initial_weights, config_of({**MODEL, **layout}, prefix))
+        got = found[0][0]
         assert got.keys() == expected.keys() and all(torch.equal(value, expected[name]) for name, value in got.items())
+        assert all(drawn == held for _, drawn, held in found), layout
+
+
+def test_a_model_that_is_loaded_draws_no_weights(ranks, prefix):
+    from tests.distributed.support import jobs_training
+
+    config = config_of({**MODEL, "dp": 2, "zero": 3}, prefix)
+    config["run"] |= {"name": "loaded"}
+    directory = ranks.run(2, jobs_training.train_and_save_each, config, [1])[0][0]
+    for start in ({"checkpoint": {"load": directory}}, {"model": config["model"] | {"init_from": directory}}):
+        assert [drawn for _, drawn, _ in ranks.run(2, jobs_training.initial_weights, {**config, **start})] == [0, 0]
 
 
 # ---- between stages

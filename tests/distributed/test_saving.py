@@ -130,3 +130,11 @@ def test_a_run_whose_last_save_fails_does_not_end_well(background, ranks, prefix
 @pytest.mark.parametrize(("layout", "background"), [("dp2-zero1", False), ("pp2", True)])
 def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_weights(layout, background, ranks, prefix, tmp_path):
     killing.Kills(layout, prefix, tmp_path, ranks, background=background).prove(5, seed=7)
+
+
+def test_a_rank_awaits_a_slow_writer_in_no_collective_that_times_out(ranks, prefix, tmp_path):
+    """On a GPU torch ends a process whose collective takes `run.timeout`, and so does gloo's."""
+    config = config_of(MODEL | {"dp": 2, "zero": 1}, prefix, run={"dir": str(tmp_path), "name": "run"})
+    started, ended = ranks.run(2, jobs_saving.await_a_slow_writer, config, tmp_path / "go on")[0]
+    assert (started, ended) == (0, False)
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints") is not None

@@ -16,8 +16,6 @@ from megalite.assembly.parts import make_mesh
 from megalite.config.families import from_hf_config
 from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedTokens
-from megalite.mesh.layout import Coordinates
-from megalite.parallel.spec import Segment
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
 from tests.distributed.support.configs import STEPS, write_tokens
@@ -109,12 +107,10 @@ def make_trainer(model: Any, prefix: str, directory: str, tensors: dict[str, Ten
     )
     trainer = Trainer(config, make_mesh(config))
 
-    def values(segment: Segment) -> list[Tensor]:
-        padded = torch.zeros(segment.local(Coordinates()).shape, dtype=tensors[segment.name].dtype)
-        padded[: segment.shape[0]] = tensors[segment.name]
-        return [padded]
-
-    trainer.store.fill(values)
+    for part in trainer.store.to_load():  # without padding, which stays zero
+        rows = tuple(slice(low, low + size) for low, size in zip(part.offsets, part.tensor.shape, strict=True))
+        part.tensor.copy_(tensors[part.name.removeprefix("weight/")][rows])
+    trainer.store.publish()
     return trainer
 
 

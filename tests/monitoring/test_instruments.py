@@ -21,7 +21,7 @@ from megalite.monitoring.prediction import describe, predicted_bubble, stage_cos
 from megalite.monitoring.rank_times import compare, context_imbalance
 from megalite.parallel.pipeline.schedule import Action, Kind
 from megalite.planning.hardware import find
-from megalite.system.activity import BETWEEN, READING, REDUCING, UPDATING, Activity
+from megalite.system.activity import BETWEEN, READING, REDUCING, REPORTING, UPDATING, Activity
 from megalite.system.clock import HostClock
 from tests.monitoring.test_metrics import example
 
@@ -71,6 +71,8 @@ def step(phases: PhaseTimes, activity: Activity, clock: SetClock, number: int, s
         clock.now += seconds
         tell()
     clock.now += 5.0
+    activity.enter(REPORTING)
+    clock.now += 7.0  # of another instrument
     phases.after(number)
 
 

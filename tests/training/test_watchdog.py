@@ -3,14 +3,16 @@
 import json
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 
 from megalite.config.schema import Config, TrainConfig
 from megalite.launch import process
 from megalite.launch.causes import Lost
+from megalite.launch.peers import State, Verdict
 from megalite.mesh.mesh import Layout, Mesh
-from megalite.system.activity import Activity
+from megalite.system.activity import SAVING, Activity
 from megalite.training import watchdog
 from megalite.training.hang import load
 
@@ -118,6 +120,7 @@ def test_on_a_gpu_the_rank_of_a_past_communication_is_not_blamed(waiting: bool, 
     asked: list[int | None] = []
     monkeypatch.setattr(watchdog.torch.cuda, "is_initialized", lambda: True)
     mesh = Mesh(Layout())
+    mesh.activity.enter("F0.0")
     mesh.activity.wait_for("pipeline message RF0.0<3", 3)
     if not waiting:
         mesh.activity.arrived()
@@ -125,3 +128,29 @@ def test_on_a_gpu_the_rank_of_a_past_communication_is_not_blamed(waiting: bool, 
     monkeypatch.setattr(dog, "_end", lambda verdict, what: None)
     dog._look(Alive(), stood=1e9)  # type: ignore[arg-type]
     assert asked == [3 if waiting else None]
+
+
+LOST = Verdict(3, State.ENDED, "node1", {})
+STOPPED = Verdict(3, State.STOPPED, "node1", {})
+
+
+@pytest.mark.parametrize(("verdict", "after"), [(LOST, watchdog.END_S), (STOPPED, 480.0)], ids=["lost", "stopped"])
+@pytest.mark.parametrize("place", ["saving", "awaiting a save of others", "F0.0"])
+def test_a_rank_ends_when_another_is_lost_whatever_it_does(
+    place: str, verdict: Verdict, after: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no time limits its work, or its wait for that of others."""
+    now, ended = [0.0], list[tuple[float, Verdict | None]]()
+    peers = SimpleNamespace(look=lambda: verdict, verdict=verdict if verdict.final else None, agree=lambda found: found)
+    monkeypatch.setattr(watchdog, "monotonic", lambda: now[0])
+    mesh = Mesh(Layout())
+    mesh.activity.enter("F0.0" if place == "F0.0" else SAVING)
+    if "awaiting" in place:
+        mesh.activity.wait_for("the exchange of what to save over world", None, limited=False)
+    dog = watchdog.Watchdog(Config(), mesh, tmp_path)
+    dog._limits = watchdog.limits(600.0, nccl=True)
+    monkeypatch.setattr(dog, "_end", lambda found, what: ended.append((now[0], found)))
+    while not ended:
+        dog._look(peers, stood=now[0])  # type: ignore[arg-type]
+        now[0] += 1.0
+    assert ended == [(after, verdict)]

@@ -68,15 +68,13 @@ class BucketBuffers:
         self.weights.untyped_storage().resize_(0)
 
     def write(self, start: int, values: Tensor) -> None:
-        """Set a flat range of the weights, and the part of it that this rank keeps of the masters and the shard."""
+        """Set a flat range of the bucket, as far as this rank keeps it: its masters and its weights."""
+        low, high = max(start, self.start), min(start + values.numel(), self.stop)
+        own = slice(low - self.start, high - self.start)
         with torch.no_grad():
-            stop = start + values.numel()
-            if self.shard is None:
-                self.weights[start:stop] = values
-            low, high = max(start, self.start), min(stop, self.stop)
-            for own in (self.master, self.shard) if low < high else ():
-                if own is not None:
-                    own[low - self.start : high - self.start] = values[low - start : high - start]
+            self.master[own] = values[low - start : high - start]
+            if self.has_own_master:
+                self.owned_weights[own] = self.master[own]  # on their device, not by a second upload
 
     def rectangle(self, kind: str, values: Tensor, flat: FlatRectangle, offset: int) -> Rectangle:
         """The part of `values` ([stop - start], one per owned element) that `flat` describes.

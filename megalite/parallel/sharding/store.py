@@ -12,8 +12,9 @@ communication is that of its gatherer and reducer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +30,7 @@ from megalite.parallel.sharding.offload import StateMemory, Uploads, pinned_zero
 from megalite.parallel.sharding.reducer import GradientReducer
 from megalite.parallel.sharding.transfers import TransferLog
 from megalite.parallel.sharding.weight_gatherer import ShardGatherer, WeightGatherer
-from megalite.parallel.spec import FlatRectangle, ParamSpec, Rectangle, Segment
+from megalite.parallel.spec import FlatRectangle, ParamSpec, Rectangle
 from megalite.parallel.weight import Weight
 from megalite.parallel.weight_grad_queue import WeightGradQueue
 
@@ -174,26 +175,33 @@ class ParameterStore:
 
     # ---- the values of weights
 
-    def fill(self, values: Callable[[Segment], Iterable[Tensor]]) -> None:
-        """Set weights.
+    def initialize(self, seed: int, threads: int = 1) -> None:
+        """Draw the model's weights, keyed by their global names: the same model under every mesh. Collective.
 
-        Args:
-            values: yields this rank's part of a segment, in its local shape, by blocks of rows; or nothing, to leave it as it is.
+        threads: how many blocks of a weight are drawn at a time.
         """
+        self.draw(seed, threads)
+        self.mesh.meet("world", self.mesh.world.group)  # first and last stages draw more than others
+        self.gatherer.gather_updated()
+        self.gatherer.finish()
+
+    def draw(self, seed: int, threads: int = 1, roles: Collection[str] = ()) -> None:
+        """Draw the weights, or only those of some roles, that this rank keeps the master of; `publish` then gathers them."""
+        for (bucket, start), first, values in rng.ahead(self._draws(seed, roles), threads):
+            bucket.write(start + first, values)
+            self.state.release(bucket.master)  # offloaded masters: evict the pages that were just written
+
+    def _draws(self, seed: int, roles: Collection[str]) -> Iterator[tuple[tuple[BucketBuffers, int], rng.Draw]]:
+        """What initialises this rank's masters: draws, each with its bucket and the first element there of its segment."""
         for bucket in self.buckets:
             for slot in bucket.layout.slots:
                 start = slot.start
                 for segment in slot.spec.segments:
-                    at = start
-                    for block in values(segment):
-                        bucket.write(at, block.reshape(-1))
-                        at += block.numel()
-                    self.state.release(bucket.master)  # offloaded masters: evict the pages that were just written
-                    start += segment.local(self.at).numel
-
-    def initialize(self, seed: int, roles: Collection[str] = ()) -> None:
-        """Draw every weight, or only those of some roles, keyed by its global name: the same model under every mesh."""
-        self.fill(lambda each: rng.initial_values(each, self.at, seed) if not roles or each.role in roles else ())
+                    size = segment.local(self.at).numel
+                    low, high = max(bucket.start - start, 0), min(bucket.stop - start, size)
+                    if not roles or segment.role in roles:
+                        yield from zip(repeat((bucket, start)), rng.initial_values(segment, self.at, seed, low, high))
+                    start += size
 
     def to_load(self, without: Collection[str] = ()) -> list[Rectangle]:
         """The master weights that this rank keeps, except those of some roles, for a checkpoint to fill; `publish` then copies them to the

@@ -12,13 +12,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import torch.distributed as dist
+
+from megalite.checkpoint import tensors
 from megalite.config.load import from_dict
 from megalite.monitoring.observer import Observer
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
+from megalite.training.watchdog import Watchdog
 from tests.distributed.support.jobs import mesh_of
 from tests.distributed.support.jobs_training import make_trainer
 
@@ -30,7 +35,8 @@ def fit_to_the_end(context: Any, config: dict[str, Any]) -> int:
     made = from_dict(config)
     trainer = Trainer(made, mesh_of(context, made))
     try:
-        fit(trainer)
+        with Watchdog(made, trainer.mesh, trainer.run_dir):
+            fit(trainer)
     finally:
         gc.unfreeze()
         gc.enable()
@@ -140,6 +146,46 @@ def save_while_training(context: Any, config: dict[str, Any], steps: int, others
         trainer.close()
     ended = [save.directory.name for save in trainer.saver.take_ended()]
     return {"under_way": under_way, "ended": ended, "first": vars(first), "second": vars(second)}
+
+
+def await_a_slow_writer(context: Any, config: dict[str, Any], go_on: Path) -> tuple[int, bool]:
+    """A save in which rank 1 writes only when rank 0 was seen to wait for it, as if both had a GPU.
+
+    Returns for rank 0 how many collectives it had started by then, and whether its watchdog would have ended it after hours.
+    """
+    trainer = make_trainer(context, config)
+    dog = Watchdog(trainer.config, trainer.mesh, trainer.run_dir)
+    started: list[str] = []
+    seen: list[tuple[int, bool]] = []
+
+    def look() -> None:
+        time.sleep(0.2)  # in which a rank that did not wait would begin its collective
+        ended: list[str] = []
+        peers = SimpleNamespace(look=lambda: None, origin=lambda peer: None)
+        with patch.object(dog, "_end", lambda verdict, what: ended.append(what)), patch("torch.cuda.is_initialized", lambda: True):
+            dog._look(peers, 1e9)  # type: ignore[arg-type]
+        seen.append((len(started), bool(ended)))
+        go_on.touch()
+
+    def waits(what: Any) -> None:
+        if "what to save" in str(what):
+            threading.Thread(target=look).start()
+
+    def append(*args: Any) -> Any:
+        while not go_on.exists():
+            time.sleep(0.01)
+        return original(*args)
+
+    original, gather = tensors.append, dist.gather_object
+    listeners = trainer.mesh.activity.listeners
+    if context.rank == 0:
+        trainer.mesh.activity.listeners = (*listeners, waits)
+    slow = patch.object(tensors, "append", append if context.rank == 1 else original)
+    with slow, patch.object(dist, "gather_object", lambda *args, **options: [started.append("gather"), gather(*args, **options)]):
+        trainer.save()
+    trainer.mesh.activity.listeners = listeners
+    trainer.close()
+    return seen[0] if seen else (0, False)
 
 
 def fit_until_killed(context: Any, config: dict[str, Any], seconds: float | None, victims: list[int]) -> int:

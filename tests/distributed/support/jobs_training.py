@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import prod
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
 
+from megalite import rng
 from megalite.config.load import from_dict
 from megalite.config.schema import ConfigError
 from megalite.optimizer.adamw import STATE
@@ -82,10 +85,26 @@ def refusal(context: Any, config: dict[str, Any]) -> str:
     return "started"
 
 
-def initial_weights(context: Any, config: dict[str, Any]) -> dict[str, Tensor]:
-    trainer = make_trainer(context, config)
+def initial_weights(context: Any, config: dict[str, Any]) -> tuple[dict[str, Tensor], int, int]:
+    """The weights of a run that starts, the random numbers that this rank has drawn for them, and those of the blocks that it keeps a part
+    of."""
+    sizes: list[int] = []
+
+    def normal(shape: tuple[int, ...], *parts: int | str) -> Tensor:
+        sizes.append(prod(shape))
+        return draw(shape, *parts)
+
+    draw = rng.normal
+    with patch.object(rng, "normal", normal):
+        trainer = make_trainer(context, config)
     trainer.close()
-    return global_tensors(trainer)
+    blocks = {}
+    for part in trainer.store.to_load():
+        rows, *width = part.global_shape
+        first = part.offsets[0] // rng.BLOCK_ROWS
+        for block in range(first, -(-(part.offsets[0] + part.tensor.shape[0]) // rng.BLOCK_ROWS) if width else first):
+            blocks[part.name, block] = min(rng.BLOCK_ROWS, rows - block * rng.BLOCK_ROWS) * prod(width)
+    return global_tensors(trainer), sum(sizes), sum(blocks.values())
 
 
 def evaluate(context: Any, config: dict[str, Any], steps: int) -> tuple[float, float]:
