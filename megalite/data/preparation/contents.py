@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import lzma
+import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zstd")
 PARQUET = b"PAR1"
 OTHERS = {b"%PDF-": "a PDF", PARQUET: "a parquet file", b"PK\x03\x04": "a ZIP archive", b"\x1f\x9d": "compressed by compress"}
 OTHERS |= {magic: f"compressed by {name}" for magic, name in MAGIC.items()}  # within a compressed file
+GIT_LFS = b"version https://git-lfs.github.com/spec/"
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # one of UTF-32's begins with the first, the other one has NUL bytes
 LOOKED_AT = 8192  # bytes that are searched for NUL, as git and grep do
 LINES = 10  # that are searched for a record, if the first ones are damaged
@@ -87,10 +89,12 @@ def contents(path: Path) -> bytes:
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether a file begins as a parquet file does."""
+    """Whether a file begins and ends as a parquet file does; text may begin with the same letters."""
     try:
         with path.open("rb") as file:
-            return file.read(len(PARQUET)) == PARQUET
+            start = file.read(len(PARQUET))
+            file.seek(-len(PARQUET), os.SEEK_END)
+            return start == file.read() == PARQUET
     except OSError:
         return False
 
@@ -100,15 +104,34 @@ def without_mark(raw: bytes) -> bytes:
     return raw.removeprefix(codecs.BOM_UTF8)
 
 
-def not_text(raw: bytes) -> tuple[str, str] | None:
-    """What the beginning of a file is instead of text in UTF-8, and a way out; None if nothing speaks against that.
+def other_kind(raw: bytes) -> tuple[str, str] | None:
+    """What the beginning of a file is by its first bytes instead of text in UTF-8, and a way out; None if they do not say so.
 
     Text in encodings other than UTF-16 is text, whose bytes are replaced where they are not UTF-8.
     """
     if raw.startswith(UTF_16):
         return "is text in UTF-16 or UTF-32, not UTF-8", "Convert it: iconv -f UTF-16 -t UTF-8."
+    if raw.startswith(GIT_LFS):
+        return "is a pointer of Git LFS, not the file itself", "Run git lfs pull where it was cloned."
     if (found := next((name for magic, name in OTHERS.items() if raw.startswith(magic)), None)) is not None:
-        return f"is {found}, not text", "Give its text, or leave it out with --exclude."
+        way_out = "Add --format parquet" if raw.startswith(PARQUET) else "Give its text"
+        return f"is {found}, not text", f"{way_out}, or leave it out with --exclude."
+    return None
+
+
+def other_kind_of(path: Path) -> tuple[str, str] | None:
+    """`other_kind` of what a file holds; None if it cannot be read."""
+    try:
+        with opened(path) as (plain, _):
+            return other_kind(plain.read(LOOKED_AT))
+    except Damage:
+        return None
+
+
+def not_text(raw: bytes) -> tuple[str, str] | None:
+    """As `other_kind`, and what else is no text: a file with NUL bytes in its beginning."""
+    if (found := other_kind(raw)) is not None:
+        return found
     if b"\0" in raw[:LOOKED_AT]:
         return "is a binary file, not text: it has NUL bytes", "Leave it out with --exclude."
     return None
