@@ -79,8 +79,8 @@ class Parser(argparse.ArgumentParser):
         """As usual; a value that is not one of the choices gets the nearest one."""
         if action.choices is not None and value not in action.choices:
             legal = list(action.choices)
-            listed = ", ".join(map(repr, legal))
-            raise argparse.ArgumentError(action, f"invalid choice: {value!r} (choose from {listed}). {nearest_legal(value, legal)}")
+            message = f"invalid choice: {value!r} (choose from {', '.join(map(repr, legal))}). {nearest_legal(value, legal)}"
+            raise argparse.ArgumentError(action, message.rstrip())
 
     def error(self, message: str | Exception) -> NoReturn:
         """Exit with a message, or that of an exception; the system's say which path."""
