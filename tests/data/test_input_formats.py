@@ -99,6 +99,30 @@ def test_one_object_is_a_record_if_it_has_the_text_and_a_text_if_not(run):
     assert (status, told) == (0, "") and documents()[0] == Path("line.json").read_text(), "what is asked for is not told"
 
 
+STRINGS = {
+    "a list": ("a.json", json.dumps(TEXTS)),
+    "a list over several lines": ("a.json", json.dumps(TEXTS, indent=2)),
+    "a list called .jsonl": ("a.jsonl", json.dumps(TEXTS)),
+    "lines": ("a.jsonl", "".join(f"{json.dumps(text)}\n" for text in TEXTS)),
+    "lines called .json": ("a.json", "".join(f"{json.dumps(text)}\n" for text in TEXTS)),
+}
+
+
+@pytest.mark.parametrize("case", STRINGS)
+def test_strings_are_documents(run, case):
+    name, content = STRINGS[case]
+    Path(name).write_text(content)
+    assert run("--input", name)[::2] == (0, "") and documents() == TEXTS
+    assert "a string, not an object with --text_key body. Leave out --text_key" in run("--input", name, "--text_key", "body")[2]
+
+
+def test_other_lists_and_quoted_lines_are_text(run):
+    files = {"a.json": '["error", {"max": 1}]', "b.json": "[]", "c.txt": '"Hello."\n"Who is it?"\n', "d.txt": '["a"]'}
+    for name, content in files.items():
+        Path(name).write_text(content)
+    assert run("--input", *files)[0] == 0 and documents() == [*files.values()]
+
+
 REFUSED = {
     "records without the text": ({"a.json": LINES}, [], "a.json line 1 has no --text_key text; its keys: id, body."),
     "a list without the text": ({"a.json": json.dumps(RECORDS)}, [], "a.json record 1 has no --text_key text; its keys: id, body."),

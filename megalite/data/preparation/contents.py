@@ -14,6 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
+from megalite.data.record_hints import TEXT_KEY
+
 MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 """The first bytes of a compressed file → its compression."""
 SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zstd")
@@ -26,6 +28,9 @@ LOOKED_AT = 8192  # bytes that are searched for NUL, as git and grep do
 LINES = 10  # that are searched for a record, if the first ones are damaged
 LONGEST = 1 << 26  # bytes of a record that is looked for
 BEGINNING = 1 << 20  # bytes in which the first record of a list is looked for
+STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"\s*', re.DOTALL)
+STRINGS = re.compile(rf'\[\s*(?=")(?:{STRING.pattern},\s*)*+(?:{STRING.pattern}(?:\]\s*)?|"(?:[^"\\]++|\\.)*+\\?)?', re.DOTALL)
+"""A list of strings in JSON, or its beginning."""
 
 
 class Damage(Exception):
@@ -144,14 +149,16 @@ class Records(NamedTuple):
     """How a file holds records.
 
     Attributes:
-        form: an object a line, a list of objects, or one object over several lines; apart: objects that are neither.
-        keys: those of the first record.
+        form: a record a line, a list of records, or one object over several lines; apart: objects that are neither.
+        keys: those of the first record; TEXT_KEY alone if the records are strings.
         several: more than one.
+        strings: the records are strings, not objects.
     """
 
     form: Literal["lines", "list", "one", "apart"]
     keys: frozenset[str]
     several: bool
+    strings: bool = False
 
 
 def records_in(path: Path) -> Records | None:
@@ -170,8 +177,12 @@ def _records(plain: BinaryIO) -> Records | None:
     first = first.lstrip()
     if first.startswith(b"["):
         text = (first + plain.read(BEGINNING)).decode(errors="replace")
+        if STRINGS.fullmatch(text):
+            return Records("list", frozenset({TEXT_KEY}), True, strings=True)
         begins = re.match(r"\[\s*(?=\{)", text)
         return Records("list", frozenset(_leading_object(text[begins.end() :]) or ()), True) if begins else None
+    if STRING.fullmatch(first.decode(errors="replace")):
+        return Records("lines", frozenset({TEXT_KEY}), True, strings=True)
     if not first.startswith(b"{"):
         return None
     if (found := _object(first)) is not None:

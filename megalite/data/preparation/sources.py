@@ -453,11 +453,12 @@ def _format_of_records(path: Path, text_key: str | None, said: bool = True) -> s
     """json or jsonl if a file holds such records; None if it is text, as a file of JSON is that belongs to a program.
 
     Several objects are records. One alone is a record if it has a text, and so are the objects of a file whose name does not say JSON.
+    Strings are records where the name says JSON.
 
     said: the name says JSON.
     """
     found = records_in(path)
-    if found is None:
+    if found is None or (found.strings and not said):  # a line of text may be in quotation marks
         return None
     is_text = text_key is not None and text_key not in found.keys
     if is_text and not (said and found.several and found.form in ("lines", "list")) or not (said or found.several):
