@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol, TypeVar
 
-CONNECTION = re.compile(r"gloo/transport|Connection (reset|closed|refused)|ncclRemoteError|Socket Timeout|operation timeout")
-"""What torch's errors say about a rank that has gone, where they are no CommunicationError."""
+CONNECTION = re.compile(r"Connection (reset|closed|refused)|Socket Timeout|operation timeout")
+LIBRARY = re.compile(r"gloo/transport|ncclRemoteError")
+"""What errors of torch.distributed say about a rank that has gone, where they are no CommunicationError, and what its libraries say in any
+RuntimeError. The first alone is also said of a data set on a server that is gone."""
 
 
 class Kind(IntEnum):
@@ -33,24 +35,30 @@ class Lost:
         rank: the rank that was lost first; None if that is not known.
         reason: the same in words: which rank, how it was lost, on which host, and where it was.
         host, place: its host, and the last place that is known.
+        silent: its process has ended without a word, as it does when it is killed.
     """
 
     rank: int | None = None
     reason: str = ""
     host: str = "unknown"
     place: str = "unknown"
+    silent: bool = False
 
 
 def lost_by(error: object) -> Lost | None:
     """What a rank has lost that fails with an error; None: the error is its own."""
     while isinstance(error, BaseException):
-        if (found := getattr(error, "lost", None)) is not None:
-            assert isinstance(found, Lost)
+        if isinstance(found := getattr(error, "lost", None), Lost):
             return found
-        if hasattr(error, "peer") or (isinstance(error, RuntimeError) and CONNECTION.search(str(error))):
+        if isinstance(error, RuntimeError) and (hasattr(error, "peer") or _is_of_connection(error)):
             return Lost()
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
+
+
+def _is_of_connection(error: RuntimeError) -> bool:
+    of_torch = type(error).__module__ == "torch.distributed"
+    return LIBRARY.search(str(error)) is not None or (of_torch and CONNECTION.search(str(error)) is not None)
 
 
 @dataclass(frozen=True)

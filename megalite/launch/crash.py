@@ -94,7 +94,7 @@ def rank_failed(
     def write() -> None:
         directory, kind = config.run.directory, Kind.OWN if lost is None else Kind.LOST
         seen = lost
-        if lost is not None and lost.host == platform.node() and kills is not None and (killed := kills.found()):
+        if lost is not None and lost.silent and lost.host == platform.node() and kills is not None and (killed := kills.found()):
             seen = replace(lost, reason=f"{lost.reason}; {killed}")
         part = Part(rank, reason.strip(), str(activity), _own_memory(), RECENT.lines()[-MOST_LINES:], trace, kind=kind)
         _write_part(directory, replace(part, lost=None if seen is None else asdict(seen)))

@@ -159,14 +159,16 @@ def test_two_launchers_agree_on_the_rank_that_was_killed(order, tmp_path, monkey
     assert "was ended by SIGKILL" in row and row.endswith("| step 8, B0.0 |"), "where it was is known from the others"
 
 
-def test_without_a_launcher_the_others_say_which_rank_was_lost(tmp_path, monkeypatch):
+@pytest.mark.parametrize("silent", [True, False])
+def test_without_a_launcher_the_others_say_which_rank_was_lost(silent, tmp_path, monkeypatch):
+    """A rank that has said why it ends was not killed."""
     monkeypatch.setenv("WORLD_SIZE", "3")
     config, kills = configuration(tmp_path), MemoryKills()
     monkeypatch.setattr(kills, "found", lambda pid=None: "out of memory, the kernel killed 1 process of its container")
-    lost = Lost(2, "rank 2 was lost first: its process has ended", os.uname().nodename, "step 8, B0.0")
+    lost = Lost(2, "rank 2 was lost first: its process has ended", os.uname().nodename, "step 8, B0.0", silent)
     for rank in range(2):
         report = failed(config, rank, f"rank {rank}: all_reduce failed, rank 2 is gone", lost=lost, kills=kills)
-    expected = "rank 2 was lost first: its process has ended; out of memory, the kernel killed 1 process of its container"
+    expected = "rank 2 was lost first: its process has ended" + "; out of memory, the kernel killed 1 process of its container" * silent
     assert section(report, "Reason").strip("`\n") == expected
     assert f"| 2 | {os.uname().nodename} | {expected} | step 8, B0.0 |" in report
 
