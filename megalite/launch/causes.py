@@ -1,12 +1,14 @@
 """Which of several ranks failed first: a rank that is killed, or fails by itself, makes the ranks that wait for it fail as well.
 
-Kinds count before times: the operating system tells of several ends in no order, and the clocks of hosts differ. Imports no torch.
+Kinds count before times: the operating system tells of several ends in no order, and the clocks of hosts differ. For the same reason what
+ranks say that they have lost counts before times of different hosts. Imports no torch.
 """
 
 from __future__ import annotations
 
 import re
 import signal
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -100,6 +102,32 @@ _T = TypeVar("_T", bound=_Cause)
 def by_cause(ends: Iterable[_T]) -> list[_T]:
     """Ends of ranks, what caused the others first."""
     return sorted(ends, key=lambda end: (end.kind, end.written, end.rank))
+
+
+class _CauseOnHost(_Cause, Protocol):
+    @property
+    def host(self) -> str: ...
+
+
+_H = TypeVar("_H", bound=_CauseOnHost)
+
+
+def across_hosts(ends: Iterable[_H], losses: Iterable[int | None] = ()) -> list[_H]:
+    """As `by_cause`, of ends on several hosts, whose clocks may differ by minutes.
+
+    Times tell which of a host's ends is its first. Of the first ones the cause is, within a kind, the one on the host whose ranks most
+    others have lost; times of different hosts count only if that tells nothing.
+
+    losses: the rank that was lost first by what each rank says that has lost one.
+    """
+    ordered = by_cause(ends)
+    host_of = {end.rank: end.host for end in ordered}
+    blamed = Counter(host_of[rank] for rank in losses if rank in host_of)
+    first: dict[str, _H] = {}
+    for end in ordered:
+        first.setdefault(end.host, end)
+    causes = sorted(first.values(), key=lambda end: (end.kind, -blamed[end.host], end.written, end.rank))
+    return [*causes[:1], *(end for end in ordered if end is not causes[0])]
 
 
 def ended(status: int) -> str:
