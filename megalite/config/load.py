@@ -163,7 +163,10 @@ def _is_local_rank_0() -> bool:
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """Section → key → value, as plain data for JSON and YAML."""
-    return {name: {key: amounts.share_text(value) for key, value in section.items()} for name, section in asdict(config).items()}
+    return {
+        name: {key: amounts.share_text(value) for key, value in section.items() if f"{name}.{key}" in OPTIONS}
+        for name, section in asdict(config).items()
+    }
 
 
 def from_dict(tree: dict[str, Any]) -> Config:
