@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -14,20 +13,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megalite.checkout import CHECKOUT
+from megalite.config.help_width import help_width
 from megalite.config.rule import nearest_legal, nearest_name, why_not_written
 from megalite.messages import say
 from megalite.progress import Progress
 
 Answer = tuple[dict[str, Any], list[str], int]  # content for --json, lines of text, exit status
 Command = Callable[[argparse.Namespace], Answer]
-WIDEST = 100  # columns of help
 
 
 class HelpFormatter(argparse.HelpFormatter):
     """Fills the paragraphs of a description to the width of the terminal. An indented line, as of an example, stays a line."""
 
     def __init__(self, prog: str, **options: Any):
-        super().__init__(prog, **{"width": min(shutil.get_terminal_size().columns, WIDEST), **options})
+        super().__init__(prog, **{"width": help_width(), **options})
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return fill(text, width, indent)
