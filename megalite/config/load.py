@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 from megalite.checkout import CONFIGS
 from megalite.config import amounts
 from megalite.config.dims import filling_dp
-from megalite.config.help_width import help_width
 from megalite.config.presets import preset, presets
 from megalite.config.rule import Mistakes, nearest_name, show
 from megalite.config.rules import check
@@ -570,9 +569,11 @@ def build_parser(docs: dict[str, str] | None = None, options: Collection[str] = 
     from jsonargparse import ArgumentParser
 
     short = {option: [f"--{name}"] for name, option in SHORT.items() if not option.startswith(f"{name}.")}  # a section is a name, too
-    usage = textwrap.fill(USAGE, help_width() - len("usage: "), subsequent_indent=" " * 7, break_on_hyphens=False)
-    parser = ArgumentParser(prog="megalite train", usage=usage, exit_on_error=False, add_help=False)
+    parser = ArgumentParser(prog="megalite train", usage=USAGE, exit_on_error=False, add_help=False)
     if docs is not None:
+        from megalite.config.help_width import help_width  # which a run does not need
+
+        parser.usage = textwrap.fill(USAGE, help_width() - len("usage: "), subsequent_indent=" " * 7, break_on_hyphens=False)
         what = "YAML file of sections and keys, or a name from --list_configs. Options on the command line override it."
         parser.add_argument("--config", metavar="FILE|NAME", help=what)
         parser.add_argument("--list_configs", action="store_true", help="Print the configurations shipped with megalite, and exit.")

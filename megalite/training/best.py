@@ -24,7 +24,7 @@ BEFORE = "before"  # the best before the last best, which counts again if the la
 
 def note(trainer: Trainer, losses: Losses) -> bool:
     """Take in the losses of a validation after the last step. Returns whether it is the best so far."""
-    settle(trainer)
+    forget_failed(trainer)
     train, found = trainer.config.train, losses.of(trainer.config.validation.monitor)
     state = {"loss": None, "step": 0, "improved": None, "waited": 0, **trainer.loop_state.get(KEY, {})}
     value = found if isfinite(found) else inf
@@ -39,7 +39,7 @@ def note(trainer: Trainer, losses: Losses) -> bool:
     return best
 
 
-def settle(trainer: Trainer) -> None:
+def forget_failed(trainer: Trainer) -> None:
     """If the best checkpoint could not be saved, let the loss before it be the best again. Waits for a save in progress, so that all ranks
     know the same."""
     if not trainer.config.checkpoint.keep_best:
@@ -57,7 +57,7 @@ def _number(value: float | None) -> float:
 
 def state_to_save(trainer: Trainer) -> dict[str, Any]:
     """What a checkpoint keeps of the loop's state. Without a validation, what it is of stays as it was."""
-    settle(trainer)
+    forget_failed(trainer)
     state, followed = dict(trainer.loop_state), _followed(trainer)
     if KEY in state:
         state[KEY] = {name: value for name, value in state[KEY].items() if name != BEFORE}
