@@ -241,7 +241,7 @@ def roll_back(trainer: Trainer, bad: StepResult) -> None:
 def describe_saves(config: Config) -> str:
     """When the run saves, what it keeps, and how much that is, in a line."""
     from megalite.planning import states  # which only the command's report needs
-    from megalite.progress import amount
+    from megalite.system.progress import amount
 
     options, size = config.checkpoint, states.checkpoint_bytes(config)
     each = amount(size, "B")
@@ -258,7 +258,7 @@ def describe_saves(config: Config) -> str:
 
 def _little_room(config: Config, size: float) -> str:
     """A warning, if the disk has less room than the checkpoints that are kept together with the next one."""
-    from megalite.progress import amount
+    from megalite.system.progress import amount
 
     options = config.checkpoint
     most = options.keep or (TIMED_KEPT if options.interval is None else 1)

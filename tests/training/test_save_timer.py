@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megalite import checkpoint
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.config.load import from_dict
 from megalite.config.schema import CheckpointConfig
 from megalite.launch.exit_status import ExitStatus
