@@ -43,12 +43,14 @@ class Save:
 class Saver:
     """Saves checkpoints, and removes those that `checkpoint.keep` does not keep, or without it older ones that were saved by time.
 
-    `newest` is the checkpoint to roll back to: the last rollback-safe one saved here, or the one that the run resumed from.
+    `newest` is the checkpoint to roll back to: the last rollback-safe one saved here, or the one that the run resumed from. `best_failed`
+    is whether the last save of a best checkpoint has failed, on all ranks alike once no save is in progress.
     """
 
     def __init__(self, mesh: Mesh, options: CheckpointConfig):
         self.mesh, self.options = mesh, options
         self.newest: Path | None = None
+        self.best_failed = False
         self._pieces: list[Tensor] = []  # staging memory, reused by every save
         self._thread: Thread | None = None
         self._ended: list[Save] = []
@@ -90,6 +92,7 @@ class Saver:
 
     def _write(self, save: Save, rectangles: Sequence[Rectangle], state: dict[str, Any]) -> None:
         options, checkpoints = self.options, save.directory.parent
+        self.best_failed |= save.best
         try:
             save.bytes = checkpoint.save(save.directory, rectangles, state, self.mesh)
             save.durable = perf_counter() - save.started
@@ -97,6 +100,7 @@ class Saver:
                 self.newest = save.directory
             if save.best:
                 checkpoint.mark_best(save.directory, self.mesh)
+                self.best_failed = False
             if options.keep is not None:
                 checkpoint.prune(checkpoints, options.keep, self.mesh, options.keep_every, spare=self.newest)
             elif options.interval is None and options.minutes is not None:

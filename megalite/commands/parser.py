@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megalite.checkout import CHECKOUT
+from megalite.config.help_width import help_width
 from megalite.config.rule import nearest_legal, nearest_name, why_not_written
 from megalite.system.files import replacing
 from megalite.system.messages import say
@@ -21,14 +21,13 @@ from megalite.system.progress import Progress
 
 Answer = tuple[dict[str, Any], list[str], int]  # content for --json, lines of text, exit status
 Command = Callable[[argparse.Namespace], Answer]
-WIDEST = 100  # columns of help
 
 
 class HelpFormatter(argparse.HelpFormatter):
     """Fills the paragraphs of a description to the width of the terminal. An indented line, as of an example, stays a line."""
 
     def __init__(self, prog: str, **options: Any):
-        super().__init__(prog, **{"width": min(shutil.get_terminal_size().columns, WIDEST), **options})
+        super().__init__(prog, **{"width": help_width(), **options})
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return fill(text, width, indent)
@@ -80,8 +79,8 @@ class Parser(argparse.ArgumentParser):
         """As usual; a value that is not one of the choices gets the nearest one."""
         if action.choices is not None and value not in action.choices:
             legal = list(action.choices)
-            listed = ", ".join(map(repr, legal))
-            raise argparse.ArgumentError(action, f"invalid choice: {value!r} (choose from {listed}). {nearest_legal(value, legal)}")
+            message = f"invalid choice: {value!r} (choose from {', '.join(map(repr, legal))}). {nearest_legal(value, legal)}"
+            raise argparse.ArgumentError(action, message.rstrip())
 
     def error(self, message: str | Exception) -> NoReturn:
         """Exit with a message, or that of an exception; the system's say which path."""

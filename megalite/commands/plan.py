@@ -14,12 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import asdict, replace
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megalite.commands.parser import Parser, as_name, as_new_file, as_tokens, positive, progress_of, write_whole
-from megalite.config.load import from_dict
 from megalite.config.recomputation import BUDGET
 from megalite.config.schema import Config, ConfigError
 from megalite.launch.exit_status import ExitStatus
@@ -194,7 +194,7 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
 
 def check_alone(base: Config, recompute: str | None) -> None:
     """Raise ConfigError for errors that no layout can avoid: in the model, the sequence length or the recomputation mode."""
-    config = from_dict(asdict(base))
+    config = deepcopy(base)
     config.parallel = replace(config.parallel, tp=1, pp=1, dp=1, cp=1, ep=1, dp_shard=None, virtual_stages=None, schedule="1f1b")
     config.train.micro_batch_size, config.train.recompute = 1, recompute or "none"
     config.train.memory_budget = 1.0 if recompute == BUDGET else None

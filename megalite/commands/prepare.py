@@ -35,9 +35,10 @@ from megalite.data.preparation.prepare import Summary, prepare
 from megalite.data.preparation.sources import Source, open_inputs
 from megalite.data.preparation.tasks import SHOWN
 from megalite.data.preparation.texts import Texts
+from megalite.data.record_hints import TEXT_KEY
 from megalite.data.tokenizer_identity import place_of
 
-TEXT_KEY, SPLIT = "text", "train"
+SPLIT = "train"
 
 
 def parser() -> Parser:

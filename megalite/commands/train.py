@@ -255,4 +255,5 @@ def report_crash(message: str, lost: Lost | None, config: Config, mesh: Mesh, jo
     """Write this rank's part of crash.md. lost: what it has lost; None: it failed by itself."""
     from megalite.launch import crash
 
-    crash.rank_failed(config, mesh.rank, message, activity=mesh.activity, since=job.since, trace=trace, lost=lost, kills=job.kills)
+    failed = partial(crash.rank_failed, activity=mesh.activity, since=job.since, job=job.name, kills=job.kills)
+    failed(config, mesh.rank, message, trace=trace, lost=lost)

@@ -165,7 +165,7 @@ def resolve_steps(config: Config) -> None:
 
         samples = math.ceil(Fraction(repr(train.epochs)) * samples_per_epoch(config.data))
         train.epochs = None
-    vars(train)["horizon"] = Horizon(samples, share if train.epochs is None else None)
+    train.horizon = Horizon(samples, share if train.epochs is None else None)
     _count_steps(config)
 
 
@@ -187,7 +187,7 @@ def with_batches(saved: Config, state: dict[str, Any]) -> Config:
     """A checkpoint's configuration with the batches that its run has had."""
     if (batches := state.get("batches")) is not None:
         step, samples, levels = batches
-        vars(saved.train)["finished"] = Finished(step, samples, tuple(Level(*level) for level in levels))
+        saved.train.finished = Finished(step, samples, tuple(Level(*level) for level in levels))
     return saved
 
 

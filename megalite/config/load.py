@@ -7,7 +7,6 @@ jsonargparse and yaml are imported on first use: code that only uses a Config do
 import json
 import os
 import re
-import shutil
 import signal
 import sys
 import textwrap
@@ -163,7 +162,10 @@ def _is_local_rank_0() -> bool:
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """Section → key → value, as plain data for JSON and YAML."""
-    return {name: {key: amounts.share_text(value) for key, value in section.items()} for name, section in asdict(config).items()}
+    return {
+        name: {key: amounts.share_text(value) for key, value in section.items() if f"{name}.{key}" in OPTIONS}
+        for name, section in asdict(config).items()
+    }
 
 
 def from_dict(tree: dict[str, Any]) -> Config:
@@ -567,11 +569,11 @@ def build_parser(docs: dict[str, str] | None = None, options: Collection[str] = 
     from jsonargparse import ArgumentParser
 
     short = {option: [f"--{name}"] for name, option in SHORT.items() if not option.startswith(f"{name}.")}  # a section is a name, too
-    usage = textwrap.fill(
-        USAGE, min(shutil.get_terminal_size().columns, 100) - len("usage: "), subsequent_indent=" " * 7, break_on_hyphens=False
-    )
-    parser = ArgumentParser(prog="megalite train", usage=usage, exit_on_error=False, add_help=False)
+    parser = ArgumentParser(prog="megalite train", usage=USAGE, exit_on_error=False, add_help=False)
     if docs is not None:
+        from megalite.config.help_width import help_width  # which a run does not need
+
+        parser.usage = textwrap.fill(USAGE, help_width() - len("usage: "), subsequent_indent=" " * 7, break_on_hyphens=False)
         what = "YAML file of sections and keys, or a name from --list_configs. Options on the command line override it."
         parser.add_argument("--config", metavar="FILE|NAME", help=what)
         parser.add_argument("--list_configs", action="store_true", help="Print the configurations shipped with megalite, and exit.")

@@ -1,10 +1,12 @@
 """The compute dtype of train.precision = auto: by the device, or by the run that is resumed. Imports no torch."""
 
+import ctypes
 import os
 import platform
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from glob import glob
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
@@ -14,7 +16,10 @@ from megalite.config.schema import Config, ConfigError
 
 AUTO = "auto"
 Device = Literal["cuda", "cpu"]
-CPU_INFO, DRIVER = Path("/proc/cpuinfo"), Path("/proc/driver/nvidia/gpus")
+CPU_INFO = Path("/proc/cpuinfo")
+LIBRARY = "libcuda.so.1"  # NVIDIA's, which torch loads; a container without GPUs lacks it, although it sees the host's /proc
+GPUS = ("/dev/nvidia[0-9]*", "/dev/dxg", "/proc/driver/nvidia/gpus/*")
+"""Any of these tells of a GPU: its device, that of Windows under WSL, and what the driver knows before its devices are made."""
 BF16_UNITS = {"x86_64": ("amx_bf16", "avx512_bf16"), "aarch64": ("bf16",)}
 """Architecture → flags in /proc/cpuinfo of processors that compute products in bf16."""
 
@@ -63,8 +68,17 @@ def this_device() -> Device:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip()
     with suppress(PackageNotFoundError):
         if visible and not visible.startswith("-") and "+cpu" not in version("torch"):
-            return "cuda" if DRIVER.is_dir() and any(DRIVER.iterdir()) else "cpu"
+            return "cuda" if _has_gpu() else "cpu"
     return "cpu"
+
+
+def _has_gpu() -> bool:
+    """Whether NVIDIA's library and a GPU are there. The library is not initialized: it reads environment variables that may yet be set."""
+    try:
+        ctypes.CDLL(LIBRARY)
+    except OSError:
+        return False
+    return any(glob(pattern) for pattern in GPUS)
 
 
 def _recorded(config: Config) -> Choice | None:

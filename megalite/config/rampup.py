@@ -67,7 +67,7 @@ def resume_at(train: TrainConfig, saved: TrainConfig, step: int) -> None:
     finished = saved.finished
     if step > 0 and (train.global_batch_size, train.rampup_batch_size) != (saved.global_batch_size, saved.rampup_batch_size):
         finished = Finished(step, samples_after(saved, step), tuple(level for level in _levels(saved) if level.step < step))
-    vars(train)["finished"] = finished
+    train.finished = finished
 
 
 def _levels(train: TrainConfig) -> tuple[Level, ...]:

@@ -134,18 +134,18 @@ def show(value: Any) -> str:
 
 def describe_legal(value: Any, legal: Sequence[Any]) -> str:
     """The legal values, if there are at most 12, and the nearest."""
-    listed = f"Legal values: {', '.join(map(show, legal))}. " if len(legal) <= 12 else ""
-    return f"{listed}{nearest_legal(value, legal)}"
+    listed = f"Legal values: {', '.join(map(show, legal))}." if 0 < len(legal) <= 12 else ""
+    return " ".join(filter(None, (listed, nearest_legal(value, legal))))
 
 
 def nearest_legal(value: Any, legal: Sequence[Any]) -> str:
-    """The nearest of the legal values: the neighbours of a number, or the most similar name."""
+    """The nearest of the legal values: the neighbours of a number, or the most similar name. Empty if there is no other one."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         neighbours = max((v for v in legal if v < value), default=None), min((v for v in legal if v > value), default=None)
         nearest = " or ".join(show(v) for v in neighbours if v is not None)
     else:
-        nearest = nearest_name(show(value), [show(v) for v in legal])
-    return f"Nearest: {nearest}."
+        nearest = nearest_name(show(value), [show(v) for v in legal]) if legal else ""
+    return f"Nearest: {nearest}." if nearest else ""
 
 
 def nearest_name(name: str, names: Sequence[str]) -> str:

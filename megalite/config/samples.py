@@ -8,8 +8,10 @@ import heapq
 import math
 import struct
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,25 +83,59 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
 # ---- samples
 
 
-def samples_per_epoch(data: DataConfig) -> int:
-    """Samples of the training data before one is repeated. Raises DataError where the dataset would."""
+class Member(NamedTuple):
+    """Token files that are read from beginning to end, and again.
+
+    Attributes: `samples`, their number of samples; `share`, the share of all samples of the dataset that are theirs.
+    """
+
+    name: str
+    samples: int
+    share: float = 1.0
+
+
+def members(data: DataConfig) -> list[Member]:
+    """The members of the training data: those of a blend, or all files together. Raises DataError where the dataset would."""
     sources = prefixes(data.train)
     held_out = held_out_fraction(data)
     indices = {prefix: TokenIndex(prefix) for prefix in sources}
     stops = {prefix: held_out_start(index, held_out, is_chat(prefix)) for prefix, index in indices.items()}
 
-    def samples(*of: str) -> int:
+    def member(share: float, *of: str) -> Member:
         names = ", ".join(of)
         if not is_chat(of[0]):
-            return whole_samples(sum(stops[prefix] for prefix in of), data.sequence_length, names)
+            return Member(names, whole_samples(sum(stops[prefix] for prefix in of), data.sequence_length, names), share)
         sizes = np.concatenate([whole_documents(indices[prefix].sizes, 0, stops[prefix]) for prefix in of])
-        return int(rows_of(sizes, data.sequence_length, data.packing, names).max()) + 1
+        return Member(names, int(rows_of(sizes, data.sequence_length, data.packing, names).max()) + 1, share)
 
     if not isinstance(data.train, dict) or len(sources) == 1:
-        return samples(*sources)
+        return [member(1.0, *sources)]
+    counts = whole_weights(list(data.train.values()))
+    return [member(count / sum(counts), prefix) for count, prefix in zip(counts, sources, strict=True)]
+
+
+def samples_per_epoch(data: DataConfig) -> int:
+    """Samples of the training data before one is repeated. Raises DataError where the dataset would."""
+    found = members(data)
+    if not isinstance(data.train, dict) or len(found) == 1:
+        return found[0].samples
     counts = whole_weights(list(data.train.values()))
     source, _ = interleave(counts)
-    return min(first_repeat(source, counts, j, samples(prefix)) for j, prefix in enumerate(sources))
+    return min(first_repeat(source, counts, j, each.samples) for j, each in enumerate(found))
+
+
+def repeats(of: Sequence[Member], total: int, batch: int, times: int = 1) -> list[str]:
+    """A line for each member that a run of so many samples reads more than so many times, by more than what rounds up the last step."""
+    return [
+        f"{name} is read {in_words(total * share / samples)} times (it has {samples:,} samples, and the run takes {total * share:,.0f})"
+        for name, samples, share in of
+        if total * share - times * samples >= batch * share
+    ]
+
+
+def in_words(times: float) -> str:
+    """2.32, or 1,234."""
+    return f"{times:.2f}".rstrip("0").rstrip(".") if times < 10 else f"{times:,.0f}"
 
 
 def held_out_fraction(data: DataConfig) -> float:

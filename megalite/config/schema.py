@@ -3,7 +3,7 @@
 from dataclasses import Field, dataclass, field, fields
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megalite.config.checkpoints import CheckpointConfig as CheckpointConfig
 from megalite.config.checkpoints import ValidationConfig as ValidationConfig
@@ -29,6 +29,8 @@ class ConfigError(Exception):
         return "\n".join([f"There are {len(self.args)} mistakes:", *(f"- {message}" for message in self.messages)])
 
 
+NO_OPTION = {"option": False}
+"""Metadata of a field that is part of a section's state and no option."""
 ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -473,9 +475,9 @@ class TrainConfig:
     watchdog: str | None = "5m"
     """When a rank makes no progress for this long, print where it is and write its stacks to stalls/ in the run's directory. null: off."""
 
-    # No options: set on an instance by `config.amounts`, and not stored in config.yaml.
-    horizon: ClassVar[Horizon] = Horizon()
-    finished: ClassVar[Finished | None] = None
+    # No options: set by `config.amounts` and `config.rampup`, and not stored in config.yaml. `replace` carries them.
+    horizon: Horizon = field(default=Horizon(), compare=False, repr=False, metadata=NO_OPTION)
+    finished: Finished | None = field(default=None, compare=False, repr=False, metadata=NO_OPTION)
 
     def recompute_of(self, layer: int) -> str:
         """What one layer recomputes: none, selective, full, or operations (`config.recomputation`)."""
@@ -593,5 +595,10 @@ class Config:
 
 SHORT = {**{name: f"parallel.{name}" for name in ("tp", "pp", "dp", "cp", "ep", "zero")}, "faults": "faults.inject"}
 SECTIONS = [section.name for section in fields(Config)]
-OPTIONS: dict[str, Field[Any]] = {f"{section.name}.{key.name}": key for section in fields(Config) for key in fields(section.type)}  # type: ignore[arg-type]
+OPTIONS: dict[str, Field[Any]] = {
+    f"{section.name}.{key.name}": key
+    for section in fields(Config)
+    for key in fields(section.type)  # type: ignore[arg-type]
+    if key.metadata != NO_OPTION
+}
 """Every option, section.key → its dataclass field."""

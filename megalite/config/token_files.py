@@ -91,20 +91,18 @@ def unused(config: Config) -> list[str]:
 
 
 def read_often(config: Config) -> list[str]:
-    """A line if a run that is planned would read its data many times. (A run that starts tells the times of each member of a blend.)"""
+    """A line for each member of the data that a run that is planned would read many times."""
     if not prefixes(config.data.train) or config.train.epochs is not None:  # the user counts in epochs
         return []
-    from megalite.config.samples import DataError, samples_per_epoch  # numpy
+    from megalite.config.samples import DataError, members, repeats  # numpy
 
     try:
-        samples = samples_per_epoch(config.data)
+        found = members(config.data)
     except DataError:  # it is not there yet, or a rule says what is wrong
         return []
-    times = samples_after(config.train, config.train.steps) / samples
-    if times <= REPEATS:
-        return []
-    size = f"{samples * config.data.sequence_length:,} tokens"
-    return [f"train.steps = {config.train.steps:,} read data.train ({size}) {times:,.0f} times: give more data, or fewer steps"]
+    train = config.train
+    lines = repeats(found, samples_after(train, train.steps), train.global_batch_size, REPEATS)
+    return [f"train.steps = {train.steps:,}: {line}; give more data, or fewer steps" for line in lines]
 
 
 def fit_vocabulary(config: Config, fixed: bool) -> None:

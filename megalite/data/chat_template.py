@@ -115,11 +115,18 @@ class ChatTemplate:
         text, _ = self._renderer.write(self._marked(list(messages)), self._marked(tools), prompt=True)
         return [token for token, _, _ in self._tokenizer.encode_rendered(text)]
 
-    def end_of_turn(self) -> int:
-        """The token with which the assistant ends its turn: the last one that counts, except for one that ends the conversation."""
+    def end_of_turn(self) -> int | None:
+        """The token with which the assistant ends its turn: the last one that counts, except for one that ends the conversation.
+
+        None if that is no token of its own but text, such as a line break, which the assistant writes within a turn, too. Raises DataError
+        as `render`.
+        """
         read = self._read([{"role": "user", "content": "?"}, {"role": "assistant", "content": "said"}], None)
         stop = max((stop for _, stop in read.marks), default=0) if read.marks is not None else self._turn(read, 1).stop
-        return [token for token, start, _ in self._tokenizer.encode_rendered(read.text) if start < stop][-1]
+        said = read.text[:stop].rstrip()
+        if not said.endswith(self._layout.added):
+            return None
+        return [token for token, start, _ in self._tokenizer.encode_rendered(read.text) if start < len(said)][-1]
 
     def _marked(self, value: Any) -> Any:
         """The value with marks around text that is spelled like a control token, and lone surrogates replaced."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any
 
 from megalite.data.indexed import DataError
@@ -164,12 +165,13 @@ class TurnFinder:
 
 
 def _common(text: str, whole: str, added: tuple[str, ...]) -> str | None:
-    """The text without a token at its end that only a last message has; None if what is left is not how the whole begins."""
+    """The text without what only a last message has at its end, a token and white space around it; None if what is left is not how the
+    whole begins."""
     if whole.startswith(text):
         return text
     stripped = text.rstrip()
-    shorter = stripped.removesuffix(_last(stripped, added) or "\0")
-    return shorter if len(shorter) < len(stripped) and whole.startswith(shorter) else None
+    shorter = stripped.removesuffix(_last(stripped, added))
+    return commonprefix([shorter, whole]) if whole.startswith(shorter.rstrip()) else None
 
 
 def _last(text: str, tokens: tuple[str, ...]) -> str:

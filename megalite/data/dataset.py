@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from megalite import rng
 from megalite.batch import IGNORE_INDEX
 from megalite.config.samples import (
     DataError,
+    Member,
     first_repeat,
     held_out_fraction,
     held_out_start,
@@ -43,17 +44,6 @@ from megalite.config.token_files import named_sets, prefixes
 from megalite.data.indexed import IndexedTokens
 from megalite.data.tokenizer_comparison import of_data, one_tokenizer
 from megalite.data.tokenizer_identity import TokenizerIdentity
-
-
-class Member(NamedTuple):
-    """Token files that are read from beginning to end, and again.
-
-    Attributes: `samples`, their number of samples; `share`, the share of all samples of the dataset that are theirs.
-    """
-
-    name: str
-    samples: int
-    share: float = 1.0
 
 
 class Dataset(ABC):

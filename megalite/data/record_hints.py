@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+TEXT_KEY = "text"
+"""The usual key of a text, and that of a record which is a string alone, as in Hugging Face's `datasets`."""
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 ROLES |= dict.fromkeys(("observation", "function_response", "function"), "tool")
 """Role names of ShareGPT and of OpenAI's earlier format that differ from those of chat templates."""
@@ -12,6 +15,8 @@ KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 QUESTIONS = ("instruction", "question", "query", "prompt", "input", "inputs", "problem", "user")
 ANSWERS = ("output", "answer", "response", "completion", "target", "targets", "solution", "assistant")
 """Names that data sets give to what is asked and what is answered."""
+NOT_TEXT = re.compile(r"[\W\d_]*|[+-]?[\d.,]*(?:e[+-]?\d+|nan|inf)|\d{4}-\d\d-\d\dT\S*|\w+://\S+|[\da-f-]{16,}", re.IGNORECASE)
+"""Numbers, times, addresses and hashes, which are strings in a .csv."""
 Record = Mapping[str, Any]
 
 
@@ -24,7 +29,7 @@ def for_texts(record: Record) -> str:
         return preferred
     if options := _conversation(record):
         return f"The records look like conversations: add {options}."
-    if "text" not in record and (key := _text_key(record)):
+    if TEXT_KEY not in record and (key := _text_key(record)):
         return f"The records look like texts under {key}: add --text_key {key}."
     return ""
 
@@ -36,7 +41,7 @@ def for_chats(record: Record) -> str:
     if options := _conversation(record).removeprefix("--chat").strip():
         return f"The records look like conversations under other names: add {options}."
     if key := _text_key(record):
-        return f"The records look like texts: leave out --chat{'' if key == 'text' else f', and add --text_key {key}'}."
+        return f"The records look like texts: leave out --chat{'' if key == TEXT_KEY else f', and add --text_key {key}'}."
     return ""
 
 
@@ -59,8 +64,9 @@ def _conversation(record: Record) -> str:
 def _names_in_message(turn: Record) -> list[str] | None:
     """The names of role and content in a message as --keys gives them, none if they are known ones; None if it is no message."""
     role = next((key for key, value in turn.items() if isinstance(value, str) and value in (*KNOWN_ROLES, *ROLES)), None)
-    content = max((key for key in turn if key != role and _is_text(turn, key)), key=lambda key: len(turn[key]), default=None)
-    if role is None or content is None:
+    texts = {key: value for key, value in turn.items() if key != role and value and _is_text(turn, key)}
+    content = _text_key(texts) or max(texts, key=lambda key: len(texts[key]), default="")  # a message may be a number
+    if role is None or not content:
         return None
     ours = ("from", "value") if role == "from" else ("role", "content")
     return [f"{our}={their}" for our, their in zip(ours, (role, content), strict=True) if our != their]
@@ -81,8 +87,8 @@ def _preference(record: Record, chat: str) -> str:
 
 def _text_key(record: Record) -> str:
     """The key with the longest text; empty if no value is a text."""
-    texts = {key: value for key, value in record.items() if isinstance(value, str) and value}
-    return "text" if "text" in texts else max(texts, key=lambda key: len(texts[key]), default="")
+    texts = {key: value for key, value in record.items() if isinstance(value, str) and not NOT_TEXT.fullmatch(value)}
+    return TEXT_KEY if record.get(TEXT_KEY) and _is_text(record, TEXT_KEY) else max(texts, key=lambda key: len(texts[key]), default="")
 
 
 def _is_text(record: Record, key: str) -> bool:

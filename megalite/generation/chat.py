@@ -40,7 +40,9 @@ def converse(
         sys.stdin.reconfigure(errors="replace")  # invalid UTF-8 becomes U+FFFD
     beginning = [{"role": "system", "content": system}] if system else []
     turns: list[Message] = []
-    ends = {*ends, *_end_of_turn(tokenizer, template)}
+    with suppress(DataError):  # a template in which the end of a turn cannot be located
+        if (end := template.end_of_turn()) is not None:
+            ends = {*ends, end}
     while (line := on_rank_0(model.mesh, _line)) is not None:
         if not line.strip():
             continue
@@ -50,14 +52,6 @@ def converse(
         (reply,) = reply_to(model, tokenizer, [prompt], count, sampling, ends=ends, stops=stops, show=show)
         show("\n")
         turns.append({"role": "assistant", "content": reply.text})
-
-
-def _end_of_turn(tokenizer: Tokenizer, template: ChatTemplate) -> list[int]:
-    """The token that the template puts after the assistant's content, if it decodes to no text; empty if there is none."""
-    with suppress(DataError):  # a template in which the end of a turn cannot be located
-        if not tokenizer.decode([end := template.end_of_turn()]).strip():
-            return [end]
-    return []
 
 
 def _line() -> str | None:

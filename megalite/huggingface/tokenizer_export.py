@@ -77,11 +77,11 @@ class ExportedTokenizer:
     notes: list[str] = field(default_factory=list)
 
     def end_of_turn(self) -> list[int]:
-        """The token after the assistant's messages, if the training data is conversations and the token is no text."""
+        """The token after the assistant's messages, if the training data is conversations and such a token ends them."""
         if self.template is not None and self.tokenizer is not None:
             with suppress(DataError):  # a template in which the end of a turn cannot be located
                 end = ChatTemplate(self.tokenizer, self.template).end_of_turn()
-                return [] if self.tokenizer.decode([end]).strip() else [end]
+                return [] if end is None else [end]
         return []
 
 

@@ -22,7 +22,7 @@ from threading import Timer
 from typing import Any
 
 from torch.distributed import DistError
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -40,7 +40,11 @@ from megalite.system.processes import blocked, marked
 
 MEETING_FAILED = (DistError, RendezvousError, SignalException, OSError)  # no meeting with the other nodes
 REFUSED = (ExitStatus.CONFIGURATION, ExitStatus.IN_USE)  # the same again after a restart; the rank has said why
-ENDED_BY_AGENT = (-signal.SIGTERM, ExitStatus.STOPPED)  # before the first step a rank ends at SIGTERM with a status of its own
+ENDED_BY_AGENT = (
+    -signal.SIGTERM,
+    -signal.SIGKILL,
+    ExitStatus.STOPPED,
+)  # before the first step a rank ends at SIGTERM with a status of its own
 AT_ONCE_S = 5.0  # from a second Ctrl-C to SIGKILL
 
 
@@ -152,7 +156,8 @@ class _Agent(LocalElasticAgent):
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._note_ended(worker_group)  # before the agent ends the others
+        if not self._note_ended(worker_group):
+            return RunResult(WorkerState.HEALTHY)
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
             self._ends = by_cause([self._end(rank, failure) for rank, failure in result.failures.items()])
@@ -162,12 +167,19 @@ class _Agent(LocalElasticAgent):
                 say(f"{self._ends[0]}: starting all ranks again")
         return result
 
-    def _note_ended(self, worker_group: WorkerGroup) -> None:
-        """Record when ranks were first seen to have ended. torch's own record has whole seconds, those of messages included."""
-        for worker in worker_group.workers if isinstance(self._pcontext, SubprocessContext) else ():
-            handler = self._pcontext.subprocess_handlers[worker.local_rank]  # type: ignore[union-attr]
-            if handler.proc.poll() is not None:
+    def _note_ended(self, worker_group: WorkerGroup) -> bool:
+        """Record when ranks were first seen to have ended. torch's own record has whole seconds, those of messages included.
+
+        Returns whether one has failed or all have ended. Only then the agent looks, who ends the others: a rank that has ended by itself is
+        always recorded before.
+        """
+        assert isinstance(self._pcontext, SubprocessContext)
+        statuses = []
+        for worker in worker_group.workers:
+            statuses.append(self._pcontext.subprocess_handlers[worker.local_rank].proc.poll())
+            if statuses[-1] is not None:
                 self._ended.setdefault(worker.global_rank, time.time())
+        return any(statuses) or None not in statuses
 
     def _end(self, rank: int, failure: ProcessFailure) -> End:
         """How a rank has ended, by its exit status and by what it has left in its error file."""
@@ -177,7 +189,7 @@ class _Agent(LocalElasticAgent):
         at = float(told.get("written", time.time() if noted is None else noted))
         if lost is not None:
             kind = Kind.LOST
-        elif status in ENDED_BY_AGENT or (status == -signal.SIGKILL and noted is None and self._ended):
+        elif noted is None and status in ENDED_BY_AGENT:
             kind = Kind.ENDED
         else:
             kind = Kind.ABORTED if status == -signal.SIGABRT else Kind.OWN

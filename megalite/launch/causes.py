@@ -1,19 +1,23 @@
 """Which of several ranks failed first: a rank that is killed, or fails by itself, makes the ranks that wait for it fail as well.
 
-Kinds count before times: the operating system tells of several ends in no order, and the clocks of hosts differ. Imports no torch.
+Kinds count before times: the operating system tells of several ends in no order, and the clocks of hosts differ. For the same reason what
+ranks say that they have lost counts before times of different hosts. Imports no torch.
 """
 
 from __future__ import annotations
 
 import re
 import signal
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol, TypeVar
 
-CONNECTION = re.compile(r"gloo/transport|Connection (reset|closed|refused)|ncclRemoteError|Socket Timeout|operation timeout")
-"""What torch's errors say about a rank that has gone, where they are no CommunicationError."""
+CONNECTION = re.compile(r"Connection (reset|closed|refused)|Socket Timeout|operation timeout")
+LIBRARY = re.compile(r"gloo/transport|ncclRemoteError")
+"""What errors of torch.distributed say about a rank that has gone, where they are no CommunicationError, and what its libraries say in any
+RuntimeError. The first alone is also said of a data set on a server that is gone."""
 
 
 class Kind(IntEnum):
@@ -33,24 +37,30 @@ class Lost:
         rank: the rank that was lost first; None if that is not known.
         reason: the same in words: which rank, how it was lost, on which host, and where it was.
         host, place: its host, and the last place that is known.
+        silent: its process has ended without a word, as it does when it is killed.
     """
 
     rank: int | None = None
     reason: str = ""
     host: str = "unknown"
     place: str = "unknown"
+    silent: bool = False
 
 
 def lost_by(error: object) -> Lost | None:
     """What a rank has lost that fails with an error; None: the error is its own."""
     while isinstance(error, BaseException):
-        if (found := getattr(error, "lost", None)) is not None:
-            assert isinstance(found, Lost)
+        if isinstance(found := getattr(error, "lost", None), Lost):
             return found
-        if hasattr(error, "peer") or (isinstance(error, RuntimeError) and CONNECTION.search(str(error))):
+        if isinstance(error, RuntimeError) and (hasattr(error, "peer") or _is_of_connection(error)):
             return Lost()
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
+
+
+def _is_of_connection(error: RuntimeError) -> bool:
+    of_torch = type(error).__module__ == "torch.distributed"
+    return LIBRARY.search(str(error)) is not None or (of_torch and CONNECTION.search(str(error)) is not None)
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,32 @@ _T = TypeVar("_T", bound=_Cause)
 def by_cause(ends: Iterable[_T]) -> list[_T]:
     """Ends of ranks, what caused the others first."""
     return sorted(ends, key=lambda end: (end.kind, end.written, end.rank))
+
+
+class _CauseOnHost(_Cause, Protocol):
+    @property
+    def host(self) -> str: ...
+
+
+_H = TypeVar("_H", bound=_CauseOnHost)
+
+
+def across_hosts(ends: Iterable[_H], losses: Iterable[int | None] = ()) -> list[_H]:
+    """As `by_cause`, of ends on several hosts, whose clocks may differ by minutes.
+
+    Times tell which of a host's ends is its first. Of the first ones the cause is, within a kind, the one on the host whose ranks most
+    others have lost; times of different hosts count only if that tells nothing.
+
+    losses: the rank that was lost first by what each rank says that has lost one.
+    """
+    ordered = by_cause(ends)
+    host_of = {end.rank: end.host for end in ordered}
+    blamed = Counter(host_of[rank] for rank in losses if rank in host_of)
+    first: dict[str, _H] = {}
+    for end in ordered:
+        first.setdefault(end.host, end)
+    causes = sorted(first.values(), key=lambda end: (end.kind, -blamed[end.host], end.written, end.rank))
+    return [*causes[:1], *(end for end in ordered if end is not causes[0])]
 
 
 def ended(status: int) -> str:

@@ -27,9 +27,9 @@ import yaml
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config
 from megalite.launch import memory_kills
-from megalite.launch.causes import End, Kind, Lost, by_cause, lost_in
+from megalite.launch.causes import End, Kind, Lost, across_hosts, by_cause, lost_in
 from megalite.launch.memory_kills import MemoryKills
-from megalite.launch.output import LOGS, RECENT, log_of
+from megalite.launch.output import LOGS, RECENT, job_of, log_of
 from megalite.system.activity import Activity
 from megalite.system.files import replacing
 from megalite.system.messages import say
@@ -58,6 +58,7 @@ class Part:
         trace: the traceback of an unexpected error.
         kind, lost: why it ended, and what it had lost: a `Lost` as plain data.
         status: that it ended with, as of `End`; of a rank that wrote its part itself 1.
+        job: identifies the job on all hosts; empty if its ranks had not begun it.
     """
 
     rank: int
@@ -71,6 +72,7 @@ class Part:
     kind: int = Kind.OWN
     lost: dict[str, Any] | None = None
     status: int = 1
+    job: str = ""
 
 
 def rank_failed(
@@ -80,6 +82,7 @@ def rank_failed(
     *,
     activity: Activity,
     since: float,
+    job: str = "",
     trace: str = "",
     lost: Lost | None = None,
     kills: MemoryKills | None = None,
@@ -87,7 +90,8 @@ def rank_failed(
     """Report this rank's failure.
 
     Args:
-        since: when the job began, in seconds since the epoch: older parts are another job's.
+        since: when the job began, in seconds since the epoch: older parts are another job's, where they do not say whose they are.
+        job: identifies it.
         lost: what this rank has lost; None: it failed by itself.
         kills: made when the job began.
     """
@@ -95,12 +99,12 @@ def rank_failed(
     def write() -> None:
         directory, kind = config.run.directory, Kind.OWN if lost is None else Kind.LOST
         seen = lost
-        if lost is not None and lost.host == platform.node() and kills is not None and (killed := kills.found()):
+        if lost is not None and lost.silent and lost.host == platform.node() and kills is not None and (killed := kills.found()):
             seen = replace(lost, reason=f"{lost.reason}; {killed}")
-        part = Part(rank, reason.strip(), str(activity), _own_memory(), RECENT.lines()[-MOST_LINES:], trace, kind=kind)
+        part = Part(rank, reason.strip(), str(activity), _own_memory(), RECENT.lines()[-MOST_LINES:], trace, kind=kind, job=job)
         _write_part(directory, replace(part, lost=None if seen is None else asdict(seen)))
         if LOGS not in os.environ:
-            _compose(config, since, reason=None)
+            _compose(config, since, job, reason=None)
             if int(os.environ.get("WORLD_SIZE", 1)) == 1:
                 say(f"{directory / FILE} has what is known about it")
 
@@ -116,27 +120,28 @@ def launcher_failed(config: Config, ends: Sequence[End], reason: str, *, since: 
         logs: the directory with what the ranks have printed.
     """
 
-    cause = [_part(end, logs) for end in by_cause(ends)[:1]]
+    job = job_of(logs)
+    cause = [_part(end, logs, job) for end in by_cause(ends)[:1]]
 
     def write() -> None:
         directory = config.run.directory
-        known = {part.rank for part in _parts(directory, since)}
+        known = {part.rank for part in _parts(directory, since, job)}
         for place, end in enumerate(by_cause(ends)):
             if end.rank not in known:
-                _write_part(directory, _part(end, logs), always=place == 0)
-        cause[:] = completed(_parts(directory, since))[:1] or cause
-        _compose(config, since, reason)
+                _write_part(directory, _part(end, logs, job), always=place == 0)
+        cause[:] = completed(_parts(directory, since, job))[:1] or cause
+        _compose(config, since, job, reason)
         say(f"{directory / FILE} has what is known about it")
 
     best_effort(write)
     return cause[0]
 
 
-def _part(end: End, logs: Path) -> Part:
+def _part(end: End, logs: Path, job: str) -> Part:
     """What a launcher knows of a rank that has written no part."""
     told = "ended by the launcher" if end.kind is Kind.ENDED else str(end)
     lines = log_of(logs, end.rank)[-MOST_LINES:]
-    return Part(end.rank, told, lines=lines, written=end.written, kind=end.kind, status=end.status)
+    return Part(end.rank, told, lines=lines, written=end.written, kind=end.kind, status=end.status, job=job)
 
 
 def best_effort(action: Callable[[], None]) -> None:
@@ -170,13 +175,14 @@ def _write_part(directory: Path, part: Part, always: bool = False) -> None:
         _replace(path, json.dumps(asdict(part)))
 
 
-def _parts(directory: Path, since: float) -> list[Part]:
-    """The parts of this job, the earliest first."""
+def _parts(directory: Path, since: float, job: str) -> list[Part]:
+    """The parts of this job, the earliest first. Times of other hosts count only where a part does not say of which job it is."""
     found = []
     for path in sorted((directory / PARTS).glob("rank_*.json")):
         with suppress(OSError, ValueError, TypeError):
             found.append(Part(**json.loads(path.read_text(encoding="utf-8"))))
-    return sorted((part for part in found if part.written >= since), key=lambda part: part.written)
+    ours = (part for part in found if (part.job == job if job and part.job else part.written >= since))
+    return sorted(ours, key=lambda part: part.written)
 
 
 def _replace(path: Path, text: str) -> None:
@@ -187,10 +193,10 @@ def _replace(path: Path, text: str) -> None:
 # ---- the report
 
 
-def _compose(config: Config, since: float, reason: str | None) -> None:
+def _compose(config: Config, since: float, job: str, reason: str | None) -> None:
     """Write crash.md from all parts, again if another one has arrived meanwhile."""
     directory, written = config.run.directory, list[Part]()
-    while (parts := _parts(directory, since)) != written:
+    while (parts := _parts(directory, since, job)) != written:
         _replace(directory / FILE, report(config, parts, reason))
         written = parts
 
@@ -208,7 +214,8 @@ def completed(parts: Iterable[Part]) -> list[Part]:
             found[lost.rank] = Part(lost.rank, lost.reason, lost.place, lines=lines, host=lost.host, written=part.written)
         elif own.activity == UNKNOWN:
             found[lost.rank] = replace(own, activity=lost.place)
-    return by_cause(found.values())
+    losses = [lost.rank for part in found.values() if part.kind == Kind.LOST and (lost := lost_in(part.lost)) is not None]
+    return across_hosts(found.values(), losses)
 
 
 def report(config: Config, parts: Sequence[Part], reason: str | None = None) -> str:

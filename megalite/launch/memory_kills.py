@@ -34,16 +34,18 @@ class MemoryKills:
     def found(self, pid: int | None = None) -> str:
         """That the kernel has killed a process since then for lack of memory, in words; empty if nothing says so.
 
+        The log names the process. The counters are those of all processes of the group: what they say may be true of another one.
+
         pid: of the process that was killed; None: only the counters are read.
         """
         if pid is not None and re.search(rf"Killed process {pid}\b", self._messages()):
             return f"out of memory, killed by the kernel ({self._log})"
         for name, count in self._counts().items():
             more = count - self._before.get(name, 0)
-            if more > 0 and KILLS[name]:
-                return f"out of memory, the kernel killed {more} process{'es' * (more > 1)} of its container ({name}, oom_kill)"
             if more > 0:
-                return f"its container reached its memory limit ({name})"
+                killed = f"the kernel has killed {more} process{'es' * (more > 1)} of its container for that ({name}, oom_kill)"
+                limit = f"its container has reached its memory limit ({name})"
+                return f"it may have been out of memory: since the start {killed if KILLS[name] else limit}"
         return ""
 
     def _counts(self) -> dict[str, int]:

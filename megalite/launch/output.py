@@ -22,6 +22,7 @@ GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)  # the reader has ended; the termin
 LOGS = "MEGALITE_LOG_DIR"
 """Environment variable: where the launcher wants the last lines of its ranks."""
 KEPT = 16 << 10  # bytes
+JOB = "job"
 
 
 class Recent:
@@ -57,6 +58,20 @@ def log_of(directory: Path, rank: int) -> list[str]:
     with suppress(OSError):
         return _lines(_log(directory, str(rank)).read_bytes()[-KEPT:])
     return []
+
+
+def note_job(job: str) -> None:
+    """Tell the launcher which job its ranks belong to, which is the same on all nodes."""
+    if LOGS in os.environ:
+        with suppress(OSError):
+            Path(os.environ[LOGS], JOB).write_text(job, encoding="utf-8")
+
+
+def job_of(directory: Path) -> str:
+    """The job of the launcher's ranks; empty if none of them has begun it."""
+    with suppress(OSError):
+        return (directory / JOB).read_text(encoding="utf-8")
+    return ""
 
 
 def _log(directory: Path, rank: str) -> Path:

@@ -72,7 +72,7 @@ class Verdict:
 
     def lost(self) -> Lost:
         """What a rank has lost that ends because of it."""
-        return Lost(self.rank, str(self), self.host, described(self.place))
+        return Lost(self.rank, str(self), self.host, described(self.place), silent=self.state is State.ENDED)
 
     def described(self) -> str:
         """The same of a rank that may come back."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megalite.config.rampup import samples_after
+from megalite.config.samples import in_words, repeats
 from megalite.monitoring.metrics import MEMBER, StepMetrics
 from megalite.monitoring.observer import Observer
 
@@ -34,10 +35,10 @@ class Epochs(Observer):
         config = self.trainer.config
         before, after, all_samples = self._samples(metrics.step - 1), self._samples(metrics.step), planned_samples(self.trainer)
         found = []
-        for name, samples, share in self.members:
-            ended = int(after * share // samples)
-            if ended > int(before * share // samples) and not str(ended)[1:].strip("0") and metrics.step < config.train.steps:
-                whole = _times(all_samples * share / samples)
+        for name, size, share in self.members:
+            ended = int(after * share // size)
+            if ended > int(before * share // size) and not str(ended)[1:].strip("0") and metrics.step < config.train.steps:
+                whole = in_words(all_samples * share / size)
                 found.append(
                     f"{name} has been read to its end after step {metrics.step}, and begins again: epoch {ended} of {whole} is done"
                 )
@@ -50,20 +51,11 @@ class Epochs(Observer):
 
 
 def repeated(trainer: Trainer) -> list[str]:
-    """A line for each member of the data that is read more than once, by more than what rounds up the last step."""
-    total, batch = planned_samples(trainer), trainer.config.train.global_batch_size
-    return [
-        f"{name} is read {_times(total * share / samples)} times (it has {samples:,} samples, and the run takes {total * share:,.0f})"
-        for name, samples, share in trainer.train_data.members
-        if total * share - samples >= batch * share
-    ]
+    """A line for each member of the data that is read more than once."""
+    return repeats(trainer.train_data.members, planned_samples(trainer), trainer.config.train.global_batch_size)
 
 
 def planned_samples(trainer: Trainer) -> int:
     """Samples that the run has read when its last step is done."""
     train = trainer.config.train
     return trainer.samples + samples_after(train, train.steps) - samples_after(train, trainer.step_done)
-
-
-def _times(number: float) -> str:
-    return f"{number:.2f}".rstrip("0").rstrip(".") if number < 10 else f"{number:,.0f}"

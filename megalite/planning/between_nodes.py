@@ -11,12 +11,11 @@ from dataclasses import replace
 from megalite.assembly import plan
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
+from megalite.planning.explaining import amount
 from megalite.planning.in_flight import NARROW
 from megalite.planning.memory import settled
 from megalite.planning.states import Sharing, Widths
 from megalite.planning.traffic import ring
-
-GIB = 2**30
 
 
 def hint(config: Config, world_size: int, per_node: int) -> str | None:
@@ -31,10 +30,10 @@ def hint(config: Config, world_size: int, per_node: int) -> str | None:
     if local > 1 and dims.data % local == 0:
         options[f"parallel.dp_shard: {local}"] = _sent(with_parallel(config, dp_shard=local), local)
     (_, now), *others = options.items()
-    cheaper = " and ".join(f"with {name} {_amount(sent)}" for name, sent in others if sent < now)
+    cheaper = " and ".join(f"with {name} {amount(sent)}" for name, sent in others if sent < now)
     if not cheaper:
         return None
-    return f"ZeRO-2 reduces each of {dims.microbatches} microbatches between nodes: {_amount(now)} a step and network card, {cheaper}"
+    return f"ZeRO-2 reduces each of {dims.microbatches} microbatches between nodes: {amount(now)} a step and network card, {cheaper}"
 
 
 def with_parallel(config: Config, **changed: object) -> Config:
@@ -62,7 +61,3 @@ def _rank(config: Config, pp_rank: int, local: int) -> float:
             total += (rounds * ring(bucket.size * width, sharing.shard) + ring(bucket.size * widths.compute, sharing.shard)) / ranks
         total += 2 * ring(sharing.kept(bucket) * width, sharing.replicate)  # each rank sums its shard with those of other nodes
     return total
-
-
-def _amount(size: float) -> str:
-    return f"{size / GIB:,.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:,.1f} MiB"

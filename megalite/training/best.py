@@ -19,16 +19,18 @@ if TYPE_CHECKING:
 
 KEY = "best"
 FOLLOWED = "followed"  # what the losses are of
+BEFORE = "before"  # the best before the last best, which counts again if the last one cannot be saved; not part of checkpoints
 
 
 def note(trainer: Trainer, losses: Losses) -> bool:
     """Take in the losses of a validation after the last step. Returns whether it is the best so far."""
+    forget_failed(trainer)
     train, found = trainer.config.train, losses.of(trainer.config.validation.monitor)
     state = {"loss": None, "step": 0, "improved": None, "waited": 0, **trainer.loop_state.get(KEY, {})}
     value = found if isfinite(found) else inf
     best = value < _number(state["loss"])
     if best:
-        state |= {"loss": value, "step": trainer.step_done}
+        state |= {"loss": value, "step": trainer.step_done, BEFORE: {"loss": state["loss"], "step": state["step"]}}
     if value < _number(state["improved"]) - train.early_stopping_threshold:
         state |= {"improved": value, "waited": 0}
     else:
@@ -37,20 +39,35 @@ def note(trainer: Trainer, losses: Losses) -> bool:
     return best
 
 
+def forget_failed(trainer: Trainer) -> None:
+    """If the best checkpoint could not be saved, let the loss before it be the best again. Waits for a save in progress, so that all ranks
+    know the same."""
+    if not trainer.config.checkpoint.keep_best:
+        return
+    trainer.saver.wait()
+    state = trainer.loop_state.get(KEY, {})
+    if trainer.saver.best_failed and BEFORE in state:
+        trainer.loop_state[KEY] = state | state[BEFORE]
+    trainer.saver.best_failed = False
+
+
 def _number(value: float | None) -> float:
     return inf if value is None else value
 
 
 def state_to_save(trainer: Trainer) -> dict[str, Any]:
     """What a checkpoint keeps of the loop's state. Without a validation, what it is of stays as it was."""
-    followed = _followed(trainer)
-    return dict(trainer.loop_state) if followed is None else {**trainer.loop_state, FOLLOWED: followed}
+    forget_failed(trainer)
+    state, followed = dict(trainer.loop_state), _followed(trainer)
+    if KEY in state:
+        state[KEY] = {name: value for name, value in state[KEY].items() if name != BEFORE}
+    return state if followed is None else {**state, FOLLOWED: followed}
 
 
 def resume_state(trainer: Trainer, state: dict[str, Any]) -> None:
     """Take over a checkpoint's state of the loop, without losses that those of this run can not be compared with."""
     now = _followed(trainer)
-    trainer.loop_state = dict(state)
+    trainer.loop_state, trainer.saver.best_failed = dict(state), False
     if KEY in state and now is not None and state.get(FOLLOWED, now) != now:
         trainer.loop_state = {}
         trainer.notes.append("the validation has changed since the checkpoint: its best loss does not count any longer")

@@ -240,8 +240,10 @@ def roll_back(trainer: Trainer, bad: StepResult) -> None:
 def describe_saves(config: Config) -> str:
     """When the run saves, what it keeps, and how much that is, in a line."""
     from megalite.planning import states  # which only the command's report needs
+    from megalite.system.progress import amount
 
     options, size = config.checkpoint, states.checkpoint_bytes(config)
+    each = amount(size, "B")
     kept = f"the newest {options.keep} are kept" if options.keep is not None else "all are kept"
     if options.interval is not None:
         when = f"every {options.interval:,} steps"
@@ -250,19 +252,18 @@ def describe_saves(config: Config) -> str:
         kept = kept if options.keep is not None else f"the newest {TIMED_KEPT} of these are kept"
     else:
         return "no checkpoint before the end or a signal: checkpoint.interval and checkpoint.minutes are null"
-    return f"a checkpoint {when}, about {_bytes(size)} each; {kept}{_little_room(config, size)}"
+    return f"a checkpoint {when}, about {each} each; {kept}{_little_room(config, size)}"
 
 
 def _little_room(config: Config, size: float) -> str:
     """A warning, if the disk has less room than the checkpoints that are kept together with the next one."""
+    from megalite.system.progress import amount
+
     options = config.checkpoint
     most = options.keep or (TIMED_KEPT if options.interval is None else 1)
     with suppress(OSError):
         free = shutil.disk_usage(config.run.directory).free
         if free < (most + 1) * size:
-            return f". {config.run.directory} has {_bytes(free)} free, and {most + 1} of them need {_bytes((most + 1) * size)}"
+            has, need = amount(free, "B"), amount((most + 1) * size, "B")
+            return f". {config.run.directory} has {has} free, and {most + 1} of them need {need}"
     return ""
-
-
-def _bytes(size: float) -> str:
-    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"

@@ -53,7 +53,7 @@ def fit(trainer: Trainer, observers: Sequence[Observer] = (), clock: Callable[[]
             results = run_step(trainer, observers, request, timer, wait=due.validation or due.save)
             report_results(trainer, results, observers, console, writer)
             if bad := [result for result in results if result.streak >= config.faults.skip_limit]:
-                go_back(trainer, bad[-1], console, writer)
+                go_back(trainer, bad[-1], timer, console, writer)
                 continue
             ended = agreed(max((result.stop for result in results), default=0.0))
             due = due._replace(timed=timer.due(results))
@@ -128,9 +128,10 @@ def report_results(
             console.message(line)
 
 
-def go_back(trainer: Trainer, bad: StepResult, console: Console, writer: MetricsWriter | None) -> None:
+def go_back(trainer: Trainer, bad: StepResult, timer: SaveTimer, console: Console, writer: MetricsWriter | None) -> None:
     """Return to the newest checkpoint from before the bad steps. Raises FaultLimit on every rank where the run must end instead."""
     trainer.roll_back(bad)
+    timer.rolled_back(trainer.step_done)
     mark_best(trainer)
     console.message(f"back after step {trainer.step_done}, on with sample {trainer.samples}")
     if writer is not None:

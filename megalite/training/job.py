@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from typing import TYPE_CHECKING, Any
 
 from megalite.config.schema import Config, ConfigError
 from megalite.launch.exit_status import ExitStatus
 from megalite.launch.memory_kills import MemoryKills
+from megalite.launch.output import note_job
 from megalite.launch.run_lock import InUseError, RunLock
 from megalite.training.run_directory import claim
 from megalite.training.summary import SummaryWriter
@@ -33,12 +35,13 @@ class Job:
 
     Attributes:
         restarted: torchrun or SLURM has started the job again.
+        name: identifies this start of the job, on all ranks alike: the clocks of hosts differ.
         since: when it began, in seconds since the epoch.
         kills: tells whether the kernel has killed a process for lack of memory since then.
     """
 
-    def __init__(self, config: Config, lock: RunLock | None, restarted: bool = False):
-        self._config, self._lock, self.restarted = config, lock, restarted
+    def __init__(self, config: Config, lock: RunLock | None, restarted: bool = False, name: str = ""):
+        self._config, self._lock, self.restarted, self.name = config, lock, restarted, name
         self._summary: SummaryWriter | None = None
         self.since, self.kills = time.time(), MemoryKills()
 
@@ -50,14 +53,14 @@ class Job:
 
             crash.set_aside(self._config.run.directory)
             keep(self._config.data, self._config.run.directory)
-            self._summary = SummaryWriter(self._config)
+            self._summary = SummaryWriter(self._config, self.name)
 
     def end(self, status: ExitStatus, reason: str | None = None) -> None:
         """Record how the job ended, if it has trained or failed, and let others use the directory."""
         if self._lock is None:
             return
         if self._summary is None and status == ExitStatus.FAILED:
-            self._summary = SummaryWriter(self._config)
+            self._summary = SummaryWriter(self._config, self.name)
         if self._summary is not None:
             self._summary.end(status, reason)
         self._lock.release()
@@ -74,13 +77,15 @@ def begin(config: Config, *, restarted: bool, rank: int = 0, store: Store | None
         JobEnd: on every rank, if the job must not go on, or need not.
     """
     lock, verdict = _claimed(config, restarted) if rank == 0 else (None, {})
+    verdict["job"] = uuid.uuid4().hex
     if store is not None:
         if rank == 0:
             store.set("claim", json.dumps(verdict))
         verdict = json.loads(store.get("claim"))
     if verdict["message"] is not None:
         raise JobEnd(ExitStatus(verdict["status"]), verdict["message"])
-    return Job(config, lock, restarted), verdict["notes"]
+    note_job(verdict["job"])
+    return Job(config, lock, restarted, verdict["job"]), verdict["notes"]
 
 
 def _claimed(config: Config, restarted: bool) -> tuple[RunLock | None, dict[str, Any]]:

@@ -23,9 +23,7 @@ def agreed(config: Config, mesh: Mesh, device: torch.device) -> Config:
     with raise_on_all_ranks(mesh):
         own = resolved(config, _kind(device), memory)
     found = on_rank_0(mesh, lambda: own.train.recompute)  # ranks of different hosts may not agree on the last digit of a time
-    train = replace(config.train, recompute=found)
-    vars(train)["horizon"] = config.train.horizon  # no field
-    return replace(config, train=train)
+    return replace(config, train=replace(config.train, recompute=found))
 
 
 def check(config: Config, device: torch.device) -> None:

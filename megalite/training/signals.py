@@ -132,6 +132,10 @@ class SaveTimer:
         self._saved, self._last = step, self._clock()
         self._pause = max(self._every or 0.0, seconds * (1 / SHARE - 1))
 
+    def rolled_back(self, step: int) -> None:
+        """Take in a rollback to the checkpoint of a step, which may be before the last save: what comes from now on is to be saved."""
+        self._saved, self._last = step, self._clock()
+
 
 def _under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and LAUNCHER not in os.environ

@@ -42,6 +42,7 @@ class Summary:
         loss, val_loss: the last ones in metrics.jsonl; so are `tokens_seen`, `epoch` and, for a blend, the `epochs` of its members.
         checkpoint: name of the newest checkpoint.
         started, ended: UTC; of this start of the run, which took `seconds`.
+        job: identifies this start.
     """
 
     run: str
@@ -63,14 +64,15 @@ class Summary:
     checkpoint: str | None = None
     ended: str | None = None
     seconds: float = 0.0
+    job: str = ""
 
 
 class SummaryWriter:
     """Writes summary.json at the start of training and at its end. A file that cannot be written is one line on stderr."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, job: str = ""):
         self._directory, self._since = config.run.directory, time.monotonic()
-        self.summary = Summary(run=config.run.name, steps=config.train.steps, ranks=ParallelDims.of(config).world)
+        self.summary = Summary(run=config.run.name, steps=config.train.steps, ranks=ParallelDims.of(config).world, job=job)
         self._write()
 
     def end(self, status: ExitStatus, reason: str | None = None) -> None:
@@ -99,15 +101,19 @@ class SummaryWriter:
         summary.checkpoint = newest.name if newest else None
 
 
-def launcher_failed(config: Config, status: int, reason: str, since: float) -> None:
-    """Record how the run ended whose ranks could not, or knew less. A file of an earlier start than `since` (seconds since the epoch), or
-    none, means that it has not trained: nothing is changed."""
+def launcher_failed(config: Config, status: int, reason: str, since: float, job: str = "") -> None:
+    """Record how the run ended whose ranks could not, or knew less. A file of an earlier start, or none, means that it has not trained:
+    nothing is changed.
+
+    since: seconds since the epoch. Earlier files are of an earlier start, where nothing tells of which job they are: rank 0, whose host may
+        have another time, writes the file.
+    """
     path = config.run.directory / FILE
     try:
-        if path.stat().st_mtime < since:
-            return
-        found = json.loads(path.read_text(encoding="utf-8"))
+        written, found = path.stat().st_mtime, json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
+        return
+    if found["job"] != job if job and found.get("job") else written < since:
         return
     found |= {"state": "failed", "exit_status": status, "reason": reason.strip().split("\n")[0], "ended": found.get("ended") or now()}
     write_or_say(path, lambda fresh: fresh.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -190,14 +191,36 @@ def test_a_conversation_goes_through_the_chat_template(
 
 
 def test_an_answer_ends_where_the_template_ends_a_turn(
+    assistant: Path, tmp_path: Path, generate: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an added token, here one that the model says."""
+    from transformers import AutoTokenizer
+
+    tokenizer, model = HuggingFaceTokenizer(assistant), LanguageModel(f"hf:{assistant}")
+    tokens = tokenizer.encode("<user>Hi!<assistant>")
+    (reply,) = reply_to(model, tokenizer, [tokens], 40, Sampling(temperature=0.0))
+    length = next(i for i, token in enumerate(reply.tokens) if token not in tokens)
+    theirs = AutoTokenizer.from_pretrained(assistant)
+    end = theirs.convert_ids_to_tokens(reply.tokens[length])
+    theirs.add_tokens([end])
+    theirs.chat_template = TEMPLATE.replace("eos_token", f"'{end}'")
+    changed = shutil.copytree(assistant, tmp_path / "changed")
+    theirs.save_pretrained(changed)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi!\n"))
+    assert generate(f"hf:{changed}", "--chat", "--tokens", "40", *GREEDY) == f"{tokenizer.decode(reply.tokens[:length])}\n"
+
+
+def test_white_space_after_a_turn_ends_no_answer(
     checkpoint: Path, tmp_path: Path, generate: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a space, here: the second turn goes on behind it."""
     says = "{% if message.role == 'assistant' %}{% generation %}{{ message.content + ' ' }}{% endgeneration %}{% else %}"
     template = f"{{% for message in messages %}}{says}{{{{ message.content }}}}{{% endif %}}{{% endfor %}}"
     (tmp_path / "spaced.jinja").write_text(template)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Every caf\nat s\n"))
-    assert generate(checkpoint, "--chat", "--chat_template", tmp_path / "spaced.jinja", *GREEDY) == "é\nix:\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Every caf\n"))
+    assert (
+        generate(checkpoint, "--chat", "--chat_template", tmp_path / "spaced.jinja", *GREEDY)
+        == "é at six: quick brown foxes jump over lazy dogs.\n"
+    )
 
 
 def test_bytes_that_are_no_text_are_read_as_such(checkpoint: Path, generate: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

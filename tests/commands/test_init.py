@@ -175,5 +175,5 @@ def test_says_that_data_are_few_and_words_unused(capsys):
         writer.finish({"vocab_size": 257, "eos": 256, "tokenizer": "byte", "tokens": 30_000})
     _, printed = written(capsys, "--from", "llama-3.2-1b", "--data", "few", "--tokens", "30M", "--sequence_length", "100")
     times = -(-30_000_000 // 3200) * 32 / 299  # 32 samples a step, of 299
-    assert f"read data.train (29,900 tokens) {times:,.0f} times" in printed
+    assert f": few is read {times:,.0f} times (it has 299 samples, and the run takes " in printed and "give more data" in printed
     assert "the data uses 257 of 128,256 ids" in printed

@@ -51,3 +51,11 @@ def test_verify_starts_the_ranks_of_a_layout_under_either_name(size, capsys):
     with pytest.raises(SystemExit):
         verify.main([*size.split(), "--model.preset", "tiny", "--data.train", "nowhere"])
     assert capsys.readouterr().err.startswith("data.train = nowhere does not exist")
+
+
+def test_no_nearest_is_named_where_there_is_no_other(capsys):
+    tool = Parser(prog="tool")
+    tool.add_argument("--bits", type=float, choices=[4.0])
+    with pytest.raises(SystemExit):
+        tool.parse_args(["--bits", "nan"])
+    assert capsys.readouterr().err.endswith("invalid choice: nan (choose from 4.0).\n")

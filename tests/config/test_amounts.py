@@ -10,8 +10,9 @@ import yaml
 
 from megalite.config.amounts import byte_size, count
 from megalite.config.load import load_config
-from megalite.config.samples import samples_per_epoch
+from megalite.config.samples import members, samples_per_epoch
 from megalite.config.schema import Config, DataConfig
+from megalite.config.token_files import read_often
 from megalite.data.dataset import build
 from megalite.training import dry_run
 from tests.data.conftest import write_by_hand
@@ -137,6 +138,16 @@ def test_a_later_source_says_how_long_the_run_is() -> None:
     assert load("--train.epochs", "4", text="train: {steps: 3, tokens: null}").train.steps == 20
 
 
+def test_a_plan_tells_which_member_is_read_many_times(here: Path) -> None:
+    """b has 10 samples of 5 tokens, of which 1,000 steps of 4 samples read 800: a fifth of them."""
+    config = load("--train.steps", "1000", "--train.global_batch_size", "4")
+    config.data = DataConfig(train={"a": 0.8, "b": 0.2}, sequence_length=5)
+    said = [line.partition(" times")[0] for line in read_often(config)]
+    assert said == ["train.steps = 1,000: a is read 160", "train.steps = 1,000: b is read 80"]
+    config.train.steps = 200
+    assert [line.partition(" times")[0] for line in read_often(config)] == ["train.steps = 200: a is read 32"], "b is read 16 times"
+
+
 def test_an_epoch_is_one_pass_of_the_dataset(here: Path) -> None:
     """From the indices alone: the numbers that follow by hand, which are also those of the datasets."""
     cases = {
@@ -152,6 +163,7 @@ def test_an_epoch_is_one_pass_of_the_dataset(here: Path) -> None:
         data.sequence_length = 5
         dataset = build(data, seed=1)[0]
         assert samples_per_epoch(data) == dataset.samples_per_epoch == expected, name
+        assert members(data) == dataset.members, name
         if data.train != "c":
             assert len({dataset[i].tobytes() for i in range(expected)}) == expected, f"{name}: no sample is repeated within an epoch"
 

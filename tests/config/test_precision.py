@@ -26,7 +26,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tokens.json").write_text('{"vocab_size": 257, "eos": 256}')
     (tmp_path / "cpuinfo").write_text(OLD)
     monkeypatch.setattr(precision, "CPU_INFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(precision, "DRIVER", tmp_path / "gpus")
+    monkeypatch.setattr(precision, "LIBRARY", None)  # which can always be loaded
+    monkeypatch.setattr(precision, "GPUS", [pattern.lstrip("/") for pattern in precision.GPUS])
     monkeypatch.setattr(precision.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(precision, "version", lambda _: "2.0+cu121")
     monkeypatch.setitem(precision.sys.modules, "torch", None)  # as before it is imported
@@ -54,12 +55,26 @@ def test_auto_follows_the_device(flags, architecture, gpus, visible, torch, expe
     monkeypatch.setattr(precision.platform, "machine", lambda: architecture)
     monkeypatch.setattr(precision, "version", lambda _: torch)
     for number in range(gpus):
-        Path("gpus", str(number)).mkdir(parents=True)
+        Path("proc/driver/nvidia/gpus", str(number)).mkdir(parents=True)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     found = load(WORDS, world_size=1)
     assert found.config.train.precision == expected and found.choice is not None
     assert found.choice.describe().startswith(f"train.precision = auto is {expected}: ") and reason in found.choice.describe()
+
+
+@pytest.mark.parametrize("library, expected", [(None, "bf16"), ("no_such_library.so.1", "fp32")])
+@pytest.mark.parametrize("place", ["dev/nvidia0", "dev/dxg", "proc/driver/nvidia/gpus/0000:01:00.0"])
+def test_a_gpu_is_found_without_torch_where_its_library_is(library, expected, place, monkeypatch):
+    """Under WSL, too; and a container without GPUs sees what its host's driver has in /proc, but has no library."""
+    monkeypatch.setattr(precision, "LIBRARY", library)
+    Path(place).mkdir(parents=True)
+    assert load_config(WORDS, world_size=1).train.precision == expected
+
+
+def test_a_control_device_alone_is_no_gpu():
+    Path("dev/nvidiactl").mkdir(parents=True)
+    assert load_config(WORDS, world_size=1).train.precision == "fp32"
 
 
 def test_what_is_given_stays(monkeypatch):

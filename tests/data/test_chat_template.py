@@ -178,6 +178,19 @@ def of_roles(directory: Path, ends: list[str] | None = None) -> tokenizing.Token
             [ASKED, FOUR, ASKED],
             "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n[It is 4.<|im_end|>]\n<|im_start|>user\n?<|im_end|>\n</s>",
         ),
+        (
+            ENDS_TWICE.replace("eos_token", "' \n' + eos_token"),
+            None,
+            [ASKED, FOUR, ASKED, SIX],
+            "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n[It is 4.<|im_end|>]\n"
+            "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n[It is 6.<|im_end|>]\n \n[</s>]",
+        ),
+        (
+            unmarked(CHATML).replace("+ '<|im_end|>'", "+ '\n<|im_end|>'"),
+            None,
+            [ASKED, FOUR],
+            "<|im_start|>user\n?\n<|im_end|>\n<|im_start|>assistant\n[It is 4.\n<|im_end|>]\n",
+        ),
     ],
 )
 def test_the_end_of_a_turn_counts(source, ends, messages, expected, tmp_path):
@@ -188,10 +201,22 @@ def test_the_end_of_a_turn_counts(source, ends, messages, expected, tmp_path):
     assert everything == f"[{expected.translate({ord('['): None, ord(']'): None})}]", "the added end counts, too"
 
 
-@pytest.mark.parametrize(("source", "end"), [(NEXT_ROLE_ENDS, "<|user|>"), (ENDS_TWICE, "<|im_end|>"), (unmarked(CHATML), "<|im_end|>")])
+@pytest.mark.parametrize(
+    ("source", "end"),
+    [
+        (NEXT_ROLE_ENDS, "<|user|>"),
+        (ENDS_TWICE, "<|im_end|>"),
+        (unmarked(CHATML), "<|im_end|>"),
+        (CHATML.replace("'<|im_end|>' }}{% endg", "'<|im_end|>\n' }}{% endg"), "<|im_end|>"),
+        (CHATML.replace("+ '<|im_end|>' }}{% endg", "}}{% endg"), None),  # the model does not learn to say it
+        (PLAIN, None),
+        (unmarked(PLAIN), None),
+    ],
+)
 def test_generation_stops_where_a_turn_ends(source, end, tmp_path):
+    """At a token of its own, and never at a line break."""
     tokenizer = of_roles(tmp_path)
-    assert ChatTemplate(tokenizer, source).end_of_turn() == tokenizer.encode_rendered(end)[0][0]
+    assert ChatTemplate(tokenizer, source).end_of_turn() == (end and tokenizer.encode_rendered(end)[0][0])
 
 
 NO_END = {
@@ -199,6 +224,9 @@ NO_END = {
     "none marked": PLAIN,
     "only that of the last turn": "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}"
     "{{ eos_token if loop.last and not add_generation_prompt else '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}",
+    "only that of the last turn, after a line break": "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}"
+    "{{ ' \n' + eos_token if loop.last and not add_generation_prompt else '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}",
     "BOS follows": "{% for message in messages %}{{ bos_token if message['role'] == 'user' }}{{ message['content'] }}{% endfor %}",
 }

@@ -23,8 +23,18 @@ TEXTS = ["Fog lay on the river.", "grüße", "third,\nof two lines"]
 RECORDS = [{"id": number, "body": text} for number, text in enumerate(TEXTS)]
 LINES = "".join(json.dumps(record) + "\n" for record in RECORDS)
 CSV = 'id,body\n0,Fog lay on the river.\n1,grüße\n2,"third,\nof two lines"\n'
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0a1b\nsize 9\n"
 
 Run = Callable[..., tuple[int, dict, str]]
+
+
+def _parquet() -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.table({"body": TEXTS}), sink)
+    return sink.getvalue().to_pybytes()
+
+
+PARQUET = _parquet()
 
 
 @pytest.fixture
@@ -64,6 +74,8 @@ NAMED = {
     "JSON Lines without a suffix": ("part-00000", LINES),
     "JSON Lines with an unknown suffix": ("a.dump", LINES),
     "a table called .csv": ("a.csv", CSV),
+    "JSON Lines called .csv": ("a.csv", LINES),
+    "JSON Lines called .parquet": ("a.parquet", LINES),
 }
 
 
@@ -85,6 +97,30 @@ def test_one_object_is_a_record_if_it_has_the_text_and_a_text_if_not(run):
     assert told == "package.json and 1 more .json files hold no records with --text_key body: read as text, braces and all"
     status, _, told = run("--input", "line.json", "one.json", "--format", "text")
     assert (status, told) == (0, "") and documents()[0] == Path("line.json").read_text(), "what is asked for is not told"
+
+
+STRINGS = {
+    "a list": ("a.json", json.dumps(TEXTS)),
+    "a list over several lines": ("a.json", json.dumps(TEXTS, indent=2)),
+    "a list called .jsonl": ("a.jsonl", json.dumps(TEXTS)),
+    "lines": ("a.jsonl", "".join(f"{json.dumps(text)}\n" for text in TEXTS)),
+    "lines called .json": ("a.json", "".join(f"{json.dumps(text)}\n" for text in TEXTS)),
+}
+
+
+@pytest.mark.parametrize("case", STRINGS)
+def test_strings_are_documents(run, case):
+    name, content = STRINGS[case]
+    Path(name).write_text(content)
+    assert run("--input", name)[::2] == (0, "") and documents() == TEXTS
+    assert "a string, not an object with --text_key body. Leave out --text_key" in run("--input", name, "--text_key", "body")[2]
+
+
+def test_other_lists_and_quoted_lines_are_text(run):
+    files = {"a.json": '["error", {"max": 1}]', "b.json": "[]", "c.txt": '"Hello."\n"Who is it?"\n', "d.txt": '["a"]'}
+    for name, content in files.items():
+        Path(name).write_text(content)
+    assert run("--input", *files)[0] == 0 and documents() == [*files.values()]
 
 
 REFUSED = {
@@ -140,9 +176,30 @@ REFUSED = {
     "a compressed list that is damaged": (
         {"a.json.gz": gzip.compress(json.dumps(RECORDS).encode())[:-6]},
         ["--chat"],
-        "is not JSON (Compressed",
+        "a.json.gz can not be read: Compressed",
     ),
+    "a part of a parquet file": ({"a.parquet": PARQUET[:-1]}, [], " It begins as one, so the rest is missing or damaged: copy it again."),
+    "a table called .parquet": ({"a.parquet": gzip.compress(CSV.encode())}, [], ". It is compressed by gzip: decompress it"),
+    "a pointer called .parquet": ({"a.parquet": POINTER}, [], " It is a pointer of Git LFS, not the file itself. Run git lfs pull"),
 }
+OTHERS = {
+    "UTF-16": (json.dumps({"text": "wide"}).encode("utf-16"), "is text in UTF-16 or UTF-32, not UTF-8. Convert it: iconv -f UTF-16"),
+    "a part of a parquet file": (PARQUET[:-1], "is a parquet file, not text. Add --format parquet, or leave it out with --exclude."),
+    "a ZIP archive": (b"PK\x03\x04\n\n", "is a ZIP archive, not text. Give its text, or leave it out with --exclude."),
+    "compressed twice": (gzip.compress(gzip.compress(LINES.encode())), "is compressed by gzip, not text. Give its text"),
+    "a pointer": (POINTER, "is a pointer of Git LFS, not the file itself. Run git lfs pull"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt", "--chat a.jsonl", "--chat a.json"])
+def test_a_file_of_another_kind_is_told_what_it_is(run, case, name):
+    content, message = OTHERS[case]
+    *chat, file = name.split()
+    Path(file).write_bytes(content)
+    status, result, told = run(*chat, "--input", file)
+    assert (status, result) == (2, {}) and f"--input {file} {message}" in told and told.count("\n") == 0
+    assert run(*chat, "--input", file, "--skip_bad", "1")[1].get("skipped", 1) == 1
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -238,9 +295,17 @@ def test_bytes_and_surrogates_that_are_no_text_are_replaced_and_counted_in_every
     assert (status, result["replaced_documents"], documents()) == (0, 5, ["\ufffd"] * 5 + ["fine"])
 
 
-def test_a_parquet_file_under_another_name(run):
-    parquet.write_table(pyarrow.table({"body": TEXTS}), "part-00000")
-    assert run("--input", "part-00000", "--text_key", "body")[0] == 0 and documents() == TEXTS
+@pytest.mark.parametrize("name", ["part-00000", "a.jsonl", "a.json", "a.csv", "a.txt", "a.py"])
+def test_a_parquet_file_under_another_name(run, name):
+    Path(name).write_bytes(PARQUET)
+    assert run("--input", name, "--text_key", "body")[0] == 0 and documents() == TEXTS
+
+
+def test_a_line_with_nul_bytes_is_one_bad_record(run):
+    """A machine that stops while it writes may leave them."""
+    Path("a.jsonl").write_bytes(b"\0" * 9 + b"\n" + LINES.encode())
+    status, result, _ = run("--input", "a.jsonl", "--text_key", "body", "--skip_bad", "1")
+    assert (status, result["skipped"], documents()) == (0, 1, TEXTS)
 
 
 def test_conversations_are_found_in_every_form_of_json(run):

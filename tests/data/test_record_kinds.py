@@ -125,6 +125,17 @@ def test_bad_records_that_may_be_skipped_are_no_other_kind(run, tmp_path):
         run("--input", "a.jsonl", "--skip_bad", "3")
 
 
+@pytest.mark.parametrize(
+    "other", ["1234567890123456", "-1.5e-300", "2024-05-06 10:11:12", "2024-05-06T10:11:12Z", "https://a.b/c", "0a1b" * 9]
+)
+def test_what_a_table_holds_besides_text_is_not_proposed(run, other):
+    """All columns of a .csv are strings."""
+    Path("a.csv").write_text(f"id,body\n{other},Fog lay.\n")
+    assert "look like texts under body: add --text_key body." in run("--input", "a.csv")
+    Path("a.csv").write_text(f"id,body\n{other},\n")
+    assert "its keys: id, body. Choose the one that holds the text." in run("--input", "a.csv")
+
+
 def test_what_cannot_be_guessed_is_left_to_the_user(run, tmp_path):
     write_lines(tmp_path / "a.jsonl", [{"id": 7}])
     assert "its keys: id. Choose the one that holds the text." in run("--input", "a.jsonl")

@@ -25,7 +25,7 @@ from megalite.data.preparation.sources import open_inputs
 from megalite.data.tokenizer_identity import of_token_file, of_tokenizer
 from megalite.data.tokenizers import Tokenizer, load
 from megalite.training.trainer import Trainer
-from tests.data.chats import CHATML, INSTRUCT, SHORT, write_lines, write_tokenizer
+from tests.data.chats import CHATML, INSTRUCT, PLAIN, SHORT, write_lines, write_tokenizer
 from tests.huggingface.hf_models import CASES, write
 
 SOURCE = inspect.getsource(inspect)
@@ -124,10 +124,10 @@ def test_transformers_gives_every_text_the_ids_of_the_training_data(kind, tmp_pa
     assert generate([f"hf:{out}", "--prompt", "def", "--tokens", "2"]) == 0
 
 
-def conversations(place: Path, tokenizer: str, template: str | None) -> str:
+def conversations(place: Path, tokenizer: str, template: str | None, require_end: bool = True) -> str:
     write_lines(place / "chats.jsonl", [{"messages": SHORT}] * 20)
     sources = open_inputs([str(place / "chats.jsonl")], exclude=[], file_format="auto", text_key=None, split="train")
-    prepare(sources, place / "chats", tokenizer, Chats(template=template))
+    prepare(sources, place / "chats", tokenizer, Chats(template=template, require_end=require_end))
     return str(place / "chats")
 
 
@@ -161,6 +161,12 @@ def test_a_chat_model_renders_and_ends_as_it_was_trained(name, tmp_path):
     prompt = theirs.apply_chat_template(SHORT[:1], add_generation_prompt=True, return_tensors="pt", return_dict=True)
     said = model.generate(**prompt, max_new_tokens=5, do_sample=False)
     assert said[0, prompt["input_ids"].shape[1] :].tolist() == [turn]
+
+
+def test_a_line_break_after_a_turn_is_no_end_of_texts(tmp_path):
+    tokenizer = huggingface(tmp_path)
+    out = exported(trained(tmp_path, conversations(tmp_path, tokenizer, PLAIN, False), data={"sequence_length": 64}), tmp_path / "out")
+    assert ids_in(out) == (load(tokenizer).eos,) * 2
 
 
 def test_weights_never_leave_with_the_files_of_another_tokenizer(tmp_path, capsys):

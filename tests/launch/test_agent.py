@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from megalite.commands.launch import main, wanted
 from megalite.launch.agent import Launch, launch
@@ -127,6 +128,34 @@ def test_a_rank_that_was_killed_for_lack_of_memory_is_said_to_be(run, monkeypatc
     monkeypatch.setattr("megalite.launch.agent.MemoryKills", Kills)
     status, said = run("ready()\ntime.sleep(60) if rank == 0 else os.kill(os.getpid(), 9)")
     assert status == 137 and said.startswith("rank 1 was ended by SIGKILL: out of memory, killed by the kernel (a process); "), said
+
+
+def test_a_rank_that_is_killed_while_the_agent_looks_is_not_one_that_the_agent_ends(run, monkeypatch):
+    """Rank 0 is done; rank 1 is killed between the launcher's look at the ranks and the agent's."""
+
+    class Kills:
+        def found(self, pid):
+            return "why"
+
+    whole = LocalElasticAgent._monitor_workers
+
+    def late(agent, group):
+        first, second = (each.proc for each in agent._pcontext.subprocess_handlers.values())
+        if first.poll() == 0:
+            second.kill()
+            second.wait()
+        return whole(agent, group)
+
+    monkeypatch.setattr("megalite.launch.agent.MemoryKills", Kills)
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", late)
+    status, said = run("ready()\nif rank == 1: time.sleep(1.0), os.kill(os.getpid(), 9)")
+    assert status == 137 and said.startswith("rank 1 was ended by SIGKILL: why; ")
+
+
+def test_a_rank_that_somebody_terminates_is_the_cause(run):
+    """Not its own launcher, which ends the others in the same way."""
+    status, said = run(f"{LOSES}\nready()\nlose(1) if rank == 0 else (wait_for('lost0'), os.kill(os.getpid(), 15), time.sleep(60))")
+    assert (status, said.partition(";")[0]) == (143, "rank 1 was ended by SIGTERM")
 
 
 def test_without_an_agent_the_rank_that_was_killed_is_named_too(capfd, tmp_path):

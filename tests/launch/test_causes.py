@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch.distributed import DistNetworkError
 
 from megalite.launch.causes import End, Kind, Lost, by_cause, ended, exit_status, lost_by
 from megalite.launch.memory_kills import MemoryKills
@@ -45,6 +46,21 @@ def raised(error: BaseException, cause: BaseException | None = None) -> BaseExce
         return caught
 
 
+def raised_from_none(error: BaseException, handled: BaseException) -> BaseException:
+    """An error that stands for itself, although another one was being handled."""
+    try:
+        try:
+            raise handled
+        except BaseException:
+            raise error from None
+    except BaseException as caught:
+        return caught
+
+
+class Named(ValueError):
+    lost, peer = "a key", "a server"
+
+
 FOUND = CommunicationError("all_reduce failed", 3)
 FOUND.lost = Lost(3, "rank 3 was lost first")  # type: ignore[attr-defined]
 
@@ -57,12 +73,30 @@ FOUND.lost = Lost(3, "rank 3 was lost first")  # type: ignore[attr-defined]
         (raised(ValueError("x"), CommunicationError("all_reduce failed", 1)), Lost()),
         (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2583"), Lost()),
         (RuntimeError("NCCL error: ncclRemoteError: A call failed possibly due to a network error"), Lost()),
+        (DistNetworkError("recvBytes failed: Connection reset by peer"), Lost()),
         (ConnectionResetError("Connection reset by peer"), None),
+        (RuntimeError("http://data/shard: Connection refused"), None),
+        (raised_from_none(ValueError("x"), CommunicationError("all_reduce failed", 1)), None),
+        (Named("x"), None),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), None),
         (ValueError("x"), None),
         ("a message", None),
     ],
-    ids=["named", "not named", "the cause of another", "gloo", "NCCL", "a file server", "CUDA", "any other", "text"],
+    ids=[
+        "named",
+        "not named",
+        "the cause of another",
+        "gloo",
+        "NCCL",
+        "the store",
+        "a file server",
+        "data on a server",
+        "in place of another",
+        "other attributes",
+        "CUDA",
+        "any other",
+        "text",
+    ],
 )
 def test_what_a_lost_rank_has_caused_is_told_from_an_own_error(error: object, lost: Lost | None) -> None:
     assert lost_by(error) == lost
@@ -78,12 +112,24 @@ KILLED = "-;Out of memory: Killed process 41"
         pytest.param(
             "0::/j", {"j/memory.events": "oom 0\noom_kill 1"}, {"j/memory.events": "oom 2\noom_kill 2"}, "memory.events", id="a job"
         ),
-        pytest.param("0::/", {"memory.events": "oom_kill 0"}, {"memory.events": "oom_kill 2"}, "killed 2 processes", id="a container"),
+        pytest.param(
+            "0::/",
+            {"memory.events": "oom_kill 0"},
+            {"memory.events": "oom_kill 2"},
+            "may have been out of memory: since the start the kernel has killed 2 processes of its container",
+            id="a container",
+        ),
         pytest.param("0::/j", {"j/memory.events": "oom_kill 1"}, {}, "", id="an old kill"),
         pytest.param("4:memory:/a\n0::/", {V1: "oom_kill 0"}, {V1: "oom_kill 1"}, "memory.oom_control, oom_kill", id="version 1"),
-        pytest.param("4:cpu,memory:/a", {LIMIT: "7"}, {LIMIT: "9"}, "reached its memory limit (memory.failcnt)", id="no count of kills"),
+        pytest.param(
+            "4:cpu,memory:/a",
+            {LIMIT: "7"},
+            {LIMIT: "9"},
+            "may have been out of memory: since the start its container has reached its memory limit (memory.failcnt)",
+            id="no count of kills",
+        ),
         pytest.param("4:memory:/a", {V1: "oom_kill 0", LIMIT: "7"}, {LIMIT: "9"}, "", id="a limit without a kill"),
-        pytest.param("0::/", {"log": ""}, {"log": f"3,1,{LATER},{KILLED} (python)\n"}, "killed by the kernel", id="the log"),
+        pytest.param("0::/", {"log": ""}, {"log": f"3,1,{LATER},{KILLED} (python)\n"}, "out of memory, killed by the kernel", id="the log"),
         pytest.param("0::/", {"log": ""}, {"log": f"3,1,{LATER},{KILLED}5 (python)\n"}, "", id="another process"),
         pytest.param("0::/", {"log": ""}, {"log": f"3,1,0,{KILLED} (python)\n"}, "", id="an old line"),
         pytest.param("", {}, {}, "", id="nothing to read"),
@@ -100,3 +146,4 @@ def test_a_kill_for_lack_of_memory_is_found(own: str, before: dict[str, str], af
     write(after)
     told = kills.found(41)
     assert found in told and bool(told) == bool(found)
+    assert ("may" in told) == ("Killed" not in after.get("log", "") and bool(found)), "a counter does not say which process"

@@ -159,14 +159,39 @@ def test_two_launchers_agree_on_the_rank_that_was_killed(order, tmp_path, monkey
     assert "was ended by SIGKILL" in row and row.endswith("| step 8, B0.0 |"), "where it was is known from the others"
 
 
-def test_without_a_launcher_the_others_say_which_rank_was_lost(tmp_path, monkeypatch):
+@pytest.mark.parametrize("skew", [-600.0, 600.0], ids=["the other host's clock is behind", "ahead"])
+def test_clocks_of_hosts_do_not_tell_which_rank_failed_first(skew, tmp_path, monkeypatch):
+    """Rank 3 of node b is killed, and rank 0 of node a, whose clock differs, loses it; rank 1 fails by itself in consequence."""
+    config, began = configuration(tmp_path), time.time()
+    (tmp_path / "job").write_text("this job")
+    summary = config.run.directory / "summary.json"
+    SummaryWriter(config, "this job")
+    lost = Lost(3, "rank 3 was lost first: its process has ended", os.uname().nodename, "step 8, B0.0")
+    for rank, own in ((0, lost), (1, None)):
+        crash.rank_failed(config, rank, f"rank {rank} broke", activity=Activity(), since=began - 1, job="this job", lost=own)
+        part = config.run.directory / crash.PARTS / f"rank_0000{rank}.json"
+        part.write_text(json.dumps(json.loads(part.read_text()) | {"host": "a"}))
+    clock = began + skew
+    monkeypatch.setattr(crash.time, "time", lambda: clock)
+    os.utime(summary, (began, began))
+    report_failure(config, [End(3, -9, Kind.OWN, clock)], "rank 3 was ended by SIGKILL", since=clock - 1, logs=tmp_path)
+    report = (config.run.directory / crash.FILE).read_text()
+    assert section(report, "Reason").strip("`\n") == "rank 3 was ended by SIGKILL"
+    assert [line[:5] for line in section(report, "Ranks").splitlines() if line[2:3].isdigit()] == ["| 0 |", "| 1 |", "| 3 |"]
+    found = json.loads(summary.read_text())
+    assert (found["state"], found["exit_status"], found["reason"]) == ("failed", 137, "rank 3 was ended by SIGKILL")
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_without_a_launcher_the_others_say_which_rank_was_lost(silent, tmp_path, monkeypatch):
+    """A rank that has said why it ends was not killed."""
     monkeypatch.setenv("WORLD_SIZE", "3")
     config, kills = configuration(tmp_path), MemoryKills()
     monkeypatch.setattr(kills, "found", lambda pid=None: "out of memory, the kernel killed 1 process of its container")
-    lost = Lost(2, "rank 2 was lost first: its process has ended", os.uname().nodename, "step 8, B0.0")
+    lost = Lost(2, "rank 2 was lost first: its process has ended", os.uname().nodename, "step 8, B0.0", silent)
     for rank in range(2):
         report = failed(config, rank, f"rank {rank}: all_reduce failed, rank 2 is gone", lost=lost, kills=kills)
-    expected = "rank 2 was lost first: its process has ended; out of memory, the kernel killed 1 process of its container"
+    expected = "rank 2 was lost first: its process has ended" + "; out of memory, the kernel killed 1 process of its container" * silent
     assert section(report, "Reason").strip("`\n") == expected
     assert f"| 2 | {os.uname().nodename} | {expected} | step 8, B0.0 |" in report
 

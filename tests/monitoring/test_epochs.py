@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from megalite.config.samples import Member
 from megalite.config.schema import Config
-from megalite.data.dataset import Member
 from megalite.monitoring.epochs import Epochs, repeated
 from tests.monitoring.test_metrics import example
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from megalite.config.schema import Config
+from megalite.config.schema import OPTIONS, Config
 from tests.structure.sources import PROGRAM, ROOT
 
 SECTIONS = {section.name: section.type.__name__ for section in fields(Config)}
-KEYS = {f"{section.name}.{key.name}" for section in fields(Config) for key in fields(section.type)}
+KEYS = set(OPTIONS)
 LORA = ROOT / "megalite" / "config" / "lora.py"
 SCHEMA, LOADING = ROOT / "megalite" / "config" / "schema.py", ROOT / "megalite" / "config" / "load.py"
 

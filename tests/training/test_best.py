@@ -80,6 +80,25 @@ def test_the_best_checkpoint_stays_and_a_name_leads_to_it(background, prefix, tm
     check(from_dict(options(prefix, tmp_path, run={"name": "next"}, model={"init_from": str(named)})), 1)
 
 
+@pytest.mark.parametrize("part", ["save", "mark_best"])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_loss_whose_checkpoint_could_not_be_saved_is_not_the_best(part, background, prefix, tmp_path, monkeypatch, capsys):
+    """After step 4, that of the lowest loss: the next lower one than 4.0 is then the best."""
+    whole = getattr(checkpoint, part)
+
+    def failing(directory: Path, *arguments: Any) -> Any:
+        if directory.name.endswith("4"):
+            raise checkpoint.CheckpointError("the disk is full")
+        return whole(directory, *arguments)
+
+    monkeypatch.setattr(checkpoint, part, failing)
+    config = options(prefix, tmp_path, checkpoint={"keep_best": True, "interval": 3, "async_save": background})
+    run(config, FALLING, monkeypatch)
+    assert kept(tmp_path) == {"8": "best", "9": "latest"} and capsys.readouterr().out.count("the disk is full") == 1
+    state = checkpoint.manifest_of(checkpoint.find(tmp_path / "run")).state["loop"]["best"]
+    assert state == {"loss": 3.1, "step": 8, "improved": 3.0, "waited": 5}
+
+
 PATIENCE = [
     (FALLING, 2, 0.0, 6),  # 3.5 and 3.6 do not improve on 3.0
     (FALLING, 3, 0.0, 7),  # neither does NaN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 
 from megalite.assembly import parts as build
 from megalite.config.amounts import resolve_steps
-from megalite.config.load import from_dict
-from megalite.config.schema import Config, ConfigError
+from megalite.config.load import from_dict, to_dict
+from megalite.config.rampup import samples_after, steps_for
+from megalite.config.schema import OPTIONS, Config, ConfigError
 from megalite.monitoring.epochs import Epochs, planned_samples
 from megalite.training.fit import measured
 from megalite.training.run_directory import claim
@@ -70,3 +72,21 @@ def test_it_ends_after_the_samples_that_were_asked_for(prefix, tmp_path):
     made = Trainer(longer, build.make_mesh(longer))
     assert (made.step_done, made.config.train.steps, planned_samples(made)) == (7, 10, 30)
     made.close()
+
+
+def test_a_changed_copy_of_a_configuration_counts_the_same_samples(prefix, tmp_path):
+    """What was counted is no option: neither config.yaml nor the command line has it."""
+    first = resolved(prefix, tmp_path, 4)
+    made = Trainer(first, build.make_mesh(first))
+    made.step()
+    made.save()
+    made.close()
+    resumed = Trainer(config := resolved(prefix, tmp_path, 8), build.make_mesh(config))
+    copy = replace(resumed.config.train, recompute="full")
+    resumed.close()
+    assert [samples_after(train, 2) for train in (resumed.config.train, copy)] == [12, 12]
+    assert steps_for(copy, copy.horizon.samples or 0) == copy.steps == 4
+    stored = to_dict(replace(resumed.config, train=copy))["train"]
+    assert stored.keys() == {option.partition(".")[2] for option in OPTIONS if option.startswith("train.")}
+    with pytest.raises(ConfigError, match="train.horizon in the configuration is not a known option"):
+        from_dict({"train": {"horizon": [24, None]}})

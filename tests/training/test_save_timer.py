@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import re
 import shutil
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +11,19 @@ from typing import Any
 import pytest
 
 from megalite import checkpoint
+from megalite.assembly import parts as build
 from megalite.config.load import from_dict
 from megalite.config.schema import CheckpointConfig
 from megalite.launch.exit_status import ExitStatus
+from megalite.monitoring.observer import Observer
 from megalite.planning import states
 from megalite.training.checkpointing import describe_saves
+from megalite.training.fit import fit
 from megalite.training.signals import INTERRUPT, SAVE, SHARE, STOP, SaveTimer, agreed, asks_to_save
+from megalite.training.trainer import Trainer
+from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+
+CASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 1, "masked": False, "dropout": 0.0, "microbatches": 1}
 
 
 class Clock:
@@ -76,6 +85,29 @@ def test_what_was_asked_for_twice_is_saved_once() -> None:
     assert not timer.due([result(6, SAVE)]) and timer.due([result(7, SAVE)])
 
 
+def test_after_a_rollback_the_time_counts_from_there(tmp_path, capsys) -> None:
+    """The save of step 6, in the midst of bad steps, is after what the run goes back to: it holds nothing of what follows."""
+    clock, advances = Clock(), {3: [900], 5: [0, 899], 6: [900, 1]}
+
+    class Hours(Observer):
+        def before(self, step: int) -> None:
+            clock.now += advances[step].pop(0) if advances.get(step) else 0
+
+    faults = {"inject": "nan:step=5-7", "skip_limit": 3, "rollback": True}
+    made = from_dict(
+        config_of(CASE, write_tokens(tmp_path, 96), run={"dir": str(tmp_path), "name": "run"}, train={"steps": 8}, faults=faults)
+    )
+    trainer = Trainer(made, build.make_mesh(made))
+    try:
+        fit(trainer, [Hours()], clock=clock)
+    finally:
+        gc.unfreeze()
+        gc.enable()
+        trainer.close()
+    told = capsys.readouterr().out
+    assert re.findall(r"(?:saved|back after) \S*?(?:step |step_0000000)(\d)", told) == ["3", "6", "3", "6", "8"]
+
+
 @pytest.mark.parametrize("others, end", [(0.0, None), (3 * STOP, ExitStatus.STOPPED), (511 * INTERRUPT + STOP, ExitStatus.INTERRUPTED)])
 @pytest.mark.parametrize("save", [0.0, SAVE])
 def test_a_save_and_an_end_are_told_apart_in_one_sum(others: float, end: ExitStatus | None, save: float) -> None:
@@ -85,9 +117,9 @@ def test_a_save_and_an_end_are_told_apart_in_one_sum(others: float, end: ExitSta
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({}, "a checkpoint every 15 minutes (checkpoint.minutes), about 12.0 MB each; the newest 2 of these are kept"),
-        ({"keep": 3}, "a checkpoint every 15 minutes (checkpoint.minutes), about 12.0 MB each; the newest 3 are kept"),
-        ({"interval": 500}, "a checkpoint every 500 steps, about 12.0 MB each; all are kept"),
+        ({}, "a checkpoint every 15 minutes (checkpoint.minutes), about 12 MB each; the newest 2 of these are kept"),
+        ({"keep": 3}, "a checkpoint every 15 minutes (checkpoint.minutes), about 12 MB each; the newest 3 are kept"),
+        ({"interval": 500}, "a checkpoint every 500 steps, about 12 MB each; all are kept"),
         ({"minutes": None}, "no checkpoint before the end or a signal: checkpoint.interval and checkpoint.minutes are null"),
     ],
 )
@@ -102,5 +134,5 @@ def test_a_disk_without_room_for_them_is_told_before_the_first(free: float, warn
     monkeypatch.setattr(states, "checkpoint_bytes", lambda config: 12_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
     said = describe_saves(from_dict({}))
-    assert said.endswith("runs/run has 35.0 MB free, and 3 of them need 36.0 MB" if warned else "are kept")
+    assert said.endswith("runs/run has 35 MB free, and 3 of them need 36 MB" if warned else "are kept")
     assert checkpoint.directories.TIMED_KEPT + 1 == 3, "two are kept while the next one is written"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import lzma
+import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -13,17 +14,23 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
+from megalite.data.record_hints import TEXT_KEY
+
 MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 """The first bytes of a compressed file → its compression."""
 SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zstd")
 PARQUET = b"PAR1"
 OTHERS = {b"%PDF-": "a PDF", PARQUET: "a parquet file", b"PK\x03\x04": "a ZIP archive", b"\x1f\x9d": "compressed by compress"}
 OTHERS |= {magic: f"compressed by {name}" for magic, name in MAGIC.items()}  # within a compressed file
+GIT_LFS = b"version https://git-lfs.github.com/spec/"
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # one of UTF-32's begins with the first, the other one has NUL bytes
 LOOKED_AT = 8192  # bytes that are searched for NUL, as git and grep do
 LINES = 10  # that are searched for a record, if the first ones are damaged
 LONGEST = 1 << 26  # bytes of a record that is looked for
 BEGINNING = 1 << 20  # bytes in which the first record of a list is looked for
+STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"\s*', re.DOTALL)
+STRINGS = re.compile(rf'\[\s*(?=")(?:{STRING.pattern},\s*)*+(?:{STRING.pattern}(?:\]\s*)?|"(?:[^"\\]++|\\.)*+\\?)?', re.DOTALL)
+"""A list of strings in JSON, or its beginning."""
 
 
 class Damage(Exception):
@@ -87,10 +94,12 @@ def contents(path: Path) -> bytes:
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether a file begins as a parquet file does."""
+    """Whether a file begins and ends as a parquet file does; text may begin with the same letters."""
     try:
         with path.open("rb") as file:
-            return file.read(len(PARQUET)) == PARQUET
+            start = file.read(len(PARQUET))
+            file.seek(-len(PARQUET), os.SEEK_END)
+            return start == file.read() == PARQUET
     except OSError:
         return False
 
@@ -100,15 +109,34 @@ def without_mark(raw: bytes) -> bytes:
     return raw.removeprefix(codecs.BOM_UTF8)
 
 
-def not_text(raw: bytes) -> tuple[str, str] | None:
-    """What the beginning of a file is instead of text in UTF-8, and a way out; None if nothing speaks against that.
+def other_kind(raw: bytes) -> tuple[str, str] | None:
+    """What the beginning of a file is by its first bytes instead of text in UTF-8, and a way out; None if they do not say so.
 
     Text in encodings other than UTF-16 is text, whose bytes are replaced where they are not UTF-8.
     """
     if raw.startswith(UTF_16):
         return "is text in UTF-16 or UTF-32, not UTF-8", "Convert it: iconv -f UTF-16 -t UTF-8."
+    if raw.startswith(GIT_LFS):
+        return "is a pointer of Git LFS, not the file itself", "Run git lfs pull where it was cloned."
     if (found := next((name for magic, name in OTHERS.items() if raw.startswith(magic)), None)) is not None:
-        return f"is {found}, not text", "Give its text, or leave it out with --exclude."
+        way_out = "Add --format parquet" if raw.startswith(PARQUET) else "Give its text"
+        return f"is {found}, not text", f"{way_out}, or leave it out with --exclude."
+    return None
+
+
+def other_kind_of(path: Path) -> tuple[str, str] | None:
+    """`other_kind` of what a file holds; None if it cannot be read."""
+    try:
+        with opened(path) as (plain, _):
+            return other_kind(plain.read(LOOKED_AT))
+    except Damage:
+        return None
+
+
+def not_text(raw: bytes) -> tuple[str, str] | None:
+    """As `other_kind`, and what else is no text: a file with NUL bytes in its beginning."""
+    if (found := other_kind(raw)) is not None:
+        return found
     if b"\0" in raw[:LOOKED_AT]:
         return "is a binary file, not text: it has NUL bytes", "Leave it out with --exclude."
     return None
@@ -121,14 +149,16 @@ class Records(NamedTuple):
     """How a file holds records.
 
     Attributes:
-        form: an object a line, a list of objects, or one object over several lines; apart: objects that are neither.
-        keys: those of the first record.
+        form: a record a line, a list of records, or one object over several lines; apart: objects that are neither.
+        keys: those of the first record; TEXT_KEY alone if the records are strings.
         several: more than one.
+        strings: the records are strings, not objects.
     """
 
     form: Literal["lines", "list", "one", "apart"]
     keys: frozenset[str]
     several: bool
+    strings: bool = False
 
 
 def records_in(path: Path) -> Records | None:
@@ -147,8 +177,12 @@ def _records(plain: BinaryIO) -> Records | None:
     first = first.lstrip()
     if first.startswith(b"["):
         text = (first + plain.read(BEGINNING)).decode(errors="replace")
+        if STRINGS.fullmatch(text):
+            return Records("list", frozenset({TEXT_KEY}), True, strings=True)
         begins = re.match(r"\[\s*(?=\{)", text)
         return Records("list", frozenset(_leading_object(text[begins.end() :]) or ()), True) if begins else None
+    if STRING.fullmatch(first.decode(errors="replace")):
+        return Records("lines", frozenset({TEXT_KEY}), True, strings=True)
     if not first.startswith(b"{"):
         return None
     if (found := _object(first)) is not None:

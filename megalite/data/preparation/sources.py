@@ -19,6 +19,7 @@ from megalite.data.chat_records import BadRecord
 from megalite.data.indexed import DataError
 from megalite.data.preparation.contents import (
     LOOKED_AT,
+    PARQUET,
     SUFFIXES,
     Damage,
     compression,
@@ -26,6 +27,8 @@ from megalite.data.preparation.contents import (
     is_parquet,
     not_text,
     opened,
+    other_kind,
+    other_kind_of,
     records_in,
     without_mark,
 )
@@ -63,15 +66,28 @@ class Source(Protocol):
     def tasks(self) -> Iterator[Task]: ...
 
 
-def _unusable(path: Path, size: int, text: bool = False) -> Task | None:
-    """The only task of a file that cannot be opened or, where it must be text, is none, which counts as one bad record; None if it can."""
+def _unusable(path: Path, size: int, lines: bool = False) -> Task | None:
+    """The only task of a file that cannot be opened or is no text, which counts as one bad record; None if it can be read.
+
+    lines: it holds records, each of which is checked: NUL bytes may be one bad line, as a crash of the machine that wrote it leaves them.
+        If it is compressed, its beginning is not read, as what comes before any damage counts.
+    """
     try:
-        with opened(path) as (plain, _):
-            start = plain.read(LOOKED_AT) if text else b""
+        with opened(path) as (plain, file):
+            start = b"" if lines and plain is not file else plain.read(LOOKED_AT)
     except Damage as error:
-        return Task(size, damage=(BadRecord(f"--input {path}", f" can not be read: {error}."),))
-    found = not_text(start)
-    return None if found is None else Task(size, damage=(BadRecord(f"--input {path}", f" {found[0]}.", found[1]),))
+        return _unreadable(path, size, error)
+    found = other_kind(start) if lines else not_text(start)
+    return None if found is None else _only_bad(path, size, *found)
+
+
+def _unreadable(path: Path, size: int, error: Damage) -> Task:
+    return _only_bad(path, size, f"can not be read: {error}")
+
+
+def _only_bad(path: Path, size: int, reason: str, way_out: str = "") -> Task:
+    """The task of a file that is one bad record."""
+    return Task(size, damage=(BadRecord(f"--input {path}", f" {reason}.", way_out),))
 
 
 def _damaged(path: Path, error: object) -> BadRecord:
@@ -93,7 +109,7 @@ class TextFiles:
         for long, group in groupby(self._sizes, lambda item: item[1] >= LONG_TEXT):
             if long:
                 for path, size in group:
-                    if problem := _unusable(path, size, text=True):
+                    if problem := _unusable(path, size):
                         yield problem
                     elif compression(path):
                         yield Task(size, files=(path,))
@@ -113,7 +129,7 @@ class JsonLines:
         self._path, self.size, self.identity = path, path.stat().st_size, [_stamp(path)]
 
     def tasks(self) -> Iterator[Task]:
-        if problem := _unusable(self._path, self.size):
+        if problem := _unusable(self._path, self.size, lines=True):
             yield problem
         elif compression(self._path):
             yield from self._decompressed()
@@ -128,6 +144,9 @@ class JsonLines:
         try:
             with opened(self._path) as (plain, file):
                 for number, line in enumerate(plain, 1):
+                    if number == 1 and (found := other_kind(line)):
+                        yield _only_bad(self._path, self.size, *found)
+                        return
                     lines.append((number, line))
                     length += len(line)
                     if length >= TASK_BYTES:
@@ -150,17 +169,25 @@ class JsonDocument:
     def tasks(self) -> Iterator[Task]:
         way_out = "If it holds one object a line, add --format jsonl."
         try:
+            raw = contents(self._path)
+        except Damage as error:
+            yield _unreadable(self._path, self.size, error)
+            return
+        if found := other_kind(raw):
+            yield _only_bad(self._path, self.size, *found)
+            return
+        try:
             # Bytes that are not UTF-8 become lone surrogates, which are replaced and counted where the record is read.
-            content = json.loads(without_mark(contents(self._path)).decode(errors="surrogateescape"))
-        except (Damage, ValueError, RecursionError) as error:
-            yield Task(self.size, damage=(BadRecord(f"--input {self._path}", f" is not JSON ({error}).", way_out),))
+            content = json.loads(without_mark(raw).decode(errors="surrogateescape"))
+        except (ValueError, RecursionError) as error:
+            yield _only_bad(self._path, self.size, f"is not JSON ({error})", way_out)
             return
         if isinstance(content, dict) and content:
             content = [content]
-        if not isinstance(content, list):
-            yield Task(self.size, damage=(BadRecord(f"--input {self._path}", " is not a list of records.", way_out),))
-            return
-        yield from _record_tasks(content, f"{self._path} record")
+        if isinstance(content, list):
+            yield from _record_tasks(content, f"{self._path} record")
+        else:
+            yield _only_bad(self._path, self.size, "is not a list of records", way_out)
 
 
 class Csv:
@@ -172,7 +199,7 @@ class Csv:
         self._path, self.size, self.identity = path, path.stat().st_size, [_stamp(path)]
 
     def tasks(self) -> Iterator[Task]:
-        if problem := _unusable(self._path, self.size, text=True):
+        if problem := _unusable(self._path, self.size):
             yield problem
         else:
             yield from _record_tasks(self._rows(), f"{self._path} row")
@@ -224,7 +251,8 @@ class Parquet:
         try:
             self._file = parquet.ParquetFile(path)
         except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"--input {path} is not a parquet file that pyarrow reads ({str(error).splitlines()[0]}).") from None
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise DataError(f"--input {path} is not a parquet file that pyarrow reads ({reason}).{_instead_of_parquet(path)}") from None
         schema = self._file.schema_arrow
         if text_key is not None:
             _check_column(schema.names, text_key, str(path))
@@ -345,6 +373,19 @@ def open_inputs(
     return sources
 
 
+def _instead_of_parquet(path: Path) -> str:
+    """What a file is that should be parquet and is not, and a way out; empty if its beginning does not say so."""
+    if (kind := compression(path)) is not None:
+        return f" It is compressed by {kind}: decompress it, as parquet is compressed inside."
+    if records_in(path) is not None:
+        return " It holds JSON: name it .json."
+    if (found := other_kind_of(path)) is None:
+        return ""
+    with path.open("rb") as file:
+        begins = file.read(len(PARQUET)) == PARQUET
+    return " It begins as one, so the rest is missing or damaged: copy it again." if begins else f" It {found[0]}. {found[1]}"
+
+
 def _parquet(path: Path, text_key: str | None, skip_bad: bool) -> Source:
     try:
         return Parquet(path, text_key)
@@ -388,10 +429,12 @@ def _format(name: str, file_format: str, text_key: str | None) -> str:
         return "hf"
     path = Path(name)
     kind = FORMATS.get(_suffix(path)) if file_format == "auto" else file_format
-    if file_format == "auto" and (kind is None or _suffix(path) in UNSAID):
-        kind = "parquet" if is_parquet(path) else _format_of_records(path, text_key, said=False) or kind
+    if file_format == "auto" and is_parquet(path):
+        kind = "parquet"
+    elif file_format == "auto" and (kind in (None, "csv", "parquet") or _suffix(path) in UNSAID):
+        kind = _format_of_records(path, text_key, said=False) or kind
     elif kind == "json":
-        kind = _format_of_records(path, text_key) or ("text" if text_key is not None else "json")
+        kind = _format_of_records(path, text_key) or ("json" if text_key is None or other_kind_of(path) else "text")
     elif kind == "jsonl":  # whose lines may, by mistake, be one list
         found = records_in(path)
         kind = "json" if found is not None and found.form in ("list", "one") else kind
@@ -410,11 +453,12 @@ def _format_of_records(path: Path, text_key: str | None, said: bool = True) -> s
     """json or jsonl if a file holds such records; None if it is text, as a file of JSON is that belongs to a program.
 
     Several objects are records. One alone is a record if it has a text, and so are the objects of a file whose name does not say JSON.
+    Strings are records where the name says JSON.
 
     said: the name says JSON.
     """
     found = records_in(path)
-    if found is None:
+    if found is None or (found.strings and not said):  # a line of text may be in quotation marks
         return None
     is_text = text_key is not None and text_key not in found.keys
     if is_text and not (said and found.several and found.form in ("lines", "list")) or not (said or found.several):

@@ -10,7 +10,7 @@ from typing import Any
 from megalite.data.chat_records import BadRecord
 from megalite.data.indexed import DataError
 from megalite.data.preparation.contents import Damage, contents, not_text, without_mark
-from megalite.data.record_hints import for_texts
+from megalite.data.record_hints import TEXT_KEY, for_texts
 from megalite.data.unicode import parsed, whole
 
 SHOWN = 10  # bad records that a message lists
@@ -172,7 +172,14 @@ def decoded(raw: bytes) -> tuple[str, bool]:
 
 
 def text_of(record: Any, where: object, text_key: str) -> str:
-    """The text of a record; null is an empty one, as in a .parquet. Raises BadRecord with `where` and the reason if it has none."""
+    """The text of a record, or the record itself if it is a string and TEXT_KEY is asked for; null is an empty text, as in a .parquet.
+
+    Raises BadRecord with `where` and the reason if it has none.
+    """
+    if isinstance(record, str):
+        if text_key == TEXT_KEY:
+            return record
+        raise BadRecord(where, f" is a string, not an object with --text_key {text_key}.", "Leave out --text_key to read strings as texts.")
     if not isinstance(record, dict):
         raise BadRecord(where, f" is a {type(record).__name__}, not an object.", "A .jsonl file holds one JSON object a line.")
     if text_key not in record:
