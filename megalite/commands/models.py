@@ -17,7 +17,7 @@ from megalite.config.families import from_hf_config, hf_config
 from megalite.config.load import Arguments, config_file, flatten, from_dict, nest, read_tree, resolve, shipped_configs
 from megalite.config.precision import AUTO
 from megalite.config.presets import presets
-from megalite.config.rule import is_checkpoint, nearest_name
+from megalite.config.rule import is_checkpoint, suggestion
 from megalite.config.schema import Config, ConfigError
 
 HF = "hf:"
@@ -99,9 +99,8 @@ def config_of(
     """
     found = find_model(given, "shape", option)
     if found is None:
-        known = [*presets(), *shipped_configs()]
-        nearest = nearest_name(given, known)
-        raise ConfigError(f"{option} {given} is not a known model. Give {KINDS}. Presets: {', '.join(presets())}. Nearest: {nearest}.")
+        near = suggestion(given, [*presets(), *shipped_configs()])
+        raise ConfigError(f"{option} {given} is not a known model. Give {KINDS}. Presets: {', '.join(presets())}.{near}")
     if found.kind == "checkpoint":
         return _of_checkpoint(Path(found.name))
     replaced = {name: str(value) for name, value in (replacing or {}).items() if value is not None}

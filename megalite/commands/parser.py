@@ -65,7 +65,8 @@ class Parser(argparse.ArgumentParser):
         found, others = self.parse_known_args(args, namespace)
         if others:
             known = sorted(self._names())
-            near = [f"--{nearest_name(word.strip('-').partition('=')[0], known)}" for word in others if word.startswith("--") and known]
+            named = (nearest_name(word.strip("-").partition("=")[0], known) for word in others if word.startswith("--"))
+            near = [f"--{name}" for name in named if name is not None]
             self.error(f"unrecognized arguments: {' '.join(others)}" + (f". Nearest: {', '.join(near)}." if near else ""))
         return found
 
@@ -76,11 +77,11 @@ class Parser(argparse.ArgumentParser):
         return own.union(*(parser._names() for parser in below if isinstance(parser, Parser)))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """As usual; a value that is not one of the choices gets the nearest one."""
+        """As usual; a value that is not one of the choices gets the nearest one, if one is similar."""
         if action.choices is not None and value not in action.choices:
             legal = list(action.choices)
             listed = ", ".join(map(repr, legal))
-            raise argparse.ArgumentError(action, f"invalid choice: {value!r} (choose from {listed}). {nearest_legal(value, legal)}")
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r} (choose from {listed}).{nearest_legal(value, legal)}")
 
     def error(self, message: str | Exception) -> NoReturn:
         """Exit with a message, or that of an exception; the system's say which path."""

@@ -28,7 +28,7 @@ from megalite.checkout import CONFIGS
 from megalite.config import amounts
 from megalite.config.dims import filling_dp
 from megalite.config.presets import preset, presets
-from megalite.config.rule import Mistakes, nearest_name, show
+from megalite.config.rule import Mistakes, show, suggestion
 from megalite.config.rules import check
 from megalite.config.schema import OPTIONS, SECTIONS, SHORT, Config, ConfigError
 from megalite.config.sources import Given, Source, combined
@@ -317,7 +317,7 @@ def _section(word: str, mistakes: list[str]) -> str | None:
     section = SHORT.get(word, word).partition(".")[0]
     if section in SECTIONS and (section == word or SHORT.get(word, word) in OPTIONS):
         return section
-    mistakes.append(f"--help {word}: there is no such section. Nearest: {nearest_name(section, SECTIONS)}.")
+    mistakes.append(f"--help {word}: there is no such section.{suggestion(section, SECTIONS)} Sections: {', '.join(SECTIONS)}.")
     return None
 
 
@@ -418,8 +418,8 @@ def config_file(given: str) -> str:
     if not shipped.is_file():
         if given in presets():
             raise ConfigError(f"--config = {given} is a preset, which is the shape of a model alone. Give it with --model.preset {given}.")
-        nearest = nearest_name(given, list(shipped_configs()))
-        raise ConfigError(f"--config = {given} is neither a file nor a configuration that comes with megalite. Nearest: {nearest}.")
+        near = suggestion(given, shipped_configs()) or " megalite train --list_configs lists those."
+        raise ConfigError(f"--config = {given} is neither a file nor a configuration that comes with megalite.{near}")
     return str(shipped)
 
 
@@ -655,7 +655,8 @@ def wrong_type(option: str, value: Any, source: str) -> str:
         return f"{message} Write it in quotes: '{show(value)}'."
     literal = next((each for each in (hint, *get_args(hint)) if get_origin(each) is Literal), None)
     choices = list(map(str, get_args(literal))) if literal is not None else ["true", "false"] if hint is bool else []
-    return f"{message} Nearest: {nearest_value(option, show(value), choices)}." if choices else message
+    near = nearest_value(option, show(value), choices)
+    return message if near is None else f"{message} Nearest: {near}."
 
 
 def describe_type(hint: Any) -> str:

@@ -38,7 +38,9 @@ def test_a_subcommand_and_its_options_have_nearest_ones_too(capsys):
     assert tool.parse_args(["list", "--depth", "2"]) == argparse.Namespace(command="list", depth=2)
     for argv, said in (
         (["lst"], "'lst' (choose from 'list', 'verify'). Nearest: list."),
+        (["runs"], "'runs' (choose from 'list', 'verify')."),
         (["list", "--dpth=2"], "--dpth=2. Nearest: --depth."),
+        (["list", "--quiet"], "unrecognized arguments: --quiet"),
     ):
         with pytest.raises(SystemExit):
             tool.parse_args(argv)
