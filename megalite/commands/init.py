@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         config, plan = first_config(wanted)
         write_whole(options.output, text_of(options, wanted, config, plan, named))
     except (ConfigError, HardwareError, OSError) as error:
-        tool.error(error)
+        tool.error(error, options.output)
     report(options, wanted, config, plan)
     return 0
 

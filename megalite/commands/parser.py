@@ -21,6 +21,7 @@ from megalite.progress import Progress
 Answer = tuple[dict[str, Any], list[str], int]  # content for --json, lines of text, exit status
 Command = Callable[[argparse.Namespace], Answer]
 WIDEST = 100  # columns of help
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room is left: on the disk, for this user, in a file
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -83,9 +84,9 @@ class Parser(argparse.ArgumentParser):
             listed = ", ".join(map(repr, legal))
             raise argparse.ArgumentError(action, f"invalid choice: {value!r} (choose from {listed}).{nearest_legal(value, legal)}")
 
-    def error(self, message: str | Exception) -> NoReturn:
-        """Exit with a message, or that of an exception; the system's say which path."""
-        self.exit(2, f"{self.prog}: {message if isinstance(message, str) else said(message)}\n")
+    def error(self, message: str | Exception, output: Path | None = None) -> NoReturn:
+        """Exit with a message, or that of an exception; the system's say which path. output: what the command writes."""
+        self.exit(2, f"{self.prog}: {message if isinstance(message, str) else said(message, output)}\n")
 
     def enter_checkout(self, what: str = "it") -> Path:
         """The checkout that contains this package; makes its benchmarks/ importable. Exits with an error if there is none."""
@@ -96,10 +97,17 @@ class Parser(argparse.ArgumentParser):
         return CHECKOUT
 
 
-def said(error: Exception) -> str:
-    """The message of an exception, for users: of the system's errors the reason and the path, without numbers and names of hidden files."""
-    if not isinstance(error, OSError) or error.filename is None or error.strerror is None:
+def said(error: Exception, output: Path | None = None) -> str:
+    """The message of an exception, for users: of the system's errors the reason and the path, without numbers and names of hidden files.
+
+    output: what was being written. The system does not say in which file a disk was full.
+    """
+    if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
+    if error.errno in FULL and output is not None:
+        return f"{output} can not be written: {error.strerror}. Make room there, or choose another place."
+    if error.filename is None:
+        return error.strerror
     path = Path(os.fsdecode(error.filename))
     shown = path.parent if path.name.startswith(".") else path
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and (not path.exists() or os.access(path, os.R_OK)):
@@ -193,6 +201,6 @@ def answer(tool: Parser, options: argparse.Namespace, commands: Mapping[str, Com
     try:
         content, lines, status = commands[options.command](options)
     except expected as error:
-        tool.error(error)
+        tool.error(error, getattr(options, "file", None))
     print(json.dumps(content) if options.json else "\n".join(lines), flush=True)
     return status

@@ -118,7 +118,7 @@ def main() -> None:
                 note=say,
             )
     except (DataError, OSError) as error:
-        tool.error(error)
+        tool.error(error, options.output)
     report(summary, time.monotonic() - started, options.max_length, options.json)
 
 

@@ -59,6 +59,7 @@ def log_of(directory: Path, rank: int) -> list[str]:
         return _lines(_log(directory, str(rank)).read_bytes()[-KEPT:])
     return []
 
+
 PLAIN = {"×": "x", "–": "-", "—": "-", "…": "...", "·": "*", "→": "->", "±": "+-", "█": "#", "“": '"', "”": '"'}
 """Character that a terminal's encoding may lack → what is printed instead."""
 
