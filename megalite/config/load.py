@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from fractions import Fraction
+from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType
@@ -404,9 +405,14 @@ def parse_yaml(text: str, path: str, option: str) -> Any:
 
 
 def shipped_configs() -> dict[str, str]:
-    """The configurations shipped with megalite: name → first line of the file's comment."""
-    found = {path.stem: path for path in CONFIGS.glob("*.yaml")}
-    return {name: found[name].read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for name in sorted(found)}
+    """The configurations shipped with megalite: name → first sentence of the file's comment."""
+    found = {path.stem: path.read_text(encoding="utf-8") for path in CONFIGS.glob("*.yaml")}
+    return {name: _first_sentence(found[name]) for name in sorted(found)}
+
+
+def _first_sentence(text: str) -> str:
+    comment = takewhile(lambda line: line.startswith("# "), text.splitlines())
+    return " ".join(line.lstrip("# ") for line in comment).partition(". ")[0].rstrip(".") + "."
 
 
 def config_file(given: str) -> str:

@@ -397,7 +397,8 @@ def test_a_name_is_a_shipped_configuration_where_no_file_has_it(capsys):
     with pytest.raises(SystemExit) as end:
         load_config(["--list_configs"], world_size=1)
     listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert end.value.code == 0 and {"quickstart", "llama-3-8b"} <= set(listed) and all(listed.values())
+    assert end.value.code == 0 and {"quickstart", "llama-3-8b"} <= set(listed) and all(what.endswith(".") for what in listed.values())
+    assert listed["llama-3-8b-128k"].endswith("DP8 = 64."), "whole sentences, over several lines of the comment or a part of one"
     assert load("--config", "shakespeare-char").run.name == "shakespeare-char"
     Path("shakespeare-char").write_text("run: {name: mine}")
     assert load("--config", "shakespeare-char").run.name == "mine"
