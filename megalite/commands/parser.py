@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megalite.checkout import CHECKOUT
-from megalite.config.rule import nearest_legal, nearest_name, why_not_written
+from megalite.config.rule import nearest_legal, nearest_name, suggestion, why_not_written
 from megalite.messages import say
 from megalite.progress import Progress
 
@@ -81,6 +81,9 @@ class Parser(argparse.ArgumentParser):
         """As usual; a value that is not one of the choices gets the nearest one, if one is similar."""
         if action.choices is not None and value not in action.choices:
             legal = list(action.choices)
+            if isinstance(action, argparse._SubParsersAction):
+                commands = f"Commands: {', '.join(legal)}.{suggestion(value, legal)}"
+                raise argparse.ArgumentError(None, f"{value} is not a command of {self.prog}. {commands}")
             listed = ", ".join(map(repr, legal))
             raise argparse.ArgumentError(action, f"invalid choice: {value!r} (choose from {listed}).{nearest_legal(value, legal)}")
 
