@@ -7,6 +7,9 @@ from pathlib import Path
 from megalite.config.rule import SIMILAR, nearest_name, similarity
 from megalite.config.schema import OPTIONS, SECTIONS, ConfigError
 
+SURE = 0.8
+"""From this ratio on, a name is another one's misspelling although its section, or the program that knows it, is another."""
+
 OTHER_VALUES: dict[str, dict[str, str]] = {
     "train.precision": {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "float64": "fp64"},
     "model.hidden_act": {"swiglu": "silu", "geglu": "gelu", "squared_relu": "relu2", "gelu_tanh": "gelu_pytorch_tanh", "swish": "silu"},
@@ -50,7 +53,8 @@ def unknown(name: str, source: str, known: Iterable[str], dashes: str = "") -> C
     if same:
         return ConfigError(f"{said} Nearest: {' or '.join(f'{dashes}{option}' for option in same)}.")
     others = other_names()
-    if (here := others.get(last.replace("-", "_").lower())) is not None:
+    called = last.replace("-", "_").lower()
+    if (here := others.get(f"{section}.{called}", others.get(called))) is not None:
         return ConfigError(f"{said} Here it is called {_written(here, dashes)}.")
     nearest = _most_similar(section, last, [*known, *OPTIONS, *others])
     if nearest is None:
@@ -83,16 +87,20 @@ def _in_section(section: str, options: Sequence[str]) -> Sequence[str]:
 
 def _most_similar(section: str, last: str, names: Sequence[str]) -> str | None:
     """The name whose last part is the most similar; the same section and an abbreviation count in addition. Of equal ones the first. None
-    if none is similar."""
+    if none is similar: a name of another section than the one that was written, or of another program, must be so beyond doubt."""
     others, options = other_names(), frozenset(OPTIONS)
+
+    def place(name: str) -> str:
+        return (name if name in options else others.get(name, "")).partition(".")[0]
+
+    def needed(name: str) -> float:
+        return SURE if name in others or (section in SECTIONS and place(name) != section) else SIMILAR
 
     def begins(name: str) -> bool:
         return name not in others and _bare(name).startswith(_plain(last))  # an abbreviation
 
     def score(name: str) -> float:
-        place = name if name in options else others.get(name, "")
-        same = similarity(section, place.partition(".")[0]) if section and place else 0.0
+        same = similarity(section, place(name)) if section and place(name) else 0.0
         return similarity(_plain(last), _bare(name)) + 0.1 * same + 0.2 * begins(name)
 
-    nearest = max(names, key=score)
-    return nearest if begins(nearest) or score(nearest) >= SIMILAR else None
+    return max((name for name in names if begins(name) or score(name) >= needed(name)), key=score, default=None)
