@@ -36,6 +36,7 @@ from megalite.data.preparation.sources import Source, open_inputs
 from megalite.data.preparation.tasks import SHOWN
 from megalite.data.preparation.texts import Texts
 from megalite.data.tokenizer_identity import place_of
+from megalite.messages import counted
 
 TEXT_KEY, SPLIT = "text", "train"
 
@@ -198,10 +199,10 @@ def report(summary: Summary, seconds: float, longest: int | None, as_json: bool)
         print(json.dumps(asdict(summary) | {"seconds": seconds}))
         return
     if summary.existing:
-        size = f"{summary.documents:,} documents, {summary.tokens:,} tokens"
+        size = f"{counted(summary.documents, 'document')}, {summary.tokens:,} tokens"
         print(f"{summary.prefix}: already prepared from these inputs with these options ({size}); --overwrite prepares it again")
         return
-    size = f"{summary.documents:,} documents, {summary.tokens:,} tokens ({summary.dtype}), vocabulary {summary.vocab_size:,}"
+    size = f"{counted(summary.documents, 'document')}, {summary.tokens:,} tokens ({summary.dtype}), vocabulary {summary.vocab_size:,}"
     print(f"{summary.prefix}: {size}, {seconds:.1f} s")
     if summary.empty_documents:
         print(f"{summary.empty_documents:,} empty documents left out")
