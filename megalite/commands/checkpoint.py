@@ -18,7 +18,7 @@ from pathlib import Path
 from megalite.checkpoint import CheckpointError, Manifest, find, manifest_of
 from megalite.checkpoint import inspect as inspecting
 from megalite.commands.parser import Answer, Parser, answer, as_new_file, as_path, progress_of
-from megalite.messages import counted
+from megalite.system.messages import counted
 
 
 def main(argv: list[str] | None = None) -> int:

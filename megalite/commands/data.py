@@ -17,7 +17,7 @@ from typing import Any
 from megalite.commands.parser import Answer, Parser, answer, as_name, as_tokenizer, positive, progress_of
 from megalite.data.indexed import DataError
 from megalite.data.inspection import Inspection, Sample, as_json
-from megalite.messages import counted
+from megalite.system.messages import counted
 
 BAR = 40  # characters of the longest bar
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 from megalite.commands.parser import Parser, as_path
 from megalite.launch.checkup import host, pair, software, storage
 from megalite.launch.checkup.finding import Check, Finding, bounded
-from megalite.messages import counted
-from megalite.progress import Progress, Report, silent
+from megalite.system.messages import counted
+from megalite.system.progress import Progress, Report, silent
 
 if TYPE_CHECKING:
     from rich.console import Console

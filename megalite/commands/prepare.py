@@ -36,7 +36,7 @@ from megalite.data.preparation.sources import Source, open_inputs
 from megalite.data.preparation.tasks import SHOWN
 from megalite.data.preparation.texts import Texts
 from megalite.data.tokenizer_identity import place_of
-from megalite.messages import counted
+from megalite.system.messages import counted
 
 TEXT_KEY, SPLIT = "text", "train"
 
