@@ -27,9 +27,9 @@ def main() -> NoReturn:
     if name in ("--help", "-h"):
         print("\n".join([USAGE, "", *(f"  {command:14} {what}" for command, what in COMMANDS.items())]))
         sys.exit(0)
-    from megalite.config.rule import nearest_name
+    from megalite.config.rule import suggestion
 
-    print(f"megalite: {name} is not a command. Nearest: {nearest_name(name, list(COMMANDS))}. See megalite --help.", file=sys.stderr)
+    print(f"megalite: {name} is not a command.{suggestion(name, COMMANDS)} See megalite --help.", file=sys.stderr)
     sys.exit(2)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.errors import CheckpointError, reason
 from megalite.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def on_rank_0(mesh: Mesh, action: Callable[[], Result]) -> Result:
             outcome[0] = action()
         except Exception as error:
             cause = error
-            outcome[1] = str(error) if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__}: {error}"
+            outcome[1] = reason(error)
     if mesh.saving.group is not None:
         import torch.distributed as dist
 
@@ -60,8 +60,8 @@ def named(what: str, mesh: Mesh, over: MeshAxis) -> Iterator[None]:
     except RuntimeError as error:
         from megalite.parallel.collectives import CommunicationError
 
-        reason = str(error).strip().splitlines()[0]
-        message = f"rank {mesh.rank}: {what} over world failed, a rank of its group is gone or does not answer: {reason}"
+        why = str(error).strip().splitlines()[0]
+        message = f"rank {mesh.rank}: {what} over world failed, a rank of its group is gone or does not answer: {why}"
         raise CommunicationError(message, None) from error
 
 

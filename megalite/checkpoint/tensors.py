@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megalite.checkpoint.agreement import named
 from megalite.checkpoint.chunks import append, name_of
-from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.errors import CheckpointError, reason
 from megalite.checkpoint.manifest import Chunk, Manifest, StoredTensor
 from megalite.mesh.mesh import Mesh
 from megalite.parallel.spec import Rectangle
@@ -47,7 +47,7 @@ def write(directory: Path, rectangles: Sequence[Rectangle], mesh: Mesh) -> list[
     try:
         own = _write_own(directory / f"rank_{world.rank:05d}.bin", rectangles)
     except Exception as error:  # the other ranks must not wait for this one
-        own = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        own = reason(error)
     if world.group is None:
         return [own]
     import torch.distributed as dist

@@ -18,6 +18,7 @@ from pathlib import Path
 from megalite.checkpoint import CheckpointError, Manifest, find, manifest_of
 from megalite.checkpoint import inspect as inspecting
 from megalite.commands.parser import Answer, Parser, answer, as_new_file, as_path, progress_of
+from megalite.system.messages import counted
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -68,9 +69,9 @@ def inspect(options: argparse.Namespace) -> Answer:
     lines = [
         content["checkpoint"],
         *(f"{name}: {json.dumps(value)}" for name, value in state.items()),
-        f"{content['parameters']:,} parameters, {_size(content['bytes'])} in {len(content['files'])} files",
+        f"{content['parameters']:,} parameters, {_size(content['bytes'])} in {counted(len(content['files']), 'file')}",
         *(
-            f"  {name}  {each['dtype']} {each['shape']}, {_size(each['bytes'])} in {each['chunks']} chunks"
+            f"  {name}  {each['dtype']} {each['shape']}, {_size(each['bytes'])} in {counted(each['chunks'], 'chunk')}"
             for name, each in content["tensors"].items()
         ),
     ]
@@ -82,7 +83,11 @@ def verify(options: argparse.Namespace) -> Answer:
     with progress_of(options.json) as progress:
         damages, size = inspecting.damages(manifest, progress), sum(manifest.files.values())
     content = {"checkpoint": str(manifest.directory), "bytes": size, "whole": not damages, "damages": damages}
-    return content, damages or [f"{manifest.directory} is whole: {_size(size)} in {len(manifest.files)} files"], int(bool(damages))
+    return (
+        content,
+        damages or [f"{manifest.directory} is whole: {_size(size)} in {counted(len(manifest.files), 'file')}"],
+        int(bool(damages)),
+    )
 
 
 def diff(options: argparse.Namespace) -> Answer:

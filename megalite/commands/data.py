@@ -17,6 +17,7 @@ from typing import Any
 from megalite.commands.parser import Answer, Parser, answer, as_name, as_tokenizer, positive, progress_of
 from megalite.data.indexed import DataError
 from megalite.data.inspection import Inspection, Sample, as_json
+from megalite.system.messages import counted
 
 BAR = 40  # characters of the longest bar
 
@@ -97,7 +98,7 @@ def _marked(sample: Sample, chat: bool, colour: bool) -> Any:
 def _counts(facts: dict[str, Any]) -> list[str]:
     lengths, size = facts["lengths"], f"{facts['dtype']}, {facts['bytes'] / 1e6:,.1f} MB"
     lines = [
-        f"{facts['prefix']}: {facts['documents']:,} documents, {facts['tokens']:,} tokens ({size})",
+        f"{facts['prefix']}: {counted(facts['documents'], 'document')}, {facts['tokens']:,} tokens ({size})",
         f"lengths: {lengths['min']:,.0f} to {lengths['max']:,.0f}, median {lengths['median']:,.0f}, mean {lengths['mean']:,.1f}, "
         f"95 % up to {lengths['p95']:,.0f}",
         f"duplicates: {facts['duplicates']:,} documents have the tokens of an earlier one ({facts['duplicate_share']:.1%})",

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from megalite.commands.parser import Parser, as_path
 from megalite.launch.checkup import host, pair, software, storage
 from megalite.launch.checkup.finding import Check, Finding, bounded
+from megalite.system.messages import counted
 from megalite.system.progress import Progress, Report, silent
 
 if TYPE_CHECKING:
@@ -76,11 +77,12 @@ def show(found: list[Finding], usable: bool) -> None:
         console.width = 140
     table(console, found)
     notes = sum(finding.verdict == "note" for finding in found)
+    said = counted(notes, "note")
     bad = sum(finding.verdict == "bad" for finding in found)
     if usable:
-        console.print(f"This machine can train{f'; {notes} notes' if notes else ''}.", style="bold green")
+        console.print(f"This machine can train{f'; {said}' if notes else ''}.", style="bold green")
     else:
-        console.print(f"Training does not work here: {bad} problems, and {notes} notes.", style="bold red")
+        console.print(f"Training does not work here: {counted(bad, 'problem')}, and {said}.", style="bold red")
 
 
 def table(console: Console, found: list[Finding]) -> None:

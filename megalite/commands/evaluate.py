@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         if get_close_matches(words[0], COMMANDS, n=1) and not Path(words[0]).exists():
-            tool.error(f"{words[0]} is neither perplexity nor tasks. {nearest_legal(words[0], COMMANDS)}")
+            tool.error(f"{words[0]} is neither perplexity nor tasks.{nearest_legal(words[0], COMMANDS)}")
         ways = f"megalite evaluate perplexity {words[0]} --text FILE, or megalite evaluate tasks {words[0]} --tasks NAME"
         tool.error(f"{words[0]} is neither perplexity nor tasks. Write {ways}.")
     options = tool.parse_args(words)

@@ -38,15 +38,15 @@ def main(argv: list[str] | None = None) -> int:
     from megalite.planning.hardware import HardwareError
 
     try:
-        complete(options)
         check_output(options)
+        complete(options)
         wanted, named = wanted_by(options)
         from megalite.planning.starting import first_config
 
         config, plan = first_config(wanted)
         write_whole(options.output, text_of(options, wanted, config, plan, named))
     except (ConfigError, HardwareError, OSError) as error:
-        tool.error(error)
+        tool.error(error, options.output)
     report(options, wanted, config, plan)
     return 0
 
@@ -112,11 +112,11 @@ def complete(options: argparse.Namespace) -> None:
 
 
 def has_data(source: str) -> bool:
-    """Whether a model's name is that of a configuration that names its training data."""
-    from megalite.commands.models import find_model, options_in
+    """Whether a model's name is that of a configuration that names its training data. Raises ConfigError for a name that is none."""
+    from megalite.commands.models import options_in, shape_named
 
-    named = find_model(source, "shape", "--from")
-    return named is not None and named.kind == "configuration" and bool(options_in(named.name, "--from").get("data.train"))
+    named = shape_named(source, "--from")
+    return named.kind == "configuration" and bool(options_in(named.name, "--from").get("data.train"))
 
 
 def ask(question: str, default: Value) -> Value:

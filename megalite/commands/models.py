@@ -17,7 +17,7 @@ from megalite.config.families import from_hf_config, hf_config
 from megalite.config.load import Arguments, config_file, flatten, from_dict, nest, read_tree, resolve, shipped_configs
 from megalite.config.precision import AUTO
 from megalite.config.presets import presets
-from megalite.config.rule import is_checkpoint, nearest_name
+from megalite.config.rule import is_checkpoint, suggestion
 from megalite.config.schema import Config, ConfigError
 
 HF = "hf:"
@@ -75,6 +75,15 @@ def _hf_directory(directory: str, option: str, given: str) -> str:
     return directory
 
 
+def shape_named(given: str, option: str) -> NamedModel:
+    """The model whose shape a name stands for. Raises ConfigError if there is none."""
+    found = find_model(given, "shape", option)
+    if found is None:
+        near = suggestion(given, [*presets(), *shipped_configs()])
+        raise ConfigError(f"{option} {given} is not a known model. Give {KINDS}. Presets: {', '.join(presets())}.{near}")
+    return found
+
+
 def config_of(
     given: str,
     world_size: int,
@@ -97,11 +106,7 @@ def config_of(
     Raises:
         ConfigError: there is no such model, or it cannot be read.
     """
-    found = find_model(given, "shape", option)
-    if found is None:
-        known = [*presets(), *shipped_configs()]
-        nearest = nearest_name(given, known)
-        raise ConfigError(f"{option} {given} is not a known model. Give {KINDS}. Presets: {', '.join(presets())}. Nearest: {nearest}.")
+    found = shape_named(given, option)
     if found.kind == "checkpoint":
         return _of_checkpoint(Path(found.name))
     replaced = {name: str(value) for name, value in (replacing or {}).items() if value is not None}

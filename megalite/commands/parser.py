@@ -14,13 +14,14 @@ from typing import Any, NoReturn
 
 from megalite.checkout import CHECKOUT
 from megalite.config.help_width import help_width
-from megalite.config.rule import nearest_legal, nearest_name, why_not_written
+from megalite.config.rule import nearest_legal, nearest_name, suggestion, why_not_written
 from megalite.system.files import replacing
 from megalite.system.messages import say
 from megalite.system.progress import Progress
 
 Answer = tuple[dict[str, Any], list[str], int]  # content for --json, lines of text, exit status
 Command = Callable[[argparse.Namespace], Answer]
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room is left: on the disk, for this user, in a file
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -65,7 +66,8 @@ class Parser(argparse.ArgumentParser):
         found, others = self.parse_known_args(args, namespace)
         if others:
             known = sorted(self._names())
-            near = [f"--{nearest_name(word.strip('-').partition('=')[0], known)}" for word in others if word.startswith("--") and known]
+            named = (nearest_name(word.strip("-").partition("=")[0], known) for word in others if word.startswith("--"))
+            near = [f"--{name}" for name in named if name is not None]
             self.error(f"unrecognized arguments: {' '.join(others)}" + (f". Nearest: {', '.join(near)}." if near else ""))
         return found
 
@@ -76,15 +78,18 @@ class Parser(argparse.ArgumentParser):
         return own.union(*(parser._names() for parser in below if isinstance(parser, Parser)))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """As usual; a value that is not one of the choices gets the nearest one."""
+        """As usual; a value that is not one of the choices gets the nearest one, if one is similar."""
         if action.choices is not None and value not in action.choices:
             legal = list(action.choices)
-            message = f"invalid choice: {value!r} (choose from {', '.join(map(repr, legal))}). {nearest_legal(value, legal)}"
-            raise argparse.ArgumentError(action, message.rstrip())
+            if isinstance(action, argparse._SubParsersAction):
+                commands = f"Commands: {', '.join(legal)}.{suggestion(value, legal)}"
+                raise argparse.ArgumentError(None, f"{value} is not a command of {self.prog}. {commands}")
+            listed = ", ".join(map(repr, legal))
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r} (choose from {listed}).{nearest_legal(value, legal)}")
 
-    def error(self, message: str | Exception) -> NoReturn:
-        """Exit with a message, or that of an exception; the system's say which path."""
-        self.exit(2, f"{self.prog}: {message if isinstance(message, str) else said(message)}\n")
+    def error(self, message: str | Exception, output: Path | None = None) -> NoReturn:
+        """Exit with a message, or that of an exception; the system's say which path. output: what the command writes."""
+        self.exit(2, f"{self.prog}: {message if isinstance(message, str) else said(message, output)}\n")
 
     def enter_checkout(self, what: str = "it") -> Path:
         """The checkout that contains this package; makes its benchmarks/ importable. Exits with an error if there is none."""
@@ -95,10 +100,17 @@ class Parser(argparse.ArgumentParser):
         return CHECKOUT
 
 
-def said(error: Exception) -> str:
-    """The message of an exception, for users: of the system's errors the reason and the path, without numbers and names of hidden files."""
-    if not isinstance(error, OSError) or error.filename is None or error.strerror is None:
+def said(error: Exception, output: Path | None = None) -> str:
+    """The message of an exception, for users: of the system's errors the reason and the path, without numbers and names of hidden files.
+
+    output: what was being written. The system does not say in which file a disk was full.
+    """
+    if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
+    if error.errno in FULL and output is not None:
+        return f"{output} can not be written: {error.strerror}. Make room there, or choose another place."
+    if error.filename is None:
+        return error.strerror
     path = Path(os.fsdecode(error.filename))
     shown = path.parent if path.name.startswith(".") else path
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and (not path.exists() or os.access(path, os.R_OK)):
@@ -188,6 +200,6 @@ def answer(tool: Parser, options: argparse.Namespace, commands: Mapping[str, Com
     try:
         content, lines, status = commands[options.command](options)
     except expected as error:
-        tool.error(error)
+        tool.error(error, getattr(options, "file", None))
     print(json.dumps(content) if options.json else "\n".join(lines), flush=True)
     return status

@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
         with progress_of(options.json) as progress:
             content, text = answer(options, progress)
     except (ConfigError, HardwareError, OSError) as error:
-        tool.error(error)
+        tool.error(error, options.write)
     print(json.dumps(content) if options.json else text)
     if not content["complete"]:
         raise SystemExit(ExitStatus.INTERRUPTED)

@@ -37,6 +37,7 @@ from megalite.data.preparation.tasks import SHOWN
 from megalite.data.preparation.texts import Texts
 from megalite.data.record_hints import TEXT_KEY
 from megalite.data.tokenizer_identity import place_of
+from megalite.system.messages import counted
 
 SPLIT = "train"
 
@@ -119,7 +120,7 @@ def main() -> None:
                 note=say,
             )
     except (DataError, OSError) as error:
-        tool.error(error)
+        tool.error(error, options.output)
     report(summary, time.monotonic() - started, options.max_length, options.json)
 
 
@@ -199,10 +200,10 @@ def report(summary: Summary, seconds: float, longest: int | None, as_json: bool)
         print(json.dumps(asdict(summary) | {"seconds": seconds}))
         return
     if summary.existing:
-        size = f"{summary.documents:,} documents, {summary.tokens:,} tokens"
+        size = f"{counted(summary.documents, 'document')}, {summary.tokens:,} tokens"
         print(f"{summary.prefix}: already prepared from these inputs with these options ({size}); --overwrite prepares it again")
         return
-    size = f"{summary.documents:,} documents, {summary.tokens:,} tokens ({summary.dtype}), vocabulary {summary.vocab_size:,}"
+    size = f"{counted(summary.documents, 'document')}, {summary.tokens:,} tokens ({summary.dtype}), vocabulary {summary.vocab_size:,}"
     print(f"{summary.prefix}: {size}, {seconds:.1f} s")
     if summary.empty_documents:
         print(f"{summary.empty_documents:,} empty documents left out")

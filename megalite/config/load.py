@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from fractions import Fraction
+from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType
@@ -27,7 +28,7 @@ from megalite.checkout import CONFIGS
 from megalite.config import amounts
 from megalite.config.dims import filling_dp
 from megalite.config.presets import preset, presets
-from megalite.config.rule import Mistakes, nearest_name, show
+from megalite.config.rule import Mistakes, show, suggestion
 from megalite.config.rules import check
 from megalite.config.schema import OPTIONS, SECTIONS, SHORT, Config, ConfigError
 from megalite.config.sources import Given, Source, combined
@@ -319,7 +320,7 @@ def _section(word: str, mistakes: list[str]) -> str | None:
     section = SHORT.get(word, word).partition(".")[0]
     if section in SECTIONS and (section == word or SHORT.get(word, word) in OPTIONS):
         return section
-    mistakes.append(f"--help {word}: there is no such section. Nearest: {nearest_name(section, SECTIONS)}.")
+    mistakes.append(f"--help {word}: there is no such section.{suggestion(section, SECTIONS)} Sections: {', '.join(SECTIONS)}.")
     return None
 
 
@@ -406,9 +407,14 @@ def parse_yaml(text: str, path: str, option: str) -> Any:
 
 
 def shipped_configs() -> dict[str, str]:
-    """The configurations shipped with megalite: name → first line of the file's comment."""
-    found = {path.stem: path for path in CONFIGS.glob("*.yaml")}
-    return {name: found[name].read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for name in sorted(found)}
+    """The configurations shipped with megalite: name → first sentence of the file's comment."""
+    found = {path.stem: path.read_text(encoding="utf-8") for path in CONFIGS.glob("*.yaml")}
+    return {name: _first_sentence(found[name]) for name in sorted(found)}
+
+
+def _first_sentence(text: str) -> str:
+    comment = takewhile(lambda line: line.startswith("# "), text.splitlines())
+    return " ".join(line.lstrip("# ") for line in comment).partition(". ")[0].rstrip(".") + "."
 
 
 def config_file(given: str) -> str:
@@ -420,8 +426,8 @@ def config_file(given: str) -> str:
     if not shipped.is_file():
         if given in presets():
             raise ConfigError(f"--config = {given} is a preset, which is the shape of a model alone. Give it with --model.preset {given}.")
-        nearest = nearest_name(given, list(shipped_configs()))
-        raise ConfigError(f"--config = {given} is neither a file nor a configuration that comes with megalite. Nearest: {nearest}.")
+        near = suggestion(given, shipped_configs()) or " megalite train --list_configs lists those."
+        raise ConfigError(f"--config = {given} is neither a file nor a configuration that comes with megalite.{near}")
     return str(shipped)
 
 
@@ -657,7 +663,8 @@ def wrong_type(option: str, value: Any, source: str) -> str:
         return f"{message} Write it in quotes: '{show(value)}'."
     literal = next((each for each in (hint, *get_args(hint)) if get_origin(each) is Literal), None)
     choices = list(map(str, get_args(literal))) if literal is not None else ["true", "false"] if hint is bool else []
-    return f"{message} Nearest: {nearest_value(option, show(value), choices)}." if choices else message
+    near = nearest_value(option, show(value), choices)
+    return message if near is None else f"{message} Nearest: {near}."
 
 
 def describe_type(hint: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megalite.config.families import hf_config
 from megalite.config.family_names import FAMILY_NAMES, Names
-from megalite.config.rule import Mistakes, nearest_name, show
+from megalite.config.rule import Mistakes, show, suggestion
 from megalite.config.schema import EXPERTS, PROJECTIONS, SAVED_MODULES, ConfigError
 
 ALL = "all-linear"
@@ -79,7 +79,7 @@ def _translated(
         parts = [name] if name in ours else fused or modules
         if not parts:
             legal = [*ours, *dict.fromkeys(module.rpartition(".")[2] for module in theirs)]
-            listed = f"Legal values: {', '.join(legal)}. Nearest: {nearest_name(name, legal)}."
+            listed = f"Legal values: {', '.join(legal)}.{suggestion(name, legal)}"
             raise ConfigError(f"{option} = {show(value or names)} names {name}, which is no {what}. {listed}")
         own |= dict.fromkeys(parts)
     return list(own)

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -14,6 +14,9 @@ from typing import Any
 
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import OPTIONS, Config, ConfigError
+
+SIMILAR = 0.6
+"""From this ratio of difflib on, a name is taken for another one's misspelling."""
 
 
 @dataclass
@@ -133,24 +136,44 @@ def show(value: Any) -> str:
 
 
 def describe_legal(value: Any, legal: Sequence[Any]) -> str:
-    """The legal values, if there are at most 12, and the nearest."""
-    listed = f"Legal values: {', '.join(map(show, legal))}." if 0 < len(legal) <= 12 else ""
-    return " ".join(filter(None, (listed, nearest_legal(value, legal))))
+    """The legal values, if there are at most 12 or none is similar, and the nearest."""
+    nearest = nearest_legal(value, legal)
+    listed = f"Legal values: {', '.join(map(show, legal))}." if legal and (len(legal) <= 12 or not nearest) else ""
+    return f"{listed}{nearest}".strip()
 
 
 def nearest_legal(value: Any, legal: Sequence[Any]) -> str:
-    """The nearest of the legal values: the neighbours of a number, or the most similar name. Empty if there is no other one."""
+    """The end of a message, with a space before it: the neighbours of a number, or the name that a misspelled one is likely to mean.
+
+    Empty if there is no such value.
+    """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         neighbours = max((v for v in legal if v < value), default=None), min((v for v in legal if v > value), default=None)
         nearest = " or ".join(show(v) for v in neighbours if v is not None)
-    else:
-        nearest = nearest_name(show(value), [show(v) for v in legal]) if legal else ""
-    return f"Nearest: {nearest}." if nearest else ""
+        return f" Nearest: {nearest}." if nearest else ""
+    return suggestion(show(value), [show(v) for v in legal])
 
 
-def nearest_name(name: str, names: Sequence[str]) -> str:
-    """The most similar of `names`; the first one of equally similar names."""
-    return max(names, key=lambda other: SequenceMatcher(None, name, other).ratio())
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """The end of a message about an unknown name, with a space before it; empty if none of `names` is similar."""
+    nearest = nearest_name(name, names)
+    return "" if nearest is None else f" Nearest: {nearest}."
+
+
+def nearest_name(name: str, names: Iterable[str]) -> str | None:
+    """The one of `names` that a misspelled name is likely to mean: the most similar, or one that begins so; None if there is none."""
+
+    def score(other: str) -> float:
+        begins = bool(name) and other.lower().startswith(name.lower())
+        return similarity(name.lower(), other.lower()) + begins
+
+    nearest = max(names, key=score, default=None)
+    return nearest if nearest is not None and score(nearest) >= SIMILAR else None
+
+
+def similarity(one: str, other: str) -> float:
+    """difflib's ratio of two names: 1 for equal ones."""
+    return SequenceMatcher(None, one, other).ratio()
 
 
 def divisors(number: int) -> list[int]:

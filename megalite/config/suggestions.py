@@ -1,16 +1,14 @@
 """What an unknown option or value is likely to mean. Imports no torch."""
 
 from collections.abc import Iterable, Sequence
-from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
 
-from megalite.config.rule import nearest_name
-from megalite.config.schema import OPTIONS, ConfigError
+from megalite.config.rule import SIMILAR, nearest_name, similarity
+from megalite.config.schema import OPTIONS, SECTIONS, ConfigError
 
-SIMILAR = 0.6
-"""From this ratio of difflib on, a section's name is taken for another one's misspelling."""
-
+SURE = 0.8
+"""From this ratio on, a name is another one's misspelling although its section, or the program that knows it, is another."""
 
 OTHER_VALUES: dict[str, dict[str, str]] = {
     "train.precision": {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "float64": "fp64"},
@@ -24,8 +22,8 @@ OTHER_VALUES: dict[str, dict[str, str]] = {
 """Option → what other programs call one of its values → ours."""
 
 
-def nearest_value(option: str, value: str, choices: Sequence[str]) -> str:
-    """The choice that a value of an option is likely to mean."""
+def nearest_value(option: str, value: str, choices: Sequence[str]) -> str | None:
+    """The choice that a value of an option is likely to mean; None if no choice is similar."""
     known = OTHER_VALUES.get(option, {"0": "false", "no": "false", "off": "false", "1": "true"})
     named = known.get(value.lower().rpartition(".")[2])  # torch.bfloat16
     return named if named is not None and named in choices else nearest_name(value, choices)
@@ -55,9 +53,12 @@ def unknown(name: str, source: str, known: Iterable[str], dashes: str = "") -> C
     if same:
         return ConfigError(f"{said} Nearest: {' or '.join(f'{dashes}{option}' for option in same)}.")
     others = other_names()
-    if (here := others.get(last.replace("-", "_").lower())) is not None:
+    called = last.replace("-", "_").lower()
+    if (here := others.get(f"{section}.{called}", others.get(called))) is not None:
         return ConfigError(f"{said} Here it is called {_written(here, dashes)}.")
     nearest = _most_similar(section, last, [*known, *OPTIONS, *others])
+    if nearest is None:
+        return ConfigError(f"{said} See megalite train --help{f' {section}' if section in SECTIONS else ''}.")
     if nearest in others:
         return ConfigError(f"{said} Nearest: {_written(others[nearest], dashes)}, which other programs call {nearest}.")
     return ConfigError(f"{said} Nearest: {dashes}{nearest}.")
@@ -84,19 +85,22 @@ def _in_section(section: str, options: Sequence[str]) -> Sequence[str]:
     return near or options
 
 
-def _most_similar(section: str, last: str, names: Sequence[str]) -> str:
-    """The name whose last part is the most similar; the same section and an abbreviation count in addition. Of equal ones the first."""
+def _most_similar(section: str, last: str, names: Sequence[str]) -> str | None:
+    """The name whose last part is the most similar; the same section and an abbreviation count in addition. Of equal ones the first. None
+    if none is similar: a name of another section than the one that was written, or of another program, must be so beyond doubt."""
     others, options = other_names(), frozenset(OPTIONS)
 
+    def place(name: str) -> str:
+        return (name if name in options else others.get(name, "")).partition(".")[0]
+
+    def needed(name: str) -> float:
+        return SURE if name in others or (section in SECTIONS and place(name) != section) else SIMILAR
+
+    def begins(name: str) -> bool:
+        return name not in others and _bare(name).startswith(_plain(last))  # an abbreviation
+
     def score(name: str) -> float:
-        place = name if name in options else others.get(name, "")
-        same = similarity(section, place.partition(".")[0]) if section and place else 0.0
-        begins = name not in others and _bare(name).startswith(_plain(last))  # an abbreviation
-        return similarity(_plain(last), _bare(name)) + 0.1 * same + 0.2 * begins
+        same = similarity(section, place(name)) if section and place(name) else 0.0
+        return similarity(_plain(last), _bare(name)) + 0.1 * same + 0.2 * begins(name)
 
-    return max(names, key=score)
-
-
-def similarity(one: str, other: str) -> float:
-    """difflib's ratio of two names: 1 for equal ones."""
-    return SequenceMatcher(None, one, other).ratio()
+    return max((name for name in names if begins(name) or score(name) >= needed(name)), key=score, default=None)

@@ -1,13 +1,14 @@
 """Standard output and error that may go away: a reader such as `head` has seen enough, or Ctrl-C ended `tee` together with the run.
 
 What is written then is dropped. A run must save its last step although nobody listens, and no command prints a traceback for it.
-Nor does one for a character that the terminal's encoding lacks, such as × in ASCII: a question mark takes its place.
+Nor does one for a character that the terminal's encoding lacks: in ASCII × is x, and what has no such form is a question mark.
 
 The last lines are kept for a crash report. Under the launcher they are in a file, too, where they outlive a rank that is killed.
 """
 
 from __future__ import annotations
 
+import codecs
 import errno
 import io
 import os
@@ -74,6 +75,19 @@ def job_of(directory: Path) -> str:
     return ""
 
 
+PLAIN = {"×": "x", "–": "-", "—": "-", "…": "...", "·": "*", "→": "->", "±": "+-", "█": "#", "“": '"', "”": '"'}
+"""Character that a terminal's encoding may lack → what is printed instead."""
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    """The error handler of codecs for what can not be encoded."""
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(PLAIN.get(character, "?") for character in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error("megalite.plain", _plain)
+
+
 def _log(directory: Path, rank: str) -> Path:
     return directory / f"rank_{rank}.log"
 
@@ -114,4 +128,4 @@ def _reopened(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     descriptor = _Descriptor(stream.fileno(), "w", closefd=False)
     descriptor.name = stream.name
     buffer, line = io.BufferedWriter(descriptor), stream.line_buffering or stream.write_through
-    return io.TextIOWrapper(buffer, stream.encoding, "replace", line_buffering=line, write_through=stream.write_through)
+    return io.TextIOWrapper(buffer, stream.encoding, "megalite.plain", line_buffering=line, write_through=stream.write_through)

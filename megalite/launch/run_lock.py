@@ -98,9 +98,23 @@ class RunLock:
 
         Raises:
             InUseError: another job holds it.
-            OSError: the directory cannot be written.
+            OSError: the directory cannot be written. It is removed if it is new.
         """
+        new = not self.path.parent.exists()
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            note = self._take()
+        except OSError:
+            if new:
+                with suppress(OSError):  # another job has put something into it
+                    self.path.parent.rmdir()
+            raise
+        self._thread = Thread(target=self._renew, name="megalite-run-lock", daemon=True)
+        self._thread.start()
+        return note
+
+    def _take(self) -> str | None:
+        """Create the lock; a stale one is removed before. Returns a line about that one, or None."""
         note = None
         while not self._create(self.path):
             found, why = self._judge()
@@ -113,8 +127,6 @@ class RunLock:
                 )
             if self._remove_stale(found):
                 note = f"took over the lock of {found}: {why}"
-        self._thread = Thread(target=self._renew, name="megalite-run-lock", daemon=True)
-        self._thread.start()
         return note
 
     def move_directory(self, target: Path) -> None:
@@ -142,15 +154,17 @@ class RunLock:
     def _create(self, path: Path) -> bool:
         """Create a file that names this job, unless it exists. A reader never sees a part of it."""
         own = path.with_name(f".{path.name}.{self.holder.token}")
-        own.write_text(json.dumps(asdict(self.holder)) + "\n", encoding="utf-8")
+        text = json.dumps(asdict(self.holder)) + "\n"
         try:
-            os.link(own, path)
-        except FileExistsError:
-            return own.stat().st_nlink == 2  # a reply of NFS that was lost and asked for again
-        except OSError:  # a file system without hard links: still exclusive, but a reader may find it empty for a moment
-            return _create_exclusively(path, own.read_text(encoding="utf-8"))
+            own.write_text(text, encoding="utf-8")
+            try:
+                os.link(own, path)
+            except FileExistsError:
+                return own.stat().st_nlink == 2  # a reply of NFS that was lost and asked for again
+            except OSError:  # a file system without hard links: still exclusive, but a reader may find it empty for a moment
+                return _create_exclusively(path, text)
         finally:
-            own.unlink()
+            own.unlink(missing_ok=True)
         return True
 
     def _judge(self) -> tuple[Holder | None, str | None]:
@@ -231,10 +245,15 @@ class RunLock:
 
 def _create_exclusively(path: Path, text: str) -> bool:
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
+        file = path.open("x", encoding="utf-8")
     except FileExistsError:
         return False
+    try:
+        with file:
+            file.write(text)
+    except OSError:  # the disk is full: an empty lock would refuse the next start until it is stale
+        path.unlink(missing_ok=True)
+        raise
     return True
 
 

@@ -227,24 +227,28 @@ def memory_parts(plan: Plan) -> str:
     return ", ".join(f"{name} {amount(size)}" for size, name in listed)
 
 
+REMEDIES = {
+    "tensor": ("Tensor-parallel communication", "a smaller tp, or a faster link inside the node, would help most"),
+    "context": ("The exchange of context parallelism", "a smaller cp, or one inside a node, would help most"),
+    "experts": ("Sending tokens to their experts", "a smaller ep, or one inside a node, would help most"),
+    "bubble": ("The pipeline bubble", "more microbatches, more stages per rank or a smaller pp would help most"),
+    "gradients": ("The gradient reduction", "it is longer than one backward pass, and more microbatches would amortize it"),
+    "weights": ("ZeRO's communication for each microbatch", "it slows the computation down, or takes longer than it"),
+    "optimizer": ("The optimizer step", "sharding it further, or a larger batch, would help most"),
+    "recompute": ("Recomputation", "it runs forwards twice to save the memory of their activations"),
+}
+"""Part of a step other than computation → its name, and how to reduce it."""
+
+
 def binding(plan: Plan) -> str:
     """The largest cost other than computation, and how to reduce it."""
-    advice = {
-        "tensor": "Tensor-parallel communication is the bottleneck: a smaller tp, or a faster link inside the node, would help most.",
-        "context": "The exchange of context parallelism is the bottleneck: a smaller cp, or one inside a node, would help most.",
-        "experts": "Sending tokens to their experts is the bottleneck: a smaller ep, or one inside a node, would help most.",
-        "bubble": "The pipeline bubble is the bottleneck: more microbatches, more stages per rank or a smaller pp would help most.",
-        "gradients": "The gradient reduction is the bottleneck: it is longer than one backward pass. More microbatches would amortize it.",
-        "weights": "ZeRO's communication for each microbatch is the bottleneck: it slows the computation down, or takes longer than it.",
-        "optimizer": "The optimizer step is the bottleneck: sharding it further, or a larger batch, would help most.",
-        "recompute": "Recomputation is the bottleneck: it runs forwards twice to save the memory of their activations.",
-    }
     parts = plan.step.parts()
-    del parts["compute"]
+    compute = parts.pop("compute")
     largest = max(parts, key=lambda name: parts[name])
     if parts[largest] < 0.03 * plan.step.total:
         return "Computation is the bottleneck: everything else is small, and only a faster device or larger matrix products would help."
-    return advice[largest]
+    cost, remedy = REMEDIES[largest]
+    return f"{cost} {'is the bottleneck' if parts[largest] > compute else 'costs most after computation'}: {remedy}."
 
 
 def loses(best: Plan, other: Plan) -> str:

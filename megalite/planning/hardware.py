@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.load import read_tree
-from megalite.config.rule import describe_legal, nearest_name
+from megalite.config.rule import describe_legal, suggestion
 from megalite.config.schema import ConfigError
 from megalite.planning.constants import CONSTANTS, Constants
 from megalite.planning.peaks import peak_flops
@@ -112,10 +112,8 @@ def find(name: str) -> Device:
     if name.lower() in _table()["devices"]:
         return read_device(name.lower(), _table()["devices"][name.lower()])
     if not name.endswith((".yaml", ".yml")):
-        nearest = nearest_name(name.lower(), known_devices())
-        raise HardwareError(
-            f"--gpu {name} is not in the table. Legal values: {', '.join(known_devices())}, or FILE.yaml. Nearest: {nearest}."
-        )
+        legal = f"Legal values: {', '.join(known_devices())}, or FILE.yaml.{suggestion(name, known_devices())}"
+        raise HardwareError(f"--gpu {name} is not in the table. {legal}")
     try:
         tree = read_tree(name, "--gpu")
     except ConfigError as error:
@@ -217,7 +215,8 @@ def read_link(value: str | Mapping[str, Any], in_runs: bool = False) -> Link:
     table's; one that is described is measured."""
     links = _table()["links"]
     if isinstance(value, str) and value not in links:
-        raise HardwareError(f"{value} is not a known link. Nearest: {nearest_name(value, list(links))}; or give {{gbs: N, latency_us: N}}.")
+        legal = f"Legal values: {', '.join(links)}, or {{gbs: N, latency_us: N}}"
+        raise HardwareError(f"{value} is not a known link.{suggestion(value, links)} {legal}")
     row = links[value] if isinstance(value, str) else value
     reached = CONSTANTS.links if in_runs and isinstance(value, str) else 1.0
     bandwidth = float(row["gbs"]) * float(row.get("efficiency", 1.0)) * reached * 1e9

@@ -20,6 +20,11 @@ def say(text: str, stream: TextIO | None = None) -> None:
         print(f"{text}\n", end="", file=stream or sys.stderr, flush=True)
 
 
+def counted(number: int, noun: str) -> str:
+    """1 file, 2,000 files."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def flush_output() -> None:
     """Flush what has been printed, before a process ends by os._exit; what cannot be written is lost."""
     for stream in (sys.stdout, sys.stderr):

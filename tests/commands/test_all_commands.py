@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megalite.commands.start import COMMANDS
+from tests.commands.full_disk import no_room
 from tests.commands.permissions import permissions_count
 from tests.distributed.support.configs import write_tokens
 
@@ -196,6 +197,29 @@ def test_an_output_that_cannot_be_written_is_named_before_any_work(case: str, pl
         assert ended.value.code == 2 and str(tmp_path / end) in said and "Errno" not in said, said
         assert why in said or "can not be written" in said, said
         assert said.count("\n") == 1 and list((tmp_path / "locked").iterdir()) == []
+
+
+FULL = {
+    "prepare": OUTPUTS["prepare"],
+    "init": ["--from", "quickstart", "--data", "tokens_300", "--gpus", "0", "--output", "OUT/x"],
+    "plan": [
+        *("--model", "tiny", "--vocab_size", "300", "--gpus", "1", "--gpu", "h100", "--plans", "1"),
+        *("--sequence_length", "64", "--global_batch_size", "8", "--write", "OUT/x"),
+    ],
+    "bubble": OUTPUTS["bubble"],
+}
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_a_full_disk_is_named_and_nothing_is_left_on_it(name: str, place: Path, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    words = [word.replace("OUT", str(tmp_path)) for word in FULL[name]]
+    with no_room(), pytest.raises(SystemExit) as ended:
+        run(name, words, monkeypatch)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 2 and str(tmp_path / "x") in said and "File too large" in said and "Errno" not in said, said
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_command_that_answers_has_json(answers):

@@ -34,7 +34,7 @@ def test_the_table_names_what_to_do(capsys, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(machine, "version_of", lambda name: None if name in ("torch", "wandb") else "99.0")
     assert main(["--quick", "--dir", str(tmp_path)]) == 1
     printed = capsys.readouterr().out
-    assert "not installed" in printed and "without wandb" in printed and "[log]" in printed and "1 problems" in printed
+    assert "not installed" in printed and "without wandb" in printed and "[log]" in printed and "1 problem, and " in printed
 
 
 def test_versions_are_compared_as_numbers(monkeypatch: pytest.MonkeyPatch):

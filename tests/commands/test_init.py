@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -92,16 +93,28 @@ def test_nothing_is_replaced_or_guessed(capsys):
     assert json.loads(capsys.readouterr().out)["written"] == "run.yaml" and Path("run.yaml").read_text() != "mine"
 
 
-def test_a_terminal_is_asked(monkeypatch: pytest.MonkeyPatch, capsys):
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
+
+def test_a_terminal_is_asked(monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setattr("sys.stdin", Terminal("gpt2-124m\n\n2\na100\n"))
     monkeypatch.setattr("sys.stdout", Terminal())
     main([])
     tree = yaml.safe_load(Path("run.yaml").read_text())
     assert tree["model"]["preset"] == "gpt2-124m" and tree["data"]["train"] == "data/train" and tree["parallel"]["dp"] == 2
+
+
+@pytest.mark.parametrize("said, answers", [("--output run.yaml exists", 0), ("--from gpt2-124 is not a known model", 1)])
+def test_a_mistake_ends_the_questions(said, answers, monkeypatch: pytest.MonkeyPatch, capsys):
+    """It is not told after answers that are then lost."""
+    if not answers:
+        Path("run.yaml").touch()
+    monkeypatch.setattr("sys.stdin", Terminal("gpt2-124\n\n2\na100\n"))
+    monkeypatch.setattr("sys.stdout", Terminal())
+    assert said in refusal(capsys)
+    assert len(sys.stdin.readlines()) == 4 - answers
 
 
 def test_epochs_of_data_that_are_not_there_yet_stay_epochs(capsys):

@@ -37,8 +37,10 @@ def test_a_subcommand_and_its_options_have_nearest_ones_too(capsys):
     commands.add_parser("verify")
     assert tool.parse_args(["list", "--depth", "2"]) == argparse.Namespace(command="list", depth=2)
     for argv, said in (
-        (["lst"], "'lst' (choose from 'list', 'verify'). Nearest: list."),
+        (["lst"], "tool: lst is not a command of tool. Commands: list, verify. Nearest: list."),
+        (["runs/a"], "tool: runs/a is not a command of tool. Commands: list, verify."),
         (["list", "--dpth=2"], "--dpth=2. Nearest: --depth."),
+        (["list", "--quiet"], "unrecognized arguments: --quiet"),
     ):
         with pytest.raises(SystemExit):
             tool.parse_args(argv)

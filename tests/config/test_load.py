@@ -267,7 +267,7 @@ MESSAGES = [
         None,
         "is a Hugging Face model. Set model.from_hf to meta-llama/Llama-3.2-1B, and leave",
     ),
-    (["--train.precision", "fp8"], None, "is not one of auto, fp32, bf16, fp16, fp64. Nearest: fp32."),
+    (["--train.precision", "fp8"], None, "is not one of auto, fp32, bf16, fp16, fp64."),
     (["--train.compile", "ture"], None, "train.compile = ture on the command line is not true or false. Nearest: true."),
     (["--model.no_rope_layers", "[a]"], None, "is not a list [a, b] with each entry an integer, or null."),
     (["--model.preset", "llama-8b"], None, "model.preset = llama-8b is not a known shape."),
@@ -280,6 +280,27 @@ MESSAGES = [
 @pytest.mark.parametrize("argv, text, says", MESSAGES)
 def test_a_wrong_configuration_ends_with_status_2_and_one_message(capsys, argv, text, says):
     assert says in refusal(capsys, *argv, text=text)
+
+
+UNLIKE = [
+    (["--train.precision", "fp8"], "is not one of auto, fp32, bf16, fp16, fp64."),
+    (["--train.precision", "BF16"], "Nearest: bf16."),
+    (["--parallel.schedule", "inter"], "Nearest: interleaved."),
+    (["--json", "x"], "--json on the command line is not a known option. See megalite train --help."),
+    (["--checkpoint.every", "3"], "Here it is called --checkpoint.interval."),
+    (["--profiling.trace", "true"], "Here it is called --profiling.ranks."),
+    (["--run.directory", "x"], "Nearest: --run.dir."),
+    (["--train.warmup_step", "x"], "Nearest: --optimizer.warmup_steps."),
+    (["--train.qqq", "1"], "--train.qqq on the command line is not a known option. See megalite train --help train."),
+    (["--config", "nothere"], "a configuration that comes with megalite. megalite train --list_configs lists those."),
+    (["--model.preset", "flux"], "gpt-oss-20b, gpt-oss-120b."),
+]
+
+
+@pytest.mark.parametrize("argv, ends", UNLIKE)
+def test_only_a_similar_name_is_suggested(capsys, argv, ends):
+    """Whatever the case of its letters, or its beginning alone."""
+    assert refusal(capsys, *argv).endswith(ends)
 
 
 def mistakes(capsys, *argv: str, text: str | None = None) -> list[str]:
@@ -377,7 +398,8 @@ def test_a_name_is_a_shipped_configuration_where_no_file_has_it(capsys):
     with pytest.raises(SystemExit) as end:
         load_config(["--list_configs"], world_size=1)
     listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert end.value.code == 0 and {"quickstart", "llama-3-8b"} <= set(listed) and all(listed.values())
+    assert end.value.code == 0 and {"quickstart", "llama-3-8b"} <= set(listed) and all(what.endswith(".") for what in listed.values())
+    assert listed["llama-3-8b-128k"].endswith("DP8 = 64."), "whole sentences, over several lines of the comment or a part of one"
     assert load("--config", "shakespeare-char").run.name == "shakespeare-char"
     Path("shakespeare-char").write_text("run: {name: mine}")
     assert load("--config", "shakespeare-char").run.name == "mine"

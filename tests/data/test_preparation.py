@@ -305,4 +305,4 @@ def test_preparation_imports_no_torch(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "1 documents, 2 tokens (uint16), vocabulary 257" in done.stdout
+    assert "1 document, 2 tokens (uint16), vocabulary 257" in done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megalite.launch.run_lock import FILE, Holder, InUseError, RunLock, read
+from tests.commands.full_disk import no_room
 
 HOLD = "import sys, time; from megalite.launch.run_lock import RunLock; from pathlib import Path\n"
 HOLD += "RunLock(Path(sys.argv[1])).acquire(); print('held', flush=True); time.sleep(600)"
@@ -136,4 +138,21 @@ def test_a_damaged_lock_is_judged_by_its_age(tmp_path):
     os.utime(tmp_path / FILE, (1, 1))
     lock = RunLock(tmp_path, **FAST)
     assert "has not been renewed" in lock.acquire()
+    lock.release()
+
+
+@pytest.mark.parametrize("hard_links", [True, False])
+def test_a_full_disk_leaves_no_lock_and_no_new_directory(tmp_path, monkeypatch, hard_links):
+    def link(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    if not hard_links:
+        monkeypatch.setattr(os, "link", link)
+    (tmp_path / "old").mkdir()
+    for name in ("old", "new/run"):
+        with no_room(), pytest.raises(OSError, match="File too large"):
+            RunLock(tmp_path / name).acquire()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["new", "old"]
+    lock = RunLock(tmp_path / "old")
+    assert lock.acquire() is None, "nothing refuses the next start"
     lock.release()

@@ -169,6 +169,12 @@ def test_several_runs_are_compared(tmp_path: Path):
     assert names == ["slow", "slow, validation", "fast", "fast, validation"]
 
 
+def test_only_a_run_with_a_pipeline_has_a_curve_of_bubbles(tmp_path: Path):
+    curves = charts_of(made(write_run(tmp_path / "one", pp=1), write_run(tmp_path / "two", pp=2)))
+    assert [line["name"] for line in curves["Bubble"]["lines"]] == ["two"]
+    assert [line["name"] for line in curves["Throughput"]["lines"]] == ["one", "two"]
+
+
 def test_long_runs_are_thinned_and_lose_no_extreme(tmp_path: Path):
     values = np.random.default_rng(0).normal(size=100_000)
     at, mean, low, high = charts.thinned(range(1, 100_001), values.tolist())

@@ -8,6 +8,7 @@ import random
 from dataclasses import asdict, replace
 from itertools import pairwise
 from statistics import median
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,14 +27,14 @@ from megalite.planning.bounds import Bounds
 from megalite.planning.configuring import configured
 from megalite.planning.constants import ALIKE, CONSTANTS, INTERVAL
 from megalite.planning.context import Rows
-from megalite.planning.explaining import uneven_parts
+from megalite.planning.explaining import binding, uneven_parts
 from megalite.planning.hardware import Device, HardwareError, Link, find, known_devices, read_device
 from megalite.planning.kernels import TILE_START, attention, computed_pairs, product, stream
 from megalite.planning.links import START, Fabric, Group, group
 from megalite.planning.operations import Software
 from megalite.planning.pacing import pace
 from megalite.planning.search import Search
-from megalite.planning.step import Choice, Job, Stepper
+from megalite.planning.step import Choice, Job, Stepper, StepTime
 from megalite.planning.traffic import traffic
 
 A100 = find("a100")
@@ -408,3 +409,21 @@ def test_a_share_counts_each_group_alike():
 def test_the_page_shows_what_is_predicted(tables):
     page = published.PAGE.read_text()
     assert published.document([*tables.values(), *published.apart()]) in page, "run python -m benchmarks.published"
+
+
+@pytest.mark.parametrize(
+    "part, seconds, says",
+    [
+        (
+            "experts",
+            0.1,
+            "Sending tokens to their experts costs most after computation: a smaller ep, or one inside a node, would help most.",
+        ),
+        ("bubble", 2.0, "The pipeline bubble is the bottleneck: more microbatches, more stages per rank or a smaller pp would help most."),
+        ("tensor", 0.01, "Computation is the bottleneck: everything else is small, and only a faster device"),
+    ],
+)
+def test_only_what_takes_the_longest_is_called_the_bottleneck(part, seconds, says):
+    nothing = dict.fromkeys(("recompute", "tensor", "bubble", "gradients", "weights", "optimizer", "bubble_fraction"), 0.0)
+    step = StepTime(**{**nothing, "total": 1 + seconds, "compute": 1.0, part: seconds})
+    assert binding(SimpleNamespace(step=step)).startswith(says)

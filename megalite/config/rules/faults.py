@@ -36,7 +36,8 @@ def parse_faults(value: str | list[str] | None) -> list[Fault]:
 def _parse(text: str) -> Fault:
     kind, _, rest = text.partition(":")
     if kind not in KINDS:
-        raise ValueError(text, f"is not a known kind of fault (nearest: {nearest_name(kind, list(KINDS))})")
+        near = nearest_name(kind, KINDS)
+        raise ValueError(text, f"is not a known kind of fault{f' (nearest: {near})' if near else ''}")
     values = {name: value for name, _, value in (part.partition("=") for part in rest.split(","))}
     needed = {"step", *KINDS[kind]}
     if not needed <= values.keys() <= needed | {"rank", "restart"}:

@@ -14,6 +14,7 @@ from megalite.config.schema import ConfigError
 from megalite.config.token_files import metadata
 from megalite.data.indexed import DataError, companion
 from megalite.data.tokenizer_identity import digest_of, of_token_file, tokenizer_files
+from megalite.system.messages import counted
 
 REPLACE = "or replace it with --overwrite, after which models that were trained with it no longer fit."
 
@@ -68,7 +69,7 @@ def _described(prefix: Path, facts: dict[str, Any]) -> str:
     """Documents, tokens, tokenizer, and when it was made."""
     try:
         index = TokenIndex(prefix)
-        size = f"{len(index.sizes):,} documents, {len(index):,} tokens, "
+        size = f"{counted(len(index.sizes), 'document')}, {len(index):,} tokens, "
     except DataError:
         size = ""
     return f"{size}made {_time(companion(prefix, 'idx'))} with the tokenizer {facts.get('tokenizer', 'of another program')}"

@@ -111,10 +111,10 @@ def locked(prefix: Path) -> Iterator[None]:
                 pass  # a file system without locks: two preparations are then not noticed
             if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 continue  # its holder has just removed it
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            file.flush()
             try:
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}")
+                file.flush()
                 yield
             finally:
                 path.unlink(missing_ok=True)

@@ -81,11 +81,14 @@ def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _shows(run: Run, chart: Chart) -> bool:
-    """Whether a chart has a curve to show: more than a constant loss scale, more than the bubble of a pipeline of one stage."""
+    """Whether a chart has a curve to show: more than a constant loss scale."""
     values = [value for key in chart.keys for value in run.curve(key)[1] if isfinite(value)]
-    if chart.keys[0] == "bubble_fraction" and not any(each.has_pipeline for each in run.segments):
-        return False
-    return bool(values) and (chart.keys[0] not in ONLY_IF_IT_CHANGES or len(set(values)) > 1)
+    return _applies(run, chart) and bool(values) and (chart.keys[0] not in ONLY_IF_IT_CHANGES or len(set(values)) > 1)
+
+
+def _applies(run: Run, chart: Chart) -> bool:
+    """Whether a run has what a chart is about: a pipeline of one stage has no bubble, but the noise of its measurement."""
+    return chart.keys[0] != "bubble_fraction" or any(each.has_pipeline for each in run.segments)
 
 
 def thinned(steps: Sequence[float], values: Sequence[float], begins: Sequence[float] = ()) -> tuple[np.ndarray[Any, Any], ...]:
@@ -149,7 +152,7 @@ def _curves(chart: Chart, runs: Sequence[Run]) -> dict[str, Any]:
         begins = [float(np.nextafter(place, np.inf)) for place in _begins(run, chart.over)]
         for key in chart.keys:
             steps, values = run.curve(key)
-            if not steps:
+            if not steps or not _applies(run, chart):
                 continue
             color = index if len(runs) > 1 else int(key == "val_loss")
             places = _places(run, chart.over, steps)
