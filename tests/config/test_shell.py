@@ -109,6 +109,11 @@ SCRIPTS = {
     "a function around its program": 'torchrun() { command torchrun --n 2 "$@"; }\ntorchrun x.py --a 1',
     "what follows exec": "(exec python x.py --a 1)\nexec 3>&1\nexec python x.py --b 1\npython x.py --c 1",
     "variables of a function": "f() { declare T=4; declare -g G=5; }\nf\npython x.py ${T:-none} $G",
+    "cases that go on": "N=1; M=1\ncase a in a) ;;& *) N=2;; esac\ncase a in a) ;& b) M=2;; esac\npython x.py $N $M",
+    "loops that are left": (
+        "for i in 1 2; do for j in 1 2; do [ $j = 2 ] && continue 2; X+=$i$j; done; X+=z; done\n"
+        "for i in 1 2; do for j in 1 2; do [ $j = 2 ] && break 2; Y+=$i$j; done; done\nA=(1 2); A[1]+=x\npython x.py $X $Y ${A[@]} $?"
+    ),
     "a module": "torchrun --nproc_per_node 2 -m pkg.train --a 1",
 }
 
@@ -161,6 +166,8 @@ UNKNOWN = {  # a script → a word of its command, and what its reason says
     "A=1\nbash -c 'python x.py --a $A'": ("$A", "without export"),
     'python x.py --a "${@:2}"': ("${@:2}", "given it as an argument"),
     "python x.py --a $(< sizes.txt)": ("$(< sizes.txt)", "output of a command"),
+    "false\nR=$?\npython x.py --a $R": ("$?", "status of a command that fails"),
+    "A=x\npython x.py --a ${A@Q}": ("${A@Q}", "quoted text"),
     'F=(--b)\nif [[ $D == 8 ]]; then F+=(--c 2); fi\npython x.py "${F[@]}"': ("$F", "--c 2 or nothing"),
     "read -r X < list\npython x.py --a $X": ("$X", "read from input"),
 }

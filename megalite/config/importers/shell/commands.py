@@ -311,7 +311,8 @@ class Commands:
 
     def _end(self, ending: str) -> Callable[[list[str], State], Status]:
         def run(words: list[str], state: State) -> Status:
-            state.ended = ending
+            loops = words[0] if ending in ("break", "continue") and words and words[0].isdigit() and int(words[0]) > 1 else ""
+            state.ended = f"{ending} {loops}".rstrip()
             return words[:1] in ([], ["0"])
 
         return run

@@ -270,6 +270,9 @@ class Expander:
         if sign in ("^", "^^", ",", ",,"):
             change = str.upper if sign[0] == "^" else str.lower
             return change(value) if len(sign) == 2 else change(value[:1]) + value[1:]
+        if sign == "@":
+            cased = {"U": str.upper, "L": str.lower}.get(word)
+            return self.unknowns.mark(source, "it is quoted text") if cased is None else cased(value)
         if sign == ":":
             found = self._slice([*value], word, source)
             return "".join(found)
@@ -309,7 +312,7 @@ class Expander:
         if name.isdigit():
             return None if arguments is None else arguments[int(name) - 1] if int(name) <= len(arguments) else ""
         if name == "?":
-            return "0"
+            return self.unknowns.mark("$?", "it is the status of a command that fails") if self.state.failed else "0"
         value = self.state.variables.get(self.state.named(name))
         if value is None and name == "BASH_SOURCE":
             return self.state.program or None

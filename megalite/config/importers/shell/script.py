@@ -182,6 +182,7 @@ class Script:
                 continue
             comment = False
             status = self.run(node, state)
+            state.failed = status is False
         return status
 
     def run(self, node: Node, state: State) -> Status:
@@ -238,7 +239,7 @@ class Script:
             value, added = expander.arithmetic(f"{name}+({value})" if added else value, value), False
         if target.type == "subscript":
             index = target.child_by_field_name("index")
-            self._assign_element(name, expander.text(index), value if isinstance(value, str) else "", state)
+            self._assign_element(name, expander.text(index), value if isinstance(value, str) else "", state, added)
         elif added:
             state.append(name, value)
         else:
@@ -253,16 +254,16 @@ class Script:
             return found if associative else [found[key] for key in sorted(found)]
         return expander.words(child for child in node.named_children if child.type != "comment")
 
-    def _assign_element(self, name: str, index: str, value: str, state: State) -> None:
+    def _assign_element(self, name: str, index: str, value: str, state: State, added: bool) -> None:
         before = state.variables.get(name, [])
         if isinstance(before, dict):
-            state.assign(name, before | {index: value})
+            state.assign(name, before | {index: before.get(index, "") * added + value})
             return
         elements = [before] if isinstance(before, str) else [*before]
         place = self.expander(state).arithmetic(index, index)
         if re.fullmatch(r"\d{1,4}", place):
             elements += [""] * (int(place) + 1 - len(elements))
-            elements[int(place)] = value
+            elements[int(place)] = elements[int(place)] * added + value
         else:
             elements.append(self.unknowns.mark(f"${name}", "the place of an element is not known"))
         state.assign(name, elements)
@@ -398,13 +399,18 @@ class Script:
         expander = self.expander(state)
         subject = node.child_by_field_name("value")
         text, ends, certain = expander.text(subject), [], False
+        falls: State | None = None
         for item in (child for child in node.named_children if child.type == "case_item"):
             values = item.children_by_field_name("value")
-            status = matches(text, [expander.token(value) for value in values])
+            status = True if falls else matches(text, [expander.token(value) for value in values])
             if status is False:
                 continue
-            own = state.fork()
+            own = falls or state.fork()
             self.block([child for child in item.named_children if child not in values], own)
+            falls = own if own.ended == "" and item.children[-1].type == ";&" else None
+            if falls or item.children[-1].type == ";;&":
+                state.replace(own if status is True else self._joined(state, [own, state.fork()], node, None))
+                continue
             if own.ended != "exit":
                 ends.append(own)
             if status is True:
@@ -436,8 +442,10 @@ class Script:
         """Run a round of a loop; return whether it is the last."""
         self.run(body, state)
         last = state.ended not in ("", "continue")
-        if state.ended in ("break", "continue"):
-            state.ended = ""
+        kind, _, levels = state.ended.partition(" ")
+        if kind in ("break", "continue"):
+            outer = int(levels or 1) - 1
+            state.ended = f"{kind} {outer}" if outer > 1 else kind if outer else ""
         return last
 
     def _perhaps(self, body: Node | None, state: State, node: Node, name: str = "", why: str = "") -> None:

@@ -74,7 +74,9 @@ class State:
 
     A variable that is unset is an empty array. withheld: variables that a parent process has and does not export; references: names that
     stand for other variables; integers: variables of whose values the arithmetic is stored; arguments: the positional parameters, None if
-    the script's own; ended: exit, return, break or continue, once one of them was reached.
+    the script's own;
+    ended: exit, return, break or continue (with a number of loops), once one of them was reached; failed: whether the last command is
+    known to have failed.
     """
 
     variables: dict[str, Value] = field(default_factory=dict)
@@ -86,11 +88,12 @@ class State:
     program: str = ""
     export_all: bool = False
     ended: str = ""
+    failed: bool = False
 
     def fork(self) -> State:
         variables = {name: value if isinstance(value, str) else value.copy() for name, value in self.variables.items()}
         copied = (self.withheld, {**self.references}, self.integers)
-        return State(variables, {*self.exported}, *copied, self.arguments, self.program, self.export_all)
+        return State(variables, {*self.exported}, *copied, self.arguments, self.program, self.export_all, failed=self.failed)
 
     def child(self, arguments: list[str] | None, program: str) -> State:
         """The state of a new process: it has what is exported."""
@@ -102,7 +105,7 @@ class State:
 
     def replace(self, other: State) -> None:
         self.variables, self.exported, self.arguments, self.ended = other.variables, other.exported, other.arguments, other.ended
-        self.references, self.integers = other.references, other.integers
+        self.references, self.integers, self.failed = other.references, other.integers, other.failed
 
     def named(self, name: str) -> str:
         """The variable that a name stands for."""
