@@ -21,6 +21,8 @@ from megalite.config.schema import ROPE_SCALING_KEYS, ConfigError, ModelConfig
 from megalite.config.weight_files import INDEX, MODEL, weights_file
 
 _GELU = "gelu_pytorch_tanh"
+_SAME_ACT = {"swish": "silu", "gelu_python": "gelu", "gelu_accurate": "gelu_new", "gelu_python_tanh": _GELU}
+"""transformers' further names of activations that we have."""
 _ROPE_NAMES = {"su": "longrope"}
 """First names of types of rotary scaling."""
 _LOCAL_ROPE = ("full_attention", "sliding_attention")
@@ -255,6 +257,7 @@ def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
     legal_act = ModelConfig.__annotations__["hidden_act"].__args__
     if shape["hidden_act"] == "gelu" and family.model_type == "gemma":
         shape["hidden_act"] = _GELU  # Gemma's first files say gelu and mean this; transformers does the same
+    shape["hidden_act"] = _SAME_ACT.get(shape["hidden_act"], shape["hidden_act"])
     if shape["hidden_act"] not in legal_act:
         raise _refuse("hidden_act", shape["hidden_act"], f"is not handled. Legal values: {', '.join(legal_act)}.")
     try:

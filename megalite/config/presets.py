@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megalite.checkout import CONFIGS
 from megalite.config.rule import suggestion
 from megalite.config.schema import ConfigError
 
@@ -24,6 +25,10 @@ def preset(name: str) -> dict[str, Any]:
 
         if is_id(name) or os.path.isfile(Path(name, "config.json")):
             raise ConfigError(f"model.preset = {name} is a Hugging Face model. Set model.from_hf to {name}, and leave the preset out.")
+        if (CONFIGS / f"{name}.yaml").is_file():
+            raise ConfigError(
+                f"model.preset = {name} is a configuration and no shape. Give it as --config {name}, and leave the preset out."
+            )
         legal = f"Legal values: {', '.join(shapes)}.{suggestion(name, shapes)}"
         raise ConfigError(f"model.preset = {name} is not a known shape. {legal}")
     return shapes[name]

@@ -1,5 +1,6 @@
 """Metadata of the token files that a configuration names."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -10,6 +11,8 @@ from megalite.config.schema import Config, ConfigError, DataConfig
 
 REPEATS = 16
 """Epochs of pretraining after which further ones add next to nothing (Muennighoff et al. 2023, Data-Constrained Language Models)."""
+COMPARED = 1 << 16
+"""Bytes of each part of a token file by which a copy of it is recognized: its beginning, its middle and its end."""
 
 
 def prefixes(source: Any) -> list[str]:
@@ -53,7 +56,7 @@ def is_chat(prefix: str | Path) -> bool:
 def seen_in_training(data: DataConfig) -> list[str]:
     """The files of data.validation that data.train has, too, under whatever path: prefixes, after the name of a set if there are sets.
 
-    Files are the same if they are one file on the disk, or if their paths lead to one place.
+    Files are the same if they are one file on the disk, if their paths lead to one place, or if one is a copy of the other.
     """
     trained = {identity for prefix in prefixes(data.train) for identity in _identities(prefix)}
     sets = named_sets(data.validation)
@@ -62,13 +65,18 @@ def seen_in_training(data: DataConfig) -> list[str]:
 
 
 def _identities(prefix: str) -> set[Any]:
-    """The place of PREFIX.bin, and device and inode if it is there."""
+    """The place of PREFIX.bin and, if it is there, device and inode, and a hash of its size and of parts of its tokens."""
     path = os.path.realpath(f"{prefix}.bin")
     try:
         found = os.stat(path)
+        with open(path, "rb") as file:
+            content = hashlib.blake2b(str(found.st_size).encode())
+            for start in (0, found.st_size // 2, max(found.st_size - COMPARED, 0)):
+                file.seek(start)
+                content.update(file.read(COMPARED))
     except (OSError, ValueError):
         return {path}
-    return {path, (found.st_dev, found.st_ino)}
+    return {path, (found.st_dev, found.st_ino), content.hexdigest()}
 
 
 def remarks(config: Config) -> list[str]:

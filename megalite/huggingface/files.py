@@ -28,6 +28,10 @@ class ConversionError(CheckpointError):
     """A Hugging Face directory cannot be read or written; the message names the file and the tensor."""
 
 
+POINTER = b"version https://git-lfs"
+"""The beginning of a file in whose place Git LFS has not put its content."""
+
+
 class SafetensorsFile:
     """One safetensors file: 8 bytes with the length of a JSON header, the header, and the data of all tensors. Raises ConversionError."""
 
@@ -37,6 +41,9 @@ class SafetensorsFile:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(size - 8, LONGEST_HEADER):
+                file.seek(0)
+                if file.read(len(POINTER)) == POINTER:
+                    raise ConversionError(f"{path} is a pointer of Git LFS, not the weights. Fetch them: `git lfs pull` in that directory")
                 raise ConversionError(f"{path} is not a safetensors file, or it is cut off: it has {size:,} bytes")
             try:
                 header = json.loads(file.read(length))
@@ -162,7 +169,12 @@ def _files_of(directory: Path, names: Sequence[str]) -> dict[str, list[str]]:
     if found is None:
         whole = [name for name in names if not name.endswith(INDEX)]
         parts = ", nor an index of several files" if len(whole) < len(names) else ""
-        raise ConversionError(f"{directory} holds no weights: neither {' nor '.join(whole)}{parts}")
+        others = sorted(path.name for path in directory.iterdir() if path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf"))
+        listed = f"{', '.join(others[:3])}{f' and {len(others) - 3} more' if len(others) > 3 else ''}"
+        advice = (
+            f". It has {listed}: transformers reads only those names, and parts only with their index. Download the rest" if others else ""
+        )
+        raise ConversionError(f"{directory} holds no weights: neither {' nor '.join(whole)}{parts}{advice}")
     return _shards(found) if found.name.endswith(INDEX) else {found.name: []}
 
 

@@ -156,6 +156,7 @@ WARMUP, LONGEST_WARMUP = 0.03, 100
 INTERNAL = "it changes nothing in a run here"
 TABLE: Table = {
     **finetuning.TRAINER,
+    **each("", "lora_layers_to_transform lora_layers_pattern peft_layers_to_transform", missing("every layer has adapters")),
     **{key: row for prefix in ("fsdp_config.", "fsdp_config.fsdp_") for key, row in accelerate.fsdp_rows(prefix).items()},
     **BATCH.table(),
     "batch_size": Row(_batch_size, "train.global_batch_size"),

@@ -166,6 +166,11 @@ def _project(leaves: dict[str, Any]) -> str:
         names = ", ".join(PROJECTS)
         if (other := others.project(leaves)) is not None:
             raise ConfigError(f"the file is a configuration of {other}, which is not supported. Supported projects: {names}.")
+        if any(key.replace("-", "_") == others.TRAINER for key in leaves):
+            raise ConfigError(
+                "the file has arguments of transformers' Trainer or of TRL, which are not imported. Set the options by hand: "
+                "docs/coming-from.md, under transformers Trainer, has ours beside theirs."
+            )
         raise ConfigError(f"the file has no keys by which its project is recognized. Name the project before the file, one of: {names}.")
     return found
 

@@ -19,6 +19,8 @@ from megalite.importers.verdict import (
     lost,
     missing,
     never,
+    only,
+    rounded,
     sets,
     to_do,
     word,
@@ -203,7 +205,29 @@ def _deepspeed(value: Any, source: Source) -> Verdict:
     return left(f"translate that file too, `{command}`, and give both with --config")
 
 
+def _least_rate(value: Any, source: Source) -> Verdict:
+    """The learning rate at the end, as a share of the first one."""
+    lr = source.number("learning_rate")
+    if lr is None or type(value) not in (int, float):
+        return left(f"set optimizer.min_lr to {value} * optimizer.lr")
+    return honoured({"optimizer.min_lr": rounded(value * lr)})
+
+
+def _decay_steps(value: Any, source: Source) -> Verdict:
+    steps = source.size("max_steps")
+    if not steps or type(value) is not int:
+        return left(f"set optimizer.wsd_decay_fraction to {value} / train.steps")
+    return honoured({"optimizer.wsd_decay_fraction": rounded(value / steps)})
+
+
+SCHEDULE = "lr_scheduler_kwargs."
 TRAINER: Table = {
+    f"{SCHEDULE}min_lr": sets("optimizer.min_lr"),
+    **each(SCHEDULE, "min_lr_rate min_lr_ratio", Row(_least_rate, "optimizer.min_lr")),
+    f"{SCHEDULE}num_decay_steps": Row(_decay_steps, "optimizer.wsd_decay_fraction"),
+    f"{SCHEDULE}num_stable_steps": never("the decay begins optimizer.wsd_decay_fraction before the end"),
+    f"{SCHEDULE}decay_type": only("LINEAR", "the decay of wsd is linear"),
+    f"{SCHEDULE}*": missing("optimizer.decay has no further choices"),
     "learning_rate": sets("optimizer.lr"),
     "weight_decay": sets("optimizer.weight_decay"),
     "max_grad_norm": sets("train.grad_clip"),

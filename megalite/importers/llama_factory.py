@@ -119,7 +119,7 @@ TABLE: Table = {
     "adapter_name_or_path": sets("lora.init_from"),
     "model_revision": only("MAIN", "fetch that revision, and set model.from_hf to its directory"),
     "resize_vocab": Row(_resize, "model.resize_embeddings"),
-    **each("", "add_tokens add_special_tokens new_special_tokens_config", to_do(finetuning.ADDED_TOKENS)),
+    **each("", "add_tokens add_special_tokens new_special_tokens new_special_tokens_config", to_do(finetuning.ADDED_TOKENS)),
     **each("", "rope_scaling shift_attn mixture_of_depths", missing("the model is used as it is: model.rope_scaling")),
     **each("", "flash_attn use_unsloth* enable_liger_kernel use_kv_cache use_v1_kernels", never(finetuning.KERNELS)),
     "disable_gradient_checkpointing": Row(_recompute, "train.recompute"),

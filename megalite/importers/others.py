@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+TRAINER = "per_device_train_batch_size"
+"""A key of transformers' TrainingArguments, which projects of their own have, too."""
 SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "GPT-NeoX": (
         *(("pipe-parallel-size",), ("pipe_parallel_size",)),

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from megalite.config.families import from_hf_config
 from megalite.config.presets import preset
@@ -305,6 +306,16 @@ def test_older_files_leave_fields_out():
     qwen = GROUPED | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
     assert from_hf_config(qwen)["sliding_window_layers"] == [1, 2]
     assert from_hf_config(GROUPED | {"model_type": "qwen3"})["head_dim"] == 128
+
+
+def test_an_activation_of_another_name_is_the_same():
+    """Each of transformers' names that is not ours computes what ours computes."""
+    from transformers.activations import ACT2FN
+
+    values = torch.linspace(-4, 4, 33, dtype=torch.float64)
+    for theirs in ("swish", "gelu_python", "gelu_accurate", "gelu_python_tanh"):
+        ours = from_hf_config(GROUPED | {"model_type": "llama", "hidden_act": theirs})["hidden_act"]
+        torch.testing.assert_close(ACT2FN[ours](values), ACT2FN[theirs](values))
 
 
 @pytest.mark.parametrize(

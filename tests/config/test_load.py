@@ -271,6 +271,7 @@ MESSAGES = [
     (["--train.compile", "ture"], None, "train.compile = ture on the command line is not true or false. Nearest: true."),
     (["--model.no_rope_layers", "[a]"], None, "is not a list [a, b] with each entry an integer, or null."),
     (["--model.preset", "llama-8b"], None, "model.preset = llama-8b is not a known shape."),
+    (["--model.preset", "llama-25m"], None, "model.preset = llama-25m is a configuration and no shape. Give it as --config llama-25m"),
     (["--model.from_hf", "gone"], None, "model.from_hf = gone: gone/config.json can not be read: No such file or directory."),
     (["--tp", "3"], None, "parallel.tp = 3 does not divide model.num_attention_heads = 4"),
     (["--tp", "2"], None, "parallel.tp = 2 makes tp * pp * cp = 2 * 1 * 1 = 2, which exceeds the run's 1 process. Start 2 processes"),

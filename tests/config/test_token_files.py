@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ SAME = {
     "a link to the file": ("a", "link", "link"),
     "a link to the directory": ("d/c", "dir/c", "dir/c"),
     "a hard link": ("a", "hard", "hard"),
+    "a copy": ("a", "d/copy", "d/copy"),
     "one of a list": (["a", "b"], ["c", "b"], "b"),
     "one of a blend": ({"a": 0.5, "b": 0.5}, {"b": 1.0, "a": 2.0}, "b, a"),
     "one of several sets": ({"a": 0.5, "b": 0.5}, {"prose": "c", "code": "./b"}, "code: ./b"),
@@ -36,6 +38,7 @@ def test_validation_data_that_is_training_data_is_named(case, monkeypatch, tmp_p
     Path("d").mkdir()
     for name in ("a", "b", "c", "d/c"):
         Path(f"{name}.bin").write_text(name)
+    shutil.copy("a.bin", "d/copy.bin")
     os.symlink("a.bin", "link.bin")
     os.symlink("d", "dir")
     os.link("a.bin", "hard.bin")

@@ -230,6 +230,14 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "holds no weights: neither model.safetensors nor pytorch_model.bin"),
     "config.json is a list": (lambda d: (d / "config.json").write_text("[]"), "is not a JSON object"),
     "cut off": (truncate, "is damaged: its header describes"),
+    "a part without its index": (
+        lambda d: (d / "model.safetensors").rename(d / "model-00001-of-00002.safetensors"),
+        "It has model-00001-of-00002.safetensors: transformers reads only those names, and parts only with their index",
+    ),
+    "a pointer": (
+        lambda d: (d / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
+        "is a pointer of Git LFS, not the weights. Fetch them: `git lfs pull`",
+    ),
     "cut off in the header": (cut_header, "is not a safetensors file, or it is cut off: it has 50 bytes"),
     "wrong shape": (
         lambda d: edit(d / "config.json", intermediate_size=40),

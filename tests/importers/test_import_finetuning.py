@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megalite.config.schema import ConfigError
 from megalite.importers.convert import convert
 from tests.importers.imported import TOKENS, imported, leaves
 
@@ -214,6 +215,31 @@ def test_the_length_of_a_run_is_that_of_the_other_project():
         options, _ = judged("axolotl", {"base_model": "m", "max_steps": steps})
         assert options["optimizer.warmup_steps"] == warmup and "train.epochs" not in options
     assert judged("axolotl", {"base_model": "m", "warmup_ratio": 0.5})[0]["optimizer.warmup_steps"] == "50%"
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameters", "options"),
+    [
+        ("cosine_with_min_lr", {"min_lr": 1e-6}, {"optimizer.decay": "cosine", "optimizer.min_lr": 1e-6}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}, {"optimizer.decay": "cosine", "optimizer.min_lr": 2e-5}),
+        (
+            "warmup_stable_decay",
+            {"num_decay_steps": 50, "min_lr_ratio": 0.05},
+            {"optimizer.decay": "wsd", "optimizer.wsd_decay_fraction": 0.25, "optimizer.min_lr": 1e-5},
+        ),
+    ],
+)
+def test_the_schedules_parameters_are_kept(kind, parameters, options):
+    content = {"model_name_or_path": "m", "stage": "sft", "learning_rate": 2e-4, "max_steps": 200, "lr_scheduler_type": kind}
+    found, said = judged("llama-factory", content | {"lr_scheduler_kwargs": parameters | {"num_cycles": 2}})
+    assert {option: found.get(option) for option in options} == options
+    assert said["lr_scheduler_kwargs.num_cycles"][0] == "lost"
+
+
+def test_arguments_of_transformers_trainer_are_named_as_such():
+    for content in ({"per_device_train_batch_size": 4, "learning_rate": 1e-4}, {"per-device-train-batch-size": 4, "output-dir": "x"}):
+        with pytest.raises(ConfigError, match="arguments of transformers' Trainer"):
+            convert(content)
 
 
 def test_the_targets_of_any_family_are_kept():

@@ -71,9 +71,49 @@ SCRIPTS = {
     "quotes": """A='x"y'\npython x.py "$A" $'a\\tb' a\\ b "c\\"d\\$e" ''"" --l '([0]*3+[1]*58)' [a]""",
     "spaces between expansions": 'A=1; B=2\npython x.py "$A $B  $A" $A$B "${A} ${B}"',
     "joined by IFS": 'A=(a b c)\nJ=$(IFS=,; echo "${A[*]}")\npython x.py --j $J\nIFS=: read -r P Q <<< "x:y"\npython x.py $P $Q',
-    "brace lists": "python x.py {a,b}-1 p{1..3}",
+    "brace lists": "python x.py {a,b}-1 p{1..3} {1..7..3} {9..0..-5} {08..10} {c..a}",
     "indirection": "NAME=SIZE; SIZE=5\npython x.py ${!NAME} ${#NAME}",
     "line ends of Windows in no word": "A=1\npython x.py --a $A \\\n  --b 2",
+    "numbers and operators": (
+        "A=(4 5); N=8\npython x.py $((010 + 16#ff)) $((A[1] * 2)) $((N > 16 ? 4 : N > 4 ? 2 : 1)) $((a = 3, (a + 1) * 2)) $((-2 ** 2))\n"
+        "declare -i M=2*3\nM+=4\npython x.py $M $((1 || (N = 3))) $N"
+    ),
+    "anchored replacements": 'P=/a/b/a; A=(1 2)\npython x.py ${P/#\\/a/X} ${P/%a/Z} ${P/#b/Q} ${P//\\//_} "${A[@]/#/--p}" "${A[@]/%/s}"',
+    "patterns": (
+        "shopt -s extglob\nM=llama3.5; G='a*b'\n"
+        'case $M in @(llama|qwen)*([0-9.])) L=1;; *) L=2;; esac\n[[ axb == "$G" ]] || Q=1\n[[ axb == $G && $M == [^q]* ]] && R=1\n'
+        "[[ $M =~ ^([a-z]+)([0-9]+)\\.([[:digit:]])$ ]] && V=${BASH_REMATCH[2]}-${BASH_REMATCH[3]}\npython x.py $L $Q $R $V ${G%\\**}"
+    ),
+    "parts of the parameters": (
+        'f() { python x.py "${@:2}" , "${@:1:1}" , "${@: -1}" "$@"; }\nf a b "c d"\nbash -c \'python x.py $0 "${@:1}"\' z y\n'
+        'A=()\ng() { python x.py "${@:2}" , "$@" "${A[@]}" "$A"; }\ng'
+    ),
+    "set without dashes": 'set -e 3 5\npython x.py $1 $#\nset -euo pipefail -- 7\npython x.py $1\nset --\npython x.py a "$@"',
+    "references": 'add() { local -n out=$1; out+=(--$2 "$3"); }\nA=(--x)\nadd A tp "4 5"\npython x.py "${A[@]}"',
+    "unset": 'A=1; B=(1 2 3); declare -A D=([x]=1 [y]=2)\nunset A B[0] "D[x]"\npython x.py "${A-no}" ${A+yes} "${B[@]}" "${D[@]}"',
+    "the keys of an array": 'declare -A M=([tp]=4)\nN=(x y)\npython x.py "${!M[@]}" ${!N[@]} ${M[tp]}',
+    "loops over lines": (
+        "while IFS='=' read -r k v; do A+=(--$k \"$v\"); done <<EOF\ntp=4\nd=e=f g\nEOF\n"
+        'while read -r x; do [ -z "$x" ] && continue; A+=($x); done <<< "1\n\n2"\nseq 2 | while read i; do python x.py --i $i; done\n'
+        'mapfile -t B < <(seq 2)\nIFS=, read -ra C <<< a,b,,d\npython x.py "${A[@]}" "${B[@]}" "${C[@]}"'
+    ),
+    "files of arguments": (
+        'echo "--a 1" > args.txt\necho "--b 2" >> args.txt\npython x.py $(< args.txt) $(cat args.txt)\n'
+        "xargs python x.py --z < args.txt\nmapfile -t A < args.txt\npython x.py ${A[@]}"
+    ),
+    "getopts": (
+        'f() { while getopts ":vt:p:" o; do case $o in v) V=1;; t) T=$OPTARG;; p) P=$OPTARG;; \\?) U=1;; esac; done\n'
+        "shift $((OPTIND-1)); R=$*; }\n"
+        "f -vt4 -p 2 -x rest more\npython x.py $V $T $P $U $R"
+    ),
+    "a function around its program": 'torchrun() { command torchrun --n 2 "$@"; }\ntorchrun x.py --a 1',
+    "what follows exec": "(exec python x.py --a 1)\nexec 3>&1\nexec python x.py --b 1\npython x.py --c 1",
+    "variables of a function": "f() { declare T=4; declare -g G=5; }\nf\npython x.py ${T:-none} $G",
+    "cases that go on": "N=1; M=1\ncase a in a) ;;& *) N=2;; esac\ncase a in a) ;& b) M=2;; esac\npython x.py $N $M",
+    "loops that are left": (
+        "for i in 1 2; do for j in 1 2; do [ $j = 2 ] && continue 2; X+=$i$j; done; X+=z; done\n"
+        "for i in 1 2; do for j in 1 2; do [ $j = 2 ] && break 2; Y+=$i$j; done; done\nA=(1 2); A[1]+=x\npython x.py $X $Y ${A[@]} $?"
+    ),
     "a module": "torchrun --nproc_per_node 2 -m pkg.train --a 1",
 }
 
@@ -124,6 +164,10 @@ UNKNOWN = {  # a script → a word of its command, and what its reason says
     'T=1\ncase $X in a) T=2;; "b") T=4;; esac\npython x.py --a $T': ("$T", "sets it to 2 or 4 or 1"),
     "for t in 1 $TS; do python x.py --a $t; done": ("$t", "each of 1 $TS in turn"),
     "A=1\nbash -c 'python x.py --a $A'": ("$A", "without export"),
+    'python x.py --a "${@:2}"': ("${@:2}", "given it as an argument"),
+    "python x.py --a $(< sizes.txt)": ("$(< sizes.txt)", "output of a command"),
+    "false\nR=$?\npython x.py --a $R": ("$?", "status of a command that fails"),
+    "A=x\npython x.py --a ${A@Q}": ("${A@Q}", "quoted text"),
     'F=(--b)\nif [[ $D == 8 ]]; then F+=(--c 2); fi\npython x.py "${F[@]}"': ("$F", "--c 2 or nothing"),
     "read -r X < list\npython x.py --a $X": ("$X", "read from input"),
 }

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import operator
 import re
 from collections.abc import Callable
 
-_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.LShift: operator.lshift, ast.RShift: operator.rshift},
-    **{ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor},
-}
-_COMPARISONS: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
-    **{ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge}
-}
-_ASSIGNMENT = re.compile(r"\s*([A-Za-z_]\w*)\s*(\*\*|[-+*/%]|<<|>>)?=(?!=)(.*)", re.DOTALL)
-_STEP = re.compile(r"\s*(?:(\+\+|--)\s*([A-Za-z_]\w*)|([A-Za-z_]\w*)\s*(\+\+|--))\s*")
+Thunk = Callable[[], int]
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>\d+#[\w@]+|0[xX][\da-fA-F]+|\d+(?![\w@#]))|(?P<name>[A-Za-z_]\w*)"
+    r"|(?P<sign><<=|>>=|\+\+|--|\*\*|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^]=|[-+*/%&|^<>=!~?:,()\[\]]))"
+)
+_LEVELS: tuple[tuple[str, ...], ...] = (
+    *(("||",), ("&&",), ("|",), ("^",), ("&",), ("==", "!="), ("<", "<=", ">", ">="), ("<<", ">>"), ("+", "-"), ("*", "/", "%")),
+)
+"""Binary operators, those that bind least first."""
+_ASSIGNMENTS = frozenset(("=", "+=", "-=", "*=", "/=", "%=", "<<=", ">>=", "&=", "^=", "|="))
 LARGEST = 1 << 63
 
 
@@ -23,100 +23,185 @@ class NotKnown(ValueError):
     """The expression has a part without a known value, or is more than integer arithmetic."""
 
 
+def _quotient(left: int, right: int) -> int:
+    if right == 0:
+        raise NotKnown("division by zero")
+    return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
+
+
+def _bounded(operation: Callable[[int, int], int]) -> Callable[[int, int], int]:
+    """An operation that is given exponents of 64 bits at most."""
+
+    def run(left: int, right: int) -> int:
+        if not 0 <= right < 64:
+            raise NotKnown("an exponent out of range")
+        return operation(left, right)
+
+    return run
+
+
+_BINARY: dict[str, Callable[[int, int], int]] = {
+    **{"+": operator.add, "-": operator.sub, "*": operator.mul, "&": operator.and_, "|": operator.or_, "^": operator.xor},
+    **{"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
+    **{"/": _quotient, "%": lambda left, right: left - _quotient(left, right) * right, "**": _bounded(operator.pow)},
+    **{"<<": _bounded(operator.lshift), ">>": _bounded(operator.rshift)},
+}
+_UNARY: dict[str, Callable[[int], int]] = {"-": operator.neg, "+": operator.pos, "~": operator.invert, "!": lambda value: int(not value)}
+
+
 def calculate(text: str, read: Callable[[str], str | None], write: Callable[[str, str], None]) -> int:
-    """The value of an expression; its assignments are written. read: a variable's text, None if it is not known. Raises NotKnown."""
-    parts = text.split(",") if "(" not in text else [text]
-    value = 0
-    for part in parts:
-        value = _statement(part, read, write)
-    return value
+    """The value of an expression; its assignments are written. Raises NotKnown.
+
+    read: a variable's text, None if it is not known; an element of an array is NAME[NUMBER]. write: sets a variable.
+    """
+    return _Expression(text, read, write, 0).value()
 
 
-def _statement(text: str, read: Callable[[str], str | None], write: Callable[[str, str], None]) -> int:
-    if step := _STEP.fullmatch(text):
-        name, sign = step[2] or step[3], step[1] or step[4]
-        before = _value(name, read, 0)
-        after = before + (1 if sign == "++" else -1)
-        write(name, str(after))
-        return after if step[1] else before
-    if found := _ASSIGNMENT.fullmatch(text):
-        name, sign, rest = found.groups()
-        value = _value(f"({name}) {sign} ({rest})" if sign else rest, read, 0)
-        write(name, str(value))
+class _Expression:
+    """A parser by precedence. Each part becomes a function, so that what `&&`, `||` or `?:` leave out is not computed."""
+
+    def __init__(self, text: str, read: Callable[[str], str | None], write: Callable[[str, str], None], depth: int) -> None:
+        if depth > 20 or len(text) > 10_000:
+            raise NotKnown(text)
+        self.tokens, self.read, self.write, self.depth = [*_tokens(text)], read, write, depth
+
+    def value(self) -> int:
+        """The value of the whole text; an empty one is 0."""
+        if not self.tokens:
+            return 0
+        try:
+            found = self._list()
+        except RecursionError:
+            raise NotKnown("it is nested too deeply") from None
+        if self.tokens:
+            raise NotKnown(self.tokens[0])
+        return found()
+
+    def _next(self) -> str:
+        return self.tokens[0] if self.tokens else ""
+
+    def _take(self, *signs: str) -> str:
+        """The next token if it is one of these, otherwise nothing."""
+        return self.tokens.pop(0) if self.tokens and self.tokens[0] in signs else ""
+
+    def _need(self, sign: str) -> None:
+        if not self._take(sign):
+            raise NotKnown(f"{sign} is missing")
+
+    def _list(self) -> Thunk:
+        parts = [self._choice()]
+        while self._take(","):
+            parts.append(self._choice())
+        return lambda: [part() for part in parts][-1]
+
+    def _choice(self) -> Thunk:
+        """An assignment, or A ? B : C."""
+        if len(self.tokens) > 1 and _is_name(self.tokens[0]) and self.tokens[1] in _ASSIGNMENTS:
+            name, sign = self.tokens.pop(0), self.tokens.pop(0)
+            right = self._choice()
+            return lambda: self._assigned(name, _BINARY[sign[:-1]](self._variable(name), right()) if sign != "=" else right())
+        test = self._binary(0)
+        if not self._take("?"):
+            return test
+        first = self._list()
+        self._need(":")
+        second = self._choice()
+        return lambda: first() if test() else second()
+
+    def _binary(self, level: int) -> Thunk:
+        if level == len(_LEVELS):
+            return self._power()
+        found = self._binary(level + 1)
+        while sign := self._take(*_LEVELS[level]):
+            found = self._joined(sign, found, self._binary(level + 1))
+        return found
+
+    def _joined(self, sign: str, left: Thunk, right: Thunk) -> Thunk:
+        if sign == "&&":
+            return lambda: int(bool(left() and right()))
+        if sign == "||":
+            return lambda: int(bool(left() or right()))
+        return lambda: _checked(_BINARY[sign](left(), right()))
+
+    def _power(self) -> Thunk:
+        base = self._unary()
+        return self._joined("**", base, self._power()) if self._take("**") else base
+
+    def _unary(self) -> Thunk:
+        if sign := self._take(*_UNARY):
+            inner = self._unary()
+            return lambda: _UNARY[sign](inner())
+        if sign := self._take("++", "--"):
+            name = self.tokens.pop(0) if _is_name(self._next()) else ""
+            return lambda: self._stepped(name, sign, 1)
+        return self._operand()
+
+    def _operand(self) -> Thunk:
+        if self._take("("):
+            inner = self._list()
+            self._need(")")
+            return inner
+        token = self.tokens.pop(0) if self.tokens else ""
+        if token[:1].isdigit():
+            number = _number(token)
+            return lambda: number
+        if not _is_name(token):
+            raise NotKnown(token)
+        if self._take("["):
+            index = self._list()
+            self._need("]")
+            return lambda: self._variable(f"{token}[{index()}]")
+        if sign := self._take("++", "--"):
+            return lambda: self._stepped(token, sign, 0)
+        return lambda: self._variable(token)
+
+    def _variable(self, name: str) -> int:
+        """The value of a variable, which is an expression, too."""
+        found = self.read(name)
+        if found is None:
+            raise NotKnown(name)
+        return _Expression(found, self.read, self.write, self.depth + 1).value()
+
+    def _assigned(self, name: str, value: int) -> int:
+        self.write(name, str(_checked(value)))
         return value
-    return _value(text, read, 0)
+
+    def _stepped(self, name: str, sign: str, after: int) -> int:
+        """NAME++ and the like: the value before (after = 0) or after the step."""
+        before = self._variable(name)
+        step = 1 if sign == "++" else -1
+        self._assigned(name, before + step)
+        return before + after * step
 
 
-def _value(text: str, read: Callable[[str], str | None], depth: int) -> int:
-    """The value of an expression without assignments; the value of a variable is an expression, too."""
-    text = text.strip()
-    if not text:
-        return 0
-    if depth > 20 or len(text) > 10_000:
-        raise NotKnown(text)
-    if re.fullmatch(r"-?\d+", text):
-        return int(text)
-    python = re.sub(r"(?<![=!<>])!(?!=)", " not ", text.replace("&&", " and ").replace("||", " or "))
-    if choice := re.fullmatch(r"([^?]+)\?([^:]+):(.+)", python):
-        python = f"({choice[2]}) if ({choice[1]}) else ({choice[3]})"
-    python = re.sub(r"\b0+(?=[1-9])", "", python)
+def _tokens(text: str) -> list[str]:
+    found, place = [], 0
+    text = text.rstrip()
+    while place < len(text):
+        token = _TOKEN.match(text, place)
+        if token is None:
+            raise NotKnown(text)
+        found.append(token[0].strip())
+        place = token.end()
+    return found
+
+
+def _number(token: str) -> int:
+    """A number: decimal, 0x… (16), 0… (8) or BASE#…"""
+    base, sign, digits = token.partition("#")
     try:
-        return _node(ast.parse(python.strip(), mode="eval").body, read, depth)
-    except (SyntaxError, RecursionError, MemoryError, ValueError):
-        raise NotKnown(text) from None
+        if sign:
+            return int(digits, int(base))
+        return int(token, 16 if token[:2] in ("0x", "0X") else 8 if token[0] == "0" else 10)
+    except ValueError:
+        raise NotKnown(token) from None
 
 
-def _node(node: ast.expr, read: Callable[[str], str | None], depth: int) -> int:
-    def of(inner: ast.expr) -> int:
-        return _node(inner, read, depth)
-
-    match node:
-        case ast.Constant(value=int(number)):
-            return int(number)
-        case ast.Name():
-            found = read(node.id)
-            if found is None:
-                raise NotKnown(node.id)
-            return _value(found, read, depth + 1)
-        case ast.BinOp():
-            return _binary(node.op, of(node.left), of(node.right))
-        case ast.UnaryOp():
-            return _unary(node.op, of(node.operand))
-        case ast.IfExp():
-            return of(node.body) if of(node.test) else of(node.orelse)
-    return int(_truth(node, of))
+def _is_name(token: str) -> bool:
+    return token[:1].isalpha() or token[:1] == "_"
 
 
-def _truth(node: ast.expr, of: Callable[[ast.expr], int]) -> bool:
-    match node:
-        case ast.BoolOp():
-            truths = (of(each) for each in node.values)
-            return all(truths) if isinstance(node.op, ast.And) else any(truths)
-        case ast.Compare(ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
-            return _COMPARISONS[type(op)](of(node.left), of(right))
-    raise NotKnown(ast.dump(node))
-
-
-def _unary(op: ast.unaryop, value: int) -> int:
-    if isinstance(op, ast.Not):
-        return int(not value)
-    return -value if isinstance(op, ast.USub) else ~value if isinstance(op, ast.Invert) else value
-
-
-def _binary(op: ast.operator, left: int, right: int) -> int:
-    if isinstance(op, (ast.Div, ast.FloorDiv, ast.Mod)):
-        if right == 0:
-            raise NotKnown("division by zero")
-        whole = abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
-        return left - whole * right if isinstance(op, ast.Mod) else whole
-    if isinstance(op, (ast.Pow, ast.LShift, ast.RShift)) and not 0 <= right < 64:
-        raise NotKnown("an exponent out of range")
-    if isinstance(op, ast.Pow):
-        value = left**right
-    elif type(op) in _OPERATORS:
-        value = _OPERATORS[type(op)](left, right)
-    else:
-        raise NotKnown(ast.dump(op))
+def _checked(value: int) -> int:
     if abs(value) >= LARGEST:
         raise NotKnown("a number of more than 64 bits")
-    return value
+    return int(value)

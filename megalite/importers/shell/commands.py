@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Status = bool | None
 SHELLS = frozenset(("bash", "sh", "zsh", "dash", "ksh"))
 SUBMITTERS = frozenset(("sbatch", "qsub", "bsub", "srun"))
-PREFIXES = frozenset(("exec", "command", "builtin", "nohup", "time", "setsid"))
+PREFIXES = frozenset(("command", "builtin", "nohup", "time", "setsid"))
 QUIET = frozenset(("echo", "printf", "trap", "alias", "grep", "egrep", "sed", "awk", "logger", "tee", "cat", "module"))
 """Programs that do not run the text in their arguments."""
 SUCCEEDING = frozenset(
@@ -35,9 +35,11 @@ class Commands:
 
     def __init__(self, script: Script) -> None:
         self.script = script
+        self.within = 1  # getopts' place in a word of several letters
         self.builtins: dict[str, Callable[[list[str], State], Status]] = {
             **{":": _succeed, "true": _succeed, "set": self._set, "shift": self._shift, "eval": self._eval, "read": self._read},
             **{"source": self._source, ".": self._source, "false": lambda words, state: False, "printf": self._printf, "let": self._let},
+            **{"getopts": self._getopts, "exec": self._exec},
             **{"test": self._test, "[": self._test, "export": self._export, "local": self._export, "declare": self._export},
             **{"pwd": self._directory, "mapfile": self._mapfile, "readarray": self._mapfile, "unset": self._unset},
             **{ending: self._end(ending) for ending in ("exit", "return", "break", "continue")},
@@ -45,12 +47,14 @@ class Commands:
 
     def run(self, words: list[str], state: State) -> Status:
         """Run a command with its words, and record it if it is a wanted one."""
+        own = True
         while len(words) > 1 and words[0] in PREFIXES:
+            own &= words[0] == "time"
             words = words[1:]
         if words[0] == "env":
             return self._environment(words[1:], state)
         name = words[0]
-        if name in self.script.functions:
+        if own and name in self.script.functions:
             return self._call(name, words[1:], state)
         if name in self.builtins:
             return self.builtins[name](words[1:], state)
@@ -69,8 +73,10 @@ class Commands:
                 if re.search(r"\s", word) and re.search(r"\.py\b|\s-m\s|\btorchrun\b", word) and "--" in word:
                     self.script.run_text(word.partition("=")[2] if re.match(r"--[\w-]+=", word) else word, state.child([], ""))
         found = None
-        if name == "cat" and len(words) == 2 and words[1] in self.script.files:
-            found = self.script.files[words[1]]
+        if name == "cat" and len(words) == 2 and words[1] != "-":
+            found = self.script.content(words[1])
+        elif name == "xargs" and len(words) > 1 and not words[1].startswith("-") and self.script.stdin is not None:
+            return self.run([*words[1:], *self.script.stdin.split()], state)
         elif name in PROGRAMS:
             found = PROGRAMS[name](words[1:], self.script.stdin)
         if name == "tee" and found is not None:
@@ -90,12 +96,13 @@ class Commands:
         state.arguments = arguments
         status = script.run(body, state)
         state.arguments = before
-        for local in re.findall(r"\blocal\s+(?:-\w+\s+)*([^;\n]*)", grammar.text_of(body)):
+        for local in re.findall(r"\b(?:local|declare|typeset)\s+(?!-\w*g)(?:-\w+\s+)*([^;\n]*)", grammar.text_of(body)):
             for variable in re.findall(r"(?:^|\s)([A-Za-z_]\w*)(?==|\s|$)", local):
                 if variable in outer.variables:
                     state.variables[variable] = outer.variables[variable]
                 else:
                     state.variables.pop(variable, None)
+        state.references, state.integers = outer.references, outer.integers
         if state.ended == "return":
             state.ended = ""
         script.depth -= 1
@@ -159,10 +166,8 @@ class Commands:
 
     def _file(self, path: str, arguments: list[str], state: State, new: bool) -> bool:
         """Run a script that this one has written, or one beside it. new: in a process of its own."""
-        text = self.script.files.get(path)
-        if text is None:
-            known = re.split(f"[{chr(FIRST)}-{chr(LAST)}]", path)
-            text = self.script.read(path if len(known) == 1 else known[-1].lstrip("/"))
+        known = re.split(f"[{chr(FIRST)}-{chr(LAST)}]", path)
+        text = self.script.content(path if len(known) == 1 or path in self.script.files else known[-1].lstrip("/"))
         if text is None:
             if not _ENVIRONMENT.search(path):
                 self.script.note("source", path)
@@ -186,8 +191,11 @@ class Commands:
         return self.script.run_text(" ".join(words), state)
 
     def _set(self, words: list[str], state: State) -> Status:
-        if "--" in words:
-            state.arguments = words[words.index("--") + 1 :]
+        rest = words
+        while rest and rest[0][:1] in ("-", "+") and rest[0] != "--":
+            rest = rest[2 if rest[0].endswith("o") else 1 :]
+        if rest:
+            state.arguments = rest[rest[0] == "--" :]
         if words[:1] == ["-a"] or words[:2] == ["-o", "allexport"]:
             state.export_all = True
         elif words[:1] == ["+a"] or words[:2] == ["+o", "allexport"]:
@@ -198,6 +206,35 @@ class Commands:
         if state.arguments is not None:
             state.arguments = state.arguments[int(words[0]) if words and words[0].isdigit() else 1 :]
         return True
+
+    def _getopts(self, words: list[str], state: State) -> Status:
+        """getopts LETTERS NAME [ARGUMENT …]: the next option, its argument in OPTARG, the place after it in OPTIND."""
+        if state.arguments is None and len(words) < 3:
+            state.assign(words[1] if len(words) > 1 else "?", self.script.unknowns.mark("$@", "the script is given it as an argument"))
+            return None
+        arguments, index = words[2:] or state.arguments or [], state.variables.get("OPTIND", "1")
+        place = int(index) if isinstance(index, str) and index.isdigit() else 1
+        word = arguments[place - 1] if 0 < place <= len(arguments) else ""
+        letter = word[self.within : self.within + 1]
+        if not letter or word[:1] != "-" or word == "--":
+            state.assign(words[1], "?")
+            state.assign("OPTIND", str(place + (word == "--")))
+            return False
+        _, known, after = words[0].lstrip(":").partition(letter)
+        rest = word[self.within + 1 :]
+        takes = known != "" and after.startswith(":")
+        self.within = 1 if takes or not rest else self.within + 1
+        if takes:
+            state.assign("OPTARG", rest or "".join(arguments[place : place + 1]))
+        state.assign(words[1], letter if known else "?")
+        state.assign("OPTIND", str(place + (0 if rest and not takes else 1 if rest or not takes else 2)))
+        return True
+
+    def _exec(self, words: list[str], state: State) -> Status:
+        """exec COMMAND, after which the shell is gone."""
+        status = self.run(words, state) if words else True
+        state.ended = "exit" if words else state.ended
+        return status
 
     def _read(self, words: list[str], state: State) -> Status:
         """read: the whole input with -d '', otherwise its first line, split if there are several names or with -a."""
@@ -219,16 +256,15 @@ class Commands:
             return None
         separators = state.variables.get("IFS", " \t\n")
         characters = separators if isinstance(separators, str) else " \t\n"
-        text = text.strip(characters) if whole else text.partition("\n")[0].strip(characters)
-        parts = [part for part in re.split(f"[{re.escape(characters)}]", text) if part] if characters else [text]
+        line, end, rest = (text, "", "") if whole else text.partition("\n")
+        self.script.stdin = rest
         if array and names:
-            state.assign(names[0], parts)
-        elif len(names) == 1:
-            state.assign(names[0], text)
+            state.assign(names[0], _split(line, characters))
         else:
+            fields = _split(line, characters, len(names)) if len(names) > 1 else [line.strip(_spaces(characters))]
             for place, name in enumerate(names):
-                state.assign(name, " ".join(parts[place:]) if place == len(names) - 1 else "".join(parts[place : place + 1]))
-        return True
+                state.assign(name, "".join(fields[place : place + 1]))
+        return bool(end)
 
     def _mapfile(self, words: list[str], state: State) -> Status:
         names = [word for word in words if not word.startswith("-")]
@@ -265,7 +301,8 @@ class Commands:
 
     def _unset(self, words: list[str], state: State) -> Status:
         for word in words:
-            state.assign(word, "")
+            if not word.startswith("-"):
+                state.unset(word)
         return True
 
     def _directory(self, words: list[str], state: State) -> Status:
@@ -274,10 +311,26 @@ class Commands:
 
     def _end(self, ending: str) -> Callable[[list[str], State], Status]:
         def run(words: list[str], state: State) -> Status:
-            state.ended = ending
+            loops = words[0] if ending in ("break", "continue") and words and words[0].isdigit() and int(words[0]) > 1 else ""
+            state.ended = f"{ending} {loops}".rstrip()
             return words[:1] in ([], ["0"])
 
         return run
+
+
+def _spaces(separators: str) -> str:
+    return "".join(each for each in separators if each.isspace())
+
+
+def _split(line: str, separators: str, most: int = 0) -> list[str]:
+    """The fields of a line, the last one with all that is left: between separators that are no spaces, one can be empty."""
+    spaces, others = _spaces(separators), "".join(each for each in separators if not each.isspace())
+    line = line.strip(spaces)
+    if not line or not separators:
+        return [line] if line else []
+    space = f"[{re.escape(spaces)}]" if spaces else "(?!)"
+    fields = re.split(f"{space}*[{re.escape(others)}]{space}*|{space}+" if others else f"{space}+", line, maxsplit=max(most - 1, 0))
+    return fields[:-1] if fields[-1] == "" else fields
 
 
 def _succeed(words: list[str], state: State) -> Status:

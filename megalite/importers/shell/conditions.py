@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from megalite.importers.shell import globs
 from megalite.importers.shell.values import has_unknown
 
 _ORDERS = {"-eq": (0,), "-ne": (-1, 1), "-lt": (-1,), "-le": (-1, 0), "-gt": (1,), "-ge": (0, 1)}
@@ -13,10 +13,12 @@ _UNARY = {f"-{letter}" for letter in "abcdefghknoprstuvwxzGLNOS"}
 
 
 class Token(NamedTuple):
-    """A word or an operator of a condition; pattern: on the right of ==, whether it is not quoted."""
+    """A word or an operator of a condition. quoted: whether all of it is; glob, regular: the pattern that it is after == and =~."""
 
     text: str
     quoted: bool = False
+    glob: str = ""
+    regular: str = ""
 
 
 def negated(value: bool | None) -> bool | None:
@@ -28,10 +30,14 @@ def both(left: bool | None, right: bool | None) -> bool | None:
 
 
 class Condition:
-    """A reader of the tokens of one condition. double: whether it is [[ … ]], where == compares with a pattern."""
+    """A reader of the tokens of one condition. double: whether it is [[ … ]], where == compares with a pattern.
+
+    groups: what a regular expression of the condition and its parentheses have matched; None without one.
+    """
 
     def __init__(self, tokens: list[Token], double: bool) -> None:
         self.tokens, self.double, self.place = tokens, double, 0
+        self.groups: list[str] | None = None
 
     def value(self) -> bool | None:
         found = self._any() if self.tokens else False
@@ -100,18 +106,23 @@ class Condition:
                 return None
             return (difference > 0) - (difference < 0) in _ORDERS[sign]
         if sign in ("=", "==", "!="):
-            same = fnmatchcase(left, right.text) if self.double and not right.quoted else left == right.text
+            same = globs.regular(right.glob).fullmatch(left) is not None if self.double else left == right.text
             return same if sign != "!=" else not same
         if sign == "=~":
-            try:
-                return bool(re.search(right.text, left))
-            except re.error:
-                return None
+            return self._searched(left, right)
         return (left < right.text) == (sign == "<") and left != right.text if sign in "<>" else None
+
+    def _searched(self, left: str, right: Token) -> bool | None:
+        try:
+            found = re.search(right.regular, left)
+        except re.error:
+            return None
+        self.groups = [found[0], *(group or "" for group in found.groups())] if found else []
+        return found is not None
 
 
 def matches(text: str, patterns: list[Token]) -> bool | None:
     """Whether one of the patterns of a case matches."""
     if has_unknown(text) or any(has_unknown(pattern.text) for pattern in patterns):
         return True if any(pattern.text == "*" and not pattern.quoted for pattern in patterns) else None
-    return any(text == pattern.text if pattern.quoted else fnmatchcase(text, pattern.text) for pattern in patterns)
+    return any(globs.regular(pattern.glob).fullmatch(text) is not None for pattern in patterns)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from fnmatch import translate
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from megalite.importers.shell import arithmetic, grammar
+from megalite.importers.shell import arithmetic, globs, grammar
+from megalite.importers.shell.conditions import Token
 from megalite.importers.shell.values import State, Unknowns, Value, checked, has_unknown
 
 if TYPE_CHECKING:
@@ -20,7 +20,10 @@ _PARAMETER = re.compile(
 )
 _OPERATOR = re.compile(r"(?P<sign>:?[-=+?]|##?|%%?|//?|\^\^?|,,?|:|@)(?P<word>.*)", re.DOTALL)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "e": "\x1b", "E": "\x1b"}
-_BRACES = re.compile(r"([^{}]*)\{([^{},$]*(?:,[^{},$]*)+|-?\d+\.\.-?\d+)\}(.*)", re.DOTALL)
+_BRACES = re.compile(r"([^{}]*)\{([^{},$]*(?:,[^{},$]*)+|-?\d+\.\.-?\d+(?:\.\.-?\d+)?|[A-Za-z]\.\.[A-Za-z])\}(.*)", re.DOTALL)
+_REPLACEMENT = re.compile(r"(?P<anchor>[#%]?)(?P<old>(?:\\.|\"[^\"]*\"|'[^']*'|[^/\\])*)(?:/(?P<new>.*))?", re.DOTALL)
+_ELEMENTS = re.compile(r"\$@|\$\{(@|!?\w+\[@\])")
+"""What is no word at all, even in quotes, if it has no elements."""
 _DELIMITER = "END_OF_A_TEXT"
 
 
@@ -64,7 +67,13 @@ class Expander:
         """The text of a word that is not split, such as the value of an assignment."""
         if node is None:
             return ""
-        return checked("".join(" " if piece.kind == "break" else piece.text for piece in self.pieces(node, False)))
+        return _whole(self.pieces(node, False))
+
+    def token(self, node: Node) -> Token:
+        """A word of a condition, and the patterns that it can be, in which quoted characters stand for themselves."""
+        pieces = [*self.pieces(node, False)]
+        regular = "".join(re.escape(piece.text) if piece.kind == "quoted" else globs.with_classes(piece.text) for piece in pieces)
+        return Token(_whole(pieces), node.type in ("string", "raw_string"), _pattern(pieces), regular)
 
     def string(self, text: str) -> str:
         """A text as in double quotes, or of a here document: variables are replaced, quotes are characters."""
@@ -125,15 +134,15 @@ class Expander:
                 for child in node.children:
                     yield from self.pieces(child, quoted)
             case _:
-                yield Piece(text if quoted else re.sub(r"\\(\n|.)", lambda found: found[1].strip("\n"), text), "literal")
+                yield from [Piece(text, "literal")] if quoted else _unquoted(text)
 
     def _string(self, node: Node) -> Iterator[Piece]:
-        yield Piece("", "quoted")
         inner = [*node.children]
         opening = len(inner[0].text or b"") if inner else 1
-        if len(inner) == 3 and grammar.text_of(inner[1]).strip() in ("$@", "${@}") and inner[1].type.endswith("expansion"):
+        if len(inner) == 3 and _ELEMENTS.match(grammar.text_of(inner[1]).strip()) and inner[1].type.endswith("expansion"):
             yield from self.pieces(inner[1], True)
             return
+        yield Piece("", "quoted")
         for part in grammar.parts(node, opening, 1):
             if isinstance(part, str):
                 yield Piece(self._unescaped(part), "quoted")
@@ -147,7 +156,9 @@ class Expander:
         blocked: list[str] = []
 
         def read(name: str) -> str | None:
-            value = self.state.variables.get(name)
+            variable, _, index = name.partition("[")
+            value = self._looked_up(variable, index.rstrip("]") or None)
+            value = "" if value == [] else value
             if not isinstance(value, str) or has_unknown(value):
                 blocked.append(name)
                 return None
@@ -184,10 +195,11 @@ class Expander:
                 if place:
                     yield Piece("", "break")
                 yield Piece(element, kind)
-            if whole and not value and quoted:
-                yield Piece("", "split")
 
     def _operated(self, found: re.Match[str], source: str) -> Expanded:
+        if found["indirect"] and found["index"] in ("@", "*"):
+            keys = self.state.keys(found["name"])
+            return self.unknowns.mark(source, self.why_unset(found["name"])) if keys is None else keys
         value = self._looked_up(found["name"], found["index"])
         if found["indirect"]:
             if not isinstance(value, str) or has_unknown(value) or not re.fullmatch(r"[A-Za-z_]\w*(\[[@*]\])?", value):
@@ -205,7 +217,7 @@ class Expander:
     def _with_operator(self, value: str | list[str] | None, operator: re.Match[str], found: re.Match[str], source: str) -> Expanded:
         sign, word = operator["sign"], operator["word"]
         if sign[-1] in "-=+?" and sign != "@":
-            empty = not value if sign[0] == ":" else value is None
+            empty = not value if sign[0] == ":" else value in (None, [])
             if sign[-1] == "+":
                 return "" if empty else self.alternative(word)
             if not empty and value is not None:
@@ -219,7 +231,7 @@ class Expander:
         if value is None:
             return self.unknowns.mark(source, self.why_unset(found["name"]))
         if sign == ":" and isinstance(value, list):
-            return self._slice(value, word, source)
+            return self._parameters(value, word, source) if found["name"] in "@*" else self._slice(value, word, source)
         if isinstance(value, list):
             return [self._edited(element, sign, word, source) for element in value]
         return self._edited(value, sign, word, source)
@@ -236,6 +248,13 @@ class Expander:
             pieces += self.pieces(child, False)
         return Alternative(pieces)
 
+    def _parameters(self, value: list[str], word: str, source: str) -> str | list[str]:
+        """${@:FIRST:COUNT}: the parameters begin with $1, and $0 is before them."""
+        if self.state.arguments is None:
+            return self.unknowns.mark(source, self.why_unset("@"))
+        start = self.arithmetic(word.partition(":")[0], source)
+        return self._slice(value if start.startswith("-") else [self.state.program, *value], word, source)
+
     def _slice(self, value: list[str], word: str, source: str) -> str | list[str]:
         start, _, length = word.partition(":")
         first, count = (self.arithmetic(part, source) for part in (start, length or "0"))
@@ -251,17 +270,28 @@ class Expander:
         if sign in ("^", "^^", ",", ",,"):
             change = str.upper if sign[0] == "^" else str.lower
             return change(value) if len(sign) == 2 else change(value[:1]) + value[1:]
+        if sign == "@":
+            cased = {"U": str.upper, "L": str.lower}.get(word)
+            return self.unknowns.mark(source, "it is quoted text") if cased is None else cased(value)
         if sign == ":":
             found = self._slice([*value], word, source)
             return "".join(found)
         if sign in ("#", "##", "%", "%%"):
-            return trimmed(value, sign, self.alternative(word).text)
-        if sign in ("/", "//"):
-            old, _, new = word.partition("/")
-            pattern = _glob(self.alternative(old).text)
-            replacement = self.alternative(new).text
-            return re.sub(pattern, lambda _: replacement, value, count=0 if sign == "//" else 1)
-        return value
+            return trimmed(value, sign, _pattern(self.alternative(word)))
+        return self._replaced(value, sign, word) if sign in ("/", "//") else value
+
+    def _replaced(self, value: str, sign: str, word: str) -> str:
+        """${NAME/OLD/NEW}, with // all of them, with /# and /% the one that the value begins or ends with."""
+        found = _REPLACEMENT.fullmatch(word)
+        if found is None or not (found["anchor"] or found["old"]):
+            return value
+        anchor = found["anchor"] if sign == "/" else ""
+        old, new = _pattern(self.alternative(word[len(anchor) : found.end("old")])), self.alternative(found["new"] or "").text
+        if anchor:
+            longest = trimmed(value, anchor * 2, old)
+            unchanged = longest == value and globs.regular(old).fullmatch("") is None
+            return value if unchanged else f"{new}{longest}" if anchor == "#" else f"{longest}{new}"
+        return globs.regular(old).sub(lambda _: new, value, count=0 if sign == "//" else 1)
 
     def why_unset(self, name: str) -> str:
         if name.isdigit() or name in "@*#":
@@ -282,8 +312,8 @@ class Expander:
         if name.isdigit():
             return None if arguments is None else arguments[int(name) - 1] if int(name) <= len(arguments) else ""
         if name == "?":
-            return "0"
-        value = self.state.variables.get(name)
+            return self.unknowns.mark("$?", "it is the status of a command that fails") if self.state.failed else "0"
+        value = self.state.variables.get(self.state.named(name))
         if value is None and name == "BASH_SOURCE":
             return self.state.program or None
         return self._element(value, index)
@@ -295,6 +325,8 @@ class Expander:
             return value
         if index in ("@", "*"):
             return [value] if isinstance(value, str) else value
+        if not value and index is None:
+            return []
         place = self.arithmetic(index or "0", index or "0")
         if has_unknown(place) or isinstance(value, str):
             return None
@@ -307,28 +339,42 @@ def braces(text: str) -> Iterator[str]:
     if found is None or re.search(r"[\"'`\\]", text) or found[1].endswith("$"):
         yield text
         return
-    if ".." in found[2] and "," not in found[2]:
-        first, last = map(int, found[2].split(".."))
-        step = 1 if last >= first else -1
-        inner = [str(number) for number in range(first, last + step, step)][:10_000]
-    else:
-        inner = found[2].split(",")
-    for each in inner:
+    for each in found[2].split(",") if "," in found[2] else _counted(*found[2].split("..")):
         yield from braces(f"{found[1]}{each}{found[3]}")
 
 
-def _glob(pattern: str) -> str:
-    """The regular expression of a glob, anywhere in a text."""
-    return re.sub(r"\\[zZ]$", "", translate(pattern))
+def _unquoted(text: str) -> Iterator[Piece]:
+    """A text outside of quotes, in which a backslash quotes a character."""
+    for place, part in enumerate(re.split(r"\\(\n|.)", text)):
+        if part not in ("", "\n"):
+            yield Piece(part, "quoted" if place % 2 else "literal")
+
+
+def _counted(first: str, last: str, step: str = "1") -> list[str]:
+    """The words of {1..9..2}, {01..10} or {a..c}."""
+    letters = first.isalpha()
+    start, end = (ord(first), ord(last)) if letters else (int(first), int(last))
+    stride = (abs(int(step)) or 1) * (1 if end >= start else -1)
+    numbers = range(start, end + (1 if stride > 0 else -1), stride)[:10_000]
+    width = max(map(len, (first, last))) if re.match("-?0[0-9]", first) or re.match("-?0[0-9]", last) else 0
+    return [chr(number) if letters else f"{number:0{width}d}" for number in numbers]
+
+
+def _whole(pieces: Iterable[Piece]) -> str:
+    return checked("".join(" " if piece.kind == "break" else piece.text for piece in pieces))
+
+
+def _pattern(pieces: Iterable[Piece]) -> str:
+    return "".join(globs.quoted(piece.text) if piece.kind == "quoted" else piece.text for piece in pieces)
 
 
 def trimmed(value: str, sign: str, pattern: str) -> str:
     """The value without the shortest (#, %) or longest (##, %%) match of the pattern at its beginning or end."""
     lengths = range(len(value) + 1) if len(sign) == 1 else range(len(value), -1, -1)
-    matcher = re.compile(translate(pattern))
+    matcher = globs.regular(pattern)
     for length in lengths:
         part = value[:length] if sign[0] == "#" else value[len(value) - length :]
-        if matcher.match(part):
+        if matcher.fullmatch(part):
             return value[length:] if sign[0] == "#" else value[: len(value) - length]
     return value
 

@@ -144,8 +144,23 @@ class Script:
             inner = re.sub(r"\\([`$\\])", r"\1", source[1:-1])
             text, _ = self.captured(lambda: self.run_text(inner, state.fork()))
         else:
-            text, _ = self.captured(lambda: self.block(node.named_children, state.fork()))
+            text, _ = self.captured(lambda: self._shown(node, state.fork()))
         return re.sub("\0+", lambda _: self.unknowns.mark(source, "it is the output of a command"), text)
+
+    def _shown(self, node: Node, state: State) -> Status:
+        """The commands in $(…), or the file of $(< FILE)."""
+        files = [child for child in node.named_children if child.type == "file_redirect" and _sign(child) == "<"]
+        if not files or len(node.named_children) > 1:
+            return self.block(node.named_children, state)
+        text = self.content(self.expander(state).text(files[0].child_by_field_name("destination")))
+        self.write("\0" if text is None else text)
+        return None if text is None else True
+
+    def content(self, path: str) -> str | None:
+        """The text of a file that the script has written, or that is beside it; None if it can not be read."""
+        if path in self.files:
+            return self.files[path]
+        return None if has_unknown(path) else self.read(path)
 
     def block(self, nodes: Iterable[Node], state: State) -> Status:
         """Run commands one after the other; the status is that of the last."""
@@ -167,6 +182,7 @@ class Script:
                 continue
             comment = False
             status = self.run(node, state)
+            state.failed = status is False
         return status
 
     def run(self, node: Node, state: State) -> Status:
@@ -193,7 +209,7 @@ class Script:
             state.exported.update(names)
             status = self.commands.run(words, state)
             self._restore(state, before, names)
-        self.stdin = outer
+        self.stdin = outer if texts else self.stdin
         return status
 
     def _restore(self, state: State, before: State, names: list[str]) -> None:
@@ -217,10 +233,14 @@ class Script:
             value = self._array(content, expander, associative or isinstance(state.variables.get(name), dict))
         else:
             value = expander.text(content)
+        name = state.named(name)
+        added = any(child.type == "+=" for child in node.children)
+        if name in state.integers and isinstance(value, str):
+            value, added = expander.arithmetic(f"{name}+({value})" if added else value, value), False
         if target.type == "subscript":
             index = target.child_by_field_name("index")
-            self._assign_element(name, expander.text(index), value if isinstance(value, str) else "", state)
-        elif any(child.type == "+=" for child in node.children):
+            self._assign_element(name, expander.text(index), value if isinstance(value, str) else "", state, added)
+        elif added:
             state.append(name, value)
         else:
             state.assign(name, value)
@@ -234,16 +254,16 @@ class Script:
             return found if associative else [found[key] for key in sorted(found)]
         return expander.words(child for child in node.named_children if child.type != "comment")
 
-    def _assign_element(self, name: str, index: str, value: str, state: State) -> None:
+    def _assign_element(self, name: str, index: str, value: str, state: State, added: bool) -> None:
         before = state.variables.get(name, [])
         if isinstance(before, dict):
-            state.assign(name, before | {index: value})
+            state.assign(name, before | {index: before.get(index, "") * added + value})
             return
         elements = [before] if isinstance(before, str) else [*before]
         place = self.expander(state).arithmetic(index, index)
         if re.fullmatch(r"\d{1,4}", place):
             elements += [""] * (int(place) + 1 - len(elements))
-            elements[int(place)] = value
+            elements[int(place)] = elements[int(place)] * added + value
         else:
             elements.append(self.unknowns.mark(f"${name}", "the place of an element is not known"))
         state.assign(name, elements)
@@ -258,29 +278,43 @@ class Script:
         flags = "".join(word[1:] for child in node.named_children if (word := grammar.text_of(child)).startswith("-"))
         exports = grammar.text_of(node).startswith("export") or "x" in flags
         for child in node.named_children:
-            if child.type == "variable_assignment":
+            if child.type == "variable_assignment" and "n" in flags:
+                name = grammar.text_of(child).partition("=")[0]
+                state.references[name] = expander.text(child.child_by_field_name("value"))
+            elif child.type == "variable_assignment":
+                if "i" in flags:
+                    state.integers |= {grammar.text_of(child).partition("=")[0]}
                 name = self.assign(child, state, associative="A" in flags)
             elif grammar.text_of(child).startswith("-") or child.type == "comment":
                 continue
             else:
-                name = self._declared(expander.text(child), "A" in flags, "a" in flags, exports, state)
+                name = self._declared(expander.text(child), flags, exports, state)
             if exports and name:
                 state.exported.add(name)
         return True
 
-    def _declared(self, text: str, associative: bool, array: bool, exports: bool, state: State) -> str:
+    def _declared(self, text: str, flags: str, exports: bool, state: State) -> str:
         name, equals, value = text.partition("=")
+        if "n" in flags:
+            state.references[name] = value
+            return ""
+        state.integers |= {name} if "i" in flags else set()
         if equals:
             state.assign(name, value)
         elif name not in state.variables and not exports:
-            state.assign(name, {} if associative else [] if array else "")
+            state.assign(name, {} if "A" in flags else [])
         return name
 
     def _unset_command(self, node: Node, state: State) -> Status:
+        names, end = [""], 0
         for child in node.named_children:
-            name = grammar.text_of(child)
-            if not name.startswith("-"):
-                state.assign(name.partition("[")[0], [] if isinstance(state.variables.get(name), list) else "")
+            if child.start_byte > end:  # NAME[INDEX] is one word of two nodes
+                names.append("")
+            names[-1] += self.expander(state).text(child)
+            end = child.end_byte
+        for name in names:
+            if name and not name.startswith("-"):
+                state.unset(name)
         return True
 
     def _function_definition(self, node: Node, state: State) -> Status:
@@ -365,14 +399,18 @@ class Script:
         expander = self.expander(state)
         subject = node.child_by_field_name("value")
         text, ends, certain = expander.text(subject), [], False
+        falls: State | None = None
         for item in (child for child in node.named_children if child.type == "case_item"):
             values = item.children_by_field_name("value")
-            patterns = [Token(expander.text(value), value.type in ("string", "raw_string")) for value in values]
-            status = matches(text, patterns)
+            status = True if falls else matches(text, [expander.token(value) for value in values])
             if status is False:
                 continue
-            own = state.fork()
+            own = falls or state.fork()
             self.block([child for child in item.named_children if child not in values], own)
+            falls = own if own.ended == "" and item.children[-1].type == ";&" else None
+            if falls or item.children[-1].type == ";;&":
+                state.replace(own if status is True else self._joined(state, [own, state.fork()], node, None))
+                continue
             if own.ended != "exit":
                 ends.append(own)
             if status is True:
@@ -404,8 +442,10 @@ class Script:
         """Run a round of a loop; return whether it is the last."""
         self.run(body, state)
         last = state.ended not in ("", "continue")
-        if state.ended in ("break", "continue"):
-            state.ended = ""
+        kind, _, levels = state.ended.partition(" ")
+        if kind in ("break", "continue"):
+            outer = int(levels or 1) - 1
+            state.ended = f"{kind} {outer}" if outer > 1 else kind if outer else ""
         return last
 
     def _perhaps(self, body: Node | None, state: State, node: Node, name: str = "", why: str = "") -> None:
@@ -457,7 +497,11 @@ class Script:
         if text.startswith("(("):
             return self._truth(text[2:-2], state)
         tokens = [token for child in node.children[1:-1] for token in self._tokens(child, self.expander(state))]
-        return Condition(tokens, text.startswith("[[")).value()
+        condition = Condition(tokens, text.startswith("[["))
+        status = condition.value()
+        if condition.groups is not None:
+            state.assign("BASH_REMATCH", condition.groups)
+        return status
 
     def _tokens(self, node: Node, expander: Expander) -> list[Token]:
         """The words and operators of a condition."""
@@ -465,7 +509,7 @@ class Script:
             return [token for child in node.children for token in self._tokens(child, expander)]
         if not node.is_named or node.type == "test_operator":
             return [Token(grammar.text_of(node).strip())]
-        return [Token(expander.text(node), node.type in ("string", "raw_string"))]
+        return [expander.token(node)]
 
     def _pipeline(self, node: Node, state: State) -> Status:
         """Each command has the output of the one before as its input."""
@@ -485,17 +529,15 @@ class Script:
     def _redirected_statement(self, node: Node, state: State) -> Status:
         """A command with a here document or files. What is written to a file can be run as a script later."""
         expander = self.expander(state)
-        body, redirects = node.child_by_field_name("body"), node.children_by_field_name("redirect")
+        body = node.child_by_field_name("body")
+        redirects = [child for child in node.named_children if child.type.endswith("_redirect")]
         heredocs = [each for each in redirects if each.type == "heredoc_redirect"]
         files = [each for each in redirects if each.type == "file_redirect"]
         files += [child for each in heredocs for child in each.named_children if child.type == "file_redirect"]
         further = [extra for each in files for extra in each.children_by_field_name("destination")[1:]]
         further += [extra for each in heredocs for extra in each.children_by_field_name("argument")]
-        outer = self.stdin
-        self.stdin = self._document(heredocs[-1], expander) if heredocs else None if any("<" in _sign(each) for each in files) else outer
-        for each in redirects:
-            if each.type == "herestring_redirect":
-                self.stdin = expander.text(each.named_children[-1]) + "\n"
+        inputs = [each for each in redirects if each.type != "file_redirect"] + [each for each in files if "<" in _sign(each)]
+        outer, self.stdin = self.stdin, self._input(inputs[0], expander) if inputs else self.stdin
 
         def run() -> Status:
             if body is None:
@@ -505,7 +547,7 @@ class Script:
         pipes = [child for each in heredocs for child in each.named_children if child.type == "pipeline"]
         targets = [each for each in files if _sign(each) in (">", ">>", "&>", "&>>", ">|")]
         text, status = self.captured(run) if targets or pipes else ("", run())
-        self.stdin = outer
+        self.stdin = outer if inputs else self.stdin
         for target in targets:
             self._written(expander.text(target.children_by_field_name("destination")[0]), text, _sign(target))
         for pipe in pipes:
@@ -514,6 +556,18 @@ class Script:
             if (second := each.child_by_field_name("right")) is not None and (sign := each.child_by_field_name("operator")) is not None:
                 status = self._second(True if _reads(body) else status, sign.type, second, body, state)
         return status
+
+    def _input(self, redirect: Node, expander: Expander) -> str | None:
+        """The text of <<, <<< or <; None if it is not known."""
+        if redirect.type == "heredoc_redirect":
+            return self._document(redirect, expander)
+        source = redirect.named_children[-1]
+        if redirect.type == "herestring_redirect":
+            return expander.text(source) + "\n"
+        if source.type != "process_substitution":
+            return self.content(expander.text(source))
+        text, _ = self.captured(lambda: self.block(source.named_children, expander.state.fork()))
+        return None if "\0" in text else text
 
     def _written(self, path: str, text: str, sign: str) -> None:
         if not path.startswith("/dev/"):

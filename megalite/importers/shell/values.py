@@ -72,47 +72,84 @@ def checked(text: str) -> str:
 class State:
     """What a shell holds at one point of a script.
 
-    withheld: variables that a parent process has and does not export; arguments: the positional parameters, None if the script's own;
-    ended: exit, return, break or continue, once one of them was reached.
+    A variable that is unset is an empty array. withheld: variables that a parent process has and does not export; references: names that
+    stand for other variables; integers: variables of whose values the arithmetic is stored; arguments: the positional parameters, None if
+    the script's own;
+    ended: exit, return, break or continue (with a number of loops), once one of them was reached; failed: whether the last command is
+    known to have failed.
     """
 
     variables: dict[str, Value] = field(default_factory=dict)
     exported: set[str] = field(default_factory=set)
     withheld: frozenset[str] = frozenset()
+    references: dict[str, str] = field(default_factory=dict)
+    integers: frozenset[str] = frozenset()
     arguments: list[str] | None = None
     program: str = ""
     export_all: bool = False
     ended: str = ""
+    failed: bool = False
 
     def fork(self) -> State:
         variables = {name: value if isinstance(value, str) else value.copy() for name, value in self.variables.items()}
-        return State(variables, {*self.exported}, self.withheld, self.arguments, self.program, self.export_all)
+        copied = (self.withheld, {**self.references}, self.integers)
+        return State(variables, {*self.exported}, *copied, self.arguments, self.program, self.export_all, failed=self.failed)
 
     def child(self, arguments: list[str] | None, program: str) -> State:
         """The state of a new process: it has what is exported."""
         variables: dict[str, Value] = {
             name: value for name, value in self.variables.items() if name in self.exported and isinstance(value, str)
         }
-        return State(variables, {*variables}, frozenset(self.variables.keys() - variables.keys()), arguments, program)
+        withheld = frozenset(self.variables.keys() - variables.keys())
+        return State(variables, {*variables}, withheld, arguments=arguments, program=program)
 
     def replace(self, other: State) -> None:
         self.variables, self.exported, self.arguments, self.ended = other.variables, other.exported, other.arguments, other.ended
+        self.references, self.integers, self.failed = other.references, other.integers, other.failed
+
+    def named(self, name: str) -> str:
+        """The variable that a name stands for."""
+        for _ in self.references:
+            name = self.references.get(name, name)
+        return name
+
+    def keys(self, name: str) -> list[str] | None:
+        """The indices of an array; None if it is not set."""
+        value = self.variables.get(self.named(name))
+        if value is None or isinstance(value, dict):
+            return None if value is None else [*value]
+        return ["0"] if isinstance(value, str) else [*map(str, range(len(value)))]
+
+    def unset(self, name: str) -> None:
+        """unset NAME or NAME[INDEX]."""
+        name, _, index = name.partition("[")
+        index, name = index.rstrip("]").strip("'\""), self.named(name)
+        value = self.variables.get(name)
+        if not index:
+            self.variables[name] = []
+            self.exported.discard(name)
+        elif isinstance(value, dict):
+            value.pop(index, None)
+        elif isinstance(value, list) and index.lstrip("-").isdigit() and -len(value) <= int(index) < len(value):
+            del value[int(index)]
 
     def assign(self, name: str, value: Value) -> None:
+        name = self.named(name)
         self.variables[name] = checked(value) if isinstance(value, str) else value
         if self.export_all:
             self.exported.add(name)
 
     def append(self, name: str, value: Value) -> None:
         """NAME+=VALUE."""
-        before = self.variables.get(name)
+        before = self.variables.get(self.named(name))
+        before = None if before == [] else before
         if isinstance(before, dict) and isinstance(value, dict):
             self.assign(name, before | value)
         elif isinstance(value, list):
             start = before if isinstance(before, list) else [before] if isinstance(before, str) else []
             self.assign(name, [*start, *value])
         elif isinstance(before, list) and isinstance(value, str):
-            self.assign(name, [f"{before[0]}{value}" if before else value, *before[1:]])
+            self.assign(name, [f"{before[0]}{value}", *before[1:]])
         elif isinstance(value, str):
             self.assign(name, f"{before if isinstance(before, str) else ''}{value}")
 
