@@ -24,6 +24,7 @@ PARTS = {
     "gradients": "reducing gradients",
     "weights": "gathering weights and reducing each microbatch's gradients",
     "optimizer": "the optimizer",
+    "nodes": "waiting for the latest node",
 }
 """Part of StepTime → its name in sentences."""
 COLUMNS = (
@@ -238,6 +239,7 @@ def binding(plan: Plan) -> str:
         "gradients": "The gradient reduction is the bottleneck: it is longer than one backward pass. More microbatches would amortize it.",
         "weights": "ZeRO's communication for each microbatch is the bottleneck: it slows the computation down, or takes longer than it.",
         "optimizer": "The optimizer step is the bottleneck: sharding it further, or a larger batch, would help most.",
+        "nodes": "Waiting for the latest node is the bottleneck: steps are short. A larger batch would help most.",
         "recompute": "Recomputation is the bottleneck: it runs forwards twice to save the memory of their activations.",
     }
     parts = plan.step.parts()
