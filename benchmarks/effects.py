@@ -49,7 +49,7 @@ def _full_rate(job: Job) -> Job:
 
 def _alone(job: Job) -> Job:
     """Large products at the rate that they reach alone, not in a run."""
-    return replace(job, device=replace(job.device, sustained=job.device.sustained * 0.73 / 0.654))
+    return replace(job, device=replace(job.device, sustained=job.device.sustained * 0.73 / 0.657))
 
 
 def _links(change: Callable[[Link], Link], *names: str) -> Callable[[Job], Job]:
@@ -74,6 +74,7 @@ EFFECTS: dict[str, Callable[[Job], Job]] = {
     "bandwidth between nodes and inside": _links(lambda link: replace(link, bandwidth=math.inf), "within", "between"),
     "latency of links": _links(lambda link: replace(link, latency=0.0), "within", "between"),
     "the slowest device": _constants(slowest=1.0),
+    "waiting for the latest node": _constants(delay=0.0),
 }
 
 

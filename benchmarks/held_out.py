@@ -28,7 +28,7 @@ NOISE = 0.06  # of a row: what remains between prediction and measurement when t
 MOST_ROWS = 6  # that a table counts as
 STEP = 1.05  # by which a constant is changed to find how predictions depend on it
 COVERED = 0.8
-OF_DEVICE = {"a100": ("hopper", "limited", "older_attention"), "h100": ("ampere",)}
+OF_DEVICE = {"a100": ("hopper", "limited", "older_attention"), "h100": ("ampere", "triton_attention")}
 """Device → constants on which its tables do not depend."""
 
 

@@ -25,6 +25,7 @@ PARTS = {
     "gradients": "reducing gradients",
     "weights": "gathering weights and reducing each microbatch's gradients",
     "optimizer": "the optimizer",
+    "nodes": "waiting for the latest node",
 }
 """Part of StepTime → its name in sentences."""
 COLUMNS = (
@@ -235,6 +236,7 @@ REMEDIES = {
     "gradients": ("The gradient reduction", "it is longer than one backward pass, and more microbatches would amortize it"),
     "weights": ("ZeRO's communication for each microbatch", "it slows the computation down, or takes longer than it"),
     "optimizer": ("The optimizer step", "sharding it further, or a larger batch, would help most"),
+    "nodes": ("Waiting for the latest node", "steps are short, and a larger batch would help most"),
     "recompute": ("Recomputation", "it runs forwards twice to save the memory of their activations"),
 }
 """Part of a step other than computation → its name, and how to reduce it."""

@@ -44,6 +44,7 @@ class Software:
         splits_messages: each tensor-parallel rank sends a part, and the receivers all-gather it.
         elementwise: memory traffic of norms, activations and residual sums relative to fused kernels.
         adam_bytes: memory traffic of the optimizer per parameter that a rank updates.
+        host: host time of a layer relative to ours.
     """
 
     flash: bool = True
@@ -59,6 +60,7 @@ class Software:
     splits_messages: bool = False
     elementwise: float = 1.0
     adam_bytes: float = 34.0  # 30, and 4 to read the gradient for its norm
+    host: float = 1.0
 
 
 OURS = Software()
@@ -133,7 +135,8 @@ class Operations:
             passes = functools.reduce(Passes.plus, [self._block(share, block) for block in units.layer(index).blocks])
             for forward_wait, backward_wait in (self.exchange(share, index), self.dispatch(share, index)):
                 passes = passes.plus(Passes(forward_wait, backward_wait, 0.0, forward_wait, backward_wait))
-            host = (FORWARD_OPERATIONS * self.device.host_time, BACKWARD_OPERATIONS * self.device.host_time)
+            operation = self.device.host_time * self.software.host
+            host = (FORWARD_OPERATIONS * operation, BACKWARD_OPERATIONS * operation)
             idle = max(0.0, host[1] - passes.backward - passes.weight)
             forward = max(passes.forward, host[0])
             self._layers[key] = passes._replace(forward=forward, backward=passes.backward + idle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -102,6 +103,7 @@ class StepTime:
         bubble: idle time in the pipeline, including the imbalance between the busiest rank and the others.
         gradients, weights: exposed data-parallel reduction and gathering.
         optimizer: the optimizer, and its transfers to the host and back.
+        nodes: waiting for the latest of several nodes.
     """
 
     total: float
@@ -115,10 +117,11 @@ class StepTime:
     bubble_fraction: float
     context: float = 0.0
     experts: float = 0.0
+    nodes: float = 0.0
 
     def parts(self) -> dict[str, float]:
         """Name → seconds; the sum is the total."""
-        names = ("compute", "recompute", "tensor", "context", "experts", "bubble", "gradients", "weights", "optimizer")
+        names = ("compute", "recompute", "tensor", "context", "experts", "bubble", "gradients", "weights", "optimizer", "nodes")
         return {name: getattr(self, name) for name in names}
 
 
@@ -235,7 +238,7 @@ class Stepper:
             alone = least if self.in_turn(choice) else first + slow * self.job.microbatches(choice) * busy[rank]
             ended = max(ended, alone + left.gradients)
             weights = max(weights, left.weights - (first if hides else 0.0))
-        return ended + self._tied(choice) + weights + self._optimizer(choice, held)
+        return ended + self._tied(choice) + weights + self._optimizer(choice, held) + self._late(choice)
 
     def slowed(self, choice: Choice) -> list[Passes]:
         """The passes of each stage, with the communication of ZeRO-2 and 3 that they wait for."""
@@ -260,6 +263,12 @@ class Stepper:
     def slow(self, choice: Choice) -> float:
         """Slowdown of computation on the slowest of many devices."""
         return 1 / self.device.constants.slowest if choice.gpus > 1 and not self.device.cpu else 1.0
+
+    def _late(self, choice: Choice) -> float:
+        """Seconds of a step that nodes wait for the latest of them. The expected maximum of independent delays, exponentially distributed,
+        grows with the logarithm of their number."""
+        nodes = math.ceil(choice.gpus / self.device.per_node)
+        return 0.0 if self.device.cpu else self.device.constants.delay * math.log(nodes)
 
     def _share(self, choice: Choice) -> Share:
         unit = choice.tp if choice.sequence_parallel else 1
@@ -446,7 +455,7 @@ class Stepper:
         _, sizes, again = self.stages(choice)
         held = self.held(choice, sizes)
         gradients, weights = self._behind(choice, timed, passes, held)
-        optimizer = self._optimizer(choice, held)
+        optimizer, nodes = self._optimizer(choice, held), self._late(choice)
         pipeline = timed.longest_span if self.in_turn(choice) else timed.makespan
         busiest = max(range(choice.pp), key=lambda rank: timed.busy[rank])
         exchanges = (
@@ -458,12 +467,13 @@ class Stepper:
             for values in ([each.forward_wait + each.backward_wait for each in passes], again, waits, *exchanges)
         )
         return StepTime(
-            total=pipeline + gradients + weights + optimizer,
+            total=pipeline + gradients + weights + optimizer + nodes,
             compute=timed.busy[busiest] - within - recompute - waiting,
             recompute=recompute,
             tensor=max(within - context - experts, 0.0),
             context=context,
             experts=experts,
+            nodes=nodes,
             bubble=pipeline - timed.busy[busiest],
             gradients=gradients,
             weights=weights + waiting,

@@ -304,6 +304,26 @@ def test_one_device_is_its_kernels_and_its_optimizer():
     assert step.optimizer == pytest.approx(stream(A100, 34 * 8.03e9), rel=0.01)
 
 
+def test_the_host_limits_layers_of_short_kernels_only():
+    """A layer's 120 operations, of 4 microbatches and 32 layers. Kernels of 4,096 tokens of an 8B model hide them."""
+    narrow = replace(LLAMA, hidden_size=512, intermediate_size=1024)
+    ours, other = (Stepper(Job(narrow, A100, 128, 4, software=Software(host=host))).step(Choice()).total for host in (1.0, 3.0))
+    assert other - ours == pytest.approx(4 * 32 * 120 * 2 * A100.host_time)
+    assert seconds(Choice(), software=Software(host=3.0)) == seconds(Choice())
+
+
+@pytest.mark.parametrize("gpus, nodes", [(1, 1), (8, 1), (16, 2), (20, 3), (512, 64)])
+def test_nodes_wait_for_the_latest_of_them(gpus, nodes):
+    """At the same work for each GPU: ln n times the mean delay."""
+    stepper = Stepper(Job(LLAMA, A100, 4096, gpus))
+    step = stepper.step(Choice(dp=gpus))
+    assert step.nodes == pytest.approx(A100.constants.delay * math.log(nodes))
+    punctual = replace(A100, constants=replace(CONSTANTS, delay=0.0))
+    other = Stepper(Job(LLAMA, punctual, 4096, gpus))
+    assert step.total - other.step(Choice(dp=gpus)).total == pytest.approx(step.nodes)
+    assert stepper.least(Choice(dp=gpus)) - other.least(Choice(dp=gpus)) == pytest.approx(step.nodes), "a lower bound has it too"
+
+
 def test_muon_adds_its_iterations_which_ranks_share():
     """Per iteration of m × n with m ≤ n: two products of 2 m² n, and one of 2 m³."""
     shapes = [(4096, 4096), (4096, 4096), (1024, 4096), (1024, 4096), *[(4096, 14336)] * 3]
