@@ -85,11 +85,20 @@ class Bounds:
         """Bytes of states and activations; a budget recomputes everything."""
         return BOUND * max(self._states(choice, rank) + self._least_peak(choice, rank) for rank in self._ranks(choice))
 
-    def exceeds(self, choice: Choice, room: float) -> bool:
-        """Whether `memory` is more than `room` bytes, found without activations where the states alone are."""
-        states = [(rank, self._states(choice, rank)) for rank in self._ranks(choice)]
-        alone = any(BOUND * held > room for _, held in states)
-        return alone or any(BOUND * (held + self._least_peak(choice, rank)) > room for rank, held in states)
+    def roomy(self, variants: Sequence[Choice], room: float) -> list[Choice]:
+        """Those of some choices whose `memory` is within `room` bytes. They differ only in ZeRO and offload."""
+        left = list(variants)
+        for rank in self._ranks(variants[0]):
+            states = [(choice, self._states(choice, rank)) for choice in left]
+            if all(BOUND * held > room for _, held in states):
+                return []
+            peak = self._least_peak(variants[0], rank)
+            left = [choice for choice, held in states if BOUND * (held + peak) <= room]
+        return left
+
+    def alone(self, choice: Choice) -> float:
+        """Seconds of a step from the rank with the most parameters alone, see `Stepper.alone`: less than `time`, and found faster."""
+        return self.stepper.alone(choice, max(self._ranks(choice), key=lambda rank: rank.parameters.stored).number)
 
     def time(self, choice: Choice, again: Mapping[int, float] = MappingProxyType({})) -> float:
         """Seconds of a step: as `Stepper.least`, and of the first, the last and the recomputing pipeline ranks what they at least wait for
@@ -150,6 +159,10 @@ class Bounds:
                 return None
             found += [Kind(count, tuple(Option(each.cost, (each.frees[0] * held,)) for each in group)) for group in groups]
         return Relaxation(found)
+
+    def ranks(self, choice: Choice) -> list[int]:
+        """The pipeline ranks that are looked at: those that tend to need most."""
+        return [rank.number for rank in self._ranks(choice)]
 
     def _least_peak(self, choice: Choice, rank: _Rank) -> float:
         """Bytes of activations at a rank's peak if it recomputes as the choice says (a budget: everything)."""

@@ -17,7 +17,7 @@ rank computes them a block at a time: both are solved, and the better one is tak
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -142,15 +142,20 @@ def problem_of(config: Config, world_size: int, device: Device, costs: hardware.
     return Problem(_keeping_all(config, world_size), device, costs, schedule)
 
 
-def fitting(problem: Problem, budget: int) -> str | None:
-    """As `decide`, only train.recompute of a good solution in place of the best one, found fast; None if nothing fits."""
-    ranks = []
-    for rank in range(problem.config.parallel.pp):
-        least, solution = problem.solved(rank, budget, exact=False)
+def recompute_within(problem: Problem, budget: int, exact: bool = True, ranks: Iterable[int] | None = None) -> str | None:
+    """The train.recompute that `decide` finds, without what else is known of it; None if nothing fits.
+
+    Args:
+        exact: False takes a good solution in place of the best one, and is fast.
+        ranks: the pipeline ranks that have to fit, by default all; others keep everything.
+    """
+    modes: dict[int, str] = {}
+    for rank in range(problem.config.parallel.pp) if ranks is None else ranks:
+        least, solution = problem.solved(rank, budget, exact)
         if least > budget or solution is None:
             return None
-        ranks.append(solution.modes or {})
-    return _modes(problem.config, ranks)
+        modes |= solution.modes
+    return _written(problem.config, modes)
 
 
 def _keeping_all(config: Config, world_size: int | None) -> Config:
@@ -181,18 +186,18 @@ def decision(problem: Problem, budget: int) -> Decision:
     ranks = [problem.rank(rank, budget) for rank in range(config.parallel.pp)]
     if max(each.everything for each in ranks) > budget:
         raise ConfigError(_too_small(config, budget, ranks))
-    recompute = _modes(config, [each.modes for each in ranks])
+    modes: dict[int, str] = {}
+    for each in ranks:
+        modes |= each.modes
+    recompute = _written(config, modes)
     chosen = replace(config, train=replace(config.train, recompute=recompute))
     totals = [each.total for each in estimate(chosen, ParallelDims.of(chosen).world, problem.device, problem.schedule)]
     return Decision(budget, recompute, tuple(replace(each, total=total) for each, total in zip(ranks, totals, strict=True)))
 
 
-def _modes(config: Config, ranks: Sequence[dict[int, str]]) -> str:
-    """The decisions of all ranks as train.recompute has them."""
-    modes: dict[int, str] = {}
-    for rank in ranks:
-        modes |= rank
-    return written([modes[layer] for layer in range(layer_count(config.model))])
+def _written(config: Config, modes: Mapping[int, str]) -> str:
+    """The modes of layers, by index, as train.recompute has them; other layers keep everything."""
+    return written([modes.get(layer, "none") for layer in range(layer_count(config.model))])
 
 
 def _too_small(config: Config, budget: int, ranks: Sequence[RankDecision]) -> str:

@@ -22,7 +22,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import comb
 from typing import Any, NamedTuple
 
@@ -77,8 +77,8 @@ def solve(kinds: Sequence[Kind], needs: Sequence[int], exact: bool = True) -> Co
     known = _greedy(narrow, need)
     if known is not None and not exact:
         return known
-    hulls = [[_hull(kind, index) for index in range(len(need))] for kind in narrow]
     limit = math.inf if known is None else sum(map(_cost, narrow, known)) * (1 - 1e-12)
+    bounds = _Bounds(narrow, len(need))
     levels = [_States(np.zeros(1), np.array([need], dtype=np.int64), np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))]
     possible: list[list[tuple[int, ...]]] = []
     followed = 0
@@ -87,7 +87,9 @@ def solve(kinds: Sequence[Kind], needs: Sequence[int], exact: bool = True) -> Co
         if followed > MOST_FOLLOWED:
             return _branched(narrow, need, known)
         possible.append(list(_counts(kind)))
-        levels.append(_followed(levels[-1], kind, possible[-1], _Bound(hulls[number + 1 :], len(need)), limit))
+        levels.append(_followed(levels[-1], kind, possible[-1], bounds.after(number), limit))
+        if not len(levels[-1].costs):
+            return known
     last = levels[-1]
     complete = np.flatnonzero(~last.left.any(axis=1))
     if not len(complete):
@@ -152,7 +154,7 @@ class Relaxation:
     """A lower bound of the least cost at which items free a number of bytes of one constraint: fractions of items may take an option."""
 
     def __init__(self, kinds: Sequence[Kind]):
-        self._bound = _Bound([[_hull(kind, 0)] for kind in kinds], 1)
+        self._bound = _Bounds(kinds, 1).after(-1)
 
     def least(self, need: float) -> float:
         """Infinite if the items can not free so much."""
@@ -224,18 +226,33 @@ class _Step:
     frees: int
 
 
-class _Bound:
-    """The least cost at which some kinds free a number of bytes, constraint by constraint, with fractions of items."""
+class _Bounds:
+    """The linear relaxations of some kinds, which leave out more and more of them: their steps are sorted once."""
 
-    def __init__(self, hulls: Sequence[Sequence[Sequence[_Step]]], constraints: int):
-        self._freed: list[Array] = []
-        self._costs: list[Array] = []
-        self._rates: list[Array] = []
+    def __init__(self, kinds: Sequence[Kind], constraints: int):
+        self._sorted: list[tuple[Array, Array, Array]] = []  # for each constraint, of each step in order: kind, rate, and what it frees
         for index in range(constraints):
-            steps = sorted((step for hull in hulls for step in hull[index]), key=lambda step: step.rate)
-            self._freed.append(np.array([0, *accumulate(step.frees for step in steps)], dtype=np.int64))
-            self._costs.append(np.array([0.0, *accumulate(step.frees * step.rate for step in steps)]))
-            self._rates.append(np.array([0.0, *(step.rate for step in steps)]))
+            steps = [(step.rate, number, step.frees) for number, kind in enumerate(kinds) for step in _hull(kind, index)]
+            steps.sort(key=lambda step: step[0])
+            rates, numbers, frees = zip(*steps, strict=True) if steps else ((), (), ())
+            self._sorted.append((np.array(numbers, dtype=np.int64), np.array(rates), np.array(frees, dtype=np.int64)))
+
+    def after(self, number: int) -> _Bound:
+        """The bound of the kinds after one of them."""
+        return _Bound([(rates[numbers > number], frees[numbers > number]) for numbers, rates, frees in self._sorted])
+
+
+class _Bound:
+    """The least cost at which some kinds free a number of bytes, constraint by constraint, with fractions of items.
+
+    Args:
+        steps: for each constraint, rates in ascending order, and what each of them frees.
+    """
+
+    def __init__(self, steps: Sequence[tuple[Array, Array]]):
+        self._freed = [np.concatenate(([0], np.cumsum(frees))) for _, frees in steps]
+        self._costs = [np.concatenate(([0.0], np.cumsum(frees * rates))) for rates, frees in steps]
+        self._rates = [np.concatenate(([0.0], rates)) for rates, _ in steps]
 
     def least(self, left: Array) -> Array:
         """A lower bound of the cost of freeing what is left, [..., constraints]; infinite where it can not be freed."""
@@ -262,44 +279,37 @@ def _hull(kind: Kind, index: int) -> list[_Step]:
 
 def _greedy(kinds: Sequence[Kind], needs: tuple[int, ...]) -> Counts | None:
     """A good choice: items by items, the cheapest for what is still needed, then all that turn out to be needless taken back."""
-    taken = [[0] * len(kind.options) for kind in kinds]
-    left = np.array(needs, dtype=np.int64)
-    moves = [  # an option of a kind in place of another one, or of keeping everything
-        (number, option, other)
-        for number, kind in enumerate(kinds)
-        for option in range(len(kind.options))
-        for other in (-1, *(other for other in range(len(kind.options)) if other != option))
+    first = [0, *accumulate(1 + len(kind.options) for kind in kinds)]  # of each kind, the place of keeping everything, before its options
+    moves = [  # from one place to another of the same kind
+        (start + other, start + option)
+        for start, kind in zip(first, kinds, strict=False)
+        for option in range(1, 1 + len(kind.options))
+        for other in range(1 + len(kind.options))
+        if other != option
     ]
-    frees = np.array([_difference(kinds[number], option, other).frees for number, option, other in moves], dtype=np.int64)
-    costs = np.array([max(_difference(kinds[number], option, other).cost, 0.0) for number, option, other in moves])
-
-    def available(number: int, other: int) -> int:
-        return kinds[number].items - sum(taken[number]) if other < 0 else taken[number][other]
-
+    sources, targets = np.array(moves, dtype=np.int64).reshape(-1, 2).T
+    keeping = Option(0.0, (0,) * len(needs))
+    places = [option for kind in kinds for option in (keeping, *kind.options)]
+    frees = np.array([option.frees for option in places], dtype=np.int64)
+    costs = np.array([option.cost for option in places])
+    frees, costs = frees[targets] - frees[sources], np.maximum(costs[targets] - costs[sources], 0.0)
+    items = np.zeros(len(places), dtype=np.int64)
+    items[first[:-1]] = [kind.items for kind in kinds]
+    left, wanted = np.array(needs, dtype=np.int64), np.array(needs)
     while (left > 0).any():
-        gains = ((np.maximum(left, 0) - np.maximum(left - frees, 0)) / np.array(needs)).sum(1)  # of what is needed
-        gains *= [available(number, other) > 0 for number, _, other in moves]
+        gains = ((np.maximum(left, 0) - np.maximum(left - frees, 0)) / wanted).sum(1)  # of what is needed
+        gains *= items[sources] > 0
         if gains.max(initial=0.0) <= 0:
             return None
         best = int(np.argmin(np.where(gains > 0, costs / np.where(gains > 0, gains, 1.0), np.inf)))
-        number, option, other = moves[best]
         useful = [-(-need // freed) for need, freed in zip(left.tolist(), frees[best].tolist(), strict=True) if need > 0 and freed > 0]
-        count = 1 if (frees[best] < 0).any() else min(available(number, other), *useful)
-        taken[number][option] += count
-        if other >= 0:
-            taken[number][other] -= count
+        count = 1 if (frees[best] < 0).any() else min(int(items[sources[best]]), *useful)
+        items[targets[best]] += count
+        items[sources[best]] -= count
         left -= count * frees[best]
+    taken = [items[start + 1 : stop].tolist() for start, stop in pairwise(first)]
     _take_back(kinds, taken, left.tolist())
     return tuple(map(tuple, taken))
-
-
-def _difference(kind: Kind, option: int, other: int) -> Option:
-    """What an option costs and frees more than another one; -1: than keeping everything."""
-    new = kind.options[option]
-    if other < 0:
-        return new
-    old = kind.options[other]
-    return Option(new.cost - old.cost, tuple(a - b for a, b in zip(new.frees, old.frees, strict=True)))
 
 
 def _take_back(kinds: Sequence[Kind], taken: list[list[int]], left: list[int]) -> None:
