@@ -21,6 +21,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from operator import ge
 from typing import NamedTuple
 
 from megalite.build import plan
@@ -137,9 +138,11 @@ def decide(
     return _decided(_Asked(f"{config} {costs}", config, costs), budget, device)
 
 
-def problem_of(config: Config, world_size: int, device: Device, costs: hardware.Device, schedule: Schedule) -> Problem:
-    """The problem of a configuration; arguments as for `decide`."""
-    return Problem(_keeping_all(config, world_size), device, costs, schedule)
+def problem_of(
+    config: Config, world_size: int, device: Device, costs: hardware.Device, schedule: Schedule, buckets: dict[Hashable, list[BucketLayout]]
+) -> Problem:
+    """The problem of a configuration; arguments as for `decide`. buckets: as for `Standing`."""
+    return Problem(_keeping_all(config, world_size), device, costs, schedule, buckets)
 
 
 def recompute_within(problem: Problem, budget: int, exact: bool = True, ranks: Iterable[int] | None = None) -> str | None:
@@ -230,7 +233,7 @@ class _Load(NamedTuple):
     held: tuple[tuple[int, int], ...]
 
     def covers(self, other: _Load) -> bool:
-        return self.constant >= other.constant and all(a >= b for a, b in zip(self.held, other.held, strict=True))
+        return self.constant >= other.constant and all(map(ge, self.held, other.held))
 
 
 class _Layer(NamedTuple):
@@ -264,7 +267,14 @@ class _Programme(NamedTuple):
 class Problem:
     """The integer programmes of a configuration that keeps everything, one for each pipeline rank."""
 
-    def __init__(self, config: Config, device: Device, costs: hardware.Device, schedule: Schedule):
+    def __init__(
+        self,
+        config: Config,
+        device: Device,
+        costs: hardware.Device,
+        schedule: Schedule,
+        buckets: dict[Hashable, list[BucketLayout]] | None = None,
+    ):
         self.config, self.device, self.schedule = config, device, schedule
         self.units = plan.units_of(config)
         self.splits = Pass.WEIGHT in self.schedule.passes
@@ -272,8 +282,9 @@ class Problem:
         self.kept = self._activations("none")
         self.operations = Operations(costs, config.model, config.train.precision, lora=config.lora)
         self._known: dict[tuple[Hashable, bool], list[_Choice]] = {}
+        self._scores: dict[Hashable, bool] = {}
         self._programmes: dict[tuple[int, bool], _Programme] = {}
-        self._buckets: dict[Hashable, list[BucketLayout]] = {}
+        self._buckets = {} if buckets is None else buckets
         self.besides = Standing(config, schedule, self.kept, self._buckets)
 
     def stored(self, config: Config, schedule: Schedule) -> Problem:
@@ -329,9 +340,12 @@ class Problem:
         return found
 
     def _has_scores(self, layers: Sequence[_Layer]) -> bool:
-        units = self.kept.units
-        kinds = {units.alike(layer.number): layer.number for layer in layers}
-        return any("scores" in operation.names for number in kinds.values() for group in groups(units, number) for operation in group)
+        for layer in layers:
+            kind = self.kept.units.alike(layer.number)
+            if kind not in self._scores:
+                found = groups(self.kept.units, layer.number)
+                self._scores[kind] = any("scores" in operation.names for group in found for operation in group)
+        return any(self._scores[self.kept.units.alike(layer.number)] for layer in layers)
 
     def _choices(self, layer: int, scores: bool) -> list[_Choice]:
         """What a layer chooses from."""

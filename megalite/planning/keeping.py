@@ -18,12 +18,12 @@ import ctypes
 import math
 import os
 import sys
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import comb
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +33,7 @@ Array = NDArray[Any]
 MOST_FOLLOWED = 300_000  # partial choices that are compared, times constraints; more take longer than HiGHS
 GAP = 0.005  # of the cost of recomputation, which is a small part of a step
 MOST_NODES = 50  # of HiGHS's tree; it needs a few, and its best choice until then is taken
+BLOCK = 256  # choices that are compared at a time
 SLACK = 2e-6  # relative, by which HiGHS may miss a constraint: twice its tolerance
 
 
@@ -177,27 +178,17 @@ def _followed(states: _States, kind: Kind, possible: Sequence[tuple[int, ...]], 
 def _undominated(left: Array) -> Array:
     """Indices of rows, given in order of their cost, without those that leave no less of every constraint than an earlier one."""
     if left.shape[1] == 1:
-        column = left[:, 0]
-        before = np.minimum.accumulate(np.concatenate(([np.iinfo(np.int64).max], column[:-1]))) if len(column) else column
-        return np.flatnonzero(column < before)
-    kept: list[int] = []
-    if left.shape[1] == 2:
-        firsts, seconds = list[int](), list[int]()  # the staircase of the rows so far: ascending, descending
-        for row, (first, second) in enumerate(left.tolist()):
-            at = bisect_right(firsts, first)
-            if at and seconds[at - 1] <= second:
-                continue
-            kept.append(row)
-            at = bisect_left(firsts, first)
-            end = at
-            while end < len(firsts) and seconds[end] >= second:
-                end += 1
-            firsts[at:end], seconds[at:end] = [first], [second]
-        return np.array(kept, dtype=np.int64)
-    for row in range(len(left)):
-        if not kept or not (left[kept] <= left[row]).all(axis=1).any():
-            kept.append(row)
-    return np.array(kept, dtype=np.int64)
+        before = np.minimum.accumulate(np.concatenate(([np.iinfo(np.int64).max], left[:-1, 0])))
+        return np.flatnonzero(left[:, 0] < before[: len(left)])
+    kept = np.zeros(0, dtype=np.int64)
+    for start in range(0, len(left), BLOCK):
+        block = np.arange(start, min(start + BLOCK, len(left)))
+        others = np.concatenate((kept, block))
+        covers = others[:, None] < block  # [others, block]
+        for column in left.T:
+            covers &= column[others, None] <= column[block]
+        kept = np.concatenate((kept, block[~covers.any(axis=0)]))
+    return kept
 
 
 def _cost(kind: Kind, taken: Sequence[int]) -> float:
@@ -227,32 +218,39 @@ class _Step:
 
 
 class _Bounds:
-    """The linear relaxations of some kinds, which leave out more and more of them: their steps are sorted once."""
+    """The linear relaxations of some kinds, which leave out more and more of them: their steps are sorted once.
+
+    Arrays are [constraints, steps], filled up with steps that free nothing.
+    """
 
     def __init__(self, kinds: Sequence[Kind], constraints: int):
-        self._sorted: list[tuple[Array, Array, Array]] = []  # for each constraint, of each step in order: kind, rate, and what it frees
-        for index in range(constraints):
-            steps = [(step.rate, number, step.frees) for number, kind in enumerate(kinds) for step in _hull(kind, index)]
-            steps.sort(key=lambda step: step[0])
-            rates, numbers, frees = zip(*steps, strict=True) if steps else ((), (), ())
-            self._sorted.append((np.array(numbers, dtype=np.int64), np.array(rates), np.array(frees, dtype=np.int64)))
+        hulls = [[_hull(kind, index) for kind in kinds] for index in range(constraints)]
+        most = max((sum(map(len, hull)) for hull in hulls), default=0)
+        self._kinds, self._frees = np.zeros((constraints, most), dtype=np.int64), np.zeros((constraints, most), dtype=np.int64)
+        self._rates = np.zeros((constraints, most))
+        for index, hull in enumerate(hulls):
+            steps = sorted(((step.rate, number, step.frees) for number, each in enumerate(hull) for step in each), key=itemgetter(0))
+            if steps:
+                own = slice(len(steps))
+                self._rates[index, own], self._kinds[index, own], self._frees[index, own] = zip(*steps, strict=True)
 
     def after(self, number: int) -> _Bound:
         """The bound of the kinds after one of them."""
-        return _Bound([(rates[numbers > number], frees[numbers > number]) for numbers, rates, frees in self._sorted])
+        return _Bound(self._rates, np.where(self._kinds > number, self._frees, 0))
 
 
 class _Bound:
     """The least cost at which some kinds free a number of bytes, constraint by constraint, with fractions of items.
 
     Args:
-        steps: for each constraint, rates in ascending order, and what each of them frees.
+        rates, frees: of steps in ascending order of their rates, [constraints, steps].
     """
 
-    def __init__(self, steps: Sequence[tuple[Array, Array]]):
-        self._freed = [np.concatenate(([0], np.cumsum(frees))) for _, frees in steps]
-        self._costs = [np.concatenate(([0.0], np.cumsum(frees * rates))) for rates, frees in steps]
-        self._rates = [np.concatenate(([0.0], rates)) for rates, _ in steps]
+    def __init__(self, rates: Array, frees: Array):
+        nothing = np.zeros((len(frees), 1), dtype=np.int64)
+        self._freed = np.concatenate((nothing, np.cumsum(frees, axis=1)), axis=1)
+        self._costs = np.concatenate((nothing, np.cumsum(frees * rates, axis=1)), axis=1)
+        self._rates = np.concatenate((nothing, rates), axis=1)
 
     def least(self, left: Array) -> Array:
         """A lower bound of the cost of freeing what is left, [..., constraints]; infinite where it can not be freed."""

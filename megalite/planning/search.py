@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import lru_cache
@@ -25,6 +25,7 @@ from megalite.parallel.pipeline.gathering import with_gathering
 from megalite.parallel.pipeline.generator import SCHEDULES, chunks_of
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.schedule import Schedule, Unit
+from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.planning.bounds import Bounds, followed
 from megalite.planning.budget import Problem, problem_of, recompute_within
 from megalite.planning.configuring import USABLE, broken_rule, configured
@@ -103,6 +104,8 @@ class Search:
         self._gathering = lru_cache(maxsize=8)(self._with_gathers)
         self.found: dict[Choice, Plan] = {}
         self._problems: dict[Choice, Problem] = {}
+        self._buckets: dict[tuple[int, int, bool, int], dict[Hashable, list[BucketLayout]]] = {}
+        self._gathered: dict[Choice, tuple[tuple[Unit, ...], ...]] = {}
         self._legal: dict[Choice, list[tuple[str, int]]] = {}
         self._too_large: dict[Choice, list[tuple[int, float]]] = {}  # micro-batch sizes and negated recomputed fractions that did not fit
 
@@ -196,7 +199,8 @@ class Search:
         config, device = self._run(choice)
         schedule = self._carried_out(choice, config, messages)
         if key not in self._problems:
-            self._problems[key] = problem_of(config, choice.gpus, device, self.job.device, schedule)
+            buckets = self._buckets.setdefault((choice.tp, choice.ep, choice.sequence_parallel, choice.data), {})
+            self._problems[key] = problem_of(config, choice.gpus, device, self.job.device, schedule, buckets)
         return self._problems[key].stored(config, schedule)
 
     @staticmethod
@@ -378,8 +382,10 @@ class Search:
 
     def _carried_out(self, choice: Choice, config: Config, messages: bool = True) -> Schedule:
         """The schedule of a choice with its messages, and the gathers and reshards of ZeRO-3."""
-        units = plan.gathered_units(config)
-        key = followed(choice, self.job.microbatches(choice))
+        stored = replace(choice, micro_batch_size=0, recompute="")
+        if stored not in self._gathered:
+            self._gathered[stored] = plan.gathered_units(config)
+        units, key = self._gathered[stored], followed(choice, self.job.microbatches(choice))
         if units:
             return self._gathering(key, units, config.parallel.zero3_reshard == "step", messages)
         return self._schedule(choice) if messages else schedule_of(*key)

@@ -244,8 +244,8 @@ class Stepper:
         return self._with_data(choice, passes, sizes, self.layers_of_stages(len(passes)))[0]
 
     def alone(self, choice: Choice, rank: int) -> float:
-        """A lower bound of the step time from one pipeline rank: its work, with the communication of ZeRO-2 and 3 that it waits for, and its
-        part of the optimizer."""
+        """A lower bound of the step time from one pipeline rank: its work, with the communication of ZeRO-2 and 3 that it waits for, and
+        its part of the optimizer."""
         passes, sizes, _ = self.stages(choice)
         layers, placed = self.layers_of_stages(len(passes)), placement(choice.schedule, choice.pp, choice.asked_stages)
         own = [(passes[stage], sizes[stage], layers[stage]) for stage, each in enumerate(placed) if each == rank]
