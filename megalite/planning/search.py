@@ -32,7 +32,7 @@ from megalite.planning.configuring import USABLE, broken_rule, configured
 from megalite.planning.context import UNEVEN
 from megalite.planning.experts import worst_total
 from megalite.planning.memory import RankMemory, estimate
-from megalite.planning.pacing import schedule_of
+from megalite.planning.pacing import Pipeline, schedule_of
 from megalite.planning.step import Choice, Job, Stepper, StepTime, recomputed_share
 from megalite.progress import Report, silent
 
@@ -388,19 +388,17 @@ class Search:
         units, key = self._gathered[stored], followed(choice, self.job.microbatches(choice))
         if units:
             return self._gathering(key, units, config.parallel.zero3_reshard == "step", messages)
-        return self._schedule(choice) if messages else schedule_of(*key)
+        return self._schedule(choice) if messages else schedule_of(key)
 
-    def _with_gathers(
-        self, key: tuple[str, int, int, int | None], units: tuple[tuple[Unit, ...], ...], keep: bool, messages: bool
-    ) -> Schedule:
-        return with_gathering(self._communicating(*key) if messages else schedule_of(*key), units, keep)
+    def _with_gathers(self, key: Pipeline, units: tuple[tuple[Unit, ...], ...], keep: bool, messages: bool) -> Schedule:
+        return with_gathering(self._communicating(key) if messages else schedule_of(key), units, keep)
 
     def _schedule(self, choice: Choice) -> Schedule:
-        return self._communicating(*followed(choice, self.job.microbatches(choice)))
+        return self._communicating(followed(choice, self.job.microbatches(choice)))
 
 
-def _communicating(name: str, ranks: int, microbatches: int, virtual_stages: int | None) -> Schedule:
-    return with_communication(schedule_of(name, ranks, microbatches, virtual_stages))
+def _communicating(pipeline: Pipeline) -> Schedule:
+    return with_communication(schedule_of(pipeline))
 
 
 def _family(choice: Choice) -> Choice:

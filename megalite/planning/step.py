@@ -28,7 +28,7 @@ from megalite.planning.hardware import Device
 from megalite.planning.kernels import stream
 from megalite.planning.links import Group, group
 from megalite.planning.operations import OURS, Operations, Passes, Software
-from megalite.planning.pacing import ScheduleTime, pace
+from megalite.planning.pacing import Durations, Pipeline, ScheduleTime, pace
 
 STATE_BYTES = 4.0 * (1 + len(ADAMW))
 """The fp32 master weight and the optimizer's state of a parameter."""
@@ -190,17 +190,15 @@ class Stepper:
         """The time of one step under a choice, which is not validated."""
         passes, sizes, _ = self.stages(choice)
         passes, waits = self._with_data(choice, passes, sizes, self.layers_of_stages(len(passes)))
-        slow, message, blocking = self.slow(choice), self._message(choice), self._blocking(choice)
-        timed = self._pace(
-            choice.schedule,
-            choice.pp,
-            self.job.microbatches(choice),
-            choice.asked_stages,
+        slow, blocking = self.slow(choice), self._blocking(choice)
+        durations = Durations(
             tuple(slow * each.forward + blocking for each in passes),
             tuple(slow * each.backward + blocking for each in passes),
             tuple(slow * each.weight for each in passes),
-            message,
+            self._message(choice),
         )
+        pipeline = Pipeline(choice.schedule, choice.pp, self.job.microbatches(choice), choice.asked_stages)
+        timed = self._pace(pipeline, durations)
         return self._closed(choice, timed, passes, waits)
 
     def divided(self, choice: Choice) -> float:
