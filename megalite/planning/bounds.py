@@ -25,7 +25,7 @@ from megalite.planning.domains import Parameters, shares
 from megalite.planning.holding import fullest
 from megalite.planning.keeping import Kind, Option, Relaxation
 from megalite.planning.operations import Passes
-from megalite.planning.pacing import schedule_of
+from megalite.planning.pacing import Pipeline, schedule_of
 from megalite.planning.recomputing import of_operation
 from megalite.planning.states import Widths
 from megalite.planning.step import Choice, Stepper
@@ -85,11 +85,20 @@ class Bounds:
         """Bytes of states and activations; a budget recomputes everything."""
         return BOUND * max(self._states(choice, rank) + self._least_peak(choice, rank) for rank in self._ranks(choice))
 
-    def exceeds(self, choice: Choice, room: float) -> bool:
-        """Whether `memory` is more than `room` bytes, found without activations where the states alone are."""
-        states = [(rank, self._states(choice, rank)) for rank in self._ranks(choice)]
-        alone = any(BOUND * held > room for _, held in states)
-        return alone or any(BOUND * (held + self._least_peak(choice, rank)) > room for rank, held in states)
+    def roomy(self, variants: Sequence[Choice], room: float) -> list[Choice]:
+        """Those of some choices whose `memory` is within `room` bytes. They differ only in ZeRO and offload."""
+        left = list(variants)
+        for rank in self._ranks(variants[0]):
+            states = [(choice, self._states(choice, rank)) for choice in left]
+            if all(BOUND * held > room for _, held in states):
+                return []
+            peak = self._least_peak(variants[0], rank)
+            left = [choice for choice, held in states if BOUND * (held + peak) <= room]
+        return left
+
+    def alone(self, choice: Choice) -> float:
+        """Seconds of a step from the rank with the most parameters alone, see `Stepper.alone`: less than `time`, and found faster."""
+        return self.stepper.alone(choice, max(self._ranks(choice), key=lambda rank: rank.parameters.stored).number)
 
     def time(self, choice: Choice, again: Mapping[int, float] = MappingProxyType({})) -> float:
         """Seconds of a step: as `Stepper.least`, and of the first, the last and the recomputing pipeline ranks what they at least wait for
@@ -108,7 +117,7 @@ class Bounds:
         forwards, backwards = [each.forward for each in passes], [each.backward for each in passes]
         if not choice.splits:
             backwards = [each.backward + each.weight for each in passes]
-        count, order = self.job.microbatches(choice), self._orders(*followed(choice, self.job.microbatches(choice)), rank)
+        count, order = self.job.microbatches(choice), self._orders(followed(choice, self.job.microbatches(choice)), rank)
         own, again_here = order.own, again.get(rank, 0.0)
         warmup = sum(number * forwards[stage] for stage, number in zip(own, order.warmup, strict=True))
         work = count * (sum(passes[stage].total for stage in own) + again_here)
@@ -151,6 +160,10 @@ class Bounds:
             found += [Kind(count, tuple(Option(each.cost, (each.frees[0] * held,)) for each in group)) for group in groups]
         return Relaxation(found)
 
+    def ranks(self, choice: Choice) -> list[int]:
+        """The pipeline ranks that are looked at: those that tend to need most."""
+        return [rank.number for rank in self._ranks(choice)]
+
     def _least_peak(self, choice: Choice, rank: _Rank) -> float:
         """Bytes of activations at a rank's peak if it recomputes as the choice says (a budget: everything)."""
         recompute = "full" if choice.recompute == BUDGET else choice.recompute
@@ -178,7 +191,7 @@ class Bounds:
     def _peak(self, choice: Choice, number: int, layers: Sequence[tuple[int, ...]], recompute: str) -> _Peak:
         """The largest load along a rank's list of actions, as `memory.Profile` follows it."""
         stages, peak = [self._stage(choice, recompute, indices) for indices in layers], _Peak(0.0, ())
-        for kind, place, held, deferred in self._orders(*followed(choice, self.job.microbatches(choice)), number).moments:
+        for kind, place, held, deferred in self._orders(followed(choice, self.job.microbatches(choice)), number).moments:
             stage, now = stages[place], 0.0
             for each, count, waiting in zip(stages, held, deferred, strict=True):
                 now += count * each.saved + waiting * each.stash
@@ -257,11 +270,12 @@ class _Order:
         moments: at which its memory can be largest.
     """
 
-    def __init__(self, name: str, ranks: int, microbatches: int, virtual_stages: int | None, rank: int):
+    def __init__(self, pipeline: Pipeline, rank: int):
+        name, ranks, microbatches, virtual_stages = pipeline
         recipe = RECIPES[name]
         self.own = [stage for stage, each in enumerate(placement(name, ranks, virtual_stages)) if each == rank]
         if recipe.splits:
-            actions = schedule_of(name, ranks, microbatches, virtual_stages).compute(rank)
+            actions = schedule_of(pipeline).compute(rank)
         else:
             actions = recipe.order(rank, OrderShape(ranks, microbatches, len(self.own)))
         kinds, stages = [action.kind for action in actions], [action.stage for action in actions]
@@ -274,8 +288,8 @@ class _Order:
         self.moments = fullest(zip(kinds, places, strict=True), len(self.own), recipe.splits)
 
 
-def followed(choice: Choice, microbatches: int) -> tuple[str, int, int, int | None]:
-    """The schedule whose memory is followed, as name, ranks, microbatches and virtual stages: with more microbatches it does not grow."""
+def followed(choice: Choice, microbatches: int) -> Pipeline:
+    """The pipeline whose memory is followed: with more microbatches it does not grow."""
     if choice.schedule != "gpipe":
         microbatches = min(microbatches, microbatches % choice.pp + (AHEAD + 1) * choice.pp)
-    return choice.schedule, choice.pp, microbatches, choice.asked_stages
+    return Pipeline(choice.schedule, choice.pp, microbatches, choice.asked_stages)

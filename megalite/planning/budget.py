@@ -17,10 +17,11 @@ rank computes them a block at a time: both are solved, and the better one is tak
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from operator import ge
 from typing import NamedTuple
 
 from megalite.assembly import plan
@@ -138,20 +139,27 @@ def decide(
     return _decided(_Asked(f"{config} {costs}", config, costs), budget, device)
 
 
-def problem_of(config: Config, world_size: int, device: Device, costs: hardware.Device, schedule: Schedule) -> Problem:
-    """The problem of a configuration; arguments as for `decide`."""
-    return Problem(_keeping_all(config, world_size), device, costs, schedule)
+def problem_of(
+    config: Config, world_size: int, device: Device, costs: hardware.Device, schedule: Schedule, buckets: dict[Hashable, list[BucketLayout]]
+) -> Problem:
+    """The problem of a configuration; arguments as for `decide`. buckets: as for `Standing`."""
+    return Problem(_keeping_all(config, world_size), device, costs, schedule, buckets)
 
 
-def fitting(problem: Problem, budget: int) -> str | None:
-    """As `decide`, only train.recompute of a good solution in place of the best one, found fast; None if nothing fits."""
-    ranks = []
-    for rank in range(problem.config.parallel.pp):
-        least, solution = problem.solved(rank, budget, exact=False)
+def recompute_within(problem: Problem, budget: int, exact: bool = True, ranks: Iterable[int] | None = None) -> str | None:
+    """The train.recompute that `decide` finds, without what else is known of it; None if nothing fits.
+
+    Args:
+        exact: False takes a good solution in place of the best one, and is fast.
+        ranks: the pipeline ranks that have to fit, by default all; others keep everything.
+    """
+    modes: dict[int, str] = {}
+    for rank in range(problem.config.parallel.pp) if ranks is None else ranks:
+        least, solution = problem.solved(rank, budget, exact)
         if least > budget or solution is None:
             return None
-        ranks.append(solution.modes or {})
-    return _modes(problem.config, ranks)
+        modes |= solution.modes
+    return _written(problem.config, modes)
 
 
 def _keeping_all(config: Config, world_size: int | None) -> Config:
@@ -182,18 +190,18 @@ def decision(problem: Problem, budget: int) -> Decision:
     ranks = [problem.rank(rank, budget) for rank in range(config.parallel.pp)]
     if max(each.everything for each in ranks) > budget:
         raise ConfigError(_too_small(config, budget, ranks))
-    recompute = _modes(config, [each.modes for each in ranks])
+    modes: dict[int, str] = {}
+    for each in ranks:
+        modes |= each.modes
+    recompute = _written(config, modes)
     chosen = replace(config, train=replace(config.train, recompute=recompute))
     totals = [each.total for each in estimate(chosen, ParallelDims.of(chosen).world, problem.device, problem.schedule)]
     return Decision(budget, recompute, tuple(replace(each, total=total) for each, total in zip(ranks, totals, strict=True)))
 
 
-def _modes(config: Config, ranks: Sequence[dict[int, str]]) -> str:
-    """The decisions of all ranks as train.recompute has them."""
-    modes: dict[int, str] = {}
-    for rank in ranks:
-        modes |= rank
-    return written([modes[layer] for layer in range(layer_count(config.model))])
+def _written(config: Config, modes: Mapping[int, str]) -> str:
+    """The modes of layers, by index, as train.recompute has them; other layers keep everything."""
+    return written([modes.get(layer, "none") for layer in range(layer_count(config.model))])
 
 
 def _too_small(config: Config, budget: int, ranks: Sequence[RankDecision]) -> str:
@@ -226,7 +234,7 @@ class _Load(NamedTuple):
     held: tuple[tuple[int, int], ...]
 
     def covers(self, other: _Load) -> bool:
-        return self.constant >= other.constant and all(a >= b for a, b in zip(self.held, other.held, strict=True))
+        return self.constant >= other.constant and all(map(ge, self.held, other.held))
 
 
 class _Layer(NamedTuple):
@@ -260,7 +268,14 @@ class _Programme(NamedTuple):
 class Problem:
     """The integer programmes of a configuration that keeps everything, one for each pipeline rank."""
 
-    def __init__(self, config: Config, device: Device, costs: hardware.Device, schedule: Schedule):
+    def __init__(
+        self,
+        config: Config,
+        device: Device,
+        costs: hardware.Device,
+        schedule: Schedule,
+        buckets: dict[Hashable, list[BucketLayout]] | None = None,
+    ):
         self.config, self.device, self.schedule = config, device, schedule
         self.units = plan.units_of(config)
         self.splits = Pass.WEIGHT in self.schedule.passes
@@ -268,8 +283,9 @@ class Problem:
         self.kept = self._activations("none")
         self.operations = Operations(costs, config.model, config.train.precision, lora=config.lora)
         self._known: dict[tuple[Hashable, bool], list[_Choice]] = {}
+        self._scores: dict[Hashable, bool] = {}
         self._programmes: dict[tuple[int, bool], _Programme] = {}
-        self._buckets: dict[Hashable, list[BucketLayout]] = {}
+        self._buckets = {} if buckets is None else buckets
         self.besides = Standing(config, schedule, self.kept, self._buckets)
 
     def stored(self, config: Config, schedule: Schedule) -> Problem:
@@ -325,9 +341,12 @@ class Problem:
         return found
 
     def _has_scores(self, layers: Sequence[_Layer]) -> bool:
-        units = self.kept.units
-        kinds = {units.alike(layer.number): layer.number for layer in layers}
-        return any("scores" in operation.names for number in kinds.values() for group in groups(units, number) for operation in group)
+        for layer in layers:
+            kind = self.kept.units.alike(layer.number)
+            if kind not in self._scores:
+                found = groups(self.kept.units, layer.number)
+                self._scores[kind] = any("scores" in operation.names for group in found for operation in group)
+        return any(self._scores[self.kept.units.alike(layer.number)] for layer in layers)
 
     def _choices(self, layer: int, scores: bool) -> list[_Choice]:
         """What a layer chooses from."""

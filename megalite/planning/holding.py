@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from operator import ge
 from typing import NamedTuple
 
 from megalite.parallel.pipeline.schedule import Kind, Schedule
@@ -30,7 +31,7 @@ class Moment(NamedTuple):
 
     def covers(self, other: Moment) -> bool:
         """Whether this one holds at least as much as another of the same kind and stage."""
-        return all(a >= b for a, b in zip((*self.held, *self.deferred), (*other.held, *other.deferred), strict=True))
+        return all(map(ge, self.held, other.held)) and all(map(ge, self.deferred, other.deferred))
 
 
 def fullest(passes: Iterable[tuple[Kind, int]], stages: int, splits: bool) -> tuple[Moment, ...]:

@@ -18,12 +18,12 @@ import ctypes
 import math
 import os
 import sys
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import comb
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +33,7 @@ Array = NDArray[Any]
 MOST_FOLLOWED = 300_000  # partial choices that are compared, times constraints; more take longer than HiGHS
 GAP = 0.005  # of the cost of recomputation, which is a small part of a step
 MOST_NODES = 50  # of HiGHS's tree; it needs a few, and its best choice until then is taken
+BLOCK = 256  # choices that are compared at a time
 SLACK = 2e-6  # relative, by which HiGHS may miss a constraint: twice its tolerance
 
 
@@ -77,8 +78,8 @@ def solve(kinds: Sequence[Kind], needs: Sequence[int], exact: bool = True) -> Co
     known = _greedy(narrow, need)
     if known is not None and not exact:
         return known
-    hulls = [[_hull(kind, index) for index in range(len(need))] for kind in narrow]
     limit = math.inf if known is None else sum(map(_cost, narrow, known)) * (1 - 1e-12)
+    bounds = _Bounds(narrow, len(need))
     levels = [_States(np.zeros(1), np.array([need], dtype=np.int64), np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))]
     possible: list[list[tuple[int, ...]]] = []
     followed = 0
@@ -87,7 +88,9 @@ def solve(kinds: Sequence[Kind], needs: Sequence[int], exact: bool = True) -> Co
         if followed > MOST_FOLLOWED:
             return _branched(narrow, need, known)
         possible.append(list(_counts(kind)))
-        levels.append(_followed(levels[-1], kind, possible[-1], _Bound(hulls[number + 1 :], len(need)), limit))
+        levels.append(_followed(levels[-1], kind, possible[-1], bounds.after(number), limit))
+        if not len(levels[-1].costs):
+            return known
     last = levels[-1]
     complete = np.flatnonzero(~last.left.any(axis=1))
     if not len(complete):
@@ -152,7 +155,7 @@ class Relaxation:
     """A lower bound of the least cost at which items free a number of bytes of one constraint: fractions of items may take an option."""
 
     def __init__(self, kinds: Sequence[Kind]):
-        self._bound = _Bound([[_hull(kind, 0)] for kind in kinds], 1)
+        self._bound = _Bounds(kinds, 1).after(-1)
 
     def least(self, need: float) -> float:
         """Infinite if the items can not free so much."""
@@ -175,27 +178,17 @@ def _followed(states: _States, kind: Kind, possible: Sequence[tuple[int, ...]], 
 def _undominated(left: Array) -> Array:
     """Indices of rows, given in order of their cost, without those that leave no less of every constraint than an earlier one."""
     if left.shape[1] == 1:
-        column = left[:, 0]
-        before = np.minimum.accumulate(np.concatenate(([np.iinfo(np.int64).max], column[:-1]))) if len(column) else column
-        return np.flatnonzero(column < before)
-    kept: list[int] = []
-    if left.shape[1] == 2:
-        firsts, seconds = list[int](), list[int]()  # the staircase of the rows so far: ascending, descending
-        for row, (first, second) in enumerate(left.tolist()):
-            at = bisect_right(firsts, first)
-            if at and seconds[at - 1] <= second:
-                continue
-            kept.append(row)
-            at = bisect_left(firsts, first)
-            end = at
-            while end < len(firsts) and seconds[end] >= second:
-                end += 1
-            firsts[at:end], seconds[at:end] = [first], [second]
-        return np.array(kept, dtype=np.int64)
-    for row in range(len(left)):
-        if not kept or not (left[kept] <= left[row]).all(axis=1).any():
-            kept.append(row)
-    return np.array(kept, dtype=np.int64)
+        before = np.minimum.accumulate(np.concatenate(([np.iinfo(np.int64).max], left[:-1, 0])))
+        return np.flatnonzero(left[:, 0] < before[: len(left)])
+    kept = np.zeros(0, dtype=np.int64)
+    for start in range(0, len(left), BLOCK):
+        block = np.arange(start, min(start + BLOCK, len(left)))
+        others = np.concatenate((kept, block))
+        covers = others[:, None] < block  # [others, block]
+        for column in left.T:
+            covers &= column[others, None] <= column[block]
+        kept = np.concatenate((kept, block[~covers.any(axis=0)]))
+    return kept
 
 
 def _cost(kind: Kind, taken: Sequence[int]) -> float:
@@ -224,18 +217,40 @@ class _Step:
     frees: int
 
 
-class _Bound:
-    """The least cost at which some kinds free a number of bytes, constraint by constraint, with fractions of items."""
+class _Bounds:
+    """The linear relaxations of some kinds, which leave out more and more of them: their steps are sorted once.
 
-    def __init__(self, hulls: Sequence[Sequence[Sequence[_Step]]], constraints: int):
-        self._freed: list[Array] = []
-        self._costs: list[Array] = []
-        self._rates: list[Array] = []
-        for index in range(constraints):
-            steps = sorted((step for hull in hulls for step in hull[index]), key=lambda step: step.rate)
-            self._freed.append(np.array([0, *accumulate(step.frees for step in steps)], dtype=np.int64))
-            self._costs.append(np.array([0.0, *accumulate(step.frees * step.rate for step in steps)]))
-            self._rates.append(np.array([0.0, *(step.rate for step in steps)]))
+    Arrays are [constraints, steps], filled up with steps that free nothing.
+    """
+
+    def __init__(self, kinds: Sequence[Kind], constraints: int):
+        hulls = [[_hull(kind, index) for kind in kinds] for index in range(constraints)]
+        most = max((sum(map(len, hull)) for hull in hulls), default=0)
+        self._kinds, self._frees = np.zeros((constraints, most), dtype=np.int64), np.zeros((constraints, most), dtype=np.int64)
+        self._rates = np.zeros((constraints, most))
+        for index, hull in enumerate(hulls):
+            steps = sorted(((step.rate, number, step.frees) for number, each in enumerate(hull) for step in each), key=itemgetter(0))
+            if steps:
+                own = slice(len(steps))
+                self._rates[index, own], self._kinds[index, own], self._frees[index, own] = zip(*steps, strict=True)
+
+    def after(self, number: int) -> _Bound:
+        """The bound of the kinds after one of them."""
+        return _Bound(self._rates, np.where(self._kinds > number, self._frees, 0))
+
+
+class _Bound:
+    """The least cost at which some kinds free a number of bytes, constraint by constraint, with fractions of items.
+
+    Args:
+        rates, frees: of steps in ascending order of their rates, [constraints, steps].
+    """
+
+    def __init__(self, rates: Array, frees: Array):
+        nothing = np.zeros((len(frees), 1), dtype=np.int64)
+        self._freed = np.concatenate((nothing, np.cumsum(frees, axis=1)), axis=1)
+        self._costs = np.concatenate((nothing, np.cumsum(frees * rates, axis=1)), axis=1)
+        self._rates = np.concatenate((nothing, rates), axis=1)
 
     def least(self, left: Array) -> Array:
         """A lower bound of the cost of freeing what is left, [..., constraints]; infinite where it can not be freed."""
@@ -262,44 +277,37 @@ def _hull(kind: Kind, index: int) -> list[_Step]:
 
 def _greedy(kinds: Sequence[Kind], needs: tuple[int, ...]) -> Counts | None:
     """A good choice: items by items, the cheapest for what is still needed, then all that turn out to be needless taken back."""
-    taken = [[0] * len(kind.options) for kind in kinds]
-    left = np.array(needs, dtype=np.int64)
-    moves = [  # an option of a kind in place of another one, or of keeping everything
-        (number, option, other)
-        for number, kind in enumerate(kinds)
-        for option in range(len(kind.options))
-        for other in (-1, *(other for other in range(len(kind.options)) if other != option))
+    first = [0, *accumulate(1 + len(kind.options) for kind in kinds)]  # of each kind, the place of keeping everything, before its options
+    moves = [  # from one place to another of the same kind
+        (start + other, start + option)
+        for start, kind in zip(first, kinds, strict=False)
+        for option in range(1, 1 + len(kind.options))
+        for other in range(1 + len(kind.options))
+        if other != option
     ]
-    frees = np.array([_difference(kinds[number], option, other).frees for number, option, other in moves], dtype=np.int64)
-    costs = np.array([max(_difference(kinds[number], option, other).cost, 0.0) for number, option, other in moves])
-
-    def available(number: int, other: int) -> int:
-        return kinds[number].items - sum(taken[number]) if other < 0 else taken[number][other]
-
+    sources, targets = np.array(moves, dtype=np.int64).reshape(-1, 2).T
+    keeping = Option(0.0, (0,) * len(needs))
+    places = [option for kind in kinds for option in (keeping, *kind.options)]
+    frees = np.array([option.frees for option in places], dtype=np.int64)
+    costs = np.array([option.cost for option in places])
+    frees, costs = frees[targets] - frees[sources], np.maximum(costs[targets] - costs[sources], 0.0)
+    items = np.zeros(len(places), dtype=np.int64)
+    items[first[:-1]] = [kind.items for kind in kinds]
+    left, wanted = np.array(needs, dtype=np.int64), np.array(needs)
     while (left > 0).any():
-        gains = ((np.maximum(left, 0) - np.maximum(left - frees, 0)) / np.array(needs)).sum(1)  # of what is needed
-        gains *= [available(number, other) > 0 for number, _, other in moves]
+        gains = ((np.maximum(left, 0) - np.maximum(left - frees, 0)) / wanted).sum(1)  # of what is needed
+        gains *= items[sources] > 0
         if gains.max(initial=0.0) <= 0:
             return None
         best = int(np.argmin(np.where(gains > 0, costs / np.where(gains > 0, gains, 1.0), np.inf)))
-        number, option, other = moves[best]
         useful = [-(-need // freed) for need, freed in zip(left.tolist(), frees[best].tolist(), strict=True) if need > 0 and freed > 0]
-        count = 1 if (frees[best] < 0).any() else min(available(number, other), *useful)
-        taken[number][option] += count
-        if other >= 0:
-            taken[number][other] -= count
+        count = 1 if (frees[best] < 0).any() else min(int(items[sources[best]]), *useful)
+        items[targets[best]] += count
+        items[sources[best]] -= count
         left -= count * frees[best]
+    taken = [items[start + 1 : stop].tolist() for start, stop in pairwise(first)]
     _take_back(kinds, taken, left.tolist())
     return tuple(map(tuple, taken))
-
-
-def _difference(kind: Kind, option: int, other: int) -> Option:
-    """What an option costs and frees more than another one; -1: than keeping everything."""
-    new = kind.options[option]
-    if other < 0:
-        return new
-    old = kind.options[other]
-    return Option(new.cost - old.cost, tuple(a - b for a, b in zip(new.frees, old.frees, strict=True)))
 
 
 def _take_back(kinds: Sequence[Kind], taken: list[list[int]], left: list[int]) -> None:

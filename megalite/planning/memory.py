@@ -168,7 +168,7 @@ class Standing:
 
     Args:
         activations: of the configuration; their device is that of the ranks.
-        buckets: those of a configuration that differs in what ZeRO shards and where states are stored, if the caller has them.
+        buckets: those of configurations that split parameters over as many ranks, tensor, expert and data parallel, if the caller has them.
     """
 
     def __init__(

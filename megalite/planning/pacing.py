@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.orders import RECIPES
@@ -45,31 +46,41 @@ class ScheduleTime:
         return 1 - sum(self.busy) / (len(self.busy) * self.makespan)
 
 
+class Pipeline(NamedTuple):
+    """All that a schedule follows from. virtual_stages: as the configuration writes it."""
+
+    name: str
+    ranks: int
+    microbatches: int
+    virtual_stages: int | None
+
+
+class Durations(NamedTuple):
+    """Seconds of the passes of one microbatch, stage by stage, and the latency of one message between two ranks."""
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    weight: Sequence[float]
+    message: float
+
+
 @functools.lru_cache(maxsize=512)
-def schedule_of(name: str, ranks: int, microbatches: int, virtual_stages: int | None) -> Schedule:
+def schedule_of(pipeline: Pipeline) -> Schedule:
     """The schedule that a run would execute, built for the default costs."""
-    return build(name, ranks, microbatches, virtual_stages)
+    return build(*pipeline)
 
 
-def pace(
-    name: str,
-    ranks: int,
-    microbatches: int,
-    virtual_stages: int | None,
-    forward: Sequence[float],
-    backward: Sequence[float],
-    weight: Sequence[float],
-    message: float,
-) -> ScheduleTime:
-    """The times of a step. Durations are per stage, of one microbatch; message: the latency of one message between two ranks."""
-    if ranks == 1 and len(forward) == 1:
-        busy = microbatches * (forward[0] + backward[0] + weight[0])
+def pace(pipeline: Pipeline, durations: Durations) -> ScheduleTime:
+    """The times of a step."""
+    name, ranks, microbatches, _ = pipeline
+    if ranks == 1 and len(durations.forward) == 1:
+        busy = microbatches * (durations.forward[0] + durations.backward[0] + durations.weight[0])
         return ScheduleTime(busy, busy, (0.0,), (0.0,), (busy,))
     cycle, rest = ranks, microbatches % ranks  # messages make waves as long as the pipeline; interleaved works in groups of pp microbatches
     few = rest + cycle * max(3, rest + 1 if RECIPES[name].chunks is None else 0)
 
     def simulated(count: int) -> ScheduleTime:
-        return _simulated(name, ranks, count, virtual_stages, forward, backward, weight, message)
+        return _simulated(pipeline._replace(microbatches=count), durations)
 
     while few + 2 * cycle < microbatches:
         one, two, three = (simulated(few + step * cycle) for step in range(3))
@@ -138,23 +149,15 @@ class _Replay:
 
 
 @functools.lru_cache(maxsize=128)
-def _replay_of(name: str, ranks: int, microbatches: int, virtual_stages: int | None) -> _Replay:
-    return _Replay(schedule_of(name, ranks, microbatches, virtual_stages))
+def _replay_of(pipeline: Pipeline) -> _Replay:
+    return _Replay(schedule_of(pipeline))
 
 
-def _simulated(
-    name: str,
-    ranks: int,
-    microbatches: int,
-    virtual_stages: int | None,
-    forward: Sequence[float],
-    backward: Sequence[float],
-    weight: Sequence[float],
-    message: float,
-) -> ScheduleTime:
-    if not RECIPES[name].splits:
+def _simulated(pipeline: Pipeline, durations: Durations) -> ScheduleTime:
+    forward, backward, weight, message = durations
+    if not RECIPES[pipeline.name].splits:
         backward, weight = [b + w for b, w in zip(backward, weight, strict=True)], ()
-    return _replay_of(name, ranks, microbatches, virtual_stages).time([*forward, *backward, *weight], message)
+    return _replay_of(pipeline).time([*forward, *backward, *weight], message)
 
 
 def _settled(one: ScheduleTime, two: ScheduleTime, three: ScheduleTime) -> bool:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import lru_cache
@@ -20,19 +19,20 @@ from typing import Literal
 
 from megalite.assembly import plan
 from megalite.config.recomputation import BUDGET, shown
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config
 from megalite.parallel.pipeline.communication import with_communication
 from megalite.parallel.pipeline.gathering import with_gathering
 from megalite.parallel.pipeline.generator import SCHEDULES, chunks_of
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.schedule import Schedule, Unit
+from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.planning.bounds import Bounds, followed
-from megalite.planning.budget import Problem, decision, fitting, problem_of
+from megalite.planning.budget import Problem, problem_of, recompute_within
 from megalite.planning.configuring import USABLE, broken_rule, configured
 from megalite.planning.context import UNEVEN
 from megalite.planning.experts import worst_total
 from megalite.planning.memory import RankMemory, estimate
-from megalite.planning.pacing import schedule_of
+from megalite.planning.pacing import Pipeline, schedule_of
 from megalite.planning.step import Choice, Job, Stepper, StepTime, recomputed_share
 from megalite.system.progress import Report, silent
 
@@ -64,9 +64,11 @@ class Level(IntEnum):
     DECIDED = 0
     TIMED = 1
     FITTED = 2
-    VARIED = 3
-    PARTITIONED = 4
-    DIVIDED = 5
+    BEGUN = 3
+    BOUNDED = 4
+    VARIED = 5
+    PARTITIONED = 6
+    DIVIDED = 7
 
 
 Entry = tuple[float, Level, int, Choice, StepTime | None]
@@ -102,15 +104,18 @@ class Search:
         self._gathering = lru_cache(maxsize=8)(self._with_gathers)
         self.found: dict[Choice, Plan] = {}
         self._problems: dict[Choice, Problem] = {}
+        self._buckets: dict[tuple[int, int, bool, int], dict[Hashable, list[BucketLayout]]] = {}
+        self._gathered: dict[Choice, tuple[tuple[Unit, ...], ...]] = {}
+        self._legal: dict[Choice, list[tuple[str, int]]] = {}
         self._too_large: dict[Choice, list[tuple[int, float]]] = {}  # micro-batch sizes and negated recomputed fractions that did not fit
 
     def plans(self) -> list[Plan]:
         """The fastest plans that fit, fastest first; at most `wanted`. Each is in `found` as soon as it is known."""
         number = count()
-        heap: list[Entry] = [(self.stepper.divided(core), Level.DIVIDED, next(number), core, None) for core in self.cores()]
-        kinds = Counter((core.data > 1, len(self._shards(core))) for _, _, _, core, _ in heap)  # all that the number of variants depends on
-        examples = {(core.data > 1, len(self._shards(core))): core for _, _, _, core, _ in heap}
-        self.considered = sum(count * len(list(self.variants(examples[kind]))) for kind, count in kinds.items())
+        heap: list[Entry] = []
+        for layout in self.layouts():
+            self.considered += len(self._schedules(layout)) * len(self._ways(layout))
+            heap.append((self.stepper.divided(layout), Level.DIVIDED, next(number), layout, None))
         heapq.heapify(heap)
         found = self.found
         while heap and len(found) < self.wanted:
@@ -139,16 +144,14 @@ class Search:
     def _refined(self, time: float, level: Level, choice: Choice) -> Iterator[tuple[float, Level, Choice, StepTime | None]]:
         """What takes the place of an entry that is not complete yet."""
         if level is Level.DIVIDED:
-            yield max(time, self.stepper.filled(choice)), Level.PARTITIONED, choice, None
+            for core in self.scheduled(choice):
+                yield max(time, self.stepper.filled(core)), Level.PARTITIONED, core, None
         elif level is Level.PARTITIONED:
-            for variant in self.variants(choice):
-                if self._has_no_room(variant):
-                    continue
-                again = self.bounds.recomputation(variant, self.room)
-                if math.inf in again.values():
-                    self.rejected = self.rejected or variant
-                else:
-                    yield max(time, self.bounds.time(variant, again)), Level.VARIED, variant, None
+            variants = list(self.variants(choice))
+            roomy = self.bounds.roomy(variants, self.room)
+            self.rejected = self.rejected or next((variant for variant in variants if variant not in roomy), None)
+            for variant in roomy:
+                yield max(time, self.bounds.alone(variant)), Level.VARIED, variant, None
         elif level is Level.FITTED:
             self.timed += 1
             step = self.stepper.step(choice)
@@ -157,21 +160,33 @@ class Search:
             best = self._within_budget(choice, exact=True)
             step = self.stepper.step(best)
             yield step.total, Level.DECIDED, best, step
-        elif not self._has_no_room(choice):
-            fitted = self._within_budget(choice)
-            if fitted.recompute != BUDGET:
-                yield max(time, self.bounds.time(fitted)), Level.FITTED, fitted, None
+        elif self._did_not_fit(choice):
+            self.rejected = self.rejected or choice
+        elif level is Level.VARIED:
+            again = self.bounds.recomputation(choice, self.room)
+            if math.inf in again.values():
+                self.rejected = self.rejected or choice
+            else:
+                yield max(time, self.bounds.time(choice, again)), Level.BOUNDED, choice, None
+        else:
+            yield from self._fitted(time, level, choice)
 
-    def _within_budget(self, choice: Choice, exact: bool = False) -> Choice:
-        """A choice of a budget with what it must recompute to fit: of those that are listed the best, of the others a good solution. As it
-        is, and rejected, if it does not fit."""
+    def _fitted(self, time: float, level: Level, choice: Choice) -> Iterator[tuple[float, Level, Choice, StepTime | None]]:
+        """A choice that recomputes what makes it fit: first on the few ranks that need most, which most often are too slow already."""
+        ends = self.bounds.ranks(choice) if level is Level.BOUNDED else None
+        fitted = self._within_budget(choice, ranks=ends)
+        if fitted.recompute == BUDGET:
+            return
+        bound = max(time, self.bounds.time(fitted))
+        yield (bound, Level.FITTED, fitted, None) if ends is None or len(ends) == choice.pp else (bound, Level.BEGUN, choice, None)
+
+    def _within_budget(self, choice: Choice, exact: bool = False, ranks: Iterable[int] | None = None) -> Choice:
+        """A choice of a budget with what it must recompute to fit, on all pipeline ranks or on some: of those that are listed the best, of
+        the others a good solution. As it is, and rejected, if it does not fit."""
         if shown(choice.recompute) != BUDGET:
             return choice
-        try:  # a good solution leaves out messages, which take little memory and long to place
-            problem = self._problem(choice, messages=exact)
-            recompute = decision(problem, int(self.room)).recompute if exact else fitting(problem, int(self.room))
-        except ConfigError:
-            recompute = None
+        problem = self._problem(choice, messages=exact)  # a good solution leaves out messages, which take little memory and long to place
+        recompute = recompute_within(problem, int(self.room), exact, ranks)
         if recompute is not None:
             return replace(choice, recompute=recompute)
         self._too_large.setdefault(self._states_of(choice), []).append(self._holds(choice))
@@ -184,7 +199,8 @@ class Search:
         config, device = self._run(choice)
         schedule = self._carried_out(choice, config, messages)
         if key not in self._problems:
-            self._problems[key] = problem_of(config, choice.gpus, device, self.job.device, schedule)
+            buckets = self._buckets.setdefault((choice.tp, choice.ep, choice.sequence_parallel, choice.data), {})
+            self._problems[key] = problem_of(config, choice.gpus, device, self.job.device, schedule, buckets)
         return self._problems[key].stored(config, schedule)
 
     @staticmethod
@@ -192,14 +208,10 @@ class Search:
         """Micro-batch size, and the negated share of the layers that are recomputed: at most all within a budget."""
         return choice.micro_batch_size, -1.0 if shown(choice.recompute) == BUDGET else -recomputed_share(choice.recompute)
 
-    def _has_no_room(self, choice: Choice) -> bool:
-        """Whether a choice cannot fit: its memory bound exceeds the room, or a choice that holds less did not fit."""
-        key, kept = self._states_of(choice), self._holds(choice)
-        smaller = any(all(a <= b for a, b in zip(other, kept, strict=True)) for other in self._too_large.get(key, ()))
-        if not smaller and not self.bounds.exceeds(choice, self.room):
-            return False
-        self.rejected = self.rejected or choice
-        return True
+    def _did_not_fit(self, choice: Choice) -> bool:
+        """Whether a choice that holds no more did not fit."""
+        kept, others = self._holds(choice), self._too_large.get(self._states_of(choice), ())
+        return any(all(a <= b for a, b in zip(other, kept, strict=True)) for other in others)
 
     @staticmethod
     def _states_of(choice: Choice) -> Choice:
@@ -218,7 +230,12 @@ class Search:
     # --- candidates ----------------------------------------------------------------------------------------------------------
 
     def cores(self) -> Iterator[Choice]:
-        """Choices of everything except ZeRO and offload: legal sizes, schedules, micro-batch sizes, recomputation."""
+        """Choices of everything except ZeRO and offload."""
+        for layout in self.layouts():
+            yield from self.scheduled(layout)
+
+    def layouts(self) -> Iterator[Choice]:
+        """Choices of everything except schedule, ZeRO and offload: legal sizes, micro-batch sizes, recomputation."""
         sizes = self._sizes("pp", _divisors(self.gpus))
         for done, pp in enumerate(sizes):
             self.progress("listing the legal layouts", done, len(sizes), "pipeline sizes")
@@ -228,9 +245,20 @@ class Search:
                 for context in self._contexts(tp):
                     dp, rest = divmod(self.gpus, tp * pp * context.cp)
                     if rest == 0 and dp in self._sizes("dp", [dp]):
-                        for schedule, stages in self._schedules_of(pp):
-                            frame = replace(context, tp=tp, pp=pp, dp=dp, schedule=schedule, virtual_stages=stages, zero=0)
-                            yield from self._microbatches(frame)
+                        even = context.cp > 1 or self.job.sequence_length % tp == 0
+                        yield from self._microbatches(replace(context, tp=tp, pp=pp, dp=dp, zero=0, sequence_parallel=tp > 1 and even))
+
+    def scheduled(self, layout: Choice) -> Iterator[Choice]:
+        """A layout with each legal schedule."""
+        return (replace(layout, schedule=schedule, virtual_stages=stages) for schedule, stages in self._schedules(layout))
+
+    def _schedules(self, layout: Choice) -> list[tuple[str, int]]:
+        """(schedule, stages per rank) pairs with which a layout breaks no rule; its micro-batch size and experts do not matter."""
+        frame = replace(layout, micro_batch_size=1, recompute="none", ep=1, expert_dispatch="all_to_all")
+        if frame not in self._legal:
+            each = ((pair, replace(frame, schedule=pair[0], virtual_stages=pair[1])) for pair in self._schedules_of(frame.pp))
+            self._legal[frame] = [pair for pair, core in each if broken_rule(configured(self.base, core), self.gpus) is None]
+        return self._legal[frame]
 
     def _contexts(self, tp: int) -> Iterator[Choice]:
         """Choices of context parallelism: powers of two that leave every rank enough of a row, unless the user has fixed cp. If legal,
@@ -258,14 +286,23 @@ class Search:
 
     def variants(self, core: Choice) -> Iterator[Choice]:
         """A core with each ZeRO stage and offload. On a CPU, offloading to CPU memory is left out."""
-        shards: Sequence[int | None] = self._shards(core)
+        return (
+            replace(core, zero=zero, dp_shard=shard, offload=offload, offload_parameters=weights)
+            for zero, shard, offload, weights in self._ways(core)
+        )
+
+    def _ways(self, layout: Choice) -> list[tuple[int, int | None, str, bool]]:
+        """zero, dp_shard, offload and offload_parameters of each variant of a layout."""
+        shards: Sequence[int | None] = self._shards(layout)
         unsharded: Sequence[int | None] = [] if "dp_shard" in self.fixed else [None]
+        found: list[tuple[int, int | None, str, bool]] = []
         for offload in self._names("offload", ("none", "disk") if self.job.device.cpu else ("none", "cpu", "disk")):
             own = shards if offload == "none" else shards[:1]
-            for zero in self._sizes("zero", (1, 0, 2, 3) if core.data > 1 else (1,)):
-                yield from (replace(core, zero=zero, offload=offload, dp_shard=each) for each in (own if zero else unsharded))
+            for zero in self._sizes("zero", (1, 0, 2, 3) if layout.data > 1 else (1,)):
+                found += [(zero, shard, offload, False) for shard in (own if zero else unsharded)]
             if offload != "none" and self.fixed.get("zero", 3) == 3:
-                yield from (replace(core, zero=3, offload=offload, offload_parameters=True, dp_shard=each) for each in own)
+                found += [(3, shard, offload, True) for shard in own]
+        return found
 
     def _shards(self, core: Choice) -> Sequence[int | None]:
         """Numbers of data ranks over which ZeRO may shard: all (None), and where they are on several nodes those of a node, whose shards
@@ -300,8 +337,7 @@ class Search:
 
     def _microbatches(self, frame: Choice) -> Iterator[Choice]:
         each, rest = divmod(self.job.global_batch_size, frame.dp)
-        frame = replace(frame, sequence_parallel=frame.tp > 1 and (frame.cp > 1 or self.job.sequence_length % frame.tp == 0))
-        if rest or broken_rule(configured(self.base, frame), self.gpus) is not None:
+        if rest or not self._schedules(frame):
             return
         sizes = [size for size in _divisors(each) if size & (size - 1) == 0 or size == each]
         for size in self._sizes("micro_batch_size", sizes):
@@ -346,23 +382,23 @@ class Search:
 
     def _carried_out(self, choice: Choice, config: Config, messages: bool = True) -> Schedule:
         """The schedule of a choice with its messages, and the gathers and reshards of ZeRO-3."""
-        units = plan.gathered_units(config)
-        key = followed(choice, self.job.microbatches(choice))
+        stored = replace(choice, micro_batch_size=0, recompute="")
+        if stored not in self._gathered:
+            self._gathered[stored] = plan.gathered_units(config)
+        units, key = self._gathered[stored], followed(choice, self.job.microbatches(choice))
         if units:
             return self._gathering(key, units, config.parallel.zero3_reshard == "step", messages)
-        return self._schedule(choice) if messages else schedule_of(*key)
+        return self._schedule(choice) if messages else schedule_of(key)
 
-    def _with_gathers(
-        self, key: tuple[str, int, int, int | None], units: tuple[tuple[Unit, ...], ...], keep: bool, messages: bool
-    ) -> Schedule:
-        return with_gathering(self._communicating(*key) if messages else schedule_of(*key), units, keep)
+    def _with_gathers(self, key: Pipeline, units: tuple[tuple[Unit, ...], ...], keep: bool, messages: bool) -> Schedule:
+        return with_gathering(self._communicating(key) if messages else schedule_of(key), units, keep)
 
     def _schedule(self, choice: Choice) -> Schedule:
-        return self._communicating(*followed(choice, self.job.microbatches(choice)))
+        return self._communicating(followed(choice, self.job.microbatches(choice)))
 
 
-def _communicating(name: str, ranks: int, microbatches: int, virtual_stages: int | None) -> Schedule:
-    return with_communication(schedule_of(name, ranks, microbatches, virtual_stages))
+def _communicating(pipeline: Pipeline) -> Schedule:
+    return with_communication(schedule_of(pipeline))
 
 
 def _family(choice: Choice) -> Choice:

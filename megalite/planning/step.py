@@ -29,7 +29,7 @@ from megalite.planning.hardware import Device
 from megalite.planning.kernels import stream
 from megalite.planning.links import Group, group
 from megalite.planning.operations import OURS, Operations, Passes, Software
-from megalite.planning.pacing import ScheduleTime, pace
+from megalite.planning.pacing import Durations, Pipeline, ScheduleTime, pace
 
 STATE_BYTES = 4.0 * (1 + len(ADAMW))
 """The fp32 master weight and the optimizer's state of a parameter."""
@@ -179,6 +179,7 @@ class Stepper:
         self._stage = functools.lru_cache(maxsize=None)(self._stage_of)
         self._all_stages = functools.lru_cache(maxsize=None)(self._stages)
         self.filled = functools.lru_cache(maxsize=None)(self._filled)
+        self._parameters = functools.lru_cache(maxsize=None)(self._parameters_of)
         self._alike = functools.lru_cache(maxsize=None)(self._alike_layers)
         self._pace = functools.lru_cache(maxsize=None)(pace)
         self._learns = job.model.num_experts is not None and job.model.router_balance != "sequence"  # a step's load decides the next step
@@ -191,18 +192,16 @@ class Stepper:
     def step(self, choice: Choice) -> StepTime:
         """The time of one step under a choice, which is not validated."""
         passes, sizes, _ = self.stages(choice)
-        passes, waits = self._with_data(choice, passes, sizes)
-        slow, message, blocking = self.slow(choice), self._message(choice), self._blocking(choice)
-        timed = self._pace(
-            choice.schedule,
-            choice.pp,
-            self.job.microbatches(choice),
-            choice.asked_stages,
+        passes, waits = self._with_data(choice, passes, sizes, self.layers_of_stages(len(passes)))
+        slow, blocking = self.slow(choice), self._blocking(choice)
+        durations = Durations(
             tuple(slow * each.forward + blocking for each in passes),
             tuple(slow * each.backward + blocking for each in passes),
             tuple(slow * each.weight for each in passes),
-            message,
+            self._message(choice),
         )
+        pipeline = Pipeline(choice.schedule, choice.pp, self.job.microbatches(choice), choice.asked_stages)
+        timed = self._pace(pipeline, durations)
         return self._closed(choice, timed, passes, waits)
 
     def divided(self, choice: Choice) -> float:
@@ -243,7 +242,18 @@ class Stepper:
     def slowed(self, choice: Choice) -> list[Passes]:
         """The passes of each stage, with the communication of ZeRO-2 and 3 that they wait for."""
         passes, sizes, _ = self.stages(choice)
-        return self._with_data(choice, passes, sizes)[0]
+        return self._with_data(choice, passes, sizes, self.layers_of_stages(len(passes)))[0]
+
+    def alone(self, choice: Choice, rank: int) -> float:
+        """A lower bound of the step time from one pipeline rank: its work, with the communication of ZeRO-2 and 3 that it waits for, and
+        its part of the optimizer."""
+        passes, sizes, _ = self.stages(choice)
+        layers, placed = self.layers_of_stages(len(passes)), placement(choice.schedule, choice.pp, choice.asked_stages)
+        own = [(passes[stage], sizes[stage], layers[stage]) for stage, each in enumerate(placed) if each == rank]
+        its_passes, its_sizes, its_layers = map(list, zip(*own, strict=True))
+        slowed, _ = self._with_data(choice, its_passes, its_sizes, its_layers)
+        work = self.slow(choice) * self.job.microbatches(choice) * sum(each.total for each in slowed)
+        return work + self._optimizer(choice, [Parameters(*map(sum, zip(*its_sizes, strict=True)))])
 
     def _filled(self, choice: Choice) -> float:
         """A lower bound of the pipeline's time: a rank's work, after the forwards of the stages before it and before their backwards."""
@@ -312,7 +322,7 @@ class Stepper:
         alone = last and (not model.tie_word_embeddings or not first)
         copied = last and not first and model.mtp_layers > 0 and not model.tie_word_embeddings  # its embedding, which modules look up
         modules = model.mtp_layers if last else 0
-        return total, Parameters.of(self.operations.units(share), own, first or copied, alone, modules), kernels
+        return total, self._parameters(share.tp, share.ep, tuple(own), first or copied, alone, modules), kernels
 
     def own(self, start: int, stop: int) -> list[int]:
         """The layers of a stage: the last one has those of modules of multi-token prediction too."""
@@ -343,15 +353,18 @@ class Stepper:
 
     # --- data parallelism --------------------------------------------------------------------------------------------------
 
-    def _with_data(self, choice: Choice, passes: list[Passes], sizes: list[Parameters]) -> tuple[list[Passes], list[float]]:
-        """Passes with the exposed communication of ZeRO-2 and 3 per microbatch added, and its seconds per stage."""
+    def _with_data(
+        self, choice: Choice, passes: list[Passes], sizes: list[Parameters], layers: list[int]
+    ) -> tuple[list[Passes], list[float]]:
+        """Passes of some stages with the exposed communication of ZeRO-2 and 3 per microbatch added, and its seconds per stage. layers: the
+        number of each stage."""
         if choice.zero < 2 or (choice.data == 1 and choice.expert_data == 1 and not choice.offload_parameters):
             return passes, [0.0] * len(passes)
         slowed, waits, uses = [], [], dict[tuple[Parameters, int], tuple[float, float]]()
-        for each, size, layers in zip(passes, sizes, self.layers_of_stages(len(passes)), strict=True):
-            if (size, layers) not in uses:
-                uses[size, layers] = self._for_each_use(choice, size, layers)
-            reduce, gather = uses[size, layers]
+        for each, size, count in zip(passes, sizes, layers, strict=True):
+            if (size, count) not in uses:
+                uses[size, count] = self._for_each_use(choice, size, count)
+            reduce, gather = uses[size, count]
             forward = self._beside(each.forward, gather)
             backward = self._beside(each.backward + each.weight, gather + reduce)
             waits.append(forward + backward - each.total)
@@ -399,7 +412,7 @@ class Stepper:
         model = self.job.model
         if not (model.tie_word_embeddings or model.mtp_layers) or own[0] == own[-1]:
             return 0.0
-        head = Parameters.of(self.operations.units(self._share(choice)), (), embedding=False, head=True)
+        head = self._parameters(choice.tp, choice.ep, (), head=True)
         table = head.trained / (choice.shard if choice.zero else 1)
         nodes = 1 if choice.gpus <= self.device.per_node else 2
         return self.operations.fabric.all_reduce(table * self.job.gradient_bytes, Group(2, 2 // nodes, nodes))
@@ -436,14 +449,19 @@ class Stepper:
     def _ends(self, choice: Choice, held: list[Parameters]) -> list[float]:
         """For each rank, the fraction of its parameters in the unit that is reduced last and gathered first."""
         stages = choice.pp * choice.virtual_stages
-        layers, units = self._by_rank(choice, self.layers_of_stages(stages)), self.operations.units(self._share(choice))
-        found = [1 / count for count in layers]
-        found[0] = max(found[0], Parameters.of(units, (), embedding=True, head=False).trained / held[0].trained)
+        found = [1 / count for count in self._by_rank(choice, self.layers_of_stages(stages))]
+        found[0] = max(found[0], self._parameters(choice.tp, choice.ep, (), embedding=True).trained / held[0].trained)
         return found
 
     def parameters(self, choice: Choice, layers: Sequence[int]) -> Parameters:
         """Those of some layers on one rank."""
-        return Parameters.of(self.operations.units(self._share(choice)), layers, embedding=False, head=False)
+        return self._parameters(choice.tp, choice.ep, tuple(self.kinds.index(self.kinds[index]) for index in layers))
+
+    def _parameters_of(
+        self, tp: int, ep: int, layers: tuple[int, ...], embedding: bool = False, head: bool = False, modules: int = 0
+    ) -> Parameters:
+        """As `Parameters.of`; they do not depend on a rank's part of the batch."""
+        return Parameters.of(self.operations.units(Share(self.job.sequence_length, tp=tp, ep=ep)), layers, embedding, head, modules)
 
     def held(self, choice: Choice, sizes: list[Parameters]) -> list[Parameters]:
         """The parameters of each pipeline rank, from those of the stages."""
