@@ -19,7 +19,7 @@ from megalite.checkpoint.agreement import named
 from megalite.checkpoint.chunks import append, name_of
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import Chunk, Manifest, StoredTensor
-from megalite.mesh import Mesh
+from megalite.mesh.mesh import Mesh
 from megalite.parallel.spec import Rectangle
 
 LARGEST_CHUNK = 64 << 20  # bytes; reading a part of a chunk reads and verifies all of it

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from megalite import checkpoint
-from megalite.activity import LOADING, SAVING
 from megalite.checkpoint import CheckpointError, DamagedError, find
 from megalite.checkpoint.agreement import on_rank_0, raise_on_all_ranks
 from megalite.checkpoint.directories import TIMED, TIMED_KEPT
@@ -29,6 +28,7 @@ from megalite.launch.machine import local_world_size, usable_cores
 from megalite.model.adapters import ADAPTER
 from megalite.parallel.sharding.offload import OffloadError
 from megalite.parallel.spec import Rectangle
+from megalite.system.activity import LOADING, SAVING
 from megalite.training.best import resume_state, state_to_save
 
 if TYPE_CHECKING:

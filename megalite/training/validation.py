@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megalite.activity import READING, REDUCING, REPORTING
 from megalite.batch import IGNORE_INDEX
 from megalite.parallel.collectives import all_reduce
+from megalite.system.activity import READING, REDUCING, REPORTING
 from megalite.training.checkpointing import average_of
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from megalite.config.load import from_dict
 from megalite.config.precision import Choice, of_device
 from megalite.config.schema import Config, ConfigError
 from megalite.launch.exit_status import ExitStatus
-from megalite.mesh import Layout, Mesh
+from megalite.mesh.mesh import Layout, Mesh
 from megalite.training.watchdog import Watchdog
 from tests.distributed.support.configs import write_tokens
 from tests.structure.sources import ROOT

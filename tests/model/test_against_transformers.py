@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.build.parts import make_mesh
+from megalite.assembly.parts import make_mesh
 from megalite.config.families import from_hf_config
 from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedTokens

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.checkpoint import api, tensors
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.saver import Saver

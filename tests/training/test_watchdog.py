@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from megalite.activity import SAVING, Activity
 from megalite.config.schema import Config, TrainConfig
 from megalite.launch import process
 from megalite.launch.causes import Lost
 from megalite.launch.peers import State, Verdict
-from megalite.mesh import Layout, Mesh
+from megalite.mesh.mesh import Layout, Mesh
+from megalite.system.activity import SAVING, Activity
 from megalite.training import watchdog
 from megalite.training.hang import load
 

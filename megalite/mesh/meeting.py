@@ -1,0 +1,53 @@
+"""Where all ranks wait for each other, however long work of the host takes on one of them: a save, a load, a disk that flushes.
+
+Communication fails if a rank is later than `run.timeout`: gloo raises, and torch ends a process whose NCCL collective takes as long. So
+ranks meet through the rendezvous store first, which neither limits, and communicate when all have come. Meanwhile the watchdog tells
+whether the others are alive.
+"""
+
+from __future__ import annotations
+
+from time import monotonic, sleep
+from typing import TYPE_CHECKING
+
+from megalite.system.activity import Activity
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+SHORTEST_S, LONGEST_S = 1e-3, 0.05  # between two questions
+GROWTH = 1.5
+MOST_QUESTIONS = 2000  # to the store, a second
+
+
+class Late(RuntimeError):
+    """A rank has not come in time."""
+
+
+class Meeting:
+    """A barrier of all ranks through a store. Called by one thread at a time, on every rank.
+
+    Args:
+        name: of the ranks' meetings; those of another thread need another name.
+        timeout: seconds to wait for the others where nothing tells whether they are alive (`Activity.watched`).
+    """
+
+    def __init__(self, name: str, store: Store, rank: int, size: int, activity: Activity, timeout: float):
+        self._store, self._size, self._activity, self._timeout = store, size, activity, timeout
+        self._prefix = f"meeting/{name}/{store.add(f'meeting/{name}/{rank}', 1)}"  # every rank counts its own in this store: they agree
+        self._count = 0
+
+    def __call__(self) -> None:
+        """Wait until all ranks have called this as often. Raises Late, or the store's RuntimeError."""
+        self._count += 1
+        key = f"{self._prefix}/{self._count}"
+        if self._store.add(key, 1) == self._size:
+            self._store.set(f"{key}/all", "")
+            for name in (former := f"{self._prefix}/{self._count - 1}", f"{former}/all"):
+                self._store.delete_key(name)  # all have left that one
+        started, pause = monotonic(), SHORTEST_S
+        while not self._store.check([f"{key}/all"]):
+            if not self._activity.watched and monotonic() - started > self._timeout:
+                raise Late(f"not all ranks have come after {self._timeout:g} s (run.timeout)")
+            sleep(pause)
+            pause = min(GROWTH * pause, max(LONGEST_S, self._size / MOST_QUESTIONS))
