@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from math import prod
+from threading import stack_size
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from megalite.parallel.spec import LocalPart, Segment
 
 BLOCK_ROWS = 128  # never change it: another value would draw other weights from the same seed
+MOST_THREADS = 8  # six draw as fast as one writes what they have drawn
+STACK = 1 << 19  # bytes
 
 _T = TypeVar("_T")
 
@@ -34,7 +37,12 @@ def key(*parts: int | str) -> int:
 
 def normal(shape: tuple[int, ...], *parts: int | str) -> Tensor:
     """Samples of normal(0, 1) with the key of `parts`, fp32, on the CPU."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(key(*parts)))
+    return normal_(torch.empty(shape), *parts)
+
+
+def normal_(numbers: Tensor, *parts: int | str) -> Tensor:
+    """Fill an fp32 tensor on the CPU with the samples of `normal`."""
+    return numbers.normal_(generator=torch.Generator().manual_seed(key(*parts)))
 
 
 class Draw(NamedTuple):
@@ -42,12 +50,14 @@ class Draw(NamedTuple):
 
     Attributes:
         first: the first element, counted in the rank's local shape, flat.
-        numbers: draws; may be called on any thread, whose core it uses alone.
+        shape: of the numbers to draw.
+        fill: draws them into a tensor. May be called on any thread, of which it uses one core.
         values: of these numbers the range's values, flat, fp32. Called where all cores may be used.
     """
 
     first: int
-    numbers: Callable[[], Tensor]
+    shape: tuple[int, ...]
+    fill: Callable[[Tensor], Tensor]
     values: Callable[[Tensor], Tensor]
 
 
@@ -61,23 +71,25 @@ def initial_values(segment: Segment, at: Coordinates, seed: int, low: int, high:
     if low >= high:
         return
     if segment.init_std == 0.0:
-        yield Draw(low, partial(torch.empty, 0), lambda _: torch.full((high - low,), segment.init_value))
+        yield Draw(low, (0,), lambda none: none, lambda _: torch.full((high - low,), segment.init_value))
         return
     start, end = part.offsets[0], part.offsets[0] + part.sizes[0]
     first, last = start + low // width, start + -(-high // width)  # rows of the global tensor, or of its padding
     for rows in block_rows(first, min(last, end)):
-        numbers, values = partial(_numbers, segment, rows, seed), partial(_local_rows, segment, part, rows)
-        yield Draw((rows.start - start) * width, numbers, values)
+        fill, values = partial(_fill, segment, rows, seed), partial(_local_rows, segment, part, rows)
+        yield Draw((rows.start - start) * width, _block_shape(segment, rows), fill, values)
     if last > max(first, end):
         padding = (last - max(first, end)) * width
-        yield Draw((max(first, end) - start) * width, partial(torch.empty, 0), lambda _: torch.zeros(padding))
+        yield Draw((max(first, end) - start) * width, (0,), lambda none: none, lambda _: torch.zeros(padding))
 
 
-def _numbers(segment: Segment, rows: range, seed: int) -> Tensor:
-    """The numbers of the block that has these rows."""
-    number = rows.start // BLOCK_ROWS
-    count = min(BLOCK_ROWS, segment.shape[0] - number * BLOCK_ROWS)
-    return normal((count, *segment.shape[1:]), seed, segment.name, number)
+def _block_shape(segment: Segment, rows: range) -> tuple[int, ...]:
+    """The shape of the block that has these rows."""
+    return (min(BLOCK_ROWS, segment.shape[0] - rows.start + rows.start % BLOCK_ROWS), *segment.shape[1:])
+
+
+def _fill(segment: Segment, rows: range, seed: int, numbers: Tensor) -> Tensor:
+    return normal_(numbers, seed, segment.name, rows.start // BLOCK_ROWS)
 
 
 def _rows(segment: Segment, rows: range, numbers: Tensor) -> Tensor:
@@ -107,22 +119,32 @@ def drawn_rows(segment: Segment, start: int, stop: int, seed: int) -> Iterator[T
     """Rows [start, stop) of a segment's random initial values, fp32, whole: in blocks, with the columns of all ranks, so that no number
     depends on the mesh."""
     for rows in block_rows(start, stop):
-        yield _rows(segment, rows, _numbers(segment, rows, seed))
+        yield _rows(segment, rows, _fill(segment, rows, seed, torch.empty(_block_shape(segment, rows))))
 
 
 def ahead(draws: Iterable[tuple[_T, Draw]], threads: int) -> Iterator[tuple[_T, int, Tensor]]:
-    """What stands before each draw, its first element and its values, in order. Draws on `threads` threads, ahead of the caller."""
+    """What stands before each draw, its first element and its values, in order. Draws on up to `threads` threads, ahead of the caller."""
+    threads = min(threads, MOST_THREADS)
     if threads == 1:
-        yield from ((each, draw.first, draw.values(draw.numbers())) for each, draw in draws)
+        yield from ((each, draw.first, draw.values(draw.fill(torch.empty(draw.shape)))) for each, draw in draws)
         return
     with ThreadPoolExecutor(threads) as pool:
         waiting: deque[tuple[_T, Draw, Future[Tensor]]] = deque()
         for each, draw in draws:
-            waiting.append((each, draw, pool.submit(draw.numbers)))
+            # Allocated here: what a thread allocates and frees would stay in its own arena, of no use to the run.
+            waiting.append((each, draw, _submitted(pool, draw.fill, torch.empty(draw.shape))))
             if len(waiting) > threads:  # no more: a block of a large embedding takes megabytes
                 yield _drawn(*waiting.popleft())
         while waiting:
             yield _drawn(*waiting.popleft())
+
+
+def _submitted(pool: ThreadPoolExecutor, fill: Callable[[Tensor], Tensor], numbers: Tensor) -> Future[Tensor]:
+    before = stack_size(STACK)  # not the usual 8 MB, which counts where a process may not allocate more
+    try:
+        return pool.submit(fill, numbers)
+    finally:
+        stack_size(before)
 
 
 def _drawn(each: _T, draw: Draw, numbers: Future[Tensor]) -> tuple[_T, int, Tensor]:

@@ -25,8 +25,8 @@ def drawn(segment, rank=0, tp=1, seed=7):
     at = Coordinates.on("tp", rank, tp)
     part = segment.local(at)
     values = torch.full((part.numel,), 99.0)
-    for first, numbers, local in rng.initial_values(segment, at, seed, 0, part.numel):
-        found = local(numbers())
+    draws = ((None, draw) for draw in rng.initial_values(segment, at, seed, 0, part.numel))
+    for _, first, found in rng.ahead(draws, threads=1):
         values[first:][: found.numel()] = found
     return values.view(part.shape)
 
@@ -61,14 +61,14 @@ def test_keys_depend_on_every_part_and_its_type():
 )
 def test_elements_are_drawn_with_the_rows_of_their_blocks_alone(low, high, numbers, monkeypatch):
     """300 rows of 8: blocks of 1,024, 1,024 and 352 numbers."""
-    segment, counted, draw_normal = SEGMENTS[0], [], rng.normal
+    segment, counted, draw_normal = SEGMENTS[0], [], rng.normal_
 
-    def normal(shape, *parts):
-        counted.append(torch.Size(shape).numel())
-        return draw_normal(shape, *parts)
+    def normal(numbers, *parts):
+        counted.append(numbers.numel())
+        return draw_normal(numbers, *parts)
 
     expected = drawn(segment).flatten()[low:high]
-    monkeypatch.setattr(rng, "normal", normal)
+    monkeypatch.setattr(rng, "normal_", normal)
     draws = ((None, draw) for draw in rng.initial_values(segment, Coordinates(), 7, low, high))
     found = [(first, value) for _, first, value in rng.ahead(draws, threads=3)]
     values = torch.cat([value for _, value in found]) if found else torch.empty(0)
@@ -81,14 +81,14 @@ def test_draws_ahead_come_in_their_order():
     """The first of each three waits for the others, which threads call meanwhile; no more than a few are ahead of the caller."""
     called, events = [], [Event() for _ in range(4)]
 
-    def numbers(number):
+    def fill(number, numbers):
         called.append(number)
         if number % 3 == 2:
             events[number // 3].set()
         elif number % 3 == 0:
             assert events[number // 3].wait(60)
-        return torch.tensor([number])
+        return numbers.fill_(number)
 
-    draws = ((number, rng.Draw(0, partial(numbers, number), torch.neg)) for number in range(12))
+    draws = ((number, rng.Draw(0, (1,), partial(fill, number), torch.neg)) for number in range(12))
     for number, _, value in rng.ahead(draws, threads=3):
         assert value == -number and len(called) <= number + 5

@@ -90,12 +90,12 @@ def initial_weights(context: Any, config: dict[str, Any]) -> tuple[dict[str, Ten
     of."""
     sizes: list[int] = []
 
-    def normal(shape: tuple[int, ...], *parts: int | str) -> Tensor:
-        sizes.append(prod(shape))
-        return draw(shape, *parts)
+    def normal(numbers: Tensor, *parts: int | str) -> Tensor:
+        sizes.append(numbers.numel())
+        return draw(numbers, *parts)
 
-    draw = rng.normal
-    with patch.object(rng, "normal", normal):
+    draw = rng.normal_
+    with patch.object(rng, "normal_", normal):
         trainer = make_trainer(context, config)
     trainer.close()
     blocks = {}
