@@ -20,8 +20,6 @@ from torch import Tensor
 
 from megalite_kernels import attention_triton
 from megalite_kernels.attention_triton import (
-    _A,
-    _C,
     _FARTHEST,
     _LOG2E,
     _PROBES,
@@ -29,14 +27,11 @@ from megalite_kernels.attention_triton import (
     _capped,
     _exponent,
     _first_key,
-    _keeps,
     _length,
     _load,
-    _mix,
     _place,
     _products,
     _rest,
-    _row_hash,
     _tables,
     _target,
     _visible,
@@ -44,6 +39,7 @@ from megalite_kernels.attention_triton import (
     tile_width,
 )
 from megalite_kernels.dropout import AttentionDropout
+from megalite_kernels.dropout_triton import _A, _C, _keeps, _mix, _row_hash
 from megalite_kernels.launch import Variant, architecture
 
 Runs = tuple[tuple[int, int], ...]

@@ -35,35 +35,12 @@ import triton.language as tl
 from torch import Tensor
 
 from megalite_kernels import dropout
+from megalite_kernels.dropout_triton import _A, _C, _keeps, _mix, _row_hash
 from megalite_kernels.launch import Variant, architecture, operation
 
-_A, _B, _C = (tl.constexpr(factor) for factor in (dropout._A, dropout._B, dropout._C))
 _LOG2E = tl.constexpr(math.log2(math.e))
 _FARTHEST = 2**24  # elements between two positions, at most: offsets within a tile of up to 128 positions are 32-bit
 _PROBES = tl.constexpr(128)  # tiles of queries whose document starts are read together
-
-
-@triton.jit
-def _mix(h):
-    """`dropout._mix_`: int32 arithmetic wraps, and right shifts are arithmetic."""
-    h = h * _A
-    h = h + (h >> 16)
-    h = h * _B
-    h = h + (h >> 16)
-    h = h * _C
-    return h + (h >> 16)
-
-
-@triton.jit
-def _row_hash(sample, key, position):
-    low = (sample + (sample >> 32) * _B).to(tl.int32)
-    return _mix(position * _C + _mix(low ^ key))
-
-
-@triton.jit
-def _keeps(row, column, THRESHOLD: tl.constexpr):
-    h = (row ^ column) * _A
-    return (h + (h >> 16)) * _B < THRESHOLD
 
 
 @triton.jit
