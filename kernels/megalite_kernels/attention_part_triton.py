@@ -140,7 +140,7 @@ def _forward(
         start, base, length = _row_of(runs, run)
         edges = _key_edges(first - start, length, first_key - start, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
         for masked in tl.static_range(0 if APART else 1, 2):
-            for step in range(0, _length(edges, masked), KEYS):
+            for step in tl.range(0, _length(edges, masked), KEYS, disable_licm=True):
                 at = _place(edges, step, masked)
                 k_tile = _load(k, base + at, k_s, base + length, KEYS, DIM, WIDTH, not masked)
                 k_rest = _rest(k_tile, k, base + at, k_s, base + length, KEYS, DIM, WIDTH, REST, not masked)
@@ -200,7 +200,7 @@ def _backward_queries(
         start, base, length = _row_of(runs, run)
         edges = _key_edges(first - start, length, first_key - start, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
         for masked in tl.static_range(0 if APART else 1, 2):
-            for step in range(0, _length(edges, masked), KEYS):
+            for step in tl.range(0, _length(edges, masked), KEYS, disable_licm=True):
                 at = _place(edges, step, masked)
                 k_tile = _load(k, base + at, k_s, base + length, KEYS, DIM, WIDTH, not masked)
                 k_rest = _rest(k_tile, k, base + at, k_s, base + length, KEYS, DIM, WIDTH, REST, not masked)
@@ -243,17 +243,17 @@ def _backward_keys(
     k_rest = _rest(k_tile, k + row * k_b + kv_head * k_h, first_row, k_s, limit, KEYS, DIM, WIDTH, REST, False)
     v_tile = _load(v + row * v_b + kv_head * v_h, first_row, v_s, limit, KEYS, VDIM, VWIDTH, False)
     starts += row * d_b
-    APART: tl.constexpr = SOFTCAP == 0 and P == 0
+    APART: tl.constexpr = SOFTCAP == 0 and P == 0 and WIDTH + REST + VWIDTH <= 256
     dk_tile = tl.zeros([KEYS, WIDTH], tl.float32)
     dv_tile = tl.zeros([KEYS, VWIDTH], tl.float32)
     dk_rest = tl.zeros(k_rest.shape, tl.float32)
     sample = tl.load(samples + row) if P > 0 else 0
-    for run in range(count):
+    for run in tl.range(count, disable_licm=True):
         start, base, length = _row_of(runs, run)
         edges = _query_edges(first - start, length, starts + base.to(tl.int64) * d_s, d_s, first, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
         for masked in tl.static_range(0 if APART else 1, 2):
             visits = tl.cdiv(_length(edges, masked), QUERIES)
-            for step in range(GROUP * visits):  # heads of the group, one after the other
+            for step in tl.range(GROUP * visits, disable_licm=True):  # heads of the group, one after the other
                 head, at = kv_head * GROUP + step // visits, _place(edges, step % visits * QUERIES, masked)
                 query, its_row = start + at + lane, base + at + lane
                 q_tile = _load(q + row * q_b + head * q_h, base + at, q_s, base + length, QUERIES, DIM, WIDTH, False)

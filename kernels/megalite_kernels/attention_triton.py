@@ -195,7 +195,7 @@ def _forward(
     total = tl.zeros([QUERIES], tl.float32)
     result = tl.zeros([QUERIES, VWIDTH], tl.float32)
     for masked in tl.static_range(0 if APART else 1, 2):
-        for step in range(0, _length(edges, masked), KEYS):
+        for step in tl.range(0, _length(edges, masked), KEYS, disable_licm=True):
             at = _place(edges, step, masked)
             k_tile = _load(k, at, k_s, sequence, KEYS, DIM, WIDTH, not masked)
             k_rest = _rest(k_tile, k, at, k_s, sequence, KEYS, DIM, WIDTH, REST, not masked)
@@ -249,7 +249,7 @@ def _backward_queries(
     result = tl.zeros([QUERIES, WIDTH], tl.float32)
     rest = tl.zeros(q_rest.shape, tl.float32)
     for masked in tl.static_range(0 if APART else 1, 2):
-        for step in range(0, _length(edges, masked), KEYS):
+        for step in tl.range(0, _length(edges, masked), KEYS, disable_licm=True):
             at = _place(edges, step, masked)
             k_tile = _load(k, at, k_s, sequence, KEYS, DIM, WIDTH, not masked)
             k_rest = _rest(k_tile, k, at, k_s, sequence, KEYS, DIM, WIDTH, REST, not masked)
@@ -311,7 +311,7 @@ def _backward_keys(
     k_rest = _rest(k_tile, k + row * k_b + kv_head * k_h, first, k_s, sequence, KEYS, DIM, WIDTH, REST, False)
     v_tile = _load(v + row * v_b + kv_head * v_h, first, v_s, sequence, KEYS, VDIM, VWIDTH, False)
     starts += row * d_b
-    APART: tl.constexpr = SOFTCAP == 0 and P == 0
+    APART: tl.constexpr = SOFTCAP == 0 and P == 0 and WIDTH + REST + VWIDTH <= 256
     edges = _query_edges(first, sequence, starts, d_s, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
     dk_tile = tl.zeros([KEYS, WIDTH], tl.float32)
     dv_tile = tl.zeros([KEYS, VWIDTH], tl.float32)
@@ -319,7 +319,7 @@ def _backward_keys(
     sample = tl.load(samples + row) if P > 0 else 0
     for masked in tl.static_range(0 if APART else 1, 2):
         tiles = tl.cdiv(_length(edges, masked), QUERIES)
-        for step in range(GROUP * tiles):  # heads of the group, one after the other
+        for step in tl.range(GROUP * tiles, disable_licm=True):  # heads of the group, one after the other
             head, at = kv_head * GROUP + step // tiles, _place(edges, step % tiles * QUERIES, masked)
             query, own = at + lane, row * heads + head
             q_tile = _load(q + row * q_b + head * q_h, at, q_s, sequence, QUERIES, DIM, WIDTH, False)
