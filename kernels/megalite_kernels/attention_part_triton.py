@@ -140,7 +140,7 @@ def _forward(
         start, base, length = _row_of(runs, run)
         edges = _key_edges(first - start, length, first_key - start, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
         for masked in tl.static_range(0 if APART else 1, 2):
-            for step in tl.range(0, _length(edges, masked), KEYS, disable_licm=True):
+            for step in range(0, _length(edges, masked), KEYS):
                 at = _place(edges, step, masked)
                 k_tile = _load(k, base + at, k_s, base + length, KEYS, DIM, WIDTH, not masked)
                 k_rest = _rest(k_tile, k, base + at, k_s, base + length, KEYS, DIM, WIDTH, REST, not masked)

@@ -195,7 +195,7 @@ def _forward(
     total = tl.zeros([QUERIES], tl.float32)
     result = tl.zeros([QUERIES, VWIDTH], tl.float32)
     for masked in tl.static_range(0 if APART else 1, 2):
-        for step in tl.range(0, _length(edges, masked), KEYS, disable_licm=True):
+        for step in range(0, _length(edges, masked), KEYS):
             at = _place(edges, step, masked)
             k_tile = _load(k, at, k_s, sequence, KEYS, DIM, WIDTH, not masked)
             k_rest = _rest(k_tile, k, at, k_s, sequence, KEYS, DIM, WIDTH, REST, not masked)
