@@ -118,7 +118,7 @@ def _forward(
     key, first_head, first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     first, first_row, limit = _row_of(tiles, tl.num_programs(0) - 1 - tl.program_id(0))  # tiles that see the most keys start first
     head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -132,7 +132,6 @@ def _forward(
     if P > 0:
         query_hash = _row_hash(tl.load(samples + row), key, first_position + query)
         head_hash = (first_head + head.to(tl.int32) + 1) * _A
-    APART: tl.constexpr = SOFTCAP == 0 and P == 0
     largest = tl.full([QUERIES], -1e38, tl.float32)  # finite, so that p = 2^-inf = 0 in a row that has seen no key yet, not NaN
     total = tl.zeros([QUERIES], tl.float32)
     result = tl.zeros([QUERIES, VWIDTH], tl.float32)
@@ -174,7 +173,7 @@ def _backward_queries(
     key, first_head, first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     first, first_row, limit = _row_of(tiles, tl.num_programs(0) - 1 - tl.program_id(0))
     head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -193,7 +192,6 @@ def _backward_queries(
     if P > 0:
         query_hash = _row_hash(tl.load(samples + row), key, first_position + query)
         head_hash = (first_head + head.to(tl.int32) + 1) * _A
-    APART: tl.constexpr = SOFTCAP == 0 and P == 0
     result = tl.zeros([QUERIES, WIDTH], tl.float32)
     rest = tl.zeros(q_rest.shape, tl.float32)
     for run in range(count):
@@ -233,7 +231,7 @@ def _backward_keys(
     key, first_head, first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     first, first_row, limit = _row_of(tiles, tl.program_id(0))
     kv_head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -243,7 +241,6 @@ def _backward_keys(
     k_rest = _rest(k_tile, k + row * k_b + kv_head * k_h, first_row, k_s, limit, KEYS, DIM, WIDTH, REST, False)
     v_tile = _load(v + row * v_b + kv_head * v_h, first_row, v_s, limit, KEYS, VDIM, VWIDTH, False)
     starts += row * d_b
-    APART: tl.constexpr = SOFTCAP == 0 and P == 0 and WIDTH + REST + VWIDTH <= 256
     dk_tile = tl.zeros([KEYS, WIDTH], tl.float32)
     dv_tile = tl.zeros([KEYS, VWIDTH], tl.float32)
     dk_rest = tl.zeros(k_rest.shape, tl.float32)
