@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megalite_kernels import activation, adamw, cross_entropy, grad_norm, norm, rotary
+from megalite_kernels import activation, adamw, cross_entropy, dropout, grad_norm, norm, rotary
 from torch import Tensor
 
 from megalite.mesh.mesh import Layout, Mesh
@@ -359,6 +359,25 @@ def _grad_norm(sizes: Sizes) -> Iterable[Case]:
         yield Case("gradient norm", shape, make, dtype.itemsize * count, targets=limit, module=module, tuned=tuned)
 
 
+# ---- dropout
+
+
+def _dropout(sizes: Sizes) -> Iterable[Case]:
+    """Beside torch's own, whose masks depend on the layout."""
+    count, width = sizes.of(8192, 4), sizes.of(4096, 64)
+
+    def torchs(x: Tensor) -> Tensor:
+        return F.dropout(x, 0.1)
+
+    def make() -> Contest:
+        x, positions = sizes.randn(count, 1, width), torch.arange(count, device=sizes.device)
+        samples = torch.zeros(1, dtype=torch.int64, device=sizes.device)
+        return Contest(lambda: dropout.dropout(x, 7, samples, positions, 0.1), forwards(torchs, (x,)))
+
+    shape, limit = f"{count} × {width} bf16", (times_limit(1.15),)
+    yield Case("dropout", shape, make, 4 * count * width, targets=limit, module="dropout_triton", tuned=("_dropout",))
+
+
 # ---- the head with the loss
 
 
@@ -426,6 +445,7 @@ CASES: dict[str, Callable[[Sizes], Iterable[Case]]] = {
     "adamw": _adamw,
     "grad_norm": _grad_norm,
     "swiglu": _swiglu,
+    "dropout": _dropout,
     "rotary": _rotary,
     "loss": _loss,
 }

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks import report
 
-GROUPS = ("cross_entropy", "norm", "adamw", "grad_norm", "swiglu", "rotary", "loss", "attention", "experts")
+GROUPS = ("cross_entropy", "norm", "adamw", "grad_norm", "swiglu", "dropout", "rotary", "loss", "attention", "experts")
 SECONDS = 570.0  # time limit of all groups together
 SHARE = {"attention": 1.0}  # fraction of the remaining time that a group may take: everything for the last one, 0.35 for others
 GRACE = 40.0  # seconds beyond its limit for a process to finish its case

@@ -60,6 +60,7 @@ SETTINGS: dict[tuple[str, str], list[Setting]] = {
         Setting({"DEPTH": depth, "COLUMNS": columns}, w) for depth in (2, 4, 8) for columns, w in ((512, 2), (1024, 4), (2048, 8))
     ],
     ("cross_entropy_triton", "_gradient"): [Setting({"COLUMNS": columns}, w) for columns in (2048, 4096, 8192) for w in (4, 8)],
+    ("dropout_triton", "_dropout"): _elementwise((256, 512, 1024), (1024, 2048, 4096), (4, 8)),
     ("grad_norm_triton", "_squared_sums"): [Setting({"TILE": tile}, w) for tile in (4096, 8192, 16384) for w in (4, 8)],
     ("norm_triton", "_forward"): [Setting({}, w) for w in (2, 4, 8, 16)],
     ("norm_triton", "_backward"): [

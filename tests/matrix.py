@@ -1,6 +1,7 @@
-"""The long form of the proof, in slices that can be resumed: every plan, 500 random configurations, 200 rounds under random delays,
-checkpoints of eight layouts loaded on every other, a hundred kills; thousands of layouts with context parallelism, with experts, with
-latent attention or sinks, and of the equivalence table. Any beginning of the layouts is a random sample of all.
+"""The long form of the proof, in slices that can be resumed: every plan, kernels compiled at the sizes of real models, 500 random
+configurations, 200 rounds under random delays, checkpoints of eight layouts loaded on every other, a hundred kills; thousands of layouts
+with context parallelism, with experts, with latent attention or sinks, and of the equivalence table. Any beginning of the layouts is a
+random sample of all.
 
     python -m tests.matrix --minutes 9 [--part PART]       goes on where the last stopped
     python -m tests.matrix --reproduce random/17           one case, with its whole error
@@ -210,8 +211,36 @@ class Plans:
                 prove_plan(name, int(ranks), microbatches, int(chunks) or None, None, forward_only)
 
 
+class Kernels:
+    """Kernels compiled at the sizes of real models, with every set of options, for every architecture: neither spills, nor too much shared
+    memory, nor another architecture's tensor cores."""
+
+    longest_s = 240.0
+
+    def __init__(self, directory: Path, ranks: RankPool):
+        from megalite_kernels.launch import ARCHITECTURES
+
+        from tests.kernels.variants import long_list
+
+        every = ((architecture, name, *call) for name, call in long_list().items() for architecture in ARCHITECTURES)
+        self._cases = {f"{architecture}/{name}": (architecture, module, calls) for architecture, name, module, calls in every}
+
+    def cases(self) -> list[str]:
+        return list(self._cases)
+
+    def prove(self, case: str) -> None:
+        from tests.kernels.compiling import MULTIPLY, compiled
+        from tests.kernels.variants import launches
+
+        architecture, module, calls = self._cases[case]
+        found = {each.name: compiled(each, architecture, module in MULTIPLY) for each in launches(module, architecture, calls)}
+        failed = {name: (broken, binary) for name, binary in found.items() if (broken := binary.broken_rules(architecture))}
+        assert not failed, failed
+
+
 PARTS: dict[str, Callable[[Path, RankPool], Part]] = {
     "plans": Plans,
+    "kernels": Kernels,
     "random": Random,
     "stress": Stress,
     "resharding": Resharding,

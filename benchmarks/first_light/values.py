@@ -19,7 +19,19 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from megalite_kernels import activation, adamw, attention, cross_entropy, dispatch, grad_norm, norm, ordered_sum, rotary, router_product
+from megalite_kernels import (
+    activation,
+    adamw,
+    attention,
+    cross_entropy,
+    dispatch,
+    dropout,
+    grad_norm,
+    norm,
+    ordered_sum,
+    rotary,
+    router_product,
+)
 from torch import Tensor
 
 from benchmarks import report
@@ -118,6 +130,10 @@ def _activation(gate_up: Tensor, dh: Tensor) -> Sequence[Tensor]:
     return activation.gated_forward(gate_up, "silu"), activation.gated_backward(dh, gate_up, "silu")[1]
 
 
+def _dropout(x: Tensor, samples: Tensor, positions: Tensor) -> Sequence[Tensor]:
+    return (dropout.dropout(x, 7, samples, positions, 0.1),)
+
+
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Sequence[Tensor]:
     width = logits.shape[1]
     statistics = cross_entropy.statistics(logits, targets, 0, width, -100, False)
@@ -211,6 +227,7 @@ CHECKS = (
     Check("residual and RMSNorm", lambda s: [_randn(*_wide(s)), _randn(*_wide(s)), _randn(_wide(s)[1]), _randn(*_wide(s))], _rms_norm),
     Check("LayerNorm", lambda s: [_randn(*_wide(s)), _randn(_wide(s)[1]), _randn(_wide(s)[1]), _randn(*_wide(s))], _layer_norm),
     Check("SwiGLU", lambda s: [_randn(_wide(s)[0], 2 * _wide(s)[1]), _randn(*_wide(s))], _activation),
+    Check("dropout", lambda s: [_randn(_wide(s)[0], 2, _wide(s)[1]), torch.tensor([3, 2**40]), torch.arange(_wide(s)[0])], _dropout),
     Check("cross-entropy", lambda s: [_randn(*_wide(s)), torch.arange(_wide(s)[0]) % _wide(s)[1]], _cross_entropy),
     Check("rotary embedding", lambda s: [_randn(s.sized(500, 8), 2, 8 * 64)], _rotary),
     Check("AdamW", lambda s: [_randn(s.sized(100_000, 500)) for _ in range(4)], _adamw),

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from megalite_kernels import attention_triton
 from megalite_kernels.attention_triton import (
-    _A,
-    _C,
     _FARTHEST,
     _LOG2E,
     _PROBES,
@@ -29,14 +27,11 @@ from megalite_kernels.attention_triton import (
     _capped,
     _exponent,
     _first_key,
-    _keeps,
     _length,
     _load,
-    _mix,
     _place,
     _products,
     _rest,
-    _row_hash,
     _tables,
     _target,
     _visible,
@@ -44,6 +39,7 @@ from megalite_kernels.attention_triton import (
     tile_width,
 )
 from megalite_kernels.dropout import AttentionDropout
+from megalite_kernels.dropout_triton import _A, _C, _keeps, _mix, _row_hash
 from megalite_kernels.launch import Variant, architecture, upload
 
 Runs = tuple[tuple[int, int], ...]
@@ -122,7 +118,7 @@ def _forward(
     key, first_head, first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     first, first_row, limit = _row_of(tiles, tl.num_programs(0) - 1 - tl.program_id(0))  # tiles that see the most keys start first
     head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -136,7 +132,6 @@ def _forward(
     if P > 0:
         query_hash = _row_hash(tl.load(samples + row), key, first_position + query)
         head_hash = (first_head + head.to(tl.int32) + 1) * _A
-    APART: tl.constexpr = SOFTCAP == 0 and P == 0
     largest = tl.full([QUERIES], -1e38, tl.float32)  # finite, so that p = 2^-inf = 0 in a row that has seen no key yet, not NaN
     total = tl.zeros([QUERIES], tl.float32)
     result = tl.zeros([QUERIES, VWIDTH], tl.float32)
@@ -178,7 +173,7 @@ def _backward_queries(
     key, first_head, first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     first, first_row, limit = _row_of(tiles, tl.num_programs(0) - 1 - tl.program_id(0))
     head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -197,14 +192,13 @@ def _backward_queries(
     if P > 0:
         query_hash = _row_hash(tl.load(samples + row), key, first_position + query)
         head_hash = (first_head + head.to(tl.int32) + 1) * _A
-    APART: tl.constexpr = SOFTCAP == 0 and P == 0
     result = tl.zeros([QUERIES, WIDTH], tl.float32)
     rest = tl.zeros(q_rest.shape, tl.float32)
     for run in range(count):
         start, base, length = _row_of(runs, run)
         edges = _key_edges(first - start, length, first_key - start, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
         for masked in tl.static_range(0 if APART else 1, 2):
-            for step in range(0, _length(edges, masked), KEYS):
+            for step in tl.range(0, _length(edges, masked), KEYS, disable_licm=True):
                 at = _place(edges, step, masked)
                 k_tile = _load(k, base + at, k_s, base + length, KEYS, DIM, WIDTH, not masked)
                 k_rest = _rest(k_tile, k, base + at, k_s, base + length, KEYS, DIM, WIDTH, REST, not masked)
@@ -237,7 +231,7 @@ def _backward_keys(
     key, first_head, first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     first, first_row, limit = _row_of(tiles, tl.program_id(0))
     kv_head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -247,17 +241,16 @@ def _backward_keys(
     k_rest = _rest(k_tile, k + row * k_b + kv_head * k_h, first_row, k_s, limit, KEYS, DIM, WIDTH, REST, False)
     v_tile = _load(v + row * v_b + kv_head * v_h, first_row, v_s, limit, KEYS, VDIM, VWIDTH, False)
     starts += row * d_b
-    APART: tl.constexpr = SOFTCAP == 0 and P == 0
     dk_tile = tl.zeros([KEYS, WIDTH], tl.float32)
     dv_tile = tl.zeros([KEYS, VWIDTH], tl.float32)
     dk_rest = tl.zeros(k_rest.shape, tl.float32)
     sample = tl.load(samples + row) if P > 0 else 0
-    for run in range(count):
+    for run in tl.range(count, disable_licm=True):
         start, base, length = _row_of(runs, run)
         edges = _query_edges(first - start, length, starts + base.to(tl.int64) * d_s, d_s, first, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
         for masked in tl.static_range(0 if APART else 1, 2):
             visits = tl.cdiv(_length(edges, masked), QUERIES)
-            for step in range(GROUP * visits):  # heads of the group, one after the other
+            for step in tl.range(GROUP * visits, disable_licm=True):  # heads of the group, one after the other
                 head, at = kv_head * GROUP + step // visits, _place(edges, step % visits * QUERIES, masked)
                 query, its_row = start + at + lane, base + at + lane
                 q_tile = _load(q + row * q_b + head * q_h, base + at, q_s, base + length, QUERIES, DIM, WIDTH, False)

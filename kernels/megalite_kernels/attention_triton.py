@@ -10,10 +10,13 @@ order: there are no atomics, and results are bitwise reproducible. The first ker
 dq; the second has a tile of keys per program, loops over the queries of each head of the group that reads them, and computes dk and dv.
 
 Keys that no query of a tile sees are never loaded. Tiles of keys that all its queries see come first, in a loop without a mask; a second
-loop has the tiles on both sides of them. (With a soft-cap or dropout one loop has all: compared with their arithmetic a mask costs little,
-and the code is half as long.) The kernel reads where documents begin, without host synchronization: document_start does not decrease along
-the sequence, so its minimum and maximum in a tile of queries bound the keys, and for a tile of keys the tiles of queries that see it are
-counted.
+loop has the tiles on both sides of them (`APART`). With a soft-cap or dropout one loop has all: compared with their arithmetic a mask costs
+little, and the code is half as long. So it is for dk and dv of wide heads, where two loops leave too few registers for a tile of 64 keys,
+which Hopper's wgmma needs. For the same reason backward's loops are compiled without loop-invariant code motion, which keeps in registers
+what it saves: 2 of 300 instructions in a loop of 64 or 128 channels on Hopper.
+
+The kernel reads where documents begin, without host synchronization: document_start does not decrease along the sequence, so its minimum
+and maximum in a tile of queries bound the keys, and for a tile of keys the tiles of queries that see it are counted.
 
 Queries and keys may be wider than values (`REST`): with 192 and 128 channels, those of latent attention, tiles have 128 channels of queries
 and keys and 64 more, as a tile's width is a power of two, and 256 would be a third more than there are.
@@ -35,35 +38,13 @@ import triton.language as tl
 from torch import Tensor
 
 from megalite_kernels import dropout
+from megalite_kernels.dropout_triton import _A, _C, _keeps, _mix, _row_hash
 from megalite_kernels.launch import Variant, architecture, operation
 
-_A, _B, _C = (tl.constexpr(factor) for factor in (dropout._A, dropout._B, dropout._C))
 _LOG2E = tl.constexpr(math.log2(math.e))
 _FARTHEST = 2**24  # elements between two positions, at most: offsets within a tile of up to 128 positions are 32-bit
 _PROBES = tl.constexpr(128)  # tiles of queries whose document starts are read together
-
-
-@triton.jit
-def _mix(h):
-    """`dropout._mix_`: int32 arithmetic wraps, and right shifts are arithmetic."""
-    h = h * _A
-    h = h + (h >> 16)
-    h = h * _B
-    h = h + (h >> 16)
-    h = h * _C
-    return h + (h >> 16)
-
-
-@triton.jit
-def _row_hash(sample, key, position):
-    low = (sample + (sample >> 32) * _B).to(tl.int32)
-    return _mix(position * _C + _mix(low ^ key))
-
-
-@triton.jit
-def _keeps(row, column, THRESHOLD: tl.constexpr):
-    h = (row ^ column) * _A
-    return (h + (h >> 16)) * _B < THRESHOLD
+_WIDE = 256  # channels of keys and values together, above which one loop computes all of dk and dv
 
 
 @triton.jit
@@ -199,7 +180,7 @@ def _forward(
     q, k, v, out, lse, starts, samples, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, sequence, key, first_head, first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES  # tiles that see the most keys start first
     head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -212,7 +193,6 @@ def _forward(
     if P > 0:
         query_hash = _row_hash(tl.load(samples + row), key, first_position + query)
         head_hash = (first_head + head.to(tl.int32) + 1) * _A
-    APART: tl.constexpr = SOFTCAP == 0 and P == 0
     edges = _key_edges(first, sequence, first_key, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
     largest = tl.full([QUERIES], -1e38, tl.float32)  # finite, so that p = 2^-inf = 0 in a row that has seen no key yet, not NaN
     total = tl.zeros([QUERIES], tl.float32)
@@ -247,7 +227,7 @@ def _backward_queries(
     first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
     head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -267,12 +247,11 @@ def _backward_queries(
     if P > 0:
         query_hash = _row_hash(tl.load(samples + row), key, first_position + query)
         head_hash = (first_head + head.to(tl.int32) + 1) * _A
-    APART: tl.constexpr = SOFTCAP == 0 and P == 0
     edges = _key_edges(first, sequence, first_key, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
     result = tl.zeros([QUERIES, WIDTH], tl.float32)
     rest = tl.zeros(q_rest.shape, tl.float32)
     for masked in tl.static_range(0 if APART else 1, 2):
-        for step in range(0, _length(edges, masked), KEYS):
+        for step in tl.range(0, _length(edges, masked), KEYS, disable_licm=True):
             at = _place(edges, step, masked)
             k_tile = _load(k, at, k_s, sequence, KEYS, DIM, WIDTH, not masked)
             k_rest = _rest(k_tile, k, at, k_s, sequence, KEYS, DIM, WIDTH, REST, not masked)
@@ -324,7 +303,7 @@ def _backward_keys(
     first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * KEYS
     kv_head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -334,7 +313,6 @@ def _backward_keys(
     k_rest = _rest(k_tile, k + row * k_b + kv_head * k_h, first, k_s, sequence, KEYS, DIM, WIDTH, REST, False)
     v_tile = _load(v + row * v_b + kv_head * v_h, first, v_s, sequence, KEYS, VDIM, VWIDTH, False)
     starts += row * d_b
-    APART: tl.constexpr = SOFTCAP == 0 and P == 0
     edges = _query_edges(first, sequence, starts, d_s, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
     dk_tile = tl.zeros([KEYS, WIDTH], tl.float32)
     dv_tile = tl.zeros([KEYS, VWIDTH], tl.float32)
@@ -342,7 +320,7 @@ def _backward_keys(
     sample = tl.load(samples + row) if P > 0 else 0
     for masked in tl.static_range(0 if APART else 1, 2):
         tiles = tl.cdiv(_length(edges, masked), QUERIES)
-        for step in range(GROUP * tiles):  # heads of the group, one after the other
+        for step in tl.range(GROUP * tiles, disable_licm=True):  # heads of the group, one after the other
             head, at = kv_head * GROUP + step // tiles, _place(edges, step % tiles * QUERIES, masked)
             query, own = at + lane, row * heads + head
             q_tile = _load(q + row * q_b + head * q_h, at, q_s, sequence, QUERIES, DIM, WIDTH, False)
@@ -420,9 +398,11 @@ def _variant(
 ) -> Variant:
     widths = _widths(dim, value_dim)
     tile = _tile(target, kernel, tile_width(widths), bool(softcap or p))
+    wide = kernel == "dk dv" and widths["WIDTH"] + widths["REST"] + widths["VWIDTH"] > _WIDE
     constants = {
         "SCALE": scale, "SOFTCAP": softcap, "WINDOW": window, "DOCUMENTS": documents, "P": p, "THRESHOLD": dropout.threshold(p),
         "GROUP": group, **widths, "QUERIES": tile.queries, "KEYS": tile.keys,
+        "APART": not (softcap or p or wide),
     }  # fmt: skip
     return Variant(_KERNELS[kernel], constants, tile.warps, tile.stages)
 

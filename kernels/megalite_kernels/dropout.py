@@ -10,10 +10,13 @@ All arithmetic is int32, wrapping, with the arithmetic right shift, so that ever
 probability is 2^-32. Kept elements are scaled by 1 / (1 − p). The backward is the same function applied to the gradient.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from megalite_kernels.dispatch import takes_triton
 
 _A, _B, _C = 0x2C1B3C6D, 0x297A2D39, 0x1B56C4E9  # odd: a product with them permutes the int32s
 
@@ -51,17 +54,24 @@ def column_hash(columns: Tensor, head: Tensor | int = 0) -> Tensor:
 
 def threshold(p: float) -> int:
     """Elements whose hash is below it are kept."""
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"dropout probability {p} is not in [0, 1).")
     return min(round((1.0 - p) * 2**32) - 2**31, 2**31 - 1)
 
 
+@functools.cache
+def kept_scale(p: float, dtype: torch.dtype) -> float:
+    """The factor of kept elements: 1 / (1 − p), as `dtype` has it."""
+    return torch.tensor(1.0 / (1.0 - p), dtype=dtype).item()
+
+
 def keep_scale(rows: Tensor, columns: Tensor, p: float, dtype: torch.dtype) -> Tensor:
-    """Factors: 0 for dropped elements, 1 / (1 − p) for kept ones, from row and column hashes that broadcast against each other."""
-    if not 0.0 <= p < 1.0:
-        raise ValueError(f"dropout probability {p} is not in [0, 1).")
+    """Factors: 0 for dropped elements, `kept_scale` for kept ones, from row and column hashes that broadcast against each other."""
+    limit = threshold(p)
     h = rows ^ columns
     h.mul_(_A)
     h.add_(h >> 16).mul_(_B)
-    return h.lt_(threshold(p)).to(dtype).mul_(1.0 / (1.0 - p))  # lt_ keeps int32: a bool result is 8 times slower on CPU
+    return h.lt_(limit).to(dtype).mul_(kept_scale(p, dtype))  # lt_ keeps int32: a bool result is 8 times slower on CPU
 
 
 def keep_mask(rows: Tensor, channels: Tensor, p: float, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -73,6 +83,10 @@ def dropout(x: Tensor, key: int, samples: Tensor, positions: Tensor, p: float, c
     """Dropout of x [S, B, C]; `channel_offset` is the global index of x's first channel. Applied to dy, it is its own backward."""
     if p == 0.0:
         return x
+    if takes_triton(x):
+        from megalite_kernels import dropout_triton
+
+        return dropout_triton.dropout(x, key, samples, positions, p, channel_offset)
     channels = torch.arange(channel_offset, channel_offset + x.shape[-1], device=x.device, dtype=torch.int32)
     return keep_mask(row_hash(key, samples, positions), channels, p, x.dtype).mul_(x)
 

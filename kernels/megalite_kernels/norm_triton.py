@@ -38,6 +38,15 @@ def _tile(tile, rows, HIDDEN: tl.constexpr, HEADS: tl.constexpr, STRIDE: tl.cons
 
 
 @triton.jit
+def _pointers(matrix, tile, at, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Pointers to a tile, whose offsets are `at`. With the widest rows no registers are left to keep these 64-bit offsets in until after
+    the sums of a row, so they are computed again, in a form that is not the common subexpression."""
+    if COLUMNS > 8192:
+        return matrix + tl.cast(tile, tl.int64) * (ROWS * HIDDEN) + (tl.arange(0, ROWS)[:, None] * HIDDEN + tl.arange(0, COLUMNS)[None, :])
+    return matrix + at
+
+
+@triton.jit
 def _repeat(vector, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """[HIDDEN] as fp32 [ROWS, COLUMNS]: loaded in the layout of a tile, so that threads need not exchange values."""
     column = tl.arange(0, COLUMNS)[None, :] + tl.zeros((ROWS, 1), tl.int32)
@@ -98,8 +107,8 @@ def _backward(
             along += (tl.sum(gradient, 1) / HIDDEN)[:, None]
         result = (gradient - along) * scale
         if ADD:
-            result += tl.load(dtotal + at, mask=exists, other=0.0).to(tl.float32)
-        tl.store(dx + at, result.to(dx.dtype.element_ty), mask=exists)
+            result += tl.load(_pointers(dtotal, tile, at, HIDDEN, ROWS, COLUMNS), mask=exists, other=0.0).to(tl.float32)
+        tl.store(_pointers(dx, tile, at, HIDDEN, ROWS, COLUMNS), result.to(dx.dtype.element_ty), mask=exists)
     column = tl.arange(0, COLUMNS)[None, :]
     part = tl.program_id(0) * HIDDEN + column
     tl.store(dweight + part, tl.sum(for_weight, 0)[None, :], mask=column < HIDDEN)

@@ -16,6 +16,7 @@ TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64
 """Rows and columns of the output tile that one multiprocessor computes, and its relative speed: a small tile reads more bytes per FLOP."""
 TILE_START = 1.2e-6
 """Seconds that a wave of tiles takes beyond its products: loading the first operands from memory and storing the result."""
+DROPOUT = 2  # values that it moves for each of the result: it reads one and writes one, forward and backward alike
 ELEMENTWISE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 """Bytes per element, by precision."""
 SOFTMAX = 4e-11

@@ -17,7 +17,7 @@ from megalite.model.cost.steps import Attention, Block, Elementwise, Expansion, 
 from megalite.model.cost.units import Units
 from megalite.planning import context, experts
 from megalite.planning.hardware import Device
-from megalite.planning.kernels import ELEMENTWISE_BYTES, attention, product, stream
+from megalite.planning.kernels import DROPOUT, ELEMENTWISE_BYTES, attention, product, stream
 from megalite.planning.links import Fabric, group
 
 LOSS_CHUNK = 4096  # tokens whose logits exist at a time on a GPU, as in `megalite.model.stage`
@@ -33,7 +33,7 @@ class Software:
         flash: attention never writes its scores; otherwise every score goes to memory, several times.
         attention: speed of its attention relative to ours.
         products: speed of the layers' matrix products relative to those of the run's precision; the head's are not meant.
-        masks: dropout writes its masks to memory.
+        masks: dropout writes its masks to memory, and its forward adds to the residual stream in the same kernel. Ours does neither.
         loss_bytes: memory traffic of the loss per logit, forward and backward. Ours reads and overwrites 16-bit logits; PyTorch's casts to
             fp32 and takes a log-softmax; Megatron-LM's subtracts, exponentiates, sums and divides in passes of their own.
         fp32_accumulation: weight gradients are added to fp32 accumulators.
@@ -171,7 +171,7 @@ class Operations:
     def _product(self, step: Product) -> Passes:
         forward, backward = self._gemm(step.rows, step.outputs, step.inputs), self._gemm(step.rows, step.inputs, step.outputs)
         weight = 0.0 if step.frozen else self._weight_gradient(step.outputs, step.inputs, step.rows)
-        return Passes(forward, backward, weight).plus(self._adapters(step))
+        return Passes(forward, backward, weight).plus(self._adapters(step)).plus(self._adapter_dropout(step))
 
     def _own_product(self, step: OwnProduct) -> Passes:
         """A product for each expert, of equally many rows; or one of this rank's own tokens, a router's in fp32."""
@@ -196,13 +196,20 @@ class Operations:
             forward, backward = forward + lengths + self._move(2 * rows * outputs), backward + self._move(3 * rows * outputs)
         return Passes(forward, backward, weight)
 
+    def _adapter_dropout(self, step: Product) -> Passes:
+        """Dropout of an adapter's input: in forward, of the input's gradient, and again for the weight gradient. Experts have none."""
+        if not step.adapter_rank or self.lora is None or not self.lora.dropout:
+            return Passes(0.0, 0.0, 0.0)
+        once = self._move(DROPOUT * step.rows * step.inputs)
+        return Passes(once, once, once)
+
     def _around(self, share: Share, block: Block) -> Passes:
         """The operations around a block: norms, residual sum, dropout, and tensor-parallel communication."""
         forward = self._pointwise(*block.before.forward, *block.after.forward)
         backward = self._pointwise(*block.before.backward, *block.after.backward)
         if values := block.dropped:
-            mask = (0.5 if self.software.masks else 0.0) * values
-            forward, backward = forward + self._move(values + mask), backward + self._move(2 * values + mask)
+            dropped = (1.5 * values, 2.5 * values) if self.software.masks else (DROPOUT * values, DROPOUT * values)
+            forward, backward = forward + self._move(dropped[0]), backward + self._move(dropped[1])
         columns = [each for each in block.products if each.split == "outputs" and not isinstance(each, OwnProduct)]
         waits = [self._tensor_parallel(share, product) for product in columns]
         forward_wait, backward_wait = (sum(times) for times in zip((0.0, 0.0), *waits, strict=True))

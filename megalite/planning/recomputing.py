@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megalite.config.recomputation import operations_of
 from megalite.model.cost.recomputed import Operation, chosen, groups
 from megalite.model.cost.steps import Attention, Product, Share, Step
-from megalite.planning.kernels import stream
+from megalite.planning.kernels import DROPOUT, stream
 from megalite.planning.links import group
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def seconds(operations: Operations, share: Share, index: int, mode: str) -> tupl
 def of_operation(operations: Operations, share: Share, index: int, operation: Operation) -> tuple[float, float]:
     """Kernels and exposed communication of one operation."""
     kernels = sum(operations.forward(step) for step in operation.steps)
-    kernels += stream(operations.device, operation.dropped * operations.size) if operation.dropped else 0.0
+    kernels += stream(operations.device, DROPOUT * operation.dropped * operations.size) if operation.dropped else 0.0
     kernels += operations.attention_again(share, index) if operation.scores else 0.0
     wait = operations.dispatch(share, index)[0] if "experts" in operation.names else 0.0
     return kernels, wait + sum(_wait(operations, share, index, step) for step in operation.steps)

@@ -21,14 +21,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.kernels.variants import launches
+from tests.kernels.variants import Launch, launches
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "kernels" / "megalite_kernels").glob("*_triton.py"))
 MODULES = [path.stem for path in SOURCES if "\ndef _variant(" in path.read_text()]  # another holds what the kernels of several share
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes that one program may use
-TENSOR_CORE = {"sm_80": r"mma\.sync", "sm_90": r"wgmma\.mma_async|mma\.sync", "sm_100": r"tcgen05\.mma|mma\.sync", "gfx942": "v_mfma"}
-"""Instructions. Hopper and Blackwell have Ampere's too, which is the one for tiles of fewer than 64 rows."""
+TENSOR_CORE = {"sm_80": r"mma\.sync", "sm_90": r"wgmma\.mma_async", "sm_100": r"tcgen05\.mma", "gfx942": "v_mfma"}
+"""The instructions that reach an architecture's speed. Hopper and Blackwell have Ampere's too, which a tile of fewer than 64 rows takes."""
+AMPERES = TENSOR_CORE["sm_80"]
 MULTIPLY = ("attention_triton", "attention_part_triton", "grouped_weight_grad_triton")
 """Modules whose kernels multiply matrices, and so must use tensor cores."""
 PROCESSES = 2
@@ -49,7 +50,17 @@ class Binary:
     wide_stores: int
     narrow_stores: int
     products: int  # tensor-core instructions, of the architecture's own kind
+    older_products: int  # those of Ampere, on what came after it
     multiplies: bool  # whether it is to multiply matrices
+
+    def broken_rules(self, architecture: str) -> list[str]:
+        """What is wrong with it."""
+        rules = {
+            "no register is spilled": self.stack == 0 and self.registers > 0,
+            "shared memory fits": self.shared <= SHARED_LIMIT[architecture],
+            "matrix products use the architecture's own tensor cores": (self.products > 0) == self.multiplies and not self.older_products,
+        }
+        return [rule for rule, holds in rules.items() if not holds]
 
 
 Binaries = dict[str, dict[str, dict[str, Binary]]]
@@ -74,14 +85,19 @@ def _from_json(found: dict[str, Any]) -> Binaries:
     }
 
 
-def _compile(job: tuple[str, str, int]) -> tuple[str, str, str, dict[str, Any]]:
-    """(module, architecture, index into its launches) → the first two, the launch's name, the fields of its Binary."""
+def _compile(job: tuple[str, str, int]) -> tuple[str, str, str, Binary]:
+    """(module, architecture, index into its launches) → the first two, the launch's name, and what came out."""
+    module, architecture, index = job
+    launch = launches(module, architecture)[index]
+    return module, architecture, launch.name, compiled(launch, architecture, module in MULTIPLY)
+
+
+def compiled(launch: Launch, architecture: str, multiplies: bool) -> Binary:
+    """One binary, by the compiler: not in a process whose kernels are interpreted."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    module, architecture, index = job
-    launch = launches(module, architecture)[index]
     variant, names = launch.variant, launch.variant.kernel.arg_names
     given, aligned = launch.seen_by_triton()
     types = {name: given.get(name, "constexpr") for name in names}
@@ -89,13 +105,13 @@ def _compile(job: tuple[str, str, int]) -> tuple[str, str, str, dict[str, Any]]:
     source = ASTSource(fn=variant.kernel, signature=types, constexprs=dict(variant.constants), attrs=attributes)
     nvidia = architecture.startswith("sm_")
     target = GPUTarget("cuda", int(architecture[3:]), 32) if nvidia else GPUTarget("hip", architecture, 64)
-    compiled = triton.compile(source, target=target, options=variant.options)
-    resources = _nvidia_resources(compiled.asm["cubin"]) if nvidia else _amd_resources(compiled.asm["amdgcn"])
-    code = compiled.asm["ptx" if nvidia else "amdgcn"]
+    made = triton.compile(source, target=target, options=variant.options)
+    resources = _nvidia_resources(made.asm["cubin"]) if nvidia else _amd_resources(made.asm["amdgcn"])
+    code = made.asm["ptx" if nvidia else "amdgcn"]
     memory = _nvidia_memory(code) if nvidia else _amd_memory(code)
     products = len(re.findall(TENSOR_CORE[architecture], code))
-    found = {**resources, "shared": compiled.metadata.shared, **memory, "products": products, "multiplies": module in MULTIPLY}
-    return module, architecture, launch.name, found
+    older = len(re.findall(AMPERES, code)) if TENSOR_CORE[architecture] != AMPERES else 0
+    return Binary(**resources, shared=made.metadata.shared, **memory, products=products, older_products=older, multiplies=multiplies)
 
 
 def _nvidia_resources(cubin: bytes) -> dict[str, int]:
@@ -158,7 +174,12 @@ def _cell(binary: Binary | None) -> str:
     if binary is None:
         return "–"
     wide = binary.wide_loads / (binary.wide_loads + binary.narrow_loads)
-    return f"{binary.registers}, {binary.shared / 1024:.3g} KB, {wide:.0%}" + (f", {binary.products}" if binary.multiplies else "")
+    return f"{binary.registers}, {binary.shared / 1024:.3g} KB, {wide:.0%}" + _products(binary)
+
+
+def _products(binary: Binary) -> str:
+    older = f" + {binary.older_products} mma.sync" if binary.older_products else ""
+    return f", {binary.products}{older}" if binary.multiplies else ""
 
 
 def main() -> None:
@@ -186,7 +207,7 @@ def _compile_here() -> dict[str, Any]:
     with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("fork")) as workers:
         for module, architecture, name, binary in workers.map(_compile, jobs):
             assert name not in found[module][architecture], f"{module} has two variants called {name!r}"
-            found[module][architecture][name] = asdict(Binary(**binary))
+            found[module][architecture][name] = asdict(binary)
     return found
 
 

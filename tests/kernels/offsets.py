@@ -15,6 +15,7 @@ from megalite_kernels import (
     attention_part,
     cross_entropy,
     dispatch,
+    dropout,
     grad_norm,
     grouped_weight_grad,
     norm,
@@ -141,6 +142,13 @@ def cross_entropy_triton() -> None:
     compare((logits,), (cross_entropy.gradient_(exact, last, both[:, -LAST:].double(), *options),), channels=16)
 
 
+def dropout_triton() -> None:
+    width, samples, positions = 2**15 + 16, torch.tensor([3]), torch.arange(2**16 + 5)
+    x = large(len(positions), 1, width)
+    computed = dropout.dropout(x, 7, samples, positions, 0.1)
+    compare((computed,), (dropout.dropout(x[-LAST:].double(), 7, samples, positions[-LAST:], 0.1),), channels=16)
+
+
 def adamw_triton() -> None:
     """Its programs and those of the gradient norm find their elements in one table."""
     count = 2**31 + 64
@@ -199,7 +207,7 @@ if __name__ == "__main__":
     torch.manual_seed(7)
     interpret_last_programs()
     dispatch.select("triton")
-    cases = activation_triton, adamw_triton, attention_part_triton, attention_triton, cross_entropy_triton, grad_norm_triton
+    cases = activation_triton, adamw_triton, attention_part_triton, attention_triton, cross_entropy_triton, dropout_triton, grad_norm_triton
     for case in (*cases, grouped_weight_grad_triton, norm_triton, ordered_sum_triton, permutation_triton, rotary_triton):
         case()
         print(case.__name__, flush=True)

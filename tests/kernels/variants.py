@@ -6,8 +6,9 @@ Nothing runs. The operations are called with tensors whose content does not matt
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import combinations, product
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -22,6 +23,18 @@ DTYPES = (BF16, FP16, FP32)
 ROWS, BATCH = 3, 2  # neither 1 nor a multiple of 16, which Triton compiles apart
 IGNORE_INDEX = -100
 HEADS = ((8, 64, 1536), (32, 128, 6144))  # how many, their width, and that of the projection in which they lie
+
+HeadCase = tuple[tuple[int, int], str]
+"""Channels of keys and of values, and the options of attention."""
+EVERYTHING = "softcap window documents dropout"
+HEAD_CASES: tuple[HeadCase, ...] = (
+    *(((64, 64), EVERYTHING), ((80, 80), EVERYTHING), ((256, 256), EVERYTHING), ((192, 128), EVERYTHING)),
+    *(((64, 64), "documents"), ((128, 128), "documents"), ((192, 128), "documents"), ((192, 192), "documents")),
+)
+"""Every tile: with all options, in one loop over the keys; and with documents alone, in two (the heads of Llama 1B and 8B, DeepSeek-V3)."""
+ALL_HEADS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+NORM_WIDTHS = {"rms norm": [2048, 8192, 16384], "add + rms norm": [2048, 4096, 5120, 8192, 9216, 12288, 16384], "layer norm": [768, 8192]}
+ALL_WIDTHS = (768, 1536, 2048, 2304, 3072, 4096, 5120, 6144, 7168, 8192, 9216, 10240, 12288, 14336, 16384)
 
 Calls = Iterator[tuple[tuple[str, ...], Callable[[], Any]]]
 """A call, and before it the names of what it launches."""
@@ -72,12 +85,6 @@ def of_adamw(module: Any) -> Calls:
             yield (name,), partial(module.adamw, params, gradients, *moments, masters, scale, *[0.5] * 6)
 
 
-def heads_with(everything: Any, documents: Any) -> list[tuple[tuple[int, int], Any]]:
-    """Channels of keys and of values, with options."""
-    many = [(dims, everything) for dims in ((80, 80), (256, 256), (192, 128))]
-    return [*many, *((dims, documents) for dims in ((64, 64), (128, 128), (192, 128)))]
-
-
 def heads_of(dim: int, value_dim: int) -> tuple[Tensor, ...]:
     """q, k, v and the output."""
     shapes = (8, dim), (2, dim), (2, value_dim), (8, value_dim)
@@ -88,12 +95,11 @@ def channels(dim: int, value_dim: int) -> str:
     return f"{dim} channels" if dim == value_dim else f"{dim} and {value_dim} channels"
 
 
-def of_attention(module: Any) -> Calls:
-    """Every tile: with all options, and, for the heads of Llama 1B and 8B and of DeepSeek-V3, with documents alone."""
+def of_attention(module: Any, cases: Iterable[HeadCase] = HEAD_CASES) -> Calls:
     starts, samples = torch.zeros(ROWS, BATCH, dtype=torch.int64), torch.zeros(BATCH, dtype=torch.int64)
-    everything = "softcap window documents dropout", (1024, starts, 30.0, samples, 7, 0.1, 0, 0)
-    documents = "documents", (None, starts, None, None, 0, 0.0, 0, 0)
-    for dims, (kind, options) in heads_with(everything, documents):
+    for dims, kind in cases:
+        masks = 1024 if "window" in kind else None, starts if "documents" in kind else None, 30.0 if "softcap" in kind else None
+        options = (*masks, samples, 7, 0.1, 0, 0) if "dropout" in kind else (*masks, None, 0, 0.0, 0, 0)
         q, k, v, out = heads_of(*dims)
         lse, label = torch.empty(BATCH, 8, ROWS), f"bf16 {channels(*dims)} {kind}"
         yield (f"forward {label}",), partial(module.flash_attention, q, k, v, dims[0] ** -0.5, *options)
@@ -101,16 +107,25 @@ def of_attention(module: Any) -> Calls:
         yield (f"dq {label}", f"dk dv {label}"), call
 
 
-def of_attention_part(module: Any) -> Calls:
-    """The same tiles, for two runs on each side."""
+def of_attention_part(module: Any, cases: Iterable[HeadCase] = HEAD_CASES) -> Calls:
+    """The same, for two runs on each side."""
     starts, dropout = torch.zeros(ROWS, BATCH, dtype=torch.int64), AttentionDropout(7, torch.zeros(BATCH, dtype=torch.int64), 0.1)
-    everything, documents = ("softcap window documents dropout", 1024, starts, 30.0, dropout), ("documents", None, starts, None, None)
-    for dims, (kind, *options) in heads_with(everything, documents):
+    for dims, kind in cases:
+        masks = 1024 if "window" in kind else None, starts if "documents" in kind else None, 30.0 if "softcap" in kind else None
+        options = *masks, dropout if "dropout" in kind else None
         q, k, v, out = heads_of(*dims)
         lse, label, runs = torch.empty(ROWS, BATCH, 8), f"bf16 {channels(*dims)} {kind}, runs", ((0, 2), (9, 1))
         yield (f"forward {label}",), partial(module.flash_attention_part, q, k, v, runs, runs, dims[0] ** -0.5, *options)
         call = partial(module.flash_attention_part_backward, out, q, k, v, lse, lse, runs, runs, dims[0] ** -0.5, *options)
         yield (f"dq {label}", f"dk dv {label}"), call
+
+
+def of_dropout(module: Any) -> Calls:
+    """An activation; its width is only a number to the kernel."""
+    samples, positions = torch.zeros(BATCH, dtype=torch.int64), torch.zeros(ROWS, 1, dtype=torch.int64)
+    for dtype in DTYPES:
+        x = torch.empty(ROWS, BATCH, 4096, dtype=dtype)
+        yield (f"dropout {NAMES[dtype]}, 256 columns",), partial(module.dropout, x, 7, samples, positions, 0.1, 0)
 
 
 def of_cross_entropy(module: Any) -> Calls:
@@ -132,12 +147,16 @@ def of_grad_norm(module: Any) -> Calls:
 
 def of_norm(module: Any) -> Calls:
     """The widths of real models, the widest that `norm` gives to kernels, and short and odd ones."""
-    widths = {"rms norm": [2048, 8192, 16384], "add + rms norm": [2048, 4096, 5120, 8192, 16384], "layer norm": [768, 8192]}
-    cases = [(kind, BF16, torch.empty(ROWS, width), 0.0) for kind, of_kind in widths.items() for width in of_kind]
+    cases = [(kind, BF16, torch.empty(ROWS, width), 0.0) for kind, of_kind in NORM_WIDTHS.items() for width in of_kind]
     wide = torch.empty(ROWS, 8192)
     cases += [("add + rms norm", FP16, torch.empty(ROWS, 4096), 0.0), ("add + rms norm", FP32, wide, 0.0), ("layer norm", FP32, wide, 0.0)]
     heads = [torch.empty(ROWS, BATCH, packed)[..., : count * width].unflatten(-1, (count, width)) for count, width, packed in HEADS]
     cases += [("rms norm", BF16, each, 0.0) for each in heads] + [("add + rms norm", BF16, torch.empty(ROWS, 3072), 1.0)]
+    yield from norms(module, cases)
+
+
+def norms(module: Any, cases: Iterable[tuple[str, torch.dtype, Tensor, float]]) -> Calls:
+    """cases: the norm, its dtype, a tensor of its shape and strides, and the offset of its weight."""
     for kind, dtype, like, offset in cases:
         x = torch.empty_strided(like.shape, like.stride(), dtype=dtype)
         weight, statistic = torch.empty(x.shape[-1], dtype=dtype), torch.empty(*x.shape[:-1], 1)
@@ -190,6 +209,7 @@ LISTS = {
     "attention_part_triton": of_attention_part,
     "attention_triton": of_attention,
     "cross_entropy_triton": of_cross_entropy,
+    "dropout_triton": of_dropout,
     "grad_norm_triton": of_grad_norm,
     "grouped_weight_grad_triton": of_grouped_weight_grad,
     "norm_triton": of_norm,
@@ -199,11 +219,31 @@ LISTS = {
 }
 
 
-def launches(module_name: str, architecture: str) -> list[Launch]:
-    """What a module launches on GPUs of an architecture."""
+def long_list() -> dict[str, tuple[str, Callable[[Any], Calls]]]:
+    """The long form, by name: a module and calls of it. Attention with every set of options, and norms of every width."""
+    attention = {"attention_triton": of_attention, "attention_part_triton": of_attention_part}
+    names = EVERYTHING.split()
+    kinds = [" ".join(chosen) for count in range(len(names) + 1) for chosen in combinations(names, count)]
+    found: dict[str, tuple[str, Callable[[Any], Calls]]] = {
+        f"{module}/{channels(*dims)} {kind or 'causal'}": (module, partial(calls, cases=[(dims, kind or "causal")]))
+        for module, calls in attention.items()
+        for dims in ALL_HEADS
+        for kind in kinds
+    }
+    for width, dtype in product(ALL_WIDTHS, DTYPES):
+        like, most = torch.empty(ROWS, width), 32768 // dtype.itemsize
+        cases = [(kind, dtype, like, offset) for kind in ("rms norm", "add + rms norm") for offset in (0.0, 1.0)]
+        cases += [("layer norm", dtype, like, 0.0)] if width <= 8192 else []
+        if width <= most:
+            found[f"norm_triton/{width} wide {NAMES[dtype]}"] = ("norm_triton", partial(norms, cases=cases))
+    return found
+
+
+def launches(module_name: str, architecture: str, calls: Callable[[Any], Calls] | None = None) -> list[Launch]:
+    """What a module launches on GPUs of an architecture: at the calls of its list."""
     module, found = importlib.import_module(f"megalite_kernels.{module_name}"), list[Launch]()
     with patch.object(module, "architecture", lambda device: architecture, create=True):
-        for names, call in LISTS[module_name](module):
+        for names, call in (calls or LISTS[module_name])(module):
             seen: list[tuple[Variant, tuple[Any, ...]]] = []
             with patch.object(Variant, "launch", lambda variant, grid, *args, into=seen: into.append((variant, args))):
                 call()

@@ -379,6 +379,22 @@ def test_adapters_take_the_time_of_their_flops(rank):
     assert step.total * 1e14 == pytest.approx(8 * 512 * (flops.layers + flops.head), rel=0.02)
 
 
+@pytest.mark.parametrize(
+    "model, lora, each_layer",
+    [
+        (replace(LLAMA, residual_dropout=0.1), LoraConfig(rank=0), 2 * 2 * LLAMA.hidden_size),  # of two blocks, forward and backward
+        (LLAMA, LoraConfig(rank=8, dropout=0.1), 3 * (3 * LLAMA.hidden_size + LLAMA.intermediate_size)),  # of q|k|v, out, gate|up, down
+    ],
+)
+def test_dropout_reads_and_writes_each_value_once(model, lora, each_layer):
+    """16-bit values of 4,096 tokens; what adapters drop is dropped again for their weight gradients."""
+    device = replace(A100, kernel=0.0, host_time=0.0)
+    jobs = Job(LLAMA, device, 512, 8, lora=replace(lora, dropout=0.0)), Job(model, device, 512, 8, lora=lora)
+    without, dropped = (Stepper(job).step(Choice(micro_batch_size=8)).total for job in jobs)
+    moved = 2 * 2 * 8 * 512 * each_layer * LLAMA.num_hidden_layers
+    assert dropped - without == pytest.approx(stream(device, moved), rel=1e-6)
+
+
 # --- published speeds ------------------------------------------------------------------------------------------------------------
 
 
