@@ -1,9 +1,10 @@
 """Finds the fastest layouts of a job that fit, among all legal ones, without evaluating most of them in detail (best-first search).
 
 A heap orders layouts by a lower bound of their step time. The layout at the top is refined and pushed back: first the work divided by the
-ranks; then the busiest rank of the real partition, with the filling and draining of its pipeline; then the same with ZeRO and offload, and
-with what at least must be recomputed for lack of memory (`bounds`); then the simulated step; then the same with the best of what it may
-recompute; then memory, estimated for every rank, and every rule of a run. Plans therefore come out fastest first, and none is missed.
+ranks, the same for all schedules; then the busiest rank of the real partition, with the filling and draining of its pipeline; then, with
+each ZeRO and offload that memory allows, one rank by itself; then all ranks, with what at least must be recomputed for lack of memory
+(`bounds`); then with what makes a few ranks fit, and all; then the simulated step; then the same with the best of what it may recompute;
+then memory, estimated for every rank, and every rule of a run. Plans therefore come out fastest first, and none is missed.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ class Level(IntEnum):
     """How far a layout in the heap has been refined; at equal times the most refined comes first."""
 
     DECIDED = 0
-    TIMED = 1
-    FITTED = 2
-    BEGUN = 3
-    BOUNDED = 4
-    VARIED = 5
-    PARTITIONED = 6
+    TIMED = 1  # simulated
+    FITTED = 2  # with a good choice of what all ranks recompute
+    BEGUN = 3  # the same for a few ranks
+    BOUNDED = 4  # by all ranks
+    VARIED = 5  # with ZeRO and offload, bounded by one rank
+    PARTITIONED = 6  # with a schedule
     DIVIDED = 7
 
 

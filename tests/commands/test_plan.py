@@ -97,6 +97,9 @@ def test_what_fits_a_run_accepts_and_holds_no_more(everything):
             assert bound == pytest.approx(plan.step.total), "nothing of such a step has to be simulated"
         if plan.fits:
             check(configured(search.base, plan.choice), GPUS, leave_out=dry_run.ABOUT_FILES)
+    for core in search.cores():
+        variants = list(search.variants(core))
+        assert search.bounds.roomy(variants, search.room) == [each for each in variants if search.bounds.memory(each) <= search.room]
     for plan in plans[::17]:
         whole = max(rank.total for rank in estimate(configured(search.base, plan.choice), GPUS))
         counted = plan.choice.zero < 3 or plan.memory.total <= search.room  # else what is gathered does not matter any more

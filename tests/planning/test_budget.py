@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
+from megalite.assembly import plan
+from megalite.config.dims import ParallelDims
 from megalite.config.load import from_dict
 from megalite.config.recomputation import OPERATIONS, mode_of, problem, written
 from megalite.config.schema import Config, ConfigError
 from megalite.model.cost.recomputed import groups
+from megalite.parallel.pipeline.generator import placement
 from megalite.planning import keeping
 from megalite.planning.activations import Activations
-from megalite.planning.budget import CPU, bytes_of, decide, resolved, table
+from megalite.planning.budget import CPU, bytes_of, decide, problem_of, recompute_within, resolved, table
 from megalite.planning.hardware import find, read_device
 from megalite.planning.keeping import Kind, Option, Relaxation, solve
 from megalite.planning.memory import estimate
@@ -148,9 +151,6 @@ def with_mode(config: Config, recompute: str) -> Config:
 
 def seconds(config: Config, device: Device) -> list[float]:
     """Recomputation of each pipeline rank per microbatch, in the planner's model."""
-    from megalite.assembly import plan
-    from megalite.parallel.pipeline.generator import placement
-
     operations = Operations(COSTS[device], config.model, config.train.precision)
     share = Activations(config, device).share
     own, units = placement(config.parallel.schedule, config.parallel.pp, config.parallel.virtual_stages), plan.units_of(config)
@@ -191,6 +191,22 @@ def test_no_choice_of_operations_is_faster_and_fits():
         found = with_mode(config, decide(config, budget).recompute)
         assert estimate(found, 1)[0].total <= budget
         assert seconds(found, "cuda")[0] <= min(time for total, time in every if total <= budget) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_search_takes_what_a_run_decides(schedule):
+    """For all ranks, and for the first one alone, whose decision does not depend on the other."""
+    config = from_dict(tree(pp=2, schedule=schedule, train={"precision": "bf16"}))
+    microbatches = ParallelDims.of(config).microbatches
+    posed = problem_of(config, 2, "cuda", COSTS["cuda"], plan.schedule(config, microbatches), {})
+    tops = [max(rank.total for rank in estimate(with_mode(config, mode), 2)) for mode in ("none", "full")]
+    for budget in (tops[0], sum(tops) // 2, tops[1]):
+        decided = decide(config, budget, 2, costs=COSTS["cuda"])
+        assert recompute_within(posed, budget) == decided.recompute
+        own = decided.ranks[0].modes
+        expected = written([own.get(layer, "none") for layer in range(config.model.num_hidden_layers)])
+        assert recompute_within(posed, budget, ranks=[0]) == expected
+    assert recompute_within(posed, tops[1] // 2) is None
 
 
 def test_a_budget_that_is_too_small_names_the_smallest_one():
