@@ -35,9 +35,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from megalite import pinned_memory
 from megalite.parallel.collectives import Work
-from megalite.shared_memory import SharedMemory
+from megalite.system import pinned_memory
+from megalite.system.shared_memory import SharedMemory
 from megalite.training.trainer import Trainer
 
 DEVICE = torch.device("cpu", 0)  # unlike torch.device("cpu"), which is the host

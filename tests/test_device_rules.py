@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.pinned_memory import copy_later, read_aside, read_later
+from megalite.system.pinned_memory import copy_later, read_aside, read_later
 from tests.device_rules import ASIDE, DEVICE, DeviceRules
 
 

@@ -20,7 +20,7 @@ from megalite.model.parameters import layer_count
 from megalite.model.stage import Stage
 from megalite.parallel.expert.balance import AUXILIARY, DROPPED, RouterState, Z
 from megalite.parallel.spec import Rectangle
-from megalite.pinned_memory import copy_later
+from megalite.system.pinned_memory import copy_later
 
 KIND = "router"
 AHEAD = "mtp_"  # begins the names of the states of modules of multi-token prediction

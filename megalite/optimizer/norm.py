@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megalite_kernels.grad_norm import squared_sum
 from torch import Tensor
 
-from megalite.mesh import Mesh
+from megalite.mesh.mesh import Mesh
 from megalite.parallel.collectives import Pending, Work, all_reduce, message
 from megalite.parallel.sharding.store import ParameterStore
 
@@ -143,7 +143,7 @@ def read_later(x: Tensor) -> Callable[[], Tensor]:
     """A function that returns the tensor in CPU memory: it waits for a copy that is started now, not for what the device is given later."""
     if x.is_cpu:
         return lambda: x
-    from megalite import pinned_memory  # which only a GPU needs
+    from megalite.system import pinned_memory  # which only a GPU needs
 
     return pinned_memory.read_later(x)
 

@@ -201,7 +201,7 @@ class OptimisticStepFinalizer(StepFinalizer):
         """Read the total norm, on a GPU not behind the forwards that are queued."""
         if self.store.device == torch.device("cpu"):
             return self.norm.total()
-        from megalite.pinned_memory import read_aside  # which only a GPU needs
+        from megalite.system.pinned_memory import read_aside  # which only a GPU needs
 
         return read_aside(self.norm.total, self.store.device)()
 

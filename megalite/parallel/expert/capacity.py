@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megalite.batch import positions_of
 from megalite.config.dims import rows_per_expert
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather
 from megalite.parallel.context.parts import Part, Run
 from megalite.parallel.expert.choice import Choice

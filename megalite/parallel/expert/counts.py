@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from megalite.parallel.collectives import Pending
-from megalite.pinned_memory import read_aside
+from megalite.system.pinned_memory import read_aside
 
 Count = Callable[[Tensor], Tensor]
 

@@ -21,7 +21,7 @@ from megalite_kernels.groups import Groups
 from megalite_kernels.permutation import count, inverse_order, order_by_column
 from torch import Tensor
 
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, all_reduce
 from megalite.parallel.expert.choice import Choice, combine, spread
 from megalite.parallel.expert.counts import CountedAhead
