@@ -224,6 +224,9 @@ def test_a_rehearsal_times_the_reference_and_names_what_needs_a_gpu(monkeypatch:
     assert found["attention plain, reference: values"] == "passed" and found["attention documents, reference"] == "measured"
     assert {found[f"attention {name}"] for name in ("plain, cudnn", "documents, flash_varlen")} == {"absent"}
     assert found["weight gradient, addmm"] == found["router, out_dtype"] == "absent" and found["router, cast"] == "measured"
+    assert (
+        found["grouped product, no rows"] == found["bf16 products, sums of parts"] == "measured" and found["cuDNN, rows first"] == "absent"
+    )
 
 
 # ---- layouts
