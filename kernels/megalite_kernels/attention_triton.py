@@ -398,11 +398,11 @@ def _variant(
 ) -> Variant:
     widths = _widths(dim, value_dim)
     tile = _tile(target, kernel, tile_width(widths), bool(softcap or p))
-    wide = kernel == "dk dv" and widths["WIDTH"] + widths["REST"] + widths["VWIDTH"] > _WIDE
+    one_loop = kernel == "dk dv" and widths["WIDTH"] + widths["REST"] + widths["VWIDTH"] > _WIDE
     constants = {
         "SCALE": scale, "SOFTCAP": softcap, "WINDOW": window, "DOCUMENTS": documents, "P": p, "THRESHOLD": dropout.threshold(p),
         "GROUP": group, **widths, "QUERIES": tile.queries, "KEYS": tile.keys,
-        "APART": not (softcap or p or wide),
+        "APART": not (softcap or p or one_loop),
     }  # fmt: skip
     return Variant(_KERNELS[kernel], constants, tile.warps, tile.stages)
 

@@ -14,6 +14,7 @@ from benchmarks.parallelism_figures import FIGURES
 from megalite.commands.bubble import main
 from megalite.parallel.pipeline.communication import with_communication
 from megalite.parallel.pipeline.generator import SCHEDULES, build
+from megalite.planning.drawing import timeline
 from megalite.planning.drawing.timeline import svg
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,7 +163,7 @@ def test_gathering_of_shared_weights_is_costed_and_drawn(tool, tmp_path):
             "--pp 4 --microbatches 8 --schedule 1f1b --timeline missing/a.svg",
             "--timeline: missing/a.svg can not be written: there is no directory missing",
         ),
-        ("--pp 64 --microbatches 512 --schedule 1f1b --timeline a.svg", "--timeline a.svg: 65536 actions are too many"),
+        ("--pp 4 --microbatches 64 --schedule 1f1b --timeline a.svg", "--timeline a.svg: 512 actions are too many"),
         ("--from_run nowhere", "nowhere/traces/timeline.json: No such file"),
         ("--from_run nowhere --pp 4", "--pp does not go with --from_run"),
         ("--pp 4 --microbatches 8 --schedule 1f1b --virtual 2", "unrecognized arguments: --virtual"),
@@ -171,7 +172,8 @@ def test_gathering_of_shared_weights_is_costed_and_drawn(tool, tmp_path):
         ("--from_run nowhere --gather 1", "--gather does not go with --from_run"),
     ],
 )
-def test_bad_input_ends_with_one_message(arguments, message, tool, capsys):
+def test_bad_input_ends_with_one_message(arguments, message, tool, capsys, monkeypatch):
+    monkeypatch.setattr(timeline, "MOST_BARS", 300)
     with pytest.raises(SystemExit) as error:
         tool(*arguments.split())
     out, err = capsys.readouterr()

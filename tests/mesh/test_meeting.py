@@ -8,7 +8,7 @@ from threading import Barrier, Event
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from megalite import meeting
+from megalite.mesh import meeting
 from megalite.mesh.meeting import Late, Meeting
 from megalite.system.activity import Activity
 

@@ -20,8 +20,8 @@ from megalite.config.load import from_dict
 from megalite.data.loader import Loader
 from megalite.monitoring.observer import Observer
 from megalite.optimizer.adamw import AdamW
+from megalite.optimizer.averaging import WeightAverage
 from megalite.parallel.sharding.bucket_buffers import BucketBuffers
-from megalite.training import validation
 from megalite.training.fit import fit
 from megalite.training.step_finalizer import StepFinalizer
 from megalite.training.trainer import Trainer
@@ -126,7 +126,7 @@ def watched(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, offloaded: 
         (api.directories, "prune", "removing old saves"),
         (Saver, "wait", "awaiting a save in the background"),
         (AdamW, "step", "an update on the device"),
-        (validation, "average_of", "the average's weights"),
+        (WeightAverage, "in_use", "the average's weights"),
     ):
         probe.at(owner, name, moment)
 
