@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from megalite.build import plan
+from megalite.assembly import plan
 from megalite.config.dims import ParallelDims
 from megalite.config.load import from_dict
 from megalite.config.recomputation import OPERATIONS, mode_of, problem, written
