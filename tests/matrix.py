@@ -234,7 +234,7 @@ class Kernels:
 
         architecture, module, calls = self._cases[case]
         found = {each.name: compiled(each, architecture, module in MULTIPLY) for each in launches(module, architecture, calls)}
-        failed = {name: (broken, binary) for name, binary in found.items() if (broken := binary.broken_rules(architecture))}
+        failed = {name: (broken, binary) for name, binary in found.items() if (broken := binary.broken_rules(architecture, name))}
         assert not failed, failed
 
 

@@ -52,13 +52,15 @@ def _dropout(
 ):  # fmt: skip
     across = tl.cdiv(width, COLUMNS)
     program = tl.program_id(0)
-    row = (program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = (program % across) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    at, exists = row * width + column, (row < rows) & (column < width)
-    value = tl.load(x + at, mask=exists).to(tl.float32)
+    row = (program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = (program % across) * COLUMNS + tl.arange(0, COLUMNS)
+    # One-dimensional until hashed: of a tensor [ROWS, 1] each thread would load a row's numbers once for each of its channels.
     sample = tl.load(samples + row % batch)
     position = tl.load(positions + (row // batch) * p_s + (row % batch) * p_b, mask=row < rows, other=0).to(tl.int32)
-    keep = _keeps(_row_hash(sample, key, position), _mix((first_channel + column) * _C + _A), THRESHOLD)
+    row_hash, column_hash = _row_hash(sample, key, position), _mix((first_channel + column) * _C + _A)
+    at, exists = row[:, None] * width + column[None, :], (row < rows)[:, None] & (column < width)[None, :]
+    value = tl.load(x + at, mask=exists).to(tl.float32)
+    keep = _keeps(row_hash[:, None], column_hash[None, :], THRESHOLD)
     # A product with 0, not a 0: as the reference, which keeps the sign, and NaN of what is not finite.
     tl.store(y + at, (value * tl.where(keep, SCALE, 0.0)).to(y.dtype.element_ty), mask=exists)
 
