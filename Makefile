@@ -15,7 +15,7 @@ QUICK_PROOFS := 'test_model_axes.py::test_equals_one_process[gpt2-tp2-sp]' \
 	'test_zero.py::test_is_one_process[dp 2-3]' \
 	'test_bitwise.py::test_every_schedule_is_1f1b[2-zb-v]' \
 	'test_resume.py::test_resuming_is_bitwise_the_run_that_never_stopped[dp2-zero2-bf16]'
-QUICK_ROOMS := build config model monitoring optimizer parallel planning training
+QUICK_ROOMS := assembly config model monitoring optimizer parallel planning training
 
 .PHONY: help demo quick test test-manual test-matrix rehearse pictures manual lint install
 .DEFAULT_GOAL := test

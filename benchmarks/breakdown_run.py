@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.measure import timed
-from megalite.mesh import Mesh
+from megalite.mesh.mesh import Mesh
 from megalite.training.trainer import Trainer
 
 PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "mv"})

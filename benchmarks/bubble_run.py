@@ -12,12 +12,12 @@ from torch import Tensor
 
 from benchmarks.measure import finish, read_spec
 from megalite.batch import Microbatch, StageOutput
-from megalite.clock import ActionTiming
-from megalite.mesh import Layout, Mesh
+from megalite.mesh.mesh import Layout, Mesh
 from megalite.parallel.pipeline.communication import CHANNELS, with_communication
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.runtime import Runtime
 from megalite.parallel.weight_grad_queue import WeightGradQueue, WeightProduct
+from megalite.system.clock import ActionTiming
 
 SHAPE = (64, 1, 64)  # 16 KB per message
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks import host_copies
 from benchmarks.measure import finish, read_spec, wait
 from megalite.launch.process import choose_device, configure_process, start_process_group
-from megalite.mesh import Layout, Mesh
+from megalite.mesh.mesh import Layout, Mesh
 from megalite.parallel.collectives import all_reduce
 from megalite.planning.kernels import computed_pairs
 from megalite.planning.links import START

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.autograd.profiler import profile
 
 from benchmarks.measure import finish, read_spec, timed
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.config.load import from_dict
 from megalite.launch.process import configure_process, start_process_group, world_size
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import Pending
 from megalite.parallel.context import ring
 from megalite.parallel.context.exchange import pass_on

@@ -23,7 +23,7 @@ done("python")
 import torch  # noqa: E402
 
 done("import torch")
-from megalite.build import parts as build  # noqa: E402
+from megalite.assembly import parts as build  # noqa: E402
 from megalite.commands import train  # noqa: E402, F401
 from megalite.config.load import load_config  # noqa: E402
 from megalite.launch.process import configure_process  # noqa: E402

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import finish, read_spec, timed
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.config.load import from_dict
 from megalite.launch.process import configure_process, start_process_group
 from megalite.model.parameters import active_parameters

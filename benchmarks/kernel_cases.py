@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from megalite_kernels import activation, adamw, cross_entropy, dropout, grad_norm, norm, rotary
 from torch import Tensor
 
-from megalite.mesh import Layout, Mesh
+from megalite.mesh.mesh import Layout, Mesh
 from megalite.parallel.spec import ParamSpec, Segment
 from megalite.parallel.tensor.cross_entropy import CrossEntropy, loss_in_chunks
 from megalite.parallel.tensor.linear import ColumnParallelLinear

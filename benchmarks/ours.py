@@ -16,12 +16,12 @@ import torch
 
 from benchmarks import breakdown_run, profiled
 from benchmarks.measure import Memory, device_memory, finish, product_peak, read_spec, timed
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
 from megalite.launch.process import choose_device, configure_process, start_process_group
 from megalite.launch.products import Product
-from megalite.mesh import Mesh
+from megalite.mesh.mesh import Mesh
 from megalite.training import product_choice
 from megalite.training.trainer import Trainer
 

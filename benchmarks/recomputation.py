@@ -23,8 +23,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import report
+from megalite.assembly import parts as build
 from megalite.batch import Microbatch
-from megalite.build import parts as build
 from megalite.commands.parser import Parser, positive
 from megalite.config.load import from_dict
 from megalite.config.schema import Config

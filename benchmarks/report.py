@@ -22,7 +22,7 @@ import numpy as np
 
 from megalite import __version__
 from megalite.data.preparation.writer import IndexedWriter
-from megalite.processes import blocked, marked
+from megalite.system.processes import blocked, marked
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

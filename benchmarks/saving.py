@@ -20,7 +20,7 @@ from benchmarks.measure import Memory, finish, read_spec
 from megalite import checkpoint
 from megalite.checkpoint.saver import Saver
 from megalite.config.schema import CheckpointConfig
-from megalite.mesh import Layout, Mesh
+from megalite.mesh.mesh import Layout, Mesh
 from megalite.parallel.spec import Rectangle
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megalite.config.load import load_config
     from megalite.config.schema import Config
-    from megalite.mesh import Mesh
+    from megalite.mesh.mesh import Mesh
     from megalite.training.fit import fit
     from megalite.training.trainer import Trainer
 

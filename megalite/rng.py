@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megalite.layout import Coordinates
+    from megalite.mesh.layout import Coordinates
     from megalite.parallel.spec import Segment
 
 BLOCK_ROWS = 128  # never change it: another value would draw other weights from the same seed

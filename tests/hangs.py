@@ -18,7 +18,7 @@ from threading import Event
 from typing import Any
 from unittest.mock import patch
 
-from megalite.activity import READING
+from megalite.system.activity import READING
 from megalite.training.hang import Explanation, explain, load
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 
@@ -59,7 +59,7 @@ def train(cases: dict[str, int], rank: int, port: int, prefix: str, directory: P
     import torch
     import torch.distributed as dist
 
-    from megalite.build import parts as build
+    from megalite.assembly import parts as build
     from megalite.config.load import from_dict
     from megalite.launch import peers
     from megalite.training.fit import fit
@@ -81,7 +81,7 @@ def train(cases: dict[str, int], rank: int, port: int, prefix: str, directory: P
 
 def hang(trainer: Any, cases: dict[str, int], until: Until) -> None:
     """Let this rank hang in every case."""
-    from megalite.build import parts as build
+    from megalite.assembly import parts as build
     from megalite.checkpoint import tensors
     from megalite.optimizer import norm
     from megalite.parallel.collectives import Pending

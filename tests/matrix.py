@@ -29,7 +29,7 @@ from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from megalite.progress import Progress, Report
+from megalite.system.progress import Progress, Report
 from tests.distributed.support.pool import RankPool, start_fork_server
 from tests.distributed.support.references import References
 from tests.distributed.support.space import Case, world

@@ -23,7 +23,7 @@ from threading import Event
 from time import process_time
 from typing import Any
 
-from megalite.activity import Activity
+from megalite.system.activity import Activity
 from tests import attempts
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 from tests.distributed.support.pool import start_fork_server
@@ -78,7 +78,7 @@ def train(loss: Loss, rank: int, port: int, prefix: str, directory: str) -> None
     import torch
     import torch.distributed as dist
 
-    from megalite.build import parts as build
+    from megalite.assembly import parts as build
     from megalite.config.load import from_dict
     from megalite.launch import peers, process
     from megalite.parallel import collectives

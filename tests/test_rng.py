@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalite import rng
-from megalite.layout import Coordinates
+from megalite.mesh.layout import Coordinates
 from megalite.parallel.spec import Segment
 
 SEGMENTS = [

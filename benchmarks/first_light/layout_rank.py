@@ -74,7 +74,7 @@ def train(number: int, config: Config, steps: int, directory: Path, device: torc
     import numpy as np
     from megalite_kernels import dispatch
 
-    from megalite.build import parts as build
+    from megalite.assembly import parts as build
     from megalite.training.trainer import Trainer
     from megalite.training.verify import global_tensors
 
@@ -107,7 +107,7 @@ def train(number: int, config: Config, steps: int, directory: Path, device: torc
 
 def fit_until_the_end(spec: dict[str, Any], directory: Path, device: torch.device) -> None:
     """A run as `megalite train` does it, in which a rank is killed: the others must end and name it."""
-    from megalite.build import parts as build
+    from megalite.assembly import parts as build
     from megalite.config.load import from_dict
     from megalite.launch.process import exit_after_failure
     from megalite.parallel.collectives import CommunicationError

@@ -10,7 +10,7 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.config.schema import ConfigError
 
 if TYPE_CHECKING:
-    from megalite.mesh import Mesh
+    from megalite.mesh.mesh import Mesh
 
 Result = TypeVar("Result")
 

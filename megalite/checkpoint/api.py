@@ -23,7 +23,7 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import Manifest, encode
 
 if TYPE_CHECKING:
-    from megalite.mesh import Mesh
+    from megalite.mesh.mesh import Mesh
     from megalite.parallel.spec import Rectangle
 
 

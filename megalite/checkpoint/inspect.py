@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, DamagedError, Manifest, directories
 from megalite.checkpoint.manifest import WEIGHT, StoredTensor
-from megalite.progress import Report, silent
+from megalite.system.progress import Report, silent
 
 SAFETENSORS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 

@@ -20,7 +20,7 @@ from megalite.config.schema import CheckpointConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megalite.mesh import Mesh
+    from megalite.mesh.mesh import Mesh
     from megalite.parallel.spec import Rectangle
 
 PART = 1 << 26  # bytes: larger rectangles are split, so that parts fill the pieces of pinned memory
@@ -109,7 +109,7 @@ class Saver:
         """Copies of the rectangles in staging memory, which is not changed before the next save; complete when this returns."""
         import torch
 
-        from megalite.pinned_memory import allocate, piece_sizes, places
+        from megalite.system.pinned_memory import allocate, piece_sizes, places
 
         parts = [part for each in rectangles for part in each.split(PART)]
         sizes = [part.tensor.nbytes for part in parts]

@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megalite.activity import Activity
 from megalite.checkpoint.chunks import append, name_of
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import Chunk, Manifest, StoredTensor
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.spec import Rectangle
+from megalite.system.activity import Activity
 
 LARGEST_CHUNK = 64 << 20  # bytes; reading a part of a chunk reads and verifies all of it
 NAMED_PROBLEMS = 5  # problems listed in a message

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from megalite.commands.parser import Parser
 from megalite.launch.interrupts import Interrupt
-from megalite.processes import marked
+from megalite.system.processes import marked
 
 CONFIG = Path("configs/quickstart.yaml")
 TOKENS = Path("runs/demo/data/stdlib")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from megalite.commands.parser import Parser, as_path
 from megalite.launch.checkup import host, pair, software, storage
 from megalite.launch.checkup.finding import Check, Finding, bounded
-from megalite.progress import Progress, Report, silent
+from megalite.system.progress import Progress, Report, silent
 
 if TYPE_CHECKING:
     from rich.console import Console

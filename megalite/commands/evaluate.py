@@ -33,7 +33,7 @@ Answer = tuple[dict[str, Any], list[str]]  # content for --json, lines of text
 if TYPE_CHECKING:
     from megalite.data.tokenizers import Tokenizer
     from megalite.generation.language_model import LanguageModel
-    from megalite.progress import Report
+    from megalite.system.progress import Report
 
 
 def main(argv: list[str] | None = None) -> int:

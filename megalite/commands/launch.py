@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from megalite.commands.parser import Parser, positive
 from megalite.config.amounts import duration_seconds
 from megalite.config.load import LAUNCH, load_config
-from megalite.messages import say
+from megalite.system.messages import say
 
 if TYPE_CHECKING:
     from megalite.config.schema import Config

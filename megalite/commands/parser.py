@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 from megalite.checkout import CHECKOUT
 from megalite.config.rule import nearest_legal, nearest_name, why_not_written
-from megalite.messages import say
-from megalite.progress import Progress
+from megalite.system.messages import say
+from megalite.system.progress import Progress
 
 Answer = tuple[dict[str, Any], list[str], int]  # content for --json, lines of text, exit status
 Command = Callable[[argparse.Namespace], Answer]

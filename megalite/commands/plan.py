@@ -31,7 +31,7 @@ from megalite.planning.context import Rows
 from megalite.planning.hardware import Device, HardwareError, find, known_devices
 from megalite.planning.search import Plan, Search
 from megalite.planning.step import Job
-from megalite.progress import Report, silent
+from megalite.system.progress import Report, silent
 
 FIXED = (
     *("tp", "cp", "context", "context_parts", "ep", "expert_dispatch", "pp", "dp", "dp_shard", "zero", "micro_batch_size"),

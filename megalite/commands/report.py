@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 
 from megalite.commands.parser import Parser, as_new_file, as_path, progress_of, write_whole
-from megalite.messages import say
 from megalite.monitoring.report.page import page
 from megalite.monitoring.report.run import ReportError, Run, read_all
+from megalite.system.messages import say
 
 WAIT_S = 0.5  # between looks for the directory of a run that is about to begin
 

@@ -60,10 +60,10 @@ def prepare_process(name: str) -> None:
     """What every process does first: the launcher may be killed, and Ctrl-C pressed, while it still imports."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is a handler: Python's own one prints a traceback
     gc.set_threshold(NEW_OBJECTS)
-    from megalite import processes
     from megalite.launch import interrupts
     from megalite.launch.exit_status import training_status
     from megalite.launch.output import outlive_readers
+    from megalite.system import processes
 
     if name == "train":
         interrupts.ending(" before the first step: nothing was changed", training_status, signals=interrupts.training_signals())
@@ -99,7 +99,7 @@ def end(name: str, status: int) -> NoReturn:
     if name != "train" and not (distributed and distributed.is_available() and distributed.is_initialized()):
         sys.exit(status)
     if status:
-        from megalite.messages import flush_output
+        from megalite.system.messages import flush_output
 
         flush_output()
         os._exit(status)  # a regular exit would wait for the other ranks

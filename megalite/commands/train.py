@@ -21,8 +21,8 @@ from megalite.launch import interrupts
 from megalite.launch.causes import Lost, lost_by
 from megalite.launch.environment import set_variables
 from megalite.launch.exit_status import ExitStatus, process_status, training_status
-from megalite.messages import say
-from megalite.processes import launched
+from megalite.system.messages import say
+from megalite.system.processes import launched
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from megalite.config.precision import Choice
     from megalite.launch.environment import RankEnvironment
-    from megalite.mesh import Mesh
+    from megalite.mesh.mesh import Mesh
     from megalite.planning.hardware import Device
     from megalite.training.job import Job
     from megalite.training.trainer import Trainer
@@ -108,7 +108,7 @@ def check_run(config: Config, choice: Choice | None = None) -> tuple[torch.devic
     """
     import torch
 
-    from megalite.build import parts as build
+    from megalite.assembly import parts as build
     from megalite.config import token_files
     from megalite.config.precision import of_device
     from megalite.config.rules import check
@@ -139,7 +139,7 @@ def check_run(config: Config, choice: Choice | None = None) -> tuple[torch.devic
 
 def start(config: Config, device: torch.device) -> tuple[Job, RankEnvironment, Mesh, list[str]]:
     """Claim the run's directory, start the process group and make the mesh. Returns them with lines that rank 0 prints. Collective."""
-    from megalite.build import parts as build
+    from megalite.assembly import parts as build
     from megalite.launch.environment import compare_ranks, facts
     from megalite.launch.process import configure_process, local_world_size, start_process_group
     from megalite.monitoring import links
@@ -182,7 +182,7 @@ def start(config: Config, device: torch.device) -> tuple[Job, RankEnvironment, M
 
 def announce(trainer: Trainer, notes: list[str]) -> None:
     """Store the resolved configuration and print what runs where. Collective."""
-    from megalite.mesh_map import describe
+    from megalite.mesh.map import describe
     from megalite.monitoring.epochs import repeated
     from megalite.training import recomputation
     from megalite.training.checkpointing import describe_saves

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megalite.batch import IGNORE_INDEX, Ahead, Microbatch
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_reduce
 
 

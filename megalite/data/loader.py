@@ -17,7 +17,7 @@ from megalite.batch import IGNORE_INDEX, Microbatch
 from megalite.data import documents
 from megalite.data.dataset import Dataset
 from megalite.data.indexed import DataError
-from megalite.layout import AxisPlace
+from megalite.mesh.layout import AxisPlace
 
 
 class Loader:

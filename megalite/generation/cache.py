@@ -21,7 +21,7 @@ from megalite_kernels.attention_part import attention_part
 from torch import Tensor, nn
 
 from megalite.generation.latent_cache import LatentReader
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.model.attention import Attention
 from megalite.model.forward_state import ForwardState
 from megalite.model.latent_attention import LatentAttention

@@ -23,15 +23,15 @@ import torch
 from megalite_kernels.rotary import rotary_tables
 from torch import Tensor
 
+from megalite.assembly import parts as build
 from megalite.batch import Microbatch
-from megalite.build import parts as build
 from megalite.checkpoint import CheckpointError
 from megalite.checkpoint.agreement import raise_on_all_ranks
 from megalite.config.dims import equal_part
 from megalite.generation.cache import CachedAttention, CachedState, KeyValueCache, padded
 from megalite.generation.sampling import Sampling, draw, uniform
 from megalite.generation.sources import check_layout, for_inference, open_source
-from megalite.mesh import Mesh
+from megalite.mesh.mesh import Mesh
 from megalite.model.attention import Attention
 from megalite.model.forward_state import ForwardState
 from megalite.model.stage import Stage
@@ -40,7 +40,7 @@ from megalite.parallel.context.gathered import whole
 from megalite.parallel.context.parts import zigzag
 from megalite.parallel.context.rows import Cut
 from megalite.parallel.spec import Rectangle
-from megalite.progress import Report, silent
+from megalite.system.progress import Report, silent
 
 __all__ = ["LanguageModel", "Sampling"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalite import checkpoint
-from megalite.build.parts import DTYPES
+from megalite.assembly.parts import DTYPES
 from megalite.checkpoint.finite import nonfinite, reject
 from megalite.checkpoint.resized_embeddings import Read, of_checkpoint
 from megalite.config.rule import show

@@ -49,7 +49,7 @@ from megalite.huggingface.tokenizer_export import TokenizerChoice, choose, token
 from megalite.huggingface.vocabulary import check_vocabulary, copy_companions
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import Rectangle, parameter_count
-from megalite.progress import Report, silent
+from megalite.system.progress import Report, silent
 
 WEIGHT = "weight/"
 HF = "hf:"

@@ -35,8 +35,8 @@ from megalite.launch.interrupts import SIGNALS, Listener, Second, end, line_of
 from megalite.launch.local_ranks import package_path
 from megalite.launch.memory_kills import MemoryKills
 from megalite.launch.output import LOGS
-from megalite.messages import say
-from megalite.processes import blocked, marked
+from megalite.system.messages import say
+from megalite.system.processes import blocked, marked
 
 MEETING_FAILED = (DistError, RendezvousError, SignalException, OSError)  # no meeting with the other nodes
 REFUSED = (ExitStatus.CONFIGURATION, ExitStatus.IN_USE)  # the same again after a restart; the rank has said why

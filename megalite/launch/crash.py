@@ -24,14 +24,14 @@ from typing import Any
 
 import yaml
 
-from megalite.activity import Activity
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config
 from megalite.launch import memory_kills
 from megalite.launch.causes import End, Kind, Lost, by_cause, lost_in
 from megalite.launch.memory_kills import MemoryKills
 from megalite.launch.output import LOGS, RECENT, log_of
-from megalite.messages import say
+from megalite.system.activity import Activity
+from megalite.system.messages import say
 
 FILE, PREVIOUS, PARTS = "crash.md", "crash.previous.md", ".crash"
 MOST_PARTS, MOST_LOGS, MOST_LINES = 64, 8, 60  # ranks, of these with their lines, and lines of each

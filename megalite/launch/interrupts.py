@@ -20,7 +20,7 @@ from time import monotonic
 from types import FrameType
 from typing import Any, NoReturn
 
-from megalite.processes import launched
+from megalite.system.processes import launched
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STACK = 1 << 19  # bytes

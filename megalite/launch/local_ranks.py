@@ -19,7 +19,7 @@ from typing import IO
 import megalite
 from megalite.launch.causes import ended, exit_status
 from megalite.launch.memory_kills import MemoryKills
-from megalite.processes import blocked, marked
+from megalite.system.processes import blocked, marked
 
 _PACKAGE_ROOT = str(Path(megalite.__file__).resolve().parents[1])
 POLL_S, GRACE_S = 0.05, 5.0  # between polls of the ranks; from SIGTERM to SIGKILL

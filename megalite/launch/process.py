@@ -22,7 +22,7 @@ from megalite.config.amounts import duration_seconds
 from megalite.config.load import tell_torchrun
 from megalite.config.schema import ConfigError
 from megalite.launch import products
-from megalite.messages import flush_output, say
+from megalite.system.messages import flush_output, say
 
 if TYPE_CHECKING:
     from megalite.launch.causes import Lost
@@ -111,7 +111,7 @@ def start_process_group(device: torch.device, timeout: str, meet: Callable[..., 
     backend, limit = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=duration_seconds(timeout) or 0)
     options: dict[str, Any] = {}
     if device.type == "cuda":
-        from megalite import nccl
+        from megalite.system import nccl
 
         urgent = nccl.options("urgent")  # the world may be the group of tensor parallelism or of the shards
         urgent._timeout = limit

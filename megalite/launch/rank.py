@@ -8,9 +8,9 @@ from __future__ import annotations
 import runpy
 import sys
 
-from megalite import processes
 from megalite.launch import interrupts
 from megalite.launch.output import outlive_readers
+from megalite.system import processes
 
 if __name__ == "__main__":
     outlive_readers()

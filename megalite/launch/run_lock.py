@@ -24,8 +24,8 @@ from threading import Event, Lock, Thread
 
 from megalite.config.schema import ConfigError
 from megalite.launch.exit_status import ExitStatus
-from megalite.messages import say
-from megalite.processes import look
+from megalite.system.messages import say
+from megalite.system.processes import look
 
 FILE = "lock"
 REFRESH_S, STALE_S = 10.0, 60.0

@@ -14,7 +14,7 @@ from megalite_kernels.attention_sinks import attention_with_sinks, attention_wit
 from torch import Tensor
 
 from megalite.config.schema import ModelConfig
-from megalite.mesh import Mesh
+from megalite.mesh.mesh import Mesh
 from megalite.model.attention import Attention
 from megalite.model.forward_state import ForwardState
 from megalite.model.options import LayerOptions

@@ -12,7 +12,7 @@ from megalite_kernels.dropout import dropout, dropout_key
 from torch import Tensor
 
 from megalite.batch import Boundaries, Runs
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 
 if TYPE_CHECKING:
     from megalite.parallel.tensor.lora import Mask

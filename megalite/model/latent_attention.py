@@ -25,7 +25,7 @@ from megalite_kernels.rotary import rotate
 from torch import Tensor
 
 from megalite.batch import positions_of
-from megalite.mesh import Mesh, MeshAxis
+from megalite.mesh.mesh import Mesh, MeshAxis
 from megalite.model.attention import Attention, _Rotate
 from megalite.model.cost.context import latents_travel
 from megalite.model.forward_state import ForwardState, Site

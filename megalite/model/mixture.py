@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megalite.batch import IGNORE_INDEX
 from megalite.config.schema import ModelConfig
-from megalite.mesh import Mesh
+from megalite.mesh.mesh import Mesh
 from megalite.model.forward_state import ForwardState
 from megalite.model.options import LayerOptions
 from megalite.model.parameters import layer_count

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megalite.batch import IGNORE_INDEX, Microbatch
 from megalite.config.schema import Config
-from megalite.mesh import Mesh, MeshAxis
+from megalite.mesh.mesh import Mesh, MeshAxis
 from megalite.model.forward_state import Dropout, ForwardState, Site
 from megalite.model.options import LayerOptions
 from megalite.model.parameters import layer_count

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megalite.config.schema import Config
-from megalite.mesh import Mesh
+from megalite.mesh.mesh import Mesh
 from megalite.parallel.compiled_ops import CompiledOps
 
 

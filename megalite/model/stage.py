@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megalite.batch import Microbatch, StageOutput
 from megalite.config.schema import Config, ModelConfig
-from megalite.mesh import Mesh
+from megalite.mesh.mesh import Mesh
 from megalite.model.forward_state import Dropout, ForwardState, Site
 from megalite.model.options import LayerOptions
 from megalite.model.parameters import head_unit

@@ -16,8 +16,8 @@ from statistics import median
 from time import monotonic
 from typing import Any, TextIO
 
-from megalite.messages import say
 from megalite.monitoring.metrics import MEMBER, StepMetrics
+from megalite.system.messages import say
 
 PACE_STEPS = 100
 """Number of last steps whose pace gives the time left."""

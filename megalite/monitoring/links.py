@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megalite.mesh import Mesh
+from megalite.mesh.mesh import Mesh
 from megalite.parallel.collectives import message
 
 MESSAGE_BYTES = 8 << 20

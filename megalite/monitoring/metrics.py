@@ -17,9 +17,9 @@ from megalite.checkpoint.directories import write_synced
 from megalite.config.load import write_config
 from megalite.config.rule import show
 from megalite.config.schema import Config, ConfigError, LoggingConfig
-from megalite.messages import say
 from megalite.model.cost import model_flops_per_token
 from megalite.planning.peaks import peak_flops
+from megalite.system.messages import say
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ import torch
 from megalite.config.dims import ParallelDims
 from megalite.config.rules import check
 from megalite.config.schema import Config, ConfigError
-from megalite.mesh import Mesh
+from megalite.mesh.mesh import Mesh
 from megalite.monitoring.tracing import write_snapshot
 from megalite.parallel.pipeline.schedule import ScheduleError
 

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from megalite.activity import BETWEEN, READING, REDUCING, UPDATING
-from megalite.clock import DeviceClock, HostClock
 from megalite.monitoring.metrics import StepMetrics
 from megalite.monitoring.observer import Observer
 from megalite.parallel.pipeline.schedule import Action, Kind
+from megalite.system.activity import BETWEEN, READING, REDUCING, UPDATING
+from megalite.system.clock import DeviceClock, HostClock
 
 if TYPE_CHECKING:
     from megalite.training.trainer import Trainer

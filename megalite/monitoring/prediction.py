@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.checkpoint.directories import write_synced
 from megalite.config.load import to_dict
 from megalite.config.schema import Config
 from megalite.launch.environment import ALIKE, EQUAL, RankEnvironment
-from megalite.messages import write_or_say
 from megalite.monitoring import starts
 from megalite.monitoring.metrics import StepMetrics
 from megalite.monitoring.observer import Observer
@@ -22,6 +21,7 @@ from megalite.parallel.pipeline.simulator import simulate
 from megalite.planning.constants import interval
 from megalite.planning.hardware import Device
 from megalite.planning.predicting import estimated_costs, stage_sums, step_seconds
+from megalite.system.messages import write_or_say
 
 if TYPE_CHECKING:
     from megalite.training.trainer import Trainer

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.directories import write_synced
-from megalite.messages import write_or_say
 from megalite.monitoring.metrics import lines_up_to
+from megalite.system.messages import write_or_say
 
 FILE = "starts.jsonl"
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from megalite.config.load import to_dict
 from megalite.config.schema import WANDB_PROJECT, Config
-from megalite.messages import say
+from megalite.system.messages import say
 
 RETRY_S = 60.0  # from the first failure until the next attempt; doubled by each further one, since an attempt may take as long
 

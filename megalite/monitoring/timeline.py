@@ -18,15 +18,15 @@ from typing import Any
 
 import yaml
 
-from megalite.build.plan import schedule as schedule_of
-from megalite.clock import ActionTiming, Transfer
+from megalite.assembly.plan import schedule as schedule_of
 from megalite.config.load import from_dict
 from megalite.config.schema import ConfigError
-from megalite.layout import Layout
+from megalite.mesh.layout import Layout
 from megalite.monitoring import starts
 from megalite.monitoring.starts import start_of
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, dependencies
 from megalite.parallel.pipeline.simulator import Span, Timeline, simulate
+from megalite.system.clock import ActionTiming, Transfer
 
 RECORDS, TIMELINE = Path("traces", "records.json"), Path("traces", "timeline.json")
 PASSES = {Kind.FORWARD: "forward", Kind.BACKWARD: "input_backward", Kind.WEIGHT: "weight_backward"}

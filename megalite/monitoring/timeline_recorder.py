@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megalite.clock import DeviceClock, HostClock
-from megalite.messages import write_or_say
 from megalite.monitoring.observer import Observer
 from megalite.monitoring.timeline import RECORDS, Record
+from megalite.system.clock import DeviceClock, HostClock
+from megalite.system.messages import write_or_say
 
 if TYPE_CHECKING:
     from megalite.training.trainer import Trainer

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megalite.messages import write_or_say
 from megalite.monitoring.observer import Observer
+from megalite.system.messages import write_or_say
 
 if TYPE_CHECKING:
     from megalite.training.trainer import Trainer

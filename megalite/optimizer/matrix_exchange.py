@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.optimizer.matrix_owners import Matrix, Piece
 from megalite.parallel.all_to_all import all_to_all
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from typing import NamedTuple
 
-from megalite.layout import PRODUCTS, AxisPlace, Coordinates, Layout
+from megalite.mesh.layout import PRODUCTS, AxisPlace, Coordinates, Layout
 from megalite.optimizer.table import is_matrix
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.spec import LocalPart, Segment

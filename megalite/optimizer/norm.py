@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megalite_kernels.grad_norm import squared_sum
 from torch import Tensor
 
-from megalite.mesh import Mesh
+from megalite.mesh.mesh import Mesh
 from megalite.parallel.collectives import Pending, Work, all_reduce, message
 from megalite.parallel.sharding.store import ParameterStore
 

@@ -12,7 +12,7 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import Pending, Work, group_work
 
 

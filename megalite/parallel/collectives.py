@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.activity import Activity
-from megalite.mesh import MeshAxis
-from megalite.shared_memory import SLOT_BYTES, PeerLost
+from megalite.mesh.mesh import MeshAxis
+from megalite.system.activity import Activity
+from megalite.system.shared_memory import SLOT_BYTES, PeerLost
 
 _T = TypeVar("_T")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from megalite.layout import Coordinates, Layout
+from megalite.mesh.layout import Coordinates, Layout
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megalite_kernels.ordered_sum import ordered_sum
 from torch import Tensor
 
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import Pending, group_work
 
 

@@ -1,5 +1,5 @@
 """The predicted cost of a plan: memory, traffic, kernels, links, the time of a step, and the search over layouts.
 
-Start with search.py or step.py. Everything is computed from configurations and schedules. May import megalite.build and the packages below
+Start with search.py or step.py. Everything is computed from configurations and schedules. May import megalite.assembly and the packages below
 it, not torch.
 """

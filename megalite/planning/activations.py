@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from megalite.build.plan import activation_shape
+from megalite.assembly.plan import activation_shape
 from megalite.config.dims import part_length
 from megalite.config.schema import Config, LoraConfig
 from megalite.config.token_files import is_chat, prefixes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megalite.build import plan
+from megalite.assembly import plan
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.planning.in_flight import NARROW

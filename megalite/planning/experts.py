@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megalite.build import plan
+from megalite.assembly import plan
 from megalite.config.dims import ParallelDims, rows_per_expert
 from megalite.config.recomputation import operations_of
 from megalite.config.schema import Config, ModelConfig

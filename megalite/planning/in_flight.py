@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from megalite.build.plan import staggered_end
+from megalite.assembly.plan import staggered_end
 from megalite.config.schema import Config
 from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, Edge, chain, channel_of, connection_bytes, receive_before
 from megalite.parallel.pipeline.gathering import uses

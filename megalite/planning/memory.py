@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from megalite.build import plan
+from megalite.assembly import plan
 from megalite.config.dims import ParallelDims
 from megalite.config.recomputation import BUDGET
 from megalite.config.schema import Config

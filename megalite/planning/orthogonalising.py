@@ -12,7 +12,7 @@ from math import prod
 
 from megalite.config.optimizers import MuonConfig
 from megalite.config.schema import Config, ModelConfig
-from megalite.layout import Layout
+from megalite.mesh.layout import Layout
 from megalite.model.parameters import model_specs
 from megalite.optimizer.matrix_owners import Matrix, matrix_rounds
 from megalite.optimizer.table import is_matrix

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalite.build.plan import units_of
+from megalite.assembly.plan import units_of
 from megalite.config.dims import ParallelDims
 from megalite.config.recomputation import BUDGET
 from megalite.config.schema import Config, ConfigError

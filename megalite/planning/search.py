@@ -18,7 +18,7 @@ from functools import lru_cache
 from itertools import count
 from typing import Literal
 
-from megalite.build import plan
+from megalite.assembly import plan
 from megalite.config.recomputation import BUDGET, shown
 from megalite.config.schema import Config, ConfigError
 from megalite.parallel.pipeline.communication import with_communication
@@ -34,7 +34,7 @@ from megalite.planning.experts import worst_total
 from megalite.planning.memory import RankMemory, estimate
 from megalite.planning.pacing import schedule_of
 from megalite.planning.step import Choice, Job, Stepper, StepTime, recomputed_share
-from megalite.progress import Report, silent
+from megalite.system.progress import Report, silent
 
 RECOMPUTE = (BUDGET,)
 """A budget keeps all that fits, so no mode is faster; other modes are followed where the user fixes them."""

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from megalite.build.plan import optimistic_step
+from megalite.assembly.plan import optimistic_step
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
-from megalite.layout import AxisPlace, Coordinates
+from megalite.mesh.layout import AxisPlace, Coordinates
 from megalite.model.adapters import with_adapters
 from megalite.model.parameters import model_specs
 from megalite.optimizer.table import OPTIMIZERS, state_elements, state_kinds

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from megalite.build import plan
+from megalite.assembly import plan
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
-from megalite.layout import Coordinates
+from megalite.mesh.layout import Coordinates
 from megalite.model.cost.ahead import modules
 from megalite.model.cost.recomputed import repeated
 from megalite.model.cost.steps import Attention, Elementwise, Lookup, Product, UnitCost

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalite.build import plan
+from megalite.assembly import plan
 from megalite.config.dims import ParallelDims
 from megalite.config.load import DRY_RUN, read_arguments, resolve
 from megalite.config.rampup import samples_after

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.rules.faults import Fault, parse_faults
-from megalite.mesh import Mesh
+from megalite.mesh.mesh import Mesh
 
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # restarts of this process by torchrun, of the job by SLURM
 

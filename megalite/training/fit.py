@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from megalite.activity import BETWEEN
 from megalite.checkpoint import CheckpointError
 from megalite.checkpoint.saver import Saver
 from megalite.config.amounts import duration_seconds
@@ -20,6 +19,7 @@ from megalite.config.schema import Config
 from megalite.launch.exit_status import ExitStatus
 from megalite.monitoring.console import Console
 from megalite.monitoring.metrics import MetricsWriter, StepMetrics, peak_memory_bytes, throughput
+from megalite.system.activity import BETWEEN
 from megalite.training.checkpointing import rate
 from megalite.training.signals import SaveTimer, StopRequest, agreed
 from megalite.training.trainer import StepResult, Trainer

@@ -23,7 +23,7 @@ from pathlib import Path
 from time import localtime, strftime
 from typing import Any
 
-from megalite.activity import BETWEEN, READING, REDUCING, UPDATING
+from megalite.system.activity import BETWEEN, READING, REDUCING, UPDATING
 
 DIRECTORY = "stalls"
 ALIVE = "answers"

@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from megalite.build import parts as build
-from megalite.build import plan
+from megalite.assembly import parts as build
+from megalite.assembly import plan
 from megalite.config.schema import Config
 from megalite.model.adapters import with_adapters
 from megalite.model.parameters import model_specs

@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.config.schema import Config
-from megalite.mesh import Mesh
+from megalite.mesh.mesh import Mesh
 from megalite.optimizer import table as optimizers
 from megalite.parallel.sharding.offload import StateMemory
 from megalite.planning.states import Device, Sharing

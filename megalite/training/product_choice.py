@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from megalite.build.plan import specs_of
+from megalite.assembly.plan import specs_of
 from megalite.checkpoint import CheckpointError, find
 from megalite.checkpoint.agreement import on_rank_0
 from megalite.config.dims import part_length
 from megalite.config.schema import Config, ConfigError
 from megalite.launch import products
 from megalite.launch.products import NAMES, Product
-from megalite.layout import Layout
-from megalite.mesh import Mesh
+from megalite.mesh.layout import Layout
+from megalite.mesh.mesh import Mesh
 from megalite.model.parameters import head_unit
 from megalite.parallel.collectives import all_reduce
 

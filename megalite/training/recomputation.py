@@ -11,7 +11,7 @@ from megalite.checkpoint.agreement import on_rank_0, raise_on_all_ranks
 from megalite.config.recomputation import BUDGET
 from megalite.config.schema import Config
 from megalite.launch.process import local_world_size
-from megalite.mesh import Mesh
+from megalite.mesh.mesh import Mesh
 from megalite.parallel.collectives import all_reduce
 from megalite.planning.budget import bytes_of, decide, resolved, table
 from megalite.planning.states import Device

@@ -16,11 +16,11 @@ from time import monotonic
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from megalite.activity import Activity
 from megalite.config.schema import CheckpointConfig
 from megalite.launch.exit_status import ExitStatus
 from megalite.launch.interrupts import SIGNALS, Listener, Second, end, status_of
-from megalite.processes import LAUNCHER
+from megalite.system.activity import Activity
+from megalite.system.processes import LAUNCHER
 
 if TYPE_CHECKING:
     from megalite.training.trainer import StepResult

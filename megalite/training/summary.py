@@ -16,10 +16,10 @@ from megalite import checkpoint
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.launch.exit_status import ExitStatus
-from megalite.messages import write_or_say
 from megalite.monitoring.metrics import FILE as METRICS
 from megalite.monitoring.metrics import MEMBER
 from megalite.monitoring.starts import now
+from megalite.system.messages import write_or_say
 
 FILE = "summary.json"
 TAIL = 1 << 20

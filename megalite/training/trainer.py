@@ -16,16 +16,15 @@ from typing import Any
 
 import torch
 
-from megalite.activity import READING, REDUCING, UPDATING
+from megalite.assembly import parts as build
 from megalite.batch import IGNORE_INDEX, Microbatch
-from megalite.build import parts as build
 from megalite.checkpoint.agreement import raise_on_all_ranks
 from megalite.checkpoint.saver import Save, Saver
 from megalite.config.rampup import batch_size
 from megalite.config.schema import Config
 from megalite.data import dataset as datasets
 from megalite.data.loader import Loader
-from megalite.mesh import Mesh
+from megalite.mesh.mesh import Mesh
 from megalite.model.adapters import total_parameters
 from megalite.optimizer import table as optimizers
 from megalite.optimizer.loss_scale import LossScale
@@ -33,6 +32,7 @@ from megalite.optimizer.norm import AllReduceNorm, ChainedNorm
 from megalite.optimizer.schedule import learning_rate
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.pipeline.schedule import Schedule
+from megalite.system.activity import READING, REDUCING, UPDATING
 from megalite.training import checkpointing
 from megalite.training.faults import Injection
 from megalite.training.guard import Guard

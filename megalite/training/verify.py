@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config, ConfigError, ParallelConfig
 from megalite.launch import local_ranks as ranks
 from megalite.launch.process import choose_device, configure_process, start_process_group
-from megalite.progress import Report, silent
+from megalite.system.progress import Report, silent
 from megalite.training.trainer import Trainer
 
 RANK = "megalite.training.verify_rank"  # the module that each rank runs

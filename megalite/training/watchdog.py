@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megalite.activity import Activity
 from megalite.config.amounts import duration_seconds
 from megalite.config.schema import Config
-from megalite.mesh import Mesh, MeshAxis
-from megalite.messages import say
+from megalite.mesh.mesh import Mesh, MeshAxis
+from megalite.system.activity import Activity
+from megalite.system.messages import say
 
 if TYPE_CHECKING:
     from megalite.launch.causes import Lost

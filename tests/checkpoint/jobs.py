@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megalite import checkpoint
 from megalite.config.load import from_dict
-from megalite.layout import Coordinates
-from megalite.mesh import Layout, Mesh
+from megalite.mesh.layout import Coordinates
+from megalite.mesh.mesh import Layout, Mesh
 from megalite.parallel.spec import ParamSpec, Rectangle, Segment, rectangles
 from megalite.training.trainer import Trainer
 from tests.distributed.support.jobs import mesh_of

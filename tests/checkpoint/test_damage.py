@@ -14,7 +14,7 @@ from megalite.checkpoint import CheckpointError, DamagedError
 from megalite.checkpoint.manifest import crc32c
 from megalite.commands import train
 from megalite.config.load import from_dict, to_dict
-from megalite.mesh import Layout, Mesh
+from megalite.mesh.mesh import Layout, Mesh
 from megalite.training.trainer import Trainer
 from tests.checkpoint.jobs import resume_from_each
 from tests.checkpoint.test_publishing import save

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from megalite import checkpoint
 from megalite.checkpoint import inspect as inspecting
 from megalite.commands.checkpoint import main
-from megalite.mesh import Layout, Mesh
+from megalite.mesh.mesh import Layout, Mesh
 from megalite.parallel.spec import Rectangle
 from tests.checkpoint import jobs
 from tests.distributed.support.pool import RankPool

@@ -15,7 +15,7 @@ import torch
 
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError
-from megalite.mesh import Layout, Mesh
+from megalite.mesh.mesh import Layout, Mesh
 from megalite.parallel.spec import Rectangle
 from tests.checkpoint import jobs
 from tests.distributed.support.pool import RankPool

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megalite import checkpoint
-from megalite.mesh import Layout, Mesh
+from megalite.mesh.mesh import Layout, Mesh
 from megalite.parallel.spec import Rectangle
 from tests.checkpoint import jobs
 from tests.distributed.support.pool import RankPool

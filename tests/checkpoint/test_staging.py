@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from megalite import pinned_memory
 from megalite.checkpoint import saver as saving
 from megalite.checkpoint.saver import Saver
 from megalite.config.schema import CheckpointConfig
-from megalite.mesh import Layout, Mesh
+from megalite.mesh.mesh import Layout, Mesh
 from megalite.parallel.spec import Rectangle
+from megalite.system import pinned_memory
 
 
 def rounded(size: int) -> int:

@@ -18,10 +18,10 @@ from benchmarks.command import main
 from benchmarks.ours import step_products
 from benchmarks.preparing import measured
 from benchmarks.scaling_run import measure
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.commands.plan import main as plan_main
 from megalite.config.load import from_dict
-from megalite.mesh import Mesh
+from megalite.mesh.mesh import Mesh
 from megalite.model.cost import model_flops_per_token, per_token
 from megalite.planning.hardware import Link, find
 from megalite.training.product_choice import linear_shapes

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.commands import plan as planning
 from megalite.commands.plan import main
 from megalite.config.load import from_dict, load_config
@@ -23,7 +23,7 @@ from megalite.planning.memory import estimate
 from megalite.planning.predicting import device_of, step_seconds
 from megalite.planning.search import Search
 from megalite.planning.step import Choice, Job
-from megalite.progress import Progress
+from megalite.system.progress import Progress
 from megalite.training import dry_run
 from megalite.training.trainer import Trainer
 from tests.distributed.support.configs import write_tokens

@@ -16,7 +16,7 @@ from megalite.config.schema import DataConfig
 from megalite.data.dataset import Dataset, build
 from megalite.data.indexed import DataError, IndexedTokens
 from megalite.data.loader import Loader
-from megalite.layout import AxisPlace
+from megalite.mesh.layout import AxisPlace
 
 S = 10
 SIZES = [4, 11, 2, 6, 5, 3, 1, 8, 7]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megalite.data.dataset import Dataset
 from megalite.data.indexed import DataError
 from megalite.data.loader import IGNORE_INDEX, Loader
-from megalite.layout import AxisPlace
+from megalite.mesh.layout import AxisPlace
 
 EOS = 9
 

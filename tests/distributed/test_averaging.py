@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.checkpoint import CheckpointError, manifest_of
 from megalite.config.load import from_dict
 from megalite.config.rules import check

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from megalite.assembly import parts as build
 from megalite.batch import Microbatch
-from megalite.build import parts as build
 from megalite.config.load import from_dict
 from megalite.data.chat_template import ChatTemplate
 from megalite.data.preparation.chats import Chats

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalite.build.parts import make_mesh
+from megalite.assembly.parts import make_mesh
 from megalite.config.dims import ParallelDims
 from megalite.config.load import from_dict
 from megalite.planning import experts

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megalite.batch import IGNORE_INDEX
-from megalite.mesh import Layout, Mesh
+from megalite.mesh.mesh import Layout, Mesh
 from megalite.parallel.spec import ParamSpec, Segment
 from megalite.parallel.tensor.cross_entropy import CrossEntropy, loss_in_chunks
 from megalite.parallel.tensor.linear import ColumnParallelLinear

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalite.config.load import from_dict
 from megalite.config.schema import PROJECTIONS
-from megalite.layout import Layout
+from megalite.mesh.layout import Layout
 from megalite.model.parameters import model_specs
 from megalite.parallel.sharding.buckets import bucket_layout
 from megalite.planning.orthogonalising import exchange
@@ -37,7 +37,7 @@ SHARDED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # ranks, lay
 @pytest.fixture(scope="module")
 def peer() -> dict[str, Tensor]:
     """torch's Muon and AdamW on whole parameters, with the same gradients, from the weights that one rank initialises."""
-    from megalite.mesh import Mesh
+    from megalite.mesh.mesh import Mesh
     from megalite.parallel.sharding.store import ParameterStore
 
     store = ParameterStore(model_specs(MODEL), Mesh(Layout()))

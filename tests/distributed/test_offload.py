@@ -18,7 +18,7 @@ import torch
 
 from megalite.config.load import from_dict
 from megalite.config.schema import ConfigError
-from megalite.mesh import Layout, Mesh
+from megalite.mesh.mesh import Layout, Mesh
 from megalite.optimizer.adamw import STATE
 from megalite.parallel.sharding import offload
 from megalite.training import memory_report as accounting

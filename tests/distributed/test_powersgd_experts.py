@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.layout import Coordinates
+from megalite.mesh.layout import Coordinates
 from megalite.parallel.spec import ParamSpec, Segment
 from tests.distributed.support import jobs, jobs_reduction
 from tests.distributed.support.configs import write_tokens

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.layout import Coordinates
+from megalite.mesh.layout import Coordinates
 from tests.distributed.support import jobs
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 from tests.distributed.support.jobs_reduction import SPECS, random_gradients, reduced, segments, whole

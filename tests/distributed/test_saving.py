@@ -11,7 +11,7 @@ import torch
 from megalite import checkpoint
 from megalite.checkpoint.saver import Saver
 from megalite.config.schema import CheckpointConfig
-from megalite.mesh import Layout, Mesh
+from megalite.mesh.mesh import Layout, Mesh
 from megalite.parallel.spec import Rectangle
 from tests.distributed.support import jobs_saving, jobs_training, killing
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import CommunicationError, all_gather, all_reduce, reduce_scatter
-from megalite.shared_memory import SLOT_BYTES, SharedMemory
+from megalite.system.shared_memory import SLOT_BYTES, SharedMemory
 from tests.distributed.support.jobs_parts import plain_mesh
 
 OPERATIONS = (all_reduce, reduce_scatter, all_gather)

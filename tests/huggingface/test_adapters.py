@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megalite import checkpoint
-from megalite.build.parts import make_mesh
-from megalite.build.plan import specs_of
+from megalite.assembly.parts import make_mesh
+from megalite.assembly.plan import specs_of
 from megalite.checkpoint import CheckpointError
 from megalite.commands import convert as convert_hf
 from megalite.config.families import hf_shape

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.build.parts import make_mesh
+from megalite.assembly.parts import make_mesh
 from megalite.commands import convert as convert_hf
 from megalite.config.families import hf_shape
 from megalite.config.load import from_dict

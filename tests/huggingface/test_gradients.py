@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.build.parts import make_mesh
+from megalite.assembly.parts import make_mesh
 from megalite.config.families import hf_config, hf_shape
 from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedTokens

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megalite.build.parts import make_mesh
+from megalite.assembly.parts import make_mesh
 from megalite.checkpoint import manifest_of
 from megalite.commands import convert as convert_hf
 from megalite.config.families import hf_config, hf_shape

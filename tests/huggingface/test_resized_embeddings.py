@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite import checkpoint, rng
-from megalite.build.parts import make_mesh
+from megalite.assembly.parts import make_mesh
 from megalite.commands import convert as convert_hf
 from megalite.config.families import hf_shape
 from megalite.config.load import from_dict

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.commands import convert as convert_hf
 from megalite.commands.generate import main as generate
 from megalite.config.load import from_dict

@@ -95,7 +95,7 @@ def test_a_second_backward_and_a_gradient_of_the_gradient_raise(kernels, device)
     """Through the loss as the model calls it: the logits are gone after the first backward."""
     from megalite_kernels import dispatch
 
-    from megalite.mesh import Layout, Mesh
+    from megalite.mesh.mesh import Layout, Mesh
     from megalite.parallel.tensor.cross_entropy import CrossEntropy
 
     dispatch.select(kernels)

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.config.load import from_dict
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.model import forward_state
 from megalite.model.forward_state import Dropout, ForwardState, Site
 from megalite.training.trainer import Trainer

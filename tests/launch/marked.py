@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from megalite.processes import look
+from megalite.system.processes import look
 
 MARK = "MEGALITE_TEST_MARK"
 

@@ -16,7 +16,7 @@ from megalite.commands.launch import main, wanted
 from megalite.launch.agent import Launch, launch
 from megalite.launch.exit_status import END_FILE
 from megalite.launch.local_ranks import run_ranks
-from megalite.processes import LAUNCHER
+from megalite.system.processes import LAUNCHER
 
 HEAD = f"""
 import os, signal, sys, time

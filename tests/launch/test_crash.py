@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import yaml
 
-from megalite.activity import Activity
 from megalite.commands.launch import report_failure
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
@@ -22,6 +21,7 @@ from megalite.launch import crash, output
 from megalite.launch.agent import Launch, launch
 from megalite.launch.causes import End, Kind, Lost, by_cause
 from megalite.launch.memory_kills import MemoryKills
+from megalite.system.activity import Activity
 from megalite.training.job import Job
 from megalite.training.summary import SummaryWriter
 

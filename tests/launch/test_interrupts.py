@@ -15,7 +15,7 @@ from threading import Event, Thread
 import pytest
 
 from megalite.launch.interrupts import SAME_PRESS_S
-from megalite.processes import blocked
+from megalite.system.processes import blocked
 from tests.distributed.support.configs import write_tokens
 from tests.structure.sources import ROOT
 

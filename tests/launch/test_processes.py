@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from megalite.processes import LAUNCHER, look
+from megalite.system.processes import LAUNCHER, look
 from tests.launch.marked import MARK, living
 from tests.structure.sources import ROOT
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
 WITHIN = 10.0  # seconds
-RANK = "from megalite import processes; processes.watch(); print('up', flush=True); import time; time.sleep(60)"
+RANK = "from megalite.system import processes; processes.watch(); print('up', flush=True); import time; time.sleep(60)"
 LAUNCH = """
 import os, subprocess, sys, time
-from megalite.processes import marked
+from megalite.system.processes import marked
 kind, command = sys.argv[1], sys.argv[2:]
 refused = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "1"}
 environment = {"ours": marked(), "torchrun": refused, "by hand": {}}[kind]

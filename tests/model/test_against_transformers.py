@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.build.parts import make_mesh
+from megalite.assembly.parts import make_mesh
 from megalite.config.families import from_hf_config
 from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedTokens
-from megalite.layout import Coordinates
+from megalite.mesh.layout import Coordinates
 from megalite.parallel.spec import Segment
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.assembly.parts import make_mesh
 from megalite.batch import IGNORE_INDEX
-from megalite.build.parts import make_mesh
 from megalite.config.load import from_dict
 from megalite.config.presets import preset
 from megalite.config.schema import Config, ModelConfig

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.assembly.parts import build_parts, make_mesh
 from megalite.batch import Microbatch
-from megalite.build.parts import build_parts, make_mesh
 from megalite.config.load import from_dict
 from megalite.model.stage import Stage
 

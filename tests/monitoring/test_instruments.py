@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.activity import BETWEEN, READING, REDUCING, UPDATING, Activity
-from megalite.clock import HostClock
 from megalite.config.load import from_dict
 from megalite.config.schema import Config, NetworkConfig
 from megalite.launch.environment import across_hosts, facts, odd_ranks, set_variables, short_of_memory
@@ -23,6 +21,8 @@ from megalite.monitoring.prediction import describe, predicted_bubble, stage_cos
 from megalite.monitoring.rank_times import compare, context_imbalance
 from megalite.parallel.pipeline.schedule import Action, Kind
 from megalite.planning.hardware import find
+from megalite.system.activity import BETWEEN, READING, REDUCING, UPDATING, Activity
+from megalite.system.clock import HostClock
 from tests.monitoring.test_metrics import example
 
 F, B, W = (Action(kind, 0, 0) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT))

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.clock import ActionMarks, ActionTiming, DeviceClock, Transfer
 from megalite.config.load import from_dict, write_config
 from megalite.config.schema import ConfigError
-from megalite.mesh import Layout
+from megalite.mesh.mesh import Layout
 from megalite.monitoring import starts
 from megalite.monitoring.report.run import read
 from megalite.monitoring.timeline import Record, compare, describe, read_record, timeline, written
 from megalite.monitoring.timeline_recorder import TimelineRecorder, write
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Action, Kind
+from megalite.system.clock import ActionMarks, ActionTiming, DeviceClock, Transfer
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megalite.mesh import Mesh
+from megalite.mesh.mesh import Mesh
 from megalite.optimizer.norm import AllReduceNorm
 from megalite.parallel.sharding.store import ParameterStore
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalite.config.schema import ModelConfig, OptimizerConfig
-from megalite.mesh import Layout, Mesh
+from megalite.mesh.mesh import Layout, Mesh
 from megalite.model.parameters import model_specs
 from megalite.optimizer.adamw import AdamW
 from megalite.optimizer.norm import clip_divisor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.config.load import from_dict
 from megalite.config.schema import FP16Config
 from megalite.optimizer.loss_scale import LossScale

@@ -11,8 +11,8 @@ import torch
 from megalite.config.load import from_dict
 from megalite.config.optimizers import MuonConfig, OptimizerConfig
 from megalite.config.schema import PROJECTIONS, ModelConfig
-from megalite.layout import AxisPlace, Coordinates, Layout
-from megalite.mesh import Mesh
+from megalite.mesh.layout import AxisPlace, Coordinates, Layout
+from megalite.mesh.mesh import Mesh
 from megalite.model.parameters import model_specs
 from megalite.optimizer.matrix_owners import cost, matrix_rounds
 from megalite.optimizer.muon import Muon

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megalite.config.presets import preset
 from megalite.config.schema import ModelConfig
-from megalite.layout import Coordinates
+from megalite.mesh.layout import Coordinates
 from megalite.model.parameters import model_specs
 from megalite.parallel.sharding.buckets import bucket_layout
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.dims import rows_per_expert
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.context.parts import Run, zigzag
 from megalite.parallel.expert import capacity
 from megalite.parallel.expert.capacity import Capacity, pieces_of

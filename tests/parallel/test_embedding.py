@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.spec import ParamSpec, Segment
 from megalite.parallel.tensor.embedding import ParallelEmbedding
 from megalite.parallel.weight import Weight

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalite.batch import IGNORE_INDEX
 from megalite.config.schema import ModelConfig
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.model.routers import Routers
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.expert.balance import AUXILIARY, DROPPED, Balance, RouterState, Z

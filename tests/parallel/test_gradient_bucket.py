@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.layout import Coordinates
-from megalite.mesh import Domain, MeshAxis
+from megalite.mesh.layout import Coordinates
+from megalite.mesh.mesh import Domain, MeshAxis
 from megalite.parallel.sharding.buckets import bucket_layout
 from megalite.parallel.sharding.gradient_bucket import GradientBucket
 from megalite.parallel.spec import ParamSpec, Segment

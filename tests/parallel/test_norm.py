@@ -9,9 +9,9 @@ import torch
 from megalite_kernels import norm as kernels
 from torch import Tensor
 
-from megalite.build.parts import make_mesh
+from megalite.assembly.parts import make_mesh
 from megalite.config.load import from_dict
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.model import transformer
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.tensor.norm import FullWidthRMSNorm, LayerNorm, RMSNorm, add_and_norm

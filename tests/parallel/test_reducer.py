@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.layout import Coordinates
-from megalite.mesh import Domain, MeshAxis
+from megalite.mesh.layout import Coordinates
+from megalite.mesh.mesh import Domain, MeshAxis
 from megalite.parallel.collectives import Pending
 from megalite.parallel.sharding import reducer as module
 from megalite.parallel.sharding.reducer import GradientReducer

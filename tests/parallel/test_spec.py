@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megalite.config.presets import preset
 from megalite.config.schema import ModelConfig
-from megalite.layout import Coordinates, Layout
+from megalite.mesh.layout import Coordinates, Layout
 from megalite.model.parameters import model_specs, padded_vocabulary, stage_units
 from megalite.parallel.spec import ParamSpec, Segment, holders, parameter_count, rectangles
 

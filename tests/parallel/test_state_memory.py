@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.schema import OptimizerConfig
-from megalite.mesh import Layout, Mesh
+from megalite.mesh.mesh import Layout, Mesh
 from megalite.optimizer import adamw
 from megalite.parallel.sharding import offload
 from megalite.parallel.sharding.offload import StateMemory, StateRange

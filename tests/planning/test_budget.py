@@ -148,7 +148,7 @@ def with_mode(config: Config, recompute: str) -> Config:
 
 def seconds(config: Config, device: Device) -> list[float]:
     """Recomputation of each pipeline rank per microbatch, in the planner's model."""
-    from megalite.build import plan
+    from megalite.assembly import plan
     from megalite.parallel.pipeline.generator import placement
 
     operations = Operations(COSTS[device], config.model, config.train.precision)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from megalite.clock import ActionTiming
-from megalite.mesh import Layout
+from megalite.mesh.mesh import Layout
 from megalite.monitoring.timeline import Record, timeline
 from megalite.parallel.pipeline.communication import with_communication
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
 from megalite.parallel.pipeline.simulator import simulate
 from megalite.planning.drawing.measured import read
+from megalite.system.clock import ActionTiming
 
 DURATIONS = {"forward": [1, 2, 2, 1], "input_backward": [2, 3, 2, 2], "weight_backward": [1, 1, 2, 2], "comm": 0.25}
 FILE = {

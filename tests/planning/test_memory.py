@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.config.load import from_dict
 from megalite.config.presets import preset
-from megalite.mesh import Mesh
+from megalite.mesh.mesh import Mesh
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import parameter_count
 from megalite.planning.memory import estimate

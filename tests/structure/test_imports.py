@@ -25,7 +25,7 @@ import json, sys
 import torch
 before = set(sys.modules)
 from megalite.config.load import load_config
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
 config = load_config(["--data.train", sys.argv[1], "--run.dir", sys.argv[2], "--model.preset", "tiny"], world_size=1)

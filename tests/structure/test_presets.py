@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.config.load import load_config
 from megalite.data.preparation.writer import IndexedWriter
 from megalite.model.parameters import model_specs

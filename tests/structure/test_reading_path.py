@@ -18,13 +18,13 @@ EXCEPTIONS = {
     "kernels/": "operations in plain PyTorch and in Triton: one can take each as the formula in its docstring",
     "megalite/config/schema.py": "the options, which --help explains one by one",
     "megalite/rng.py": "numbers by key: its first line says all that a caller relies on",
-    "megalite/shared_memory.py": "a transport of small messages beneath the collectives, which could as well be TCP",
-    "megalite/activity.py": "tells other threads where a rank is; without it a step computes the same",
+    "megalite/system/shared_memory.py": "a transport of small messages beneath the collectives, which could as well be TCP",
+    "megalite/system/activity.py": "tells other threads where a rank is; without it a step computes the same",
     "megalite/training/faults.py": "rehearses faults; in a run without --faults it does nothing",
 }
 VOCABULARY = (  # words in which the others speak: who talks to whom, what a rank holds, what a schedule is made of
-    "megalite/layout.py",
-    "megalite/mesh.py",
+    "megalite/mesh/layout.py",
+    "megalite/mesh/mesh.py",
     "megalite/parallel/spec.py",
     "megalite/parallel/pipeline/schedule.py",
     "megalite/parallel/pipeline/communication.py",

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megalite import checkpoint
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.checkpoint import inspect
 from megalite.config.load import from_dict
 from megalite.config.rules import check

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.config.load import from_dict
 from megalite.monitoring.observer import Observer
 from megalite.training.fit import fit

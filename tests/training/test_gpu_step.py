@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.config.load import from_dict
 from megalite.training import step_finalizer
 from megalite.training.trainer import Trainer

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megalite.activity import BETWEEN, READING, REDUCING
 from megalite.commands import explain as command
-from megalite.layout import AXES, PRODUCTS, Layout
+from megalite.mesh.layout import AXES, PRODUCTS, Layout
 from megalite.parallel.pipeline.communication import with_communication
 from megalite.parallel.pipeline.generator import build
+from megalite.system.activity import BETWEEN, READING, REDUCING
 from megalite.training.hang import Explanation, explain, load
 
 STEP, RUNS = 7, 6

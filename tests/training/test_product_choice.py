@@ -13,8 +13,8 @@ import torch
 from megalite.config.load import from_dict
 from megalite.config.schema import Config, ConfigError
 from megalite.launch import products
-from megalite.layout import Layout
-from megalite.mesh import Mesh
+from megalite.mesh.layout import Layout
+from megalite.mesh.mesh import Mesh
 from megalite.training.product_choice import FILE, choose, step_products
 from tests.distributed.support import jobs_products
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.config.load import from_dict
 from megalite.config.rules import check
 from megalite.config.schema import ConfigError

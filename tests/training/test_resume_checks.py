@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.commands.train import announce
 from megalite.config.amounts import resolve_steps
 from megalite.config.load import from_dict, to_dict

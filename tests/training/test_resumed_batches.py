@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.config.amounts import resolve_steps
 from megalite.config.load import from_dict
 from megalite.config.schema import Config, ConfigError

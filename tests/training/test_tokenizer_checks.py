@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.checkpoint import manifest_of
 from megalite.commands.generate import main as generate
 from megalite.commands.train import check_run

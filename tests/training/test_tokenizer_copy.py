@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.commands import convert
 from megalite.config.load import from_dict
 from megalite.config.schema import Config, ConfigError

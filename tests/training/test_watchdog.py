@@ -6,11 +6,11 @@ from threading import Event
 
 import pytest
 
-from megalite.activity import Activity
 from megalite.config.schema import Config, TrainConfig
 from megalite.launch import process
 from megalite.launch.causes import Lost
-from megalite.mesh import Layout, Mesh
+from megalite.mesh.mesh import Layout, Mesh
+from megalite.system.activity import Activity
 from megalite.training import watchdog
 from megalite.training.hang import load
 

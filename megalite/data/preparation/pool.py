@@ -19,7 +19,7 @@ from megalite.data.indexed import DataError
 from megalite.data.preparation.encoded import Encoded
 from megalite.data.preparation.tasks import Task
 from megalite.data.tokenizers import Tokenizer
-from megalite.processes import blocked, watch_parent
+from megalite.system.processes import blocked, watch_parent
 
 TASKS_AHEAD = 4
 BYTES_PER_WORKER = 4 << 20  # of input, below which starting a process costs more than it saves

@@ -29,7 +29,7 @@ from megalite.data.preparation.tasks import SHOWN, BadRecords, Task, decoded, do
 from megalite.data.preparation.texts import Texts
 from megalite.data.preparation.writer import IndexedWriter
 from megalite.data.tokenizer_identity import digest_of, fingerprint
-from megalite.progress import Report, silent
+from megalite.system.progress import Report, silent
 
 TRAINING_BYTES = 8_000_000  # of input to train a tokenizer on; more changes a vocabulary of thousands little and costs minutes
 

@@ -15,7 +15,7 @@ from typing import Any
 from megalite.launch import machine
 from megalite.launch.checkup.finding import Finding
 from megalite.launch.local_ranks import package_path
-from megalite.processes import marked
+from megalite.system.processes import marked
 
 LIMIT_S = 120.0  # importing torch from a slow file system takes a minute
 

@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from megalite.config.schema import PROJECTIONS, LoraConfig, ModelConfig
-from megalite.layout import Coordinates
+from megalite.mesh.layout import Coordinates
 from megalite.model.cost import context
 from megalite.model.cost.steps import Attention, Block, Buffer, Elementwise, Lookup, OwnProduct, Product, Share, SharedColumns, UnitCost
 from megalite.model.parameters import head_unit, kv_replicas, model_specs, padded_vocabulary

@@ -11,7 +11,7 @@ from megalite.monitoring.metrics import VALIDATED
 from megalite.monitoring.report.run import Run
 from megalite.monitoring.report.segments import Segment, flattened
 from megalite.monitoring.report.segments import differences as changed_options
-from megalite.progress import duration
+from megalite.system.progress import duration
 
 RECENT = 20  # steps whose time the remaining ones are expected to take
 MOST_NAMED = 3  # values of a run's segments in one cell

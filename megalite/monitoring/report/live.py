@@ -24,7 +24,7 @@ from typing import Any
 
 from megalite.monitoring.report.page import content, document, script
 from megalite.monitoring.report.run import FILES, METRICS, ReportError, Run, read
-from megalite.progress import duration
+from megalite.system.progress import duration
 
 HOSTS = ("127.0.0.1", "localhost")
 REFRESH_S = 5.0

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.context.gathered import Gathered
 from megalite.parallel.context.parts import Part
 from megalite.parallel.context.ring import Ring

@@ -15,7 +15,7 @@ import torch
 from megalite_kernels.attention_part import attention_part, attention_part_backward, delta
 from torch import Tensor
 
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, reduce_scatter
 from megalite.parallel.context.parts import Part, Runs
 from megalite.parallel.context.sinks import Sinks, accumulate_gradient, with_sinks

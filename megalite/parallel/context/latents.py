@@ -24,7 +24,7 @@ import torch
 from megalite_kernels.attention_part import attention_part, attention_part_backward, delta, merged
 from torch import Tensor
 
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from megalite.parallel.context.gathered import by_rank, in_order
 from megalite.parallel.context.parts import Part, Run, Runs, sees

@@ -19,7 +19,7 @@ import torch
 from megalite_kernels.attention_part import attention_part, attention_part_backward, delta, merged
 from torch import Tensor
 
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import Pending
 from megalite.parallel.context.exchange import pass_on
 from megalite.parallel.context.parts import Part, Runs, sees

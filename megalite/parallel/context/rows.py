@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from megalite.batch import IGNORE_INDEX, Ahead, Boundaries, Microbatch
 from megalite.config.dims import part_length
 from megalite.config.schema import Config
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.context.balanced import EVERY_KEY, Windows, balanced, between_ranks
 from megalite.parallel.context.parts import PARTS, Part, Runs, split
 

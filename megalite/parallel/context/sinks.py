@@ -10,7 +10,7 @@ from typing import Protocol
 from megalite_kernels.attention_sinks import join, sinks_gradient
 from torch import Tensor
 
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.weight import Weight
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.context.parts import Part, grouped
 from megalite.parallel.context.ring import Ring
 from megalite.parallel.context.sinks import SomeSinks

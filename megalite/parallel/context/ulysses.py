@@ -18,7 +18,7 @@ from megalite_kernels.attention import attention, attention_backward
 from megalite_kernels.attention_sinks import attention_with_sinks, attention_with_sinks_backward
 from torch import Tensor
 
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.context.exchange import all_to_all
 from megalite.parallel.context.parts import Part
 from megalite.parallel.context.sinks import Sinks

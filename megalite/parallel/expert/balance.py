@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megalite.batch import IGNORE_INDEX
 from megalite.config.schema import ModelConfig
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.expert.choice import Choice, best
 

@@ -17,7 +17,7 @@ from megalite_kernels.permutation import choice_groups, count, inverse_order, pl
 from torch import Tensor
 
 from megalite.config.dims import rows_per_expert
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather
 from megalite.parallel.context.parts import Part, Run
 from megalite.parallel.expert.choice import Choice

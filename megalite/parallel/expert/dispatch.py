@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 from megalite_kernels.permutation import count, inverse_order, order_by_column
 from torch import Tensor
 
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, all_reduce
 from megalite.parallel.expert.choice import Choice, combine, spread
 from megalite.parallel.expert.exchange import exchange, gather, reorder, scatter_sum

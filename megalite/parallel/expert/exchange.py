@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megalite_kernels.permutation import gather_rows
 from torch import Tensor
 
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import Pending, Work, all_gather, group_work, reduce_scatter
 
 

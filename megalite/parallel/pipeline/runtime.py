@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.batch import Microbatch
-from megalite.clock import ActionMarks, ActionTiming, Clock, HostClock, StepTiming
-from megalite.mesh import Mesh
+from megalite.mesh.mesh import Mesh
 from megalite.parallel.collectives import message
 from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, channel_of
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
 from megalite.parallel.weight_grad_queue import WeightGradQueue
+from megalite.system.clock import ActionMarks, ActionTiming, Clock, HostClock, StepTiming
 
 Key = tuple[int, int]  # stage, microbatch
 INPUTS = {Kind.FORWARD: (Kind.RECEIVE_FORWARD, -1), Kind.BACKWARD: (Kind.RECEIVE_BACKWARD, 1)}

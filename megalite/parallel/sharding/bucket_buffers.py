@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalite.layout import Coordinates
-from megalite.mesh import Domain
+from megalite.mesh.layout import Coordinates
+from megalite.mesh.mesh import Domain
 from megalite.parallel.collectives import Pending
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.sharding.gradient_bucket import GradientBucket

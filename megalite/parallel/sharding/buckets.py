@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, product
 
-from megalite.layout import Coordinates
+from megalite.mesh.layout import Coordinates
 from megalite.parallel.spec import ParamSpec
 
 ALIGN = 32  # elements, 128 bytes of fp32: every vector load and cache line starts at a tensor's start

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megalite.mesh import Domain
+from megalite.mesh.mesh import Domain
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.weight import Weight
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.schema import ConfigError
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import Pending, all_gather
 
 UPLOAD = 1 << 26  # elements of updated weights that are on the device before they are copied to pinned memory
@@ -334,7 +334,7 @@ class Uploads:
 
 def pinned_zeros(counts: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Zeros in CPU memory, pinned for CUDA devices so that copies from it are asynchronous: one tensor for each count of elements."""
-    from megalite import pinned_memory
+    from megalite.system import pinned_memory
 
     sizes = [count * dtype.itemsize for count in counts]
     pieces = pinned_memory.allocate(pinned_memory.piece_sizes(sizes), pinned=device.type == "cuda")

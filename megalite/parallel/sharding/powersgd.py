@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from megalite import rng
-from megalite.mesh import Mesh, MeshAxis
+from megalite.mesh.mesh import Mesh, MeshAxis
 from megalite.parallel.collectives import all_reduce_together
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.sharding.compressible import Matrices, compressible

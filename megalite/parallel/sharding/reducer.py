@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megalite.mesh import Mesh, MeshAxis
+from megalite.mesh.mesh import Mesh, MeshAxis
 from megalite.parallel.collectives import all_gather, all_reduce, all_reduce_together, reduce_scatter, reduces_in_place
 from megalite.parallel.sharding.gradient_bucket import GradientBucket
 from megalite.parallel.sharding.transfers import TransferLog

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megalite import rng
-from megalite.mesh import Domain, Mesh
+from megalite.mesh.mesh import Domain, Mesh
 from megalite.parallel.collectives import all_gather
 from megalite.parallel.sharding.bucket_buffers import BucketBuffers
 from megalite.parallel.sharding.buckets import BucketLayout, bucket_layout, buckets_of_units

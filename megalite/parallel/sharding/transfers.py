@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megalite.clock import Clock, Transfer
 from megalite.parallel.collectives import Pending
+from megalite.system.clock import Clock, Transfer
 
 
 class TransferLog:

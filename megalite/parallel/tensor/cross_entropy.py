@@ -19,7 +19,7 @@ from megalite_kernels.cross_entropy import combine, gradient_, statistics
 from torch import Tensor
 
 from megalite.batch import IGNORE_INDEX
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather
 from megalite.parallel.weight import Weight
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.weight import Weight

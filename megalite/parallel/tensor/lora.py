@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megalite.config.schema import LoraConfig
-from megalite.layout import Coordinates
-from megalite.mesh import MeshAxis
+from megalite.mesh.layout import Coordinates
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.weight import Weight
 
 Mask = Callable[..., Tensor]  # dropout of (x [seq, batch, channels], channel_offset); linear, so it is also its own gradient

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.weight import Weight

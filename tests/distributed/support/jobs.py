@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.config.load import from_dict
-from megalite.mesh import Mesh
+from megalite.mesh.mesh import Mesh
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
 

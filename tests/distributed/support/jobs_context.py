@@ -13,8 +13,8 @@ from megalite_kernels.attention import attention, attention_backward
 from megalite_kernels.dropout import AttentionDropout
 from torch import Tensor
 
-from megalite.layout import Layout
-from megalite.mesh import Mesh, MeshAxis
+from megalite.mesh.layout import Layout
+from megalite.mesh.mesh import Mesh, MeshAxis
 from megalite.parallel.context.attend import attention_over
 from megalite.parallel.context.latents import Latents, expanding
 from megalite.parallel.context.parts import PARTS, Part, split

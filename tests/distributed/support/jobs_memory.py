@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.assembly import parts as build
 from megalite.batch import Microbatch
-from megalite.build import parts as build
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
 from megalite.model.parameters import padded_vocabulary

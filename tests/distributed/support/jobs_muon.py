@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalite.config.optimizers import MuonConfig, OptimizerConfig
 from megalite.config.schema import ModelConfig
-from megalite.mesh import Layout, Mesh
+from megalite.mesh.mesh import Layout, Mesh
 from megalite.model.parameters import kv_replicas, model_specs
 from megalite.optimizer import matrix_exchange
 from megalite.optimizer.muon import Muon

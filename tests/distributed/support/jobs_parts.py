@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.assembly.parts import build_parts
 from megalite.batch import IGNORE_INDEX, Microbatch, StageOutput
-from megalite.build.parts import build_parts
 from megalite.config.load import from_dict
-from megalite.mesh import Layout, Mesh
+from megalite.mesh.mesh import Layout, Mesh
 from megalite.model.parameters import model_specs
 from megalite.parallel.pipeline.communication import edges, with_communication
 from megalite.parallel.pipeline.generator import build

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.layout import Coordinates
-from megalite.mesh import Layout, Mesh
+from megalite.mesh.layout import Coordinates
+from megalite.mesh.mesh import Layout, Mesh
 from megalite.parallel import collectives
 from megalite.parallel.sharding.powersgd import PowerSGD
 from megalite.parallel.sharding.store import ParameterStore, StoreOptions

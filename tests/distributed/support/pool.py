@@ -134,7 +134,7 @@ def _share_one_device() -> None:
 
 def _remember_schedules() -> None:
     """Keep more schedules than a run needs: tests ask for the same ones again and again, and a rank builds and validates those of all."""
-    from megalite.build import plan
+    from megalite.assembly import plan
 
     plan._validated = lru_cache(maxsize=64)(plan._validated.__wrapped__)
 

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.clock import Clock
+from megalite.system.clock import Clock
 
 
 class VirtualClock(Clock):

@@ -11,7 +11,7 @@ import torch
 from benchmarks import context_parts
 from megalite.config.dims import TILE, block_length, part_length
 from megalite.config.load import from_dict
-from megalite.mesh import MeshAxis
+from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.context.balanced import KEYS, balanced, between_ranks, imbalance, visited
 from megalite.parallel.context.parts import Run, zigzag
 from megalite.parallel.context.rows import Cut

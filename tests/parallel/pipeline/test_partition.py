@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.build import parts as build
+from megalite.assembly import parts as build
 from megalite.config.schema import Config, ModelConfig, ParallelConfig
 from megalite.model.cost import layer_costs
 from megalite.parallel.pipeline.partition import balanced

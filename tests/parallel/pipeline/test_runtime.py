@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megalite.batch import Microbatch, StageOutput
-from megalite.mesh import Layout, Mesh
+from megalite.mesh.mesh import Layout, Mesh
 from megalite.parallel.pipeline import runtime
 from megalite.parallel.pipeline.communication import with_communication
 from megalite.parallel.pipeline.generator import build

@@ -1,0 +1,129 @@
+"""Derives from a configuration the partition, the schedule and the stored parameters of each pipeline rank. Imports no torch.
+
+The runtime executes these plans, and the planner calls the same functions for any number of ranks without starting one.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import chain
+
+from megalite.config.dims import ParallelDims, part_length
+from megalite.config.schema import Config
+from megalite.config.token_files import is_chat, prefixes
+from megalite.mesh.layout import AxisPlace, Coordinates
+from megalite.model.adapters import with_adapters
+from megalite.model.cost import layer_costs
+from megalite.model.parameters import model_specs, stage_units
+from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, with_communication
+from megalite.parallel.pipeline.gathering import with_gathering
+from megalite.parallel.pipeline.generator import build, placement
+from megalite.parallel.pipeline.partition import balanced
+from megalite.parallel.pipeline.schedule import Costs, Schedule, Unit
+from megalite.parallel.pipeline.validator import validate
+from megalite.parallel.sharding.buckets import BucketLayout, bucket_layout, buckets_of_units
+from megalite.parallel.spec import ParamSpec
+
+
+def partition(config: Config) -> list[int]:
+    """Number of layers of each stage: as configured, else balanced by measured or estimated cost, embedding and head included."""
+    model, parallel, stages = config.model, config.parallel, ParallelDims.of(config).stages
+    if parallel.partition is not None:
+        return parallel.partition
+    if parallel.layer_costs is not None:
+        embedding, *layers, head = parallel.layer_costs
+        return balanced(layers, stages, embedding, head)
+    costs = layer_costs(model, config.data.sequence_length)
+    return balanced(costs.layers, stages, costs.embedding, costs.head)
+
+
+def units_of(config: Config) -> dict[int, range]:
+    """The units of each stage."""
+    split = partition(config)
+    return {stage: stage_units(split, stage) for stage in range(len(split))}
+
+
+def specs_of(config: Config, rank: int) -> list[ParamSpec]:
+    """The stored parameters of a pipeline rank."""
+    parallel, units = config.parallel, units_of(config)
+    own = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
+    held = chain.from_iterable(units[stage] for stage in units if own[stage] == rank)
+    specs = model_specs(config.model, tp=parallel.tp, sequence_parallel=parallel.sequence_parallel, units=list(held))
+    return with_adapters(specs, config.lora, parallel.tp)
+
+
+def activation_shape(config: Config) -> tuple[int, int, int]:
+    """[seq/cp (/tp under sequence parallelism), batch, hidden]: a rank's activations of a microbatch between layers and between stages."""
+    parallel = config.parallel
+    length = part_length(config) // (parallel.tp if parallel.sequence_parallel else 1)
+    return length, config.train.micro_batch_size, config.model.hidden_size
+
+
+def buckets_of(config: Config, rank: int) -> list[BucketLayout]:
+    """The buckets of a pipeline rank, the same on all of its tp, dp and ep ranks."""
+    parallel, owners = config.parallel, ParallelDims.of(config).owners
+    first = Coordinates({"tp": AxisPlace(0, parallel.tp), "expert": AxisPlace(0, parallel.ep)})
+    return bucket_layout(specs_of(config, rank), first, owners, parallel.bucket_mb * 1e6)
+
+
+def gathered_units(config: Config) -> tuple[tuple[Unit, ...], ...]:
+    """For each stage its units with their buckets, if ZeRO-3 gathers or uploads weights before use; else empty."""
+    parallel, dims = config.parallel, ParallelDims.of(config)
+    if parallel.zero < 3 or (dims.shard == 1 and not parallel.offload_parameters):
+        return ()
+    own = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
+    whole = () if parallel.offload_parameters or dims.expert_shard > 1 else ("expert",)  # no other rank has the same experts
+
+    def gathered(rank: int) -> dict[int, tuple[int, ...]]:
+        buckets = buckets_of(config, rank)
+        found = buckets_of_units(buckets)
+        return {unit: tuple(number for number in found[unit] if buckets[number].domain not in whole) for unit in found}
+
+    numbers = [gathered(rank) for rank in range(parallel.pp)]
+    return tuple(tuple(Unit(unit, numbers[own[stage]][unit]) for unit in units) for stage, units in units_of(config).items())
+
+
+def schedule(config: Config, microbatches: int, forward_only: bool = False) -> Schedule:
+    """The validated list of actions of every rank, messages included, and under ZeRO-3 gathers and reshards. Raises as `validate`."""
+    options, units = config.parallel, gathered_units(config)
+    keep = bool(units) and options.zero3_reshard == "step" and not forward_only
+    costs = Costs(*options.schedule_costs)
+    return _validated(options.schedule, options.pp, microbatches, options.virtual_stages, costs, forward_only, units, keep)
+
+
+@lru_cache(maxsize=8)  # a start asks for the same plan several times: for the channels of the mesh, for the steps, for reports
+def _validated(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    virtual_stages: int | None,
+    costs: Costs,
+    forward_only: bool,
+    units: tuple[tuple[Unit, ...], ...],
+    keep: bool,
+) -> Schedule:
+    plan = with_communication(build(name, ranks, microbatches, virtual_stages, costs, forward_only))
+    if units:
+        plan = with_gathering(plan, units, keep=keep)
+    validate(plan, OUTSTANDING_SENDS)
+    return plan
+
+
+def counts_tokens(config: Config) -> bool:
+    """Whether the ranks sum the number of valid tokens before each backward: it may differ from step to step, or is one of several."""
+    return config.data.eod_mask_loss or config.model.mtp_layers > 0 or any(map(is_chat, prefixes(config.data.train)))
+
+
+def staggered_end(config: Config) -> bool:
+    """Whether ranks finish a step one after the other, so that none should wait for the last one (`training.step_finalizer`)."""
+    return config.parallel.schedule in ("zb-h2", "zb-v") and config.parallel.pp > 1
+
+
+def optimistic_step(config: Config) -> bool:
+    """Whether a rank may update before the norm is known.
+
+    Not under offload: the copy of its optimizer state would not fit in memory. Not if routers learn from the step: its load is summed
+    together with the norm, and the next step's first forwards need it.
+    """
+    learns = config.model.num_experts is not None and config.model.router_balance != "sequence"
+    return staggered_end(config) and config.parallel.optimistic_step and config.parallel.offload == "none" and not learns

@@ -1,0 +1,123 @@
+"""axolotl's datasets. Meanings are those of its utils/schemas/datasets.py and prompt_strategies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalite.config.rule import show
+from megalite.importers import data
+from megalite.importers.data import Dataset
+from megalite.importers.verdict import Source, Verdict, lost, word
+
+TEXTS = ("completion", "pretrain")
+KEYS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("chat_template", "sharegpt", "messages", "alpaca", "alpaca_w_system", "alpaca_instruct", "alpaca_chat", "orcamini"), ()
+    ),
+    "alpaca_chat.load_qa": ("instruction=question", "output=answer"),
+    "alpaca_chat.load_camel_ai": ("instruction=message_1", "output=message_2"),
+    "gpteacher": ("output=response",),
+}
+"""Type of conversations that can be prepared → names of the keys in its records."""
+EXPRESSED = {
+    *("path", "type", "split", "name", "data_files", "ds_type", "field", "text_column", "field_messages", "message_property_mappings"),
+    *("message_field_role", "message_field_content", "trust_remote_code", "conversation", "preprocess_shards"),
+}
+"""Keys of an entry that the command has, or that change nothing."""
+USUAL = {
+    "roles_to_train": (["assistant"], ["gpt"], ["assistant", "gpt"]),
+    "train_on_eos": ("turn",),
+    "train_on_eot": ("turn",),
+    "chat_template": ("tokenizer_default",),
+    "field_tools": ("tools",),
+}
+"""Key of an entry → values that are so here."""
+
+
+def training(value: Any, source: Source) -> Verdict:
+    return _prepared(value, source, "data.train", "PREFIX")
+
+
+def validation(value: Any, source: Source) -> Verdict:
+    return _prepared(value, source, "data.validation", "VALIDATION")
+
+
+def is_text(source: Source) -> bool:
+    """Whether the training data is plain text."""
+    entries = _entries(source.get("datasets"))
+    return bool(_entries(source.get("pretraining_dataset"))) or any(_type(entry) in TEXTS for entry in entries)
+
+
+def _prepared(value: Any, source: Source, option: str, output: str) -> Verdict:
+    if source.word("rl") not in ("NONE", "FALSE", ""):
+        return lost("it has preferences or prompts for rewards, which are not trained on")
+    entries, pretraining = _entries(value), value == source.get("pretraining_dataset")
+    unknown = [_type(entry) for entry in entries if not pretraining and not _is_known(entry)]
+    if unknown:
+        return lost(f"data of type {', '.join(map(show, unknown))} can not be prepared here: make conversations or text of it first")
+    datasets = [_dataset(entry, source, pretraining) for entry in entries] or [Dataset()]
+    return data.prepared(datasets, source.get("base_model"), _of_conversations(source), option, output)
+
+
+def _entries(value: Any) -> list[dict[str, Any]]:
+    found = value if isinstance(value, list) else [] if value is None else [value]
+    return [entry if isinstance(entry, dict) else {"path": entry} for entry in found]
+
+
+def _type(entry: dict[str, Any]) -> Any:
+    """The type without what follows a colon, which is a style of prompts."""
+    kind = entry.get("type")
+    return kind.split(":")[0] if isinstance(kind, str) else kind
+
+
+def _is_known(entry: dict[str, Any]) -> bool:
+    kind = _type(entry)
+    return kind is None or isinstance(kind, dict) or kind in (*TEXTS, *KEYS) or kind.split(".")[0] in KEYS
+
+
+def _dataset(entry: dict[str, Any], source: Source, pretraining: bool) -> Dataset:
+    text = pretraining or _type(entry) in TEXTS
+    text_key = entry.get("text_column" if "text_column" in entry else "field") or "text"
+    inputs = data.located(entry.get("path"), entry.get("data_files"), entry.get("name"))
+    others = [f"{key} = {show(value)}" for key, value in entry.items() if key not in EXPRESSED and not _is_usual(key, value)]
+    if isinstance(entry.get("type"), dict) and {"format", "no_input_format"} & entry["type"].keys():
+        others.append("the format of its type, in whose place the tokenizer's chat template is")
+    if entry.get("data_files") and inputs[0].startswith("hf:"):
+        others.append(f"data_files = {show(entry['data_files'])}")
+    return Dataset(
+        inputs,
+        text=text,
+        text_key=str(text_key),
+        keys=() if text else _keys(entry),
+        split=str(entry.get("split") or "train"),
+        loss_on_all=source.on("train_on_inputs"),
+        without=f"without {', '.join(others)}" if others else "",
+    )
+
+
+def _is_usual(key: str, value: Any) -> bool:
+    return value in (None, [], {}, False) or value in USUAL.get(key, ())
+
+
+def _keys(entry: dict[str, Any]) -> tuple[str, ...]:
+    """Names of keys in the records and their messages, where they are not those that `megalite prepare` recognizes by itself."""
+    kind = entry.get("type")
+    if isinstance(kind, dict):
+        pairs = {ours: kind.get(f"field_{ours}") for ours in ("system", "instruction", "input", "output")}
+        return tuple(f"{ours}={theirs}" for ours, theirs in pairs.items() if theirs and theirs != ours)
+    mapping = entry.get("message_property_mappings") or {}
+    role = mapping.get("role") or entry.get("message_field_role")
+    content = mapping.get("content") or entry.get("message_field_content")
+    usual = (role or "role", content or "content") in (("role", "content"), ("from", "value"))
+    messages = entry.get("field_messages")
+    found = [f"messages={messages}"] if messages not in (None, "messages", "conversations") else []
+    if not usual:
+        found += [f"{ours}={theirs}" for ours, theirs in (("role", role), ("content", content)) if theirs]
+    return (*found, *KEYS.get(str(_type(entry)), ()))
+
+
+def _of_conversations(source: Source) -> list[str]:
+    """Longer conversations are dropped by default, as in a run here."""
+    length = source.size("sequence_len")
+    cut = word(source.get("excess_length_strategy")) == "TRUNCATE" and length
+    return ["--max_length", str(length + 1), "--too_long", "truncate"] if cut and length else []

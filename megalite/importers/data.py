@@ -1,0 +1,109 @@
+"""The `megalite prepare` commands that make token files of another project's data, as they can be run."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from megalite.importers.verdict import Verdict, harmless, honoured, left, lost, word
+
+LOADERS = ("json", "csv", "parquet", "text")
+"""Names of datasets that mean the format of files which another key names."""
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt", ".md")
+FILE, HF_DIR = "FILE", "HF_DIR"
+"""What a command has where the configuration does not say it."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A dataset as `megalite prepare` reads it.
+
+    Attributes:
+        inputs: values of --input.
+        text: it has plain text, and no conversations.
+        text_key: key of the text in a record.
+        keys: `OURS=THEIRS`, names of keys in the records of conversations.
+        split: split of a dataset of the Hub.
+        loss_on_all: prompts count in the loss, too.
+        without: what the command does not express.
+    """
+
+    inputs: tuple[str, ...] = (FILE,)
+    text: bool = False
+    text_key: str = "text"
+    keys: tuple[str, ...] = ()
+    split: str = "train"
+    loss_on_all: bool = False
+    without: str = ""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """All options but --input; datasets with the same ones are prepared together."""
+        found = [] if self.text else ["--chat"]
+        if self.text and any(name.endswith(".json") for name in self.inputs):
+            found += ["--format", "jsonl"]  # a .json is one text by its suffix
+        if self.text and self.text_key != "text":
+            found += ["--text_key", self.text_key]
+        if self.keys and not self.text:
+            found += ["--keys", ",".join(self.keys)]
+        if self.split != "train":
+            found += ["--split", self.split]
+        if self.loss_on_all and not self.text:
+            found += ["--loss_on", "all"]
+        return tuple(found)
+
+
+def located(name: object, files: object = None, configuration: object = None) -> tuple[str, ...]:
+    """Values of --input for a path or a dataset of the Hub, or for the files that a loader such as json reads."""
+    paths = [str(path) for path in (files if isinstance(files, list) else [files])] if files else []
+    if name in (None, "", *LOADERS):
+        return tuple(paths) or (FILE,)
+    path = str(name)
+    if "://" in path:
+        return (FILE,)  # to be fetched first
+    if path.endswith(SUFFIXES):
+        return (path,)
+    if path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists():
+        return tuple(f"{path.rstrip('/')}/{part}" for part in (paths or ["*"]))
+    return (f"hf:{path}:{configuration}" if configuration else f"hf:{path}",)
+
+
+def commands(datasets: Sequence[Dataset], tokenizer: object, chat_options: Sequence[str] = (), output: str = "PREFIX") -> list[str]:
+    """A command for each group of datasets with the same options. chat_options: further options for conversations."""
+    groups = [[*group] for _, group in groupby(datasets, lambda dataset: dataset.options)]
+    made = []
+    for number, group in enumerate(groups, 1):
+        inputs = [shlex.quote(name) for dataset in group for name in dataset.inputs]
+        options = [shlex.quote(part) for part in (*group[0].options, *(() if group[0].text else chat_options))]
+        prefix = output if len(groups) == 1 else f"{output}-{number}"
+        known = HF_DIR if tokenizer is None or "$" in str(tokenizer) else shlex.quote(str(tokenizer))
+        words = [*options, "--input", *inputs, "--tokenizer", known, "--output", prefix]
+        made.append(" ".join(["megalite prepare", *words]))
+    return made
+
+
+def prepared(
+    datasets: Sequence[Dataset], tokenizer: object, chat_options: Sequence[str] = (), option: str = "data.train", output: str = "PREFIX"
+) -> Verdict:
+    """The verdict on a key of the data: the commands, and what to set `option` to."""
+    made = commands(datasets, tokenizer, chat_options, output)
+    shown = " and ".join(f"`{command}`" for command in made)
+    without = "; ".join(dict.fromkeys(dataset.without for dataset in datasets if dataset.without))
+    remark = f"; {without}" if without else ""
+    if len({dataset.text for dataset in datasets}) > 1:
+        return lost(f"a run has token files of conversations or of text, not both: choose between {shown}{remark}")
+    prefixes = output if len(made) == 1 else f"[{', '.join(f'{output}-{number}' for number in range(1, len(made) + 1))}]"
+    return left(f"make token files, {shown}, and set {option} to {prefixes}{remark}")
+
+
+def packing(value: object, text: bool, document_mask: bool = True) -> Verdict:
+    """The verdict on a switch of packing. document_mask: packed documents do not attend to each other there."""
+    on = word(value) == "TRUE"
+    if not text:
+        return honoured({"data.packing": on}, "" if document_mask or not on else "packed conversations do not attend to each other")
+    if not on:
+        return Verdict("approximate", {}, "text fills every row here, one document after the other, instead of padding it")
+    return honoured({"data.reset_positions": True}) if document_mask else harmless("text fills every row here, too")

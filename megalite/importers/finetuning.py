@@ -1,0 +1,253 @@
+"""Rows that projects for fine-tuning share: the base model, adapters, epochs, and the names of transformers' Trainer."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from megalite.config.lora_names import with_own_names
+from megalite.config.schema import ConfigError
+from megalite.importers.verdict import (
+    Row,
+    Source,
+    Table,
+    Verdict,
+    each,
+    harmless,
+    honoured,
+    left,
+    lost,
+    missing,
+    never,
+    sets,
+    to_do,
+    word,
+)
+
+PROJECTIONS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "output_proj": "o", "gate_proj": "gate", "up_proj": "up"}
+PROJECTIONS |= {"down_proj": "down", "w1": "gate", "w2": "down", "w3": "up"}
+DECAYS = {
+    "COSINE": "cosine",
+    "LINEAR": "linear",
+    "CONSTANT": "constant",
+    "CONSTANT_WITH_WARMUP": "constant",
+    "COSINE_WITH_MIN_LR": "cosine",
+}
+DECAYS |= {"WARMUP_STABLE_DECAY": "wsd"}
+ADAMS = ("ADAMW", "ADAMW_TORCH", "ADAMW_TORCH_FUSED", "ADAMW_HF", "ADAMW_APEX_FUSED", "ADAMW_TORCH_NPU_FUSED", "ADAMW_TORCH_XLA")
+SAVED = {"embed_tokens": "embedding", "wte": "embedding", "lm_head": "head", "output": "head", "norm": "norms"}
+MODELS = ("base_model", "model_name_or_path", "checkpointer.checkpoint_dir")
+FROM_SCRATCH = ("reinit_weights", "train_from_scratch")
+HELD_OUT = ("val_set_size", "val_size")
+VALIDATED = ("test_datasets", "eval_dataset")
+QUANTIZED = "weights are not quantized: parallel.zero: 3 and parallel.offload save memory"
+ATTENTION = "one fused attention runs"
+ADDED_TOKENS = "add them to the tokenizer (add_tokens, save_pretrained), prepare the data with it, and set model.resize_embeddings = mean"
+KERNELS = "fused operations are train.kernels"
+OBJECTIVE = "training is on the next token alone: there is no reward, preference or teacher"
+VALIDATION = "there is no validation data yet: set data.validation, and then this"
+
+
+def base_model(value: Any, source: Source) -> Verdict:
+    """Shape and weights of a Hugging Face model; the shape alone where the run starts from random weights."""
+    random = any(source.on(key) for key in FROM_SCRATCH)
+    return honoured({"model.from_hf": value, "model.init_from": "none" if random else f"hf:{value}"})
+
+
+def _named(option: str, value: Any, own: dict[str, str], source: Source) -> tuple[list[str], list[str]]:
+    """Our names of those in a list, or separated by commas, and the names that an adapter can not have.
+
+    Names that only some families have, for example of fused projections, stay as they are: `megalite train` knows them.
+    """
+    model = next((source.leaves[key] for key in MODELS if isinstance(source.get(key), str)), None)
+    found, unknown = [], []
+    for name in (str(name).strip() for name in (value if isinstance(value, list) else str(value).split(","))):
+        try:
+            if name not in own:
+                with_own_names({option: [name], "model.from_hf": model})
+            found.append(own.get(name, name))
+        except ConfigError:
+            unknown.append(name)
+    return [*dict.fromkeys(found)], unknown
+
+
+def targets(value: Any, source: Source) -> Verdict:
+    """Names of projections, in a list or separated by commas."""
+    names = value if isinstance(value, list) else str(value).split(",")
+    names = [str(name).strip() for name in names]
+    if any(word(name) in ("ALL", "ALL-LINEAR") for name in names):
+        return harmless("all projections have adapters, as here without lora.targets")
+    known, unknown = _named("lora.targets", names, PROJECTIONS, source)
+    if not known:
+        return lost("lora.targets names projections of attention and feed-forward")
+    return honoured({"lora.targets": known}, f"{', '.join(unknown)} can not have adapters" if unknown else "")
+
+
+def modules_to_save(value: Any, source: Source) -> Verdict:
+    """Modules trained in full, in a list or separated by commas."""
+    known, unknown = _named("lora.modules_to_save", value, SAVED, source)
+    if not known:
+        return lost("lora.modules_to_save takes embedding, head and norms")
+    return honoured({"lora.modules_to_save": known}, f"not {', '.join(unknown)}" if unknown else "")
+
+
+def epochs(limit: str) -> Row:
+    """The row of the number of epochs; `limit` is the key of a number of steps, which replaces it."""
+
+    def judge(value: Any, source: Source) -> Verdict:
+        return harmless(f"{limit} replaces it") if source.size(limit) else honoured({"train.epochs": value})
+
+    return Row(judge, "train.epochs")
+
+
+def share(value: Any) -> dict[str, Any]:
+    """The options of a warm-up that is a share of the steps."""
+    return {"optimizer.warmup_steps": f"{100 * value:.6g}%" if type(value) in (int, float) else value}
+
+
+def warmup_steps(value: Any, source: Source) -> Verdict:
+    """A number of steps, or below 1 a share of them."""
+    return honoured(share(value) if type(value) is float and 0 < value < 1 else {"optimizer.warmup_steps": value})
+
+
+def warmup_ratio(value: Any, source: Source) -> Verdict:
+    return harmless("warmup_steps replaces it") if source.number("warmup_steps") else honoured(share(value))
+
+
+def decay(value: Any, source: Source) -> Verdict:
+    found = DECAYS.get(word(value))
+    return honoured({"optimizer.decay": found}) if found else lost("optimizer.decay is cosine, linear, wsd or constant: set the nearest")
+
+
+def optimizer(value: Any, source: Source) -> Verdict:
+    name = word(value)
+    if name in ADAMS:
+        return harmless("AdamW is the optimizer here")
+    if name.startswith(("ADAMW", "PAGED_ADAMW")):
+        return lost("AdamW's moments are fp32: parallel.offload moves them off the device")
+    if name == "MUON":
+        return honoured(muon(source))
+    return lost("optimizer.name is adamw or muon: set optimizer.* for the nearest")
+
+
+def muon(source: Source) -> dict[str, Any]:
+    """Muon as axolotl and LLaMA-Factory run it: one rate for all tensors, with updates of matrices as large as AdamW's."""
+    found = {"muon.lr": source.number("learning_rate"), "muon.weight_decay": source.number("weight_decay") or 0.0}
+    given = {option: value for option, value in found.items() if value is not None}
+    return {"optimizer.name": "muon", "muon.adjust_lr": "match_rms_adamw"} | given
+
+
+def betas(first: str, second: str) -> Row:
+    def judge(value: Any, source: Source) -> Verdict:
+        return honoured({"optimizer.betas": [source.get(first, 0.9), source.get(second, 0.999)]})
+
+    return Row(judge, "optimizer.betas")
+
+
+def steps(option: str, per_epoch: bool = False) -> Row:
+    """A row for a number of steps; a share of the steps, or a number per epoch, is left open."""
+
+    def judge(value: Any, source: Source) -> Verdict:
+        if per_epoch and value:
+            return left(f"set {option} to the steps of an epoch / {value}")
+        if type(value) is float and 0 < value < 1:
+            return left(f"set {option} to {value} * train.steps")
+        return harmless("it is off") if word(value) in ("-1", "0", "FALSE") else honoured({option: value})
+
+    return Row(judge, option)
+
+
+def _holds_out(source: Source) -> bool:
+    """Whether there is data for validation: a share of the training data, or other data."""
+    return any(0 < (source.number(key) or 0) < 1 for key in HELD_OUT) or any(source.get(key) for key in VALIDATED)
+
+
+def _eval_strategy(value: Any, source: Source) -> Verdict:
+    if word(value) in ("NO", "FALSE"):
+        return harmless("nothing is validated without validation.interval")
+    if not _holds_out(source):
+        return left(f"validation.interval says when; {VALIDATION}")
+    return harmless("eval_steps says when") if word(value) == "STEPS" else left("set validation.interval to the steps of an epoch")
+
+
+def _eval_steps(value: Any, source: Source) -> Verdict:
+    strategy = source.word("eval_strategy", source.get("evaluation_strategy", "steps"))
+    if strategy != "STEPS":
+        return harmless(f"eval_strategy is {strategy.lower()}")
+    return (
+        steps("validation.interval").judge(value, source)
+        if _holds_out(source)
+        else left(f"validation.interval is its name here; {VALIDATION}")
+    )
+
+
+def switch(option: str, on: Any) -> Row:
+    """A row for a switch that sets the option to `on`."""
+    return Row(lambda value, source: honoured({option: on}) if word(value) == "TRUE" else harmless("it is off"), option)
+
+
+def recompute(value: Any, source: Source) -> Verdict:
+    """Activations can be offloaded there, too."""
+    if word(value) in ("FALSE", "NONE"):
+        return honoured({"train.recompute": "none"})
+    return honoured({"train.recompute": "full"}, "" if word(value) in ("TRUE", "UNSLOTH") else "activations are recomputed, not offloaded")
+
+
+DORA = sets("lora.dora")
+RSLORA = sets("lora.scaling", {"TRUE": "rslora", "FALSE": "standard"}, "lora.scaling is standard or rslora")
+TEMPLATE = to_do("the tokenizer's own template is used; `megalite prepare --chat_template FILE` gives another")
+
+
+def _deepspeed(value: Any, source: Source) -> Verdict:
+    command = f"megalite import-config deepspeed {shlex.quote(str(value))} > deepspeed.yaml"
+    return left(f"translate that file too, `{command}`, and give both with --config")
+
+
+TRAINER: Table = {
+    "learning_rate": sets("optimizer.lr"),
+    "weight_decay": sets("optimizer.weight_decay"),
+    "max_grad_norm": sets("train.grad_clip"),
+    "adam_epsilon": sets("optimizer.eps"),
+    **each("", "adam_beta1 adam_beta2", betas("adam_beta1", "adam_beta2")),
+    "max_steps": steps("train.steps"),
+    "warmup_steps": Row(warmup_steps, "optimizer.warmup_steps"),
+    "warmup_ratio": Row(warmup_ratio, "optimizer.warmup_steps"),
+    "seed": sets("run.seed"),
+    "output_dir": sets("run.dir", roughly="the run's own directory is run.dir/run.name"),
+    "logging_steps": steps("logging.interval"),
+    "save_steps": steps("checkpoint.interval"),
+    "save_total_limit": sets("checkpoint.keep"),
+    "save_strategy": never("checkpoint.interval says when, or checkpoint.minutes; a run always saves at its end"),
+    "save_only_model": missing("a checkpoint has all that a resume needs; `megalite convert export` writes the model alone"),
+    "eval_steps": Row(_eval_steps, "validation.interval"),
+    **each("", "eval_strategy evaluation_strategy", Row(_eval_strategy, "validation.interval")),
+    "eval_on_start": missing("validation.interval says when"),
+    **each("", "per_device_eval_batch_size eval_batch_size eval_accumulation_steps", never("validation has the training's batch")),
+    "resume_from_checkpoint": Row(
+        lambda value, _: (
+            harmless("checkpoint.load: auto resumes the run in its directory")
+            if type(value) is bool
+            else left("its checkpoints can not be loaded: merge or export them there, and set model.init_from: hf:DIR")
+        )
+    ),
+    "overwrite_output_dir": sets("run.overwrite"),
+    "ddp_timeout": Row(lambda value, _: honoured({"run.timeout": f"{value}s"}), "run.timeout"),
+    "run_name": sets("run.name"),
+    "report_to": Row(
+        lambda value, _: (
+            honoured({"logging.tensorboard": True})
+            if "tensorboard" in str(value)
+            else (honoured({"logging.wandb": True}) if "wandb" in str(value) else harmless("metrics.jsonl has everything"))
+        )
+    ),
+    "deepspeed": Row(_deepspeed),
+    "neftune_noise_alpha": missing("embeddings have no noise: model.embedding_dropout is nearest"),
+    "label_smoothing_factor": sets("train.label_smoothing"),
+    "group_by_length": missing("data.packing fills rows whatever the lengths"),
+    "tf32": never("torch's own setting holds"),
+    "torch_compile": Row(lambda value, _: honoured({"train.compile": word(value) in ("TRUE", "AUTO")}), "train.compile"),
+    "torch_compile_*": never("train.compile has no further choices"),
+    **each("", "dataloader_* remove_unused_columns ddp_find_unused_parameters include_* push_to_hub hub_*", never("nothing here has it")),
+    "load_best_model_at_end": missing("there is no validation data yet: set data.validation, and then checkpoint.keep_best"),
+}
+"""Keys of transformers' TrainingArguments that the projects take unchanged."""

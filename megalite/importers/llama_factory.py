@@ -1,0 +1,210 @@
+"""LLaMA-Factory's YAML. Meanings and defaults are those of its hparams/*.py and of transformers' Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalite.importers import data, finetuning
+from megalite.importers.batch import Batch
+from megalite.importers.data import Dataset
+from megalite.importers.verdict import (
+    Row,
+    Source,
+    Table,
+    Verdict,
+    each,
+    harmless,
+    honoured,
+    left,
+    lost,
+    missing,
+    never,
+    only,
+    sets,
+    to_do,
+    word,
+)
+
+NAME = "LLaMA-Factory"
+BATCH = Batch("", "per_device_train_batch_size", "gradient_accumulation_steps")
+MARKS = ("finetuning_type", "cutoff_len", "stage", "template", "lora_target")
+
+
+def recognizes(leaves: dict[str, Any]) -> bool:
+    return "model_name_or_path" in leaves and any(key in leaves for key in MARKS)
+
+
+def ranks(source: Source) -> int | None:
+    return source.dp
+
+
+def _method(value: Any, source: Source) -> Verdict:
+    if word(value) == "FULL":
+        return honoured({"lora.rank": 0})
+    return honoured({"lora.rank": source.get("lora_rank")}) if word(value) == "LORA" else lost("full training and LoRA: set lora.rank")
+
+
+def _adapter(row: Row) -> Row:
+    """A row that counts only for finetuning_type lora."""
+    off = harmless("there is no adapter")
+    return Row(lambda value, source: row.judge(value, source) if source.word("finetuning_type") == "LORA" else off, row.option)
+
+
+def _stage(value: Any, source: Source) -> Verdict:
+    return harmless("it is so here") if word(value) in ("SFT", "PT") else lost(finetuning.OBJECTIVE)
+
+
+def _is_text(source: Source) -> bool:
+    return source.word("stage") == "PT"
+
+
+def _datasets(value: Any, source: Source) -> Verdict:
+    """Names of dataset_info.json, which has their files."""
+    if source.word("stage", "sft") not in ("SFT", "PT"):
+        return lost("it has preferences or prompts for rewards, which are not trained on")
+    names = ", ".join(str(name).strip() for name in (value if isinstance(value, list) else str(value).split(",")))
+    chosen = [["--loss_on", kind] for key, kind in (("train_on_prompt", "all"), ("mask_history", "last")) if source.on(key)]
+    options = [word for part in chosen[:1] for word in part]
+    verdict = data.prepared([Dataset(text=_is_text(source))], source.get("model_name_or_path"), options)
+    where = f"{source.get('dataset_dir', 'data')}/dataset_info.json"
+    return verdict._replace(
+        why=f"{verdict.why}; FILE is the file, or hf:NAME, that {where} gives for {names}, several with a space between"
+    )
+
+
+def _validation(value: Any, source: Source) -> Verdict:
+    """A share of the data, or a number of examples."""
+    if not value:
+        return harmless("nothing is validated, as here")
+    return (
+        honoured({"data.validation": value}) if type(value) is float and value < 1 else lost("set data.validation to a share, or a prefix")
+    )
+
+
+def _packing(value: Any, source: Source) -> Verdict:
+    """packing lets conversations attend to each other; neat_packing, which turns packing on, does not. Text is packed by default."""
+    on = source.on("packing") or source.on("neat_packing")
+    if word(value) != "TRUE" and on:
+        return harmless("the other of packing and neat_packing turns it on")
+    if _is_text(source) and source.get("packing") is None:
+        return harmless("text fills every row here, too")
+    return data.packing(value, _is_text(source), document_mask=source.on("neat_packing"))
+
+
+def _length(value: Any, source: Source) -> Verdict:
+    """A packed row of conversations there has cutoff_len tokens, of which the last one is only predicted."""
+    packed = (source.on("packing") or source.on("neat_packing")) and not _is_text(source)
+    return honoured({"data.sequence_length": value - 1 if packed and type(value) is int else value})
+
+
+def _recompute(value: Any, source: Source) -> Verdict:
+    return honoured({"train.recompute": "none" if word(value) == "TRUE" else "full"})
+
+
+def _resize(value: Any, source: Source) -> Verdict:
+    if word(value) != "TRUE":
+        return harmless("it is off")
+    return honoured({"model.resize_embeddings": "mean"}, "new rows are the mean there, with noise")
+
+
+TABLE: Table = {
+    **finetuning.TRAINER,
+    **BATCH.table(),
+    "model_name_or_path": Row(finetuning.base_model, "model.from_hf"),
+    **each(
+        "",
+        "trust_remote_code use_fast_tokenizer cache_dir low_cpu_mem_usage",
+        never("config.json and the tokenizer's files are read as they are"),
+    ),
+    "adapter_name_or_path": sets("lora.init_from"),
+    "model_revision": only("MAIN", "fetch that revision, and set model.from_hf to its directory"),
+    "resize_vocab": Row(_resize, "model.resize_embeddings"),
+    **each("", "add_tokens add_special_tokens new_special_tokens_config", to_do(finetuning.ADDED_TOKENS)),
+    **each("", "rope_scaling shift_attn mixture_of_depths", missing("the model is used as it is: model.rope_scaling")),
+    **each("", "flash_attn use_unsloth* enable_liger_kernel use_kv_cache use_v1_kernels", never(finetuning.KERNELS)),
+    "disable_gradient_checkpointing": Row(_recompute, "train.recompute"),
+    "use_reentrant_gc": never("train.recompute has no further choices"),
+    **each("", "upcast_layernorm upcast_lmhead_output", never("norms and the loss are computed in fp32")),
+    "train_from_scratch": never("model.init_from: none is set for it"),
+    **each("", "quantization_* double_quantization", missing(finetuning.QUANTIZED)),
+    "stage": Row(_stage),
+    **each("", "do_train do_eval do_predict predict_with_generate", never("`megalite train` trains, `megalite evaluate` evaluates")),
+    "finetuning_type": Row(_method, "lora.rank"),
+    "lora_rank": _adapter(sets("lora.rank")),
+    "lora_alpha": _adapter(sets("lora.alpha")),
+    "lora_dropout": _adapter(sets("lora.dropout")),
+    "lora_target": _adapter(Row(finetuning.targets, "lora.targets")),
+    "additional_target": _adapter(Row(finetuning.modules_to_save, "lora.modules_to_save")),
+    "use_dora": _adapter(finetuning.DORA),
+    "use_rslora": _adapter(finetuning.RSLORA),
+    **each(
+        "",
+        "loraplus_* pissa_* use_galore use_apollo use_badam use_adam_mini use_llama_pro",
+        missing("AdamW trains, adapters start at zero"),
+    ),
+    "use_muon": Row(lambda value, source: honoured(finetuning.muon(source)) if value is True else harmless("it is off"), "optimizer.name"),
+    "create_new_adapter": missing("one adapter is trained"),
+    "pure_bf16": missing("master weights are fp32: train.precision: bf16"),
+    "dataset": Row(_datasets, "data.train"),
+    "eval_dataset": Row(lambda *_: left("make token files of it in the same way, and set data.validation"), "data.validation"),
+    **each("", "dataset_dir media_dir tokenized_path", never("data.train names token files")),
+    "template": finetuning.TEMPLATE,
+    **each("", "tool_format default_system enable_thinking", finetuning.TEMPLATE),
+    "cutoff_len": Row(_length, "data.sequence_length"),
+    **each("", "train_on_prompt mask_history", never("the command that prepares the data has it")),
+    "streaming": never("token files are mapped into memory"),
+    **each("", "mix_strategy interleave_probs", to_do("a blend is data.train: {PREFIX: weight}")),
+    **each(
+        "", "overwrite_cache preprocessing_* buffer_size ignore_pad_token_for_loss", never("`megalite prepare` makes the data beforehand")
+    ),
+    "max_samples": missing("cut the input of `megalite prepare`"),
+    "val_size": Row(_validation, "data.validation"),
+    **each("", "packing neat_packing", Row(_packing, "data.packing")),
+    "num_train_epochs": finetuning.epochs("max_steps"),
+    "lr_scheduler_type": Row(finetuning.decay, "optimizer.decay"),
+    "optim": Row(finetuning.optimizer),
+    "bf16": finetuning.switch("train.precision", "bf16"),
+    "fp16": finetuning.switch("train.precision", "fp16"),
+    "fp8": missing("there is no float8: train.precision: bf16 is nearest"),
+    **each("", "plot_loss print_param_status disable_shuffling use_swanlab swanlab_*", never("`megalite report` draws the loss")),
+    **each("", "pref_* dpo_* ppo_* kto_* simpo_* ref_model* reward_model*", missing(finetuning.OBJECTIVE)),
+    **each("", "use_dft_loss use_asft_loss asft_* use_eaft_loss eaft_*", missing(finetuning.OBJECTIVE)),
+    **each("", "image_* video_* audio_*", missing("data is text alone")),
+    **each("", "freeze_*", missing("all weights are trained, or adapters")),
+    **each("", "oft_* apollo_* galore_* badam_* use_kt kt_* fp8_*", missing("AdamW trains all weights, or LoRA's")),
+    **each("", "export_* infer_backend ray_* use_mca", never("it changes nothing in a run here")),
+    "tensor_model_parallel_size": sets("parallel.tp"),
+    "pipeline_model_parallel_size": sets("parallel.pp"),
+    "context_parallel_size": sets("parallel.cp"),
+    "expert_model_parallel_size": sets("parallel.ep"),
+    "sequence_parallel": sets("parallel.sequence_parallel"),
+    "use_distributed_optimizer": sets("parallel.zero", {"TRUE": 1, "FALSE": 0}, "parallel.zero is 0, 1, 2 or 3"),
+    **each("", "overlap_* bias_activation_fusion apply_rope_fusion moe_grouped_gemm", never(finetuning.KERNELS)),
+}
+
+
+def table(source: Source) -> Table:
+    return TABLE
+
+
+def defaults(source: Source) -> dict[str, Any]:
+    """The defaults of LLaMA-Factory and of transformers' Trainer that differ from ours."""
+    adapter = (
+        {"lora_rank": 8, "lora_alpha": 2 * (source.size("lora_rank") or 8)} if source.word("finetuning_type", "lora") == "LORA" else {}
+    )
+    trainer = {
+        "num_train_epochs": 3.0,
+        "learning_rate": 5e-5,
+        "weight_decay": 0.0,
+        "adam_beta1": 0.9,
+        "lr_scheduler_type": "linear",
+        BATCH.micro: 8,
+    }
+    return {
+        "finetuning_type": "lora",
+        **adapter,
+        "cutoff_len": 2048,
+        "disable_gradient_checkpointing": False,
+        **trainer,
+        "logging_steps": 500,
+    }

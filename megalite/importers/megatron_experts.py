@@ -1,0 +1,229 @@
+"""Megatron-LM's arguments for mixtures of experts.
+
+Its losses are summed over the layers, with shares that add up to 1; here they are averaged over the mixtures, with shares that add up to a
+token's number of experts.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from megalite.importers.verdict import (
+    Row,
+    Source,
+    Table,
+    Verdict,
+    each,
+    harmless,
+    honoured,
+    lost,
+    missing,
+    never,
+    only,
+    rounded,
+    sets,
+    word,
+)
+
+BIAS, TYPE, LOSS = "moe-router-enable-expert-bias", "moe-router-load-balancing-type", "moe-aux-loss-coeff"
+SHARED, TOPK, GROUPS, BEST_GROUPS = (
+    "moe-shared-expert-intermediate-size",
+    "moe-router-topk",
+    "moe-router-num-groups",
+    "moe-router-group-topk",
+)
+BALANCES = {"AUX_LOSS": "global", "GLOBAL_AUX_LOSS": "global", "SEQ_AUX_LOSS": "sequence"}
+SWITCHES = frozenset(
+    (BIAS, "moe-router-pre-softmax", "moe-grouped-gemm", "moe-use-legacy-grouped-gemm", "moe-permute-fusion", "moe-router-fusion")
+    + ("moe-shared-expert-overlap", "moe-shared-expert-gate", "moe-per-layer-logging", "moe-layer-recompute", "moe-enable-deepep")
+    + ("moe-pad-expert-input-to-capacity", "moe-extended-tp", "moe-use-upcycling", "moe-router-force-load-balancing")
+)
+
+
+def pattern(value: Any, layers: int) -> list[bool] | None:
+    """Whether each layer is a mixture: every n-th from the first, or as a list such as ([0]*3+[1]*58) says; None if it says neither."""
+    if type(value) is int and value > 0:
+        return [layer % value == 0 for layer in range(layers)]
+    try:
+        found = _list(ast.parse(str(value), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+    return [bool(each) for each in found] if isinstance(found, list) and len(found) == layers else None
+
+
+def _list(node: ast.expr) -> Any:
+    """The value of an expression of lists and integers with + and *, of at most 10,000 elements."""
+    match node:
+        case ast.Constant(value=int()):
+            return node.value
+        case ast.List():
+            return [_list(each) for each in node.elts]
+        case ast.BinOp(op=ast.Add()):
+            left, right = _list(node.left), _list(node.right)
+            if isinstance(left, list) and isinstance(right, list):
+                return left + right
+        case ast.BinOp(op=ast.Mult()):
+            left, right = _list(node.left), _list(node.right)
+            if isinstance(left, list) and isinstance(right, int) and len(left) * right <= 10_000:
+                return left * right
+    raise ValueError("another expression")
+
+
+def _mixtures(source: Source) -> int | None:
+    """Number of layers with experts; None if it is not known."""
+    layers = source.size("num-layers")
+    found = pattern(source.get("moe-layer-freq", 1), layers) if layers else None
+    return sum(found) if found else None
+
+
+def _layers(value: Any, source: Source) -> Verdict:
+    layers = source.size("num-layers")
+    found = pattern(value, layers) if layers else None
+    if found is None:
+        return lost("set model.mlp_only_layers to the layers without experts")
+    dense = [layer for layer, mixture in enumerate(found) if not mixture]
+    return honoured({"model.mlp_only_layers": dense}) if dense else harmless("every layer has experts, as here")
+
+
+def _kind(value: Any) -> str:
+    """The kind of balance, which may be a list of one."""
+    return word(value[0] if isinstance(value, list) and len(value) == 1 else value)
+
+
+def _loss(value: Any, source: Source) -> Verdict:
+    kind, layers = _kind(source.get(TYPE, "aux_loss")), _mixtures(source)
+    if type(value) in (int, float) and value == 0:
+        return harmless("there is no auxiliary loss, as here")
+    if kind == "NONE":
+        return harmless(f"{TYPE} is none")
+    if source.on(BIAS):
+        return lost("with model.router_balance: bias there is no auxiliary loss")
+    if kind not in BALANCES or type(value) not in (int, float):
+        return lost("set model.router_aux_loss_coef, for one kind of model.router_balance")
+    if layers is None:
+        return lost(f"set model.router_aux_loss_coef to {value} * the number of layers with experts / model.num_experts_per_tok")
+    topk = source.count(TOPK, 2)
+    if topk is None:
+        return lost(f"set model.router_aux_loss_coef to {rounded(value * layers)} / model.num_experts_per_tok")
+    coefficient = rounded(value * layers / topk)
+    options = {"model.router_aux_loss_coef": coefficient, "model.router_balance": BALANCES[kind]}
+    return honoured(options, "" if kind == "SEQ_AUX_LOSS" else "the load is that of the previous step, over all ranks")
+
+
+def _balance(value: Any, source: Source) -> Verdict:
+    if source.on(BIAS):
+        return harmless(f"{BIAS} decides")
+    kind = _kind(value)
+    if kind == "NONE":
+        return harmless("there is no auxiliary loss, as here without router_aux_loss_coef")
+    if kind not in BALANCES:
+        return lost("model.router_balance is global, sequence or bias")
+    return honoured({"model.router_balance": BALANCES[kind]})
+
+
+def _bias(value: Any, source: Source) -> Verdict:
+    return honoured({"model.router_balance": "bias"}) if value is True else harmless("it is off")
+
+
+def _z_loss(value: Any, source: Source) -> Verdict:
+    layers = _mixtures(source)
+    if layers is None or type(value) not in (int, float):
+        return lost(f"set model.router_z_loss_coef to {value} * the number of layers with experts")
+    return honoured({"model.router_z_loss_coef": rounded(value * layers)})
+
+
+def _shared(value: Any, source: Source) -> Verdict:
+    if not value:
+        return harmless("there is no shared expert, as here")
+    return honoured({"model.shared_expert_intermediate_size": value, "model.shared_expert_gate": source.on("moe-shared-expert-gate")})
+
+
+def _probabilities(value: Any, source: Source) -> Verdict:
+    """Without it the softmax is over the experts that were chosen, which divides their probabilities by their sum."""
+    if source.word("moe-router-score-function", "softmax") == "SIGMOID":
+        return harmless("scores are sigmoids")
+    return honoured({"model.norm_topk_prob": value is not True})
+
+
+def _groups(value: Any, source: Source) -> Verdict:
+    """A group's score is there the sum of its best experts, as many as a token has in each of its groups."""
+    best = (source.count(TOPK, 2) or 0) // (source.count(BEST_GROUPS) or 1)
+    here = 2 if source.word("moe-router-score-function", "softmax") == "SIGMOID" else 1
+    same = best == here or source.size(BEST_GROUPS) == source.size(GROUPS)
+    return honoured({"model.n_group": value}, "" if same else f"a group's score is that of its best {here}, not {best}, experts")
+
+
+def _with_experts(row: Row) -> Row:
+    """A row of experts, which has no effect without --num-experts, unless what a script does not set may have that."""
+
+    def judge(value: Any, source: Source) -> Verdict:
+        if source.get("num-experts", 0) in (0, None) and not source.unsettled():
+            return harmless("num-experts is not set")
+        return row.judge(value, source)
+
+    return Row(judge, row.option)
+
+
+def _experts(value: Any, source: Source) -> Verdict:
+    return honoured({"model.num_experts": value}) if value != 0 else harmless("there are no experts, as here")
+
+
+FUSED, OVERLAP = "fused operations are train.kernels", "it is always on, without an option"
+_TABLE: Table = {
+    "moe-expert-parallel-size": sets("parallel.ep"),
+    "topk": sets("model.num_experts_per_tok"),
+    "expert-model-parallel-size": sets("parallel.ep"),
+    "expert-tensor-parallel-size": only("1", "an expert is whole on its rank: parallel.ep splits the experts over tp ranks, too"),
+    "moe-layer-freq": Row(_layers, "model.mlp_only_layers"),
+    "moe-ffn-hidden-size": sets("model.moe_intermediate_size"),
+    SHARED: Row(_shared, "model.shared_expert_intermediate_size"),
+    "moe-shared-expert-gate": never("model.shared_expert_gate is set for it, if there is a shared expert"),
+    TOPK: sets("model.num_experts_per_tok"),
+    "moe-router-score-function": sets(
+        "model.router_scores", {"SOFTMAX": "softmax", "SIGMOID": "sigmoid"}, "model.router_scores is softmax or sigmoid"
+    ),
+    "moe-router-pre-softmax": Row(_probabilities, "model.norm_topk_prob"),
+    GROUPS: Row(_groups, "model.n_group"),
+    BEST_GROUPS: sets("model.topk_group"),
+    "moe-router-topk-scaling-factor": sets("model.routed_scaling_factor"),
+    TYPE: Row(_balance, "model.router_balance"),
+    LOSS: Row(_loss, "model.router_aux_loss_coef"),
+    "moe-z-loss-coeff": Row(_z_loss, "model.router_z_loss_coef"),
+    BIAS: Row(_bias, "model.router_balance"),
+    "moe-router-bias-update-rate": sets("model.router_bias_rate"),
+    "moe-router-dtype": only("FP32", "routers compute in fp32, or in fp64 with train.precision: fp64", "routers compute in fp32"),
+    "moe-expert-capacity-factor": sets(
+        "model.expert_capacity_factor", roughly="capacity is counted for each sequence, and first choices come first, then by position"
+    ),
+    "moe-token-drop-policy": never("model.expert_capacity_factor says what is dropped, if it is set"),
+    "moe-pad-expert-input-to-capacity": never("padding changes no result"),
+    "moe-token-dispatcher-type": sets(
+        "parallel.expert_dispatch",
+        {"ALLGATHER": "all_gather", "ALLTOALL": "all_to_all", "ALLTOALL_SEQ": "all_to_all", "FLEX": "all_to_all"},
+        "parallel.expert_dispatch is all_to_all or all_gather",
+    ),
+    **each("moe-", "enable-deepep deepep-num-sms flex-dispatcher-backend", never("all_to_all is one implementation here")),
+    **each("moe-", "grouped-gemm use-legacy-grouped-gemm permute-fusion router-fusion", never(FUSED)),
+    "moe-shared-expert-overlap": never(OVERLAP),
+    "moe-per-layer-logging": never("metrics.jsonl has it for each step"),
+    "moe-layer-recompute": missing("train.recompute: full, every-K or budget is nearest"),
+    "moe-*": missing("nothing here is its counterpart"),
+}
+TABLE: Table = {
+    "num-experts": Row(_experts, "model.num_experts"),
+    **{key: _with_experts(row) for key, row in _TABLE.items()},
+    "mtp-*": missing("nothing here is its counterpart"),
+}
+
+
+def defaults(source: Source) -> dict[str, Any]:
+    """Defaults of mixtures that differ from ours; nothing without experts."""
+    if source.get("num-experts", 0) in (0, None):
+        return {}
+    found: dict[str, Any] = {} if "topk" in source.leaves else {"topk": 1} if "moe-expert-parallel-size" in source.leaves else {TOPK: 2}
+    if (source.size("expert-model-parallel-size") or 1) > 1:
+        found |= {"moe-token-dispatcher-type": "allgather"}
+    if (tp := source.size("tensor-model-parallel-size") or 1) > 1:
+        found |= {"expert-tensor-parallel-size": tp}
+    return found

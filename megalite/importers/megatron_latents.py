@@ -1,0 +1,52 @@
+"""Megatron-LM's arguments for multi-head latent attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalite.importers.verdict import Row, Source, Table, Verdict, each, harmless, honoured, never, only, sets
+
+SWITCH = "multi-latent-attention"
+
+
+def is_on(source: Source) -> bool:
+    return source.on(SWITCH)
+
+
+YARN = "set model.rope_scaling to {rope_type: yarn, ...} and model.attention_scale, as in model.preset deepseek-v3"
+DEFAULTS = {"kv-lora-rank": 32, "qk-head-dim": 128, "qk-pos-emb-head-dim": 64, "v-head-dim": 128}
+
+
+def _switch(value: Any, source: Source) -> Verdict:
+    """The sizes are keys of their own. The latents have norms there only with --qk-layernorm."""
+    if value is not True:
+        return harmless("it is off")
+    rank = source.size("kv-lora-rank") if "kv-lora-rank" in source.leaves else None
+    options = {"model.kv_lora_rank": rank} if rank else {}
+    if not source.on("qk-layernorm"):
+        return honoured(options, "the latents have norms")
+    return honoured(options) if options else harmless("the sizes of its latents say it")
+
+
+def _scaling(value: Any, source: Source) -> Verdict:
+    """YaRN, which is the default of --rope-type: with rope nothing is scaled, except for attention by --mscale-all-dim."""
+    if source.word("rope-type", "yarn") == "ROPE" and not source.get("mscale-all-dim"):
+        return harmless("rope-type is rope: nothing is scaled")
+    return only("1", YARN, "nothing is scaled, as here").judge(value, source)
+
+
+def _with_latents(row: Row) -> Row:
+    return Row(lambda value, source: row.judge(value, source) if is_on(source) else harmless(f"{SWITCH} is off"), row.option)
+
+
+TABLE: Table = {
+    SWITCH: Row(_switch, "model.kv_lora_rank"),
+    "kv-lora-rank": _with_latents(sets("model.kv_lora_rank")),
+    "q-lora-rank": _with_latents(sets("model.q_lora_rank")),
+    "qk-head-dim": _with_latents(sets("model.qk_nope_head_dim")),
+    "qk-pos-emb-head-dim": _with_latents(sets("model.qk_rope_head_dim")),
+    "v-head-dim": _with_latents(sets("model.v_head_dim")),
+    "rotary-scaling-factor": _with_latents(Row(_scaling)),
+    **each("", "rope-type mscale mscale-all-dim beta-fast beta-slow", never("it has an effect only with rotary-scaling-factor")),
+    **each("", "original-max-position-embeddings cache-mla-latents", never("it has an effect only elsewhere")),
+}

@@ -1,0 +1,238 @@
+"""Megatron-LM's arguments for the model's shape. Defaults are those of GPT: learned positions, LayerNorm, GELU, biases, tied embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megalite.importers import megatron_latents
+from megalite.importers.megatron_experts import pattern
+from megalite.importers.verdict import Row, Source, Table, Verdict, each, harmless, honoured, lost, missing, never, sets
+
+HIDDEN, FEED_FORWARD = "hidden-size", "ffn-hidden-size"
+
+
+def default_width(source: Source) -> int | None:
+    """Width of the feed-forward block: 4 * hidden_size, or two thirds of it for a gated one, in whole 64."""
+    hidden = source.size(HIDDEN)
+    return hidden and (int(4 * hidden * 2 / 3 / 64) * 64 if source.on("swiglu") else 4 * hidden)
+
+
+def _kv_heads(value: Any, source: Source) -> Verdict:
+    """Without --group-query-attention, and with latents, every head has its own key and value."""
+    if megatron_latents.is_on(source):
+        return harmless("with latents every head has its own key and value")
+    if not source.on("group-query-attention"):
+        return harmless("group-query-attention is off")
+    return honoured({"model.num_key_value_heads": source.get("num-query-groups")})
+
+
+def _position(value: Any, source: Source) -> Verdict:
+    """Latent attention rotates positions itself, whatever the model's positions are."""
+    if megatron_latents.is_on(source):
+        learned = source.word("position-embedding-type", "learned_absolute") == "LEARNED_ABSOLUTE"
+        rotary = not learned or source.on("use-rotary-position-embeddings")
+        return honoured(
+            {"model.position": "rope"}, "" if rotary else "latent attention rotates positions, without learned ones beside that"
+        )
+    rotary = source.on("use-rotary-position-embeddings") or source.word("position-embedding-type") == "ROPE"
+    kind = "rope" if rotary else {"LEARNED_ABSOLUTE": "learned", "NONE": "none"}.get(source.word("position-embedding-type"))
+    return honoured({"model.position": kind}) if kind else lost("model.position is rope, learned or none")
+
+
+def _rotary(option: str) -> Row:
+    """A row of rotary embeddings, which apply only where positions are rotary."""
+
+    def judge(value: Any, source: Source) -> Verdict:
+        position = _position(None, source)
+        if position.options == {"model.position": "rope"} or position.kind == "lost":
+            return honoured({option: value})
+        return harmless("positions are not rotary")
+
+    return Row(judge, option)
+
+
+def _rope_scaling(value: Any, source: Source) -> Verdict:
+    """Llama 3's scaling, which is that of the model's rotary embeddings: latent attention has its own."""
+    if not source.on("use-rope-scaling"):
+        return harmless("use-rope-scaling is off")
+    if megatron_latents.is_on(source):
+        return harmless("latent attention has rotary embeddings of its own, which this does not scale")
+    if _position(None, source).options.get("model.position", "rope") != "rope":
+        return harmless("positions are not rotary")
+    factor = source.number("rope-scaling-factor")
+    if factor is None:
+        return lost("set model.rope_scaling")
+    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    options = {"model.rope_scaling": scaling | {"original_max_position_embeddings": 8192}}
+    return honoured(options, "" if factor == 8 else "pretrain_gpt.py scales by 8, whatever rope-scaling-factor says")
+
+
+def _interpolation(value: Any, source: Source) -> Verdict:
+    if megatron_latents.is_on(source) or _position(None, source).options.get("model.position", "rope") != "rope":
+        return harmless("it is for rotary positions outside of latent attention")
+    return lost("model.rope_scaling {rope_type: linear, factor: F} is the same")
+
+
+def _by_value(key: str, row: Row) -> Row:
+    """The row of a switch whose value is another key: if that is missing, its default is listed as such."""
+    missing_value = harmless(f"{key} says it")
+
+    def judge(value: Any, source: Source) -> Verdict:
+        verdict = row.judge(value, source)
+        return verdict if key in source.leaves or verdict.kind == "harmless" else missing_value
+
+    return Row(judge, row.option)
+
+
+def _activation(value: Any, source: Source) -> Verdict:
+    """GELU is the tanh approximation where it is fused with a bias, or OpenAI's; otherwise it is exact."""
+    if source.on("swiglu"):
+        return honoured({"model.hidden_act": "silu", "model.gated_mlp": True})
+    if source.on("squared-relu"):
+        return honoured({"model.hidden_act": "relu2", "model.gated_mlp": False})
+    if source.on("quick-geglu"):
+        return lost("set model.hidden_act and model.gated_mlp")
+    exact = (source.on("disable-bias-linear") or source.on("no-bias-gelu-fusion")) and not source.on("openai-gelu")
+    return honoured({"model.hidden_act": "gelu" if exact else "gelu_pytorch_tanh", "model.gated_mlp": False})
+
+
+def _biases(value: Any, source: Source) -> Verdict:
+    bias = not source.on("disable-bias-linear")
+    if megatron_latents.is_on(source):
+        return honoured({"model.mlp_bias": bias}, "latent attention has no biases" if bias else "")
+    inner = bias or source.on("add-qkv-bias")
+    return honoured({"model.attention_bias": inner, "model.attention_out_bias": bias, "model.mlp_bias": bias})
+
+
+def _hidden_dropout(value: Any, source: Source) -> Verdict:
+    return honoured({"model.residual_dropout": value, "model.embedding_dropout": value})
+
+
+def _qk_norm(value: Any, source: Source) -> Verdict:
+    if megatron_latents.is_on(source):
+        return harmless("the latents have norms, as here")
+    if source.word("normalization") != "RMSNORM":
+        return lost("model.qk_norm: head is an RMSNorm; with LayerNorm there is none that all heads share")
+    return honoured({"model.qk_norm": "head"})
+
+
+def _without_latents(row: Row) -> Row:
+    """A row of heads whose widths the arguments of latent attention give, if it is on."""
+    off = harmless("qk-head-dim, qk-pos-emb-head-dim and v-head-dim say it")
+    return Row(lambda value, source: off if megatron_latents.is_on(source) else row.judge(value, source), row.option)
+
+
+def _window(value: Any, source: Source) -> Verdict:
+    """(left, right) positions beside the token's own; -1 is unlimited."""
+    sizes = [
+        int(part) for part in str(value).replace("[", "").replace("]", "").strip("()").split(",") if part.strip().lstrip("-").isdigit()
+    ]
+    if len(sizes) != 2 or sizes[0] < 0:
+        return lost("set model.sliding_window to a number of positions")
+    return honoured({"model.sliding_window": sizes[0] + 1})
+
+
+def _chosen_layers(option: str, chosen: Callable[[bool], bool], needs: Callable[[Source], str]) -> Row:
+    """A row for layers of a pattern: the last of every N, or a list such as ([0]*3+[1])*8. needs: why it has no effect, or nothing."""
+
+    def judge(value: Any, source: Source) -> Verdict:
+        if off := needs(source):
+            return harmless(off)
+        layers = source.size("num-layers")
+        marked = [(layer + 1) % value == 0 for layer in range(layers or 0)] if type(value) is int and value > 0 else None
+        if marked is None and layers:
+            marked = pattern(value, layers)
+        if not layers or marked is None:
+            return lost(f"set {option}")
+        return honoured({option: [layer for layer in range(layers) if chosen(marked[layer])]})
+
+    return Row(judge, option)
+
+
+def _full_layers(value: Any, source: Source) -> Verdict:
+    """The layers with a window: as an integer N all but the last of every N, as a list those with 1."""
+    number = type(value) is int
+    row = _chosen_layers(
+        "model.sliding_window_layers",
+        (lambda marked: not marked) if number else (lambda marked: marked),
+        lambda source: "" if "window-size" in source.leaves else "window-size is not set",
+    )
+    return row.judge(value, source)
+
+
+def _no_rope(source: Source) -> str:
+    return "" if _position(None, source).options.get("model.position", "rope") == "rope" else "positions are not rotary"
+
+
+PADDED = "the vocabulary is not padded: any size can be split over tp"
+TABLE: Table = {
+    **each("", "num-layers encoder-num-layers", sets("model.num_hidden_layers")),
+    HIDDEN: sets("model.hidden_size"),
+    FEED_FORWARD: sets("model.intermediate_size"),
+    "num-attention-heads": sets("model.num_attention_heads"),
+    "kv-channels": _without_latents(sets("model.head_dim")),
+    "group-query-attention": _by_value("num-query-groups", Row(_kv_heads, "model.num_key_value_heads")),
+    "num-query-groups": Row(_kv_heads, "model.num_key_value_heads"),
+    **each("", "seq-length encoder-seq-length", sets("data.sequence_length")),
+    "max-position-embeddings": sets("model.max_position_embeddings"),
+    **each("", "position-embedding-type use-rotary-position-embeddings", Row(_position, "model.position")),
+    "no-position-embedding": never("model.position says which positions there are"),
+    "rotary-base": _rotary("model.rope_theta"),
+    "rotary-percent": _without_latents(_rotary("model.partial_rotary_factor")),
+    "rotary-interleaved": missing("channels are rotated in halves"),
+    "rotary-seq-len-interpolation-factor": Row(_interpolation, "model.rope_scaling"),
+    "use-rope-scaling": _by_value("rope-scaling-factor", Row(_rope_scaling, "model.rope_scaling")),
+    "rope-scaling-factor": Row(_rope_scaling, "model.rope_scaling"),
+    "no-rope-freq": _chosen_layers("model.no_rope_layers", lambda marked: marked, _no_rope),
+    "normalization": sets("model.norm", {"LAYERNORM": "layer", "RMSNORM": "rms"}, "model.norm is rms or layer"),
+    **each("", "norm-epsilon layernorm-epsilon", sets("model.rms_norm_eps")),
+    "apply-layernorm-1p": sets("model.norm_offset", {"TRUE": 1.0}),
+    **each("", "swiglu squared-relu quick-geglu openai-gelu no-bias-gelu-fusion", Row(_activation, "model.hidden_act")),
+    **each("", "disable-bias-linear add-qkv-bias", Row(_biases, "model.attention_bias")),
+    "untie-embeddings-and-output-weights": Row(
+        lambda value, _: honoured({"model.tie_word_embeddings": not value}), "model.tie_word_embeddings"
+    ),
+    "attention-dropout": sets("model.attention_dropout"),
+    "hidden-dropout": Row(_hidden_dropout, "model.residual_dropout"),
+    "init-method-std": sets("model.initializer_range"),
+    "mtp-num-layers": sets("model.mtp_layers"),
+    "mtp-loss-scaling-factor": sets("train.mtp_weight"),
+    "qk-layernorm": Row(_qk_norm, "model.qk_norm"),
+    "window-size": Row(_window, "model.sliding_window"),
+    "window-attn-skip-freq": Row(_full_layers, "model.sliding_window_layers"),
+    "vocab-size": sets("model.vocab_size"),
+    "make-vocab-size-divisible-by": never(PADDED),
+    "parallel-block": missing("model.parallel_block is nearest"),
+    **each(
+        "",
+        "apply-query-key-layer-scaling attention-softmax-in-fp32 no-masked-softmax-fusion",
+        never("attention is computed in fp32 where needed"),
+    ),
+    "padded-vocab-size": sets("model.vocab_size"),
+    "num-key-value-heads": sets("model.num_key_value_heads"),
+    "hybrid-*": missing("every layer has attention and a feed-forward block"),
+    "is-hybrid-model": missing("every layer has attention"),
+}
+
+
+def defaults(source: Source) -> dict[str, Any]:
+    """GPT's defaults that differ from ours; nothing if no model is given."""
+    found: dict[str, Any] = {}
+    if source.on("group-query-attention") and not megatron_latents.is_on(source):
+        found["num-query-groups"] = 1
+    if source.on("use-rope-scaling"):
+        found["rope-scaling-factor"] = 8.0
+    if megatron_latents.is_on(source):
+        found |= megatron_latents.DEFAULTS
+    if HIDDEN not in source.leaves:
+        return found
+    return found | {
+        **{"position-embedding-type": "learned_absolute", "normalization": "LayerNorm", "swiglu": False, "disable-bias-linear": False},
+        **{
+            "untie-embeddings-and-output-weights": False,
+            "attention-dropout": 0.1,
+            "hidden-dropout": 0.1,
+            FEED_FORWARD: default_width(source),
+        },
+    }

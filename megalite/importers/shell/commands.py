@@ -1,0 +1,284 @@
+"""Simple commands: shell builtins, functions, programs that run further commands, and those that a caller asks for."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megalite.importers.shell import grammar
+from megalite.importers.shell.conditions import Condition, Token
+from megalite.importers.shell.programs import PROGRAMS, formatted
+from megalite.importers.shell.values import FIRST, LAST, State, checked
+
+if TYPE_CHECKING:
+    from megalite.importers.shell.script import Script
+
+Status = bool | None
+SHELLS = frozenset(("bash", "sh", "zsh", "dash", "ksh"))
+SUBMITTERS = frozenset(("sbatch", "qsub", "bsub", "srun"))
+PREFIXES = frozenset(("exec", "command", "builtin", "nohup", "time", "setsid"))
+QUIET = frozenset(("echo", "printf", "trap", "alias", "grep", "egrep", "sed", "awk", "logger", "tee", "cat", "module"))
+"""Programs that do not run the text in their arguments."""
+SUCCEEDING = frozenset(
+    ("cd", "mkdir", "module", "ulimit", "umask", "wait", "sleep", "hostname", "pushd", "popd", "date", "ls", "nvidia-smi")
+)
+SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
+_ENVIRONMENT = re.compile(r"(^|/)(activate|conda\.sh|\.?bashrc|profile|\.bash_profile|lmod\.sh|modules\.sh|setvars\.sh)$|^/")
+"""Files that set up an environment, and have no options of a training."""
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+
+
+class Commands:
+    """What a simple command does to the state of a script."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.builtins: dict[str, Callable[[list[str], State], Status]] = {
+            **{":": _succeed, "true": _succeed, "set": self._set, "shift": self._shift, "eval": self._eval, "read": self._read},
+            **{"source": self._source, ".": self._source, "false": lambda words, state: False, "printf": self._printf, "let": self._let},
+            **{"test": self._test, "[": self._test, "export": self._export, "local": self._export, "declare": self._export},
+            **{"pwd": self._directory, "mapfile": self._mapfile, "readarray": self._mapfile, "unset": self._unset},
+            **{ending: self._end(ending) for ending in ("exit", "return", "break", "continue")},
+        }
+
+    def run(self, words: list[str], state: State) -> Status:
+        """Run a command with its words, and record it if it is a wanted one."""
+        while len(words) > 1 and words[0] in PREFIXES:
+            words = words[1:]
+        if words[0] == "env":
+            return self._environment(words[1:], state)
+        name = words[0]
+        if name in self.script.functions:
+            return self._call(name, words[1:], state)
+        if name in self.builtins:
+            return self.builtins[name](words[1:], state)
+        if self._started(words, state):
+            return None
+        if posixpath.basename(name) not in QUIET and self.script.wanted(words):
+            self.script.record(words)
+            return True
+        return self._program(words, state)
+
+    def _program(self, words: list[str], state: State) -> Status:
+        """Another program: its output, where it is known, and the commands in its arguments."""
+        name = posixpath.basename(words[0])
+        if name not in QUIET:
+            for word in words[1:]:
+                if re.search(r"\s", word) and re.search(r"\.py\b|\s-m\s|\btorchrun\b", word) and "--" in word:
+                    self.script.run_text(word.partition("=")[2] if re.match(r"--[\w-]+=", word) else word, state.child([], ""))
+        found = None
+        if name == "cat" and len(words) == 2 and words[1] in self.script.files:
+            found = self.script.files[words[1]]
+        elif name in PROGRAMS:
+            found = PROGRAMS[name](words[1:], self.script.stdin)
+        if name == "tee" and found is not None:
+            for path in words[1:]:
+                self.script.files[path] = found
+        if name not in SUCCEEDING or name in ("hostname", "date", "ls", "nvidia-smi"):
+            self.script.write("\0" if found is None else found)
+        return True if name in SUCCEEDING or found is not None else None
+
+    def _call(self, name: str, arguments: list[str], state: State) -> Status:
+        """A function: its local variables are those of the caller afterwards."""
+        script, body = self.script, self.script.functions[name]
+        script.depth += 1
+        if script.depth > 40:
+            raise RecursionError
+        before, outer = state.arguments, state.fork()
+        state.arguments = arguments
+        status = script.run(body, state)
+        state.arguments = before
+        for local in re.findall(r"\blocal\s+(?:-\w+\s+)*([^;\n]*)", grammar.text_of(body)):
+            for variable in re.findall(r"(?:^|\s)([A-Za-z_]\w*)(?==|\s|$)", local):
+                if variable in outer.variables:
+                    state.variables[variable] = outer.variables[variable]
+                else:
+                    state.variables.pop(variable, None)
+        if state.ended == "return":
+            state.ended = ""
+        script.depth -= 1
+        return status
+
+    def _environment(self, words: list[str], state: State) -> Status:
+        """env NAME=VALUE COMMAND."""
+        own = state.fork()
+        while words and (words[0].startswith("-") or _ASSIGNED.fullmatch(words[0])):
+            if found := _ASSIGNED.fullmatch(words[0]):
+                own.assign(found[1], found[2])
+                own.exported.add(found[1])
+            words = words[2:] if words[0] in ("-u", "--unset") else words[1:]
+        return self.run(words, own) if words else None
+
+    def _started(self, words: list[str], state: State) -> bool:
+        """Whether the command starts a shell or a script that can be read, which is then run."""
+        for place, word in enumerate(words):
+            name = posixpath.basename(word)
+            if name in SHELLS:
+                return self._shell(words[place + 1 :], state)
+            if word.endswith(SCRIPTS) and (place == 0 or posixpath.basename(words[0]) in SUBMITTERS):
+                return self._file(word, words[place + 1 :], state, True)
+            if word.endswith(".py"):
+                break
+        if posixpath.basename(words[0]) not in SUBMITTERS:
+            return False
+        wraps = [self._option(words, place) for place, word in enumerate(words) if word.partition("=")[0] == "--wrap"]
+        if wraps:
+            self.script.run_text(wraps[0], state.child([], ""))
+        elif self.script.stdin is not None and posixpath.basename(words[0]) != "srun":
+            self.script.run_text(self.script.stdin, state.child([], ""))
+        else:
+            return False
+        return True
+
+    def _option(self, words: list[str], place: int) -> str:
+        name, equals, value = words[place].partition("=")
+        return value if equals else words[place + 1] if place + 1 < len(words) else ""
+
+    def _shell(self, words: list[str], state: State) -> bool:
+        """bash -c TEXT, bash FILE, or bash with commands as its input."""
+        while words and words[0][:1] in ("-", "+"):
+            flags, words = words[0], words[1:]
+            if flags == "-s":
+                break
+            if flags in ("-o", "+o", "--rcfile", "--init-file"):
+                words = words[1:]
+            elif "c" in flags and not flags.startswith("--"):
+                while words and words[0].startswith("-"):
+                    words = words[1:]
+                if words:
+                    self.script.run_text(words[0], state.child(words[2:], (words[1:2] or ["bash"])[0]))
+                return True
+        else:
+            if words:
+                return self._file(words[0], words[1:], state, True)
+        if self.script.stdin is not None:
+            self.script.run_text(self.script.stdin, state.child(words, ""))
+        return True
+
+    def _file(self, path: str, arguments: list[str], state: State, new: bool) -> bool:
+        """Run a script that this one has written, or one beside it. new: in a process of its own."""
+        text = self.script.files.get(path)
+        if text is None:
+            known = re.split(f"[{chr(FIRST)}-{chr(LAST)}]", path)
+            text = self.script.read(path if len(known) == 1 else known[-1].lstrip("/"))
+        if text is None:
+            if not _ENVIRONMENT.search(path):
+                self.script.note("source", path)
+            return False
+        own = state.child(arguments, path) if new else state
+        before = state.arguments
+        if not new and arguments:
+            own.arguments = arguments
+        self.script.run_text(text, own)
+        if not new:
+            state.arguments = before
+            state.ended = "" if state.ended == "return" else state.ended
+        return True
+
+    def _source(self, words: list[str], state: State) -> Status:
+        if words:
+            self._file(words[0], words[1:], state, False)
+        return True
+
+    def _eval(self, words: list[str], state: State) -> Status:
+        return self.script.run_text(" ".join(words), state)
+
+    def _set(self, words: list[str], state: State) -> Status:
+        if "--" in words:
+            state.arguments = words[words.index("--") + 1 :]
+        if words[:1] == ["-a"] or words[:2] == ["-o", "allexport"]:
+            state.export_all = True
+        elif words[:1] == ["+a"] or words[:2] == ["+o", "allexport"]:
+            state.export_all = False
+        return True
+
+    def _shift(self, words: list[str], state: State) -> Status:
+        if state.arguments is not None:
+            state.arguments = state.arguments[int(words[0]) if words and words[0].isdigit() else 1 :]
+        return True
+
+    def _read(self, words: list[str], state: State) -> Status:
+        """read: the whole input with -d '', otherwise its first line, split if there are several names or with -a."""
+        names: list[str] = []
+        whole = array = False
+        while words:
+            word, words = words[0], words[1:]
+            if word.startswith("-"):
+                array |= "a" in word[1:]
+                if word[-1] in "dnNpitu":
+                    whole |= word[-1] == "d" and words[:1] == [""]
+                    words = words[1:]
+            else:
+                names.append(word)
+        text = self.script.stdin
+        if text is None:
+            for name in names:
+                state.assign(name, self.script.unknowns.mark(f"${name}", "it is read from input"))
+            return None
+        separators = state.variables.get("IFS", " \t\n")
+        characters = separators if isinstance(separators, str) else " \t\n"
+        text = text.strip(characters) if whole else text.partition("\n")[0].strip(characters)
+        parts = [part for part in re.split(f"[{re.escape(characters)}]", text) if part] if characters else [text]
+        if array and names:
+            state.assign(names[0], parts)
+        elif len(names) == 1:
+            state.assign(names[0], text)
+        else:
+            for place, name in enumerate(names):
+                state.assign(name, " ".join(parts[place:]) if place == len(names) - 1 else "".join(parts[place : place + 1]))
+        return True
+
+    def _mapfile(self, words: list[str], state: State) -> Status:
+        names = [word for word in words if not word.startswith("-")]
+        text = self.script.stdin
+        if names:
+            unknown = self.script.unknowns.mark(f"${names[-1]}", "it is read from input")
+            state.assign(names[-1], text.splitlines() if text is not None else [unknown])
+        return True
+
+    def _printf(self, words: list[str], state: State) -> Status:
+        if words[:1] == ["-v"] and len(words) > 2:
+            text = formatted(words[2:])
+            state.assign(words[1], self.script.unknowns.mark(f"${words[1]}", "it is formatted text") if text is None else text)
+        else:
+            text = formatted([word for word in words if word != "--"])
+            self.script.write("\0" if text is None else text)
+        return True
+
+    def _let(self, words: list[str], state: State) -> Status:
+        for word in words:
+            self.script.expander(state).arithmetic(word, word)
+        return True
+
+    def _test(self, words: list[str], state: State) -> Status:
+        return Condition([Token(word) for word in words if word != "]"], False).value()
+
+    def _export(self, words: list[str], state: State) -> Status:
+        for word in words:
+            if found := _ASSIGNED.fullmatch(word):
+                state.assign(found[1], checked(found[2]))
+            if not word.startswith("-"):
+                state.exported.add(word.partition("=")[0])
+        return True
+
+    def _unset(self, words: list[str], state: State) -> Status:
+        for word in words:
+            state.assign(word, "")
+        return True
+
+    def _directory(self, words: list[str], state: State) -> Status:
+        self.script.write("\0")
+        return True
+
+    def _end(self, ending: str) -> Callable[[list[str], State], Status]:
+        def run(words: list[str], state: State) -> Status:
+            state.ended = ending
+            return words[:1] in ([], ["0"])
+
+        return run
+
+
+def _succeed(words: list[str], state: State) -> Status:
+    return True

@@ -1,0 +1,339 @@
+"""Words of a script → the words that a command gets: variables, quotes, arithmetic and word splitting, as bash has them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from fnmatch import translate
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from megalite.importers.shell import arithmetic, grammar
+from megalite.importers.shell.values import State, Unknowns, Value, checked, has_unknown
+
+if TYPE_CHECKING:
+    from tree_sitter import Node
+
+UNSET = "the script does not set it"
+_PARAMETER = re.compile(
+    r"(?P<indirect>!?)(?P<length>#?)(?P<name>[A-Za-z_]\w*|\d+|[@*#?$!-])(?:\[(?P<index>(?:[^\[\]]|\[[^\[\]]*\])*)\])?(?P<rest>.*)",
+    re.DOTALL,
+)
+_OPERATOR = re.compile(r"(?P<sign>:?[-=+?]|##?|%%?|//?|\^\^?|,,?|:|@)(?P<word>.*)", re.DOTALL)
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "e": "\x1b", "E": "\x1b"}
+_BRACES = re.compile(r"([^{}]*)\{([^{},$]*(?:,[^{},$]*)+|-?\d+\.\.-?\d+)\}(.*)", re.DOTALL)
+_DELIMITER = "END_OF_A_TEXT"
+
+
+class Piece(NamedTuple):
+    """A part of a word: literal, expanded (split at spaces unless it is quoted), or the break between two elements of an array."""
+
+    text: str
+    kind: Literal["literal", "quoted", "split", "break"]
+
+
+class Alternative(tuple[Piece, ...]):
+    """The text after :- and its kind, which can have quotes of its own."""
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self)
+
+
+Expanded = str | list[str] | Alternative
+
+
+class Expander:
+    """The expansion of words in one state. output: the output of the commands in $(…)."""
+
+    def __init__(self, state: State, unknowns: Unknowns, output: Callable[[Node, State], str]) -> None:
+        self.state, self.unknowns, self.output = state, unknowns, output
+
+    def words(self, nodes: Iterable[Node]) -> list[str]:
+        return [word for node in nodes for word in self.fields(node)]
+
+    def fields(self, node: Node) -> list[str]:
+        """The words that one word of the script becomes."""
+        if _BRACES.match(grammar.text_of(node)) and node.type in ("word", "concatenation", "brace_expression"):
+            alternatives = [*braces(grammar.text_of(node))]
+            if alternatives != [grammar.text_of(node)]:
+                first = grammar.parse("echo " + " ".join(alternatives)).named_children[0]
+                return [word for child in first.named_children[1:] for word in self._split(self.pieces(child, False))]
+        return self._split(self.pieces(node, False))
+
+    def text(self, node: Node | None) -> str:
+        """The text of a word that is not split, such as the value of an assignment."""
+        if node is None:
+            return ""
+        return checked("".join(" " if piece.kind == "break" else piece.text for piece in self.pieces(node, False)))
+
+    def string(self, text: str) -> str:
+        """A text as in double quotes, or of a here document: variables are replaced, quotes are characters."""
+        if not re.search(r"[$`\\]", text):
+            return text
+        tree = grammar.parse(f"cat <<{_DELIMITER}\n|{text}\n{_DELIMITER}\n")  # the grammar misses a variable that only spaces precede
+        body = next((node for node in _walk(tree) if node.type == "heredoc_body"), None)
+        if body is None:
+            return text
+        found = "".join(self._unescaped(part, '"') if isinstance(part, str) else self._joined(part) for part in grammar.parts(body))
+        return checked(found.removesuffix("\n")[1:])
+
+    def _joined(self, node: Node) -> str:
+        return "".join(" " if piece.kind == "break" else piece.text for piece in self.pieces(node, True))
+
+    def _unescaped(self, text: str, kept: str = "") -> str:
+        """A text without the backslashes that double quotes remove; those before characters in `kept` stay, too."""
+        return re.sub(r"\\([$`\"\\\n])", lambda found: "" if found[1] == "\n" else found[0] if found[1] in kept else found[1], text)
+
+    def _split(self, pieces: Iterable[Piece]) -> list[str]:
+        """Word splitting."""
+        separators = self.state.variables.get("IFS", " \t\n")
+        pattern = f"[{re.escape(separators)}]+" if isinstance(separators, str) and separators else r"(?!)"
+        words: list[str] = []
+        word: str | None = None
+        for text, kind in pieces:
+            if kind == "break":
+                words, word = ([*words, word] if word is not None else words), None
+            elif kind == "split":
+                first, *rest = re.split(pattern, text)
+                if first:
+                    word = (word or "") + first
+                for part in rest:
+                    words, word = ([*words, word] if word is not None else words), part or None
+            elif text or kind == "quoted":
+                word = (word or "") + text
+        return [*words, word] if word is not None else words
+
+    def pieces(self, node: Node, quoted: bool) -> Iterator[Piece]:
+        """The parts of a word. quoted: whether it is inside of double quotes."""
+        text = grammar.text_of(node)
+        match node.type:
+            case "string" | "translated_string":
+                yield from self._string(node)
+            case "raw_string":
+                yield Piece(text[1:-1], "quoted")
+            case "ansi_c_string":
+                yield Piece(re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[1]), text[2:-1]), "quoted")
+            case "simple_expansion" | "expansion":
+                yield from self._parameter(text[2:-1] if text.startswith("${") else text[1:], text, quoted)
+            case "arithmetic_expansion":
+                yield Piece(self.arithmetic(re.sub(r"^\$(\(\(|\[)|(\)\)|\])$", "", text), text), "quoted" if quoted else "split")
+            case "command_substitution":
+                yield Piece(self.output(node, self.state).rstrip("\n"), "quoted" if quoted else "split")
+            case "process_substitution":
+                yield Piece(self.unknowns.mark(text, "the output of a command"), "literal")
+            case "concatenation" | "command_name" | "array":
+                for child in node.children:
+                    yield from self.pieces(child, quoted)
+            case _:
+                yield Piece(text if quoted else re.sub(r"\\(\n|.)", lambda found: found[1].strip("\n"), text), "literal")
+
+    def _string(self, node: Node) -> Iterator[Piece]:
+        yield Piece("", "quoted")
+        inner = [*node.children]
+        opening = len(inner[0].text or b"") if inner else 1
+        if len(inner) == 3 and grammar.text_of(inner[1]).strip() in ("$@", "${@}") and inner[1].type.endswith("expansion"):
+            yield from self.pieces(inner[1], True)
+            return
+        for part in grammar.parts(node, opening, 1):
+            if isinstance(part, str):
+                yield Piece(self._unescaped(part), "quoted")
+            else:
+                yield from self.pieces(part, True)
+
+    def arithmetic(self, inner: str, source: str) -> str:
+        """The value of $((inner)), or an unknown part that is shown as `source`."""
+        expression = re.sub(r"\$(\w+)", r"\1", inner) if re.fullmatch(r"[^`{(]*", inner.replace("$((", "")) else inner
+        expression = self.string(expression)
+        blocked: list[str] = []
+
+        def read(name: str) -> str | None:
+            value = self.state.variables.get(name)
+            if not isinstance(value, str) or has_unknown(value):
+                blocked.append(name)
+                return None
+            return value
+
+        try:
+            return str(arithmetic.calculate(expression, read, self.state.assign))
+        except arithmetic.NotKnown:
+            parts = self.unknowns.within(expression)
+            found = [value for name in blocked if isinstance(value := self.state.variables.get(name), str)]
+            parts += tuple(part for value in found for part in self.unknowns.within(value))
+            names = [*dict.fromkeys([part.source for part in parts] + [f"${name}" for name in blocked if name not in self.state.variables])]
+            why = f"{', '.join(names)}: {parts[0].why if parts else UNSET}" if names else "it is no integer arithmetic"
+            return self.unknowns.mark(source, why)
+
+    def _parameter(self, inner: str, source: str, quoted: bool) -> Iterator[Piece]:
+        """The pieces of ${inner}: those of an array are separate words."""
+        kind: Literal["quoted", "split"] = "quoted" if quoted else "split"
+        found = _PARAMETER.fullmatch(inner)
+        if found is None:
+            yield Piece(self.unknowns.mark(source, UNSET), kind)
+            return
+        whole = found["index"] in ("@", "*") or (found["name"] in "@*" and found["index"] is None)
+        value = self._operated(found, source)
+        if isinstance(value, Alternative):
+            yield from [Piece(piece.text, "quoted") for piece in value] if quoted else value
+        elif isinstance(value, str):
+            yield Piece(value, kind)
+        elif found["index"] == "*" and quoted or (found["name"] == "*" and quoted):
+            separator = self.state.variables.get("IFS", " ")
+            yield Piece((separator[:1] if isinstance(separator, str) else " ").join(value), kind)
+        else:
+            for place, element in enumerate(value if whole else value[:1]):
+                if place:
+                    yield Piece("", "break")
+                yield Piece(element, kind)
+            if whole and not value and quoted:
+                yield Piece("", "split")
+
+    def _operated(self, found: re.Match[str], source: str) -> Expanded:
+        value = self._looked_up(found["name"], found["index"])
+        if found["indirect"]:
+            if not isinstance(value, str) or has_unknown(value) or not re.fullmatch(r"[A-Za-z_]\w*(\[[@*]\])?", value):
+                return self.unknowns.mark(source, UNSET)
+            name, _, index = value.partition("[")
+            value = self._looked_up(name, index[:-1] or None)
+        if found["length"]:
+            known = value is not None and not any(map(has_unknown, [value] if isinstance(value, str) else value))
+            return str(len(value or "")) if known else self.unknowns.mark(source, UNSET)
+        operator = _OPERATOR.fullmatch(found["rest"])
+        if operator is None:
+            return self.unknowns.mark(source, self.why_unset(found["name"])) if value is None else value
+        return self._with_operator(value, operator, found, source)
+
+    def _with_operator(self, value: str | list[str] | None, operator: re.Match[str], found: re.Match[str], source: str) -> Expanded:
+        sign, word = operator["sign"], operator["word"]
+        if sign[-1] in "-=+?" and sign != "@":
+            empty = not value if sign[0] == ":" else value is None
+            if sign[-1] == "+":
+                return "" if empty else self.alternative(word)
+            if not empty and value is not None:
+                return value
+            if sign[-1] == "?":
+                return self.unknowns.mark(source, self.why_unset(found["name"]))
+            default = self.alternative(word)
+            if sign[-1] == "=":
+                self.state.assign(found["name"], default.text)
+            return default
+        if value is None:
+            return self.unknowns.mark(source, self.why_unset(found["name"]))
+        if sign == ":" and isinstance(value, list):
+            return self._slice(value, word, source)
+        if isinstance(value, list):
+            return [self._edited(element, sign, word, source) for element in value]
+        return self._edited(value, sign, word, source)
+
+    def alternative(self, word: str) -> Alternative:
+        """The text after :- and its kind; it is split at spaces outside of quotes."""
+        if not re.search(r"[\"'\\]", word):
+            return Alternative([Piece(self.string(word), "split")])
+        tree = grammar.parse(f"echo {word}")
+        command = tree.named_children[0] if tree.named_children else tree
+        pieces: list[Piece] = []
+        for child in command.named_children[1:] if command.type == "command" else ():
+            pieces += [Piece(" ", "split")] if pieces else []
+            pieces += self.pieces(child, False)
+        return Alternative(pieces)
+
+    def _slice(self, value: list[str], word: str, source: str) -> str | list[str]:
+        start, _, length = word.partition(":")
+        first, count = (self.arithmetic(part, source) for part in (start, length or "0"))
+        if has_unknown(first) or has_unknown(count):
+            return self.unknowns.mark(source, UNSET)
+        return value[int(first) :][: int(count) if length else None]
+
+    def _edited(self, value: str, sign: str, word: str, source: str) -> str:
+        """A value with a part removed, replaced or in another case."""
+        if has_unknown(value):
+            names = self.unknowns.within(value)
+            return self.unknowns.mark(source, f"{names[0].source}: {names[0].why}")
+        if sign in ("^", "^^", ",", ",,"):
+            change = str.upper if sign[0] == "^" else str.lower
+            return change(value) if len(sign) == 2 else change(value[:1]) + value[1:]
+        if sign == ":":
+            found = self._slice([*value], word, source)
+            return "".join(found)
+        if sign in ("#", "##", "%", "%%"):
+            return trimmed(value, sign, self.alternative(word).text)
+        if sign in ("/", "//"):
+            old, _, new = word.partition("/")
+            pattern = _glob(self.alternative(old).text)
+            replacement = self.alternative(new).text
+            return re.sub(pattern, lambda _: replacement, value, count=0 if sign == "//" else 1)
+        return value
+
+    def why_unset(self, name: str) -> str:
+        if name.isdigit() or name in "@*#":
+            return "the script is given it as an argument"
+        if name in self.state.withheld:
+            return "the script sets it without export, so that this command does not have it"
+        return UNSET
+
+    def _looked_up(self, name: str, index: str | None) -> str | list[str] | None:
+        """The value of a variable or parameter: a list for all elements of an array; None if it is not set."""
+        arguments = self.state.arguments
+        if name in ("@", "*"):
+            return arguments if arguments is not None else [self.unknowns.mark(f"${name}", self.why_unset(name))]
+        if name == "#":
+            return None if arguments is None else str(len(arguments))
+        if name == "0":
+            return self.state.program or None
+        if name.isdigit():
+            return None if arguments is None else arguments[int(name) - 1] if int(name) <= len(arguments) else ""
+        if name == "?":
+            return "0"
+        value = self.state.variables.get(name)
+        if value is None and name == "BASH_SOURCE":
+            return self.state.program or None
+        return self._element(value, index)
+
+    def _element(self, value: Value | None, index: str | None) -> str | list[str] | None:
+        if isinstance(value, dict):
+            return [*value.values()] if index in ("@", "*") else value.get(self._unescaped(self.string((index or "0").strip("\"'"))))
+        if value is None or (isinstance(value, str) and index in (None, "0")):
+            return value
+        if index in ("@", "*"):
+            return [value] if isinstance(value, str) else value
+        place = self.arithmetic(index or "0", index or "0")
+        if has_unknown(place) or isinstance(value, str):
+            return None
+        return value[int(place)] if -len(value) <= int(place) < len(value) else ""
+
+
+def braces(text: str) -> Iterator[str]:
+    """The words of a{1..3} or a{b,c}; the text itself if it has quotes or no such braces."""
+    found = _BRACES.fullmatch(text)
+    if found is None or re.search(r"[\"'`\\]", text) or found[1].endswith("$"):
+        yield text
+        return
+    if ".." in found[2] and "," not in found[2]:
+        first, last = map(int, found[2].split(".."))
+        step = 1 if last >= first else -1
+        inner = [str(number) for number in range(first, last + step, step)][:10_000]
+    else:
+        inner = found[2].split(",")
+    for each in inner:
+        yield from braces(f"{found[1]}{each}{found[3]}")
+
+
+def _glob(pattern: str) -> str:
+    """The regular expression of a glob, anywhere in a text."""
+    return re.sub(r"\\[zZ]$", "", translate(pattern))
+
+
+def trimmed(value: str, sign: str, pattern: str) -> str:
+    """The value without the shortest (#, %) or longest (##, %%) match of the pattern at its beginning or end."""
+    lengths = range(len(value) + 1) if len(sign) == 1 else range(len(value), -1, -1)
+    matcher = re.compile(translate(pattern))
+    for length in lengths:
+        part = value[:length] if sign[0] == "#" else value[len(value) - length :]
+        if matcher.match(part):
+            return value[length:] if sign[0] == "#" else value[: len(value) - length]
+    return value
+
+
+def _walk(node: Node) -> Iterator[Node]:
+    yield node
+    for child in node.children:
+        yield from _walk(child)

@@ -1,0 +1,286 @@
+"""torchtune's recipe YAML. Meanings and defaults are those of its recipes/*_distributed.py and of the components that it names."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from megalite.importers import data, finetuning, torchtune_data
+from megalite.importers.batch import Batch
+from megalite.importers.verdict import (
+    Row,
+    Source,
+    Table,
+    Verdict,
+    each,
+    harmless,
+    honoured,
+    left,
+    lost,
+    missing,
+    never,
+    only,
+    row_of,
+    sets,
+    to_do,
+    word,
+)
+
+NAME = "torchtune"
+BATCH = Batch("", "batch_size", "gradient_accumulation_steps")
+COMPONENT = "_component_"
+SCHEDULES = {
+    "GET_COSINE_SCHEDULE_WITH_WARMUP": "cosine",
+    "COSINE_SCHEDULE_WITH_WARMUP": "cosine",
+    "LINEARLR": "linear",
+    "CONSTANTLR": "constant",
+}
+
+
+def recognizes(leaves: dict[str, Any]) -> bool:
+    return any(key.endswith(COMPONENT) for key in leaves)
+
+
+def ranks(source: Source) -> int | None:
+    """Shards times replicas, where the file gives them."""
+    source = resolved(source)
+    shards, replicas = source.size("data_parallel_shard_dim"), source.size("data_parallel_replicate_dim") or 1
+    return shards * replicas if shards else source.dp
+
+
+def component(source: Source, section: str) -> str:
+    """The last part of a component's name."""
+    return str(source.get(f"{section}.{COMPONENT}", "")).split(".")[-1]
+
+
+def _directory(value: Any, source: Source) -> Verdict:
+    return finetuning.base_model(str(value).rstrip("/") or "/", source)
+
+
+def _model(value: Any, source: Source) -> Verdict:
+    """The builder of the model, whose shape is that of the checkpoint here. Those of adapters begin with lora_, qlora_ or dora_."""
+    name = component(source, "model")
+    if name.startswith("qlora"):
+        return lost(finetuning.QUANTIZED)
+    if name.startswith("dora"):
+        return honoured({"lora.dora": True})
+    return harmless("the shape is that of model.from_hf")
+
+
+def _targets(value: Any, source: Source) -> Verdict:
+    """lora_attn_modules, and all of the feed-forward with apply_lora_to_mlp."""
+    names = source.get("model.lora_attn_modules")
+    names = [*names] if isinstance(names, list) else []
+    if source.on("model.apply_lora_to_mlp"):
+        names += ["gate_proj", "up_proj", "down_proj"]
+    return finetuning.targets(names, source)
+
+
+def _optimizer(value: Any, source: Source) -> Verdict:
+    return finetuning.optimizer("AdamW" if component(source, "optimizer") == "AdamW" else component(source, "optimizer"), source)
+
+
+def _schedule(value: Any, source: Source) -> Verdict:
+    found = SCHEDULES.get(component(source, "lr_scheduler").upper())
+    return honoured({"optimizer.decay": found}) if found else lost("optimizer.decay is cosine, linear, wsd or constant")
+
+
+def _loss(value: Any, source: Source) -> Verdict:
+    if "CrossEntropy" in component(source, "loss") or component(source, "loss").startswith("CE"):
+        return harmless("the loss is cross-entropy; train.loss_chunk cuts it")
+    return lost(finetuning.OBJECTIVE)
+
+
+def _clip(value: Any, source: Source) -> Verdict:
+    return honoured({"train.grad_clip": 0 if value is None else value})
+
+
+DEPTH = 10
+"""Limit of the references from one to the next, of which a circle has no end."""
+REFERENCE = re.compile(r"\$\{([^${}]+)\}")
+
+
+def resolved(source: Source) -> Source:
+    """The file with references to other keys, such as ${output_dir}/logs, replaced by their values; those that lead nowhere stay."""
+
+    def value(given: Any, depth: int = 0) -> Any:
+        if not isinstance(given, str) or depth > DEPTH:
+            return given
+        whole = REFERENCE.fullmatch(given)
+        if whole and whole[1] in source.leaves:
+            return value(source.leaves[whole[1]], depth + 1)
+        return REFERENCE.sub(lambda found: str(value(source.leaves[found[1]], depth + 1)) if found[1] in source.leaves else found[0], given)
+
+    return replace(source, leaves={key: value(given) for key, given in source.leaves.items()})
+
+
+def _packing(value: Any, source: Source) -> Verdict:
+    """Packed documents and conversations do not attend to each other there."""
+    return data.packing(value, torchtune_data.is_text(source))
+
+
+def _datasets(value: Any, source: Source) -> Verdict:
+    """Several datasets, which may be packed, too."""
+    verdict, packed = torchtune_data.training(value, source), torchtune_data.packed(source)
+    return verdict if packed is None else verdict._replace(options=_packing(packed, source).options)
+
+
+def _length(value: Any, source: Source) -> Verdict:
+    return honoured({"data.sequence_length": value})
+
+
+def _sharded(value: Any, source: Source) -> Verdict:
+    """A distributed recipe shards with FSDP2; weights stay gathered if fsdp_reshard_after_forward is off."""
+    if word(value) not in ("TRUE", "FALSE"):
+        return lost("it is neither true nor false")
+    return honoured({"parallel.zero": 3} | ({} if value else {"parallel.zero3_reshard": "step"}))
+
+
+def _steps(value: Any, source: Source) -> Verdict:
+    """The steps of all epochs; an epoch that has fewer ends earlier there."""
+    count = source.size("epochs")
+    if count is None or type(value) is not int:
+        return left("train.steps is their number over all epochs")
+    return honoured({"train.steps": value * count}, "an epoch there may have fewer")
+
+
+def _shards(value: Any, source: Source) -> Verdict:
+    """Shards span the ranks of a sequence, too."""
+    cp = source.size("context_parallel_dim") or 1
+    return (
+        harmless("all ranks that are left, as here")
+        if value == -1
+        else honoured({"parallel.dp": source.dp, "parallel.dp_shard": value * cp})
+    )
+
+
+def _replicas(value: Any, source: Source) -> Verdict:
+    """The weights of each replica are sharded over the ranks that are left."""
+    if value == 1:
+        return harmless("it is so here")
+    if source.dp and type(value) is int and value > 0 and source.dp % value == 0:
+        return honoured({"parallel.dp": source.dp, "parallel.dp_shard": source.dp // value * (source.size("context_parallel_dim") or 1)})
+    return left(f"set parallel.dp_shard to parallel.dp / {value}")
+
+
+def _context(value: Any, source: Source) -> Verdict:
+    method = {"ALLTOALL": "ring"}.get(source.word("context_parallel_rotate_method"), "gather")
+    return honoured({"parallel.cp": value} | ({} if value == 1 else {"parallel.context": method}))
+
+
+def _offload(value: Any, source: Source) -> Verdict:
+    return honoured(
+        {"parallel.zero": 3, "parallel.offload": "cpu", "parallel.offload_parameters": True} if value else {"parallel.offload": "none"}
+    )
+
+
+def _decayed(value: Any, source: Source) -> Verdict:
+    return honoured({"optimizer.weight_decay": value}, "norms and biases never decay here" if value else "")
+
+
+DATA = "the command that prepares the data has it, or says that it has not"
+TABLE: Table = {
+    **BATCH.table(),
+    f"model.{COMPONENT}": Row(_model),
+    "model.lora_rank": sets("lora.rank"),
+    "model.lora_alpha": sets("lora.alpha"),
+    "model.lora_dropout": sets("lora.dropout"),
+    **each("model.", "lora_attn_modules apply_lora_to_mlp", Row(_targets, "lora.targets")),
+    "model.apply_lora_to_output": missing("the head is frozen under LoRA"),
+    "model.use_dora": finetuning.DORA,
+    "model.quantize_base": missing(finetuning.QUANTIZED),
+    "model.*": to_do("the shape is that of model.from_hf: set model.* to change it"),
+    f"checkpointer.{COMPONENT}": never("weights are read from Hugging Face files"),
+    "checkpointer.checkpoint_dir": Row(_directory, "model.from_hf"),
+    "checkpointer.*": never("model.init_from reads all files of the directory; `megalite convert export` writes them"),
+    "tokenizer.max_seq_len": Row(_length, "data.sequence_length"),
+    "tokenizer.prompt_template": finetuning.TEMPLATE,
+    "tokenizer.*": never("the tokenizer is that of model.from_hf, given to `megalite prepare`"),
+    f"dataset.{COMPONENT}": Row(torchtune_data.training, "data.train"),
+    "dataset": Row(_datasets, "data.train"),
+    "dataset.packed": Row(_packing, "data.packing"),
+    "dataset.*": never(DATA),
+    f"dataset_val.{COMPONENT}": Row(torchtune_data.validation, "data.validation"),
+    "dataset_val.*": never(DATA),
+    "seed": sets("run.seed"),
+    "shuffle": sets("data.shuffle"),
+    "epochs": finetuning.epochs("max_steps_per_epoch"),
+    "max_steps_per_epoch": Row(_steps, "train.steps"),
+    f"optimizer.{COMPONENT}": Row(_optimizer),
+    "optimizer.lr": sets("optimizer.lr"),
+    "optimizer.weight_decay": Row(_decayed, "optimizer.weight_decay"),
+    **{f"optimizer.{key}": sets(f"optimizer.{key}") for key in ("betas", "eps")},
+    **each("optimizer.", "fused foreach", never("one fused AdamW runs, over flat shards")),
+    "optimizer_in_bwd": missing("the step follows the backward, since clipping needs the global norm"),
+    f"lr_scheduler.{COMPONENT}": Row(_schedule, "optimizer.decay"),
+    "lr_scheduler.num_warmup_steps": sets("optimizer.warmup_steps"),
+    "lr_scheduler.num_cycles": only("0.5", "the cosine goes down once"),
+    f"loss.{COMPONENT}": Row(_loss),
+    **each("", "loss.* teacher_* kd_* ref_* reward_* value_* policy_*", missing(finetuning.OBJECTIVE)),
+    "quantizer.*": missing(finetuning.QUANTIZED),
+    "loss.num_output_chunks": never("train.loss_chunk is a number of tokens"),
+    "clip_grad_norm": Row(_clip, "train.grad_clip"),
+    "compile": sets("train.compile"),
+    "compile.*": to_do("train.compile compiles the pure functions between linears"),
+    "dtype": sets("train.precision", {"BF16": "bf16", "FP32": "fp32", "FP16": "fp16"}, "train.precision is bf16, fp16 or fp32"),
+    "enable_activation_checkpointing": Row(finetuning.recompute, "train.recompute"),
+    "enable_activation_offloading": missing("activations are recomputed, not offloaded: train.recompute: full"),
+    **each("ac_", "mode option", to_do("set train.recompute: selective, or every-K")),
+    "fsdp_cpu_offload": Row(_offload, "parallel.offload"),
+    "fsdp_reshard_after_forward": Row(_sharded, "parallel.zero"),
+    "custom_sharded_layers": never("embedding and head are sharded like the layers"),
+    "tensor_parallel_dim": sets("parallel.tp"),
+    "context_parallel_dim": Row(_context, "parallel.cp"),
+    "context_parallel_rotate_method": never("parallel.context is set for it"),
+    "data_parallel_shard_dim": Row(_shards, "parallel.dp_shard"),
+    "data_parallel_replicate_dim": Row(_replicas, "parallel.dp_shard"),
+    "tensor_parallel_plan.*": never("the model is split in one way"),
+    "output_dir": sets("run.dir", roughly="the run's own directory is run.dir/run.name"),
+    f"metric_logger.{COMPONENT}": Row(
+        lambda value, _: honoured({"logging.tensorboard": True}) if "TensorBoard" in str(value) else harmless("metrics.jsonl")
+    ),
+    "metric_logger.project": sets("logging.wandb"),
+    "metric_logger.*": never("metrics are in the run's directory"),
+    "log_every_n_steps": sets("logging.interval"),
+    **each("", "log_peak_memory_stats log_level", never("metrics.jsonl has each step's time and memory")),
+    "run_val_every_n_steps": sets("validation.interval"),
+    "batch_size_val": never("validation has the training's batch"),
+    "save_every_n_steps": sets("checkpoint.interval"),
+    "low_cpu_ram": never("weights are read as they are"),
+    "fsdp.cpu_offload": Row(_offload, "parallel.offload"),
+    **each("", "resume_from_checkpoint should_load_recipe_state", never("checkpoint.load: auto resumes the run in its directory")),
+    **each("", "save_adapter_weights_only save_last_epoch_only", never("`megalite convert adapter-export` writes the adapters alone")),
+    "enable_async_checkpointing": sets("checkpoint.async_save"),
+    "profiler.*": never("profiling.ranks and profiling.steps trace with torch.profiler"),
+    "device": only("CUDA", "a run uses the GPUs that it sees: hide them with CUDA_VISIBLE_DEVICES= (empty)"),
+    "cudnn_deterministic_mode": sets("run.deterministic"),
+    "tokenizer": never("the tokenizer is that of model.from_hf"),
+}
+
+
+def table(source: Source) -> Table:
+    """The rows for this file's keys, which judge the values that references lead to."""
+    rows, whole = dict(TABLE), resolved(source)
+    used = {name for value in source.leaves.values() for name in REFERENCE.findall(str(value))}
+    for key, value in whole.leaves.items():
+        row, open_name = row_of(TABLE, key), REFERENCE.search(str(value))
+        if open_name:
+            rows[key] = to_do(f"the file does not have {open_name[1]}")
+        elif row is None and key in used:
+            rows[key] = never("it is judged where another key refers to it")
+        elif row is not None:
+            rows[key] = _following(row, value)
+    return rows
+
+
+def _following(row: Row, value: Any) -> Row:
+    return never("it is empty") if value in (None, []) else Row(lambda _, source: row.judge(value, resolved(source)), row.option)
+
+
+def defaults(source: Source) -> dict[str, Any]:
+    """torchtune's defaults that differ from ours; those of torch's AdamW, and FSDP in a distributed recipe."""
+    source = resolved(source)
+    adam = {"optimizer.weight_decay": 0.01, "optimizer.betas": [0.9, 0.999]} if component(source, "optimizer") == "AdamW" else {}
+    schedule = {} if f"lr_scheduler.{COMPONENT}" in source.leaves else {f"lr_scheduler.{COMPONENT}": "torch.optim.lr_scheduler.ConstantLR"}
+    return {**adam, **schedule, "clip_grad_norm": 0, "fsdp_reshard_after_forward": True}
