@@ -215,8 +215,8 @@ def read_link(value: str | Mapping[str, Any], in_runs: bool = False) -> Link:
     table's; one that is described is measured."""
     links = _table()["links"]
     if isinstance(value, str) and value not in links:
-        legal = f"Legal values: {', '.join(links)}, or {{gbs: N, latency_us: N}}"
-        raise HardwareError(f"{value} is not a known link.{suggestion(value, links)} {legal}")
+        legal = f"Legal values: {', '.join(links)}, or {{gbs: N, latency_us: N}}."
+        raise HardwareError(f"{value} is not a known link. {legal}{suggestion(value, links)}")
     row = links[value] if isinstance(value, str) else value
     reached = CONSTANTS.links if in_runs and isinstance(value, str) else 1.0
     bandwidth = float(row["gbs"]) * float(row.get("efficiency", 1.0)) * reached * 1e9

@@ -115,7 +115,9 @@ class Search:
         number = count()
         heap: list[Entry] = []
         for layout in self.layouts():
-            self.considered += len(self._schedules(layout)) * len(self._ways(layout))
+            if not (ways := self._ways(layout)):
+                continue
+            self.considered += len(self._schedules(layout)) * len(ways)
             heap.append((self.stepper.divided(layout), Level.DIVIDED, next(number), layout, None))
         heapq.heapify(heap)
         found = self.found

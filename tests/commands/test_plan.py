@@ -245,6 +245,8 @@ def test_shards_stay_inside_a_node_where_asked(tool, tmp_path):
     assert plan["dp_shard"] == 8 and plan["step_time_s"] == next(each["step_time_s"] for each in both if each["dp_shard"] == 8)
     assert dry_run.read(["--config", str(tmp_path / "run.yaml")], 16).parallel.dp_shard == 8
     assert "ZeRO-3 within 8" in tool(*arguments, "--dp_shard", 8)
+    plans = json.loads(tool("--model", "llama-3.2-1b", *ARGUMENTS, "--gpus", 16, "--dp_shard", 8, "--plans", 3, "--json"))["plans"]
+    assert {plan["dp_shard"] for plan in plans} == {8}, "layouts with fewer data ranks have no such plan"
 
 
 def test_stages_of_a_rank_that_are_fixed_rule_out_other_schedules(tool):
@@ -308,6 +310,8 @@ def test_a_written_plan_trains(tool, tmp_path):
         (["--model", "lama-3-8b"], "--model lama-3-8b is not a known model."),
         (["--model", "llama-3-8b", *ARGUMENTS, "--gpu", "h10"], "--gpu h10 is not in the table"),
         (["--model", "llama-3-8b", *ARGUMENTS, "--tp", "3"], "No layout is legal: parallel.tp = 3 does not divide"),
+        (["--model", "llama-3-8b", *ARGUMENTS, "--dp_shard", "3"], "No layout is legal: parallel.dp_shard = 3 does not divide"),
+        (["--model", "llama-3-8b", *ARGUMENTS, "--dp_shard", "4", "--zero", "0"], "parallel.dp_shard = 4 has nothing to shard"),
         (["--model", "llama-3-8b", *ARGUMENTS, "--sequence_length", "9000"], "data.sequence_length = 9000 exceeds"),
         (["--model", "llama-3-8b", *ARGUMENTS, "--sequence_length", "131072"], "or take the preset llama-3.1-8b."),
         (["--model", "llama-3-8b", *ARGUMENTS, "--gpu", "v100-32gb", "--precision", "bf16"], "--precision bf16 has no peak on v100-32gb"),
