@@ -47,7 +47,7 @@ def named(what: str, mesh: Mesh, over: MeshAxis) -> Iterator[None]:
     """Run the block, one of torch's object collectives over `mesh.world` or `mesh.saving`, once all ranks are there: before it, each may
     have worked on its host for as long as it takes. Converts a failure, a plain RuntimeError, to a CommunicationError. what: the operation.
     """
-    own = mesh.saving is mesh.world  # else this may be the thread of background saves, whose waits are not the rank's
+    own = over is mesh.world  # else this may be the thread of background saves, whose waits are not the rank's
     if own:
         mesh.activity.wait_for(f"{what} over world", None, limited=False)
     try:

@@ -44,13 +44,14 @@ class Saver:
     """Saves checkpoints, and removes those that `checkpoint.keep` does not keep, or without it older ones that were saved by time.
 
     `newest` is the checkpoint to roll back to: the last rollback-safe one saved here, or the one that the run resumed from. `best_failed`
-    is whether the last save of a best checkpoint has failed, on all ranks alike once no save is in progress.
+    is whether the last save of a best checkpoint has failed, on all ranks alike once it has ended; `saving_best`, whether the last save is
+    one.
     """
 
     def __init__(self, mesh: Mesh, options: CheckpointConfig):
         self.mesh, self.options = mesh, options
         self.newest: Path | None = None
-        self.best_failed = False
+        self.best_failed = self.saving_best = False
         self._pieces: list[Tensor] = []  # staging memory, reused by every save
         self._thread: Thread | None = None
         self._ended: list[Save] = []
@@ -71,6 +72,8 @@ class Saver:
         save = Save(directory, perf_counter(), rollback_safe=rollback_safe, best=best)
         if self.options.async_save:
             self.wait()
+        self.saving_best = best
+        if self.options.async_save:
             self._thread = Thread(target=self._write, args=(save, self._staged(rectangles), state), daemon=True, name="save")
             self._thread.start()
         else:

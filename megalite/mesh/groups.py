@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
@@ -103,6 +104,15 @@ class Meetings:
     def __init__(self, activity: Activity, timeout: timedelta | None):
         self._activity, self._timeout = activity, timeout
         self._by_name: dict[str, Meeting] = {}
+
+    def end(self) -> None:
+        """Tell the ranks that wait for this one that it ends and comes to no further meeting."""
+        import torch.distributed as dist
+
+        from megalite.mesh.meeting import ENDED
+
+        with suppress(RuntimeError):  # the store may be gone
+            dist.distributed_c10d._get_default_store().set(ENDED, "")
 
     def __call__(self, name: str, group: ProcessGroup | None) -> None:
         """Wait for all ranks before a collective over this group of theirs. Collective. Raises a RuntimeError, as that would."""

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 SHORTEST_S, LONGEST_S = 1e-3, 0.05  # between two questions
 GROWTH = 1.5
 MOST_QUESTIONS = 2000  # to the store, a second
+LOOK_S = 2.0  # between two looks whether a rank has ended
+ENDED = "meeting/ended"
+"""The key of a store in which a rank says that it comes to no further meeting."""
 
 
 class Late(RuntimeError):
@@ -38,16 +41,21 @@ class Meeting:
         self._count = 0
 
     def __call__(self) -> None:
-        """Wait until all ranks have called this as often. Raises Late, or the store's RuntimeError."""
+        """Wait until all ranks have called this as often. Raises Late, also if one has ended, or the store's RuntimeError."""
         self._count += 1
         key = f"{self._prefix}/{self._count}"
         if self._store.add(key, 1) == self._size:
             self._store.set(f"{key}/all", "")
             for name in (former := f"{self._prefix}/{self._count - 1}", f"{former}/all"):
                 self._store.delete_key(name)  # all have left that one
-        started, pause = monotonic(), SHORTEST_S
+        looked = started = monotonic()
+        pause = SHORTEST_S
         while not self._store.check([f"{key}/all"]):
             if not self._activity.watched and monotonic() - started > self._timeout:
                 raise Late(f"not all ranks have come after {self._timeout:g} s (run.timeout)")
+            if monotonic() - looked > LOOK_S:
+                looked = monotonic()
+                if self._store.check([ENDED]) and not self._store.check([f"{key}/all"]):
+                    raise Late("a rank has ended")
             sleep(pause)
             pause = min(GROWTH * pause, max(LONGEST_S, self._size / MOST_QUESTIONS))

@@ -48,6 +48,8 @@ class WeightAverage:
                     part.lerp_(weights, 1 - self.decay)
                 else:
                     part.copy_(torch.where(skip, part, part.lerp(weights, 1 - self.decay)))
+            for tensor in (master, average):
+                self.store.state.release(tensor)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

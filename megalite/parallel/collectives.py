@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from torch import Tensor
 from megalite.mesh.mesh import MeshAxis
 from megalite.system.activity import Activity
 from megalite.system.shared_memory import SLOT_BYTES, PeerLost
+
+if TYPE_CHECKING:
+    from megalite.mesh.mesh import Mesh
 
 _T = TypeVar("_T")
 
@@ -37,6 +40,17 @@ class CommunicationError(RuntimeError):
     def __init__(self, message: str, peer: int | None):
         super().__init__(message)
         self.peer = peer
+
+
+def meet(mesh: Mesh) -> None:
+    """Wait until all ranks are here, however long work of their hosts takes. Collective. Raises CommunicationError."""
+    mesh.activity.wait_for("all ranks", None, limited=False)
+    try:
+        mesh.meet("world", mesh.world.group)
+    except RuntimeError as error:
+        why = str(error).strip().splitlines()[0]
+        raise CommunicationError(f"rank {mesh.rank}: not all ranks have met, one is gone or does not answer: {why}", None) from error
+    mesh.activity.arrived()
 
 
 class Work:

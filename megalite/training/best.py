@@ -40,11 +40,12 @@ def note(trainer: Trainer, losses: Losses) -> bool:
 
 
 def forget_failed(trainer: Trainer) -> None:
-    """If the best checkpoint could not be saved, let the loss before it be the best again. Waits for a save in progress, so that all ranks
-    know the same."""
+    """If the best checkpoint could not be saved, let the loss before it be the best again. Waits for its save, so that all ranks know the
+    same."""
     if not trainer.config.checkpoint.keep_best:
         return
-    trainer.saver.wait()
+    if trainer.saver.saving_best:
+        trainer.saver.wait()
     state = trainer.loop_state.get(KEY, {})
     if trainer.saver.best_failed and BEFORE in state:
         trainer.loop_state[KEY] = state | state[BEFORE]

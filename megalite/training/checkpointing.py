@@ -159,8 +159,9 @@ def resume(trainer: Trainer, directory: Path) -> None:
     trainer.mesh.activity.enter(LOADING)
     manifest = _checked(trainer, directory)
     state = manifest.state
-    resume_checks.continue_steps(trainer.config, state)
-    resume_checks.check_resume(trainer.config, trainer.train_data.fingerprint, state, directory)  # before any weight is overwritten
+    with raise_on_all_ranks(trainer.mesh):  # before any weight is overwritten; a node may have other data
+        resume_checks.continue_steps(trainer.config, state)
+        resume_checks.check_resume(trainer.config, trainer.train_data.fingerprint, state, directory)
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
         routers = [] if trainer.parts.routers is None else trainer.parts.routers.rectangles()
         without = () if manifest.has_averages else (EMA,)

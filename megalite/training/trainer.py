@@ -32,7 +32,7 @@ from megalite.optimizer.loss_scale import LossScale
 from megalite.optimizer.norm import AllReduceNorm, ChainedNorm
 from megalite.optimizer.schedule import learning_rate
 from megalite.optimizer.state import OptimizerState
-from megalite.parallel.collectives import all_reduce
+from megalite.parallel.collectives import all_reduce, meet
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.system.activity import READING, REDUCING, STARTING, UPDATING
 from megalite.training import checkpointing
@@ -82,7 +82,8 @@ class Trainer:
             config = agreed(config, mesh, torch.device(device))
         self.config, self.mesh, self.device = config, mesh, torch.device(device)
         self.run_dir = config.run.directory
-        self.train_data, self.validation_data = datasets.build(config.data, config.run.seed)
+        with raise_on_all_ranks(mesh):  # a node may have other files
+            self.train_data, self.validation_data = datasets.build(config.data, config.run.seed)
         self.microbatches = build.layout(config).microbatches
         self.schedule = build.schedule(config, self.microbatches)
         self._plans = {self.microbatches: self.schedule}
@@ -160,7 +161,7 @@ class Trainer:
 
     def _check_plan(self) -> None:
         """Check that all ranks built the same schedule: compare 32 bits of its hash, which fp64 sums exactly. Collective."""
-        self.mesh.meet("world", self.mesh.world.group)  # reading and preparing may have taken some ranks longer
+        meet(self.mesh)  # reading and preparing may have taken some ranks longer
         self.mesh.activity.enter(REDUCING)
         value = torch.tensor([int(self.schedule.hash[:8], 16)], dtype=torch.float64, device=self.device)
         total = all_reduce(value, self.mesh.world).wait()

@@ -92,10 +92,9 @@ class Watchdog:
 
     def _leave(self, peers: Peers, error: BaseException | None) -> None:
         """End the watch, and tell the others why. What a lost rank has caused gets the name of that rank."""
-        from megalite.checkpoint import CheckpointError
-        from megalite.training.guard import FaultLimit
-
-        if error is None or isinstance(error, FaultLimit | CheckpointError | ConfigError):  # all ranks end alike
+        if error is not None:
+            self.mesh.meet.end()
+        if error is None or _is_of_all_ranks(error):
             peers.close(left=True)
         elif hasattr(error, "peer"):
             verdict = peers.origin(error.peer)
@@ -270,6 +269,15 @@ def _compiles() -> bool:
     """Whether the training thread is in a compiler. Only there: the others are often the compilers' own."""
     frame = sys._current_frames().get(main_thread().ident or 0)
     return any(str(each.f_globals.get("__name__")).startswith(COMPILERS) for each, _ in traceback.walk_stack(frame) if frame is not None)
+
+
+def _is_of_all_ranks(error: BaseException) -> bool:
+    """Whether all ranks have raised an error together. One of the data is the one of the rank that reads it."""
+    from megalite.checkpoint import CheckpointError
+    from megalite.config.samples import DataError
+    from megalite.training.guard import FaultLimit
+
+    return isinstance(error, FaultLimit | CheckpointError | ConfigError) and not isinstance(error, DataError)
 
 
 def _clock(seconds: float) -> str:

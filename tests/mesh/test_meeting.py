@@ -59,3 +59,14 @@ def test_a_timeout_counts_only_where_nothing_watches_the_ranks(watched: bool, mo
         with pytest.raises(Late, match=r"after 600 s \(run.timeout\)"):
             each[0]()
     assert (clock[0] > 7200) == watched
+
+
+def test_a_rank_that_has_ended_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog misses nobody who ended as planned, so the meeting must."""
+    clock, store = [0.0], HashStore()
+    each = ranks(store, watched=True)
+    store.set(meeting.ENDED, "")
+    monkeypatch.setattr(meeting, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr(meeting, "monotonic", lambda: clock[0])
+    with pytest.raises(Late, match="a rank has ended"):
+        each[0]()

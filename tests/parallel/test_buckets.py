@@ -10,6 +10,7 @@ from megalite.config.presets import preset
 from megalite.config.schema import ModelConfig
 from megalite.mesh.layout import Coordinates
 from megalite.model.parameters import model_specs
+from megalite.optimizer.table import OPTIMIZERS, state_spans
 from megalite.parallel.sharding.buckets import bucket_layout
 
 
@@ -32,7 +33,8 @@ def test_layout_invariants(shards, tp, size, tied):
         assert bucket.slots[-1].stop <= bucket.size
         shard_ranges = [bucket.owned(index) for index in range(shards)]
         assert [low for low, _ in shard_ranges] == [0, *(high for _, high in shard_ranges[:-1])] and shard_ranges[-1][1] == bucket.size
-        decays = {place: decay for low, high, decay in bucket.decay_ranges(0, bucket.size) for place in range(low, high)}
+        spans = state_spans(bucket, 0, bucket.size, OPTIMIZERS["adamw"].kinds)
+        decays = {place: span.decays for span in spans for place in range(span.start, span.stop)}
         for slot in bucket.slots:
             assert decays[slot.start] == decays[slot.stop - 1] == slot.spec.decay
 

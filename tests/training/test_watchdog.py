@@ -7,13 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from megalite.config.schema import Config, TrainConfig
+from megalite.config.samples import DataError
+from megalite.config.schema import Config, ConfigError, TrainConfig
 from megalite.launch import process
 from megalite.launch.causes import Lost
 from megalite.launch.peers import State, Verdict
 from megalite.mesh.mesh import Layout, Mesh
 from megalite.system.activity import SAVING, Activity
 from megalite.training import watchdog
+from megalite.training.guard import FaultLimit
 from megalite.training.hang import load
 
 
@@ -102,6 +104,27 @@ def test_a_report_that_fails_does_not_keep_a_rank_from_ending(tmp_path: Path, mo
     dog = watchdog.Watchdog(Config(), Mesh(Layout()), tmp_path, on_loss=lambda message, lost: 1 / 0)
     dog._end(None, "ends")
     assert ended == [("rank 0: ends", Lost())], "it awaits another rank, although it does not know which"
+
+
+ERRORS = (DataError("a sample"), ConfigError("other data"), FaultLimit("20 bad steps"), ValueError("ours"), None)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_the_others_learn_of_an_error_of_one_rank(error: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Others:
+        def fail(self, reason: str) -> None:
+            said.append(reason)
+
+        def close(self, left: bool) -> None:
+            said.append("left")
+
+    mesh = Mesh(Layout())
+    monkeypatch.setattr(mesh.meet, "end", lambda: said.append("comes to no meeting"))
+    watchdog.Watchdog(Config(), mesh, tmp_path)._leave(Others(), error)  # type: ignore[arg-type]
+    own = isinstance(error, DataError | ValueError)
+    assert said == [*(["comes to no meeting"] if error else []), f"{type(error).__name__}: {error}" if own else "left"]
 
 
 @pytest.mark.parametrize("waiting", [True, False])

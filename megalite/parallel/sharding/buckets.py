@@ -9,7 +9,7 @@ Imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, product
 
@@ -74,14 +74,6 @@ class BucketLayout:
         """Start and end of one of `parts` equal parts; `parts` must divide `owners`."""
         length = self.size // parts
         return index * length, (index + 1) * length
-
-    def decay_ranges(self, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
-        """[start, stop) split into (start, end, decays) ranges; padding belongs to the range that precedes it."""
-        boundary = next((slot.start for slot in self.slots if not slot.spec.decay), self.size)
-        for low, high, decays in ((0, boundary, True), (boundary, self.size, False)):
-            low, high = max(low, start), min(high, stop)
-            if low < high:
-                yield low, high, decays
 
 
 def buckets_of_units(layouts: Sequence[BucketLayout]) -> dict[int, tuple[int, ...]]:

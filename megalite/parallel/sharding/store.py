@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megalite import rng
 from megalite.mesh.mesh import Domain, Mesh
-from megalite.parallel.collectives import all_gather
+from megalite.parallel.collectives import all_gather, meet
 from megalite.parallel.sharding.bucket_buffers import BucketBuffers
 from megalite.parallel.sharding.buckets import BucketLayout, bucket_layout, buckets_of_units
 from megalite.parallel.sharding.gradient_bucket import GradientBucket
@@ -181,7 +181,7 @@ class ParameterStore:
         threads: how many blocks of a weight are drawn at a time.
         """
         self.draw(seed, threads)
-        self.mesh.meet("world", self.mesh.world.group)  # first and last stages draw more than others
+        meet(self.mesh)  # first and last stages draw more than others
         self.gatherer.gather_updated()
         self.gatherer.finish()
 
