@@ -49,7 +49,7 @@ def _full_rate(job: Job) -> Job:
 
 def _alone(job: Job) -> Job:
     """Large products at the rate that they reach alone, not in a run."""
-    return replace(job, device=replace(job.device, sustained=job.device.sustained * 0.73 / 0.657))
+    return replace(job, device=replace(job.device, sustained=job.device.sustained * 0.73 / find("h100").sustained))
 
 
 def _links(change: Callable[[Link], Link], *names: str) -> Callable[[Job], Job]:
