@@ -56,7 +56,7 @@ def unknown(name: str, source: str, known: Iterable[str], dashes: str = "") -> C
     called = last.replace("-", "_").lower()
     if (here := others.get(f"{section}.{called}", others.get(called))) is not None:
         return ConfigError(f"{said} Here it is called {_written(here, dashes)}.")
-    nearest = _most_similar(section, last, [*known, *OPTIONS, *others])
+    nearest = _most_similar(section, last, [*known, *OPTIONS, *(other for other in others if "." not in other)])
     if nearest is None:
         return ConfigError(f"{said} See megalite train --help{f' {section}' if section in SECTIONS else ''}.")
     if nearest in others:
@@ -97,7 +97,8 @@ def _most_similar(section: str, last: str, names: Sequence[str]) -> str | None:
         return SURE if name in others or (section in SECTIONS and place(name) != section) else SIMILAR
 
     def begins(name: str) -> bool:
-        return name not in others and _bare(name).startswith(_plain(last))  # an abbreviation
+        here = section not in SECTIONS or place(name) == section
+        return here and name not in others and _bare(name).startswith(_plain(last))  # an abbreviation
 
     def score(name: str) -> float:
         same = similarity(section, place(name)) if section and place(name) else 0.0

@@ -170,6 +170,7 @@ UNKNOWN = {  # a script → a word of its command, and what its reason says
     "A=x\npython x.py --a ${A@Q}": ("${A@Q}", "quoted text"),
     'F=(--b)\nif [[ $D == 8 ]]; then F+=(--c 2); fi\npython x.py "${F[@]}"': ("$F", "--c 2 or nothing"),
     "read -r X < list\npython x.py --a $X": ("$X", "read from input"),
+    'M=llama-7b; T=1\nif [[ $M =~ .*"7b" ]]; then T=2; fi\npython x.py --a $T': ("$T", "sets it to 2 or 1, under a condition in line 2"),
 }
 
 

@@ -13,12 +13,13 @@ _UNARY = {f"-{letter}" for letter in "abcdefghknoprstuvwxzGLNOS"}
 
 
 class Token(NamedTuple):
-    """A word or an operator of a condition. quoted: whether all of it is; glob, regular: the pattern that it is after == and =~."""
+    """A word or an operator of a condition. quoted: whether all of it is; glob, regular: the pattern that it is after == and =~, None if it
+    is not known."""
 
     text: str
     quoted: bool = False
     glob: str = ""
-    regular: str = ""
+    regular: str | None = ""
 
 
 def negated(value: bool | None) -> bool | None:
@@ -113,6 +114,8 @@ class Condition:
         return (left < right.text) == (sign == "<") and left != right.text if sign in "<>" else None
 
     def _searched(self, left: str, right: Token) -> bool | None:
+        if right.regular is None:
+            return None
         try:
             found = re.search(right.regular, left)
         except re.error:

@@ -72,6 +72,8 @@ class Expander:
     def token(self, node: Node) -> Token:
         """A word of a condition, and the patterns that it can be, in which quoted characters stand for themselves."""
         pieces = [*self.pieces(node, False)]
+        if node.type == "regex" and re.search("[\"']", grammar.text_of(node)):  # the grammar does not say which part of it is quoted
+            return Token(_whole(pieces), False, _pattern(pieces), None)
         regular = "".join(re.escape(piece.text) if piece.kind == "quoted" else globs.with_classes(piece.text) for piece in pieces)
         return Token(_whole(pieces), node.type in ("string", "raw_string"), _pattern(pieces), regular)
 
