@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import chain
 
 from megalite.config.dims import ParallelDims, part_length
-from megalite.config.schema import Config
+from megalite.config.schema import Config, ModelConfig
 from megalite.config.token_files import is_chat, prefixes
 from megalite.mesh.layout import AxisPlace, Coordinates
 from megalite.model.adapters import with_adapters
@@ -18,6 +18,7 @@ from megalite.model.parameters import model_specs, stage_units
 from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, with_communication
 from megalite.parallel.pipeline.gathering import with_gathering
 from megalite.parallel.pipeline.generator import build, placement
+from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.partition import balanced
 from megalite.parallel.pipeline.schedule import Costs, Schedule, Unit
 from megalite.parallel.pipeline.validator import validate
@@ -116,14 +117,20 @@ def counts_tokens(config: Config) -> bool:
 
 def staggered_end(config: Config) -> bool:
     """Whether ranks finish a step one after the other, so that none should wait for the last one (`training.step_finalizer`)."""
-    return config.parallel.schedule in ("zb-h2", "zb-v") and config.parallel.pp > 1
+    return RECIPES[config.parallel.schedule].staggered and config.parallel.pp > 1
 
 
 def optimistic_step(config: Config) -> bool:
-    """Whether a rank may update before the norm is known.
+    """Whether a rank updates before the norm is known."""
+    parallel, precision = config.parallel, config.train.precision
+    return parallel.optimistic_step and may_be_optimistic(parallel.schedule, parallel.pp, parallel.offload, config.model, precision)
 
-    Not under offload: the copy of its optimizer state would not fit in memory. Not if routers learn from the step: its load is summed
-    together with the norm, and the next step's first forwards need it.
+
+def may_be_optimistic(schedule: str, pp: int, offload: str, model: ModelConfig, precision: str) -> bool:
+    """Whether a rank may update before the norm is known, where ranks finish one after the other.
+
+    Not under offload: the copy of its optimizer state would not fit in memory. Not in fp16: a changed loss scale would require the next
+    step's first forwards again. Not if routers learn from the step: its load is summed together with the norm, and those forwards need it.
     """
-    learns = config.model.num_experts is not None and config.model.router_balance != "sequence"
-    return staggered_end(config) and config.parallel.optimistic_step and config.parallel.offload == "none" and not learns
+    learns = model.num_experts is not None and model.router_balance != "sequence"
+    return RECIPES[schedule].staggered and pp > 1 and offload == "none" and precision != "fp16" and not learns

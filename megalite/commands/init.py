@@ -221,7 +221,6 @@ def start(options: argparse.Namespace, wanted: Wanted) -> str:
 def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Plan) -> None:
     """Print what was written, and the next commands."""
     from megalite.config.token_files import prefixes, read_often, unused
-    from megalite.planning.context import Rows
     from megalite.planning.explaining import as_json, described
     from megalite.planning.step import Job
 
@@ -235,8 +234,7 @@ def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Pl
     steps += [f"megalite train --config {shlex.quote(str(options.output))} --dry_run", start(options, wanted)]
     notes = unused(config) + read_often(config)
     if options.json:
-        sizes = config.data.sequence_length, config.train.global_batch_size, config.train.precision
-        job = Job(config.model, wanted.device, *sizes, lora=config.lora, rows=Rows.of(config))
+        job = Job.of(config, wanted.device)
         print(json.dumps({"written": str(options.output), "plan": as_json(job, plan, {}), "next": steps, "notes": notes}))
         return
     tokens = config.train.global_batch_size * config.data.sequence_length

@@ -27,7 +27,6 @@ from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.planning import explaining
 from megalite.planning.between_nodes import hint
 from megalite.planning.configuring import broken_rule, configured, nodes_for, runnable, to_yaml
-from megalite.planning.context import Rows
 from megalite.planning.hardware import Device, HardwareError, find, known_devices
 from megalite.planning.search import Plan, Search
 from megalite.planning.step import Job
@@ -157,10 +156,7 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
     base, device = base_config(options), find(options.gpu)
     device.peak(base.train.precision)
     check_alone(base, options.recompute)
-    gradient_bytes = 2 if "bf16" in (base.train.grad_dtype, base.parallel.reduce_dtype) else 4
-    batch = options.sequence_length, options.global_batch_size, base.train.precision
-    muon = base.muon if base.optimizer.name == "muon" else None
-    job = Job(base.model, device, *batch, gradient_bytes=gradient_bytes, lora=base.lora, muon=muon, rows=Rows.of(base))
+    job = Job.of(base, device)
     fixed = {name: getattr(options, name) for name in FIXED if getattr(options, name) is not None}
     search = Search(job, base, options.gpus, fixed, options.plans, progress=progress)
     plans, complete = search.until_interrupted()

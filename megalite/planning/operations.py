@@ -45,6 +45,7 @@ class Software:
         elementwise: memory traffic of norms, activations and residual sums relative to fused kernels.
         adam_bytes: memory traffic of the optimizer per parameter that a rank updates.
         host: host time of a layer relative to ours.
+        optimistic_in_fp16: a step is corrected afterwards also if it changes the loss scale.
     """
 
     flash: bool = True
@@ -61,6 +62,7 @@ class Software:
     elementwise: float = 1.0
     adam_bytes: float = 34.0  # 30, and 4 to read the gradient for its norm
     host: float = 1.0
+    optimistic_in_fp16: bool = False
 
 
 OURS = Software()

@@ -9,7 +9,6 @@ from megalite.config.dims import ParallelDims
 from megalite.config.recomputation import BUDGET
 from megalite.config.schema import Config, ConfigError
 from megalite.model.cost import layer_costs
-from megalite.planning.context import Rows
 from megalite.planning.hardware import Device, HardwareError, find, found_as
 from megalite.planning.step import Choice, Job, Stepper
 
@@ -72,17 +71,4 @@ def step_seconds(config: Config, device: Device) -> float | None:
         from megalite.planning.budget import resolved
 
         config = resolved(config, "cpu" if device.cpu else "cuda", device.memory)
-    gradient_bytes = 2 if "bf16" in (config.parallel.reduce_dtype, config.train.grad_dtype) else 4
-    sizes = (config.data.sequence_length, config.train.global_batch_size)
-    muon = config.muon if config.optimizer.name == "muon" else None
-    job = Job(
-        config.model,
-        device,
-        *sizes,
-        config.train.precision,
-        gradient_bytes=gradient_bytes,
-        lora=config.lora,
-        muon=muon,
-        rows=Rows.of(config),
-    )
-    return Stepper(job).step(choice_of(config)).total
+    return Stepper(Job.of(config, device)).step(choice_of(config)).total

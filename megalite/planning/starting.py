@@ -14,7 +14,6 @@ from megalite.model.parameters import model_specs
 from megalite.parallel.spec import parameter_count
 from megalite.planning import explaining
 from megalite.planning.configuring import runnable
-from megalite.planning.context import Rows
 from megalite.planning.hardware import Device, Link
 from megalite.planning.search import Plan, Search
 from megalite.planning.step import Job
@@ -66,9 +65,7 @@ def cpu_device(cores: int, memory: float) -> Device:
 def first_config(wanted: Wanted) -> tuple[Config, Plan]:
     """The configuration, and its plan. Raises ConfigError or HardwareError if no layout is legal or fits."""
     base = with_sizes(wanted)
-    length, batch = base.data.sequence_length, base.train.global_batch_size
-    job = Job(base.model, wanted.device, length, batch, base.train.precision, lora=base.lora, rows=Rows.of(base))
-    search = Search(job, base, max(1, wanted.gpus), {}, 1)
+    search = Search(Job.of(base, wanted.device), base, max(1, wanted.gpus), {}, 1)
     plans = search.plans()
     if not plans:
         raise ConfigError(explaining.nothing_fits(search) if search.considered else f"No layout is legal: {explaining.illegal(search)}")

@@ -161,8 +161,7 @@ def model_states(
     """
     shard = fullest_shard(config, buckets) if shard is None else shard
     total = sum((_bucket(config, bucket, device, shard) for bucket in buckets), States())
-    ahead = optimistic_step(config) and config.train.precision != "fp16"
-    if ahead and pp_rank < config.parallel.pp - 1:
+    if optimistic_step(config) and pp_rank < config.parallel.pp - 1:
         kept = sum(Sharing.of(config, bucket.domain).kept(bucket) + _state(config, bucket, shard) for bucket in buckets if bucket.trainable)
         total += States(copies=kept * Widths.of(config).accumulate)
     return total

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
+from megalite.assembly.plan import may_be_optimistic
 from megalite.config.dims import equal_part
 from megalite.config.optimizers import MuonConfig
 from megalite.config.recomputation import mode_of, operations_of
-from megalite.config.schema import LoraConfig, ModelConfig
+from megalite.config.schema import Config, LoraConfig, ModelConfig
 from megalite.model.cost import layer_costs, per_token
 from megalite.model.cost.steps import Share
 from megalite.model.cost.units import Units
@@ -139,6 +140,23 @@ class Job:
     muon: MuonConfig | None = None  # of a run with that optimizer
     lora: LoraConfig | None = None  # adapters; all other weights are frozen
     rows: Rows = WHOLE
+    optimistic_step: bool = True  # where a step may be (`assembly.plan.may_be_optimistic`)
+
+    @staticmethod
+    def of(config: Config, device: Device) -> Job:
+        """The job of a configuration."""
+        return Job(
+            config.model,
+            device,
+            config.data.sequence_length,
+            config.train.global_batch_size,
+            config.train.precision,
+            gradient_bytes=2 if "bf16" in (config.train.grad_dtype, config.parallel.reduce_dtype) else 4,
+            muon=config.muon if config.optimizer.name == "muon" else None,
+            lora=config.lora,
+            rows=Rows.of(config),
+            optimistic_step=config.parallel.optimistic_step,
+        )
 
     def microbatches(self, choice: Choice) -> int:
         return int(self.global_batch_size // (choice.dp * choice.micro_batch_size))
@@ -182,7 +200,6 @@ class Stepper:
         self._parameters = functools.lru_cache(maxsize=None)(self._parameters_of)
         self._alike = functools.lru_cache(maxsize=None)(self._alike_layers)
         self._pace = functools.lru_cache(maxsize=None)(pace)
-        self._learns = job.model.num_experts is not None and job.model.router_balance != "sequence"  # a step's load decides the next step
 
     def _layers_of_stages(self, stages: int) -> list[int]:
         """Number of layers in each stage, under a run's default partition."""
@@ -515,7 +532,9 @@ class Stepper:
 
     def in_turn(self, choice: Choice) -> bool:
         """Whether ranks end a step, and start the next, one after the other without a barrier (`megalite.training.step_finalizer`)."""
-        return choice.schedule in ("zb-h2", "zb-v") and choice.pp > 1 and choice.offload == "none" and not self._learns
+        job = self.job
+        precision = "fp32" if job.software.optimistic_in_fp16 else job.precision
+        return job.optimistic_step and may_be_optimistic(choice.schedule, choice.pp, choice.offload, job.model, precision)
 
     def _optimizer(self, choice: Choice, held: list[Parameters]) -> float:
         """The update of the parameters that one rank updates, at most, and the all-reduce of the gradient norm."""

@@ -184,7 +184,7 @@ class OptimisticStepFinalizer(StepFinalizer):
 
     def finish(self, update: Update, own: StepStatistics, wait: bool = True) -> None:
         """Update the weights. If a step is left `pending`, `confirm` or `drain` must follow."""
-        if wait or not self._expects_unclipped or self.loss_scale.active:  # a changed loss scale would require the first forwards again
+        if wait or not self._expects_unclipped:
             super().finish(update, own)
             return
         self.norm.start(own.values())

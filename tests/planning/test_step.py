@@ -241,6 +241,17 @@ def test_a_pipeline_takes_no_less_than_its_bound(name):
         assert found > 0.93 * (step.total - step.gradients - step.weights) or name != "1f1b"
 
 
+@pytest.mark.parametrize("changes", [{"optimistic_step": False}, {"precision": "fp16"}], ids=str)
+@pytest.mark.parametrize("schedule, virtual", [("zb-h2", 1), ("zb-v", 2)])
+def test_a_step_that_waits_for_the_norm_ends_with_the_last_rank(schedule, virtual, changes):
+    """Without the barrier a step takes the longest rank's time from its first pass to its last."""
+    job = Job(ModelConfig(**preset("llama-3-8b")), find("h100"), 4096, 16)
+    choice = Choice(pp=8, dp=1, schedule=schedule, virtual_stages=virtual)
+    waits, runs_on = Stepper(replace(job, **changes)), Stepper(job)
+    assert waits.step(choice).total > 1.02 * runs_on.step(choice).total
+    assert all(each.least(choice) <= each.step(choice).total * (1 + 1e-9) for each in (waits, runs_on))
+
+
 def test_what_each_choice_costs():
     base = Choice(tp=4, dp=4, sequence_parallel=True)
     longer = [replace(base, recompute=mode) for mode in ("none", "every-4", "every-2", "full")]
