@@ -131,6 +131,25 @@ def test_a_second_one_ends_a_run_at_once_also_if_a_collective_hangs(launcher):
     assert finish(process) == (130, "interrupted again: ended at once, without saving\n")
 
 
+POOL = """
+import os
+from megalite.data.preparation.pool import encoded
+from megalite.data.preparation.tasks import Task
+from megalite.data.preparation.texts import Texts
+from megalite.data.tokenizers import load
+results = encoded(iter([Task(1, texts=("a",)), Task(1, texts=("b",))]), load("byte"), Texts(), 2)
+next(results)
+os._exit(130)
+"""
+
+
+def test_a_preparation_that_ends_at_once_leaves_no_warning_of_semaphores():
+    """It comes from a process that Python starts, and only where an interrupt keeps the pool from closing."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    done = subprocess.run([sys.executable, "-c", POOL], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 130 and "resource_tracker" not in done.stderr
+
+
 @pytest.mark.parametrize("number, line", [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")])
 def test_a_preparation_removes_what_is_half_written(tmp_path, number, line):
     """As a terminal sends it: to the whole process group, the workers included."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -23,6 +24,8 @@ from megalite.system.processes import blocked, watch_parent
 
 TASKS_AHEAD = 4
 BYTES_PER_WORKER = 4 << 20  # of input, below which starting a process costs more than it saves
+QUIET = "ignore:resource_tracker:UserWarning"
+"""Option -W of the process that Python starts to remove semaphores: Ctrl-C may leave some of the pool to it, which it would warn of."""
 
 
 class Encoder(Protocol):
@@ -50,6 +53,8 @@ def encoded(tasks: Iterator[Task], tokenizer: Tokenizer, encoder: Encoder, worke
     if workers == 1:
         yield from (encoder.encode(task, tokenizer) for task in tasks)
         return
+    if QUIET not in sys.warnoptions:
+        sys.warnoptions.append(QUIET)
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(tokenizer, encoder))
     ahead: deque[Future[Encoded]] = deque()
     try:
