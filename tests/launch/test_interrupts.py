@@ -157,7 +157,7 @@ def test_a_preparation_removes_what_is_half_written(tmp_path, number, line):
     written = tmp_path / "tokens"
     words = ["--input", tmp_path / "text", "--tokenizer", "byte", "--output", written / "a", "--workers", "2"]
     process = start("-m", "megalite", "prepare", *words)
-    wait_until(lambda: any(path.stat().st_size for path in written.glob(".a*")), process)
+    wait_until(lambda: any(path.stat().st_size for path in written.glob(".a*.bin")), process)  # the workers run
     os.killpg(process.pid, number)
     status, output = finish(process)
     assert status == 128 + number and output.splitlines()[-1] == line and "Traceback" not in output, output
