@@ -70,8 +70,7 @@ class Saver:
     ) -> Save:
         """Save the current content of the rectangles, which may change once this returns. Collective. `take_ended` returns errors."""
         save = Save(directory, perf_counter(), rollback_safe=rollback_safe, best=best)
-        if self.options.async_save:
-            self.wait()
+        self.wait()
         self.saving_best = best
         if self.options.async_save:
             self._thread = Thread(target=self._write, args=(save, self._staged(rectangles), state), daemon=True, name="save")

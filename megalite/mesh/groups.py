@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
-from megalite.system.activity import Activity
-
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from megalite.mesh.meeting import Meeting
 
 Kind = Literal["channel", "urgent"]  # see `nccl.options`
 Edges = Sequence[tuple[int, int]]  # pairs of ranks (source, target)
@@ -92,37 +87,3 @@ class ProcessGroups:
             from megalite.system import nccl
 
             nccl.connect(group, edges[name], ranks, own, device)
-
-
-class Meetings:
-    """The meetings of all ranks, in the store of the default process group.
-
-    Args:
-        timeout: as of `meeting.Meeting`; None: torch's.
-    """
-
-    def __init__(self, activity: Activity, timeout: timedelta | None):
-        self._activity, self._timeout = activity, timeout
-        self._by_name: dict[str, Meeting] = {}
-
-    def end(self) -> None:
-        """Tell the ranks that wait for this one that it ends and comes to no further meeting."""
-        import torch.distributed as dist
-
-        from megalite.mesh.meeting import ENDED
-
-        with suppress(RuntimeError):  # the store may be gone
-            dist.distributed_c10d._get_default_store().set(ENDED, "")
-
-    def __call__(self, name: str, group: ProcessGroup | None) -> None:
-        """Wait for all ranks before a collective over this group of theirs. Collective. Raises a RuntimeError, as that would."""
-        import torch.distributed as dist
-
-        if group is None or dist.get_backend() == "fake":
-            return
-        if name not in self._by_name:
-            from megalite.mesh.meeting import Meeting  # which one process does not need
-
-            store, limit = dist.distributed_c10d._get_default_store(), self._timeout or dist.default_pg_timeout
-            self._by_name[name] = Meeting(name, store, dist.get_rank(), dist.get_world_size(), self._activity, limit.total_seconds())
-        self._by_name[name]()

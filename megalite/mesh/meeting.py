@@ -7,6 +7,8 @@ whether the others are alive.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from datetime import timedelta
 from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ from megalite.system.activity import Activity
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+    from torch.distributed import ProcessGroup
 
 SHORTEST_S, LONGEST_S = 1e-3, 0.05  # between two questions
 GROWTH = 1.5
@@ -59,3 +62,33 @@ class Meeting:
                     raise Late("a rank has ended")
             sleep(pause)
             pause = min(GROWTH * pause, max(LONGEST_S, self._size / MOST_QUESTIONS))
+
+
+class Meetings:
+    """The meetings of all ranks, in the store of the default process group.
+
+    Args:
+        timeout: as of `Meeting`; None: torch's.
+    """
+
+    def __init__(self, activity: Activity, timeout: timedelta | None):
+        self._activity, self._timeout = activity, timeout
+        self._by_name: dict[str, Meeting] = {}
+
+    def end(self) -> None:
+        """Tell the ranks that wait for this one that it ends and comes to no further meeting."""
+        import torch.distributed as dist
+
+        with suppress(RuntimeError):  # the store may be gone
+            dist.distributed_c10d._get_default_store().set(ENDED, "")
+
+    def __call__(self, name: str, group: ProcessGroup | None) -> None:
+        """Wait for all ranks before a collective over this group of theirs. Collective. Raises a RuntimeError, as that would."""
+        import torch.distributed as dist
+
+        if group is None or dist.get_backend() == "fake":
+            return
+        if name not in self._by_name:
+            store, limit = dist.distributed_c10d._get_default_store(), self._timeout or dist.default_pg_timeout
+            self._by_name[name] = Meeting(name, store, dist.get_rank(), dist.get_world_size(), self._activity, limit.total_seconds())
+        self._by_name[name]()

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from megalite.mesh.groups import Meetings, ProcessGroups
+from megalite.mesh.groups import ProcessGroups
 from megalite.mesh.layout import AXES, PRODUCTS, AxisPlace, Coordinates
 from megalite.mesh.layout import Layout as Layout
+from megalite.mesh.meeting import Meetings
 from megalite.system.activity import Activity
 
 if TYPE_CHECKING:
