@@ -10,7 +10,7 @@ from megalite.checkpoint.errors import CheckpointError, reason
 from megalite.config.schema import ConfigError
 
 if TYPE_CHECKING:
-    from megalite.mesh.mesh import Mesh, MeshAxis
+    from megalite.mesh.mesh import Mesh
 
 Result = TypeVar("Result")
 
@@ -34,35 +34,14 @@ def on_rank_0(mesh: Mesh, action: Callable[[], Result]) -> Result:
     if mesh.saving.group is not None:
         import torch.distributed as dist
 
-        with named("broadcast", mesh, mesh.saving):
+        from megalite.parallel.collectives import after_meeting
+
+        with after_meeting("broadcast", mesh, mesh.saving):
             dist.broadcast_object_list(outcome, src=mesh.saving.ranks[0], group=mesh.saving.group)
     if outcome[1] is not None:
         raise CheckpointError(outcome[1]) from cause
     result: Result = outcome[0]
     return result
-
-
-@contextmanager
-def named(what: str, mesh: Mesh, over: MeshAxis) -> Iterator[None]:
-    """Run the block, one of torch's object collectives over `mesh.world` or `mesh.saving`, once all ranks are there: before it, each may
-    have worked on its host for as long as it takes. Converts a failure, a plain RuntimeError, to a CommunicationError. what: the operation.
-    """
-    own = over is mesh.world  # else this may be the thread of background saves, whose waits are not the rank's
-    if own:
-        mesh.activity.wait_for(f"{what} over world", None, limited=False)
-    try:
-        mesh.meet(over.name, over.group)
-        yield
-        if own:
-            mesh.activity.arrived()
-    except CheckpointError:
-        raise
-    except RuntimeError as error:
-        from megalite.parallel.collectives import CommunicationError
-
-        why = str(error).strip().splitlines()[0]
-        message = f"rank {mesh.rank}: {what} over world failed, a rank of its group is gone or does not answer: {why}"
-        raise CommunicationError(message, None) from error
 
 
 @contextmanager
@@ -81,8 +60,10 @@ def raise_on_all_ranks(mesh: Mesh, kind: type[Exception] = ConfigError) -> Itera
     if mesh.world.size > 1:
         import torch.distributed as dist
 
+        from megalite.parallel.collectives import after_meeting
+
         problems = [None] * mesh.world.size
-        with named("all_gather", mesh, mesh.world):
+        with after_meeting("all_gather", mesh, mesh.world):
             dist.all_gather_object(problems, problem, group=mesh.world.group)
     for first in filter(None, problems):
         raise first

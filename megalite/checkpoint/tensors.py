@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.agreement import named
 from megalite.checkpoint.chunks import append, name_of
 from megalite.checkpoint.errors import CheckpointError, reason
 from megalite.checkpoint.manifest import Chunk, Manifest, StoredTensor
 from megalite.mesh.mesh import Mesh
+from megalite.parallel.collectives import after_meeting
 from megalite.parallel.spec import Rectangle
 
 LARGEST_CHUNK = 64 << 20  # bytes; reading a part of a chunk reads and verifies all of it
@@ -53,7 +53,7 @@ def write(directory: Path, rectangles: Sequence[Rectangle], mesh: Mesh) -> list[
     import torch.distributed as dist
 
     found: list[Outcome] | None = [[]] * world.size if world.rank == 0 else None
-    with named("the exchange of what to save", mesh, world):
+    with after_meeting("the exchange of what to save", mesh, world):
         dist.gather_object(own, found, dst=world.ranks[0], group=world.group)
     return found or []
 

@@ -11,7 +11,8 @@ agree bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -42,15 +43,29 @@ class CommunicationError(RuntimeError):
         self.peer = peer
 
 
-def meet(mesh: Mesh) -> None:
-    """Wait until all ranks are here, however long work of their hosts takes. Collective. Raises CommunicationError."""
-    mesh.activity.wait_for("all ranks", None, limited=False)
+@contextmanager
+def after_meeting(what: str, mesh: Mesh, over: MeshAxis) -> Iterator[None]:
+    """Run the block, one of torch's object collectives over `mesh.world` or `mesh.saving`, once all ranks are there: before it, each may
+    have worked on its host for as long as it takes. Converts a failure, a plain RuntimeError, to a CommunicationError. what: the operation.
+    """
+    own = over is mesh.world  # else this may be the thread of background saves, whose waits are not the rank's
+    if own:
+        mesh.activity.wait_for(f"{what} over world", None, limited=False)
     try:
-        mesh.meet("world", mesh.world.group)
+        mesh.meet(over.name, over.group)
+        yield
     except RuntimeError as error:
         why = str(error).strip().splitlines()[0]
-        raise CommunicationError(f"rank {mesh.rank}: not all ranks have met, one is gone or does not answer: {why}", None) from error
-    mesh.activity.arrived()
+        message = f"rank {mesh.rank}: {what} over world failed, a rank of its group is gone or does not answer: {why}"
+        raise CommunicationError(message, None) from error
+    if own:
+        mesh.activity.arrived()
+
+
+def meet(mesh: Mesh) -> None:
+    """Wait until all ranks are here, however long work of their hosts takes. Collective. Raises CommunicationError."""
+    with after_meeting("a meeting", mesh, mesh.world):
+        pass
 
 
 class Work:
