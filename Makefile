@@ -62,11 +62,12 @@ pictures: install ## draw the pictures of the manual
 manual: install ## build the manual as a site, in runs/manual
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir runs/manual
 
-lint: install manual ## ruff, mypy, import-linter, shellcheck, and the links of the manual
+lint: install manual ## ruff, mypy, import-linter, shellcheck, the links of the manual; names what is long
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m tests.structure.alarms
 	$(BIN)/shellcheck tools/slurm/train.sbatch
 
 install: $(VENV)/installed-dev ## make .venv with all that development needs

@@ -1,4 +1,5 @@
-"""The packages of a distribution; everything else about it is in pyproject.toml, whose `find` can not add configs/ under another name."""
+"""The packages of a distribution; everything else about it is in pyproject.toml, whose `find` can not add
+configs/ under another name."""
 
 from setuptools import find_packages, setup
 

@@ -1,7 +1,8 @@
-"""The attention cases of `tools/benchmark.py kernels`: our flash attention and the kernels that come with torch.
+"""The attention cases of `tools/benchmark.py kernels`: our flash attention and the kernels that come with
+torch.
 
-FLOPs count visible (query, key) pairs: 4 · pairs · channels · heads forward, 2.5 times that backward. Every peer uses the layout that is
-fastest for it, [batch, heads, sequence, channels].
+FLOPs count visible (query, key) pairs: 4 · pairs · channels · heads forward, 2.5 times that backward. Every
+peer uses the layout that is fastest for it, [batch, heads, sequence, channels].
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Problem:
     @property
     def shape(self) -> str:
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
-        masks = (f", window {self.window}" if self.window else "") + (f", documents of {self.document}" if self.document else "")
+        masks = (f", window {self.window}" if self.window else "") + (
+            f", documents of {self.document}" if self.document else ""
+        )
         return f"{self.batch} × {self.length}, {heads} heads × {self.dim} bf16{masks}"
 
     @property
@@ -72,10 +75,14 @@ def cases(sizes: Sizes) -> Iterable[Case]:
         plain = problem.window is None and problem.document is None
         fast = Target("TFLOP/s", lambda row: row["tflops"], 400, at_most=False)
         tuned = first and plain or sizes.smoke or (problem.dim == 64 and problem.length == 8192)
-        names, module = {"forward": ("_forward",), "backward": ("_backward_queries", "_backward_keys")}, "attention_triton"
+        names, module = (
+            {"forward": ("_forward",), "backward": ("_backward_queries", "_backward_keys")},
+            "attention_triton",
+        )
         yield Case(
             "flash attention, forward", problem.shape, _forward(sizes, problem), flops=problem.flops,
-            targets=(fast,) if first and plain else (), module=module, tuned=names["forward"] if tuned else (),
+            targets=(fast,) if first and plain else (), module=module,
+                tuned=names["forward"] if tuned else (),
         )  # fmt: skip
         yield Case(
             "flash attention, backward", problem.shape, _backward(sizes, problem), flops=2.5 * problem.flops,
@@ -106,7 +113,9 @@ def _forward(sizes: Sizes, problem: Problem) -> Callable[[], Contest]:
         q, k, v = problem.inputs(sizes)
         options = _options(problem, problem.starts(sizes.device))
         theirs = _theirs(q, k, v)
-        peers: dict[str, Callable[[], Function]] = {name: partial(_called, made, theirs) for name, made in _peers(problem, sizes).items()}
+        peers: dict[str, Callable[[], Function]] = {
+            name: partial(_called, made, theirs) for name, made in _peers(problem, sizes).items()
+        }
         peers["as routed"] = lambda: partial(attention.attention, q, k, v, **_routed(problem, options[2]))
         return Contest(lambda: own.flash_attention(q, k, v, *options), peers)
 
@@ -122,7 +131,8 @@ def _backward(sizes: Sizes, problem: Problem) -> Callable[[], Contest]:
         dout = torch.randn_like(out)
         theirs, their_grad = _theirs(q, k, v), dout.permute(1, 2, 0, 3).contiguous()
         peers: dict[str, Callable[[], Function]] = {
-            name: partial(_gone_back, made, theirs, their_grad) for name, made in _peers(problem, sizes).items()
+            name: partial(_gone_back, made, theirs, their_grad)
+            for name, made in _peers(problem, sizes).items()
         }
         peers["as routed"] = lambda: _routed_backward(q, k, v, dout, _routed(problem, options[2]))
         return Contest(lambda: own.flash_attention_backward(dout, q, k, v, out, lse, *options), peers)
@@ -147,7 +157,9 @@ def _called(make: Callable[[], Callable[..., Tensor]], inputs: tuple[Tensor, ...
     return partial(make(), *inputs)
 
 
-def _gone_back(make: Callable[[], Callable[..., Tensor]], inputs: tuple[Tensor, ...], grad: Tensor) -> Function:
+def _gone_back(
+    make: Callable[[], Callable[..., Tensor]], inputs: tuple[Tensor, ...], grad: Tensor
+) -> Function:
     return backward_of(make(), inputs, (grad,))
 
 
@@ -158,7 +170,9 @@ def _peers(problem: Problem, sizes: Sizes) -> dict[str, Callable[[], Callable[..
     grouped = problem.heads != problem.kv_heads
     if sizes.smoke:
         return {}
-    found: dict[str, Callable[[], Callable[..., Tensor]]] = {"flex_attention": lambda: _flex(problem, sizes.device)}
+    found: dict[str, Callable[[], Callable[..., Tensor]]] = {
+        "flex_attention": lambda: _flex(problem, sizes.device)
+    }
     if problem.window is None and problem.document is None:
         found["SDPA flash"] = lambda: _sdpa(SDPBackend.FLASH_ATTENTION, grouped)
         found["SDPA cuDNN"] = lambda: _sdpa(SDPBackend.CUDNN_ATTENTION, grouped)

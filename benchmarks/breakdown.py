@@ -1,4 +1,5 @@
-"""Where a training step's time goes on a CPU: the columns of the tables. `breakdown_run` measures them, and says what they mean."""
+"""Where a training step's time goes on a CPU: the columns of the tables. `breakdown_run` measures them, and
+says what they mean."""
 
 from __future__ import annotations
 

@@ -1,14 +1,17 @@
-"""Where a training step's time goes on a CPU, measured by the ranks of the step themselves: the floor, and what is above it.
+"""Where a training step's time goes on a CPU, measured by the ranks of the step themselves: the floor, and
+what is above it.
 
     products    the step's matrix products alone, at its own shapes, all ranks at once (`ours.step_products`)
-    bytes       every other operation's tensors, read and written once, over the bandwidth that all ranks at once reach for its size
+    bytes       every other operation's tensors, read and written once, over the bandwidth that all ranks at
+    once reach for its size
     waiting     time in which a rank waits for messages of others, the pipeline's bubble included
     sockets     processor time of gloo's threads; on cores that are shared it takes the place of computation
     calls       operations of a step, times the time of a call of torch on one number
     rest        what is left: Python, and what operations take beyond their bytes
 
-The floor is products + bytes: a step that only multiplied, and read and wrote each tensor once, at the rates of this machine. Where ranks
-share cores, products and bandwidth are measured in the same way, so both have their share. Figures are means over the ranks.
+The floor is products + bytes: a step that only multiplied, and read and wrote each tensor once, at the rates
+of this machine. Where ranks share cores, products and bandwidth are measured in the same way, so both have
+their share. Figures are means over the ranks.
 """
 
 from __future__ import annotations
@@ -54,7 +57,8 @@ class Passes(TorchDispatchMode):
 
 
 def measure(trainer: Trainer, seconds: float, product_seconds: float) -> dict[str, float]:
-    """Milliseconds of each part of a step of `seconds`, whose products alone take `product_seconds`. Collective; runs two steps."""
+    """Milliseconds of each part of a step of `seconds`, whose products alone take `product_seconds`.
+    Collective; runs two steps."""
     waits = _Waits(trainer)
     sockets = _socket_seconds()
     trainer.step()
@@ -67,9 +71,17 @@ def measure(trainer: Trainer, seconds: float, product_seconds: float) -> dict[st
     call = min(timed(lambda: number.add_(1.0), 10, 200))
     own = [product_seconds, bytes_s, waiting, sockets, passes.calls * call]
     products, passing, waiting, sockets, calls = _mean(own, trainer.mesh)
-    parts = {"products_ms": products, "bytes_ms": passing, "waiting_ms": waiting, "sockets_ms": sockets, "calls_ms": calls}
+    parts = {
+        "products_ms": products,
+        "bytes_ms": passing,
+        "waiting_ms": waiting,
+        "sockets_ms": sockets,
+        "calls_ms": calls,
+    }
     above = seconds - products - passing - waiting - calls
-    return {name: 1e3 * value for name, value in (parts | {"rest_ms": above}).items()} | {"floor_share": (products + passing) / seconds}
+    return {name: 1e3 * value for name, value in (parts | {"rest_ms": above}).items()} | {
+        "floor_share": (products + passing) / seconds
+    }
 
 
 class _Waits:
@@ -103,7 +115,8 @@ def _socket_seconds() -> float:
 
 
 def _bandwidth(mesh: Mesh) -> list[tuple[float, float]]:
-    """(largest bytes of a pass, bytes per second) in ascending order, of additions in place that all ranks make at once."""
+    """(largest bytes of a pass, bytes per second) in ascending order, of additions in place that all ranks
+    make at once."""
     found = []
     for size in SIZES:
         repeats = max((1 << 27) // size // 8, 2)

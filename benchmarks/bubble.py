@@ -1,9 +1,10 @@
-"""The measured bubble of every pipeline schedule, on four ranks whose stages sleep, compared with the simulator's prediction.
+"""The measured bubble of every pipeline schedule, on four ranks whose stages sleep, compared with the
+simulator's prediction.
 
-Sleeps replace the computation of a stage: they overlap on any number of cores, and are long compared with all overhead. A window is a few
-steps without a barrier between them; its prediction is the simulation of the steps' concatenated lists of actions. For most schedules this
-is the bubble of one step. Under zb-h2 and zb-v ranks continue into the next step, and only the first and the last step of the window have a
-bubble.
+Sleeps replace the computation of a stage: they overlap on any number of cores, and are long compared with all
+overhead. A window is a few steps without a barrier between them; its prediction is the simulation of the
+steps' concatenated lists of actions. For most schedules this is the bubble of one step. Under zb-h2 and zb-v
+ranks continue into the next step, and only the first and the last step of the window have a bubble.
 """
 
 from __future__ import annotations
@@ -30,19 +31,32 @@ TOLERANCE = 0.02
 
 
 def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Run a window of every schedule in every round, in the same processes. `threads` is ignored: sleeping ranks need one thread each."""
+    """Run a window of every schedule in every round, in the same processes. `threads` is ignored: sleeping
+    ranks need one thread each."""
     names = ("gpipe", "zb-v") if smoke else SCHEDULES
-    protocol = {"ranks": RANKS, "microbatches": MICROBATCHES, "steps": STEPS, "pass_s": 0.001 if smoke else PASS_S, "rounds": rounds}
+    protocol = {
+        "ranks": RANKS,
+        "microbatches": MICROBATCHES,
+        "steps": STEPS,
+        "pass_s": 0.001 if smoke else PASS_S,
+        "rounds": rounds,
+    }
     progress(f"{rounds} rounds of {', '.join(names)}")
     found = report.launch("benchmarks.bubble_run", {**protocol, "schedules": names}, ranks=RANKS, threads=1)
     rows = [_row(name, found[name], protocol["pass_s"]) for name in names]
     worst = max(abs(row["measured"] - row["predicted"]) for row in rows)
-    target = {"target": "largest deviation of a bubble", "measured": worst, "wanted": f"≤ {TOLERANCE}", "met": worst <= TOLERANCE}
+    target = {
+        "target": "largest deviation of a bubble",
+        "measured": worst,
+        "wanted": f"≤ {TOLERANCE}",
+        "met": worst <= TOLERANCE,
+    }
     return {"protocol": protocol, "results": rows, "targets": [target]}
 
 
 def _row(name: str, windows: list[dict[str, float]], pass_s: float) -> dict[str, Any]:
-    """A schedule's figures. `wall_s` is from the start of a window's first action to the end of its last; `busy_s` is a sum over ranks."""
+    """A schedule's figures. `wall_s` is from the start of a window's first action to the end of its last;
+    `busy_s` is a sum over ranks."""
     schedule = build(name, RANKS, MICROBATCHES)
     asked = 3 * pass_s * STEPS * MICROBATCHES * schedule.stages
     bubbles = [1 - window["busy_s"] / RANKS / window["wall_s"] for window in windows]
@@ -58,5 +72,8 @@ def _row(name: str, windows: list[dict[str, float]], pass_s: float) -> dict[str,
 def repeated(schedule: Schedule, steps: int) -> Schedule:
     """The schedule of several steps without a barrier between them."""
     shifts = [step * schedule.microbatches for step in range(steps)]
-    actions = tuple(tuple(one._replace(microbatch=one.microbatch + shift) for shift in shifts for one in each) for each in schedule.actions)
+    actions = tuple(
+        tuple(one._replace(microbatch=one.microbatch + shift) for shift in shifts for one in each)
+        for each in schedule.actions
+    )
     return replace(schedule, microbatches=steps * schedule.microbatches, actions=actions)

@@ -1,4 +1,5 @@
-"""The measured processes of `benchmarks.bubble`: `python -m benchmarks.bubble_run SPEC.json`, under torchrun."""
+"""The measured processes of `benchmarks.bubble`: `python -m benchmarks.bubble_run SPEC.json`, under
+torchrun."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class _Pass(torch.autograd.Function):
 
 
 class PacedStage:
-    """Implements the runtime's interface of a stage and its weights; each pass spends a known time instead of computing."""
+    """Implements the runtime's interface of a stage and its weights; each pass spends a known time instead of
+    computing."""
 
     def __init__(
         self,
@@ -59,7 +61,8 @@ class PacedStage:
         dtype: torch.dtype = torch.float32,
     ):
         self.last, self.passes, self.spend, self.weight_grads = last, passes, spend, weight_grads
-        self.parameter = torch.zeros((), dtype=dtype, requires_grad=True)  # the first stage's input requires no gradient
+        # the first stage's input requires no gradient
+        self.parameter = torch.zeros((), dtype=dtype, requires_grad=True)
 
     def forward_state(self, microbatch: Microbatch, step: int, training: bool) -> None:
         return None
@@ -78,7 +81,10 @@ def run_window(mesh: Mesh, schedule: str, microbatches: int, steps: int, pass_s:
     plan = with_communication(build(schedule, mesh.pp.size, microbatches))
     passes = Passes(pass_s, pass_s, pass_s)
     queue = WeightGradQueue()
-    stages = {stage: PacedStage(stage == plan.stages - 1, passes, time.sleep, queue) for stage in plan.stages_of(mesh.pp.rank)}
+    stages = {
+        stage: PacedStage(stage == plan.stages - 1, passes, time.sleep, queue)
+        for stage in plan.stages_of(mesh.pp.rank)
+    }
     runtime = Runtime(stages, mesh, SHAPE, torch.float32, "cpu", queue)
     batch = Microbatch.of(torch.zeros(SHAPE), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
     dist.barrier()
@@ -99,7 +105,9 @@ def main() -> None:
         for name, windows in found.items():
             ran = run_window(mesh, name, spec["microbatches"], spec["steps"], spec["pass_s"])
             every: list[Any] = [None] * mesh.pp.size
-            dist.all_gather_object(every, (ran[0].start, ran[-1].end, sum(one.end - one.start for one in ran)))
+            dist.all_gather_object(
+                every, (ran[0].start, ran[-1].end, sum(one.end - one.start for one in ran))
+            )
             starts, ends, busy = zip(*every, strict=True)  # the ranks share a host and its clock
             windows.append({"wall_s": max(ends) - min(starts), "busy_s": sum(busy)})
     finish(spec, found if mesh.rank == 0 else None)

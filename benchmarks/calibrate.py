@@ -1,6 +1,8 @@
-"""One rank of `tools/plan.py --calibrate`: measures this machine's matrix products, memory bandwidth and communication.
+"""One rank of `tools/plan.py --calibrate`: measures this machine's matrix products, memory bandwidth and
+communication.
 
-Every rank measures at the same time, as in training: on a CPU the ranks share memory and, where there are more of them, cores.
+Every rank measures at the same time, as in training: on a CPU the ranks share memory and, where there are
+more of them, cores.
 """
 
 from __future__ import annotations
@@ -65,8 +67,14 @@ class Measured:
         return 6 * size**3 * calls / self.seconds(layer)
 
     def bandwidth(self, rows: int, width: int) -> float:
-        """Bytes/s of norm, residual sum and gated activation, forward and backward, counting the bytes that fused kernels must move."""
-        x, branch, dy, weight = self.random(rows, width), self.random(rows, width), self.random(rows, width), self.random(width)
+        """Bytes/s of norm, residual sum and gated activation, forward and backward, counting the bytes that
+        fused kernels must move."""
+        x, branch, dy, weight = (
+            self.random(rows, width),
+            self.random(rows, width),
+            self.random(rows, width),
+            self.random(width),
+        )
         gate_up, dh = self.random(rows, 4 * width), self.random(rows, 2 * width)
 
         def pass_over() -> None:
@@ -75,12 +83,16 @@ class Measured:
             activation.gated_forward(gate_up, "silu")
             activation.gated_backward(dh, gate_up, "silu")
 
-        values = rows * (8 * width + 9 * 2 * width)  # see megalite.planning.operations: 4 + 4 of the norm, 3 + 6 of the activation
+        # see megalite.planning.operations: 4 + 4 of the norm, 3 + 6 of the activation
+        values = rows * (8 * width + 9 * 2 * width)
         return values * x.element_size() / self.seconds(pass_over)
 
     def loss(self, rows: int, vocabulary: int) -> float:
         """Bytes/s of the loss and its gradient, counting the bytes that fused kernels must move."""
-        logits, targets = self.random(rows, vocabulary), torch.zeros(rows, dtype=torch.int64, device=self.device)
+        logits, targets = (
+            self.random(rows, vocabulary),
+            torch.zeros(rows, dtype=torch.int64, device=self.device),
+        )
         scale = torch.ones((), device=self.device)
 
         def both() -> None:
@@ -100,7 +112,8 @@ class Measured:
         return flops / forward, 2.5 * flops / backward
 
     def call(self) -> float:
-        """Seconds of an operation of negligible work, called through autograd like a layer's operations: on a GPU the host's."""
+        """Seconds of an operation of negligible work, called through autograd like a layer's operations: on a
+        GPU the host's."""
         x, weight = self.random(TINY, TINY).requires_grad_(), self.random(TINY, TINY)
 
         def chain() -> None:
@@ -112,16 +125,22 @@ class Measured:
         return self.seconds(chain) / 200
 
 
-def link(measured: Measured, exchange: Callable[[Tensor], object], share: float, sizes: tuple[int, int]) -> dict[str, float]:
+def link(
+    measured: Measured, exchange: Callable[[Tensor], object], share: float, sizes: tuple[int, int]
+) -> dict[str, float]:
     """Latency and bandwidth from two message sizes. share: how many times the bytes pass over a link."""
     small, large = (torch.zeros(size // 4, device=measured.device) for size in sizes)
     short, long = (measured.seconds(lambda x=x: exchange(x)) for x in (small, large))  # type: ignore[misc]
     bandwidth = share * (sizes[1] - sizes[0]) / max(long - short, 1e-9)
-    return {"gbs": bandwidth / 1e9, "latency_us": max(short - START - share * sizes[0] / bandwidth, 0.0) / share * 1e6}
+    return {
+        "gbs": bandwidth / 1e9,
+        "latency_us": max(short - START - share * sizes[0] / bandwidth, 0.0) / share * 1e6,
+    }
 
 
 def links(measured: Measured, ranks: int, sizes: tuple[int, int]) -> dict[str, dict[str, float]]:
-    """The links of data parallelism, of tensor parallelism (on a CPU through shared memory), and of messages between stages."""
+    """The links of data parallelism, of tensor parallelism (on a CPU through shared memory), and of messages
+    between stages."""
     share = 2 * (ranks - 1) / ranks
     data, tensor = Mesh(Layout(dp=ranks)), Mesh(Layout(tp=ranks))
     me = dist.get_rank()

@@ -1,7 +1,8 @@
-"""Saving on four ranks, at once and in the background, compared with torch.save of the same bytes by the same processes to the same disk.
+"""Saving on four ranks, at once and in the background, compared with torch.save of the same bytes by the same
+processes to the same disk.
 
-The state is that of a model of 500 million parameters in fp32 with AdamW's two moments, 6 GB in all, a quarter on each rank. The three ways
-alternate, and all of them fsync every file.
+The state is that of a model of 500 million parameters in fp32 with AdamW's two moments, 6 GB in all, a
+quarter on each rank. The three ways alternate, and all of them fsync every file.
 """
 
 from __future__ import annotations
@@ -30,14 +31,20 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
     matrices, shape, ranks = (2, (64, 64), 2) if smoke else (MATRICES, SHAPE, RANKS)
     elements = matrices * shape[0] * shape[1]
     progress(f"{rounds} rounds of three saves of {3 * 4 * elements / 1e9:.2f} GB")
-    with TemporaryDirectory(prefix="megalite_benchmark_", dir=Path.cwd()) as directory:  # on a disk: /tmp may be in memory
+    # on a disk: /tmp may be in memory
+    with TemporaryDirectory(prefix="megalite_benchmark_", dir=Path.cwd()) as directory:
         spec = {"directory": directory, "matrices": matrices, "shape": shape, "rounds": rounds}
         found = report.launch("benchmarks.saving", spec, ranks=ranks, threads=1)
     rows = [_row(way, each, found["bytes"]) for way, each in found["ways"].items()]
     return {
         "threads": 1,
         "ranks": ranks,
-        "config": {"parameters": elements, "bytes": found["bytes"], "dtype": "fp32", "tensors": "weights and two moments"},
+        "config": {
+            "parameters": elements,
+            "bytes": found["bytes"],
+            "dtype": "fp32",
+            "tensors": "weights and two moments",
+        },
         "protocol": {"rounds": rounds, "fsync": True},
         "results": rows,
         "targets": targets(rows),
@@ -57,11 +64,22 @@ def _row(way: str, rounds: list[dict[str, float]], size: int) -> dict[str, Any]:
 
 
 def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Targets: nearly the speed of torch.save, which writes no checksums or manifest, and a short stall when saving in the background."""
+    """Targets: nearly the speed of torch.save, which writes no checksums or manifest, and a short stall when
+    saving in the background."""
     peer, at_once, background = rows
     speed = at_once["gb_per_second"] / peer["gb_per_second"]
     share = background["held_s"] / at_once["held_s"]
     return [
-        {"target": "throughput, at once / torch.save", "measured": speed, "wanted": "≥ 0.8", "met": speed >= 0.8},
-        {"target": "held, in the background / at once", "measured": share, "wanted": "≤ 0.15", "met": share <= 0.15},
+        {
+            "target": "throughput, at once / torch.save",
+            "measured": speed,
+            "wanted": "≥ 0.8",
+            "met": speed >= 0.8,
+        },
+        {
+            "target": "held, in the background / at once",
+            "measured": share,
+            "wanted": "≤ 0.15",
+            "met": share <= 0.15,
+        },
     ]

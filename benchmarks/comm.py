@@ -1,8 +1,9 @@
-"""A data-parallel step on four ranks against torch's DistributedDataParallel with ZeroRedundancyOptimizer, and against FSDP2.
+"""A data-parallel step on four ranks against torch's DistributedDataParallel with ZeroRedundancyOptimizer,
+and against FSDP2.
 
-All runs use the same 25M Llama, AdamW, clipping and matrix-multiply setting, and short sequences so that communication matters. Every run
-has its own process group, and the runs alternate. megalite runs at ZeRO-1, which shards what DDP's peer shards, and at ZeRO-3, which shards
-what FSDP2 shards.
+All runs use the same 25M Llama, AdamW, clipping and matrix-multiply setting, and short sequences so that
+communication matters. Every run has its own process group, and the runs alternate. megalite runs at ZeRO-1,
+which shards what DDP's peer shards, and at ZeRO-3, which shards what FSDP2 shards.
 """
 
 from __future__ import annotations
@@ -47,7 +48,13 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
         Run("FSDP2", "everything", peer="fsdp2"),
     ]
     model, length, ranks = (SMOKE_MODEL, 16, 2) if smoke else (MODEL, 64, RANKS)
-    protocol = {"warmup_steps": 1 if smoke else 2, "steps": 2 if smoke else 8, "peak_size": 128, "product_steps": 1, "matmul": "medium"}
+    protocol = {
+        "warmup_steps": 1 if smoke else 2,
+        "steps": 2 if smoke else 8,
+        "peak_size": 128,
+        "product_steps": 1,
+        "matmul": "medium",
+    }
     with TemporaryDirectory(prefix="megalite_benchmark_") as scratch:
         config = config_of(model, length, ranks, Path(scratch))
         for number in range(1, rounds + 1):
@@ -58,7 +65,13 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
                 spec = {**protocol, "config": own, "peer": run.peer}
                 run.results.append(report.launch(module, spec, ranks=ranks, threads=1))
     rows = [_row(run, ranks * length) for run in runs]
-    shape = {"model": model, "sequence_length": length, "batch_size": ranks, "bucket_mb": 25.0, "optimizer": "AdamW"}
+    shape = {
+        "model": model,
+        "sequence_length": length,
+        "batch_size": ranks,
+        "bucket_mb": 25.0,
+        "optimizer": "AdamW",
+    }
     return {
         "threads": 1,
         "ranks": ranks,
@@ -74,7 +87,10 @@ def config_of(model: dict[str, Any], length: int, ranks: int, scratch: Path) -> 
         "run": {"dir": str(scratch), "name": "comm"},
         "model": model,
         "parallel": {"tp": 1, "pp": 1, "dp": ranks, "bucket_mb": 25.0},
-        "data": {"train": report.write_random_tokens(scratch, model["vocab_size"], 64 * ranks * length), "sequence_length": length},
+        "data": {
+            "train": report.write_random_tokens(scratch, model["vocab_size"], 64 * ranks * length),
+            "sequence_length": length,
+        },
         "train": {"steps": 1000, "global_batch_size": ranks, "micro_batch_size": 1, "grad_clip": 1.0},
         "checkpoint": {"load": "none"},
     }
@@ -82,7 +98,11 @@ def config_of(model: dict[str, Any], length: int, ranks: int, scratch: Path) -> 
 
 def _row(run: Run, tokens: int) -> dict[str, Any]:
     seconds = median(value for result in run.results for value in result["seconds"])
-    memory = [result["peak_rss_above_import"] for result in run.results if result["peak_rss_above_import"] is not None]
+    memory = [
+        result["peak_rss_above_import"]
+        for result in run.results
+        if result["peak_rss_above_import"] is not None
+    ]
     return {
         "run": run.name,
         "shards": run.shards,
@@ -99,8 +119,22 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for own, peer in zip(rows[::2], rows[1::2], strict=True):
         speed = peer["ms_per_step"] / own["ms_per_step"]
-        found.append({"target": f"speed, {own['run']} / {peer['run']}", "measured": speed, "wanted": "≥ 1.0", "met": speed >= 1.0})
+        found.append(
+            {
+                "target": f"speed, {own['run']} / {peer['run']}",
+                "measured": speed,
+                "wanted": "≥ 1.0",
+                "met": speed >= 1.0,
+            }
+        )
         if own["peak_rss_above_import_mib"] and peer["peak_rss_above_import_mib"]:
             memory = own["peak_rss_above_import_mib"] / peer["peak_rss_above_import_mib"]
-            found.append({"target": f"memory, {own['run']} / {peer['run']}", "measured": memory, "wanted": "≤ 1.0", "met": memory <= 1.0})
+            found.append(
+                {
+                    "target": f"memory, {own['run']} / {peer['run']}",
+                    "measured": memory,
+                    "wanted": "≤ 1.0",
+                    "met": memory <= 1.0,
+                }
+            )
     return found

@@ -1,18 +1,30 @@
-"""Measure this machine's speed and memory against a peer or against the matrix products alone; writes to benchmarks/results/.
+"""Measure this machine's speed and memory against a peer or against the matrix products alone; writes to
+benchmarks/results/.
 
-    megalite benchmark step [--precision fp32 bf16] [--compile]     a 25M Llama against transformers; on a GPU, 1B and layers of 8B
-    megalite benchmark kernels [GROUP ...] [--tune]                 on a GPU, every Triton kernel against torch's and Liger's
-    megalite benchmark overhead                                     small models on one process and on up to 8 ranks
-    megalite benchmark peers [NAME ...] [--rounds 10]                ratios to transformers, nanoGPT, DDP, torchtitan, picotron …
-    megalite benchmark comm                                         data parallelism on 4 ranks against torch's
+    megalite benchmark step [--precision fp32 bf16] [--compile]     a 25M Llama against transformers; on a
+    GPU, 1B and layers of 8B
+    megalite benchmark kernels [GROUP ...] [--tune]                 on a GPU, every Triton kernel against
+    torch's and Liger's
+    megalite benchmark overhead                                     small models on one process and on up to 8
+    ranks
+    megalite benchmark peers [NAME ...] [--rounds 10]                ratios to transformers, nanoGPT, DDP,
+    torchtitan, picotron …
+    megalite benchmark comm                                         data parallelism on 4 ranks against
+    torch's
     megalite benchmark checkpoint                                   saving on 4 ranks against torch.save
-    megalite benchmark scaling [--worlds 1,2,4] [--layout tp2xdp]   strong and weak scaling, here or under torchrun
-    megalite benchmark plan                                         five layouts against the planner's predictions
-    megalite benchmark prepare [--megabytes N] [--workers N]        data preparation beside Megatron-LM's and datatrove's
-    megalite benchmark context                                      context parallelism: memory, steps and hops on 4 ranks
-    megalite benchmark bubble                                       every schedule's bubble against the simulator's prediction
+    megalite benchmark scaling [--worlds 1,2,4] [--layout tp2xdp]   strong and weak scaling, here or under
+    torchrun
+    megalite benchmark plan                                         five layouts against the planner's
+    predictions
+    megalite benchmark prepare [--megabytes N] [--workers N]        data preparation beside Megatron-LM's and
+    datatrove's
+    megalite benchmark context                                      context parallelism: memory, steps and
+    hops on 4 ranks
+    megalite benchmark bubble                                       every schedule's bubble against the
+    simulator's prediction
 
-Do not use the machine meanwhile: compared runs alternate within one invocation, but other load adds noise to every figure.
+Do not use the machine meanwhile: compared runs alternate within one invocation, but other load adds noise to
+every figure.
 """
 
 from __future__ import annotations
@@ -26,12 +38,34 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bubble, checkpoint, comm, context, gpu_step, kernels, overhead, peers, plan, prepare, report, scaling, step
+from benchmarks import (
+    bubble,
+    checkpoint,
+    comm,
+    context,
+    gpu_step,
+    kernels,
+    overhead,
+    peers,
+    plan,
+    prepare,
+    report,
+    scaling,
+    step,
+)
 from megalite.commands.parser import Parser, as_output, positive
 from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
 
-ON_CPU = {"overhead": overhead, "comm": comm, "checkpoint": checkpoint, "plan": plan, "bubble": bubble, "peers": peers, "context": context}
+ON_CPU = {
+    "overhead": overhead,
+    "comm": comm,
+    "checkpoint": checkpoint,
+    "plan": plan,
+    "bubble": bubble,
+    "peers": peers,
+    "context": context,
+}
 COLUMNS = {"step": step.COLUMNS} | {name: benchmark.COLUMNS for name, benchmark in ON_CPU.items()}
 COLUMNS["prepare"] = prepare.COLUMNS
 TARGETS = {"target": "target", "measured": "measured:.2f", "wanted": "wanted", "met": "met"}
@@ -45,14 +79,20 @@ def main(argv: list[str] | None = None) -> None:
         if getattr(options, name) is not None and getattr(options, name) < 1:
             tool.error(f"--{name} {getattr(options, name)}: there must be at least one.")
     if options.machine is not None and not re.fullmatch(r"[\w.-]+", options.machine):
-        tool.error(f"--machine {options.machine} becomes a part of a file name. Give letters, digits, dots and dashes.")
+        tool.error(
+            f"--machine {options.machine} becomes a part of a file name. Give letters, digits, dots and "
+            "dashes."
+        )
     if options.output.exists() and not options.output.is_dir():
         tool.error(
-            f"--output {options.output} is not a directory. Give one, or leave it out for {report.RESULTS.relative_to(report.ROOT)}."
+            f"--output {options.output} is not a directory. Give one, or leave it out for "
+            f"{report.RESULTS.relative_to(report.ROOT)}."
         )
     if options.benchmark == "kernels":
         check_kernels(tool, options)
-    if options.benchmark == "peers" and (unknown := [name for name in options.peers if name not in peers.PEERS]):
+    if options.benchmark == "peers" and (
+        unknown := [name for name in options.peers if name not in peers.PEERS]
+    ):
         tool.error(f"peers {unknown[0]} is none that is compared. Legal values: {', '.join(peers.PEERS)}.")
     try:
         path = scale(options) if options.benchmark == "scaling" else measure(options)
@@ -71,7 +111,8 @@ def check_kernels(tool: Parser, options: argparse.Namespace) -> None:
         tool.error(f"kernels {unknown[0]} is no group of kernels. Legal values: {', '.join(kernels.GROUPS)}.")
     if report.gpu() is None and not options.smoke:
         tool.error(
-            "kernels measures on an NVIDIA GPU, and the driver reports none. Run it on a machine that has one; docs/kernels.md has what is "
+            "kernels measures on an NVIDIA GPU, and the driver reports none. Run it on a machine that has "
+            "one; docs/kernels.md has what is "
             "known without a GPU."
         )
 
@@ -79,47 +120,117 @@ def check_kernels(tool: Parser, options: argparse.Namespace) -> None:
 def parser() -> Parser:
     made = Parser(description=__doc__)
     common = Parser(add_help=False)
-    common.add_argument("--rounds", type=int, default=3, help="rounds in which compared runs alternate (default 3; on a GPU one)")
     common.add_argument(
-        "--output", type=as_output, default=report.RESULTS, metavar="DIR", help="directory of the JSON (default benchmarks/results)"
+        "--rounds",
+        type=int,
+        default=3,
+        help="rounds in which compared runs alternate (default 3; on a GPU one)",
     )
-    common.add_argument("--machine", metavar="NAME", help="the machine's name in the file name (default: its GPU or processor)")
+    common.add_argument(
+        "--output",
+        type=as_output,
+        default=report.RESULTS,
+        metavar="DIR",
+        help="directory of the JSON (default benchmarks/results)",
+    )
+    common.add_argument(
+        "--machine",
+        metavar="NAME",
+        help="the machine's name in the file name (default: its GPU or processor)",
+    )
     common.add_argument("--json", action="store_true", help="print only the JSON on stdout")
-    common.add_argument("--smoke", action="store_true", help=argparse.SUPPRESS)  # tiny sizes with meaningless figures, for tests
+    # tiny sizes with meaningless figures, for tests
+    common.add_argument("--smoke", action="store_true", help=argparse.SUPPRESS)
     commands = made.add_subparsers(
-        dest="benchmark", required=True, metavar="step|kernels|overhead|peers|comm|checkpoint|scaling|plan|prepare|bubble|context"
+        dest="benchmark",
+        required=True,
+        metavar="step|kernels|overhead|peers|comm|checkpoint|scaling|plan|prepare|bubble|context",
     )
     threads = Parser(add_help=False)
     threads.add_argument("--threads", type=int, default=2, help="threads of single-process runs (default 2)")
-    of_step = commands.add_parser("step", parents=[common, threads], help="a training step against transformers, side by side")
+    of_step = commands.add_parser(
+        "step", parents=[common, threads], help="a training step against transformers, side by side"
+    )
     of_step.add_argument(
-        "--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"], help="(default both; on a GPU always bf16)"
+        "--precision",
+        nargs="+",
+        choices=["fp32", "bf16"],
+        default=["fp32", "bf16"],
+        help="(default both; on a GPU always bf16)",
     )
-    of_step.add_argument("--compile", action="store_true", help="also with torch.compile, both sides (on a GPU transformers always)")
-    of_kernels = commands.add_parser("kernels", parents=[common, threads], help="every Triton kernel on a GPU, against torch and Liger")
-    of_kernels.add_argument("groups", nargs="*", metavar="GROUP", help=f"{', '.join(kernels.GROUPS)} (default all)")
-    of_kernels.add_argument("--tune", action="store_true", help="measure other settings of the static tables instead")
-    commands.add_parser("overhead", parents=[common, threads], help="small models on several layouts, against their matrix products alone")
-    of_peers = commands.add_parser("peers", parents=[common, threads], help="ratios to other programs at equal settings")
-    of_peers.add_argument("peers", nargs="*", metavar="NAME", help=f"{', '.join(peers.PEERS)} (default all)")
-    commands.add_parser("comm", parents=[common, threads], help="data-parallel steps on four ranks against torch's DDP and FSDP2")
+    of_step.add_argument(
+        "--compile",
+        action="store_true",
+        help="also with torch.compile, both sides (on a GPU transformers always)",
+    )
+    of_kernels = commands.add_parser(
+        "kernels", parents=[common, threads], help="every Triton kernel on a GPU, against torch and Liger"
+    )
+    of_kernels.add_argument(
+        "groups", nargs="*", metavar="GROUP", help=f"{', '.join(kernels.GROUPS)} (default all)"
+    )
+    of_kernels.add_argument(
+        "--tune", action="store_true", help="measure other settings of the static tables instead"
+    )
     commands.add_parser(
-        "checkpoint", parents=[common, threads], help="saving on four ranks against torch.save, at once and in the background"
+        "overhead",
+        parents=[common, threads],
+        help="small models on several layouts, against their matrix products alone",
     )
-    add_scaling(commands.add_parser("scaling", parents=[common], help="strong and weak scaling over worlds of several sizes"))
-    commands.add_parser("plan", parents=[common, threads], help="steps of a small model on five layouts, against the planner's predictions")
-    of_prepare = commands.add_parser("prepare", parents=[common, threads], help="data preparation beside Megatron-LM's and datatrove's")
-    of_prepare.add_argument("--megabytes", type=positive, default=1000, metavar="N", help="size of the text (default 1000)")
-    of_prepare.add_argument("--workers", type=positive, metavar="N", help="processes of each (default: the usable cores)")
-    commands.add_parser("context", parents=[common, threads], help="context parallelism on four ranks: memory, steps, and the ring's hops")
-    commands.add_parser("bubble", parents=[common, threads], help="sleeping stages on four ranks under every pipeline schedule")
+    of_peers = commands.add_parser(
+        "peers", parents=[common, threads], help="ratios to other programs at equal settings"
+    )
+    of_peers.add_argument("peers", nargs="*", metavar="NAME", help=f"{', '.join(peers.PEERS)} (default all)")
+    commands.add_parser(
+        "comm",
+        parents=[common, threads],
+        help="data-parallel steps on four ranks against torch's DDP and FSDP2",
+    )
+    commands.add_parser(
+        "checkpoint",
+        parents=[common, threads],
+        help="saving on four ranks against torch.save, at once and in the background",
+    )
+    add_scaling(
+        commands.add_parser(
+            "scaling", parents=[common], help="strong and weak scaling over worlds of several sizes"
+        )
+    )
+    commands.add_parser(
+        "plan",
+        parents=[common, threads],
+        help="steps of a small model on five layouts, against the planner's predictions",
+    )
+    of_prepare = commands.add_parser(
+        "prepare", parents=[common, threads], help="data preparation beside Megatron-LM's and datatrove's"
+    )
+    of_prepare.add_argument(
+        "--megabytes", type=positive, default=1000, metavar="N", help="size of the text (default 1000)"
+    )
+    of_prepare.add_argument(
+        "--workers", type=positive, metavar="N", help="processes of each (default: the usable cores)"
+    )
+    commands.add_parser(
+        "context",
+        parents=[common, threads],
+        help="context parallelism on four ranks: memory, steps, and the ring's hops",
+    )
+    commands.add_parser(
+        "bubble",
+        parents=[common, threads],
+        help="sleeping stages on four ranks under every pipeline schedule",
+    )
     return made
 
 
 def add_scaling(made: argparse.ArgumentParser) -> None:
     add = made.add_argument
     add(
-        "--worlds", type=numbers, default=[1, 2], metavar="N,…", help="numbers of ranks; under torchrun all that are compared (default 1,2)"
+        "--worlds",
+        type=numbers,
+        default=[1, 2],
+        metavar="N,…",
+        help="numbers of ranks; under torchrun all that are compared (default 1,2)",
     )
     add(
         "--layout",
@@ -128,10 +239,25 @@ def add_scaling(made: argparse.ArgumentParser) -> None:
         help="the axis that grows with the ranks, and others of fixed size: dp, tp, pp, tp2xdp (default dp)",
     )
     add("--preset", metavar="NAME", help="preset of the model (default: a 25M Llama)")
-    add("--sequence_length", type=positive, metavar="N", help="tokens per row (default 256, or the model's maximum if smaller)")
-    add("--global_batch_size", type=positive, metavar="N", help="rows per step in the largest world (default 4 microbatches per rank)")
+    add(
+        "--sequence_length",
+        type=positive,
+        metavar="N",
+        help="tokens per row (default 256, or the model's maximum if smaller)",
+    )
+    add(
+        "--global_batch_size",
+        type=positive,
+        metavar="N",
+        help="rows per step in the largest world (default 4 microbatches per rank)",
+    )
     add("--micro_batch_size", type=positive, default=1, metavar="N", help="rows per microbatch (default 1)")
-    add("--threads", type=int, metavar="N", help="threads per rank (default: this machine's cores over the largest world)")
+    add(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="threads per rank (default: this machine's cores over the largest world)",
+    )
 
 
 def numbers(text: str) -> list[int]:
@@ -140,13 +266,30 @@ def numbers(text: str) -> list[int]:
 
 def scale(options: argparse.Namespace) -> Path:
     """Measure scaling; rank 0 writes the figures and, if matplotlib is installed, a plot next to them."""
-    sizes = {"length": options.sequence_length, "batch": options.global_batch_size, "micro": options.micro_batch_size}
-    planned = scaling.plan(options.layout, options.worlds, name=options.preset, **sizes, threads=options.threads, smoke=options.smoke)
+    sizes = {
+        "length": options.sequence_length,
+        "batch": options.global_batch_size,
+        "micro": options.micro_batch_size,
+    }
+    planned = scaling.plan(
+        options.layout,
+        options.worlds,
+        name=options.preset,
+        **sizes,
+        threads=options.threads,
+        smoke=options.smoke,
+    )
     first, name = os.environ.get("RANK", "0") == "0", f"scaling-{planned.layout}"
     machine = options.machine or report.default_name(report.gpu() if planned.device == "cuda" else None)
     where = report.path_of(name, options.output, machine)
     earlier = json.loads(where.read_text(encoding="utf-8")) if where.exists() else None
-    content = scaling.compare(planned, earlier, rounds=options.rounds, smoke=options.smoke, progress=say if first else lambda line: None)
+    content = scaling.compare(
+        planned,
+        earlier,
+        rounds=options.rounds,
+        smoke=options.smoke,
+        progress=say if first else lambda line: None,
+    )
     if not first:
         return where
     path = report.write(name, content, options.output, machine)
@@ -173,9 +316,18 @@ def measure(options: argparse.Namespace) -> Path:
         return kernels.compare(options.groups, tune=options.tune, kept=kernels.earlier(written), **on_gpu)
     if options.benchmark == "step" and gpu is not None:
         return gpu_step.compare(threads=options.threads, compiled=options.compile, **on_gpu)
-    common: dict[str, Any] = {"rounds": options.rounds, "threads": options.threads, "smoke": options.smoke, "progress": say}
+    common: dict[str, Any] = {
+        "rounds": options.rounds,
+        "threads": options.threads,
+        "smoke": options.smoke,
+        "progress": say,
+    }
     if options.benchmark == "step":
-        return save(step.compare(**common, precisions=list(dict.fromkeys(options.precision)), compiled=options.compile))
+        return save(
+            step.compare(
+                **common, precisions=list(dict.fromkeys(options.precision)), compiled=options.compile
+            )
+        )
     if options.benchmark == "prepare":
         del common["threads"]
         return save(prepare.compare(**common, megabytes=options.megabytes, workers=options.workers))
@@ -197,7 +349,10 @@ def show(path: Path, as_json: bool) -> None:
         print("\n" + report.table(judged, KERNEL_TARGETS if "kernel" in judged[0] else TARGETS))
     if "convention" in content:
         print(f"\n{content['convention']}")
-    where = content.get("device", {}).get("name") or f"{content['machine']['cpu']}, {content['machine']['cores']} cores"
+    where = (
+        content.get("device", {}).get("name")
+        or f"{content['machine']['cpu']}, {content['machine']['cores']} cores"
+    )
     print(f"\n{where}: {path}")
 
 

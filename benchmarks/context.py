@@ -1,10 +1,11 @@
-"""Context parallelism on a CPU at 8,192 tokens: memory of four ranks' parts beside one process, steps beside data parallelism, and how much
-of the ring's hops runs under attention.
+"""Context parallelism on a CPU at 8,192 tokens: memory of four ranks' parts beside one process, steps beside
+data parallelism, and how much of the ring's hops runs under attention.
 
-Memory is the most bytes of tensors that exist at a time in a step, above those that exist before it: activations, and temporaries such as
-gathered keys. It is counted from the allocator, and does not depend on load. Steps have equal tokens: four rows, one on each rank of dp 4,
-or a quarter of each of them. `hidden` is the part of the hops' time, measured alone, in which the rank does not wait for one that both
-neighbours have posted. It is measured on two ranks, where each has a core.
+Memory is the most bytes of tensors that exist at a time in a step, above those that exist before it:
+activations, and temporaries such as gathered keys. It is counted from the allocator, and does not depend on
+load. Steps have equal tokens: four rows, one on each rank of dp 4, or a quarter of each of them. `hidden` is
+the part of the hops' time, measured alone, in which the rank does not wait for one that both neighbours have
+posted. It is measured on two ranks, where each has a core.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ MODEL = {
 METHODS = ("ulysses", "gather", "ring")
 RECOMPUTE = ("selective", "full")  # without it, a CPU keeps every probability: what is split then are these
 MOST = {"ulysses": 0.30, "gather": 0.35, "ring": 0.30}
-"""Memory of a rank beside one process, of a model with four query heads to a key-value head; gather has the keys and values of whole rows
-while a layer computes."""
+"""Memory of a rank beside one process, of a model with four query heads to a key-value head; gather has the
+keys and values of whole rows while a layer computes."""
 COLUMNS = {
     "layout": "layout",
     "recompute": "recompute",
@@ -42,8 +43,11 @@ COLUMNS = {
 
 
 def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Run everything and return the figures with their conditions. `threads` is ignored: each rank has one."""
-    ranks, length, model = (2, 64, {**SMOKE_MODEL, "max_position_embeddings": 64}) if smoke else (RANKS, 8192, MODEL)
+    """Run everything and return the figures with their conditions. `threads` is ignored: each rank has
+    one."""
+    ranks, length, model = (
+        (2, 64, {**SMOKE_MODEL, "max_position_embeddings": 64}) if smoke else (RANKS, 8192, MODEL)
+    )
     protocol = {"ranks": ranks, "sequence_length": length, "warmup_steps": 1, "steps": 1, "rounds": rounds}
     with TemporaryDirectory(prefix="megalite_benchmark_") as scratch:
         prefix = report.write_random_tokens(Path(scratch), model["vocab_size"], 64 * length)
@@ -54,7 +58,12 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
                 "model": model,
                 "parallel": {"bucket_mb": 1.0, **parallel},
                 "data": {"train": prefix, "sequence_length": length},
-                "train": {"steps": 1000, "global_batch_size": rows, "micro_batch_size": 1, "recompute": recompute},
+                "train": {
+                    "steps": 1000,
+                    "global_batch_size": rows,
+                    "micro_batch_size": 1,
+                    "recompute": recompute,
+                },
                 "checkpoint": {"load": "none"},
             }
 
@@ -73,7 +82,13 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
             found.append(_measured({**protocol, "steps_of": timed}, ranks=ranks)["seconds"])
             pairs.append(_measured({**protocol, "steps_of": [ring]}, ranks=PAIR))
     rows = memory_rows(one, split, ranks) + time_rows(found, pairs, ranks)
-    return {"threads": 1, "config": {"model": model}, "protocol": protocol, "results": rows, "targets": targets(rows)}
+    return {
+        "threads": 1,
+        "config": {"model": model},
+        "protocol": protocol,
+        "results": rows,
+        "targets": targets(rows),
+    }
 
 
 def _measured(spec: dict[str, Any], ranks: int) -> dict[str, Any]:
@@ -82,14 +97,26 @@ def _measured(spec: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 def memory_rows(one: list[int], split: list[int], ranks: int) -> list[dict[str, Any]]:
     """Rows of one process, then of each method, in the order of RECOMPUTE."""
-    rows = [{"layout": "one process", "recompute": mode, "peak_mib": size / 2**20} for mode, size in zip(RECOMPUTE, one, strict=True)]
+    rows = [
+        {"layout": "one process", "recompute": mode, "peak_mib": size / 2**20}
+        for mode, size in zip(RECOMPUTE, one, strict=True)
+    ]
     names = [(method, mode, whole) for method in METHODS for mode, whole in zip(RECOMPUTE, one, strict=True)]
     for (method, mode, whole), size in zip(names, split, strict=True):
-        rows.append({"layout": f"cp {ranks}, {method}", "recompute": mode, "peak_mib": size / 2**20, "of_one_process": size / whole})
+        rows.append(
+            {
+                "layout": f"cp {ranks}, {method}",
+                "recompute": mode,
+                "peak_mib": size / 2**20,
+                "of_one_process": size / whole,
+            }
+        )
     return rows
 
 
-def time_rows(rounds: list[list[list[float]]], pairs: list[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
+def time_rows(
+    rounds: list[list[list[float]]], pairs: list[dict[str, Any]], ranks: int
+) -> list[dict[str, Any]]:
     """Rows of dp, of each method, and of the ring of two: the median over steps and rounds."""
     names = [f"dp {ranks}", *(f"cp {ranks}, {method}" for method in METHODS)]
     rows: list[dict[str, Any]] = []
@@ -112,6 +139,10 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         if "of_one_process" in row:
             most = MOST[row["layout"].split(", ")[1]]
-            judged = {"measured": row["of_one_process"], "wanted": f"≤ {most}", "met": row["of_one_process"] <= most}
+            judged = {
+                "measured": row["of_one_process"],
+                "wanted": f"≤ {most}",
+                "met": row["of_one_process"] <= most,
+            }
             found.append({"target": f"memory, {row['layout']}, recompute {row['recompute']}", **judged})
     return found

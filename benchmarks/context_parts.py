@@ -1,7 +1,9 @@
-"""How evenly parts of packed rows load context-parallel ranks: `python -m benchmarks.context_parts` counts tiles of attention.
+"""How evenly parts of packed rows load context-parallel ranks: `python -m benchmarks.context_parts` counts
+tiles of attention.
 
-Nothing is timed: rows of random documents are cut, and tiles are counted. Writes results/context-parts.json, and its table into
-docs/context-parallel.md. The planner takes its assumption about documents from here (`megalite.planning.context`).
+Nothing is timed: rows of random documents are cut, and tiles are counted. Writes results/context-parts.json,
+and its table into docs/context-parallel.md. The planner takes its assumption about documents from here
+(`megalite.planning.context`).
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ METHODS = ("gather", "ring")
 
 
 def row(random: np.random.Generator, median: float, spread: float, length: int = LENGTH) -> Counts:
-    """The start of each position's document, [length, 1], in a row of documents of which the first and the last may be cut off."""
+    """The start of each position's document, [length, 1], in a row of documents of which the first and the
+    last may be cut off."""
     starts = np.zeros(length, np.int64)
     position = -int(random.integers(0, int(median)))
     while position < length:
@@ -36,7 +39,8 @@ def row(random: np.random.Generator, median: float, spread: float, length: int =
 
 
 def zigzag_of_each_document(starts: Counts, ranks: int) -> list[Runs]:
-    """Each document in zigzag parts, as others do it. Lengths that do not divide leave ranks with unequal counts of positions."""
+    """Each document in zigzag parts, as others do it. Lengths that do not divide leave ranks with unequal
+    counts of positions."""
     firsts = [*np.unique(starts).tolist(), len(starts)]
     held: list[list[Run]] = [[] for _ in range(ranks)]
     for first, stop in zip(firsts, firsts[1:], strict=False):
@@ -55,8 +59,8 @@ PARTS: dict[str, Callable[[Counts, int, str], Sequence[Runs]]] = {
 
 
 def measure(rows: int = ROWS) -> dict[str, Any]:
-    """Over the rows of each distribution: the imbalance of each method with each parts, on average and at worst, and the tiles that all
-    ranks visit, relative to zigzag."""
+    """Over the rows of each distribution: the imbalance of each method with each parts, on average and at
+    worst, and the tiles that all ranks visit, relative to zigzag."""
     results = []
     for name, (median, spread) in DOCUMENTS.items():
         random = np.random.default_rng(0)
@@ -75,7 +79,8 @@ def measure(rows: int = ROWS) -> dict[str, Any]:
 def section(content: dict[str, Any]) -> str:
     """The text between the markers."""
     lines = [
-        f"{content['rows']} rows of {content['length']:,} tokens on {content['ranks']} ranks for each distribution of log-normal document",
+        f"{content['rows']} rows of {content['length']:,} tokens on {content['ranks']} ranks for each "
+        "distribution of log-normal document",
         "lengths: imbalance, mean and worst row, and tiles of all ranks relative to zigzag.",
         "",
         "| documents | parts | gather | ring | tiles |",

@@ -1,4 +1,5 @@
-"""One measured process of `benchmarks.context`: `python -m benchmarks.context_run SPEC.json`, under torchrun for more than one rank."""
+"""One measured process of `benchmarks.context`: `python -m benchmarks.context_run SPEC.json`, under torchrun
+for more than one rank."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def trainer_of(tree: dict[str, Any]) -> Trainer:
 
 
 def most_bytes(tree: dict[str, Any]) -> int:
-    """The most bytes of tensors that exist at a time during the second step, above those that exist before it; the most of any rank."""
+    """The most bytes of tensors that exist at a time during the second step, above those that exist before
+    it; the most of any rank."""
     trainer = trainer_of(tree)
     try:
         trainer.step()
@@ -62,13 +64,17 @@ def peak_above(act: Callable[[], object]) -> int:
     with profile(profile_memory=True) as recorded:
         act()
     assert recorded.kineto_results is not None
-    events = sorted((event for event in recorded.kineto_results.events() if event.name() == "[memory]"), key=lambda event: event.start_ns())
+    events = sorted(
+        (event for event in recorded.kineto_results.events() if event.name() == "[memory]"),
+        key=lambda event: event.start_ns(),
+    )
     return max(accumulate(event.nbytes() for event in events), default=0)
 
 
 @dataclass
 class Hop:
-    """One message to the next rank of the ring, with the moments at which this rank posted it and waited for it."""
+    """One message to the next rank of the ring, with the moments at which this rank posted it and waited for
+    it."""
 
     pending: Pending
     posted: float
@@ -83,7 +89,8 @@ class Hop:
 
 @contextmanager
 def recorded_hops() -> Iterator[list[Hop]]:
-    """The hops of the ring's attention until the end, in the order in which they are posted, which is the same on all ranks."""
+    """The hops of the ring's attention until the end, in the order in which they are posted, which is the
+    same on all ranks."""
     hops: list[Hop] = []
 
     def recorded(x: Tensor, axis: MeshAxis) -> Hop:
@@ -95,7 +102,8 @@ def recorded_hops() -> Iterator[list[Hop]]:
 
 
 def exposed_seconds(hops: list[Hop], cp: MeshAxis) -> float:
-    """Seconds that this rank waited for messages which both neighbours had posted: before, it waits for the neighbour's computation.
+    """Seconds that this rank waited for messages which both neighbours had posted: before, it waits for the
+    neighbour's computation.
 
     The ranks are processes of one machine, whose clock they share.
     """
@@ -104,7 +112,9 @@ def exposed_seconds(hops: list[Hop], cp: MeshAxis) -> float:
     torch.distributed.all_gather_object(every, posted, group=cp.group)
     before, after = every[cp.rank - 1], every[(cp.rank + 1) % cp.size]
     both = [max(pair) for pair in zip(before, after, strict=True)]
-    return sum(max(0.0, hop.waits[1] - max(hop.waits[0], moment)) for hop, moment in zip(hops, both, strict=True))
+    return sum(
+        max(0.0, hop.waits[1] - max(hop.waits[0], moment)) for hop, moment in zip(hops, both, strict=True)
+    )
 
 
 def timed_steps(tree: dict[str, Any], warmup: int, steps: int) -> tuple[list[float], float | None]:
@@ -117,7 +127,9 @@ def timed_steps(tree: dict[str, Any], warmup: int, steps: int) -> tuple[list[flo
             seconds = timed(trainer.step, 0, steps)
         if not hops:
             return seconds, None
-        kv = torch.zeros(2, trainer.config.data.sequence_length // cp.size, 1, model.kv_heads, model.head_size)
+        kv = torch.zeros(
+            2, trainer.config.data.sequence_length // cp.size, 1, model.kv_heads, model.head_size
+        )
         alone = sum(timed(lambda: pass_on(kv, cp).wait(), 2, HOPS_ALONE)) / HOPS_ALONE
         return seconds, 1 - exposed_seconds(hops, cp) / (len(hops) * alone)
     finally:

@@ -1,10 +1,12 @@
-"""Processor seconds of what surrounds training: starting ranks, the first step, saves and loads, preparation, conversion.
+"""Processor seconds of what surrounds training: starting ranks, the first step, saves and loads, preparation,
+conversion.
 
     python -m benchmarks.costs --tree . [--tree OTHER] [--times 5] [phases] [ranks] [prepare] [convert]
 
-Trees are measured in turns, after one round that compiles bytecode and fills caches; medians are printed, in seconds of all processes and
-threads (user and system), which other work on the machine changes little. `phases` is one process, `ranks` eight on TP2 × PP2 × DP2 with
-their launcher: one step and its save, then a load, a step and a save.
+Trees are measured in turns, after one round that compiles bytecode and fills caches; medians are printed, in
+seconds of all processes and threads (user and system), which other work on the machine changes little.
+`phases` is one process, `ranks` eight on TP2 × PP2 × DP2 with their launcher: one step and its save, then a
+load, a step and a save.
 """
 
 from __future__ import annotations
@@ -25,7 +27,16 @@ from typing import Any
 from benchmarks import prepare, report, step
 
 RUN = Path(__file__).with_name("costs_run.py")
-MODEL = ["--model.preset", "tiny", "--data.sequence_length", "64", "--train.global_batch_size", "16", "--train.micro_batch_size", "2"]
+MODEL = [
+    "--model.preset",
+    "tiny",
+    "--data.sequence_length",
+    "64",
+    "--train.global_batch_size",
+    "16",
+    "--train.micro_batch_size",
+    "2",
+]
 SHAPE: dict[str, Any] = {  # of the model that is converted
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -40,10 +51,20 @@ SHAPE: dict[str, Any] = {  # of the model that is converted
 
 def spent(tree: Path, *words: str) -> tuple[float, str]:
     """Processor seconds of `python WORDS` and all that it starts and waits for, and what it prints."""
-    environment = {**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{tree / 'kernels'}", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{tree}{os.pathsep}{tree / 'kernels'}",
+        "OMP_NUM_THREADS": "1",
+    }
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [sys.executable, *words], cwd=tree, env=environment, capture_output=True, text=True, encoding="utf-8", errors="replace"
+        [sys.executable, *words],
+        cwd=tree,
+        env=environment,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
     )
     if done.returncode:
         sys.exit(f"{' '.join(words)} failed in {tree}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
@@ -59,26 +80,69 @@ def phases(tree: Path, scratch: Path) -> Iterator[tuple[str, float]]:
 
 def ranks(tree: Path, scratch: Path) -> Iterator[tuple[str, float]]:
     data, runs = str(scratch / "random_257"), str(scratch / "runs")
-    layout = ["--nproc", "8", "--tp", "2", "--pp", "2", "--dp", "2", *MODEL, "--data.train", data, "--run.dir", runs]
-    command = ["-m", "megalite", "train", *layout, "--optimizer.decay", "constant", "--checkpoint.allow", "horizon"]
+    layout = [
+        "--nproc",
+        "8",
+        "--tp",
+        "2",
+        "--pp",
+        "2",
+        "--dp",
+        "2",
+        *MODEL,
+        "--data.train",
+        data,
+        "--run.dir",
+        runs,
+    ]
+    command = [
+        "-m",
+        "megalite",
+        "train",
+        *layout,
+        "--optimizer.decay",
+        "constant",
+        "--checkpoint.allow",
+        "horizon",
+    ]
     yield "eight ranks: start, a step, a save", spent(tree, *command, "--train.steps", "1")[0]
     yield "eight ranks: start, a load, a step, a save", spent(tree, *command, "--train.steps", "2")[0]
 
 
 def prepared(tree: Path, scratch: Path) -> Iterator[tuple[str, float]]:
-    """In this process and in two workers: one file of text as bytes, and the same as JSON with a BPE of 32,000 tokens."""
+    """In this process and in two workers: one file of text as bytes, and the same as JSON with a BPE of
+    32,000 tokens."""
     for name, tokenizer in (("bytes", "byte"), ("BPE", str(scratch / "tokenizer"))):
         for workers in ("1", "2"):
-            words = ["--input", str(scratch / "text.jsonl"), "--tokenizer", tokenizer, "--workers", workers, "--overwrite"]
+            words = [
+                "--input",
+                str(scratch / "text.jsonl"),
+                "--tokenizer",
+                tokenizer,
+                "--workers",
+                workers,
+                "--overwrite",
+            ]
             out = str(scratch / "runs" / "prepared")
-            yield f"prepare {name}, {workers} workers", spent(tree, "-m", "megalite", "prepare", *words, "--output", out)[0]
+            yield (
+                f"prepare {name}, {workers} workers",
+                spent(tree, "-m", "megalite", "prepare", *words, "--output", out)[0],
+            )
 
 
 def converted(tree: Path, scratch: Path) -> Iterator[tuple[str, float]]:
     """A Llama of 25M parameters in fp32."""
     place, source = scratch / "runs", str(scratch / "llama")
-    yield "convert import", spent(tree, "-m", "megalite", "convert", "import", source, str(place / "imported"))[0]
-    yield "convert export", spent(tree, "-m", "megalite", "convert", "export", str(place / "imported"), str(place / "exported"))[0]
+    yield (
+        "convert import",
+        spent(tree, "-m", "megalite", "convert", "import", source, str(place / "imported"))[0],
+    )
+    yield (
+        "convert export",
+        spent(tree, "-m", "megalite", "convert", "export", str(place / "imported"), str(place / "exported"))[
+            0
+        ],
+    )
 
 
 PARTS: dict[str, Callable[[Path, Path], Iterator[tuple[str, float]]]] = {
@@ -103,7 +167,9 @@ def write_inputs(scratch: Path, parts: list[str], megabytes: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tree", type=Path, action="append", required=True, metavar="DIR")
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--megabytes", type=float, default=8.0, help="of text to prepare (default 8)")
@@ -118,7 +184,9 @@ def main() -> None:
             for part in parts:
                 for tree in trees[:: 1 if number % 2 else -1]:
                     for row, seconds in PARTS[part](tree, scratch):
-                        found.setdefault(row, {each: [] for each in trees})[tree] += [seconds] if number else []
+                        found.setdefault(row, {each: [] for each in trees})[tree] += (
+                            [seconds] if number else []
+                        )
                     shutil.rmtree(scratch / "runs", ignore_errors=True)
     for row, values in found.items():
         print(f"{row:45}" + "".join(f"{median(each):9.3f}" for each in values.values()))

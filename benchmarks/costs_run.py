@@ -1,4 +1,5 @@
-"""The phases of a run in one process, for `benchmarks.costs`: prints processor seconds of each as JSON. Runs on any tree of megalite.
+"""The phases of a run in one process, for `benchmarks.costs`: prints processor seconds of each as JSON. Runs
+on any tree of megalite.
 
 python FILE OPTIONS…: the options are those of `megalite train`; the run's directory must be new.
 """

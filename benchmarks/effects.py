@@ -1,6 +1,8 @@
-"""Takes effects out of the planner's time one at a time, to see what decides a prediction. Part of benchmarks/held_out.py.
+"""Takes effects out of the planner's time one at a time, to see what decides a prediction. Part of
+benchmarks/held_out.py.
 
-Each effect is removed alone, with all constants as they are; a published row is then predicted too fast by that effect.
+Each effect is removed alone, with all constants as they are; a published row is then predicted too fast by
+that effect.
 """
 
 from __future__ import annotations
@@ -18,14 +20,22 @@ from megalite.planning.operations import Software
 from megalite.planning.step import Choice, Job, Stepper
 
 SMALL = Job(
-    ModelConfig(vocab_size=131072, hidden_size=2048, num_hidden_layers=24, num_attention_heads=16, intermediate_size=8192, gated_mlp=False),
+    ModelConfig(
+        vocab_size=131072,
+        hidden_size=2048,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        intermediate_size=8192,
+        gated_mlp=False,
+    ),
     find("h100"),
     sequence_length=4096,
     global_batch_size=192,
     software=Software(loss_bytes=(38.0, 14.0)),
 )
 SMALL_LAYOUT = Choice(dp=48, zero=1)
-"""1.7B parameters with a vocabulary of 131,072 on 48 GPUs, one sequence at a time: what does not shrink with the layer weighs most."""
+"""1.7B parameters with a vocabulary of 131,072 on 48 GPUs, one sequence at a time: what does not shrink with
+the layer weighs most."""
 SIZES = {"up to 3B": (0, 3000), "7B to 15B": (3001, 6500), "30B and more": (6501, 10**9)}
 """Column → range of hidden sizes."""
 
@@ -35,7 +45,9 @@ def _device(**changed: Any) -> Callable[[Job], Job]:
 
 
 def _constants(**changed: float) -> Callable[[Job], Job]:
-    return lambda job: replace(job, device=replace(job.device, constants=replace(job.device.constants, **changed)))
+    return lambda job: replace(
+        job, device=replace(job.device, constants=replace(job.device.constants, **changed))
+    )
 
 
 def _software(**changed: Any) -> Callable[[Job], Job]:
@@ -44,12 +56,16 @@ def _software(**changed: Any) -> Callable[[Job], Job]:
 
 def _full_rate(job: Job) -> Job:
     """Products of every shape at the rate of large ones: no tiles, waves or short inner dimensions."""
-    return replace(job, device=replace(job.device, rates=((1.0, job.device.peak(job.precision) * job.device.sustained),)))
+    return replace(
+        job, device=replace(job.device, rates=((1.0, job.device.peak(job.precision) * job.device.sustained),))
+    )
 
 
 def _alone(job: Job) -> Job:
     """Large products at the rate that they reach alone, not in a run."""
-    return replace(job, device=replace(job.device, sustained=job.device.sustained * 0.73 / find("h100").sustained))
+    return replace(
+        job, device=replace(job.device, sustained=job.device.sustained * 0.73 / find("h100").sustained)
+    )
 
 
 def _links(change: Callable[[Link], Link], *names: str) -> Callable[[Job], Job]:
@@ -71,7 +87,9 @@ EFFECTS: dict[str, Callable[[Job], Job]] = {
     "launch time of a kernel": _device(kernel=0.0),
     "slowdown under communication": _constants(overlap=0.0),
     "bandwidth inside a node": _links(lambda link: replace(link, bandwidth=math.inf), "within"),
-    "bandwidth between nodes and inside": _links(lambda link: replace(link, bandwidth=math.inf), "within", "between"),
+    "bandwidth between nodes and inside": _links(
+        lambda link: replace(link, bandwidth=math.inf), "within", "between"
+    ),
     "latency of links": _links(lambda link: replace(link, latency=0.0), "within", "between"),
     "the slowest device": _constants(slowest=1.0),
     "waiting for the latest node": _constants(delay=0.0),
@@ -79,16 +97,21 @@ EFFECTS: dict[str, Callable[[Job], Job]] = {
 
 
 def measured(constants: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """For each effect: the change of predicted speed without it, median over H100 rows by size and for SMALL, and the median deviation."""
+    """For each effect: the change of predicted speed without it, median over H100 rows by size and for SMALL,
+    and the median deviation."""
     tree = published.read_published()
-    rows = [row for table in tree["tables"].values() if table["gpu"] == "h100" for row in published.rows_of(table)]
+    rows = [
+        row for table in tree["tables"].values() if table["gpu"] == "h100" for row in published.rows_of(table)
+    ]
     jobs = [(row, published.job_of(row, tree, constants), published.choice_of(row)) for row in rows]
     before = [Stepper(job).step(choice).total for _, job, choice in jobs]
     small = Stepper(SMALL).step(SMALL_LAYOUT).total
     found = {}
     for name, remove in EFFECTS.items():
         after = [Stepper(remove(job)).step(choice).total for _, job, choice in jobs]
-        found[name] = _medians([row["shape"][0] for row in rows], [a / b - 1 for a, b in zip(before, after, strict=True)])
+        found[name] = _medians(
+            [row["shape"][0] for row in rows], [a / b - 1 for a, b in zip(before, after, strict=True)]
+        )
         found[name]["1.7B, 48 GPUs"] = small / Stepper(remove(SMALL)).step(SMALL_LAYOUT).total - 1
     return found
 
@@ -104,4 +127,7 @@ def table(found: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Markdown lines."""
     columns = list(next(iter(found.values())))
     lines = [f"| without | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    return lines + [f"| {name} | {' | '.join(f'{row[column]:+.1%}' for column in columns)} |" for name, row in found.items()]
+    return lines + [
+        f"| {name} | {' | '.join(f'{row[column]:+.1%}' for column in columns)} |"
+        for name, row in found.items()
+    ]

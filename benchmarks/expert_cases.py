@@ -1,4 +1,5 @@
-"""The cases of experts of `tools/benchmark.py kernels`: rows in the order of their experts and back, and the experts' weight gradients.
+"""The cases of experts of `tools/benchmark.py kernels`: rows in the order of their experts and back, and the
+experts' weight gradients.
 
 Shapes are those of one rank of Mixtral 8x7B (two experts for each token) and of Qwen3-30B-A3B (eight).
 """
@@ -32,22 +33,34 @@ def _rows(sizes: Sizes, tokens: int, k: int, hidden: int) -> Iterable[Case]:
 
     def make_gather() -> Contest:
         rows, order, _, _ = inputs()
-        return Contest(lambda: permutation.gather_rows(rows, order), {EAGER: lambda: lambda: rows.index_select(0, order)})
+        return Contest(
+            lambda: permutation.gather_rows(rows, order), {EAGER: lambda: lambda: rows.index_select(0, order)}
+        )
 
     def make_combine() -> Contest:
         rows, _, index, weights = inputs()
-        return Contest(lambda: permutation.combine_rows(rows, index, weights), forwards(summed, (rows, index, weights)))
+        return Contest(
+            lambda: permutation.combine_rows(rows, index, weights), forwards(summed, (rows, index, weights))
+        )
 
     def make_backward() -> Contest:
         rows, order, _, weights = inputs()
         grad = sizes.randn(tokens, hidden)
         return Contest(lambda: permutation.combine_rows_backward(grad, rows, order, weights))
 
-    shape, element, module = f"{tokens} × {hidden} bf16, {k} experts", 2 * tokens * hidden, "permutation_triton"
+    shape, element, module = (
+        f"{tokens} × {hidden} bf16, {k} experts",
+        2 * tokens * hidden,
+        "permutation_triton",
+    )
     limit = (times_limit(1.25),)
     yield Case("rows of experts, gathered", shape, make_gather, 2 * k * element, targets=limit, module=module)
-    yield Case("rows of experts, combined", shape, make_combine, (k + 1) * element, targets=limit, module=module)
-    yield Case("rows of experts, backward", shape, make_backward, (2 * k + 1) * element, targets=limit, module=module)
+    yield Case(
+        "rows of experts, combined", shape, make_combine, (k + 1) * element, targets=limit, module=module
+    )
+    yield Case(
+        "rows of experts, backward", shape, make_backward, (2 * k + 1) * element, targets=limit, module=module
+    )
 
 
 def _weight_gradient(sizes: Sizes, experts: int, rows: int, height: int, width: int) -> Case:
@@ -68,4 +81,11 @@ def _weight_gradient(sizes: Sizes, experts: int, rows: int, height: int, width: 
 
     shape = f"{experts} experts, {rows} rows each, {height} × {width} bf16"
     module, tuned = "grouped_weight_grad_triton", ("_product",)
-    return Case("weight gradients of experts", shape, make, flops=2.0 * experts * rows * height * width, module=module, tuned=tuned)
+    return Case(
+        "weight gradients of experts",
+        shape,
+        make,
+        flops=2.0 * experts * rows * height * width,
+        module=module,
+        tuned=tuned,
+    )

@@ -1,9 +1,11 @@
-"""A mixture of experts next to a dense model of as many active parameters, on one process and with its experts split over four.
+"""A mixture of experts next to a dense model of as many active parameters, on one process and with its
+experts split over four.
 
     python -m benchmarks.experts [--steps 8] [--output benchmarks/results]
 
-Of each: tokens per second, and the share of a step that rank 0 spends in the dispatch (rows, their counts, and waiting for ranks that are
-not yet there). Runs take turns in rounds; a figure is the median of its rounds. Writes MACHINE-experts.json.
+Of each: tokens per second, and the share of a step that rank 0 spends in the dispatch (rows, their counts,
+and waiting for ranks that are not yet there). Runs take turns in rounds; a figure is the median of its
+rounds. Writes MACHINE-experts.json.
 """
 
 from __future__ import annotations
@@ -20,10 +22,21 @@ from megalite.commands.parser import Parser, positive
 SEQUENCE, BATCH, VOCABULARY = 256, 16, 4096
 WIDTH = 384  # of an expert; a token meets two
 SHAPE = {
-    **{"vocab_size": VOCABULARY, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{
+        "vocab_size": VOCABULARY,
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
     "max_position_embeddings": SEQUENCE,
 }
-MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": WIDTH, "router_aux_loss_coef": 0.01}
+MIXTURE = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": WIDTH,
+    "router_aux_loss_coef": 0.01,
+}
 RUNS: dict[str, tuple[bool, int, int, str]] = {  # mixture, ranks, ep, dispatcher
     "dense": (False, 1, 1, "all_to_all"),
     "mixture": (True, 1, 1, "all_to_all"),
@@ -61,8 +74,16 @@ def compare(steps: int, rounds: int, threads: int) -> dict[str, Any]:
         for _ in range(rounds):
             for name, (_, ranks, _, _) in RUNS.items():
                 spec = {"config": config_of(name, data), "warmup_steps": 2, "steps": steps}
-                measured[name].append(report.launch("benchmarks.experts_run", spec, ranks=ranks, threads=threads))
-    protocol = {"steps": steps, "rounds": rounds, "threads": threads, "batch": BATCH, "sequence_length": SEQUENCE}
+                measured[name].append(
+                    report.launch("benchmarks.experts_run", spec, ranks=ranks, threads=threads)
+                )
+    protocol = {
+        "steps": steps,
+        "rounds": rounds,
+        "threads": threads,
+        "batch": BATCH,
+        "sequence_length": SEQUENCE,
+    }
     return {"protocol": protocol, "results": [_row(name, each) for name, each in measured.items()]}
 
 
@@ -83,7 +104,9 @@ def main() -> None:
     tool.add_argument("--steps", type=positive, default=8, help="timed steps of a run (default 8)")
     tool.add_argument("--rounds", type=positive, default=3, help="times that each run is started (default 3)")
     tool.add_argument("--threads", type=positive, default=1, help="threads of a rank (default 1)")
-    tool.add_argument("--output", type=Path, default=report.RESULTS, metavar="DIR", help="directory of the results")
+    tool.add_argument(
+        "--output", type=Path, default=report.RESULTS, metavar="DIR", help="directory of the results"
+    )
     options = tool.parse_args()
     content = compare(options.steps, options.rounds, options.threads)
     print(report.table(content["results"], COLUMNS))

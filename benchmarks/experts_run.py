@@ -1,4 +1,5 @@
-"""One measured run of `benchmarks.experts`: `python -m benchmarks.experts_run SPEC.json`, under torchrun for more than one rank."""
+"""One measured run of `benchmarks.experts`: `python -m benchmarks.experts_run SPEC.json`, under torchrun for
+more than one rank."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from megalite.training.trainer import Trainer
 
 
 class Clock:
-    """Seconds in the communication of the dispatch, from its start to its end: the host waits for it at once."""
+    """Seconds in the communication of the dispatch, from its start to its end: the host waits for it at
+    once."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -53,7 +55,10 @@ def main() -> None:
     torch.set_num_threads(spec["threads"])
     configure_process(device)
     start_process_group(device, config.run.timeout)
-    for module, names in ((exchange, ("all_to_all", "all_gather", "reduce_scatter")), (dispatch, ("all_gather",))):
+    for module, names in (
+        (exchange, ("all_to_all", "all_gather", "reduce_scatter")),
+        (dispatch, ("all_gather",)),
+    ):
         for name in names:
             setattr(module, name, clock.watch(getattr(module, name)))
     trainer = Trainer(config, build.make_mesh(config), device)
@@ -61,7 +66,11 @@ def main() -> None:
     clock.seconds = 0.0
     seconds = timed(trainer.step, 0, spec["steps"])
     trainer.close()
-    result = {"seconds": seconds, "dispatch": clock.seconds, "active_parameters": active_parameters(config.model)}
+    result = {
+        "seconds": seconds,
+        "dispatch": clock.seconds,
+        "active_parameters": active_parameters(config.model),
+    }
     finish(spec, result if trainer.mesh.rank == 0 else None)
 
 

@@ -1,8 +1,10 @@
-"""A training step on one GPU against transformers' LlamaForCausalLM under torch.compile, with the same shape, batch and clipping.
+"""A training step on one GPU against transformers' LlamaForCausalLM under torch.compile, with the same shape,
+batch and clipping.
 
-Llama 3.2 1B at 4,096 tokens, and some of Llama 3 8B's layers with its whole embedding and head at 8,192. Every run is its own process.
-transformers is measured in pure bf16, which is its fastest setting and keeps neither fp32 weights nor fp32 moments, and, if time is left,
-in mixed precision, which like megalite updates fp32 weights.
+Llama 3.2 1B at 4,096 tokens, and some of Llama 3 8B's layers with its whole embedding and head at 8,192.
+Every run is its own process. transformers is measured in pure bf16, which is its fastest setting and keeps
+neither fp32 weights nor fp32 moments, and, if time is left, in mixed precision, which like megalite updates
+fp32 weights.
 """
 
 from __future__ import annotations
@@ -35,14 +37,17 @@ COLUMNS = {
     "error": "error",
 }
 CONVENTION = (
-    "MFU: model FLOPs over the data sheet's dense bf16 peak. Attention counts every position, as in PaLM and Megatron-LM, though a causal "
-    "mask needs half of them; the causal MFU counts that half. Share of products: over the fastest large bf16 product of this device."
+    "MFU: model FLOPs over the data sheet's dense bf16 peak. Attention counts every position, as in PaLM and "
+    "Megatron-LM, though a causal "
+    "mask needs half of them; the causal MFU counts that half. Share of products: over the fastest large "
+    "bf16 product of this device."
 )
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The trained model: a preset, with fewer layers if the whole does not fit, and one microbatch per step."""
+    """The trained model: a preset, with fewer layers if the whole does not fit, and one microbatch per
+    step."""
 
     name: str
     preset: str
@@ -52,7 +57,13 @@ class Shape:
 
     def config(self, scratch: Path, smoke: bool, document: int | None = None) -> dict[str, Any]:
         """document: tokens of each document; None: rows are not divided."""
-        tiny = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+        tiny = {
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        }
         model = preset(self.preset) | ({} if self.layers is None else {"num_hidden_layers": self.layers})
         model |= {**tiny, "head_dim": 8, "num_hidden_layers": 1} if smoke else {}
         length = 16 if smoke else self.length
@@ -83,7 +94,10 @@ class Run:
     weights: str | None = None  # of the peer
 
 
-SHAPES = (Shape("Llama 3.2 1B", "llama-3.2-1b", 4096, 4), Shape("6 layers of Llama 3 8B", "llama-3-8b", 8192, 2, layers=6))
+SHAPES = (
+    Shape("Llama 3.2 1B", "llama-3.2-1b", 4096, 4),
+    Shape("6 layers of Llama 3 8B", "llama-3-8b", 8192, 2, layers=6),
+)
 OURS = Run("megalite", "benchmarks.ours", False)
 OURS_COMPILED = Run("megalite compiled", "benchmarks.ours", True)
 PEER = Run("transformers compiled, all bf16", "benchmarks.peer", True, "bf16")
@@ -96,19 +110,39 @@ def plan(compiled: bool) -> list[tuple[Shape, Run]]:
     return [(shape, run) for runs in ([OURS, PEER], last) for shape in SHAPES for run in runs]
 
 
-def compare(*, threads: int, smoke: bool, compiled: bool, save: Callable[[dict[str, Any]], Path], progress: Callable[[str], None]) -> Path:
+def compare(
+    *,
+    threads: int,
+    smoke: bool,
+    compiled: bool,
+    save: Callable[[dict[str, Any]], Path],
+    progress: Callable[[str], None],
+) -> Path:
     """Run everything, and write the results after each run."""
     ends, rows, path = time.monotonic() + SECONDS, list[dict[str, Any]](), Path()
-    protocol = {"warmup_steps": 1 if smoke else 3, "steps": 2 if smoke else 8, "peak_size": 128 if smoke else 8192, "product_steps": 0}
+    protocol = {
+        "warmup_steps": 1 if smoke else 3,
+        "steps": 2 if smoke else 8,
+        "peak_size": 128 if smoke else 8192,
+        "product_steps": 0,
+    }
     with TemporaryDirectory(prefix="megalite_benchmark_") as scratch:
         configs = {shape.name: shape.config(Path(scratch), smoke) for shape in SHAPES}
         for shape, run in plan(compiled):
             progress(f"{shape.name}: {run.name}")
             train = {**configs[shape.name]["train"], "compile": run.compiled and not smoke}
             config = {**configs[shape.name], "train": train}
-            spec = {**protocol, "config": config, "matmul": None, "weights": run.weights, "device": "cpu" if smoke else "cuda"}
+            spec = {
+                **protocol,
+                "config": config,
+                "matmul": None,
+                "weights": run.weights,
+                "device": "cpu" if smoke else "cuda",
+            }
             rows.append(_measured(shape, run, spec, threads, ends - time.monotonic()))
-            progress(f"    {rows[-1]['error'] or format(rows[-1]['tokens_per_second'], ',.0f') + ' tokens/s'}")
+            progress(
+                f"    {rows[-1]['error'] or format(rows[-1]['tokens_per_second'], ',.0f') + ' tokens/s'}"
+            )
             path = save(_content(rows, protocol))
     return path
 
@@ -131,7 +165,8 @@ def figures(config: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
     model, length, seconds = made.model, made.data.sequence_length, median(result["seconds"])
     tokens = made.train.global_batch_size * length / seconds
     flops = model_flops_per_token(model, length)
-    unseen = 6.0 * model.num_hidden_layers * length * model.num_attention_heads * model.head_size  # half of attention's FLOPs
+    # half of attention's FLOPs
+    unseen = 6.0 * model.num_hidden_layers * length * model.num_attention_heads * model.head_size
     peak = peak_flops(result["device"], "bf16") if result["device"] else None
     return {
         "device": result["device"],
@@ -152,7 +187,14 @@ def figures(config: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
 def _content(rows: list[dict[str, Any]], protocol: dict[str, Any]) -> dict[str, Any]:
     device = next((row["device"] for row in rows if row.get("device")), None)
     shapes = [
-        {"name": each.name, "preset": each.preset, "layers": each.layers, "length": each.length, "batch": each.batch} for each in SHAPES
+        {
+            "name": each.name,
+            "preset": each.preset,
+            "layers": each.layers,
+            "length": each.length,
+            "batch": each.batch,
+        }
+        for each in SHAPES
     ]
     return {
         "device": {"name": device},
@@ -171,8 +213,22 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for shape in SHAPES:
         own, peer = (measured.get((shape.name, run.name)) for run in (OURS, PEER))
         if own and own["mfu"] is not None:
-            found.append({"target": f"MFU, {shape.name}", "measured": own["mfu"], "wanted": "≥ 0.45", "met": own["mfu"] >= 0.45})
+            found.append(
+                {
+                    "target": f"MFU, {shape.name}",
+                    "measured": own["mfu"],
+                    "wanted": "≥ 0.45",
+                    "met": own["mfu"] >= 0.45,
+                }
+            )
         if own and peer:
             ratio = own["tokens_per_second"] / peer["tokens_per_second"]
-            found.append({"target": f"speed / {PEER.name}, {shape.name}", "measured": ratio, "wanted": "≥ 1.15", "met": ratio >= 1.15})
+            found.append(
+                {
+                    "target": f"speed / {PEER.name}, {shape.name}",
+                    "measured": ratio,
+                    "wanted": "≥ 1.15",
+                    "met": ratio >= 1.15,
+                }
+            )
     return found

@@ -1,11 +1,15 @@
-"""Predicts each table of published.yaml by constants that are fitted without it (leave one table out), and fits the constants to all.
+"""Predicts each table of published.yaml by constants that are fitted without it (leave one table out), and
+fits the constants to all.
 
-    python -m benchmarks.held_out           about 100 s of CPU; writes results/held_out.json and the tables of docs/planner.md
+    python -m benchmarks.held_out           about 100 s of CPU; writes results/held_out.json and the tables of
+    docs/planner.md
 
-The fit is least squares of the logarithms of predicted / measured speed, linear around the present constants, with each constant drawn to
-its published value by the uncertainty of its source (`start` and `spread` in published.yaml). Rows of one table share their conditions and
-so their errors: a table counts as at most six rows. The last column leaves out all tables of a publisher, which share its code: properties
-of that code which no other table has are then at their start. Run it again with the constants that it prints until they no longer move.
+The fit is least squares of the logarithms of predicted / measured speed, linear around the present constants,
+with each constant drawn to its published value by the uncertainty of its source (`start` and `spread` in
+published.yaml). Rows of one table share their conditions and so their errors: a table counts as at most six
+rows. The last column leaves out all tables of a publisher, which share its code: properties of that code
+which no other table has are then at their start. Run it again with the constants that it prints until they no
+longer move.
 """
 
 from __future__ import annotations
@@ -93,7 +97,9 @@ def errors(table: Table) -> list[float]:
 def differences(table: Table) -> list[float]:
     """Errors of the ratio of two rows of the same model under different layouts."""
     pairs = combinations(table.rows, 2)
-    return [abs(math.log1p(a.deviation) - math.log1p(b.deviation)) for a, b in pairs if layout(a) != layout(b)]
+    return [
+        abs(math.log1p(a.deviation) - math.log1p(b.deviation)) for a, b in pairs if layout(a) != layout(b)
+    ]
 
 
 def layout(row: Comparison) -> tuple[object, ...]:
@@ -101,28 +107,48 @@ def layout(row: Comparison) -> tuple[object, ...]:
 
 
 def run() -> dict[str, Any]:
-    """Fit, predict each table by the constants fitted without it and without its publisher, and take effects out one at a time."""
+    """Fit, predict each table by the constants fitted without it and without its publisher, and take effects
+    out one at a time."""
     fit = Fit()
     constants = {key: fit.without({key}) for key in fit.gpus}
     tables = [published.compare(values, [key])[0] for key, values in constants.items()]
     strict = {key: published.compare(fit.without(fit.of_publisher(key)), [key])[0].median for key in fit.gpus}
-    widths = {table.key: quantile([errors(other) for other in tables if other is not table], COVERED) for table in tables}
+    widths = {
+        table.key: quantile([errors(other) for other in tables if other is not table], COVERED)
+        for table in tables
+    }
     everything = fit.without(())
     return {
         "constants": {"all": everything, "without": constants},
         "interval": quantile(list(map(errors, tables)), COVERED),
         "alike": quantile([found for table in tables if (found := differences(table))], COVERED),
-        "tables": {table.key: _as_data(table, widths[table.key], fit.gpus[table.key], strict[table.key]) for table in tables},
+        "tables": {
+            table.key: _as_data(table, widths[table.key], fit.gpus[table.key], strict[table.key])
+            for table in tables
+        },
         "effects": effects.measured(everything),
     }
 
 
 def _as_data(table: Table, width: float, gpu: str, strict: float) -> dict[str, Any]:
     rows = [
-        {"name": row.name, "gpus": row.choice.gpus, "measured": row.measured, "predicted": row.predicted, "deviation": row.deviation}
+        {
+            "name": row.name,
+            "gpus": row.choice.gpus,
+            "measured": row.measured,
+            "predicted": row.predicted,
+            "deviation": row.deviation,
+        }
         for row in table.rows
     ]
-    return {"title": table.title, "gpu": gpu, "unit": table.unit, "interval": width, "median_without_publisher": strict, "rows": rows}
+    return {
+        "title": table.title,
+        "gpu": gpu,
+        "unit": table.unit,
+        "interval": width,
+        "median_without_publisher": strict,
+        "rows": rows,
+    }
 
 
 def covered(table: Mapping[str, Any]) -> list[bool]:
@@ -134,19 +160,32 @@ def summary(tables: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Rows, median and worst deviation, shares within 8 and 20 %, and within the interval."""
     found = [row["deviation"] for table in tables for row in table["rows"]]
     inside = [each for table in tables for each in covered(table)]
-    shares = [sum(abs(value) <= limit for value in found) / len(found) for limit in (0.08, 0.2)] + [sum(inside) / len(inside)]
-    return str(len(found)), f"{median(map(abs, found)):.1%}", f"{max(found, key=abs):+.1%}", *(f"{share:.0%}" for share in shares)
+    shares = [sum(abs(value) <= limit for value in found) / len(found) for limit in (0.08, 0.2)] + [
+        sum(inside) / len(inside)
+    ]
+    return (
+        str(len(found)),
+        f"{median(map(abs, found)):.1%}",
+        f"{max(found, key=abs):+.1%}",
+        *(f"{share:.0%}" for share in shares),
+    )
 
 
 def document(content: Mapping[str, Any]) -> str:
     """Markdown: each table's held-out errors, the constants, and the effects."""
     tables, prior = content["tables"], published.read_published()["constants"]
     lines = [
-        "| table | rows | median | worst | within 8 % | within 20 % | in the interval | interval | median without its publisher |",
+        "| table | rows | median | worst | within 8 % | within 20 % | in the interval | interval | median "
+        "without its publisher |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for table in tables.values():
-        cells = (table["title"], *summary([table]), f"±{table['interval']:.0%}", f"{table['median_without_publisher']:.1%}")
+        cells = (
+            table["title"],
+            *summary([table]),
+            f"±{table['interval']:.0%}",
+            f"{table['median_without_publisher']:.1%}",
+        )
         lines.append(f"| {' | '.join(cells)} |")
     for name, chosen in (
         ("all", tables.values()),
@@ -159,7 +198,14 @@ def document(content: Mapping[str, Any]) -> str:
         for row in table["rows"]
         if abs(row["deviation"]) > 0.2
     ]
-    lines += ["", "Beyond 20 %:", "", "| table | row | GPUs | deviation of speed |", "|---|---|---|---|", *(beyond or ["| none | | | |"])]
+    lines += [
+        "",
+        "Beyond 20 %:",
+        "",
+        "| table | row | GPUs | deviation of speed |",
+        "|---|---|---|---|",
+        *(beyond or ["| none | | | |"]),
+    ]
     lines += [
         "",
         "| constant | start | fitted to all | without one table | what it is, and where its start is from |",
@@ -169,7 +215,8 @@ def document(content: Mapping[str, Any]) -> str:
         values = [each[name] for each in content["constants"]["without"].values()]
         moved = f"{min(values):.3g} to {max(values):.3g}"
         lines.append(
-            f"| {name} | {row['start']:g} ± {row['spread']:.0%} | {content['constants']['all'][name]:.3g} | {moved} | {row['source']} |"
+            f"| {name} | {row['start']:g} ± {row['spread']:.0%} | {content['constants']['all'][name]:.3g} | "
+            f"{moved} | {row['source']} |"
         )
     return "\n".join([*lines, "", *effects.table(content["effects"])])
 
@@ -179,7 +226,10 @@ def main() -> None:
     content = run()
     RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     published.write_between("held_out", document(content))
-    print(json.dumps(content["constants"]["all"]), f"interval {content['interval']:.3f}, alike {content['alike']:.3f}")
+    print(
+        json.dumps(content["constants"]["all"]),
+        f"interval {content['interval']:.3f}, alike {content['alike']:.3f}",
+    )
 
 
 if __name__ == "__main__":

@@ -27,11 +27,15 @@ def _seconds(act: Callable[[], object]) -> float:
 
 
 def _bytes(size: int, place: str) -> Tensor:
-    return torch.zeros(size, dtype=torch.uint8, device="cuda" if place == "cuda" else "cpu", pin_memory=place == "pinned")
+    return torch.zeros(
+        size, dtype=torch.uint8, device="cuda" if place == "cuda" else "cpu", pin_memory=place == "pinned"
+    )
 
 
 def _one_way(source: str, target: str) -> dict[str, float]:
-    small, large = (partial(_bytes(size, target).copy_, _bytes(size, source), non_blocking=True) for size in (SMALL, SIZE))
+    small, large = (
+        partial(_bytes(size, target).copy_, _bytes(size, source), non_blocking=True) for size in (SMALL, SIZE)
+    )
     moved = SIZE * (2 if source == target else 1)  # on the device: read and written
     return {"gbs": moved / _seconds(large) / 1e9, "latency_us": 1e6 * _seconds(small)}
 

@@ -1,7 +1,9 @@
-"""The cases of `tools/benchmark.py kernels`: each kernel at the shapes of real models, with other implementations of the same operation.
+"""The cases of `tools/benchmark.py kernels`: each kernel at the shapes of real models, with other
+implementations of the same operation.
 
-A case states the bytes or FLOPs that its operation needs, independent of the implementation. Its functions are created right before they
-are measured, so that a failure to create one affects only its own line. Inputs are random: a matrix product of zeros is a tenth faster.
+A case states the bytes or FLOPs that its operation needs, independent of the implementation. Its functions
+are created right before they are measured, so that a failure to create one affects only its own line. Inputs
+are random: a matrix product of zeros is a tenth faster.
 """
 
 from __future__ import annotations
@@ -86,7 +88,8 @@ def times_limit(bound: float) -> Target:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiled function; without a GPU the function itself, as compiling for a CPU is slow and its speed is irrelevant."""
+    """The compiled function; without a GPU the function itself, as compiling for a CPU is slow and its speed
+    is irrelevant."""
     return torch.compile(function, dynamic=False) if torch.cuda.is_available() else function
 
 
@@ -98,7 +101,9 @@ def backward_of(forward: Callable[..., Any], inputs: Sequence[Tensor], grads: Se
     return lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
 
 
-def both_ways(function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> dict[str, Callable[[], Function]]:
+def both_ways(
+    function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]
+) -> dict[str, Callable[[], Function]]:
     """torch's backward of a function, eager and compiled."""
     return {
         EAGER: lambda: backward_of(function, inputs, grads),
@@ -124,7 +129,11 @@ def _cross_entropy(sizes: Sizes) -> Iterable[Case]:
     shape, logit = f"{count} × {vocabulary} bf16", count * vocabulary
 
     def inputs() -> tuple[Tensor, Tensor, Tensor]:
-        return sizes.randn(count, vocabulary), sizes.tokens(count, vocabulary), torch.full((), 1 / count, device=sizes.device)
+        return (
+            sizes.randn(count, vocabulary),
+            sizes.tokens(count, vocabulary),
+            torch.full((), 1 / count, device=sizes.device),
+        )
 
     def forward(logits: Tensor, targets: Tensor) -> Tensor:
         stats = cross_entropy.statistics(logits, targets, 0, vocabulary, IGNORE, False)
@@ -147,24 +156,38 @@ def _cross_entropy(sizes: Sizes) -> Iterable[Case]:
 
     def make_both() -> Contest:
         logits, targets, scale = inputs()
-        peers = {EAGER: lambda: torchs(loss, logits, targets), COMPILED: lambda: torchs(compiled(loss), logits, targets)}
+        peers = {
+            EAGER: lambda: torchs(loss, logits, targets),
+            COMPILED: lambda: torchs(compiled(loss), logits, targets),
+        }
         peers[LIGER] = lambda: liger(logits, targets)
         return Contest(lambda: backward(logits, targets, forward(logits, targets), scale), peers)
 
     def make_forward() -> Contest:
         logits, targets, _ = inputs()
-        return Contest(lambda: cross_entropy.statistics(logits, targets, 0, vocabulary, IGNORE, False), forwards(loss, (logits, targets)))
+        return Contest(
+            lambda: cross_entropy.statistics(logits, targets, 0, vocabulary, IGNORE, False),
+            forwards(loss, (logits, targets)),
+        )
 
     def make_backward() -> Contest:
         logits, targets, scale = inputs()
         lse = forward(logits, targets)
         return Contest(lambda: backward(logits, targets, lse, scale))
 
-    extra = Target("extra memory / logits", lambda row: row["extra_bytes"] and row["extra_bytes"] / (2 * logit), 0.01)
-    yield Case("cross-entropy, both ways", shape, make_both, bytes=6 * logit, targets=(times_limit(1.25), extra))
+    extra = Target(
+        "extra memory / logits", lambda row: row["extra_bytes"] and row["extra_bytes"] / (2 * logit), 0.01
+    )
+    yield Case(
+        "cross-entropy, both ways", shape, make_both, bytes=6 * logit, targets=(times_limit(1.25), extra)
+    )
     own = "cross_entropy_triton"
-    yield Case("cross-entropy, forward", shape, make_forward, bytes=2 * logit, module=own, tuned=("_statistics",))
-    yield Case("cross-entropy, backward", shape, make_backward, bytes=4 * logit, module=own, tuned=("_gradient",))
+    yield Case(
+        "cross-entropy, forward", shape, make_forward, bytes=2 * logit, module=own, tuned=("_statistics",)
+    )
+    yield Case(
+        "cross-entropy, backward", shape, make_backward, bytes=4 * logit, module=own, tuned=("_gradient",)
+    )
 
 
 # ---- norms
@@ -205,8 +228,24 @@ def _norm(sizes: Sizes, count: int, hidden: int) -> Iterable[Case]:
 
     shape, moved = f"{count} × {hidden} bf16", 8 * count * hidden
     forward, backward = (times_limit(1.15),), (times_limit(1.25),)
-    yield Case("add + RMSNorm, forward", shape, make_forward, moved, targets=forward, module="norm_triton", tuned=("_forward",))
-    yield Case("add + RMSNorm, backward", shape, make_backward, moved, targets=backward, module="norm_triton", tuned=("_backward",))
+    yield Case(
+        "add + RMSNorm, forward",
+        shape,
+        make_forward,
+        moved,
+        targets=forward,
+        module="norm_triton",
+        tuned=("_forward",),
+    )
+    yield Case(
+        "add + RMSNorm, backward",
+        shape,
+        make_backward,
+        moved,
+        targets=backward,
+        module="norm_triton",
+        tuned=("_backward",),
+    )
 
 
 # ---- gated activation
@@ -239,15 +278,36 @@ def _swiglu_of(sizes: Sizes, count: int, width: int) -> Iterable[Case]:
         return Contest(lambda: activation.gated_backward(dh, gate_up, "silu"), peers)
 
     shape, module, element = f"{count} × {width} bf16", "activation_triton", count * width
-    yield Case("SwiGLU, forward", shape, make_forward, 6 * element, targets=(times_limit(1.10),), module=module, tuned=("_forward",))
-    yield Case("SwiGLU, backward", shape, make_backward, 12 * element, targets=(times_limit(1.25),), module=module, tuned=("_backward",))
+    yield Case(
+        "SwiGLU, forward",
+        shape,
+        make_forward,
+        6 * element,
+        targets=(times_limit(1.10),),
+        module=module,
+        tuned=("_forward",),
+    )
+    yield Case(
+        "SwiGLU, backward",
+        shape,
+        make_backward,
+        12 * element,
+        targets=(times_limit(1.25),),
+        module=module,
+        tuned=("_backward",),
+    )
 
 
 # ---- rotary embedding
 
 
 def _rotary(sizes: Sizes) -> Iterable[Case]:
-    length, query_heads, key_heads, dim = sizes.of(8192, 4), sizes.of(32, 2), sizes.of(8, 1), sizes.of(128, 16)
+    length, query_heads, key_heads, dim = (
+        sizes.of(8192, 4),
+        sizes.of(32, 2),
+        sizes.of(8, 1),
+        sizes.of(128, 16),
+    )
     heads = query_heads + 2 * key_heads
 
     def tables() -> tuple[Tensor, Tensor]:
@@ -280,12 +340,35 @@ def _rotary(sizes: Sizes) -> Iterable[Case]:
         packed, (cos, sin) = sizes.randn(length, 1, heads * dim), tables()
         dq, dk, dv = (torch.randn_like(x) for x in split(packed))
         own = (packed,), (dq, dk, dv)
-        peers = {**both_ways(lambda x: torchs(x, cos, sin), *own), LIGER: lambda: backward_of(lambda x: liger(x, cos, sin), *own)}
+        peers = {
+            **both_ways(lambda x: torchs(x, cos, sin), *own),
+            LIGER: lambda: backward_of(lambda x: liger(x, cos, sin), *own),
+        }
         return Contest(lambda: rotary.split_rotary_backward(dq, dk, dv, cos, sin), peers)
 
-    shape, moved, module = f"{length} × ({query_heads} + 2·{key_heads}) × {dim} bf16", 4 * length * heads * dim, "rotary_triton"
-    yield Case("rotary + split, forward", shape, make_forward, moved, targets=(times_limit(1.15),), module=module, tuned=("_rotary",))
-    yield Case("rotary + split, backward", shape, make_backward, moved, targets=(times_limit(1.15),), module=module, tuned=("_rotary",))
+    shape, moved, module = (
+        f"{length} × ({query_heads} + 2·{key_heads}) × {dim} bf16",
+        4 * length * heads * dim,
+        "rotary_triton",
+    )
+    yield Case(
+        "rotary + split, forward",
+        shape,
+        make_forward,
+        moved,
+        targets=(times_limit(1.15),),
+        module=module,
+        tuned=("_rotary",),
+    )
+    yield Case(
+        "rotary + split, backward",
+        shape,
+        make_backward,
+        moved,
+        targets=(times_limit(1.15),),
+        module=module,
+        tuned=("_rotary",),
+    )
 
 
 # ---- optimizer
@@ -309,7 +392,9 @@ def _adamw_of(sizes: Sizes, grad_dtype: torch.dtype) -> Case:
         def torchs() -> None:
             """Clipping as in clip_grad_norm_, torch's fused AdamW, and rounding of the weights."""
             g.div_(divisor)
-            torch._fused_adamw_([p], [g.float()], [m], [v], [], [step], **options, amsgrad=False, maximize=False)  # type: ignore[call-overload]
+            torch._fused_adamw_(
+                [p], [g.float()], [m], [v], [], [step], **options, amsgrad=False, maximize=False
+            )  # type: ignore[call-overload]
             weight.copy_(p)
 
         def formula(p: Tensor, g: Tensor, m: Tensor, v: Tensor, weight: Tensor, divisor: Tensor) -> None:
@@ -356,7 +441,9 @@ def _grad_norm(sizes: Sizes) -> Iterable[Case]:
 
         shape, limit = f"{count:.3g} {name}", (times_limit(1.15),)
         module, tuned = "grad_norm_triton", ("_squared_sums",)
-        yield Case("gradient norm", shape, make, dtype.itemsize * count, targets=limit, module=module, tuned=tuned)
+        yield Case(
+            "gradient norm", shape, make, dtype.itemsize * count, targets=limit, module=module, tuned=tuned
+        )
 
 
 # ---- dropout
@@ -375,7 +462,9 @@ def _dropout(sizes: Sizes) -> Iterable[Case]:
         return Contest(lambda: dropout.dropout(x, 7, samples, positions, 0.1), forwards(torchs, (x,)))
 
     shape, limit = f"{count} × {width} bf16", (times_limit(1.15),)
-    yield Case("dropout", shape, make, 4 * count * width, targets=limit, module="dropout_triton", tuned=("_dropout",))
+    yield Case(
+        "dropout", shape, make, 4 * count * width, targets=limit, module="dropout_triton", tuned=("_dropout",)
+    )
 
 
 # ---- the head with the loss
@@ -398,7 +487,11 @@ def _loss(sizes: Sizes) -> Iterable[Case]:
         return step(lambda x, weight, targets: loss(weight, x, targets), x, weight, targets)
 
     def make() -> Contest:
-        x, weight, targets = sizes.randn(count, hidden), sizes.randn(vocabulary, hidden) / hidden**0.5, sizes.tokens(count, vocabulary)
+        x, weight, targets = (
+            sizes.randn(count, hidden),
+            sizes.randn(vocabulary, hidden) / hidden**0.5,
+            sizes.tokens(count, vocabulary),
+        )
         peers = {
             EAGER: lambda: step(torchs, x, weight, targets),
             COMPILED: lambda: step(compiled(torchs), x, weight, targets),
@@ -415,13 +508,23 @@ def _loss(sizes: Sizes) -> Iterable[Case]:
 
         return measure
 
-    targets = (Target("time / torch.compile", ratio("us"), 1.10), Target("extra memory / torch.compile", ratio("extra_bytes"), 1 / 6))
+    targets = (
+        Target("time / torch.compile", ratio("us"), 1.10),
+        Target("extra memory / torch.compile", ratio("extra_bytes"), 1 / 6),
+    )
     shape = f"{count} × {hidden} × {vocabulary} bf16"
-    yield Case("head + cross-entropy in chunks, both ways", shape, make, flops=6 * count * hidden * vocabulary, targets=targets)
+    yield Case(
+        "head + cross-entropy in chunks, both ways",
+        shape,
+        make,
+        flops=6 * count * hidden * vocabulary,
+        targets=targets,
+    )
 
 
 def _chunked_loss(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Function:
-    """The model's own head and loss, with the weight gradient in an fp32 accumulator allocated before the step."""
+    """The model's own head and loss, with the weight gradient in an fp32 accumulator allocated before the
+    step."""
     tp = Mesh(Layout(pp=1, dp=1, cp=1, tp=1)).tp
     spec = ParamSpec("head.weight", 1, (Segment("head.weight", tuple(weight.shape)),))
     head = Weight(spec, weight.detach().requires_grad_(), torch.float32, WeightGradQueue())

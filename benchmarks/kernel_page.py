@@ -1,4 +1,5 @@
-"""Writes benchmarks/results/*-kernels.json as a table into docs/kernels.md: `python -m benchmarks.kernel_page`. A test compares them."""
+"""Writes benchmarks/results/*-kernels.json as a table into docs/kernels.md: `python -m
+benchmarks.kernel_page`. A test compares them."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ def section(results: Path = report.RESULTS) -> str:
 
 def _device(content: dict[str, Any]) -> str:
     device, rows = content["device"], content["results"]
-    limits = f"{device['bytes_per_second'] / 1e12:.2f} TB/s, a large bf16 product {device['flops'] / 1e12:.0f} TFLOP/s"
+    limits = (
+        f"{device['bytes_per_second'] / 1e12:.2f} TB/s, a large bf16 product {device['flops'] / 1e12:.0f} "
+        "TFLOP/s"
+    )
     commits = ", ".join(sorted({row["commit"] for row in rows if row.get("commit")})) or "unknown"
     liger = f"Liger {device['liger']}" if device["liger"] else "without Liger"
     versions = f"torch {device['torch']}, Triton {device['triton']}, {liger}, commit {commits}"
@@ -46,7 +50,10 @@ def _device(content: dict[str, Any]) -> str:
     ]
     for row in rows:
         if row["error"] and not row.get("us"):
-            lines.append(f"| {row['kernel']} | {row.get('shape', '')} | not measured: {_plain(row['error'])} |{' |' * (len(COLUMNS) - 2)}")
+            lines.append(
+                f"| {row['kernel']} | {row.get('shape', '')} | not measured: {_plain(row['error'])} "
+                f"|{' |' * (len(COLUMNS) - 2)}"
+            )
             continue
         line = shown(row) | {"speed": row["gbps"] or row["tflops"], "judged": _judged(row["targets"])}
         lines.append(f"| {row['kernel']} | {' | '.join(_cell(line, field) for field in COLUMNS.values())} |")
@@ -59,7 +66,10 @@ def _cell(line: dict[str, Any], field: str) -> str:
 
 
 def _judged(targets: list[dict[str, Any]]) -> str | None:
-    found = [f"{each['target']} {each['measured']:.3g} ({each['wanted']}: {'met' if each['met'] else 'missed'})" for each in targets]
+    found = [
+        f"{each['target']} {each['measured']:.3g} ({each['wanted']}: {'met' if each['met'] else 'missed'})"
+        for each in targets
+    ]
     return "; ".join(found) or None
 
 

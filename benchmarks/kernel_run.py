@@ -1,7 +1,9 @@
-"""One process of `tools/benchmark.py kernels`: measures groups of cases, `python -m benchmarks.kernel_run SPEC.json`.
+"""One process of `tools/benchmark.py kernels`: measures groups of cases, `python -m benchmarks.kernel_run
+SPEC.json`.
 
-It prints a line of JSON for every case as soon as it is measured. A failure is reported in its line, and a kernel that breaks the device
-fails only its group. Times are medians with the L2 cache flushed before every call, as triton.testing.do_bench measures.
+It prints a line of JSON for every case as soon as it is measured. A failure is reported in its line, and a
+kernel that breaks the device fails only its group. Times are medians with the L2 cache flushed before every
+call, as triton.testing.do_bench measures.
 """
 
 from __future__ import annotations
@@ -49,11 +51,26 @@ def main() -> None:
             device = describe(sizes)
             say(device)
             continue
-        cases, known = {**CASES, "attention": attention_cases.cases, "experts": expert_cases.cases}[group](sizes), registers.launched()
-        for row in tuning.tune(cases, measure, smoke, until) if spec["tune"] else rows(cases, device, until, spec["leave_out"]):
+        cases, known = (
+            {**CASES, "attention": attention_cases.cases, "experts": expert_cases.cases}[group](sizes),
+            registers.launched(),
+        )
+        for row in (
+            tuning.tune(cases, measure, smoke, until)
+            if spec["tune"]
+            else rows(cases, device, until, spec["leave_out"])
+        ):
             now = registers.launched()
             new, known = [made for made in now if made not in known], now
-            say({"group": group, "torch": torch.__version__, "triton": triton.__version__, "compiled": new, **row})
+            say(
+                {
+                    "group": group,
+                    "torch": torch.__version__,
+                    "triton": triton.__version__,
+                    "compiled": new,
+                    **row,
+                }
+            )
 
 
 def say(row: dict[str, Any]) -> None:
@@ -75,7 +92,11 @@ def describe(sizes: Sizes) -> dict[str, Any]:
         "liger": version("liger-kernel"),
     }
     speeds = {"bytes_per_second": 4 * count / copy, "flops": 2 * side**3 / product}
-    return {**found, **speeds, "limit_bytes_per_second": H200_BYTES if "H200" in name or sizes.smoke else None}
+    return {
+        **found,
+        **speeds,
+        "limit_bytes_per_second": H200_BYTES if "H200" in name or sizes.smoke else None,
+    }
 
 
 def measure(function: Function) -> float:
@@ -98,17 +119,29 @@ def extra_bytes(function: Function) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def rows(cases: Iterable[Case], device: dict[str, Any], until: float, leave_out: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+def rows(
+    cases: Iterable[Case], device: dict[str, Any], until: float, leave_out: Sequence[str] = ()
+) -> Iterator[dict[str, Any]]:
     """A row for each case. leave_out: names of others that are not measured."""
     for case in cases:
-        row: dict[str, Any] = {"kernel": case.kernel, "shape": case.shape, **NOTHING, "targets": [], "error": None}
+        row: dict[str, Any] = {
+            "kernel": case.kernel,
+            "shape": case.shape,
+            **NOTHING,
+            "targets": [],
+            "error": None,
+        }
         contest = None
         try:
             if time.monotonic() > until:
                 raise TimeoutError("no time was left")
             contest = case.make()
             row |= _own(case, contest.ours, device)
-            row["peers"] = {name: _peer(make, row["us"], until) for name, make in contest.peers.items() if name not in leave_out}
+            row["peers"] = {
+                name: _peer(make, row["us"], until)
+                for name, make in contest.peers.items()
+                if name not in leave_out
+            }
             row["targets"] = _judged(case, row)
         except Exception as error:  # the next case may succeed
             row["error"] = reason(error)
@@ -134,7 +167,11 @@ def free() -> None:
 def _own(case: Case, ours: Function, device: dict[str, Any]) -> dict[str, Any]:
     extra, seconds = extra_bytes(_warm(ours)), measure(ours)
     limit = device["limit_bytes_per_second"]
-    reached = case.flops / seconds / device["flops"] if case.flops else case.bytes / seconds / device["bytes_per_second"]
+    reached = (
+        case.flops / seconds / device["flops"]
+        if case.flops
+        else case.bytes / seconds / device["bytes_per_second"]
+    )
     return {
         "us": 1e6 * seconds,
         "gbps": case.bytes / seconds / 1e9 if case.bytes else None,

@@ -1,7 +1,8 @@
-"""Every Triton kernel on this machine's GPU: its speed compared with the device's limit, with torch and with Liger.
+"""Every Triton kernel on this machine's GPU: its speed compared with the device's limit, with torch and with
+Liger.
 
-Each group of cases runs in its own process (`kernel_run.py`) with a time limit. Results are written at once; the file keeps the earlier
-results of groups that are not measured.
+Each group of cases runs in its own process (`kernel_run.py`) with a time limit. Results are written at once;
+the file keeps the earlier results of groups that are not measured.
 """
 
 from __future__ import annotations
@@ -14,9 +15,21 @@ from typing import Any
 
 from benchmarks import report
 
-GROUPS = ("cross_entropy", "norm", "adamw", "grad_norm", "swiglu", "dropout", "rotary", "loss", "attention", "experts")
+GROUPS = (
+    "cross_entropy",
+    "norm",
+    "adamw",
+    "grad_norm",
+    "swiglu",
+    "dropout",
+    "rotary",
+    "loss",
+    "attention",
+    "experts",
+)
 SECONDS = 570.0  # time limit of all groups together
-SHARE = {"attention": 1.0}  # fraction of the remaining time that a group may take: everything for the last one, 0.35 for others
+# fraction of the remaining time that a group may take: everything for the last one, 0.35 for others
+SHARE = {"attention": 1.0}
 GRACE = 40.0  # seconds beyond its limit for a process to finish its case
 COLUMNS = {
     "kernel": "kernel",
@@ -48,9 +61,16 @@ Save = Callable[[dict[str, Any]], Path]
 
 
 def compare(
-    groups: Sequence[str], *, tune: bool, smoke: bool, kept: Sequence[dict[str, Any]], save: Save, progress: Callable[[str], None]
+    groups: Sequence[str],
+    *,
+    tune: bool,
+    smoke: bool,
+    kept: Sequence[dict[str, Any]],
+    save: Save,
+    progress: Callable[[str], None],
 ) -> Path:
-    """Measure the groups, and write after each. `kept` are earlier results; those of other groups are kept."""
+    """Measure the groups, and write after each. `kept` are earlier results; those of other groups are
+    kept."""
     ends, found = time.monotonic() + SECONDS, [row for row in kept if row["group"] not in groups]
     device, path = dict[str, Any](), Path()
     jobs = [("device", *groups)] if smoke else [("device",), *((group,) for group in groups)]
@@ -68,7 +88,12 @@ def compare(
 
 
 def measure_groups(
-    job: Sequence[str], spec: dict[str, Any], seconds: float, smoke: bool, progress: Callable[[str], None], grace: float = GRACE
+    job: Sequence[str],
+    spec: dict[str, Any],
+    seconds: float,
+    smoke: bool,
+    progress: Callable[[str], None],
+    grace: float = GRACE,
 ) -> list[dict[str, Any]]:
     """The rows of a process that measures these groups; if it fails, the last row has the error."""
     made: list[dict[str, Any]] = []
@@ -82,7 +107,9 @@ def measure_groups(
     progress(f"{', '.join(job)}, up to {seconds:.0f} s")
     spec = {"leave_out": [], **spec, "groups": job, "seconds": seconds, "smoke": smoke}
     environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if smoke else {}
-    failure = report.stream("benchmarks.kernel_run", spec, hear, environment=environment, limit_s=seconds + grace)
+    failure = report.stream(
+        "benchmarks.kernel_run", spec, hear, environment=environment, limit_s=seconds + grace
+    )
     if failure is not None:
         made.append({"group": job[-1], "kernel": job[-1], "error": failure})
         progress(f"{', '.join(job)}: {failure}")
@@ -90,7 +117,11 @@ def measure_groups(
 
 
 def _content(device: dict[str, Any], rows: list[dict[str, Any]], tune: bool) -> dict[str, Any]:
-    targets = [{**target, "kernel": row["kernel"], "shape": row["shape"]} for row in rows for target in row.get("targets", ())]
+    targets = [
+        {**target, "kernel": row["kernel"], "shape": row["shape"]}
+        for row in rows
+        for target in row.get("targets", ())
+    ]
     rows = sorted(rows, key=lambda row: GROUPS.index(row["group"]))
     if tune:
         rows = [{**row, "gain": row["us"] / row["best_us"] - 1 if row.get("us") else None} for row in rows]
@@ -103,19 +134,33 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
     others = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items() if name not in PEERS)
     extra = row.get("extra_bytes")
     short = {key: ratios.get(name) for name, key in PEERS.items()}
-    return {"shape": "", **row, **short, "others": others or None, "extra_mib": None if extra is None else extra / 2**20}
+    return {
+        "shape": "",
+        **row,
+        **short,
+        "others": others or None,
+        "extra_mib": None if extra is None else extra / 2**20,
+    }
 
 
 def summary(row: dict[str, Any]) -> str:
     """A result as a progress line."""
     if "name" in row:
-        return f"{row['name']}: {row['bytes_per_second'] / 1e12:.2f} TB/s, {row['flops'] / 1e12:.0f} TFLOP/s in bf16"
+        return (
+            f"{row['name']}: {row['bytes_per_second'] / 1e12:.2f} TB/s, {row['flops'] / 1e12:.0f} TFLOP/s in "
+            "bf16"
+        )
     if "tuned" in row:
-        return f"{row['tuned']} of {row['kernel']}, {row['shape']}: table {row['us']} µs, best {row['best_us']} µs with {row['best']}"
+        return (
+            f"{row['tuned']} of {row['kernel']}, {row['shape']}: table {row['us']} µs, best {row['best_us']} "
+            f"µs with {row['best']}"
+        )
     line = shown(row)
     if row["us"] is None:
         return f"{row['kernel']}, {row['shape']}: {row['error']}"
-    reached = ", ".join(f"{name} {format(line[key], style)}" for name, key, style in _figures() if line.get(key) is not None)
+    reached = ", ".join(
+        f"{name} {format(line[key], style)}" for name, key, style in _figures() if line.get(key) is not None
+    )
     return f"{row['kernel']}, {row['shape']}: {row['us']:,.0f} µs, {reached}"
 
 

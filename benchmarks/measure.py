@@ -15,7 +15,8 @@ import torch
 
 
 def timed(step: Callable[[], object], warmup: int, steps: int) -> list[float]:
-    """Seconds of each of `steps` calls, after `warmup` uncounted ones. On a GPU, the calls must wait for their results."""
+    """Seconds of each of `steps` calls, after `warmup` uncounted ones. On a GPU, the calls must wait for
+    their results."""
     for _ in range(warmup):
         step()
     seconds = []
@@ -27,7 +28,8 @@ def timed(step: Callable[[], object], warmup: int, steps: int) -> list[float]:
 
 
 def product_peak(size: int, dtype: torch.dtype, repeats: int = 8, device: str = "cpu") -> float:
-    """FLOP/s of the fastest of several products of two [size, size] matrices, under the process's settings."""
+    """FLOP/s of the fastest of several products of two [size, size] matrices, under the process's
+    settings."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
 
@@ -53,11 +55,13 @@ def device_memory(device: str) -> dict[str, int | str | None]:
 
 
 class Memory:
-    """Peak resident memory since this object was created, above what was resident then. Linux only; elsewhere None."""
+    """Peak resident memory since this object was created, above what was resident then. Linux only; elsewhere
+    None."""
 
     def __init__(self) -> None:
         with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # reset the peak: imports may have had a higher one
+            # reset the peak: imports may have had a higher one
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
         self._base = _resident("VmRSS")
 
     def peak_above(self) -> int | None:
@@ -81,7 +85,8 @@ def read_spec() -> dict[str, Any]:
 
 
 def finish(spec: dict[str, Any], result: dict[str, Any] | None) -> NoReturn:
-    """Write the result (None on ranks without one) and exit at once: shutting torch down takes seconds per rank."""
+    """Write the result (None on ranks without one) and exit at once: shutting torch down takes seconds per
+    rank."""
     if result is not None:
         Path(spec["result"]).write_text(json.dumps(result), encoding="utf-8")
     sys.stdout.flush()

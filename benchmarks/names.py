@@ -1,9 +1,11 @@
-"""Import and export of a model whose Hugging Face form has tens of thousands of tensors, as mixtures have: the time of names, not of bytes.
+"""Import and export of a model whose Hugging Face form has tens of thousands of tensors, as mixtures have:
+the time of names, not of bytes.
 
     python -m benchmarks.names [--output benchmarks/results]
 
-A Qwen3-MoE of tiny tensors with 256 experts in each of 58 layers has 44,544 tensors of experts, as DeepSeek-V3. Also measured: a half and a
-quarter of the layers: a cost that grows faster than the number of names shows in microseconds per name. Writes MACHINE-names.json.
+A Qwen3-MoE of tiny tensors with 256 experts in each of 58 layers has 44,544 tensors of experts, as
+DeepSeek-V3. Also measured: a half and a quarter of the layers: a cost that grows faster than the number of
+names shows in microseconds per name. Writes MACHINE-names.json.
 """
 
 from __future__ import annotations
@@ -61,11 +63,15 @@ def write_model(directory: Path, model: ModelConfig) -> int:
     directory.mkdir()
     config = to_hf_config(model, "qwen3_moe")
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    shapes = {name: shape for place in places(model, "qwen3_moe").values() for name, shape in place.tensors.items()}
+    shapes = {
+        name: shape for place in places(model, "qwen3_moe").values() for name, shape in place.tensors.items()
+    }
     names, index = list(shapes), dict[str, str]()
     for number in range(FILES):
         own, file = names[number::FILES], f"model-{number + 1:05d}-of-{FILES:05d}.safetensors"
-        with closing(NewFile(directory / file, {name: (torch.bfloat16, shapes[name]) for name in own})) as written:
+        with closing(
+            NewFile(directory / file, {name: (torch.bfloat16, shapes[name]) for name in own})
+        ) as written:
             for name in own:
                 written.write(name, torch.randn(prod(shapes[name]), dtype=torch.bfloat16))
         index |= dict.fromkeys(own, file)
@@ -92,7 +98,9 @@ def measure(layers: int) -> dict[str, Any]:
 
 def main() -> None:
     tool = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    tool.add_argument("--output", type=Path, default=report.RESULTS, metavar="DIR", help="directory of the results")
+    tool.add_argument(
+        "--output", type=Path, default=report.RESULTS, metavar="DIR", help="directory of the results"
+    )
     options = tool.parse_args()
     rows = [measure(layers) for layers in LAYERS]
     print(report.table(rows, COLUMNS))

@@ -1,11 +1,13 @@
-"""Muon against AdamW on the corpus of `megalite demo`: steps and time until Muon has the validation loss with which AdamW ends.
+"""Muon against AdamW on the corpus of `megalite demo`: steps and time until Muon has the validation loss with
+which AdamW ends.
 
     python -m benchmarks.optimizers [--steps 300] [--seeds 3] [--output benchmarks/results]
 
-The model is configs/quickstart.yaml on one process. Both optimizers' rates are tuned on equal grids, with one seed: first AdamW's; then
-Muon's for the matrices, with AdamW's best rate for all other tensors. Then both run with every seed, in turn, with the best rates. Rates
-of 5 values each are factors of two apart; a best rate at the end of its grid is reported as such. Completed runs are not repeated: remove
-the directory of the runs to start over. Writes MACHINE-optimizers.json with versions and every loss, and a plot beside it.
+The model is configs/quickstart.yaml on one process. Both optimizers' rates are tuned on equal grids, with one
+seed: first AdamW's; then Muon's for the matrices, with AdamW's best rate for all other tensors. Then both run
+with every seed, in turn, with the best rates. Rates of 5 values each are factors of two apart; a best rate at
+the end of its grid is reported as such. Completed runs are not repeated: remove the directory of the runs to
+start over. Writes MACHINE-optimizers.json with versions and every loss, and a plot beside it.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Curve:
     losses: list[float]
 
     def reaches(self, loss: float) -> tuple[float, float] | None:
-        """Step and seconds at which the loss is reached, between validations on a straight line; None if it never is."""
+        """Step and seconds at which the loss is reached, between validations on a straight line; None if it
+        never is."""
         points = list(zip(self.losses, self.steps, self.seconds, strict=True))
         for (high, *before), (low, *after) in pairwise(points):
             if low <= loss < high:
@@ -61,16 +64,47 @@ class Runner:
 
     def curve(self, name: str, rates: dict[str, float], seed: int) -> Curve:
         """The run with an optimizer, its rates by option, and a seed. Raises BenchmarkError if it fails."""
-        label = "-".join([name, *(f"{option.partition('.')[0]}{rate:g}" for option, rate in rates.items()), f"seed{seed}"])
-        chosen = {"optimizer.name": name, **rates, "optimizer.min_lr": 0.0, "run.seed": seed, "run.dir": self.directory, "run.name": label}
-        chosen |= {"train.steps": self.steps, "validation.interval": self.interval, "parallel.sequence_parallel": "false"}
+        label = "-".join(
+            [name, *(f"{option.partition('.')[0]}{rate:g}" for option, rate in rates.items()), f"seed{seed}"]
+        )
+        chosen = {
+            "optimizer.name": name,
+            **rates,
+            "optimizer.min_lr": 0.0,
+            "run.seed": seed,
+            "run.dir": self.directory,
+            "run.name": label,
+        }
+        chosen |= {
+            "train.steps": self.steps,
+            "validation.interval": self.interval,
+            "parallel.sequence_parallel": "false",
+        }
         metrics = self.directory / label / "metrics.jsonl"
         if not (metrics.exists() and self.steps in demo.read_losses(metrics)[1]):
             print(label, file=sys.stderr, flush=True)
             options = [word for option, value in chosen.items() for word in (f"--{option}", str(value))]
             environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
-            command = [sys.executable, "-m", "megalite", "train", "--config", str(CONFIG), "--checkpoint.load", "none", *options]
-            run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, encoding="utf-8", errors="replace")
+            command = [
+                sys.executable,
+                "-m",
+                "megalite",
+                "train",
+                "--config",
+                str(CONFIG),
+                "--checkpoint.load",
+                "none",
+                *options,
+            ]
+            run = subprocess.run(
+                command,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+                encoding="utf-8",
+                errors="replace",
+            )
             if run.returncode:
                 raise report.BenchmarkError(f"{label} failed:\n{run.stderr[-2000:]}")
         return read_curve(metrics)
@@ -85,9 +119,14 @@ def read_curve(metrics: Path) -> Curve:
     return Curve(list(losses), [seconds[step - 1] for step in losses], list(losses.values()))
 
 
-def tune(runner: Runner, name: str, fixed: dict[str, float], rates: tuple[float, ...]) -> tuple[float, list[dict[str, float]]]:
+def tune(
+    runner: Runner, name: str, fixed: dict[str, float], rates: tuple[float, ...]
+) -> tuple[float, list[dict[str, float]]]:
     """The rate with the lowest final loss, and the loss of each."""
-    rows = [{"rate": rate, "loss": runner.curve(name, fixed | {TUNED[name]: rate}, FIRST_SEED).losses[-1]} for rate in rates]
+    rows = [
+        {"rate": rate, "loss": runner.curve(name, fixed | {TUNED[name]: rate}, FIRST_SEED).losses[-1]}
+        for rate in rates
+    ]
     return min(rows, key=lambda row: row["loss"])["rate"], rows
 
 
@@ -102,8 +141,13 @@ def compare(runner: Runner, seeds: int, grids: dict[str, tuple[float, ...]]) -> 
     for seed in range(FIRST_SEED, FIRST_SEED + seeds):
         for name, chosen in rates.items():
             curves[name].append(runner.curve(name, chosen, seed))
-    rows = [_row(seed, one, other) for seed, (one, other) in enumerate(zip(curves["adamw"], curves["muon"], strict=True), FIRST_SEED)]
-    ends = {name: chosen[TUNED[name]] in (min(grids[name]), max(grids[name])) for name, chosen in rates.items()}
+    rows = [
+        _row(seed, one, other)
+        for seed, (one, other) in enumerate(zip(curves["adamw"], curves["muon"], strict=True), FIRST_SEED)
+    ]
+    ends = {
+        name: chosen[TUNED[name]] in (min(grids[name]), max(grids[name])) for name, chosen in rates.items()
+    }
     return {
         "protocol": {"steps": runner.steps, "seeds": seeds, "threads": runner.threads, "config": str(CONFIG)},
         "grids": grid,
@@ -122,7 +166,9 @@ def _row(seed: int, adamw: Curve, muon: Curve) -> dict[str, Any]:
         "seed": seed,
         "adamw": {"loss": adamw.losses[-1], "steps": adamw.steps[-1], "seconds": adamw.seconds[-1]},
         "muon": {"loss": muon.losses[-1], "steps": muon.steps[-1], "seconds": muon.seconds[-1]},
-        "muon_reaches_adamws_loss": None if reached is None else dict(zip(("steps", "seconds"), reached, strict=True)),
+        "muon_reaches_adamws_loss": None
+        if reached is None
+        else dict(zip(("steps", "seconds"), reached, strict=True)),
     }
 
 
@@ -137,7 +183,9 @@ def draw(content: dict[str, Any], path: Path) -> None:
     for panel, unit in zip(panels, ("steps", "seconds"), strict=True):
         for name, color in (("adamw", "tab:blue"), ("muon", "tab:orange")):
             for number, curve in enumerate(content["curves"][name]):
-                panel.plot(curve[unit], curve["losses"], color=color, linewidth=1, label=None if number else name)
+                panel.plot(
+                    curve[unit], curve["losses"], color=color, linewidth=1, label=None if number else name
+                )
         panel.set(xlabel=unit)
         panel.grid(alpha=0.3)
     panels[0].set(ylabel="validation loss (nats per token)")
@@ -151,10 +199,15 @@ def describe(content: dict[str, Any]) -> str:
     lines = [f"rates: {content['rates']}, at the end of the grid: {content['best_rate_ends_its_grid']}"]
     for row in content["results"]:
         adamw, muon, reached = row["adamw"], row["muon"], row["muon_reaches_adamws_loss"]
-        when = "does not reach AdamW's loss" if reached is None else f"has AdamW's loss after {reached['steps']:.0f} steps"
+        when = (
+            "does not reach AdamW's loss"
+            if reached is None
+            else f"has AdamW's loss after {reached['steps']:.0f} steps"
+        )
         when += "" if reached is None else f", {reached['seconds']:.1f} s"
         lines.append(
-            f"seed {row['seed']}: AdamW {adamw['loss']:.4f} after {adamw['steps']} steps, {adamw['seconds']:.1f} s; "
+            f"seed {row['seed']}: AdamW {adamw['loss']:.4f} after {adamw['steps']} steps, "
+            f"{adamw['seconds']:.1f} s; "
             f"Muon {when}, and ends at {muon['loss']:.4f}, {muon['seconds']:.1f} s"
         )
     return "\n".join(lines)
@@ -163,11 +216,19 @@ def describe(content: dict[str, Any]) -> str:
 def main() -> None:
     tool = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     tool.add_argument("--steps", type=positive, default=300, help="steps of every run (default 300)")
-    tool.add_argument("--seeds", type=positive, default=3, help="runs of each optimizer with its best rate (default 3)")
-    tool.add_argument("--rates", type=positive, default=5, help="rates of each grid, from its middle (default 5)")
+    tool.add_argument(
+        "--seeds", type=positive, default=3, help="runs of each optimizer with its best rate (default 3)"
+    )
+    tool.add_argument(
+        "--rates", type=positive, default=5, help="rates of each grid, from its middle (default 5)"
+    )
     tool.add_argument("--threads", type=positive, default=2, help="threads of a run (default 2)")
-    tool.add_argument("--runs", type=Path, default=Path("runs/optimizers"), metavar="DIR", help="directory of the runs")
-    tool.add_argument("--output", type=Path, default=report.RESULTS, metavar="DIR", help="directory of the results")
+    tool.add_argument(
+        "--runs", type=Path, default=Path("runs/optimizers"), metavar="DIR", help="directory of the runs"
+    )
+    tool.add_argument(
+        "--output", type=Path, default=report.RESULTS, metavar="DIR", help="directory of the results"
+    )
     options = tool.parse_args()
     demo.prepare()
     margin = (len(GRIDS["muon"]) - min(options.rates, len(GRIDS["muon"]))) // 2

@@ -1,8 +1,10 @@
-"""One measured run of megalite's trainer: `python -m benchmarks.ours SPEC.json`, under torchrun for more than one rank.
+"""One measured run of megalite's trainer: `python -m benchmarks.ours SPEC.json`, under torchrun for more than
+one rank.
 
-On a CPU it then measures, with the same ranks and threads, the time of the step's matrix products alone: each rank multiplies matrices of
-its own shapes, forward and backward, for the same number of microbatches, without communication, norms, softmax, loss or optimizer. With
-`profile` in its specification it lists the kernels of a step.
+On a CPU it then measures, with the same ranks and threads, the time of the step's matrix products alone: each
+rank multiplies matrices of its own shapes, forward and backward, for the same number of microbatches, without
+communication, norms, softmax, loss or optimizer. With `profile` in its specification it lists the kernels of
+a step.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def main() -> None:
     gc.disable()
     seconds = timed(trainer.step, spec["warmup_steps"], spec["steps"])
     peak_memory, on_device = memory.peak_above(), device_memory(on)
-    products = timed(step_products(config, trainer.mesh), 1, spec["product_steps"]) if spec["product_steps"] else []
+    products = (
+        timed(step_products(config, trainer.mesh), 1, spec["product_steps"]) if spec["product_steps"] else []
+    )
     parts = breakdown_run.measure(trainer, median(seconds), median(products)) if spec.get("breakdown") else {}
     profile = profiled.look(trainer.step, on) if spec.get("profile") else None
     trainer.close()
@@ -66,7 +70,9 @@ def main() -> None:
 def step_products(config: Config, mesh: Mesh) -> Callable[[], None]:
     """A function that computes this rank's matrix products of one step, between barriers of all ranks."""
     dtype = build.DTYPES[config.train.precision]
-    prepared = [(product.times, filled(product, dtype)) for product in product_choice.step_products(config, mesh)]
+    prepared = [
+        (product.times, filled(product, dtype)) for product in product_choice.step_products(config, mesh)
+    ]
 
     def step() -> None:
         _barrier(mesh)
@@ -98,7 +104,10 @@ def _barrier(mesh: Mesh) -> None:
 def describe(spec: dict[str, Any]) -> str:
     """A short description of the run for progress lines."""
     parallel, train = spec["config"]["parallel"], spec["config"]["train"]
-    layout = " ".join(f"{axis}{parallel[axis]}" for axis in ("tp", "pp", "dp") if parallel[axis] > 1) or "one process"
+    layout = (
+        " ".join(f"{axis}{parallel[axis]}" for axis in ("tp", "pp", "dp") if parallel[axis] > 1)
+        or "one process"
+    )
     return f"megalite {train['precision']}{' compiled' if train['compile'] else ''}, {layout}"
 
 

@@ -1,8 +1,10 @@
-"""Small models, for which the overhead around matrix products dominates: a character model on one process, a small Llama on five layouts.
+"""Small models, for which the overhead around matrix products dominates: a character model on one process, a
+small Llama on five layouts.
 
-Each run uses the trainer on random tokens. Its speed is compared with that of its matrix products alone, measured by the same ranks right
-after it: the share shows the cost of everything else, including communication. With several ranks each has one thread, so that on a machine
-with two cores the layouts share the cores of one process.
+Each run uses the trainer on random tokens. Its speed is compared with that of its matrix products alone,
+measured by the same ranks right after it: the share shows the cost of everything else, including
+communication. With several ranks each has one thread, so that on a machine with two cores the layouts share
+the cores of one process.
 """
 
 from __future__ import annotations
@@ -37,7 +39,13 @@ LLAMA = {
     "num_attention_heads": 4,
     "max_position_embeddings": 128,
 }
-SMALLER = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 8}
+SMALLER = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 8,
+}
 COLUMNS = {
     "model": "model",
     "layout": "layout",
@@ -67,7 +75,10 @@ class Run:
 
     @property
     def layout_name(self) -> str:
-        return "×".join(f"{axis.upper()}{size}" for axis, size in self.layout.items() if axis != "zero") or "one process"
+        return (
+            "×".join(f"{axis.upper()}{size}" for axis, size in self.layout.items() if axis != "zero")
+            or "one process"
+        )
 
 
 def runs(smoke: bool) -> list[Run]:
@@ -75,7 +86,10 @@ def runs(smoke: bool) -> list[Run]:
         tiny = Run("llama", LLAMA | SMALLER, (4, 2), (1, 2), {"tp": 2})
         return [Run("gpt", GPT | SMALLER, (4, 4), (1, 2)), tiny]
     layouts: list[dict[str, int]] = [{}, {"dp": 2}, {"pp": 2}, {"tp": 2}, {"tp": 2, "pp": 2, "dp": 2}]
-    return [Run("gpt", GPT, (12, 12), (20, 100)), *(Run("llama", LLAMA, (64, 4), (2, 6), layout) for layout in layouts)]
+    return [
+        Run("gpt", GPT, (12, 12), (20, 100)),
+        *(Run("llama", LLAMA, (64, 4), (2, 6), layout) for layout in layouts),
+    ]
 
 
 def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -95,7 +109,11 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
                     "breakdown": True,
                     "peak_size": 128 if smoke else 1024,
                 }
-                run.results.append(report.launch("benchmarks.ours", spec, ranks=run.ranks, threads=threads if run.ranks == 1 else 1))
+                run.results.append(
+                    report.launch(
+                        "benchmarks.ours", spec, ranks=run.ranks, threads=threads if run.ranks == 1 else 1
+                    )
+                )
     rows = [_row(run, threads) for run in compared]
     return {"threads": threads, "protocol": {"rounds": rounds}, "results": rows, "targets": targets(rows)}
 
@@ -108,7 +126,10 @@ def config_of(run: Run, scratch: Path) -> dict[str, Any]:
         "run": {"dir": str(scratch), "name": run.name},
         "model": run.model,
         "parallel": {"tp": 1, "pp": 1, "dp": 1, **run.layout},
-        "data": {"train": report.write_random_tokens(scratch, run.model["vocab_size"], 16 * total * length), "sequence_length": length},
+        "data": {
+            "train": report.write_random_tokens(scratch, run.model["vocab_size"], 16 * total * length),
+            "sequence_length": length,
+        },
         "train": {"steps": 1000, "global_batch_size": total, "micro_batch_size": micro},
         "checkpoint": {"load": "none"},
     }
@@ -116,7 +137,10 @@ def config_of(run: Run, scratch: Path) -> dict[str, Any]:
 
 def _row(run: Run, threads: int) -> dict[str, Any]:
     """A run's figures (medians over all steps of all rounds) and its configuration."""
-    seconds, products = (median(value for result in run.results for value in result[key]) for key in ("seconds", "product_seconds"))
+    seconds, products = (
+        median(value for result in run.results for value in result[key])
+        for key in ("seconds", "product_seconds")
+    )
     length = run.model["max_position_embeddings"]
     tokens = run.batch[0] * length
     return {
@@ -147,4 +171,6 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if not {"TP2×PP2×DP2", "DP2"} <= speed.keys():
         return []
     ratio = speed["TP2×PP2×DP2"] / speed["DP2"]
-    return [{"target": "speed of TP2×PP2×DP2 / DP2", "measured": ratio, "wanted": "≥ 0.7", "met": ratio >= 0.7}]
+    return [
+        {"target": "speed of TP2×PP2×DP2 / DP2", "measured": ratio, "wanted": "≥ 0.7", "met": ratio >= 0.7}
+    ]

@@ -1,4 +1,5 @@
-"""Draws the manual's figures of tensor, sequence and context parallelism and ZeRO: `python -m benchmarks.parallelism_figures DIRECTORY`.
+"""Draws the manual's figures of tensor, sequence and context parallelism and ZeRO: `python -m
+benchmarks.parallelism_figures DIRECTORY`.
 
 Colours are ranks, and kinds of memory in the figure of ZeRO.
 """
@@ -42,9 +43,14 @@ def _matrix(made: Picture, x: float, y: float, size: tuple[float, float], name: 
 
 
 def tensor() -> Picture:
-    """A feed-forward block on two ranks: the first matrix is split by its outputs, the second by its inputs."""
+    """A feed-forward block on two ranks: the first matrix is split by its outputs, the second by its
+    inputs."""
     made = Picture(860, 218, 1)
-    _title(made, "A feed-forward block on two tensor-parallel ranks", "blue: rank 0, orange: rank 1, grey: the same on both")
+    _title(
+        made,
+        "A feed-forward block on two tensor-parallel ranks",
+        "blue: rank 0, orange: rank 1, grey: the same on both",
+    )
     y = 76
     steps = (
         ((90, 80), "x  [tokens, h]", "whole", "·"),
@@ -65,7 +71,8 @@ def tensor() -> Picture:
 
 
 def sequence() -> Picture:
-    """One transformer layer under sequence parallelism: the activations of each of two ranks between the collectives."""
+    """One transformer layer under sequence parallelism: the activations of each of two ranks between the
+    collectives."""
     made = Picture(960, 196, 1)
     _title(
         made,
@@ -93,10 +100,16 @@ def sequence() -> Picture:
                 made.labels.append(Label(x + width / 2, y + 20, "⇄", 18, "middle", COMMUNICATION))
             else:
                 inside = part in ("attention", "feed-forward")
-                made.boxes.append(Box(x + 2, y, width - 4, 30, RANKS[rank] if inside else shade(RANKS[rank], 1, 2)))
+                made.boxes.append(
+                    Box(x + 2, y, width - 4, 30, RANKS[rank] if inside else shade(RANKS[rank], 1, 2))
+                )
                 text = ("its heads" if part == "attention" else "its columns") if inside else "half the rows"
-                made.labels.append(Label(x + width / 2, y + 19, text, 10, "middle", "#ffffff" if inside else INK))
-        made.labels.append(Label(x + width / 2, 178, part, 11, "middle", COMMUNICATION if collective else INK))
+                made.labels.append(
+                    Label(x + width / 2, y + 19, text, 10, "middle", "#ffffff" if inside else INK)
+                )
+        made.labels.append(
+            Label(x + width / 2, 178, part, 11, "middle", COMMUNICATION if collective else INK)
+        )
         x += width
     made.labels += [Label(14, 89 + 44 * rank, f"rank {rank}", 11) for rank in range(2)]
     return made
@@ -106,7 +119,9 @@ def zero() -> Picture:
     """Bytes per parameter on each of four ranks under the stages of ZeRO."""
     made = Picture(860, 236, 1)
     _title(
-        made, "What one of four data-parallel ranks keeps of a parameter", "bytes, in bf16 with fp32 gradients, master weights and moments"
+        made,
+        "What one of four data-parallel ranks keeps of a parameter",
+        "bytes, in bf16 with fp32 gradients, master weights and moments",
     )
     colours = dict(zip(BYTES, RANKS, strict=False))
     for row, (stage, shared) in enumerate(ZERO.items()):
@@ -127,7 +142,9 @@ def zero() -> Picture:
     return made
 
 
-def _cells(made: Picture, x: float, y: float, owners: Sequence[Sequence[int | None]], side: float = 22) -> None:
+def _cells(
+    made: Picture, x: float, y: float, owners: Sequence[Sequence[int | None]], side: float = 22
+) -> None:
     """A grid whose cells have the colours of ranks; None: empty."""
     for row, own in enumerate(owners):
         for column, rank in enumerate(own):
@@ -148,7 +165,8 @@ def _legend(made: Picture, x: float, y: float) -> None:
 
 
 def context_parts() -> Picture:
-    """The queries of each of four ranks in a causal row of eight blocks, and how many blocks of keys each sees."""
+    """The queries of each of four ranks in a causal row of eight blocks, and how many blocks of keys each
+    sees."""
     made = Picture(860, 316, 1)
     _title(
         made,
@@ -157,24 +175,49 @@ def context_parts() -> Picture:
     )
     blocks, side = 8, 22
     for x, name, note, parts in (
-        (40.0, "contiguous: ulysses", "for whole rows after the exchange; alone it would be unequal", contiguous(blocks, len(RANKS))),
+        (
+            40.0,
+            "contiguous: ulysses",
+            "for whole rows after the exchange; alone it would be unequal",
+            contiguous(blocks, len(RANKS)),
+        ),
         (450.0, "zigzag: gather and ring", "an early and a late part each", zigzag(blocks, len(RANKS))),
     ):
         owners = _owners(parts)
         made.labels.append(Label(x, 76, name, 12, bold=True))
-        _cells(made, x, 88, [[owner if key <= query else None for key in range(blocks)] for query, owner in enumerate(owners)], side)
-        seen = [sum(query + 1 for query, owner in enumerate(owners) if owner == rank) for rank in range(len(RANKS))]
+        _cells(
+            made,
+            x,
+            88,
+            [
+                [owner if key <= query else None for key in range(blocks)]
+                for query, owner in enumerate(owners)
+            ],
+            side,
+        )
+        seen = [
+            sum(query + 1 for query, owner in enumerate(owners) if owner == rank)
+            for rank in range(len(RANKS))
+        ]
         made.labels.append(Label(x + blocks * side + 14, 100, "blocks that it sees", 11, fill=FAINT))
-        made.labels += [Label(x + blocks * side + 14, 122 + 20 * rank, f"rank {rank}: {count}", 12) for rank, count in enumerate(seen)]
+        made.labels += [
+            Label(x + blocks * side + 14, 122 + 20 * rank, f"rank {rank}: {count}", 12)
+            for rank, count in enumerate(seen)
+        ]
         made.labels.append(Label(x, 284, note, 11, fill=FAINT))
     _legend(made, 40, 306)
     return made
 
 
 def context_moves() -> Picture:
-    """What each method of context parallelism moves in the forward pass of one layer's attention, on four ranks."""
+    """What each method of context parallelism moves in the forward pass of one layer's attention, on four
+    ranks."""
     made = Picture(960, 276, 1)
-    _title(made, "What moves in a layer's attention, on four context-parallel ranks", "forward; backward sends gradients the opposite way")
+    _title(
+        made,
+        "What moves in a layer's attention, on four context-parallel ranks",
+        "forward; backward sends gradients the opposite way",
+    )
     count, side, y = len(RANKS), 22, 104
     ranks = range(count)
 
@@ -188,7 +231,9 @@ def context_moves() -> Picture:
         made.labels.append(Label(start, y - 8, name, 11))
         made.labels.append(Label(start, y + count * side + 16, "positions →   heads ↓", 10, fill=FAINT))
     made.labels.append(Label(x + 119, y + 50, "⇄", 20, "middle", COMMUNICATION))
-    made.labels.append(Label(x, y + count * side + 40, "all-to-all there, and of the output back", 11, fill=COMMUNICATION))
+    made.labels.append(
+        Label(x, y + count * side + 40, "all-to-all there, and of the output back", 11, fill=COMMUNICATION)
+    )
 
     x = 390.0
     row = _owners(zigzag(2 * count, count))
@@ -209,13 +254,25 @@ def context_moves() -> Picture:
         if hop:
             made.labels.append(Label(x + 52 + 48 * hop - 14, y + 52, "→", 16, "middle", COMMUNICATION))
     made.labels.append(
-        Label(x, y + count * side + 40, f"{count - 1} hops, each under the attention to what is there", 11, fill=COMMUNICATION)
+        Label(
+            x,
+            y + count * side + 40,
+            f"{count - 1} hops, each under the attention to what is there",
+            11,
+            fill=COMMUNICATION,
+        )
     )
     _legend(made, 40, 262)
     return made
 
 
-FIGURES = {"tensor": tensor, "sequence": sequence, "zero": zero, "context-parts": context_parts, "context-moves": context_moves}
+FIGURES = {
+    "tensor": tensor,
+    "sequence": sequence,
+    "zero": zero,
+    "context-parts": context_parts,
+    "context-moves": context_moves,
+}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""One measured run of transformers' LlamaForCausalLM with torch's fused AdamW, in a plain loop: `python -m benchmarks.peer SPEC.json`.
+"""One measured run of transformers' LlamaForCausalLM with torch's fused AdamW, in a plain loop: `python -m
+benchmarks.peer SPEC.json`.
 
-bf16 is autocast over fp32 weights, the mixed precision of transformers' own trainer; like megalite, it updates fp32 master weights. With
-"weights": "bf16", weights, gradients and optimizer state are bf16: no casts and half the memory, but small updates are lost.
+bf16 is autocast over fp32 weights, the mixed precision of transformers' own trainer; like megalite, it
+updates fp32 master weights. With "weights": "bf16", weights, gradients and optimizer state are bf16: no casts
+and half the memory, but small updates are lost.
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch._dynamo  # torch.optim imports it with the first optimizer; imported here to keep it out of the measured memory
+
+# torch.optim imports it with the first optimizer; imported here to keep it out of the measured memory
+import torch._dynamo
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.measure import Memory, device_memory, finish, product_peak, read_spec, timed
@@ -27,17 +31,27 @@ def main() -> None:
         torch.set_float32_matmul_precision(spec["matmul"])
     torch.manual_seed(0)
     all_bf16 = spec.get("weights") == "bf16"
-    without_cache = {"use_cache": False} if device == "cuda" else {}  # the key-value cache, by default filled in training too
+    # the key-value cache, by default filled in training too
+    without_cache = {"use_cache": False} if device == "cuda" else {}
     with torch.device(device):
-        model = LlamaForCausalLM(LlamaConfig.from_dict({**to_hf_config(config.model, "llama"), **without_cache}))
+        model = LlamaForCausalLM(
+            LlamaConfig.from_dict({**to_hf_config(config.model, "llama"), **without_cache})
+        )
     if all_bf16:
         model = model.bfloat16()
     options = config.optimizer
     optimizer = torch.optim.AdamW(
-        model.parameters(), options.lr, (options.betas[0], options.betas[1]), options.eps, options.weight_decay, fused=True
+        model.parameters(),
+        options.lr,
+        (options.betas[0], options.betas[1]),
+        options.eps,
+        options.weight_decay,
+        fused=True,
     )
     forward: Any = torch.compile(model) if config.train.compile else model
-    tokens = torch.randint(config.model.vocabulary, (config.train.micro_batch_size, config.data.sequence_length), device=device)
+    tokens = torch.randint(
+        config.model.vocabulary, (config.train.micro_batch_size, config.data.sequence_length), device=device
+    )
     bf16 = config.train.precision == "bf16"
 
     def step() -> float:
@@ -56,7 +70,9 @@ def main() -> None:
         **device_memory(device),
         "attention": model.config._attn_implementation,
         "matmul": torch.get_float32_matmul_precision(),
-        "peak_flops": product_peak(spec["peak_size"], torch.bfloat16 if bf16 else torch.float32, device=device),
+        "peak_flops": product_peak(
+            spec["peak_size"], torch.bfloat16 if bf16 else torch.float32, device=device
+        ),
     }
     finish(spec, result)
 

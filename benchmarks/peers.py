@@ -1,9 +1,11 @@
-"""megalite beside others at equal settings: ratios of alternating runs, with megalite against itself next to them.
+"""megalite beside others at equal settings: ratios of alternating runs, with megalite against itself next to
+them.
 
-A 25M Llama beside transformers; nanoGPT's small character model beside a GPT written out in plain torch; data parallelism on four ranks
-beside DDP with ZeroRedundancyOptimizer, FSDP2, and torchtitan's Llama under FSDP2; a Llama of width 256 on one to eight ranks beside
-picotron's layers, messages and buckets. Both sides of a pair compute their products with the same library. What cannot be imported on a
-CPU is written out: each such module says what it does, and leaves out. Give `--rounds 10` for ten pairs, and the peers by name where all of
+A 25M Llama beside transformers; nanoGPT's small character model beside a GPT written out in plain torch; data
+parallelism on four ranks beside DDP with ZeroRedundancyOptimizer, FSDP2, and torchtitan's Llama under FSDP2;
+a Llama of width 256 on one to eight ranks beside picotron's layers, messages and buckets. Both sides of a
+pair compute their products with the same library. What cannot be imported on a CPU is written out: each such
+module says what it does, and leaves out. Give `--rounds 10` for ten pairs, and the peers by name where all of
 them take too long.
 """
 
@@ -62,7 +64,11 @@ class Comparison:
 
     def __post_init__(self) -> None:
         own = "benchmarks.ours"
-        self.runs = [Run("megalite", own), Run(self.peer, PEERS[self.peer]), Run(f"megalite {pairs.AGAIN}", own)]
+        self.runs = [
+            Run("megalite", own),
+            Run(self.peer, PEERS[self.peer]),
+            Run(f"megalite {pairs.AGAIN}", own),
+        ]
 
     def measure(self, number: int, threads: int) -> None:
         """One round. Every second one is in the opposite order."""
@@ -72,7 +78,14 @@ class Comparison:
     def launch(self, run: Run, threads: int) -> dict[str, Any]:
         """One measured process, or one for each rank with a thread of its own."""
         warmup, steps = self.steps
-        spec = {"warmup_steps": warmup, "steps": steps, "product_steps": 0, "peak_size": 64, "config": self.config, "peer": self.peer}
+        spec = {
+            "warmup_steps": warmup,
+            "steps": steps,
+            "product_steps": 0,
+            "peak_size": 64,
+            "config": self.config,
+            "peer": self.peer,
+        }
         spec |= {"matmul": SETTINGS[self.products]}
         return report.launch(run.module, spec, ranks=self.ranks, threads=threads if self.ranks == 1 else 1)
 
@@ -94,22 +107,38 @@ class Comparison:
 
 
 def compare(
-    *, rounds: int, threads: int, smoke: bool, progress: Callable[[str], None], peers: Sequence[str] = tuple(PEERS)
+    *,
+    rounds: int,
+    threads: int,
+    smoke: bool,
+    progress: Callable[[str], None],
+    peers: Sequence[str] = tuple(PEERS),
 ) -> dict[str, Any]:
     """Run everything and return the figures with the conditions they depend on."""
     with TemporaryDirectory(prefix="megalite_benchmark_") as scratch:
         compared = [each for peer in peers for each in comparisons(peer, smoke, Path(scratch))]
         for number in range(1, rounds + 1):
             for each in compared:
-                progress(f"round {number} of {rounds}: {each.peer}, {each.layout}, products by {each.products}")
+                progress(
+                    f"round {number} of {rounds}: {each.peer}, {each.layout}, products by {each.products}"
+                )
                 each.measure(number, threads)
     rows = [row for each in compared for row in each.rows()]
-    configs = {each.peer: {name: each.config[name] for name in ("model", "train", "parallel")} for each in compared}
-    return {"threads": threads, "protocol": {"rounds": rounds}, "config": configs, "results": rows, "targets": []}
+    configs = {
+        each.peer: {name: each.config[name] for name in ("model", "train", "parallel")} for each in compared
+    }
+    return {
+        "threads": threads,
+        "protocol": {"rounds": rounds},
+        "config": configs,
+        "results": rows,
+        "targets": [],
+    }
 
 
 def comparisons(peer: str, smoke: bool, scratch: Path) -> list[Comparison]:
-    """A peer's comparisons: one for each library on one process; on several ranks, where products count less, oneDNN's alone."""
+    """A peer's comparisons: one for each library on one process; on several ranks, where products count less,
+    oneDNN's alone."""
     if peer == "transformers":
         config = step.config_of(*((step.SMOKE_MODEL, 2) if smoke else (step.MODEL, 4)), scratch)
         return [Comparison(peer, products, config, (1, 2) if smoke else (1, 3)) for products in SETTINGS]
@@ -125,7 +154,8 @@ def comparisons(peer: str, smoke: bool, scratch: Path) -> list[Comparison]:
 
 
 def of_picotron(run: overhead.Run, scratch: Path) -> Comparison:
-    """One layout. Neither side clips; picotron shards no optimizer state, and megalite does, as by default."""
+    """One layout. Neither side clips; picotron shards no optimizer state, and megalite does, as by
+    default."""
     config = overhead.config_of(run, scratch)
     config["train"] |= {"grad_clip": 0.0}
     return Comparison("picotron", "oneDNN", config, run.steps, run.ranks, run.layout_name)

@@ -1,8 +1,9 @@
-"""A Llama split over tensor-parallel ranks and pipeline stages in the way of picotron, for `benchmarks.picotron_peer`.
+"""A Llama split over tensor-parallel ranks and pipeline stages in the way of picotron, for
+`benchmarks.picotron_peer`.
 
-q, k, v, gate and up are linears of their own, each of which sums its input's gradient over the tp ranks; o and down sum their outputs; the
-head gathers the logits of the whole vocabulary. Norms and rotary embedding are plain torch operations, attention is torch's. With one rank
-on an axis nothing of that is communicated.
+q, k, v, gate and up are linears of their own, each of which sums its input's gradient over the tp ranks; o
+and down sum their outputs; the head gathers the logits of the whole vocabulary. Norms and rotary embedding
+are plain torch operations, attention is torch's. With one rank on an axis nothing of that is communicated.
 """
 
 from __future__ import annotations
@@ -128,13 +129,20 @@ class Block(nn.Module):
         self.repeats = model.num_attention_heads // model.kv_heads
         self.before, self.between = Norm(width, model.rms_norm_eps), Norm(width, model.rms_norm_eps)
         heads, kv_heads = model.num_attention_heads * self.head, model.kv_heads * self.head
-        self.q, self.k, self.v = Column(width, heads, tp), Column(width, kv_heads, tp), Column(width, kv_heads, tp)
+        self.q, self.k, self.v = (
+            Column(width, heads, tp),
+            Column(width, kv_heads, tp),
+            Column(width, kv_heads, tp),
+        )
         self.gate, self.up = Column(width, inner, tp), Column(width, inner, tp)
         self.out, self.down = Row(heads, width, tp), Row(inner, width, tp)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [batch, seq, hidden]
         normed = self.before(x)
-        q, k, v = (linear(normed).unflatten(-1, (-1, self.head)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        q, k, v = (
+            linear(normed).unflatten(-1, (-1, self.head)).transpose(1, 2)
+            for linear in (self.q, self.k, self.v)
+        )
         q, k = rotated(q, cos, sin), rotated(k, cos, sin)
         k, v = (each.repeat_interleave(self.repeats, dim=1) for each in (k, v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -162,7 +170,10 @@ class Stage(nn.Module):
         if self.last:
             self.norm = Norm(model.hidden_size, model.rms_norm_eps)
             self.head = Column(model.hidden_size, model.vocabulary, tp, gathered=True)
-        angles = torch.outer(torch.arange(length).float(), model.rope_theta ** -(torch.arange(0, model.head_size, 2) / model.head_size))
+        angles = torch.outer(
+            torch.arange(length).float(),
+            model.rope_theta ** -(torch.arange(0, model.head_size, 2) / model.head_size),
+        )
         self.cos, self.sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)  # [seq, head]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
-"""One measured run in the way of picotron (Hugging Face): `python -m benchmarks.picotron_peer SPEC.json`, under torchrun for several ranks.
+"""One measured run in the way of picotron (Hugging Face): `python -m benchmarks.picotron_peer SPEC.json`,
+under torchrun for several ranks.
 
-picotron cannot be imported without CUDA and flash-attn, so its training loop is written down here: its model (`picotron_model`), 1F1B with
-messages that are awaited at once, gradients in buckets of 25 MB that are summed during the last backward, torch's AdamW with its defaults,
-no clipping. Reading of data, printing and checkpoints are left out.
+picotron cannot be imported without CUDA and flash-attn, so its training loop is written down here: its model
+(`picotron_model`), 1F1B with messages that are awaited at once, gradients in buckets of 25 MB that are summed
+during the last backward, torch's AdamW with its defaults, no clipping. Reading of data, printing and
+checkpoints are left out.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch._dynamo  # torch.optim imports it with the first optimizer; imported here to keep it out of the measured time
+
+# torch.optim imports it with the first optimizer; imported here to keep it out of the measured time
+import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -39,7 +43,8 @@ def axes(tp: int, pp: int, dp: int) -> dict[str, Axis]:
 
 
 class Buckets:
-    """Gradients that are accumulated in flat buckets, and averaged over the dp ranks as soon as those of a bucket are complete.
+    """Gradients that are accumulated in flat buckets, and averaged over the dp ranks as soon as those of a
+    bucket are complete.
 
     Attributes:
         last: the backward that runs is the step's last one.
@@ -61,7 +66,9 @@ class Buckets:
         for number, (bucket, flat) in enumerate(zip(self.buckets, self.flat, strict=True)):
             for parameter, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
                 self.sums[parameter] = part.view_as(parameter)
-                parameter.register_post_accumulate_grad_hook(lambda given, number=number: self.add(given, number))
+                parameter.register_post_accumulate_grad_hook(
+                    lambda given, number=number: self.add(given, number)
+                )
 
     def add(self, parameter: Tensor, number: int) -> None:
         """Called with every gradient."""
@@ -125,10 +132,14 @@ class Pipeline:
             self.exchange(self.backward(*waiting.popleft(), grad, number == warmup - 1), self.before)
         return self.loss
 
-    def exchange(self, tensor: Tensor | None = None, send: int | None = None, receive: int | None = None) -> Tensor | None:
+    def exchange(
+        self, tensor: Tensor | None = None, send: int | None = None, receive: int | None = None
+    ) -> Tensor | None:
         """Send to a rank, receive from one, and wait for both."""
         made = torch.empty(self.shape, requires_grad=True) if receive is not None else None
-        messages = [dist.P2POp(dist.isend, tensor.detach(), send)] if tensor is not None and send is not None else []
+        messages = (
+            [dist.P2POp(dist.isend, tensor.detach(), send)] if tensor is not None and send is not None else []
+        )
         messages += [dist.P2POp(dist.irecv, made.detach(), receive)] if made is not None else []
         for work in dist.batch_isend_irecv(messages) if messages else ():
             work.wait()

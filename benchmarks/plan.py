@@ -1,7 +1,8 @@
 """Compares the planner with this machine: predicted and measured steps of a small Llama on five layouts.
 
-The device is calibrated right before, with as many ranks of one thread each as the layouts have. The two are independent: calibration
-measures matrix products, memory bandwidth and collectives; the steps are run by the trainer.
+The device is calibrated right before, with as many ranks of one thread each as the layouts have. The two are
+independent: calibration measures matrix products, memory bandwidth and collectives; the steps are run by the
+trainer.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ COLUMNS = {
     "predicted ms": "predicted_ms:,.1f",
     "predicted / measured": "ratio:.2f",
 }
-LAYOUTS: tuple[dict[str, int], ...] = ({"zero": 0}, {"tp": 2, "zero": 0}, {"pp": 2, "zero": 0}, {"dp": 2, "zero": 0}, {"dp": 2, "zero": 1})
+LAYOUTS: tuple[dict[str, int], ...] = (
+    {"zero": 0},
+    {"tp": 2, "zero": 0},
+    {"pp": 2, "zero": 0},
+    {"dp": 2, "zero": 0},
+    {"dp": 2, "zero": 1},
+)
 TOLERANCE = 0.25
 ON_CPU = {
     "dtype": "float32",
@@ -45,15 +52,27 @@ ON_GPU = {
     "attention": [4096, 32, 128],
     "messages": [1 << 16, 1 << 28],
 }
-SMOKE = {"sizes": [16, 32], "rows": [16, 16], "logits": [16, 32], "attention": [16, 2, 8], "messages": [1 << 8, 1 << 14]}
+SMOKE = {
+    "sizes": [16, 32],
+    "rows": [16, 16],
+    "logits": [16, 32],
+    "attention": [16, 2, 8],
+    "messages": [1 << 8, 1 << 14],
+}
 
 
 def calibrate(smoke: bool = False, limit_s: float = 1800.0) -> dict[str, Any]:
     """Measure this machine; returns a device in the form that `megalite/planning/hardware.py` reads."""
     gpus = report.gpus()
     ranks = len(gpus) or 2
-    spec: dict[str, Any] = {"device": "cuda" if gpus else "cpu", "ranks": ranks, **(ON_GPU if gpus else ON_CPU)}
-    found = report.launch("benchmarks.calibrate", spec | (SMOKE if smoke else {}), ranks=ranks, threads=1, limit_s=limit_s)
+    spec: dict[str, Any] = {
+        "device": "cuda" if gpus else "cpu",
+        "ranks": ranks,
+        **(ON_GPU if gpus else ON_CPU),
+    }
+    found = report.launch(
+        "benchmarks.calibrate", spec | (SMOKE if smoke else {}), ranks=ranks, threads=1, limit_s=limit_s
+    )
     return _gpu(found, gpus) if gpus else _cpu(found, ranks)
 
 
@@ -63,11 +82,15 @@ def write_device(path: Path, content: dict[str, Any]) -> None:
 
     rounded = json.loads(json.dumps(content), parse_float=lambda text: float(f"{float(text):.4g}"))
     name = report.machine()["cpu"] if content.get("cpu") else content.get("device", "a GPU")
-    write_whole(path, f"# Measured by megalite plan --calibrate on {name}.\n{yaml.safe_dump(rounded, sort_keys=False)}")
+    write_whole(
+        path,
+        f"# Measured by megalite plan --calibrate on {name}.\n{yaml.safe_dump(rounded, sort_keys=False)}",
+    )
 
 
 def _cpu(found: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """A CPU's row of hardware.yaml. The network between machines is not measured but set to the link inside one."""
+    """A CPU's row of hardware.yaml. The network between machines is not measured but set to the link inside
+    one."""
     return {
         **found,
         "measured": True,
@@ -85,15 +108,22 @@ def _cpu(found: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def _gpu(found: dict[str, Any], gpus: Sequence[str]) -> dict[str, Any]:
-    """A GPU's row of hardware.yaml. Its products are modelled by tiles, at the fraction of its peak that the fastest measured product
-    reached. What this machine does not have, a network or a second GPU, is the table's, or if it does not know the device the host's link.
+    """A GPU's row of hardware.yaml. Its products are modelled by tiles, at the fraction of its peak that the
+    fastest measured product reached. What this machine does not have, a network or a second GPU, is the
+    table's, or if it does not know the device the host's link.
     """
     import torch
 
-    properties, peak, known = torch.cuda.get_device_properties(0), peak_flops(gpus[0], "bf16"), found_as(gpus[0])
+    properties, peak, known = (
+        torch.cuda.get_device_properties(0),
+        peak_flops(gpus[0], "bf16"),
+        found_as(gpus[0]),
+    )
     best = max(found["products"].values()) / 1e3
     own = {"within": known.within, "between": known.between} if known else {}
-    links = {name: {"gbs": link.bandwidth / 1e9, "latency_us": 1e6 * link.latency} for name, link in own.items()}
+    links = {
+        name: {"gbs": link.bandwidth / 1e9, "latency_us": 1e6 * link.latency} for name, link in own.items()
+    }
     peaks = {"fp32": known.peaks["fp32"] / 1e12} if known and "fp32" in known.peaks else {}
     return {
         "within": dict(found["host"]),
@@ -122,12 +152,24 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
             for run in runs:
                 progress(f"round {number} of {rounds}: {run.layout_name}")
                 warmup, steps = run.steps
-                spec = {"config": overhead.config_of(run, Path(scratch)), "warmup_steps": warmup, "steps": steps, "product_steps": 0}
-                run.results.append(report.launch("benchmarks.ours", spec | {"peak_size": 64}, ranks=run.ranks, threads=1))
+                spec = {
+                    "config": overhead.config_of(run, Path(scratch)),
+                    "warmup_steps": warmup,
+                    "steps": steps,
+                    "product_steps": 0,
+                }
+                run.results.append(
+                    report.launch("benchmarks.ours", spec | {"peak_size": 64}, ranks=run.ranks, threads=1)
+                )
     device = read_device("here", json.loads(json.dumps(content)))
     rows = [_row(run, device) for run in runs]
     worst = max(abs(row["ratio"] - 1) for row in rows)
-    target = {"target": "largest deviation of a prediction", "measured": worst, "wanted": f"≤ {TOLERANCE}", "met": worst <= TOLERANCE}
+    target = {
+        "target": "largest deviation of a prediction",
+        "measured": worst,
+        "wanted": f"≤ {TOLERANCE}",
+        "met": worst <= TOLERANCE,
+    }
     return {"calibrated": content, "protocol": {"rounds": rounds}, "results": rows, "targets": [target]}
 
 

@@ -1,11 +1,14 @@
-"""Preparation of a .jsonl by several processes: megalite's beside Megatron-LM's and datatrove's, with one tokenizer, in one run.
+"""Preparation of a .jsonl by several processes: megalite's beside Megatron-LM's and datatrove's, with one
+tokenizer, in one run.
 
-The text is the source of Python's standard library, repeated with other names; the tokenizer is a byte-level BPE of 32,000 tokens that is
-trained on it. Each way runs in a process of its own, in turn with the others, and its seconds include reading, tokenizers and writing.
-Seconds of processors show the cost also where other work on the machine takes time.
+The text is the source of Python's standard library, repeated with other names; the tokenizer is a byte-level
+BPE of 32,000 tokens that is trained on it. Each way runs in a process of its own, in turn with the others,
+and its seconds include reading, tokenizers and writing. Seconds of processors show the cost also where other
+work on the machine takes time.
 
-Megatron-LM's preprocess_data.py is no part of its package: its loop is written down and measured here. datatrove is measured where it is
-installed, else its loop is. The tokenizer alone, on texts in memory in one process, is the limit of each worker.
+Megatron-LM's preprocess_data.py is no part of its package: its loop is written down and measured here.
+datatrove is measured where it is installed, else its loop is. The tokenizer alone, on texts in memory in one
+process, is the limit of each worker.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ COLUMNS = {
 }
 
 
-def compare(*, megabytes: int, workers: int | None, rounds: int, smoke: bool, progress: Callable[[str], None]) -> dict[str, Any]:
+def compare(
+    *, megabytes: int, workers: int | None, rounds: int, smoke: bool, progress: Callable[[str], None]
+) -> dict[str, Any]:
     """Run everything and return the figures with the conditions they depend on."""
     size, workers = 200_000 if smoke else megabytes * 1_000_000, workers or report.cores()
     names = {
@@ -43,14 +48,25 @@ def compare(*, megabytes: int, workers: int | None, rounds: int, smoke: bool, pr
         "megatron": "Megatron-LM's loop (own measurement of the same loop)",
         "alone": "tokenizer alone, one process",
     }
-    names["datatrove"] = "datatrove" if find_spec("datatrove") is not None else "datatrove's loop (own measurement of the same loop)"
-    found: dict[str, list[dict[str, Any]]] = {way: [] for way in ("megalite", "megatron", "datatrove", "alone")}
-    with TemporaryDirectory(prefix="megalite_benchmark_", dir=Path.cwd()) as scratch:  # on a disk: /tmp may be in memory
+    names["datatrove"] = (
+        "datatrove"
+        if find_spec("datatrove") is not None
+        else "datatrove's loop (own measurement of the same loop)"
+    )
+    found: dict[str, list[dict[str, Any]]] = {
+        way: [] for way in ("megalite", "megatron", "datatrove", "alone")
+    }
+    # on a disk: /tmp may be in memory
+    with TemporaryDirectory(prefix="megalite_benchmark_", dir=Path.cwd()) as scratch:
         directory = Path(scratch)
         progress(f"writing {size / 1e6:.0f} MB of text and training a tokenizer")
         train_tokenizer(directory / "tokenizer", 500 if smoke else VOCABULARY, 5 if smoke else TRAINING_TEXTS)
         write_text(directory, size, workers)
-        spec = {"input": str(directory / "text.jsonl"), "shards": str(directory / "shards"), "tokenizer": str(directory / "tokenizer")}
+        spec = {
+            "input": str(directory / "text.jsonl"),
+            "shards": str(directory / "shards"),
+            "tokenizer": str(directory / "tokenizer"),
+        }
         for number in range(1, rounds + 1):
             for way, results in found.items():
                 progress(f"round {number} of {rounds}: {names[way]}")
@@ -65,8 +81,15 @@ def compare(*, megabytes: int, workers: int | None, rounds: int, smoke: bool, pr
         "workers": workers,
         "packages": {name: report.version(name) for name in ("tokenizers", "datatrove")},
         "load_average": [round(load, 2) for load in os.getloadavg()],
-        "config": {"bytes": size, "text": "Python's standard library, repeated with other names", "vocabulary": VOCABULARY},
-        "protocol": {"rounds": rounds, "seconds": "from reading the first byte to the published files, workers' start included"},
+        "config": {
+            "bytes": size,
+            "text": "Python's standard library, repeated with other names",
+            "vocabulary": VOCABULARY,
+        },
+        "protocol": {
+            "rounds": rounds,
+            "seconds": "from reading the first byte to the published files, workers' start included",
+        },
         "results": rows,
         "targets": targets(rows),
     }
@@ -74,7 +97,10 @@ def compare(*, megabytes: int, workers: int | None, rounds: int, smoke: bool, pr
 
 def rows_of(found: dict[str, list[dict[str, Any]]], names: dict[str, str]) -> list[dict[str, Any]]:
     """A row for each way, from the medians of its rounds; `ratio` is megalite's speed over its."""
-    speeds = {way: median(each["bytes"] / 1e6 / each["seconds"] for each in results) for way, results in found.items()}
+    speeds = {
+        way: median(each["bytes"] / 1e6 / each["seconds"] for each in results)
+        for way, results in found.items()
+    }
     return [
         {
             "way": names[way],
@@ -90,9 +116,12 @@ def rows_of(found: dict[str, list[dict[str, Any]]], names: dict[str, str]) -> li
 
 
 def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Nearly the tokenizer's own speed, and not less than the peers': per processor second, which other work disturbs least."""
+    """Nearly the tokenizer's own speed, and not less than the peers': per processor second, which other work
+    disturbs least."""
     ours, *others = (row["mb_per_cpu_second"] for row in rows)
-    wanted = zip(("Megatron-LM's loop", "datatrove", "tokenizer alone"), others, (1.0, 1.0, 0.85), strict=True)
+    wanted = zip(
+        ("Megatron-LM's loop", "datatrove", "tokenizer alone"), others, (1.0, 1.0, 0.85), strict=True
+    )
     return [
         {
             "target": f"megalite / {name}, MB per processor second",
@@ -112,14 +141,19 @@ def library() -> Iterator[str]:
 
 
 def write_text(directory: Path, size: int, shards: int) -> None:
-    """text.jsonl of about `size` bytes, and its lines dealt to shards/*.jsonl, one for each worker of those who read one file each."""
+    """text.jsonl of about `size` bytes, and its lines dealt to shards/*.jsonl, one for each worker of those
+    who read one file each."""
     (directory / "shards").mkdir()
-    files = [(directory / "shards" / f"{number}.jsonl").open("w", encoding="utf-8") for number in range(shards)]
+    files = [
+        (directory / "shards" / f"{number}.jsonl").open("w", encoding="utf-8") for number in range(shards)
+    ]
     texts, written, passes, line_number = list(library()), 0, 0, 0
     with (directory / "text.jsonl").open("w", encoding="utf-8") as whole:
         while written < size:
             for text in texts:
-                varied = text if not passes else text.replace("self", f"self{passes}").replace("_", f"_{passes}_")
+                varied = (
+                    text if not passes else text.replace("self", f"self{passes}").replace("_", f"_{passes}_")
+                )
                 line = json.dumps({"text": varied}) + "\n"
                 whole.write(line)
                 files[line_number % shards].write(line)
@@ -137,9 +171,14 @@ def train_tokenizer(directory: Path, vocabulary: int, texts: int) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator((text for text, _ in zip(library(), range(texts), strict=False)), trainer)
     directory.mkdir()
     tokenizer.save(str(directory / "tokenizer.json"))

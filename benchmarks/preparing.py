@@ -1,4 +1,5 @@
-"""One measured preparation of a .jsonl in its own process: megalite's, Megatron-LM's loop, datatrove's, or the tokenizer alone."""
+"""One measured preparation of a .jsonl in its own process: megalite's, Megatron-LM's loop, datatrove's, or
+the tokenizer alone."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ import numpy as np
 
 from benchmarks.measure import finish, read_spec
 
-BATCH = 1_000  # documents of a call; datatrove's default of 10,000 takes more than 10 GB of memory for documents as long as these
+# documents of a call; datatrove's default of 10,000 takes more than 10 GB of memory for documents as long as
+# these
+BATCH = 1_000
 CHUNK = 32  # lines sent at once, Megatron-LM's
 ALONE_BYTES = 16_000_000  # of input, read before the clock starts
 
@@ -27,7 +30,9 @@ def megalite(spec: dict[str, Any]) -> int:
     from megalite.data.preparation.sources import open_inputs
 
     sources = open_inputs([spec["input"]], exclude=[], file_format="auto", text_key="text", split="train")
-    return prepare(sources, Path(spec["output"], "x"), spec["tokenizer"], workers=spec["workers"], overwrite=True).tokens
+    return prepare(
+        sources, Path(spec["output"], "x"), spec["tokenizer"], workers=spec["workers"], overwrite=True
+    ).tokens
 
 
 _tokenizer: list[Any] = []  # of a worker
@@ -48,7 +53,8 @@ def _encode_line(line: str) -> tuple[list[int], int]:
 
 
 def megatron(spec: dict[str, Any]) -> int:
-    """The loop of Megatron-LM's tools/preprocess_data.py: one process reads lines and writes, a pool tokenizes each by itself."""
+    """The loop of Megatron-LM's tools/preprocess_data.py: one process reads lines and writes, a pool
+    tokenizes each by itself."""
     total = 0
     with (
         Path(spec["input"]).open(encoding="utf-8") as lines,
@@ -64,7 +70,8 @@ def megatron(spec: dict[str, Any]) -> int:
 
 
 def datatrove(spec: dict[str, Any]) -> int:
-    """datatrove's tokenization of a folder of shards, one per worker; without the merging of its results into one file."""
+    """datatrove's tokenization of a folder of shards, one per worker; without the merging of its results into
+    one file."""
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.tokens import DocumentTokenizer
@@ -73,10 +80,15 @@ def datatrove(spec: dict[str, Any]) -> int:
     steps = [
         JsonlReader(spec["shards"], glob_pattern="*.jsonl"),
         DocumentTokenizer(
-            str(out), str(Path(spec["tokenizer"], "tokenizer.json")), eos_token=spec["eos"], shuffle_documents=False, batch_size=BATCH
+            str(out),
+            str(Path(spec["tokenizer"], "tokenizer.json")),
+            eos_token=spec["eos"],
+            shuffle_documents=False,
+            batch_size=BATCH,
         ),
     ]
-    running = {"tasks": spec["workers"], "workers": spec["workers"], "start_method": "spawn"}  # whose processor time is seen here
+    # whose processor time is seen here
+    running = {"tasks": spec["workers"], "workers": spec["workers"], "start_method": "spawn"}
     LocalPipelineExecutor(steps, logging_dir=str(out / "logs"), **running).run()
     return sum(path.stat().st_size for path in out.glob("*.ds")) // 2
 
@@ -95,7 +107,8 @@ def _encode_shard(spec: dict[str, Any], shard: Path) -> int:
 
 
 def datatrove_loop(spec: dict[str, Any]) -> int:
-    """What datatrove does, where it is not installed: each process reads a shard, and tokenizes batches of documents."""
+    """What datatrove does, where it is not installed: each process reads a shard, and tokenizes batches of
+    documents."""
     shards = sorted(Path(spec["shards"]).glob("*.jsonl"))
     with multiprocessing.Pool(spec["workers"]) as pool:
         return sum(pool.starmap(_encode_shard, [(spec, shard) for shard in shards]))
@@ -110,7 +123,8 @@ def _sample(path: str) -> tuple[list[str], int]:
 
 
 def alone(spec: dict[str, Any]) -> tuple[float, float, int]:
-    """The tokenizer in one process on texts in memory: seconds of the clock and of the processor for ALONE_BYTES of input, and these."""
+    """The tokenizer in one process on texts in memory: seconds of the clock and of the processor for
+    ALONE_BYTES of input, and these."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(Path(spec["tokenizer"], "tokenizer.json")))
@@ -131,7 +145,11 @@ def measured(spec: dict[str, Any]) -> dict[str, Any]:
     if spec["way"] == "alone":
         seconds, cpu, size = alone(spec)
         return {"seconds": seconds, "cpu_s": cpu, "bytes": size, "tokens": None}
-    ways = {"megalite": megalite, "megatron": megatron, "datatrove": datatrove if find_spec("datatrove") is not None else datatrove_loop}
+    ways = {
+        "megalite": megalite,
+        "megatron": megatron,
+        "datatrove": datatrove if find_spec("datatrove") is not None else datatrove_loop,
+    }
     started, before = perf_counter(), _processor_seconds()
     tokens = ways[spec["way"]](spec)
     return {

@@ -15,8 +15,8 @@ MOST = 20  # kernels in the list
 def look(step: Callable[[], object], device: str) -> dict[str, Any]:
     """Run and profile `STEPS` steps.
 
-    Returns the most expensive kernels (on a CPU: operations), with their times for one step, and the share of the time between the first
-    kernel's start and the last one's end in which no kernel ran (None on a CPU).
+    Returns the most expensive kernels (on a CPU: operations), with their times for one step, and the share of
+    the time between the first kernel's start and the last one's end in which no kernel ran (None on a CPU).
     """
     on_gpu = device == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -41,7 +41,10 @@ def by_time(times: Iterable[tuple[str, float]]) -> tuple[list[dict[str, Any]], f
         found[1] += us / STEPS
     total = sum(us for _, us in sums.values())
     ordered = sorted(sums.items(), key=lambda item: -item[1][1])[:MOST]
-    return [{"name": name, "calls": calls, "us": us, "share": us / total if total else 0.0} for name, (calls, us) in ordered], total
+    return [
+        {"name": name, "calls": calls, "us": us, "share": us / total if total else 0.0}
+        for name, (calls, us) in ordered
+    ], total
 
 
 def idle(spans: Iterable[tuple[str, float, float]]) -> float | None:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.published              writes the tables of docs/planner.md
 
-The constants are fitted to all of these tables by benchmarks/held_out.py, which also predicts each table by constants fitted without it. A
-row states its assumptions where its source does not give a value.
+The constants are fitted to all of these tables by benchmarks/held_out.py, which also predicts each table by
+constants fitted without it. A row states its assumptions where its source does not give a value.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class Table:
 
 
 def fitted() -> dict[str, float]:
-    """The constants that published runs determine: the planner's own, and those of other training codes and conditions."""
+    """The constants that published runs determine: the planner's own, and those of other training codes and
+    conditions."""
     own = {"ampere": find("a100").sustained, "hopper": find("h100").sustained, **asdict(CONSTANTS)}
     return {name: row.get("value", own.get(name)) for name, row in read_published()["constants"].items()}
 
@@ -86,9 +87,14 @@ def read_published() -> dict[str, Any]:
 
 
 def compare(constants: Mapping[str, float] | None = None, only: Collection[str] | None = None) -> list[Table]:
-    """The tables of published.yaml, predicted by given constants, by default the fitted ones. only: the tables' keys, by default all."""
+    """The tables of published.yaml, predicted by given constants, by default the fitted ones. only: the
+    tables' keys, by default all."""
     tree, values = read_published(), constants or fitted()
-    return [_table(key, table, tree, values) for key, table in tree["tables"].items() if only is None or key in only]
+    return [
+        _table(key, table, tree, values)
+        for key, table in tree["tables"].items()
+        if only is None or key in only
+    ]
 
 
 def apart() -> list[Table]:
@@ -104,7 +110,10 @@ def _table(key: str, table: Mapping[str, Any], tree: Mapping[str, Any], values: 
 
 def rows_of(table: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of a table, each with what all rows share."""
-    return [{**table, **row, "unit": table["measured"], "layout": table["layout"] | row.get("layout", {})} for row in table["rows"]]
+    return [
+        {**table, **row, "unit": table["measured"], "layout": table["layout"] | row.get("layout", {})}
+        for row in table["rows"]
+    ]
 
 
 def job_of(row: Mapping[str, Any], tree: Mapping[str, Any], values: Mapping[str, float]) -> Job:
@@ -122,7 +131,11 @@ def _shape(row: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
     """The model of a row that names no preset."""
     hidden, layers, heads = row["shape"]
     sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
-    return {**tree["models"][row["model"]], **sizes, "intermediate_size": row.get("intermediate_size", 4 * hidden)}
+    return {
+        **tree["models"][row["model"]],
+        **sizes,
+        "intermediate_size": row.get("intermediate_size", 4 * hidden),
+    }
 
 
 def choice_of(row: Mapping[str, Any]) -> Choice:
@@ -138,7 +151,8 @@ def _row(row: Mapping[str, Any], job: Job, choice: Choice) -> Comparison:
 
 
 def _device(row: Mapping[str, Any], values: Mapping[str, float]) -> Device:
-    """The device of a row under given constants, with the conditions that its source names instead of the usual ones."""
+    """The device of a row under given constants, with the conditions that its source names instead of the
+    usual ones."""
     device, named = find(row["gpu"]), row.get("hardware", {})
     between = read_link(named["between"]) if "between" in named else device.between
     own = replace(CONSTANTS, **{name: value for name, value in values.items() if name in asdict(CONSTANTS)})
@@ -165,7 +179,9 @@ def _figure(unit: str, job: Job, choice: Choice, seconds: float) -> float:
         return tokens / job.sequence_length
     if unit == "sc21_tflops":
         return tokens * _sc21_flops_per_token(model, job.sequence_length) / 1e12
-    return tokens * model_flops_per_token(model, job.sequence_length) / 1e12 if unit == "palm_tflops" else tokens
+    return (
+        tokens * model_flops_per_token(model, job.sequence_length) / 1e12 if unit == "palm_tflops" else tokens
+    )
 
 
 def _sc21_flops_per_token(model: ModelConfig, sequence: int) -> float:
@@ -181,11 +197,21 @@ def document(tables: list[Table]) -> str:
     for table in tables:
         source = known[table.key]
         unit = UNITS[source["measured"]]
-        parts += [f"**{table.title}.** Source: {source['source']}. Median {table.median:.1%}, worst {table.worst:+.1%}.", ""]
-        parts += [f"| | GPUs | layout | measured, {unit} | predicted | deviation of speed |", "|---|---|---|---|---|---|"]
+        parts += [
+            f"**{table.title}.** Source: {source['source']}. Median {table.median:.1%}, worst "
+            f"{table.worst:+.1%}.",
+            "",
+        ]
+        parts += [
+            f"| | GPUs | layout | measured, {unit} | predicted | deviation of speed |",
+            "|---|---|---|---|---|---|",
+        ]
         for row in table.rows:
             layout = described(row.choice)
-            parts.append(f"| {row.name} | {row.choice.gpus} | {layout} | {row.measured:,g} | {row.predicted:,.4g} | {row.deviation:+.1%} |")
+            parts.append(
+                f"| {row.name} | {row.choice.gpus} | {layout} | {row.measured:,g} | {row.predicted:,.4g} | "
+                f"{row.deviation:+.1%} |"
+            )
         parts.append("")
     return "\n".join(parts)
 

@@ -1,11 +1,12 @@
-"""Recomputation by budget against every other mode at that mode's memory, and planned against measured peaks at five budgets, on a CPU.
+"""Recomputation by budget against every other mode at that mode's memory, and planned against measured peaks
+at five budgets, on a CPU.
 
     python -m benchmarks.recomputation [--rounds 20] [--output benchmarks/results]
 
-One process trains a small Llama in all variants, one step of each in turn, in an order that changes from round to round. A budget is the
-planned peak of the mode that it is compared with. `ratio` is the median over the rounds of budget time / the mode's time; below 1.02 the
-budget keeps its promise. Peaks are those of torch's allocator above what there was before the step, and the states.
-Writes MACHINE-recomputation.json.
+One process trains a small Llama in all variants, one step of each in turn, in an order that changes from
+round to round. A budget is the planned peak of the mode that it is compared with. `ratio` is the median over
+the rounds of budget time / the mode's time; below 1.02 the budget keeps its promise. Peaks are those of
+torch's allocator above what there was before the step, and the states. Writes MACHINE-recomputation.json.
 """
 
 from __future__ import annotations
@@ -38,7 +39,13 @@ MODES = ("none", "selective", "every-2", "full")
 PARTS = (0.0, 0.25, 0.5, 0.75, 0.95)
 """Budgets between the peak of recomputing everything and that of recomputing nothing."""
 
-TIMES = {"mode": "mode:s", "mode s": "mode_s:.3f", "budget s": "budget_s:.3f", "ratio": "ratio:.3f", "budget recomputes": "recomputed:s"}
+TIMES = {
+    "mode": "mode:s",
+    "mode s": "mode_s:.3f",
+    "budget s": "budget_s:.3f",
+    "ratio": "ratio:.3f",
+    "budget recomputes": "recomputed:s",
+}
 PEAKS = {"planned": "planned_bytes:,d", "measured": "measured_bytes:,d", "ratio": "measured_over_planned:.3f"}
 
 
@@ -53,7 +60,9 @@ class Variant:
         length, batch = config.data.sequence_length, config.train.micro_batch_size
         count = build.layout(config).microbatches
         tokens = torch.randint(config.model.vocabulary, (length, batch))
-        self.batches = [Microbatch.of(tokens.clone(), tokens.clone(), torch.arange(batch)) for _ in range(count)]
+        self.batches = [
+            Microbatch.of(tokens.clone(), tokens.clone(), torch.arange(batch)) for _ in range(count)
+        ]
         self.schedule = build.schedule(config, count)
         self.optimizer = AdamW(OptimizerState(self.parts.store, OPTIMIZERS["adamw"].kinds), config.optimizer)
         self.steps = 0
@@ -78,8 +87,16 @@ class Variant:
 
 
 def configuration(options: argparse.Namespace) -> Config:
-    model = {"hidden_size": options.width, "intermediate_size": options.width * 11 // 4, "num_hidden_layers": options.layers}
-    model |= {"num_attention_heads": options.width // 64, "num_key_value_heads": options.width // 128, "vocab_size": 2048}
+    model = {
+        "hidden_size": options.width,
+        "intermediate_size": options.width * 11 // 4,
+        "num_hidden_layers": options.layers,
+    }
+    model |= {
+        "num_attention_heads": options.width // 64,
+        "num_key_value_heads": options.width // 128,
+        "vocab_size": 2048,
+    }
     train = {"global_batch_size": 2 * options.batch, "micro_batch_size": options.batch}
     return from_dict(
         {
@@ -156,16 +173,35 @@ def main() -> None:
     tool.add_argument("--layers", type=positive, default=6, help="layers (default 6)")
     tool.add_argument("--width", type=positive, default=512, help="width, a multiple of 128 (default 512)")
     tool.add_argument("--length", type=positive, default=256, help="sequence length (default 256)")
-    tool.add_argument("--batch", type=positive, default=2, help="samples of a microbatch, of which a step has two (default 2)")
-    tool.add_argument("--gpu", metavar="FILE", help="the measured device whose costs count, as megalite plan --calibrate writes it")
+    tool.add_argument(
+        "--batch",
+        type=positive,
+        default=2,
+        help="samples of a microbatch, of which a step has two (default 2)",
+    )
+    tool.add_argument(
+        "--gpu",
+        metavar="FILE",
+        help="the measured device whose costs count, as megalite plan --calibrate writes it",
+    )
     tool.add_argument("--threads", type=positive, default=1, help="threads (default 1)")
-    tool.add_argument("--output", type=Path, default=None, metavar="DIR", help="directory of the results; default: only printed")
+    tool.add_argument(
+        "--output",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="directory of the results; default: only printed",
+    )
     options = tool.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     config = configuration(options)
     protocol = {name: value for name, value in vars(options).items() if name != "output"}
-    content: dict[str, Any] = {"protocol": protocol, "times": compare(config, options.rounds), "peaks": peaks(config)}
+    content: dict[str, Any] = {
+        "protocol": protocol,
+        "times": compare(config, options.rounds),
+        "peaks": peaks(config),
+    }
     print(report.table(content["times"], TIMES))
     print(report.table(content["peaks"], PEAKS))
     if options.output is not None:

@@ -1,4 +1,5 @@
-"""Starts measured processes, describes the machine, and writes the results. Imports no torch: the processes do."""
+"""Starts measured processes, describes the machine, and writes the results. Imports no torch: the processes
+do."""
 
 from __future__ import annotations
 
@@ -34,12 +35,21 @@ class BenchmarkError(RuntimeError):
     """A measured process failed; the message has the end of its output."""
 
 
-def launch(module: str, spec: dict[str, Any], *, ranks: int = 1, threads: int, limit_s: float = 1800.0) -> dict[str, Any]:
-    """Run `python -m module` on `ranks` processes with `threads` threads each, and return the result of rank 0."""
+def launch(
+    module: str, spec: dict[str, Any], *, ranks: int = 1, threads: int, limit_s: float = 1800.0
+) -> dict[str, Any]:
+    """Run `python -m module` on `ranks` processes with `threads` threads each, and return the result of rank
+    0."""
     with tempfile.TemporaryDirectory(prefix="megalite_benchmark_") as scratch:
         result = Path(scratch, "result.json")
-        Path(scratch, "spec.json").write_text(json.dumps({**spec, "threads": threads, "result": str(result)}), encoding="utf-8")
-        launcher = [*CHILD, "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        Path(scratch, "spec.json").write_text(
+            json.dumps({**spec, "threads": threads, "result": str(result)}), encoding="utf-8"
+        )
+        launcher = (
+            [*CHILD, "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            if ranks > 1
+            else []
+        )
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": search_path(), **marked()}
         command = [sys.executable, *launcher, *CHILD, module, str(Path(scratch, "spec.json"))]
         with open(Path(scratch, "output"), "w+", encoding="utf-8") as output:
@@ -48,7 +58,9 @@ def launch(module: str, spec: dict[str, Any], *, ranks: int = 1, threads: int, l
             try:
                 process.wait(limit_s)
             except subprocess.TimeoutExpired:
-                raise BenchmarkError(f"{module} on {ranks} ranks did not end within {limit_s:.0f} s") from None
+                raise BenchmarkError(
+                    f"{module} on {ranks} ranks did not end within {limit_s:.0f} s"
+                ) from None
             finally:
                 _end(process)
             if process.returncode or not result.exists():
@@ -59,9 +71,15 @@ def launch(module: str, spec: dict[str, Any], *, ranks: int = 1, threads: int, l
 
 
 def stream(
-    module: str, spec: dict[str, Any], hear: Callable[[dict[str, Any]], None], *, environment: Mapping[str, str], limit_s: float
+    module: str,
+    spec: dict[str, Any],
+    hear: Callable[[dict[str, Any]], None],
+    *,
+    environment: Mapping[str, str],
+    limit_s: float,
 ) -> str | None:
-    """Run `python -m module`, and call `hear` with every row of results as it is printed. Returns the reason of a failure, or None."""
+    """Run `python -m module`, and call `hear` with every row of results as it is printed. Returns the reason
+    of a failure, or None."""
     with (
         tempfile.TemporaryDirectory(prefix="megalite_benchmark_") as scratch,
         open(Path(scratch, "errors"), "w+", encoding="utf-8") as errors,
@@ -121,7 +139,8 @@ def _end(process: subprocess.Popen[Any]) -> None:
 
 
 def write_random_tokens(directory: Path, vocab_size: int, count: int, document: int | None = None) -> str:
-    """A token file of random tokens; returns its PREFIX. document: tokens of each, the last one is 0; None: all are one document."""
+    """A token file of random tokens; returns its PREFIX. document: tokens of each, the last one is 0; None:
+    all are one document."""
     tokens = np.random.default_rng(0).integers(vocab_size, size=count)
     metadata, sizes, name = {"vocab_size": vocab_size}, [count], f"random_{vocab_size}"
     if document is not None:
@@ -147,7 +166,11 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": model[1].strip() if model else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
-        "instructions": [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if flags and flag in flags[1].split()],
+        "instructions": [
+            flag
+            for flag in ("avx2", "avx512f", "avx512_bf16", "amx_tile")
+            if flags and flag in flags[1].split()
+        ],
         "memory_gib": None if memory is None else round(memory / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
     }
@@ -160,7 +183,11 @@ def cores() -> int:
 
 def versions() -> dict[str, str | None]:
     """Versions of everything that a figure depends on."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "megalite": __version__, "commit": commit()}
+    found: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "megalite": __version__,
+        "commit": commit(),
+    }
     return found | {package: version(package) for package in ("torch", "numpy", "transformers")}
 
 
@@ -185,7 +212,10 @@ def gpus() -> list[str]:
         cuda = ctypes.CDLL("libcuda.so.1")
         if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0:
             for index in range(count.value):
-                if cuda.cuDeviceGet(ctypes.byref(number), index) == 0 and cuda.cuDeviceGetName(name, 256, number) == 0:
+                if (
+                    cuda.cuDeviceGet(ctypes.byref(number), index) == 0
+                    and cuda.cuDeviceGetName(name, 256, number) == 0
+                ):
                     found.append(name.value.decode())
     return found
 
@@ -194,7 +224,9 @@ def commit() -> str | None:
     """The checkout's commit, with + if files differ from it; None outside a checkout."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, encoding="utf-8", errors="replace").stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, encoding="utf-8", errors="replace"
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
@@ -204,7 +236,9 @@ def write(name: str, content: dict[str, Any], directory: Path, machine_name: str
     directory.mkdir(parents=True, exist_ok=True)
     path = path_of(name, directory, machine_name or default_name(content.get("device", {}).get("name")))
     path.write_text(
-        json.dumps({"benchmark": name, "machine": machine(), "versions": versions(), **content}, indent=1) + "\n", encoding="utf-8"
+        json.dumps({"benchmark": name, "machine": machine(), "versions": versions(), **content}, indent=1)
+        + "\n",
+        encoding="utf-8",
     )
     return path
 
@@ -226,7 +260,8 @@ def slug(name: str) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> str:
-    """Rows as aligned text. columns: heading → key and format, for example "ms/step": "ms_per_step:.1f"; a missing value is a dash."""
+    """Rows as aligned text. columns: heading → key and format, for example "ms/step": "ms_per_step:.1f"; a
+    missing value is a dash."""
     cells = [list(columns)]
     for row in rows:
         fields = [field.partition(":") for field in columns.values()]
@@ -234,7 +269,8 @@ def table(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> str:
     widths = [max(len(line[column]) for line in cells) for column in range(len(columns))]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         for line in cells
     )

@@ -1,8 +1,8 @@
 """One measured process of `benchmarks.checkpoint`: `python -m benchmarks.saving SPEC.json`, under torchrun.
 
-Each rank holds its shard of the state as rectangles of global matrices. It alternates between saving them as a run does, at once and in the
-background, and writing the same tensors with torch.save to the same directory, always with fsync. Timing starts after a barrier of all
-ranks, and a save ends when the last rank is done.
+Each rank holds its shard of the state as rectangles of global matrices. It alternates between saving them as
+a run does, at once and in the background, and writing the same tensors with torch.save to the same directory,
+always with fsync. Timing starts after a barrier of all ranks, and a save ends when the last rank is done.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def main() -> None:
             memory = Memory()
             dist.barrier()
             figures = way()
-            figures["extra_bytes"] = float(memory.peak_above() or 0) + (reserved if name == "in the background" else 0.0)
+            figures["extra_bytes"] = float(memory.peak_above() or 0) + (
+                reserved if name == "in the background" else 0.0
+            )
             found[name].append({key: over_ranks(value) for key, value in figures.items()})
             shutil.rmtree(directory / "checkpoints", ignore_errors=True)
             dist.barrier()
@@ -57,11 +59,14 @@ def main() -> None:
 
 
 def rectangles(mesh: Mesh, matrices: int, shape: tuple[int, ...]) -> list[Rectangle]:
-    """This rank's rows of every matrix, three times: fp32 weights and two moments. Random, so that file systems cannot compress them."""
+    """This rank's rows of every matrix, three times: fp32 weights and two moments. Random, so that file
+    systems cannot compress them."""
     rows = shape[0] // mesh.world.size
     generator = torch.Generator().manual_seed(mesh.rank)
     return [
-        Rectangle(f"{kind}/{number}", shape, (mesh.rank * rows, 0), torch.randn(rows, shape[1], generator=generator))
+        Rectangle(
+            f"{kind}/{number}", shape, (mesh.rank * rows, 0), torch.randn(rows, shape[1], generator=generator)
+        )
         for kind in KINDS
         for number in range(matrices)
     ]

@@ -1,14 +1,17 @@
 """Strong and weak scaling: the same training on growing numbers of ranks, compared with the ideal speed.
 
-    strong    the batch of a step is constant: on w times the ranks, a step would ideally take 1 / w of the time
-    weak      the batch grows with the ranks, up to that of strong scaling: a step would ideally take the same time
+    strong    the batch of a step is constant: on w times the ranks, a step would ideally take 1 / w of the
+    time
+    weak      the batch grows with the ranks, up to that of strong scaling: a step would ideally take the same
+    time
 
-Efficiency is tokens per second per rank, relative to the smallest world. Every rank of every world has the same number of threads, and
-needs a core for each, or its own GPU: if ranks share cores, the speed shows the cost of a layout, not its scaling, and no efficiency is
-reported.
+Efficiency is tokens per second per rank, relative to the smallest world. Every rank of every world has the
+same number of threads, and needs a core for each, or its own GPU: if ranks share cores, the speed shows the
+cost of a layout, not its scaling, and no efficiency is reported.
 
-Without torchrun the worlds are started here, one after the other. Under torchrun, as on a cluster, only the started world is measured, and
-its figures are added to those of other worlds measured under the same conditions in the same file.
+Without torchrun the worlds are started here, one after the other. Under torchrun, as on a cluster, only the
+started world is measured, and its figures are added to those of other worlds measured under the same
+conditions in the same file.
 """
 
 from __future__ import annotations
@@ -57,12 +60,17 @@ class Layout:
     @staticmethod
     def of(text: str) -> Layout:
         """Parse a layout. Raises ConfigError if `text` is not one."""
-        parts = [part for part in (re.fullmatch(rf"({'|'.join(AXES)})([1-9]\d*)?", part) for part in text.split("x")) if part]
+        parts = [
+            part
+            for part in (re.fullmatch(rf"({'|'.join(AXES)})([1-9]\d*)?", part) for part in text.split("x"))
+            if part
+        ]
         found = {part[1]: part[2] for part in parts}
         growing = [axis for axis, size in found.items() if size is None]
         if len(found) < len(text.split("x")) or len(growing) != 1:
             raise ConfigError(
-                f"--layout {text} is no layout. Give the axis that grows, tp, pp or dp, and with it any of fixed size: tp2xdp."
+                f"--layout {text} is no layout. Give the axis that grows, tp, pp or dp, and with it any of "
+                "fixed size: tp2xdp."
             )
         return Layout({axis: int(size) for axis, size in found.items() if size is not None}, growing[0])
 
@@ -104,7 +112,11 @@ class Plan:
 
     def configs(self, world: int, prefix: str) -> list[dict[str, Any]]:
         """A world's configuration for each kind of scaling. Raises ConfigError if one is invalid."""
-        train = {"steps": 1000, "micro_batch_size": self.micro_batch, "precision": "bf16" if self.device == "cuda" else "fp32"}
+        train = {
+            "steps": 1000,
+            "micro_batch_size": self.micro_batch,
+            "precision": "bf16" if self.device == "cuda" else "fp32",
+        }
         found = [
             {
                 "run": {"dir": str(Path(prefix).parent), "name": "scaling"},
@@ -122,12 +134,30 @@ class Plan:
 
     def shape(self) -> dict[str, Any]:
         """The conditions that figures must share to be compared."""
-        batch = {"global_batch_size": self.batch, "largest_world": max(self.worlds), "micro_batch_size": self.micro_batch}
-        return {"layout": str(self.layout), "model": self.model, "sequence_length": self.length, **batch, "threads_per_rank": self.threads}
+        batch = {
+            "global_batch_size": self.batch,
+            "largest_world": max(self.worlds),
+            "micro_batch_size": self.micro_batch,
+        }
+        return {
+            "layout": str(self.layout),
+            "model": self.model,
+            "sequence_length": self.length,
+            **batch,
+            "threads_per_rank": self.threads,
+        }
 
 
 def plan(
-    layout: str, worlds: list[int], *, name: str | None, length: int | None, batch: int | None, micro: int, threads: int | None, smoke: bool
+    layout: str,
+    worlds: list[int],
+    *,
+    name: str | None,
+    length: int | None,
+    batch: int | None,
+    micro: int,
+    threads: int | None,
+    smoke: bool,
 ) -> Plan:
     """A plan with all its configurations checked. Raises ConfigError."""
     largest = max(worlds)
@@ -135,10 +165,14 @@ def plan(
     batch = batch or ROWS * micro * largest
     if batch % largest:
         raise ConfigError(
-            f"--global_batch_size {batch} does not divide by the largest of --worlds, {largest}, as weak scaling needs it to."
+            f"--global_batch_size {batch} does not divide by the largest of --worlds, {largest}, as weak "
+            "scaling needs it to."
         )
     if started() not in (None, *worlds):
-        raise ConfigError(f"--worlds has no {started()}, which is the number of ranks that were started. Give all that are to be compared.")
+        raise ConfigError(
+            f"--worlds has no {started()}, which is the number of ranks that were started. Give all that are "
+            "to be compared."
+        )
     made = Plan(
         layout=Layout.of(layout),
         worlds=sorted(set(worlds)),
@@ -161,22 +195,40 @@ def started() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
 
 
-def compare(planned: Plan, earlier: dict[str, Any] | None, *, rounds: int, smoke: bool, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Measure every world, and return the figures with their conditions. Under torchrun those of `earlier`, the file so far, are kept."""
+def compare(
+    planned: Plan,
+    earlier: dict[str, Any] | None,
+    *,
+    rounds: int,
+    smoke: bool,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """Measure every world, and return the figures with their conditions. Under torchrun those of `earlier`,
+    the file so far, are kept."""
     protocol = {"rounds": rounds, "warmup_steps": 1 if smoke else 2, "steps": 2 if smoke else 6}
     here = started()
     worlds = planned.worlds if here is None else [here]
-    seconds: dict[int, list[list[float]]] = {world: [[], []] for world in worlds}  # of strong and of weak scaling
+    # of strong and of weak scaling
+    seconds: dict[int, list[list[float]]] = {world: [[], []] for world in worlds}
     with TemporaryDirectory(prefix="megalite_benchmark_") as scratch:
         prefix = planned.write_tokens(Path(scratch))
         for number in range(1, rounds + 1):
             for world in worlds:
                 progress(f"round {number} of {rounds}: {world} ranks")
-                spec = {**protocol, "device": planned.device, "threads": planned.threads, "configs": planned.configs(world, prefix)}
+                spec = {
+                    **protocol,
+                    "device": planned.device,
+                    "threads": planned.threads,
+                    "configs": planned.configs(world, prefix),
+                }
                 found = measure_ranks(spec, world) if here is None else measure_here(spec)
                 for kept, measured in zip(seconds[world], found, strict=True):
                     kept += measured
-    rows = [_row(planned, mode, world, each) for world in worlds for mode, each in zip(planned.rows(world), seconds[world], strict=True)]
+    rows = [
+        _row(planned, mode, world, each)
+        for world in worlds
+        for mode, each in zip(planned.rows(world), seconds[world], strict=True)
+    ]
     if here is not None and earlier is not None and earlier.get("config") == planned.shape():
         rows += [row for row in earlier["results"] if row["ranks"] != here]
     compared = _compared(rows)
@@ -186,7 +238,9 @@ def compare(planned: Plan, earlier: dict[str, Any] | None, *, rounds: int, smoke
 
 def measure_ranks(spec: dict[str, Any], ranks: int) -> list[list[float]]:
     """Seconds of the steps of each configuration, on newly started ranks."""
-    found: list[list[float]] = report.launch("benchmarks.scaling_run", spec, ranks=ranks, threads=spec["threads"])["seconds"]
+    found: list[list[float]] = report.launch(
+        "benchmarks.scaling_run", spec, ranks=ranks, threads=spec["threads"]
+    )["seconds"]
     return found
 
 
@@ -202,7 +256,10 @@ def _row(planned: Plan, mode: str, world: int, seconds: list[float]) -> dict[str
     rows, local = planned.rows(world)[mode], int(os.environ.get("LOCAL_WORLD_SIZE", world))
     return {
         "mode": mode,
-        "layout": "×".join(f"{axis.upper()}{size}" for axis, size in planned.layout.sizes(world).items() if size > 1) or "one process",
+        "layout": "×".join(
+            f"{axis.upper()}{size}" for axis, size in planned.layout.sizes(world).items() if size > 1
+        )
+        or "one process",
         "ranks": world,
         "device": planned.device,
         "cores_per_rank": report.cores() / local,
@@ -221,7 +278,10 @@ def _compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         base = min((each for each in rows if each["mode"] == row["mode"]), key=lambda each: each["ranks"])
         speed_up = row["tokens_per_second"] / base["tokens_per_second"]
         alone = row["device"] == "cuda" or row["cores_per_rank"] >= row["threads_per_rank"]
-        found.append(row | {"speed_up": speed_up, "efficiency": speed_up * base["ranks"] / row["ranks"] if alone else None})
+        found.append(
+            row
+            | {"speed_up": speed_up, "efficiency": speed_up * base["ranks"] / row["ranks"] if alone else None}
+        )
     return found
 
 
@@ -239,7 +299,13 @@ def draw(content: dict[str, Any], path: Path) -> None:
         rows = [row for row in content["results"] if row["mode"] == mode]
         axes.plot([row["ranks"] for row in rows], [row["speed_up"] for row in rows], color=color, label=mode)
         for row in rows:
-            axes.plot(row["ranks"], row["speed_up"], "o", color=color, markerfacecolor="white" if row["efficiency"] is None else color)
+            axes.plot(
+                row["ranks"],
+                row["speed_up"],
+                "o",
+                color=color,
+                markerfacecolor="white" if row["efficiency"] is None else color,
+            )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(worlds, [str(world) for world in worlds])

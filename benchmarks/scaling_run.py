@@ -24,7 +24,10 @@ def prepare(spec: dict[str, Any]) -> torch.device:
     """Join the other ranks, once per process; returns the rank's device."""
     device = choose_device() if spec["device"] == "cuda" else torch.device("cpu")
     if device.type != spec["device"]:
-        raise RuntimeError(f"this machine has {torch.cuda.device_count()} GPUs, and a rank needs one of its own: give smaller --worlds")
+        raise RuntimeError(
+            f"this machine has {torch.cuda.device_count()} GPUs, and a rank needs one of its own: give "
+            "smaller --worlds"
+        )
     torch.set_num_threads(spec["threads"])
     configure_process(device)
     if world_size() > 1 and not torch.distributed.is_initialized():
@@ -33,7 +36,8 @@ def prepare(spec: dict[str, Any]) -> torch.device:
 
 
 def measure(spec: dict[str, Any], device: torch.device) -> list[list[float]]:
-    """Seconds of the steps of each configuration, as this rank sees them. Equal configurations are trained once."""
+    """Seconds of the steps of each configuration, as this rank sees them. Equal configurations are trained
+    once."""
     found: list[list[float]] = []
     for number, tree in enumerate(spec["configs"]):
         if tree in spec["configs"][:number]:

@@ -1,7 +1,8 @@
-"""One measured run of transformers' Llama under torch's data parallelism: `python -m benchmarks.sharded_peer SPEC.json`, under torchrun.
+"""One measured run of transformers' Llama under torch's data parallelism: `python -m benchmarks.sharded_peer
+SPEC.json`, under torchrun.
 
-`ddp` is DistributedDataParallel with ZeroRedundancyOptimizer, which shards what ZeRO-1 shards; `fsdp2` applies fully_shard to each layer
-and to the root.
+`ddp` is DistributedDataParallel with ZeroRedundancyOptimizer, which shards what ZeRO-1 shards; `fsdp2`
+applies fully_shard to each layer and to the root.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._dynamo  # torch.optim imports it with the first optimizer; imported here to keep it out of the measured memory
+
+# torch.optim imports it with the first optimizer; imported here to keep it out of the measured memory
+import torch._dynamo
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -49,7 +52,9 @@ def main() -> None:
     model: Any = LlamaForCausalLM(LlamaConfig.from_dict(to_hf_config(config.model, "llama")))
     model, optimizer = (ddp if peer.spec["peer"] == "ddp" else fsdp2)(model, config)
     torch.manual_seed(dist.get_rank())
-    tokens = torch.randint(config.model.vocabulary, (config.train.micro_batch_size, config.data.sequence_length))
+    tokens = torch.randint(
+        config.model.vocabulary, (config.train.micro_batch_size, config.data.sequence_length)
+    )
 
     def step() -> None:
         model(input_ids=tokens, labels=tokens).loss.backward()
@@ -62,12 +67,22 @@ def main() -> None:
 
 def adamw_options(config: Config) -> dict[str, Any]:
     options = config.optimizer
-    return {"lr": options.lr, "betas": tuple(options.betas), "eps": options.eps, "weight_decay": options.weight_decay, "fused": True}
+    return {
+        "lr": options.lr,
+        "betas": tuple(options.betas),
+        "eps": options.eps,
+        "weight_decay": options.weight_decay,
+        "fused": True,
+    }
 
 
 def ddp(model: Any, config: Config) -> tuple[Any, Any]:
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=config.parallel.bucket_mb, gradient_as_bucket_view=True)
-    return wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), optimizer_class=torch.optim.AdamW, **adamw_options(config))
+    wrapped = DistributedDataParallel(
+        model, bucket_cap_mb=config.parallel.bucket_mb, gradient_as_bucket_view=True
+    )
+    return wrapped, ZeroRedundancyOptimizer(
+        wrapped.parameters(), optimizer_class=torch.optim.AdamW, **adamw_options(config)
+    )
 
 
 def fsdp2(model: Any, config: Config) -> tuple[Any, Any]:

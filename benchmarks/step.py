@@ -1,7 +1,9 @@
-"""A training step of a 25M Llama against transformers' LlamaForCausalLM with torch's fused AdamW, side by side.
+"""A training step of a 25M Llama against transformers' LlamaForCausalLM with torch's fused AdamW, side by
+side.
 
-Every measured run is its own process, and the runs alternate, so that a machine that slows down slows all of them. transformers runs with
-its defaults and with the matrix-multiply setting that megalite's CPU backend chooses, which alone is a large factor on some processors.
+Every measured run is its own process, and the runs alternate, so that a machine that slows down slows all of
+them. transformers runs with its defaults and with the matrix-multiply setting that megalite's CPU backend
+chooses, which alone is a large factor on some processors.
 """
 
 from __future__ import annotations
@@ -26,8 +28,16 @@ MODEL = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 512,
 }
-SMOKE_MODEL = {**MODEL, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "max_position_embeddings": 16}
-SETTINGS = (None, "medium")  # of the peer: torch.set_float32_matmul_precision is not called (None), or called with the value
+SMOKE_MODEL = {
+    **MODEL,
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 16,
+}
+# of the peer: torch.set_float32_matmul_precision is not called (None), or called with the value
+SETTINGS = (None, "medium")
 COLUMNS = {
     "run": "run",
     "fp32 products": "matmul",
@@ -63,17 +73,36 @@ class Run:
 
 
 def compare(
-    *, rounds: int, threads: int, precisions: list[str], compiled: bool, smoke: bool, progress: Callable[[str], None]
+    *,
+    rounds: int,
+    threads: int,
+    precisions: list[str],
+    compiled: bool,
+    smoke: bool,
+    progress: Callable[[str], None],
 ) -> dict[str, Any]:
     """Run everything and return the figures with the conditions they depend on."""
-    runs = [run for each in precisions for state in ([False, True] if compiled else [False]) for run in _runs(each, state)]
+    runs = [
+        run
+        for each in precisions
+        for state in ([False, True] if compiled else [False])
+        for run in _runs(each, state)
+    ]
     model, batch = (SMOKE_MODEL, 2) if smoke else (MODEL, 4)
-    protocol = {"rounds": rounds, "warmup_steps": 1 if smoke else 2, "steps": 2 if smoke else 6, "peak_size": 128 if smoke else 2048}
+    protocol = {
+        "rounds": rounds,
+        "warmup_steps": 1 if smoke else 2,
+        "steps": 2 if smoke else 6,
+        "peak_size": 128 if smoke else 2048,
+    }
     with TemporaryDirectory(prefix="megalite_benchmark_") as scratch:
         config = config_of(model, batch, Path(scratch))
         for number in range(1, rounds + 1):
             for run in runs:
-                progress(f"round {number} of {rounds}: {run.name}{f', products at {run.setting}' if run.setting else ''}")
+                progress(
+                    f"round {number} of {rounds}: "
+                    f"{run.name}{f', products at {run.setting}' if run.setting else ''}"
+                )
                 run.results.append(_measure(run, config, protocol, threads))
     rows = summarise(runs, config)
     shape = {
@@ -83,7 +112,13 @@ def compare(
         "optimizer": "AdamW",
         "grad_clip": 1.0,
     }
-    return {"threads": threads, "config": shape, "protocol": protocol, "results": rows, "targets": targets(rows)}
+    return {
+        "threads": threads,
+        "config": shape,
+        "protocol": protocol,
+        "results": rows,
+        "targets": targets(rows),
+    }
 
 
 def _runs(precision: str, compiled: bool) -> Iterator[Run]:
@@ -98,7 +133,10 @@ def config_of(model: dict[str, Any], batch: int, scratch: Path) -> dict[str, Any
         "run": {"dir": str(scratch), "name": "step"},
         "model": model,
         "parallel": {"tp": 1, "pp": 1, "dp": 1},
-        "data": {"train": report.write_random_tokens(scratch, model["vocab_size"], 64 * batch * length), "sequence_length": length},
+        "data": {
+            "train": report.write_random_tokens(scratch, model["vocab_size"], 64 * batch * length),
+            "sequence_length": length,
+        },
         "train": {"steps": 1000, "global_batch_size": batch, "micro_batch_size": batch, "grad_clip": 1.0},
         "checkpoint": {"load": "none"},
     }
@@ -106,12 +144,19 @@ def config_of(model: dict[str, Any], batch: int, scratch: Path) -> dict[str, Any
 
 def _measure(run: Run, config: dict[str, Any], protocol: dict[str, Any], threads: int) -> dict[str, Any]:
     train = {**config["train"], "precision": run.precision, "compile": run.compiled}
-    spec = {**protocol, "config": {**config, "train": train}, "product_steps": 2, "breakdown": True, "matmul": run.setting}
+    spec = {
+        **protocol,
+        "config": {**config, "train": train},
+        "product_steps": 2,
+        "breakdown": True,
+        "matmul": run.setting,
+    }
     return report.launch("benchmarks.peer" if run.peer else "benchmarks.ours", spec, threads=threads)
 
 
 def summarise(runs: list[Run], config: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row of figures per run: medians over all steps of all rounds. The peak is the best of all processes under a setting."""
+    """A row of figures per run: medians over all steps of all rounds. The peak is the best of all processes
+    under a setting."""
     made = from_dict(config)
     length, tokens = made.data.sequence_length, made.train.global_batch_size * made.data.sequence_length
     flops = tokens * model_flops_per_token(made.model, length)
@@ -122,7 +167,11 @@ def summarise(runs: list[Run], config: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for run in runs:
         seconds = median(value for result in run.results for value in result["seconds"])
-        memory = [result["peak_rss_above_import"] for result in run.results if result["peak_rss_above_import"] is not None]
+        memory = [
+            result["peak_rss_above_import"]
+            for result in run.results
+            if result["peak_rss_above_import"] is not None
+        ]
         peak = peaks[run.precision, run.matmul]
         rows.append(
             {
@@ -153,8 +202,16 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     peers = [row for row in eager if row["peer"]]
     same = next(row for row in reversed(peers) if row["matmul"] == own["matmul"])
     found = [
-        _target("speed / transformers at its defaults", own["tokens_per_second"] / peers[0]["tokens_per_second"], at_least=1.5),
-        _target("speed / transformers at the same setting", own["tokens_per_second"] / same["tokens_per_second"], at_least=1.0),
+        _target(
+            "speed / transformers at its defaults",
+            own["tokens_per_second"] / peers[0]["tokens_per_second"],
+            at_least=1.5,
+        ),
+        _target(
+            "speed / transformers at the same setting",
+            own["tokens_per_second"] / same["tokens_per_second"],
+            at_least=1.0,
+        ),
     ]
     memory = "peak_rss_above_import_mib"
     if own[memory] is not None:
@@ -163,6 +220,13 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _target(name: str, value: float, at_least: float | None = None, at_most: float | None = None) -> dict[str, Any]:
+def _target(
+    name: str, value: float, at_least: float | None = None, at_most: float | None = None
+) -> dict[str, Any]:
     met = value >= at_least if at_least is not None else at_most is not None and value <= at_most
-    return {"target": name, "measured": value, "wanted": f"≥ {at_least}" if at_least is not None else f"≤ {at_most}", "met": met}
+    return {
+        "target": name,
+        "measured": value,
+        "wanted": f"≥ {at_least}" if at_least is not None else f"≤ {at_most}",
+        "met": met,
+    }

@@ -1,9 +1,11 @@
-"""One measured run in the way of torchtitan (PyTorch): `python -m benchmarks.torchtitan_peer SPEC.json`, under torchrun.
+"""One measured run in the way of torchtitan (PyTorch): `python -m benchmarks.torchtitan_peer SPEC.json`,
+under torchrun.
 
-torchtitan's trainer needs an accelerator, so its training loop is written down here for gloo: its Llama 3, in which rotary embedding
-multiplies complex numbers and keys and values are repeated for their heads, under FSDP2 with its units (embedding, each block, norm with
-head, the root), clipping by the norm of the sharded gradients, fused AdamW. Reading of data and metrics are left out, and recomputation,
-mixed precision and compilation are off, as they are in the run it is compared with.
+torchtitan's trainer needs an accelerator, so its training loop is written down here for gloo: its Llama 3, in
+which rotary embedding multiplies complex numbers and keys and values are repeated for their heads, under
+FSDP2 with its units (embedding, each block, norm with head, the root), clipping by the norm of the sharded
+gradients, fused AdamW. Reading of data and metrics are left out, and recomputation, mixed precision and
+compilation are off, as they are in the run it is compared with.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch._dynamo  # torch.optim imports it with the first optimizer; imported here to keep it out of the measured time
+
+# torch.optim imports it with the first optimizer; imported here to keep it out of the measured time
+import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,8 +30,14 @@ class Attention(nn.Module):
         super().__init__()
         self.head, self.repeats = model.head_size, model.num_attention_heads // model.kv_heads
         heads, kv_heads = model.num_attention_heads * self.head, model.kv_heads * self.head
-        self.q, self.out = nn.Linear(model.hidden_size, heads, bias=False), nn.Linear(heads, model.hidden_size, bias=False)
-        self.k, self.v = nn.Linear(model.hidden_size, kv_heads, bias=False), nn.Linear(model.hidden_size, kv_heads, bias=False)
+        self.q, self.out = (
+            nn.Linear(model.hidden_size, heads, bias=False),
+            nn.Linear(heads, model.hidden_size, bias=False),
+        )
+        self.k, self.v = (
+            nn.Linear(model.hidden_size, kv_heads, bias=False),
+            nn.Linear(model.hidden_size, kv_heads, bias=False),
+        )
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:  # [batch, seq, hidden]
         q, k, v = (linear(x).unflatten(-1, (-1, self.head)) for linear in (self.q, self.k, self.v))
@@ -60,7 +70,9 @@ class Block(nn.Module):
     def __init__(self, model: ModelConfig):
         super().__init__()
         self.attention, self.feed_forward = Attention(model), FeedForward(model)
-        self.attention_norm, self.ffn_norm = (nn.RMSNorm(model.hidden_size, eps=model.rms_norm_eps) for _ in range(2))
+        self.attention_norm, self.ffn_norm = (
+            nn.RMSNorm(model.hidden_size, eps=model.rms_norm_eps) for _ in range(2)
+        )
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), turns)
@@ -74,7 +86,10 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(Block(model) for _ in range(model.num_hidden_layers))
         self.norm = nn.RMSNorm(model.hidden_size, eps=model.rms_norm_eps)
         self.head = nn.Linear(model.hidden_size, model.vocabulary, bias=False)
-        angles = torch.outer(torch.arange(length).float(), model.rope_theta ** -(torch.arange(0, model.head_size, 2) / model.head_size))
+        angles = torch.outer(
+            torch.arange(length).float(),
+            model.rope_theta ** -(torch.arange(0, model.head_size, 2) / model.head_size),
+        )
         self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -100,7 +115,9 @@ def main() -> None:
     model = sharded(Llama(config.model, config.data.sequence_length))
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_options(config))
     torch.manual_seed(dist.get_rank())
-    rows: Any = torch.randint(config.model.vocabulary, (config.train.micro_batch_size, config.data.sequence_length + 1))
+    rows: Any = torch.randint(
+        config.model.vocabulary, (config.train.micro_batch_size, config.data.sequence_length + 1)
+    )
 
     def step() -> None:
         optimizer.zero_grad()

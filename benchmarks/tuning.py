@@ -1,8 +1,9 @@
 """The offline tuner of the kernels' static tables: `tools/benchmark.py kernels --tune`.
 
-A module looks up its launch settings with `_variant`, which is replaced here to return the table's variant with other settings. Every
-setting is compiled and timed on this device, and the best is printed next to the table's. The tables are edited by hand; the compile tests
-then check registers and shared memory on every architecture.
+A module looks up its launch settings with `_variant`, which is replaced here to return the table's variant
+with other settings. Every setting is compiled and timed on this device, and the best is printed next to the
+table's. The tables are edited by hand; the compile tests then check registers and shared memory on every
+architecture.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Setting:
     constants: dict[str, Any] = field(default_factory=dict)
     warps: int | None = None
     stages: int | None = None
-    tables: dict[str, Any] = field(default_factory=dict)  # entries of the module's tables, the same for every architecture
+    # entries of the module's tables, the same for every architecture
+    tables: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         named = {**self.constants, **self.tables, "warps": self.warps, "stages": self.stages}
@@ -44,7 +46,12 @@ class Setting:
 
 def _elementwise(columns: Iterable[int], tile: Iterable[int], warps: Iterable[int]) -> list[Setting]:
     """Tiles of `tile` elements, `columns` wide."""
-    return [Setting({"ROWS": max(size // wide, 1), "COLUMNS": wide}, w) for size in tile for wide in columns for w in warps]
+    return [
+        Setting({"ROWS": max(size // wide, 1), "COLUMNS": wide}, w)
+        for size in tile
+        for wide in columns
+        for w in warps
+    ]
 
 
 def _attention(tiles: Iterable[tuple[int, int, int]], stages: Iterable[int]) -> list[Setting]:
@@ -57,25 +64,41 @@ SETTINGS: dict[tuple[str, str], list[Setting]] = {
     ("activation_triton", "_backward"): _elementwise((256, 512, 1024), (1024, 2048, 4096), (4, 8)),
     ("adamw_triton", "_adamw"): [Setting({"TILE": tile}, w) for tile in (1024, 2048, 4096) for w in (4, 8)],
     ("cross_entropy_triton", "_statistics"): [
-        Setting({"DEPTH": depth, "COLUMNS": columns}, w) for depth in (2, 4, 8) for columns, w in ((512, 2), (1024, 4), (2048, 8))
+        Setting({"DEPTH": depth, "COLUMNS": columns}, w)
+        for depth in (2, 4, 8)
+        for columns, w in ((512, 2), (1024, 4), (2048, 8))
     ],
-    ("cross_entropy_triton", "_gradient"): [Setting({"COLUMNS": columns}, w) for columns in (2048, 4096, 8192) for w in (4, 8)],
+    ("cross_entropy_triton", "_gradient"): [
+        Setting({"COLUMNS": columns}, w) for columns in (2048, 4096, 8192) for w in (4, 8)
+    ],
     ("dropout_triton", "_dropout"): _elementwise((256, 512, 1024), (1024, 2048, 4096), (4, 8)),
-    ("grad_norm_triton", "_squared_sums"): [Setting({"TILE": tile}, w) for tile in (4096, 8192, 16384) for w in (4, 8)],
+    ("grad_norm_triton", "_squared_sums"): [
+        Setting({"TILE": tile}, w) for tile in (4096, 8192, 16384) for w in (4, 8)
+    ],
     ("norm_triton", "_forward"): [Setting({}, w) for w in (2, 4, 8, 16)],
     ("norm_triton", "_backward"): [
         Setting({"AHEAD": ahead}, w, tables={"WARPS": resident})
         for ahead in (1, 2, 3)
         for w, resident in ((4, 16), (8, 16), (8, 32), (16, 16), (16, 32))
     ],
-    ("ordered_sum_triton", "_add"): [Setting({"TILE": tile}, w) for tile in (1024, 2048, 4096) for w in (4, 8)],
+    ("ordered_sum_triton", "_add"): [
+        Setting({"TILE": tile}, w) for tile in (1024, 2048, 4096) for w in (4, 8)
+    ],
     ("rotary_triton", "_rotary"): [Setting({"ROWS": rows}, w) for rows in (16, 32, 64) for w in (2, 4, 8)],
-    ("attention_triton", "_forward"): _attention(((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8)), (2, 3, 4)),
-    ("attention_triton", "_backward_queries"): _attention(((64, 64, 4), (64, 64, 8), (128, 64, 8), (64, 128, 8), (128, 32, 8)), (2, 3)),
-    ("attention_triton", "_backward_keys"): _attention(((64, 64, 4), (64, 64, 8), (64, 128, 8), (32, 128, 8), (32, 64, 4)), (2, 3)),
+    ("attention_triton", "_forward"): _attention(
+        ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8)), (2, 3, 4)
+    ),
+    ("attention_triton", "_backward_queries"): _attention(
+        ((64, 64, 4), (64, 64, 8), (128, 64, 8), (64, 128, 8), (128, 32, 8)), (2, 3)
+    ),
+    ("attention_triton", "_backward_keys"): _attention(
+        ((64, 64, 4), (64, 64, 8), (64, 128, 8), (32, 128, 8), (32, 64, 4)), (2, 3)
+    ),
 }
 SETTINGS |= {
-    ("permutation_triton", kernel): [Setting({"COLUMNS": columns}, w) for columns in (1024, 2048, 4096) for w in (2, 4, 8)]
+    ("permutation_triton", kernel): [
+        Setting({"COLUMNS": columns}, w) for columns in (1024, 2048, 4096) for w in (2, 4, 8)
+    ]
     for kernel in ("_gather", "_combine", "_combine_backward")
 }
 SETTINGS[("grouped_weight_grad_triton", "_product")] = [
@@ -84,16 +107,29 @@ SETTINGS[("grouped_weight_grad_triton", "_product")] = [
     for rows in (32, 64)
     for s in (2, 3, 4)
 ]
-SETTINGS |= {("attention_part_triton", kernel): found for (name, kernel), found in SETTINGS.items() if name == "attention_triton"}
+SETTINGS |= {
+    ("attention_part_triton", kernel): found
+    for (name, kernel), found in SETTINGS.items()
+    if name == "attention_triton"
+}
 """(module, kernel) → settings to try."""
 
 
-def tune(cases: Iterable[Case], measure: Callable[[Function], float], smoke: bool, until: float) -> Iterator[dict[str, Any]]:
+def tune(
+    cases: Iterable[Case], measure: Callable[[Function], float], smoke: bool, until: float
+) -> Iterator[dict[str, Any]]:
     """A row for every tuned kernel of every case."""
     for case in cases:
         for kernel in case.tuned:
             settings = SETTINGS[case.module, kernel][: 1 if smoke else None]
-            row: dict[str, Any] = {"kernel": case.kernel, "shape": case.shape, "tuned": kernel, "us": None, "best_us": None, "best": None}
+            row: dict[str, Any] = {
+                "kernel": case.kernel,
+                "shape": case.shape,
+                "tuned": kernel,
+                "us": None,
+                "best_us": None,
+                "best": None,
+            }
             tried: dict[str, float] = {}
             failed: dict[str, str] = {}
             try:

@@ -1,6 +1,8 @@
-"""One measured run of a GPT written out in plain torch, in the way of nanoGPT: `python -m benchmarks.written_out SPEC.json`.
+"""One measured run of a GPT written out in plain torch, in the way of nanoGPT: `python -m
+benchmarks.written_out SPEC.json`.
 
-torch's own linear, layer norm, embedding and fused attention, tied embeddings, no biases in linears, fused AdamW, clipping; a plain loop.
+torch's own linear, layer norm, embedding and fused attention, tied embeddings, no biases in linears, fused
+AdamW, clipping; a plain loop.
 """
 
 from __future__ import annotations
@@ -8,7 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch._dynamo  # torch.optim imports it with the first optimizer; imported here to keep it out of the measured time
+
+# torch.optim imports it with the first optimizer; imported here to keep it out of the measured time
+import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -27,7 +31,10 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, inner, bias=False), nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, seq, hidden]
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.before(x)).chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(self.before(x)).chunk(3, -1)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(-2))
         return x + self.down(F.gelu(self.up(self.between(x))))
@@ -59,8 +66,12 @@ def main() -> None:
     torch.manual_seed(0)
     model, options = GPT(config.model), config.optimizer
     betas = (options.betas[0], options.betas[1])
-    optimizer = torch.optim.AdamW(model.parameters(), options.lr, betas, options.eps, options.weight_decay, fused=True)
-    tokens: Any = torch.randint(config.model.vocabulary, (config.train.micro_batch_size, config.data.sequence_length + 1))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), options.lr, betas, options.eps, options.weight_decay, fused=True
+    )
+    tokens: Any = torch.randint(
+        config.model.vocabulary, (config.train.micro_batch_size, config.data.sequence_length + 1)
+    )
 
     def step() -> float:
         loss = model(tokens[:, :-1], tokens[:, 1:])
@@ -70,7 +81,13 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
         return float(loss)
 
-    finish(spec, {"seconds": timed(step, spec["warmup_steps"], spec["steps"]), "matmul": torch.get_float32_matmul_precision()})
+    finish(
+        spec,
+        {
+            "seconds": timed(step, spec["warmup_steps"], spec["steps"]),
+            "matmul": torch.get_float32_matmul_precision(),
+        },
+    )
 
 
 if __name__ == "__main__":

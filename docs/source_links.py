@@ -1,4 +1,5 @@
-"""MkDocs hook: replaces links to source files, which are valid in a checkout but not on the site, by the files' paths."""
+"""MkDocs hook: replaces links to source files, which are valid in a checkout but not on the site, by the
+files' paths."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """megalite: 3D-parallel pretraining of GPT- and Llama-style language models that proves and predicts itself.
 
-`megalite.{Config, load_config, Trainer, fit, Mesh}` are its public names, each imported when it is first used; other names may change.
-Start with commands/train.py and training/trainer.py. Imports run downwards, in the order that pyproject.toml lists.
+`megalite.{Config, load_config, Trainer, fit, Mesh}` are its public names, each imported when it is first
+used; other names may change. Start with commands/train.py and training/trainer.py. Imports run downwards, in
+the order that pyproject.toml lists.
 """
 
 from importlib import import_module

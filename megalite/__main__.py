@@ -11,7 +11,8 @@ USAGE = "megalite COMMAND [--option VALUE …]; `megalite COMMAND --help` lists 
 
 def main() -> NoReturn:
     """Run the command that the first argument names."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler prints a traceback, from an import as well
+    # Python's own handler prints a traceback, from an import as well
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     from megalite.commands.start import COMMANDS, start
     from megalite.launch.output import outlive_readers
 
@@ -29,7 +30,10 @@ def main() -> NoReturn:
         sys.exit(0)
     from megalite.config.rule import suggestion
 
-    print(f"megalite: {name} is not a command.{suggestion(name, COMMANDS)} See megalite --help.", file=sys.stderr)
+    print(
+        f"megalite: {name} is not a command.{suggestion(name, COMMANDS)} See megalite --help.",
+        file=sys.stderr,
+    )
     sys.exit(2)
 
 

@@ -18,14 +18,17 @@ IGNORE_INDEX = -100  # a target without loss (torch's and Hugging Face's convent
 
 def positions_of(runs: Runs, device: torch.device) -> Tensor:
     """The positions of runs, [seq, 1] int64."""
-    return torch.cat([torch.arange(start, start + length, device=device) for start, length in runs]).unsqueeze(1)
+    return torch.cat(
+        [torch.arange(start, start + length, device=device) for start, length in runs]
+    ).unsqueeze(1)
 
 
 class Boundaries(NamedTuple):
     """The documents of a microbatch, as attention kernels for documents of any length read them.
 
     Attributes:
-        offsets: [documents + 1] int32 ("cu_seqlens"): where each document starts in the tokens of all rows, row after row; last, how many
+        offsets: [documents + 1] int32 ("cu_seqlens"): where each document starts in the tokens of all rows,
+        row after row; last, how many
             tokens there are.
         longest: the length of the longest document: known to the host, which starts the kernels by it.
     """
@@ -38,9 +41,9 @@ class Ahead(NamedTuple):
     """What the modules of multi-token prediction read (`data.ahead`), the k-th module what is at index k − 1.
 
     Attributes:
-        tokens: [modules, seq, batch] int64, the token k positions after each token.
-        targets: the same of the targets, IGNORE_INDEX where the loss is not counted.
-        factors: tokens of the global batch whose loss counts, divided by those whose loss of the k-th module does; empty until known.
+        tokens: [modules, seq, batch] int64, the token k positions after each token. targets: the same of the
+        targets, IGNORE_INDEX where the loss is not counted. factors: tokens of the global batch whose loss
+        counts, divided by those whose loss of the k-th module does; empty until known.
     """
 
     tokens: Tensor
@@ -54,11 +57,11 @@ class Microbatch:
 
     Attributes:
         tokens: [seq, batch] int64.
-        targets: [seq, batch] int64, IGNORE_INDEX where the loss is not counted.
-        positions: [seq, 1] int64, index of each token in its row; [seq, batch] if rows differ.
-        samples: [batch] int64, global sample index of each row: the key of dropout.
-        document_start: [seq, batch] int64, index in the row of the first token of each token's document; None if a row is one document.
-        runs: (first position, length) of the runs of consecutive positions that `positions` consists of; empty if rows differ. It gives
+        targets: [seq, batch] int64, IGNORE_INDEX where the loss is not counted. positions: [seq, 1] int64,
+        index of each token in its row; [seq, batch] if rows differ. samples: [batch] int64, global sample
+        index of each row: the key of dropout. document_start: [seq, batch] int64, index in the row of the
+        first token of each token's document; None if a row is one document. runs: (first position, length) of
+        the runs of consecutive positions that `positions` consists of; empty if rows differ. It gives
             the host the positions without reading the device: rotary tables are cached by it.
         boundaries: the same as `document_start`, of whole rows only; may be None where that is not.
         part: the rank's part of the rows under context parallelism; None: these are whole rows.
@@ -77,21 +80,31 @@ class Microbatch:
 
     @staticmethod
     def of(
-        tokens: Tensor, targets: Tensor, samples: Tensor, document_start: Tensor | None = None, runs: Runs = (), **others: Any
+        tokens: Tensor,
+        targets: Tensor,
+        samples: Tensor,
+        document_start: Tensor | None = None,
+        runs: Runs = (),
+        **others: Any,
     ) -> Microbatch:
-        """A microbatch in which every row consists of these runs of positions; by default of one, from position 0 on. others: fields."""
+        """A microbatch in which every row consists of these runs of positions; by default of one, from
+        position 0 on. others: fields."""
         runs = tuple(runs or [(0, len(tokens))])
-        return Microbatch(tokens, targets, positions_of(runs, tokens.device), samples, document_start, runs, **others)
+        return Microbatch(
+            tokens, targets, positions_of(runs, tokens.device), samples, document_start, runs, **others
+        )
 
     def to(self, device: torch.device) -> Microbatch:
-        """The microbatch on a device. The copy is asynchronous, from pinned memory: it does not wait for the device's work."""
+        """The microbatch on a device. The copy is asynchronous, from pinned memory: it does not wait for the
+        device's work."""
         if device == self.tokens.device:
             return self
 
         def moved(x: Any) -> Any:
             if isinstance(x, Tensor):
                 return x.pin_memory().to(device, non_blocking=True)
-            return type(x)(*map(moved, x)) if hasattr(x, "_fields") else x  # boundaries and part, which have tensors in them
+            # boundaries and part, which have tensors in them
+            return type(x)(*map(moved, x)) if hasattr(x, "_fields") else x
 
         return Microbatch(**{name: moved(value) for name, value in vars(self).items()})
 
@@ -100,8 +113,8 @@ class StageOutput(NamedTuple):
     """The output of a stage for one microbatch.
 
     Attributes:
-        value: activations for the next stage, [seq (/tp), batch, hidden]; from the last stage the loss, a scalar.
-        statistics: scalars by name, which are summed over microbatches, stages and ranks.
+        value: activations for the next stage, [seq (/tp), batch, hidden]; from the last stage the loss, a
+        scalar. statistics: scalars by name, which are summed over microbatches, stages and ranks.
     """
 
     value: Tensor

@@ -1,7 +1,8 @@
 """Random numbers keyed by their purpose, not by the rank that draws them: the same numbers under every mesh.
 
-Initial weights are drawn on the CPU in blocks of rows, each from a generator keyed by (seed, segment name, block). A rank draws the blocks
-that it keeps a part of, several at a time, and keeps its part. (Dropout's keyed mask is in the kernels.)
+Initial weights are drawn on the CPU in blocks of rows, each from a generator keyed by (seed, segment name,
+block). A rank draws the blocks that it keeps a part of, several at a time, and keeps its part. (Dropout's
+keyed mask is in the kernels.)
 """
 
 from __future__ import annotations
@@ -62,9 +63,11 @@ class Draw(NamedTuple):
 
 
 def initial_values(segment: Segment, at: Coordinates, seed: int, low: int, high: int) -> Iterator[Draw]:
-    """What initialises elements [low, high) of a segment on the rank at these coordinates, counted in its local shape, flat; in order.
+    """What initialises elements [low, high) of a segment on the rank at these coordinates, counted in its
+    local shape, flat; in order.
 
-    The ranges are whole rows of a block, so the first and the last may reach beyond [low, high). Padding is zero.
+    The ranges are whole rows of a block, so the first and the last may reach beyond [low, high). Padding is
+    zero.
     """
     part = segment.local(at)
     width = prod(part.shape[1:])
@@ -74,7 +77,8 @@ def initial_values(segment: Segment, at: Coordinates, seed: int, low: int, high:
         yield Draw(low, (0,), lambda none: none, lambda _: torch.full((high - low,), segment.init_value))
         return
     start, end = part.offsets[0], part.offsets[0] + part.sizes[0]
-    first, last = start + low // width, start + -(-high // width)  # rows of the global tensor, or of its padding
+    # rows of the global tensor, or of its padding
+    first, last = start + low // width, start + -(-high // width)
     for rows in block_rows(first, min(last, end)):
         fill, values = partial(_fill, segment, rows, seed), partial(_local_rows, segment, part, rows)
         yield Draw((rows.start - start) * width, _block_shape(segment, rows), fill, values)
@@ -101,7 +105,9 @@ def _local_rows(segment: Segment, part: LocalPart, rows: range, numbers: Tensor)
     drawn = _rows(segment, rows, numbers)
     if part.sizes[1:] == part.shape[1:] == segment.shape[1:]:
         return drawn.flatten()
-    columns = tuple(slice(offset, offset + size) for offset, size in zip(part.offsets[1:], part.sizes[1:], strict=True))
+    columns = tuple(
+        slice(offset, offset + size) for offset, size in zip(part.offsets[1:], part.sizes[1:], strict=True)
+    )
     values = torch.zeros(len(rows), *part.shape[1:])
     values[(slice(None), *(slice(0, size) for size in part.sizes[1:]))] = drawn[(slice(None), *columns)]
     return values.flatten()
@@ -116,22 +122,26 @@ def block_rows(start: int, stop: int) -> Iterator[range]:
 
 
 def drawn_rows(segment: Segment, start: int, stop: int, seed: int) -> Iterator[Tensor]:
-    """Rows [start, stop) of a segment's random initial values, fp32, whole: in blocks, with the columns of all ranks, so that no number
-    depends on the mesh."""
+    """Rows [start, stop) of a segment's random initial values, fp32, whole: in blocks, with the columns of
+    all ranks, so that no number depends on the mesh."""
     for rows in block_rows(start, stop):
         yield _rows(segment, rows, _fill(segment, rows, seed, torch.empty(_block_shape(segment, rows))))
 
 
 def ahead(draws: Iterable[tuple[_T, Draw]], threads: int) -> Iterator[tuple[_T, int, Tensor]]:
-    """What stands before each draw, its first element and its values, in order. Draws on up to `threads` threads, ahead of the caller."""
+    """What stands before each draw, its first element and its values, in order. Draws on up to `threads`
+    threads, ahead of the caller."""
     threads = min(threads, MOST_THREADS)
     if threads == 1:
-        yield from ((each, draw.first, draw.values(draw.fill(torch.empty(draw.shape)))) for each, draw in draws)
+        yield from (
+            (each, draw.first, draw.values(draw.fill(torch.empty(draw.shape)))) for each, draw in draws
+        )
         return
     with ThreadPoolExecutor(threads) as pool:
         waiting: deque[tuple[_T, Draw, Future[Tensor]]] = deque()
         for each, draw in draws:
-            # Allocated here: what a thread allocates and frees would stay in its own arena, of no use to the run.
+            # Allocated here: what a thread allocates and frees would stay in its own arena, of no use to the
+            # run.
             waiting.append((each, draw, _submitted(pool, draw.fill, torch.empty(draw.shape))))
             if len(waiting) > threads:  # no more: a block of a large embedding takes megabytes
                 yield _drawn(*waiting.popleft())

@@ -17,7 +17,8 @@ def options(description: str | None, count: int) -> argparse.Namespace:
 
 
 def make(attempts: Iterable[Callable[[], str]], what: str) -> NoReturn:
-    """Print what each attempt returns, or why it failed (AssertionError), then how many did `what`; exit with status 1 if any failed."""
+    """Print what each attempt returns, or why it failed (AssertionError), then how many did `what`; exit with status 1
+    if any failed."""
     made = failed = 0
     for made, attempt in enumerate(attempts, start=1):
         try:

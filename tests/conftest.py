@@ -6,7 +6,8 @@ import os
 
 
 def _has_gpu() -> bool:
-    """Whether the driver has a GPU, without importing torch: torch and triton read the environment variables below on import."""
+    """Whether the driver has a GPU, without importing torch: torch and triton read the environment variables below on
+    import."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -48,7 +49,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # thousands of tests, and what they import, live to the end: a full collection would traverse them each time
+    # thousands of tests, and what they import, live to the end: a full collection would traverse them each time
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -69,7 +71,8 @@ def _same_settings_as_ranks() -> None:
 
 @pytest.fixture(autouse=True)
 def _exact_products_on_a_gpu(request: pytest.FixtureRequest, _same_settings_as_ranks: None) -> Iterator[None]:
-    """The setting that enables fast fp32 products on a CPU makes a GPU round their inputs to TF32, so it is not used in GPU tests."""
+    """The setting that enables fast fp32 products on a CPU makes a GPU round their inputs to TF32, so it is not used in
+    GPU tests."""
     if request.node.get_closest_marker("gpu") is None:
         yield
         return

@@ -1,19 +1,19 @@
 """A device's rules for tensors in CPU memory: finds what makes the host wait for a device, on a machine that has none.
 
-Each storage has a kind. A tensor is on the device if it was created with DEVICE, was moved there, or was computed from one that is. It then
-says so (`device`, `is_cpu`), so that code takes the way that it takes on a GPU. What is not known to be elsewhere is ordinary host memory.
-Within `DeviceRules` these are faults (`faults`):
+Each storage has a kind. A tensor is on the device if it was created with DEVICE, was moved there, or was computed from
+one that is. It then says so (`device`, `is_cpu`), so that code takes the way that it takes on a GPU. What is not known
+to be elsewhere is ordinary host memory. Within `DeviceRules` these are faults (`faults`):
 
     the host reads a value or a size from a tensor on the device: item, tolist, cpu, nonzero, an index by a mask …
     a tensor is moved to the device from memory that is not pinned, or meets one there without having been moved
     a value is read from pinned memory before an event after its copy has been waited for
 
-A wait for an event is no fault; `waits` has for each the operations that were queued between the event and the wait, after ASIDE if the
-event is on a stream of its own. Streams do not run in another order than the host, and copies are done at once: what is checked is who
-waits for whom, not whether streams wait for each other where they must.
+A wait for an event is no fault; `waits` has for each the operations that were queued between the event and the wait,
+after ASIDE if the event is on a stream of its own. Streams do not run in another order than the host, and copies are
+done at once: what is checked is who waits for whom, not whether streams wait for each other where they must.
 
-Kinds are kept by storage, not in a subclass of Tensor: real tensors go through autograd, custom functions, gloo and views as they do
-without the rules. Nothing is freed as long as the rules hold, so that an address is not used twice.
+Kinds are kept by storage, not in a subclass of Tensor: real tensors go through autograd, custom functions, gloo and
+views as they do without the rules. Nothing is freed as long as the rules hold, so that an address is not used twice.
 """
 
 from __future__ import annotations
@@ -117,7 +117,12 @@ class DeviceRules(AbstractContextManager["DeviceRules"]):
             with functions:  # a mode is off inside the functions that it handles, `backward` among them
                 return run_backward(*args, **options)
 
-        changes = patch.object(torch.autograd, "_engine_run_backward", backward), *self._patches(), functions, _Operations(self)
+        changes = (
+            patch.object(torch.autograd, "_engine_run_backward", backward),
+            *self._patches(),
+            functions,
+            _Operations(self),
+        )
         for change in changes:
             self._stack.enter_context(change)
         return self
@@ -126,7 +131,8 @@ class DeviceRules(AbstractContextManager["DeviceRules"]):
         self._stack.close()
 
     def _patches(self) -> Iterator[AbstractContextManager[Any]]:
-        """Streams; communication, which reads what it sends as it likes; and the one kernel whose reference reads sizes."""
+        """Streams; communication, which reads what it sends as it likes; and the one kernel whose reference reads
+        sizes."""
         yield patch.object(torch.cuda, "current_stream", lambda device=None: self.stream)
         yield patch.object(torch.cuda, "Stream", lambda device=None, priority=0: _Stream(self))
         yield patch.object(torch.cuda, "stream", self._with_stream)
@@ -180,8 +186,8 @@ class DeviceRules(AbstractContextManager["DeviceRules"]):
 
 
 def watched(trainer: Trainer) -> DeviceRules:
-    """What the third step of a trainer on DEVICE does. The first one makes what is kept; under optimistic steps the third one learns of the
-    second, which was the first not to wait. Closes the trainer."""
+    """What the third step of a trainer on DEVICE does. The first one makes what is kept; under optimistic steps the
+    third one learns of the second, which was the first not to wait. Closes the trainer."""
     rules = DeviceRules()
     with patch.object(trainer.loader, "step", rules.placed(trainer.loader.step, HOST)), rules:
         for _ in range(2):
@@ -227,13 +233,16 @@ def _tensors(*values: Any) -> Iterator[Tensor]:
 
 
 class _Functions(TorchFunctionMode):
-    """What does not reach the dispatcher for a CPU tensor: its properties, and moves between devices that are one in truth."""
+    """What does not reach the dispatcher for a CPU tensor: its properties, and moves between devices that are one in
+    truth."""
 
     def __init__(self, rules: DeviceRules):
         super().__init__()
         self.rules = rules
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         rules, options = self.rules, dict(kwargs or {})
         if args and isinstance(args[0], Tensor):
             found = self._of_tensor(function, args[0], args[1:], options)
@@ -299,7 +308,8 @@ def _copy(x: Tensor) -> Tensor:
 
 
 class _Operations(TorchDispatchMode):
-    """What reaches the dispatcher, in backward, too: the kinds of results, reads, and tensors that meet on different devices."""
+    """What reaches the dispatcher, in backward, too: the kinds of results, reads, and tensors that meet on different
+    devices."""
 
     def __init__(self, rules: DeviceRules):
         super().__init__()
@@ -309,7 +319,9 @@ class _Operations(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # or else torch imports the compiler, which takes seconds
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         rules, options = self.rules, dict(kwargs or {})
         name = function.overloadpacket.__name__
         given = [*_tensors(args, options)]

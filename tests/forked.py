@@ -1,6 +1,8 @@
-"""Runs Python programs in processes forked from the one that has imported torch: a start costs a tenth of a second, and otherwise two.
+"""Runs Python programs in processes forked from the one that has imported torch: a start costs a tenth of a second, and
+otherwise two.
 
-For tests of what a program computes and writes. Tests of how processes start, get signals, import or end start real ones.
+For tests of what a program computes and writes. Tests of how processes start, get signals, import or end start real
+ones.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ LIMIT_S = 300
 
 
 class Program(NamedTuple):
-    """A process to fork: the program and its arguments, its directory, its environment, and the file that it prints to."""
+    """A process to fork: the program and its arguments, its directory, its environment, and the file that it prints
+    to."""
 
     words: list[str]
     cwd: str
@@ -32,7 +35,8 @@ class Program(NamedTuple):
 
 
 class Imported:
-    """A process that has imported further modules, and from which programs are forked: packages that take seconds are imported once."""
+    """A process that has imported further modules, and from which programs are forked: packages that take seconds are
+    imported once."""
 
     def __init__(self, modules: Sequence[str]):
         context = multiprocessing.get_context("forkserver")
@@ -69,7 +73,8 @@ def run(
     environment: Mapping[str, str] | None = None,
     imported: Imported | None = None,
 ) -> tuple[bool, str]:
-    """Run `python WORDS …` on `ranks` processes with the variables that torchrun sets. Returns whether all succeeded, and their output.
+    """Run `python WORDS …` on `ranks` processes with the variables that torchrun sets. Returns whether all succeeded,
+    and their output.
 
     Args:
         words: the path of a script, or -m and a module, and its arguments.
@@ -81,14 +86,20 @@ def run(
         import torch.distributed as dist
 
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent serves it
-        variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        variables |= {
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+        }
         variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     with tempfile.NamedTemporaryFile("r", errors="replace") as output:
         programs = []
         for rank in range(ranks):
             own = variables | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {})
             programs.append(Program(list(words), str(cwd or Path.cwd()), own, output.name))
-        succeeded = imported.run(programs) if imported else _run_all(programs, multiprocessing.get_context("forkserver"))
+        succeeded = (
+            imported.run(programs) if imported else _run_all(programs, multiprocessing.get_context("forkserver"))
+        )
         return succeeded, output.read()
 
 
@@ -98,7 +109,9 @@ def _run_all(programs: list[Program], context: BaseContext) -> bool:
     for process in processes:
         process.start()
     deadline = time.monotonic() + LIMIT_S
-    while (left := [process.sentinel for process in processes if process.exitcode is None]) and time.monotonic() < deadline:
+    while (
+        left := [process.sentinel for process in processes if process.exitcode is None]
+    ) and time.monotonic() < deadline:
         connection.wait(left, deadline - time.monotonic())
         if any(process.exitcode for process in processes):
             break  # the others may wait for it

@@ -1,4 +1,5 @@
-"""Runs of two ranks, a pipeline, in which rank 1 does not do its part: what each rank has left is explained while it hangs.
+"""Runs of two ranks, a pipeline, in which rank 1 does not do its part: what each rank has left is explained while it
+hangs.
 
 In the first three cases rank 1 goes on when the hang has been explained, and the run continues to the next one.
 """
@@ -130,7 +131,10 @@ def explained(cases: dict[str, int], directory: Path) -> Iterator[tuple[str, Exp
     prefix = write_tokens(directory, TOKENS)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
-    ranks = [context.Process(target=train, args=(cases, rank, store.port, prefix, directory), daemon=True) for rank in range(WORLD)]
+    ranks = [
+        context.Process(target=train, args=(cases, rank, store.port, prefix, directory), daemon=True)
+        for rank in range(WORLD)
+    ]
     for rank in ranks:
         rank.start()
     try:

@@ -1,9 +1,9 @@
 """SIGKILL at random moments: `python -m tests.kills --count 40 --seed 0`.
 
-Each kill takes the launcher, one rank or the whole group of a run on two ranks, or a preparation or an export with its workers: at the
-start, in a step, in a save, while it writes. Within ten seconds no process of it is left, and what has been published is whole: the
-checkpoint that `latest` names verifies, a token file and an export are absent or complete. The next kill of the same kind starts where this
-one ended, so every one also shows that a new start goes on.
+Each kill takes the launcher, one rank or the whole group of a run on two ranks, or a preparation or an export with its
+workers: at the start, in a step, in a save, while it writes. Within ten seconds no process of it is left, and what has
+been published is whole: the checkpoint that `latest` names verifies, a token file and an export are absent or complete.
+The next kill of the same kind starts where this one ended, so every one also shows that a new start goes on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,13 @@ from tests.structure.sources import ROOT
 
 WITHIN = 10.0  # seconds until no process is left
 TIMEOUT = 240.0  # until a phase is reached
-SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 16}
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 16,
+}
 TEXT = "Every café at six: quick brown foxes jump over lazy dogs.\n" * 40_000
 KILLS = [  # what is killed, whose process, when
     *(("train", "launcher", when) for when in ("start", "step", "save")),
@@ -72,7 +78,12 @@ class Scene:
         tokens = write_tokens(self.directory, 96)
         options: dict[str, object] = {f"model.{name}": value for name, value in SHAPE.items()}
         options |= {"data.train": tokens, "data.sequence_length": 16, "run.dir": self.directory, "run.name": "run"}
-        options |= {"train.steps": 100_000, "train.global_batch_size": 4, "train.micro_batch_size": 2, "optimizer.decay": "constant"}
+        options |= {
+            "train.steps": 100_000,
+            "train.global_batch_size": 4,
+            "train.micro_batch_size": 2,
+            "optimizer.decay": "constant",
+        }
         options |= {"checkpoint.interval": 4, "checkpoint.keep": 2, "run.timeout": "60s"}
         self.train = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         for number in range(4):
@@ -94,7 +105,9 @@ class Scene:
         environment = {**os.environ, MARK: mark, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
         with (self.directory / "output").open("wb") as output:
             words = [sys.executable, "-m", "megalite", *self.words(what)]
-            return subprocess.Popen(words, env=environment, stdout=output, stderr=output, cwd=self.directory, start_new_session=True)
+            return subprocess.Popen(
+                words, env=environment, stdout=output, stderr=output, cwd=self.directory, start_new_session=True
+            )
 
     def output(self) -> str:
         return (self.directory / "output").read_text(errors="replace")[-3000:]
@@ -106,13 +119,17 @@ def kill(scene: Scene, what: str, whom: str, when: str, within: float = WITHIN) 
         make_checkpoint(scene)
     mark, before = uuid.uuid4().hex, latest(scene.checkpoints)
     process = scene.start(what, mark)
-    reached = {"start": lambda: True, "step": in_step(scene), "save": in_save(scene), "writing": in_writing(scene)}[when]
+    reached = {"start": lambda: True, "step": in_step(scene), "save": in_save(scene), "writing": in_writing(scene)}[
+        when
+    ]
     longest = {"start": 6.0, "step": 0.5, "save": 0.05, "writing": 1.0 if what == "prepare" else 0.02}[when]
     wait_until(reached, process, scene)
     time.sleep(scene.random.uniform(0, longest))
     ended = process.poll() is not None
     victims = ranks_of(mark) if whom == "rank" else living(mark) if whom == "group" else [process.pid]
-    for pid in [scene.random.choice(victims)] if whom == "rank" and victims else victims if whom != "rank" else [process.pid]:
+    for pid in (
+        [scene.random.choice(victims)] if whom == "rank" and victims else victims if whom != "rank" else [process.pid]
+    ):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     killed = time.monotonic()
@@ -144,7 +161,9 @@ def in_step(scene: Scene) -> Callable[[], bool]:
     """Whether a run that is now started has done further steps: it goes on after the newest checkpoint."""
     metrics = scene.directory / "run" / "metrics.jsonl"
     started = time.time()
-    return lambda: metrics.exists() and metrics.stat().st_mtime > started + 0.01 and len(metrics.read_text().splitlines()) > 1
+    return lambda: (
+        metrics.exists() and metrics.stat().st_mtime > started + 0.01 and len(metrics.read_text().splitlines()) > 1
+    )
 
 
 def in_save(scene: Scene) -> Callable[[], bool]:

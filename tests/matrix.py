@@ -1,13 +1,13 @@
-"""The long form of the proof, in slices that can be resumed: every plan, kernels compiled at the sizes of real models, 500 random
-configurations, 200 rounds under random delays, checkpoints of eight layouts loaded on every other, a hundred kills; thousands of layouts
-with context parallelism, with experts, with latent attention or sinks, and of the equivalence table. Any beginning of the layouts is a
-random sample of all.
+"""The long form of the proof, in slices that can be resumed: every plan, kernels compiled at the sizes of real models,
+500 random configurations, 200 rounds under random delays, checkpoints of eight layouts loaded on every other, a hundred
+kills; thousands of layouts with context parallelism, with experts, with latent attention or sinks, and of the
+equivalence table. Any beginning of the layouts is a random sample of all.
 
     python -m tests.matrix --minutes 9 [--part PART]       goes on where the last stopped
     python -m tests.matrix --reproduce random/17           one case, with its whole error
 
-A line for each case that has run is appended to runs/matrix/PART.jsonl, so a killed slice loses one case. What failed runs again first.
-Exit status: 0, or 1 where a case failed.
+A line for each case that has run is appended to runs/matrix/PART.jsonl, so a killed slice loses one case. What failed
+runs again first. Exit status: 0, or 1 where a case failed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ ROOT = Path(__file__).resolve().parents[1]
 STATE = ROOT / "runs" / "matrix"
 ERROR_TAIL = 2500  # characters of an error in a slice's output
 CHUNK = 48  # neighbouring cases that are sorted by layout, so that groups and meshes are reused
-STEPS, LAYOUT_STEPS = 20, 5  # what a layout of the large space changes shows in the first steps; the table of the suite runs more
+# what a layout of the large space changes shows in the first steps; the table of the suite runs more
+STEPS, LAYOUT_STEPS = 20, 5
 RANDOM_CASES = 500
 STRESS_ROUNDS = 200
 STRESS_STEPS = 10
@@ -121,7 +122,8 @@ class Random:
 
 
 class Stress:
-    """Rounds under random delays, bit for bit the undelayed run: every layout in turn, each round with delays of its own."""
+    """Rounds under random delays, bit for bit the undelayed run: every layout in turn, each round with delays of its
+    own."""
 
     longest_s = 60.0
 
@@ -140,7 +142,9 @@ class Stress:
         from tests.distributed.support.delays import prove_undisturbed
 
         seed, _, layout = case.partition("-")
-        prove_undisturbed(layout, STRESS_STEPS, range(int(seed), int(seed) + 1), LONGEST_DELAY_S, self._prefix, self._ranks)
+        prove_undisturbed(
+            layout, STRESS_STEPS, range(int(seed), int(seed) + 1), LONGEST_DELAY_S, self._prefix, self._ranks
+        )
 
 
 class Resharding:
@@ -174,7 +178,9 @@ class Kills:
 
         self._directory, self._ranks = directory, ranks
         self._prefix = write_tokens(directory, MODEL["vocab_size"])
-        kinds = islice(cycle([(layout, how) for layout in LAYOUTS for how in ("at once", "in the background")]), KILLED_RUNS)
+        kinds = islice(
+            cycle([(layout, how) for layout in LAYOUTS for how in ("at once", "in the background")]), KILLED_RUNS
+        )
         self._cases = {f"{seed}/{layout}/{how}": (seed, layout, how) for seed, (layout, how) in enumerate(kinds)}
 
     def cases(self) -> list[str]:
@@ -185,11 +191,14 @@ class Kills:
 
         seed, layout, how = self._cases[case]
         with tempfile.TemporaryDirectory(dir=self._directory) as directory:
-            Proof(layout, self._prefix, Path(directory), self._ranks, background=how != "at once").prove(KILLS_A_RUN, seed)
+            Proof(layout, self._prefix, Path(directory), self._ranks, background=how != "at once").prove(
+                KILLS_A_RUN, seed
+            )
 
 
 class Plans:
-    """Every schedule of every size, training and evaluation: valid, and free of deadlocks by the rules of rendezvous alone."""
+    """Every schedule of every size, training and evaluation: valid, and free of deadlocks by the rules of rendezvous
+    alone."""
 
     longest_s = 60.0
 
@@ -200,7 +209,12 @@ class Plans:
         from megalite.parallel.pipeline.generator import SCHEDULES
 
         virtual = {"interleaved": PLANS["virtual stages"]}
-        return [f"{name}/{ranks}/{chunks}" for name in SCHEDULES for ranks in PLANS["ranks"] for chunks in virtual.get(name, (0,))]
+        return [
+            f"{name}/{ranks}/{chunks}"
+            for name in SCHEDULES
+            for ranks in PLANS["ranks"]
+            for chunks in virtual.get(name, (0,))
+        ]
 
     def prove(self, case: str) -> None:
         from tests.parallel.pipeline.test_properties import prove_plan
@@ -212,8 +226,8 @@ class Plans:
 
 
 class Kernels:
-    """Kernels compiled at the sizes of real models, with every set of options, for every architecture: neither spills, nor too much shared
-    memory, nor another architecture's tensor cores."""
+    """Kernels compiled at the sizes of real models, with every set of options, for every architecture: neither spills,
+    nor too much shared memory, nor another architecture's tensor cores."""
 
     longest_s = 240.0
 
@@ -223,7 +237,9 @@ class Kernels:
         from tests.kernels.variants import long_list
 
         every = ((architecture, name, *call) for name, call in long_list().items() for architecture in ARCHITECTURES)
-        self._cases = {f"{architecture}/{name}": (architecture, module, calls) for architecture, name, module, calls in every}
+        self._cases = {
+            f"{architecture}/{name}": (architecture, module, calls) for architecture, name, module, calls in every
+        }
 
     def cases(self) -> list[str]:
         return list(self._cases)
@@ -233,8 +249,15 @@ class Kernels:
         from tests.kernels.variants import launches
 
         architecture, module, calls = self._cases[case]
-        found = {each.name: compiled(each, architecture, module in MULTIPLY) for each in launches(module, architecture, calls)}
-        failed = {name: (broken, binary) for name, binary in found.items() if (broken := binary.broken_rules(architecture, name))}
+        found = {
+            each.name: compiled(each, architecture, module in MULTIPLY)
+            for each in launches(module, architecture, calls)
+        }
+        failed = {
+            name: (broken, binary)
+            for name, binary in found.items()
+            if (broken := binary.broken_rules(architecture, name))
+        }
         assert not failed, failed
 
 
@@ -314,7 +337,9 @@ def run_slice(name: str, part: Part, record: Record, deadline: float, progress: 
             passed = True
         except Exception as error:  # a slice goes on: the case is named and runs again in the next one
             what = f"{type(error).__name__}: {str(error)[-ERROR_TAIL:]}"
-            print(f"FAILED {name}/{case}\n{what}\nreproduce: python -m tests.matrix --reproduce {name}/{case}", flush=True)
+            print(
+                f"FAILED {name}/{case}\n{what}\nreproduce: python -m tests.matrix --reproduce {name}/{case}", flush=True
+            )
             passed = False
         record.add(case, passed, time.monotonic() - began)
         ran, failed = ran + 1, failed + (not passed)
@@ -323,7 +348,9 @@ def run_slice(name: str, part: Part, record: Record, deadline: float, progress: 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.matrix", description="Run a slice of the long form of the tests.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.matrix", description="Run a slice of the long form of the tests."
+    )
     parser.add_argument("--minutes", type=float, default=9.0, help="end the slice after this long")
     parser.add_argument("--part", choices=PARTS, help="only this part")
     parser.add_argument("--fresh", action="store_true", help="forget what has passed")

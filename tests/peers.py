@@ -1,8 +1,9 @@
 """Ranks that are lost at random actions: `python -m tests.peers --count 50 --seed 0`.
 
-Each case trains on three ranks; one of them kills or stops itself, or waits forever, as it begins an action. Every other rank must end with
-status 1 and name that rank, and whether its process has ended, is stopped, or is alive. The rank may hold the store, and communication with
-a lost rank may raise nothing, as on a GPU (`silent`: a failed wait never returns).
+Each case trains on three ranks; one of them kills or stops itself, or waits forever, as it begins an action. Every
+other rank must end with status 1 and name that rank, and whether its process has ended, is stopped, or is alive. The
+rank may hold the store, and communication with a lost rank may raise nothing, as on a GPU (`silent`: a failed wait
+never returns).
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Loss:
 
     def __str__(self) -> str:
         more = [*(["rank 0 holds the store"] if self.held else []), *(["nothing is raised"] if self.silent else [])]
-        return f"{self.layout}: rank {self.victim}, {self.how} at its action {self.action}" + "".join(f", {each}" for each in more)
+        return f"{self.layout}: rank {self.victim}, {self.how} at its action {self.action}" + "".join(
+            f", {each}" for each in more
+        )
 
 
 def drawn(count: int, seed: int) -> list[Loss]:
@@ -73,7 +76,12 @@ def train(loss: Loss, rank: int, port: int, prefix: str, directory: str) -> None
     log = os.open(f"{directory}/{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(WORLD),
+        "LOCAL_WORLD_SIZE": str(WORLD),
+        "MASTER_ADDR": "127.0.0.1",
+    }
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(not loss.held)
     import torch
     import torch.distributed as dist
@@ -155,7 +163,10 @@ def lose(loss: Loss, prefix: str, directory: Path) -> str:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = free_port() if loss.held else store.port
     context = multiprocessing.get_context("forkserver")
-    ranks = [context.Process(target=train, args=(loss, rank, port, prefix, str(directory)), daemon=True) for rank in range(WORLD)]
+    ranks = [
+        context.Process(target=train, args=(loss, rank, port, prefix, str(directory)), daemon=True)
+        for rank in range(WORLD)
+    ]
     for rank in ranks:
         rank.start()
     alive = [rank for number, rank in enumerate(ranks) if number != loss.victim]
@@ -169,7 +180,9 @@ def lose(loss: Loss, prefix: str, directory: Path) -> str:
             rank.join(max(0.0, began + WITHIN - time.monotonic()))
         took = time.monotonic() - lost
         said = {number: (directory / f"{number}.log").read_text(errors="replace") for number in range(WORLD)}
-        assert [rank.exitcode for rank in alive] == [1, 1], f"{loss}: statuses {[rank.exitcode for rank in ranks]}\n{said}"
+        assert [rank.exitcode for rank in alive] == [1, 1], (
+            f"{loss}: statuses {[rank.exitcode for rank in ranks]}\n{said}"
+        )
     finally:
         for rank in ranks:
             with suppress(ProcessLookupError):
@@ -177,7 +190,9 @@ def lose(loss: Loss, prefix: str, directory: Path) -> str:
             rank.join()
     for number in set(range(WORLD)) - {loss.victim}:
         named = re.findall(r"rank (\d) (?:was lost first|is awaited): ([^:;]*)", said[number])
-        assert named and set(named) == {(str(loss.victim), STATES[loss.how])}, f"{loss}: rank {number} names {named}\n{said}"
+        assert named and set(named) == {(str(loss.victim), STATES[loss.how])}, (
+            f"{loss}: rank {number} names {named}\n{said}"
+        )
     return f"{loss}: named after {took:.1f} s"
 
 

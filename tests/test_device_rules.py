@@ -41,11 +41,16 @@ FAULTS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "pinned, but waited for": (lambda x: torch.tensor([1.0, 2.0]).pin_memory().to(x.device), "non_blocking=False"),
     "met": (lambda x: x + torch.tensor([1.0, 2.0, 3.0]), "add of tensors"),
     "copied": (lambda x: x.copy_(torch.tensor([1.0, 2.0, 3.0])), "copy_"),
-    "read too early": (lambda x: torch.empty(3, pin_memory=True).copy_(x, non_blocking=True).tolist(), "still being copied"),
+    "read too early": (
+        lambda x: torch.empty(3, pin_memory=True).copy_(x, non_blocking=True).tolist(),
+        "still being copied",
+    ),
     "backward": (lambda x: _ReadsInBackward.apply(x.requires_grad_()).sum().backward(), "_local_scalar_dense"),
 }
 ALLOWED: dict[str, Callable[[Tensor], Any]] = {
-    "computed": lambda x: (x.cumsum(0) * 2.0 + torch.arange(3, device=x.device))[torch.zeros(2, dtype=torch.long, device=x.device)],
+    "computed": lambda x: (x.cumsum(0) * 2.0 + torch.arange(3, device=x.device))[
+        torch.zeros(2, dtype=torch.long, device=x.device)
+    ],
     "a number": lambda x: torch.full((), 2.0, device=x.device) * x,
     "masked": lambda x: x.masked_fill_(x > 1, 0.0),
     "uploaded": lambda x: copy_later(torch.ones(3), x),

@@ -14,4 +14,5 @@ from tests.kills import IN_THE_SUITE, Scene, kill
 def test_kills_leave_no_process_and_lose_nothing_and_the_next_start_goes_on(tmp_path):
     scene = Scene(tmp_path, random.Random(0))
     for what, whom, when in IN_THE_SUITE:
-        kill(scene, what, whom, when, within=60.0)  # `python -m tests.kills` measures; here a loaded machine may take longer
+        # `python -m tests.kills` measures; here a loaded machine may take longer
+        kill(scene, what, whom, when, within=60.0)

@@ -39,7 +39,9 @@ def test_every_rank_holds_its_slice_of_the_whole(segment, tp):
         part = segment.local(Coordinates.on("tp", rank, tp))
         values = drawn(segment, rank, tp)
         real = values[tuple(slice(0, size) for size in part.sizes)]
-        assert torch.equal(real, whole[tuple(slice(low, low + size) for low, size in zip(part.offsets, part.sizes, strict=True))])
+        assert torch.equal(
+            real, whole[tuple(slice(low, low + size) for low, size in zip(part.offsets, part.sizes, strict=True))]
+        )
         assert values.abs().sum() == real.abs().sum()  # padding is zero
 
 
@@ -78,7 +80,8 @@ def test_elements_are_drawn_with_the_rows_of_their_blocks_alone(low, high, numbe
 
 
 def test_draws_ahead_come_in_their_order():
-    """The first of each three waits for the others, which threads call meanwhile; no more than a few are ahead of the caller."""
+    """The first of each three waits for the others, which threads call meanwhile; no more than a few are ahead of the
+    caller."""
     called, events = [], [Event() for _ in range(4)]
 
     def fill(number, numbers):

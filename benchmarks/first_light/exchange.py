@@ -1,4 +1,5 @@
-"""Part 5: bandwidth and latency of the links: host and device, and collectives and messages by size, beside what the planner assumes.
+"""Part 5: bandwidth and latency of the links: host and device, and collectives and messages by size, beside
+what the planner assumes.
 
 Two ranks that share a GPU are never measured: nothing connects them that training would use.
 """
@@ -31,7 +32,8 @@ def rows(scene: Scene) -> Iterator[Row]:
 
 
 def _host(device: Device | None) -> Iterator[Row]:
-    """Copies between pinned or pageable memory and the device, alone and both ways at once, and on the device."""
+    """Copies between pinned or pageable memory and the device, alone and both ways at once, and on the
+    device."""
     from benchmarks import host_copies
 
     assumed = f", assumed {device.host.bandwidth / 1e9:,.1f}" if device else ""
@@ -41,7 +43,9 @@ def _host(device: Device | None) -> Iterator[Row]:
 
 def _copy(name: str, act: Any, assumed: str) -> Row:
     figures = act()
-    return row(name, "measured", f"{figures['gbs']:,.1f} GB/s{assumed}, {figures['latency_us']:.1f} µs", **figures)
+    return row(
+        name, "measured", f"{figures['gbs']:,.1f} GB/s{assumed}, {figures['latency_us']:.1f} µs", **figures
+    )
 
 
 def _collectives(scene: Scene, device: Device | None) -> Iterator[Row]:
@@ -63,12 +67,15 @@ def _by_size(name: str, measured: list[dict[str, float]], ranks: int, device: De
         each["assumed_us"] = 1e6 * assumed(name, each["bytes"], ranks, device) if device else None  # type: ignore[assignment]
     largest, smallest = measured[-1], measured[0]
     beside = f", assumed {largest['assumed_us']:,.0f} µs" if device else ""
-    at_most = f"{largest['bytes'] / 2**20:,.2f} MiB: {largest['gbs']:,.2f} GB/s, {largest['us']:,.0f} µs{beside}"
+    at_most = (
+        f"{largest['bytes'] / 2**20:,.2f} MiB: {largest['gbs']:,.2f} GB/s, {largest['us']:,.0f} µs{beside}"
+    )
     return row(name, "measured", f"{at_most}; smallest {smallest['us']:,.0f} µs", ranks=ranks, sizes=measured)
 
 
 def assumed(name: str, size: float, ranks: int, device: Device) -> float:
-    """The planner's seconds. It has no all-to-all, in which each rank sends as much as in half an all-reduce."""
+    """The planner's seconds. It has no all-to-all, in which each rank sends as much as in half an
+    all-reduce."""
     fabric, members = Fabric(device), group(device, ranks, 1)
     if name == "message":
         return fabric.send(size, ranks)

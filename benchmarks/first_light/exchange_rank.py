@@ -1,6 +1,7 @@
 """One rank of the part links, under torchrun: collectives and messages by size, timed by all ranks at once.
 
-Bytes are those of the whole tensor, as in `megalite.planning.links`; the bandwidth is that of the bus, as nccl-tests counts it.
+Bytes are those of the whole tensor, as in `megalite.planning.links`; the bandwidth is that of the bus, as
+nccl-tests counts it.
 """
 
 from __future__ import annotations
@@ -61,7 +62,13 @@ def by_size(name: str, sizes: list[int], measured: Measured, rank: int, ranks: i
             seconds = measured.seconds(partial(OPERATIONS[name], whole, part, rank))
         except (RuntimeError, NotImplementedError) as error:
             return {"error": str(error).splitlines()[0][:200]}
-        rows.append({"bytes": whole.nbytes, "us": 1e6 * seconds, "gbs": bus_share(name, ranks) * whole.nbytes / seconds / 1e9})
+        rows.append(
+            {
+                "bytes": whole.nbytes,
+                "us": 1e6 * seconds,
+                "gbs": bus_share(name, ranks) * whole.nbytes / seconds / 1e9,
+            }
+        )
     return {"sizes": rows}
 
 

@@ -1,7 +1,9 @@
-"""One rank of the part layouts: `python -m megalite.launch.rank benchmarks.first_light.layout_rank DIRECTORY`, started by `layouts.py`.
+"""One rank of the part layouts: `python -m megalite.launch.rank benchmarks.first_light.layout_rank
+DIRECTORY`, started by `layouts.py`.
 
-DIRECTORY/spec.json says what to do: `probe` (one sum and one message), `layouts` (train each, rank 0 writes NUMBER.json and NUMBER.npz), or
-`fit` (a whole run, which a fault ends). Two ranks that share a GPU pretend to be two nodes, because NCCL refuses them on one.
+DIRECTORY/spec.json says what to do: `probe` (one sum and one message), `layouts` (train each, rank 0 writes
+NUMBER.json and NUMBER.npz), or `fit` (a whole run, which a fault ends). Two ranks that share a GPU pretend to
+be two nodes, because NCCL refuses them on one.
 """
 
 from __future__ import annotations
@@ -20,8 +22,13 @@ if TYPE_CHECKING:
 
 
 def share_the_gpu() -> None:
-    """Let this rank be the only one of its node, and let the nodes talk over loopback. Call before torch is imported."""
-    os.environ |= {"NCCL_HOSTID": f"first-light-{os.environ['RANK']}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    """Let this rank be the only one of its node, and let the nodes talk over loopback. Call before torch is
+    imported."""
+    os.environ |= {
+        "NCCL_HOSTID": f"first-light-{os.environ['RANK']}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+    }
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
@@ -51,14 +58,19 @@ def probe(spec: dict[str, Any], directory: Path, device: torch.device) -> None:
     dist.all_reduce(values)
     to, source = (rank + 1) % size, (rank - 1) % size
     arrived = torch.empty(16, device=device)
-    operations = [dist.P2POp(dist.isend, torch.full_like(arrived, rank), to), dist.P2POp(dist.irecv, arrived, source)]
+    operations = [
+        dist.P2POp(dist.isend, torch.full_like(arrived, rank), to),
+        dist.P2POp(dist.irecv, arrived, source),
+    ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     found = values[0].item(), values[-1].item(), arrived[0].item()
     if found != (total := size * (size + 1) / 2, total, source):
         raise RuntimeError(f"the sum and the message are {found}, not {(total, total, source)}")
     if rank == 0:
-        (directory / "probe.json").write_text(json.dumps({"ranks": size, "backend": dist.get_backend()}), encoding="utf-8")
+        (directory / "probe.json").write_text(
+            json.dumps({"ranks": size, "backend": dist.get_backend()}), encoding="utf-8"
+        )
 
 
 def train_each(spec: dict[str, Any], directory: Path, device: torch.device) -> None:
@@ -70,7 +82,8 @@ def train_each(spec: dict[str, Any], directory: Path, device: torch.device) -> N
 
 
 def train(number: int, config: Config, steps: int, directory: Path, device: torch.device) -> None:
-    """Some steps; losses, norms, times and the weights at the end. With background saves, a save half-way and steps resumed from it."""
+    """Some steps; losses, norms, times and the weights at the end. With background saves, a save half-way and
+    steps resumed from it."""
     import numpy as np
     from megalite_kernels import dispatch
 
@@ -102,7 +115,9 @@ def train(number: int, config: Config, steps: int, directory: Path, device: torc
         arrays: dict[str, Any] = {name: tensor.float().numpy() for name, tensor in weights.items()}
         np.savez(directory / f"{number}.npz", **arrays)
         scalars = [{"loss": result.loss, "grad_norm": result.grad_norm} for result in results]
-        (directory / f"{number}.json").write_text(json.dumps({"scalars": scalars, "seconds": seconds}), encoding="utf-8")
+        (directory / f"{number}.json").write_text(
+            json.dumps({"scalars": scalars, "seconds": seconds}), encoding="utf-8"
+        )
 
 
 def fit_until_the_end(spec: dict[str, Any], directory: Path, device: torch.device) -> None:

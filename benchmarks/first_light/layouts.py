@@ -1,7 +1,9 @@
-"""Part 4: a small model on every layout of this machine's GPUs against one process: losses, gradient norms and weights.
+"""Part 4: a small model on every layout of this machine's GPUs against one process: losses, gradient norms
+and weights.
 
-With one GPU two NCCL ranks share it, if they can: a probe tells. All layouts run one after the other in the same processes; if one fails or
-hangs, the processes start again with the next. In the end a rank is killed, and the others must name it. A rehearsal uses two gloo ranks.
+With one GPU two NCCL ranks share it, if they can: a probe tells. All layouts run one after the other in the
+same processes; if one fails or hangs, the processes start again with the next. In the end a rank is killed,
+and the others must name it. A rehearsal uses two gloo ranks.
 """
 
 from __future__ import annotations
@@ -37,10 +39,12 @@ PROBE_S = 60.0
 KILL_S = 60.0
 RESERVE_S = 5.0  # before the part's limit
 EXACT, BF16 = (1e-5, 2e-5), (2e-2, 2e-2)
-"""Relative tolerance of loss and norm, absolute tolerance of weights. A reduction in bf16 rounds every gradient: the wide ones.
+"""Relative tolerance of loss and norm, absolute tolerance of weights. A reduction in bf16 rounds every
+gradient: the wide ones.
 
-AdamW divides a gradient by its own size, so with eps = 1e-8 rounding alone moves the weights with the smallest gradients by nearly the
-tolerance (1.7e-5 in fp32). eps = 1e-6 is above the rounding of these gradients (3e-7), and far below most of them."""
+AdamW divides a gradient by its own size, so with eps = 1e-8 rounding alone moves the weights with the
+smallest gradients by nearly the tolerance (1.7e-5 in fp32). eps = 1e-6 is above the rounding of these
+gradients (3e-7), and far below most of them."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,15 @@ def layouts(world: int, on_gpu: bool) -> list[Layout]:
     found = [
         *_divisions(world),
         Layout(f"dp {world}, ZeRO-2, state in CPU memory", {**dp, "zero": 2, "offload": "cpu"}),
-        Layout(f"dp {world}, ZeRO-3, state and weights in CPU memory", {**dp, "zero": 3, "offload": "cpu", "offload_parameters": True}),
-        Layout(f"dp {world}, ZeRO-1, gradients reduced in bf16", {**dp, "zero": 1, "reduce_dtype": "bf16"}, tolerance=BF16),
+        Layout(
+            f"dp {world}, ZeRO-3, state and weights in CPU memory",
+            {**dp, "zero": 3, "offload": "cpu", "offload_parameters": True},
+        ),
+        Layout(
+            f"dp {world}, ZeRO-1, gradients reduced in bf16",
+            {**dp, "zero": 1, "reduce_dtype": "bf16"},
+            tolerance=BF16,
+        ),
         Layout(
             f"dp {world}, ZeRO-2, saved in the background and resumed",
             {**dp, "zero": 2},
@@ -69,7 +80,11 @@ def layouts(world: int, on_gpu: bool) -> list[Layout]:
         ),
     ]
     if on_gpu:
-        found.append(Layout(f"dp {world}, ZeRO-3, weights in CPU memory", {**dp, "zero": 3, "offload_parameters": True}))
+        found.append(
+            Layout(
+                f"dp {world}, ZeRO-3, weights in CPU memory", {**dp, "zero": 3, "offload_parameters": True}
+            )
+        )
         found += [
             Layout(f"{each.name}, bf16", each.parallel, tolerance=BF16, precision="bf16")
             for each in found
@@ -84,9 +99,15 @@ def _divisions(world: int) -> Iterator[Layout]:
         for pp in (size for size in range(1, world // tp + 1) if (world // tp) % size == 0):
             dp = world // tp // pp
             sizes = {"tp": tp, "pp": pp, "dp": dp, "sequence_parallel": tp > 1}
-            name = " × ".join(f"{axis} {sizes[axis]}{' + sp' * (axis == 'tp')}" for axis in ("tp", "pp", "dp") if sizes[axis] > 1)
+            name = " × ".join(
+                f"{axis} {sizes[axis]}{' + sp' * (axis == 'tp')}"
+                for axis in ("tp", "pp", "dp")
+                if sizes[axis] > 1
+            )
             zeros = (0, 1, 2, 3) if dp == world else (min(1, dp - 1),)
-            yield from (Layout(f"{name}, ZeRO-{zero}" if dp > 1 else name, {**sizes, "zero": zero}) for zero in zeros)
+            yield from (
+                Layout(f"{name}, ZeRO-{zero}" if dp > 1 else name, {**sizes, "zero": zero}) for zero in zeros
+            )
             if pp > 1:
                 yield Layout(f"{name}, zb-v", {**sizes, "zero": min(1, dp - 1), "schedule": "zb-v"})
 
@@ -98,7 +119,10 @@ def rows(scene: Scene) -> Iterator[Row]:
         if scene.gpus:
             yield (probed := place.probe())
             if probed["verdict"] != "measured":
-                yield absent("layouts on NCCL", "two NCCL ranks do not run on one GPU" if place.shared else "NCCL's probe failed")
+                yield absent(
+                    "layouts on NCCL",
+                    "two NCCL ranks do not run on one GPU" if place.shared else "NCCL's probe failed",
+                )
                 return
         yield from place.compare(layouts(world, bool(scene.gpus)))
         yield guarded("a killed rank", "proof", place.kill_one)
@@ -116,8 +140,11 @@ class Place:
     def shared(self) -> bool:
         return len(self.scene.gpus) == 1
 
-    def start(self, name: str, ranks: int, spec: dict[str, Any], seconds: float, patience: float = 0.0) -> tuple[Path, str]:
-        """Run ranks in the directory `name`. Returns it with what went wrong, and what they printed; empty if nothing did."""
+    def start(
+        self, name: str, ranks: int, spec: dict[str, Any], seconds: float, patience: float = 0.0
+    ) -> tuple[Path, str]:
+        """Run ranks in the directory `name`. Returns it with what went wrong, and what they printed; empty if
+        nothing did."""
         directory = self.scratch / name
         directory.mkdir()
         spec = {"shared": self.shared and ranks > 1, "timeout": f"{KILL_S:.0f}s", **spec}
@@ -129,12 +156,16 @@ class Place:
             if (now := len(list(directory.glob("[0-9]*.json")))) > done:
                 done, ends = now, time.monotonic() + seconds
             if time.monotonic() > min(ends, self.scene.ends - RESERVE_S):
-                raise TimeoutError(f"no progress for {seconds:.0f} s" if time.monotonic() > ends else "no time was left")
+                raise TimeoutError(
+                    f"no progress for {seconds:.0f} s" if time.monotonic() > ends else "no time was left"
+                )
 
         with open(directory / "output", "w+b") as output:
             command = ["-m", "megalite.launch.rank", RANK, str(directory)]
             try:
-                status = local_ranks.run_ranks(ranks, command, output=output, poll=look, patience=patience, variables=self._variables())
+                status = local_ranks.run_ranks(
+                    ranks, command, output=output, poll=look, patience=patience, variables=self._variables()
+                )
                 problem = f"a rank ended with status {status}" if status else ""
             except TimeoutError as error:
                 problem = str(error)
@@ -144,13 +175,20 @@ class Place:
         return directory, f"{problem}\n{said[-3000:]}" if problem else ""
 
     def _variables(self) -> dict[str, str]:
-        return {"PYTHONPATH": report.search_path()} | ({} if self.scene.gpus else {"CUDA_VISIBLE_DEVICES": ""})
+        return {"PYTHONPATH": report.search_path()} | (
+            {} if self.scene.gpus else {"CUDA_VISIBLE_DEVICES": ""}
+        )
 
     def probe(self) -> Row:
         name = "two NCCL ranks on one GPU" if self.shared else f"NCCL on {self.world} GPUs"
         _, problem = self.start("probe", self.world, {"act": "probe"}, PROBE_S)
         first = problem.splitlines()[0] if problem else "a sum and messages arrive"
-        return row(name, "missing" if problem and self.shared else "failed" if problem else "measured", first, output=problem)
+        return row(
+            name,
+            "missing" if problem and self.shared else "failed" if problem else "measured",
+            first,
+            output=problem,
+        )
 
     # ---- against one process
 
@@ -196,7 +234,10 @@ class Place:
             except ConfigError as error:
                 yield absent(layout.name, str(error).splitlines()[0])
         precisions = sorted({layout.precision for _, layout in legal})
-        alone = [to_dict(single_process(from_dict(self.config(Layout("", {}, precision=each))))) for each in precisions]
+        alone = [
+            to_dict(single_process(from_dict(self.config(Layout("", {}, precision=each)))))
+            for each in precisions
+        ]
         spec = {"act": "layouts", "steps": STEPS, "configs": list(enumerate(alone))}
         stall = SLOW_S if self.scene.rehearse else STALL_S
         reference, problem = self.start("alone", 1, spec, stall)
@@ -210,33 +251,50 @@ class Place:
             attempt += 1
             for number, layout in [each for each in legal if (directory / f"{each[0]}.json").exists()]:
                 against = reference / str(precisions.index(layout.precision))
-                yield guarded(layout.name, "proof", partial(compared, layout, directory / str(number), against))
+                yield guarded(
+                    layout.name, "proof", partial(compared, layout, directory / str(number), against)
+                )
                 legal.remove((number, layout))
             if legal and "no time was left" in problem:
                 yield from (row(layout.name, "missing", "no time was left") for _, layout in legal)
                 return
             if legal:
                 _, layout = legal.pop(0)
-                yield row(layout.name, "failed", _last(problem) if problem else "no result was written", output=problem)
+                yield row(
+                    layout.name,
+                    "failed",
+                    _last(problem) if problem else "no result was written",
+                    output=problem,
+                )
 
     # ---- a lost rank
 
     def kill_one(self) -> Row:
         """The others end by themselves, and name the rank that was killed."""
-        layout = Layout("", {"dp": self.world, "zero": 2}, {"faults": {"inject": f"kill:rank={self.world - 1},step=3"}})
+        layout = Layout(
+            "", {"dp": self.world, "zero": 2}, {"faults": {"inject": f"kill:rank={self.world - 1},step=3"}}
+        )
         config = self.config(layout)
         config["run"]["timeout"] = f"{KILL_S:.0f}s"
         started = time.monotonic()
         _, problem = self.start(
-            "killed", self.world, {"act": "fit", "config": config}, KILL_S, patience=min(KILL_S, self.scene.left - RESERVE_S)
+            "killed",
+            self.world,
+            {"act": "fit", "config": config},
+            KILL_S,
+            patience=min(KILL_S, self.scene.left - RESERVE_S),
         )
         seconds = time.monotonic() - started
         named = re.search(rf"rank 0: .*?\((rank {self.world - 1} was lost first\b[^)]*)\)", problem)
         if named is None:
             late = self.scene.left <= RESERVE_S  # rank 0 had less time than it may take
-            reason = "no time was left" if late else f"rank 0 did not name it, {seconds:.0f} s after the start"
+            reason = (
+                "no time was left" if late else f"rank 0 did not name it, {seconds:.0f} s after the start"
+            )
             return row("a killed rank", "missing" if late else "failed", reason, output=problem)
-        return row("a killed rank", "passed", f"rank 0 ended by itself: {named[1]}", output=problem, seconds=seconds)
+        return row(
+            "a killed rank", "passed", f"rank 0 ended by itself: {named[1]}", output=problem, seconds=seconds
+        )
 
 
 def _last(problem: str) -> str:
@@ -246,8 +304,11 @@ def _last(problem: str) -> str:
 
 
 def compared(layout: Layout, directory: Path, reference: Path) -> Row:
-    """Compare what rank 0 wrote with what one process wrote: each step's loss and norm, and the weights at the end."""
-    got, expected = (json.loads(path.with_suffix(".json").read_text(encoding="utf-8")) for path in (directory, reference))
+    """Compare what rank 0 wrote with what one process wrote: each step's loss and norm, and the weights at
+    the end."""
+    got, expected = (
+        json.loads(path.with_suffix(".json").read_text(encoding="utf-8")) for path in (directory, reference)
+    )
     relative, absolute = layout.tolerance
     worst = 0.0
     for step, (own, alone) in enumerate(zip(got["scalars"], expected["scalars"], strict=True), start=1):
@@ -255,13 +316,20 @@ def compared(layout: Layout, directory: Path, reference: Path) -> Row:
             error = abs(own[name] - alone[name]) / max(abs(alone[name]), 1e-30)
             worst = max(worst, error)
             if not error <= relative:
-                return row(layout.name, "failed", f"step {step}: {name} is {own[name]:.8g}, with one process {alone[name]:.8g}", **got)
+                return row(
+                    layout.name,
+                    "failed",
+                    f"step {step}: {name} is {own[name]:.8g}, with one process {alone[name]:.8g}",
+                    **got,
+                )
     weights, others = (np.load(path.with_suffix(".npz")) for path in (directory, reference))
     if set(weights) != set(others):
         return row(layout.name, "failed", f"other weights: {sorted(set(weights) ^ set(others))[:3]}")
     errors = {name: float(np.abs(weights[name] - others[name]).max()) for name in weights}
     most = max(errors, key=errors.__getitem__)
     if not all(error <= absolute for error in errors.values()):
-        return row(layout.name, "failed", f"{most} differs by {errors[most]:.3g} after {STEPS} steps", errors=errors)
+        return row(
+            layout.name, "failed", f"{most} differs by {errors[most]:.3g} after {STEPS} steps", errors=errors
+        )
     said = f"{STEPS} steps; loss and norm within {worst:.1e}, weights within {errors[most]:.1e}"
     return row(layout.name, "passed", said, seconds=got["seconds"], scalars=got["scalars"])

@@ -1,7 +1,9 @@
-"""What the libraries under torch do where their documentation leaves it open: measured, not proved. The code avoids what is open.
+"""What the libraries under torch do where their documentation leaves it open: measured, not proved. The code
+avoids what is open.
 
-- Products of bf16: whether sums of parts are rounded to bf16 (`allow_bf16_reduced_precision_reduction`, on by default in torch), with the
-  error against float64 of long sums with and without it, and of a product that writes fp32.
+- Products of bf16: whether sums of parts are rounded to bf16 (`allow_bf16_reduced_precision_reduction`, on by
+  default in torch), with the error against float64 of long sums with and without it, and of a product that
+  writes fp32.
 - The grouped product of experts: groups without rows, no rows at all, rows after the last group.
 - cuDNN's attention: layouts of q, k, v and of the output's gradient, and a length that is no multiple of 128.
 """
@@ -25,8 +27,13 @@ def rows(scene: Scene) -> Iterator[Row]:
     torch.manual_seed(0)
     yield guarded("bf16 products, sums of parts", "measurement", partial(_reduction, scene))
     for name, sizes, count in GROUPS:
-        yield guarded(f"grouped product, {name}", "measurement", partial(_grouped, f"grouped product, {name}", sizes, count, scene))
-    for name, layout in LAYOUTS.items():  # last: a kernel that reads beyond a tensor may break the device's context
+        yield guarded(
+            f"grouped product, {name}",
+            "measurement",
+            partial(_grouped, f"grouped product, {name}", sizes, count, scene),
+        )
+    # last: a kernel that reads beyond a tensor may break the device's context
+    for name, layout in LAYOUTS.items():
         if scene.gpus:
             yield guarded(f"cuDNN, {name}", "measurement", partial(_cudnn, f"cuDNN, {name}", layout, scene))
         else:
@@ -39,7 +46,10 @@ def _error(found: Tensor, exact: Tensor) -> float:
 
 def _reduction(scene: Scene) -> Row:
     """Long sums of few elements, which a library divides into parts."""
-    left, right = (torch.randn(scene.sized(size, 32), scene.sized(1 << 16, 256), device=scene.device).bfloat16() for size in (256, 512))
+    left, right = (
+        torch.randn(scene.sized(size, 32), scene.sized(1 << 16, 256), device=scene.device).bfloat16()
+        for size in (256, 512)
+    )
     exact, settings = left.double() @ right.double().t(), torch.backends.cuda.matmul
     before, errors = settings.allow_bf16_reduced_precision_reduction, dict[str, float]()
     try:
@@ -47,11 +57,18 @@ def _reduction(scene: Scene) -> Row:
             settings.allow_bf16_reduced_precision_reduction = allowed
             errors["allowed" if allowed else "not allowed"] = _error(left @ right.t(), exact)
             if scene.gpus:
-                errors[f"fp32, {'' if allowed else 'not '}allowed"] = _error(torch.mm(left, right.t(), out_dtype=torch.float32), exact)
+                errors[f"fp32, {'' if allowed else 'not '}allowed"] = _error(
+                    torch.mm(left, right.t(), out_dtype=torch.float32), exact
+                )
     finally:
         settings.allow_bf16_reduced_precision_reduction = before
     said = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
-    return row("bf16 products, sums of parts", "measured", f"relative error where they may be rounded to bf16: {said}", errors=errors)
+    return row(
+        "bf16 products, sums of parts",
+        "measured",
+        f"relative error where they may be rounded to bf16: {said}",
+        errors=errors,
+    )
 
 
 GROUPS = (
@@ -71,13 +88,20 @@ def _grouped(name: str, sizes: tuple[int, ...], count: int, scene: Scene) -> Row
     expected = product_loop(inputs, matrices, groups)
     taken = sum(sizes)
     error = _error(found[:taken], expected[:taken].double()) if taken else 0.0
-    return row(name, "measured", f"taken, shape {tuple(found.shape)}; differs from a product for each group by {error:.1e}", error=error)
+    return row(
+        name,
+        "measured",
+        f"taken, shape {tuple(found.shape)}; differs from a product for each group by {error:.1e}",
+        error=error,
+    )
 
 
 Made = Callable[[Scene], tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
-def _layout(length: int, arrange: Callable[[Tensor], Tensor], of_gradient: Callable[[Tensor], Tensor]) -> Made:
+def _layout(
+    length: int, arrange: Callable[[Tensor], Tensor], of_gradient: Callable[[Tensor], Tensor]
+) -> Made:
     """q, k, v and dout [length, 2, 8, 128], arranged in memory."""
 
     def made(scene: Scene) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -110,16 +134,23 @@ LAYOUTS: dict[str, Made] = {
 }
 
 
-def _backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], options: Options) -> list[Tensor]:
-    """That of `CUDNN`, which makes dout contiguous: torch caches cuDNN's plan by the strides of q, k and v only. Here it is as given."""
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], options: Options
+) -> list[Tensor]:
+    """That of `CUDNN`, which makes dout contiguous: torch caches cuDNN's plan by the strides of q, k and v
+    only. Here it is as given."""
     (lse, *state), length = saved, q.shape[0]
-    backward, tensors = torch.ops.aten._scaled_dot_product_cudnn_attention_backward, map(by_head, (dout, q, k, v, out))
+    backward, tensors = (
+        torch.ops.aten._scaled_dot_product_cudnn_attention_backward,
+        map(by_head, (dout, q, k, v, out)),
+    )
     found = backward(*tensors, lse, *state, None, None, None, length, length, 0.0, True, scale=options.scale)
     return [x.permute(2, 0, 1, 3) for x in found]
 
 
 def _cudnn(name: str, made: Made, scene: Scene) -> Row:
-    """The largest of the errors of out, dq, dk and dv against float64, next to that of the definition in bf16."""
+    """The largest of the errors of out, dq, dk and dv against float64, next to that of the definition in
+    bf16."""
     given = made(scene)
     q, k, v, dout = given
     options = Options(q.shape[-1] ** -0.5)
@@ -128,5 +159,7 @@ def _cudnn(name: str, made: Made, scene: Scene) -> Row:
     exact, near = (values._attention_by_definition(*x) for x in ([each.double() for each in given], given))
     ours, theirs = (max(_error(x, y) for x, y in zip(found, exact, strict=True)) for found in (got, near))
     finite = all(bool(x.isfinite().all()) for x in got)
-    detail = f"relative error {ours:.1e}, of the definition {theirs:.1e}" if finite else "NaN or infinite values"
+    detail = (
+        f"relative error {ours:.1e}, of the definition {theirs:.1e}" if finite else "NaN or infinite values"
+    )
     return row(name, "measured", detail, error=ours, definition=theirs, finite=finite)

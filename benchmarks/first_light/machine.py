@@ -1,4 +1,5 @@
-"""Part 1: versions and missing packages, GPUs, links between them, clocks, and what is known to be wrong with this combination."""
+"""Part 1: versions and missing packages, GPUs, links between them, clocks, and what is known to be wrong with
+this combination."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ WANTED = {  # module → distribution, and what lacks without it
 }
 OPTIONAL = ("liger-kernel", "flash-attn", "flash-attn-3", "nvidia-ml-py")
 CLOCKS = (
-    "clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.draw,power.limit,temperature.gpu,pcie.link.gen.current,pcie.link.width.current"
+    "clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.draw,power.limit,temperature.gpu,"
+    "pcie.link.gen.current,pcie.link.width.current"
 )
 QUERY_S = 20.0
 
@@ -36,17 +38,28 @@ def rows(scene: Scene) -> Iterator[Row]:
     import torch
 
     found = versions(torch)
-    yield row("versions", "measured", ", ".join(f"{name} {value}" for name, value in found.items() if value), versions=found)
+    yield row(
+        "versions",
+        "measured",
+        ", ".join(f"{name} {value}" for name, value in found.items() if value),
+        versions=found,
+    )
     yield packages()
     for finding in (*host.compiler(), *host.shared_memory(), *host.cores()):
-        yield row(finding.name, "measured" if finding.verdict == "good" else "note", f"{finding.value}. {finding.advice}".rstrip(". "))
+        yield row(
+            finding.name,
+            "measured" if finding.verdict == "good" else "note",
+            f"{finding.value}. {finding.advice}".rstrip(". "),
+        )
     if not scene.gpus:
         yield absent("GPUs, their links and clocks", "there is no GPU")
     else:
         yield from (gpu(torch, index) for index in range(len(scene.gpus)))
         yield guarded("links", "measurement", lambda: topology(torch, len(scene.gpus)))
         yield guarded("clocks", "measurement", clocks)
-    capabilities = [".".join(map(str, torch.cuda.get_device_capability(index))) for index in range(len(scene.gpus))]
+    capabilities = [
+        ".".join(map(str, torch.cuda.get_device_capability(index))) for index in range(len(scene.gpus))
+    ]
     for trouble in troubles(found, capabilities, len(scene.gpus)):
         yield row("known trouble", "note", f"{trouble['what']} ({trouble['source']})")
 
@@ -76,7 +89,9 @@ def packages() -> Row:
     if not missing:
         return row("packages", "measured", "all that first-light uses are installed")
     lacks = "; ".join(f"without {name}: {purpose}" for name, purpose in missing.items())
-    return row("packages", "note", f"pip install {' '.join(missing)} ({lacks} not possible)", missing=list(missing))
+    return row(
+        "packages", "note", f"pip install {' '.join(missing)} ({lacks} not possible)", missing=list(missing)
+    )
 
 
 def gpu(torch: Any, index: int) -> Row:
@@ -87,17 +102,28 @@ def gpu(torch: Any, index: int) -> Row:
         "capability": f"{found.major}.{found.minor}",
         "l2_mib": getattr(found, "L2_cache_size", 0) / 2**20,
     }
-    detail = "{memory_gib:.0f} GiB, {multiprocessors} multiprocessors, capability {capability}, L2 {l2_mib:.0f} MiB".format(**facts)
+    detail = (
+        "{memory_gib:.0f} GiB, {multiprocessors} multiprocessors, capability {capability}, L2 {l2_mib:.0f} "
+        "MiB"
+    ).format(**facts)
     return row(f"GPU {index}", "measured", f"{found.name}: {detail}", model=found.name, **facts)
 
 
 def topology(torch: Any, count: int) -> Row:
     """What connects the GPUs with each other and with the processors."""
-    direct = {f"{a}-{b}": torch.cuda.can_device_access_peer(a, b) for a in range(count) for b in range(count) if a < b}
+    direct = {
+        f"{a}-{b}": torch.cuda.can_device_access_peer(a, b)
+        for a in range(count)
+        for b in range(count)
+        if a < b
+    }
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
     matrix = query(["topo", "-m"])
     links = sorted(set(re.findall(r"\b(NV\d+|SYS|NODE|PHB|PXB|PIX)\b", matrix.split("Legend")[0])))
-    detail = f"{', '.join(links) or 'one GPU'}; {sum(direct.values())} of {len(direct)} pairs reach each other's memory; {nodes} NUMA nodes"
+    detail = (
+        f"{', '.join(links) or 'one GPU'}; {sum(direct.values())} of {len(direct)} pairs reach each other's "
+        f"memory; {nodes} NUMA nodes"
+    )
     return row("links", "measured", detail, matrix=matrix, peer_access=direct, numa_nodes=nodes)
 
 
@@ -107,8 +133,10 @@ def clocks() -> Row:
     found = [dict(zip(names, (value.strip() for value in line.split(",")), strict=True)) for line in lines]
     first = found[0]
     detail = (
-        f"{first['clocks.sm']} of {first['clocks.max.sm']} MHz, {first['power.draw']} of {first['power.limit']} W, "
-        f"{first['temperature.gpu']} °C, PCIe {first['pcie.link.gen.current']} × {first['pcie.link.width.current']}, before any load"
+        f"{first['clocks.sm']} of {first['clocks.max.sm']} MHz, {first['power.draw']} of "
+        f"{first['power.limit']} W, "
+        f"{first['temperature.gpu']} °C, PCIe {first['pcie.link.gen.current']} × "
+        f"{first['pcie.link.width.current']}, before any load"
     )
     return row("clocks", "measured", detail, gpus=found)
 
@@ -116,7 +144,13 @@ def clocks() -> Row:
 def query(arguments: list[str]) -> str:
     """What nvidia-smi prints. Raises OSError or subprocess.SubprocessError."""
     return subprocess.run(
-        ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=QUERY_S, check=True, encoding="utf-8", errors="replace"
+        ["nvidia-smi", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=QUERY_S,
+        check=True,
+        encoding="utf-8",
+        errors="replace",
     ).stdout
 
 
@@ -125,8 +159,14 @@ def troubles(found: dict[str, str | None], capabilities: list[str], gpus: int) -
     import yaml
 
     def holds(trouble: dict[str, Any]) -> bool:
-        old = all((has := found.get(name)) is not None and is_older(has, bound) for name, bound in trouble.get("below", {}).items())
-        new = all((has := found.get(name)) is not None and not is_older(has, bound) for name, bound in trouble.get("from", {}).items())
+        old = all(
+            (has := found.get(name)) is not None and is_older(has, bound)
+            for name, bound in trouble.get("below", {}).items()
+        )
+        new = all(
+            (has := found.get(name)) is not None and not is_older(has, bound)
+            for name, bound in trouble.get("from", {}).items()
+        )
         here = not trouble.get("capability") or bool(set(trouble["capability"]) & set(capabilities))
         return old and new and here and trouble.get("gpus", gpus) == gpus
 

@@ -1,4 +1,5 @@
-"""The process of one part of first-light: `python -m benchmarks.first_light.part SPEC.json`. Prints each row as soon as there is one."""
+"""The process of one part of first-light: `python -m benchmarks.first_light.part SPEC.json`. Prints each row
+as soon as there is one."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ class Part:
     """One part, which runs in a process of its own.
 
     Attributes:
-        module: of benchmarks.first_light, with a function `rows` of a Scene.
-        short_s: its share of the eight minutes of --short; rehearsal_s: its limit in a rehearsal, far above what it takes.
-        proves: whether it must end: one that hangs has failed. Other parts then lack measurements.
+        module: of benchmarks.first_light, with a function `rows` of a Scene. short_s: its share of the eight
+        minutes of --short; rehearsal_s: its limit in a rehearsal, far above what it takes. proves: whether it
+        must end: one that hangs has failed. Other parts then lack measurements.
     """
 
     name: str

@@ -1,7 +1,8 @@
-"""Part 7: the planner's predictions beside what was measured: every step of part 3, from the table's device and from a calibration.
+"""Part 7: the planner's predictions beside what was measured: every step of part 3, from the table's device
+and from a calibration.
 
-The calibration measures products, bandwidth, attention, loss, links and the cost of a call, none of which is a training step; with
---calibrate it is written as a device file for `megalite plan --gpu`.
+The calibration measures products, bandwidth, attention, loss, links and the cost of a call, none of which is
+a training step; with --calibrate it is written as a device file for `megalite plan --gpu`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ def rows(scene: Scene) -> Iterator[Row]:
         yield guarded(f"{step['name']}: time", "measurement", partial(_step, step, device))
         if step["peak_gib"]:
             ratio = step["predicted_gib"] / step["peak_gib"]
-            detail = f"measured {step['peak_gib']:,.3g} GiB, predicted {step['predicted_gib']:,.3g} (× {ratio:.2f})"
+            detail = (
+                f"measured {step['peak_gib']:,.3g} GiB, predicted {step['predicted_gib']:,.3g} (× "
+                f"{ratio:.2f})"
+            )
             yield row(f"{step['name']}: memory", "measured", detail, ratio=ratio)
 
 
@@ -40,7 +44,9 @@ def _calibrated(scene: Scene, found: dict[str, Any]) -> Row:
     found |= plan.calibrate(smoke=scene.rehearse, limit_s=scene.left - RESERVE_S)
     forward, backward = found["attention_gflops"]
     said = [
-        f"{found['sustained']:.0%} of the peak" if scene.gpus else f"{found['tflops']['fp32'] * 1e3:,.0f} GFLOP/s in fp32",
+        f"{found['sustained']:.0%} of the peak"
+        if scene.gpus
+        else f"{found['tflops']['fp32'] * 1e3:,.0f} GFLOP/s in fp32",
         f"memory {found['memory_gbs']:,.0f} GB/s",
         f"attention {forward / 1e3:,.1f} and {backward / 1e3:,.1f} TFLOP/s",
         f"link {found['within']['gbs']:,.2f} GB/s",
@@ -64,7 +70,20 @@ def _step(step: Row, device: Device | None) -> Row:
         "table": step["predicted_seconds"],
     }
     ratios = {name: seconds / measured for name, seconds in predictions.items() if seconds is not None}
-    said = [f"{1e3 * (predictions[name] or 0):,.1f} ms by the {name} (× {ratio:.2f})" for name, ratio in ratios.items()]
-    detail = f"measured {1e3 * measured:,.1f} ms, predicted {', '.join(said) or 'by nothing: the device is unknown'}"
+    said = [
+        f"{1e3 * (predictions[name] or 0):,.1f} ms by the {name} (× {ratio:.2f})"
+        for name, ratio in ratios.items()
+    ]
+    detail = (
+        f"measured {1e3 * measured:,.1f} ms, predicted "
+        f"{', '.join(said) or 'by nothing: the device is unknown'}"
+    )
     whole = "; documents are not modelled" if step["documents"] else ""
-    return row(f"{step['name']}: time", "measured", detail + whole, measured=measured, predicted=predictions, ratios=ratios)
+    return row(
+        f"{step['name']}: time",
+        "measured",
+        detail + whole,
+        measured=measured,
+        predicted=predictions,
+        ratios=ratios,
+    )

@@ -1,7 +1,9 @@
-"""The routes of attention, of the weight gradient's product and of a router's: against float64, then timed, the fastest written to a file.
+"""The routes of attention, of the weight gradient's product and of a router's: against float64, then timed,
+the fastest written to a file.
 
-`kernels: auto` reads the table (`megalite_kernels.device_routes`). A route that is not accurate is never written. Routes with another order
-of additions in every run stay in the table: a deterministic run refuses them itself.
+`kernels: auto` reads the table (`megalite_kernels.device_routes`). A route that is not accurate is never
+written. Routes with another order of additions in every run stay in the table: a deterministic run refuses
+them itself.
 """
 
 from __future__ import annotations
@@ -32,7 +34,11 @@ LAST = ("fa3", "fa3_varlen")  # they replace FlashAttention-2 in the process
 
 def path_of(scene: Scene) -> Path:
     """The device's table; that of a rehearsal is read by nothing."""
-    return device_routes.path_of(scene.gpus[0]) if scene.gpus else report.ROOT / "runs" / "first-light-rehearsal-routes.json"
+    return (
+        device_routes.path_of(scene.gpus[0])
+        if scene.gpus
+        else report.ROOT / "runs" / "first-light-rehearsal-routes.json"
+    )
 
 
 def table_of(scene: Scene) -> dict[str, Any]:
@@ -93,13 +99,24 @@ def _inputs(length: int, batch: int, heads: tuple[int, int], dim: int, scene: Sc
     dtype = torch.float32 if scene.rehearse else torch.bfloat16
     q, kv = heads
     packed = torch.randn(length, batch, q + 2 * kv, dim, device=scene.device, dtype=torch.float32).to(dtype)
-    return *packed.split((q, kv, kv), 2), torch.randn(length, batch, q, dim, device=scene.device, dtype=torch.float32).to(dtype)
+    return *packed.split((q, kv, kv), 2), torch.randn(
+        length, batch, q, dim, device=scene.device, dtype=torch.float32
+    ).to(dtype)
 
 
 def _documents(length: int, batch: int, document: int, device: str) -> tuple[Tensor, tuple[Tensor, int]]:
     """[length, batch]: where each token's document starts, and the boundaries over all rows."""
-    starts = (torch.arange(length, device=device) // document * document).unsqueeze(1).expand(-1, batch).contiguous()
-    ends = [min(first + document, length) + length * each for each in range(batch) for first in range(0, length, document)]
+    starts = (
+        (torch.arange(length, device=device) // document * document)
+        .unsqueeze(1)
+        .expand(-1, batch)
+        .contiguous()
+    )
+    ends = [
+        min(first + document, length) + length * each
+        for each in range(batch)
+        for first in range(0, length, document)
+    ]
     return starts, (torch.tensor([0, *ends], dtype=torch.int32, device=device), document)
 
 
@@ -111,12 +128,28 @@ def _attention(route: Route, kind: str, scene: Scene, found: dict[str, dict[str,
     if scene.gpus and route.name == "reference":
         return  # far slower, and with memory for the scores
     proof: Row = {}
-    small = (scene.sized(512, 32), 2, (scene.sized(8, 2), scene.sized(2, 1)), scene.sized(128, 16), scene.sized(200, 12))
-    large = (scene.sized(8192, 64), scene.sized(2, 1), (scene.sized(32, 2), scene.sized(8, 1)), scene.sized(128, 16), scene.sized(2048, 16))
+    small = (
+        scene.sized(512, 32),
+        2,
+        (scene.sized(8, 2), scene.sized(2, 1)),
+        scene.sized(128, 16),
+        scene.sized(200, 12),
+    )
+    large = (
+        scene.sized(8192, 64),
+        scene.sized(2, 1),
+        (scene.sized(32, 2), scene.sized(8, 1)),
+        scene.sized(128, 16),
+        scene.sized(2048, 16),
+    )
     if (reason := _refusal(route, kind, large, scene)) is not None:
         yield absent(name, reason)
         return
-    yield (proof := guarded(f"{name}: values", "proof", partial(_accurate, route, kind, small, scene, f"{name}: values")))
+    yield (
+        proof := guarded(
+            f"{name}: values", "proof", partial(_accurate, route, kind, small, scene, f"{name}: values")
+        )
+    )
     if proof["verdict"] == "passed":
         yield guarded(name, "measurement", partial(_timed, route, kind, large, scene, found, name))
 
@@ -134,7 +167,9 @@ def _refusal(route: Route, kind: str, sizes: Sizes, scene: Scene) -> str | None:
     return route.refusal(Call(q, k, v, documents=documents, boundaries=documents))
 
 
-def _call(route: Route, given: tuple[Tensor, ...], starts: Tensor | None, boundaries: tuple[Tensor, int] | None) -> tuple[Both, Both]:
+def _call(
+    route: Route, given: tuple[Tensor, ...], starts: Tensor | None, boundaries: tuple[Tensor, int] | None
+) -> tuple[Both, Both]:
     """The forward, and forward with backward, of a route."""
     q, k, v, dout = given
     scale = q.shape[-1] ** -0.5
@@ -179,7 +214,8 @@ def _made(route: Route, kind: str, sizes: Sizes, scene: Scene) -> tuple[Both, Bo
 
 
 def _accurate(route: Route, kind: str, sizes: Sizes, scene: Scene, name: str) -> Row:
-    """As near to float64 as the definition in the same precision; whether two runs give the same bits is noted."""
+    """As near to float64 as the definition in the same precision; whether two runs give the same bits is
+    noted."""
     _, both, host = _made(route, kind, sizes, scene)
     exact = values._attention_by_definition(*(x.double() if x.is_floating_point() else x for x in host))
     theirs = values._attention_by_definition(*host)
@@ -187,10 +223,14 @@ def _accurate(route: Route, kind: str, sizes: Sizes, scene: Scene, name: str) ->
     for one, true, near in zip(got, exact, theirs, strict=True):
         assert_as_accurate(one, true, near)
     alike = all(torch.equal(a, b) for _ in range(3) for a, b in zip(got, both(), strict=True))
-    return row(name, "passed", "equal bits in four runs" if alike else "other bits in every run", equal_bits=alike)
+    return row(
+        name, "passed", "equal bits in four runs" if alike else "other bits in every run", equal_bits=alike
+    )
 
 
-def _timed(route: Route, kind: str, sizes: Sizes, scene: Scene, found: dict[str, dict[str, float]], name: str) -> Row:
+def _timed(
+    route: Route, kind: str, sizes: Sizes, scene: Scene, found: dict[str, dict[str, float]], name: str
+) -> Row:
     forward, both, _ = _made(route, kind, sizes, scene)
     first, whole = _ms(forward, scene), _ms(both, scene)
     length, batch, heads, dim, document = sizes
@@ -198,7 +238,8 @@ def _timed(route: Route, kind: str, sizes: Sizes, scene: Scene, found: dict[str,
     flops = 4.0 * batch * heads[0] * dim * length * (reach + 1) / 2
     found.setdefault(kind, {})[route.name] = whole
     detail = (
-        f"forward {first:.2f} ms, {flops / first / 1e9:,.0f} TFLOP/s; both ways {whole:.2f} ms, {3.5 * flops / whole / 1e9:,.0f} TFLOP/s"
+        f"forward {first:.2f} ms, {flops / first / 1e9:,.0f} TFLOP/s; both ways {whole:.2f} ms, "
+        f"{3.5 * flops / whole / 1e9:,.0f} TFLOP/s"
     )
     return row(name, "measured", detail, forward_ms=first, both_ms=whole, tflops=3.5 * flops / whole / 1e9)
 
@@ -220,7 +261,11 @@ def _weight_gradient(route: str, scene: Scene, found: dict[str, dict[str, float]
     if scene.rehearse:
         yield absent(name, "products of 16 bits into fp32 need a GPU")
         return
-    yield (proof := guarded(f"{name}: values", "proof", partial(_product_is_exact, route, scene, f"{name}: values")))
+    yield (
+        proof := guarded(
+            f"{name}: values", "proof", partial(_product_is_exact, route, scene, f"{name}: values")
+        )
+    )
     if proof["verdict"] == "passed":
         yield guarded(name, "measurement", partial(_product_timed, route, scene, found, name))
 
@@ -231,13 +276,17 @@ def _product_is_exact(route: str, scene: Scene, name: str) -> Row:
     grad = torch.full((512, 384), torch.nan, device=scene.device)
     for overwrite in (True, False):
         weight_grad.ROUTES[route](grad, left.t(), inputs, overwrite)
-    assert_as_accurate(grad, 2 * (left.double().t() @ inputs.double()), 2 * (left.float().t() @ inputs.float()))
+    assert_as_accurate(
+        grad, 2 * (left.double().t() @ inputs.double()), 2 * (left.float().t() @ inputs.float())
+    )
     return row(name, "passed")
 
 
 def _product_timed(route: str, scene: Scene, found: dict[str, dict[str, float]], name: str) -> Row:
     tokens, outputs, width = 16384, 14336, 4096
-    left, inputs = (torch.randn(tokens, size, device=scene.device, dtype=torch.bfloat16) for size in (outputs, width))
+    left, inputs = (
+        torch.randn(tokens, size, device=scene.device, dtype=torch.bfloat16) for size in (outputs, width)
+    )
     grad = torch.zeros(outputs, width, device=scene.device)
     ms = _ms(lambda: weight_grad.ROUTES[route](grad, left.t(), inputs, False), scene)
     wait(scene.device)
@@ -254,7 +303,11 @@ def _router(route: str, scene: Scene, found: dict[str, dict[str, float]]) -> Ite
     if scene.rehearse and route == "out_dtype":
         yield absent(name, "products of 16 bits into fp32 need a GPU")
         return
-    yield (proof := guarded(f"{name}: values", "proof", partial(_logits_are_exact, route, scene, f"{name}: values")))
+    yield (
+        proof := guarded(
+            f"{name}: values", "proof", partial(_logits_are_exact, route, scene, f"{name}: values")
+        )
+    )
     if proof["verdict"] == "passed":
         yield guarded(name, "measurement", partial(_logits_timed, route, scene, found, name))
 
@@ -270,8 +323,12 @@ def _logits_are_exact(route: str, scene: Scene, name: str) -> Row:
 def _logits_timed(route: str, scene: Scene, found: dict[str, dict[str, float]], name: str) -> Row:
     """Those of DeepSeek-V3."""
     tokens, experts, width = scene.sized(8192, 64), scene.sized(256, 8), scene.sized(7168, 64)
-    rows, weight = (torch.randn(count, width, device=scene.device, dtype=torch.bfloat16) for count in (tokens, experts))
+    rows, weight = (
+        torch.randn(count, width, device=scene.device, dtype=torch.bfloat16) for count in (tokens, experts)
+    )
     ms = _ms(lambda: router_product.ROUTES[route](rows, weight), scene)
     wait(scene.device)
     found.setdefault("router", {})[route] = ms
-    return row(name, "measured", f"{ms:.3f} ms, {2 * tokens * experts * width / ms / 1e9:,.0f} TFLOP/s", ms=ms)
+    return row(
+        name, "measured", f"{ms:.3f} ms, {2 * tokens * experts * width / ms / 1e9:,.0f} TFLOP/s", ms=ms
+    )

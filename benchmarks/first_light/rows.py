@@ -11,7 +11,8 @@ from typing import Any, Literal
 from benchmarks.report import ROOT
 
 Verdict = Literal["passed", "failed", "measured", "note", "missing", "absent"]
-"""passed, failed: a proof. measured: figures. note: worth knowing. missing: an error or no time. absent: not possible on this machine."""
+"""passed, failed: a proof. measured: figures. note: worth knowing. missing: an error or no time. absent: not
+possible on this machine."""
 Kind = Literal["proof", "measurement"]
 Row = dict[str, Any]
 

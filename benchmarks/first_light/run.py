@@ -1,4 +1,5 @@
-"""Runs the parts of first-light one after the other, each in a process with a time limit, and writes the results after every row.
+"""Runs the parts of first-light one after the other, each in a process with a time limit, and writes the
+results after every row.
 
 What a part has printed before an error, a crash or its limit is kept, and the next part runs.
 """
@@ -43,7 +44,11 @@ class Order:
 
 def default_output(gpus: Sequence[str]) -> Path:
     """Where results are written: those of a rehearsal are no results of this machine."""
-    return report.RESULTS / f"first-light-{report.slug(gpus[0])}.json" if gpus else report.ROOT / "runs" / "first-light-rehearsal.json"
+    return (
+        report.RESULTS / f"first-light-{report.slug(gpus[0])}.json"
+        if gpus
+        else report.ROOT / "runs" / "first-light-rehearsal.json"
+    )
 
 
 def run(order: Order, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -76,13 +81,22 @@ def _beginning(order: Order) -> dict[str, Any]:
     }
 
 
-def _run_part(part: Part, order: Order, seconds: float, content: dict[str, Any], progress: Callable[[str], None]) -> None:
+def _run_part(
+    part: Part, order: Order, seconds: float, content: dict[str, Any], progress: Callable[[str], None]
+) -> None:
     progress(f"{part.heading}, up to {seconds:.0f} s")
     found: list[Row] = []
     started = time.monotonic()
     earlier = {name: each["rows"] for name, each in content["parts"].items() if name != part.name}
-    mine = content["parts"][part.name] = {"heading": part.heading, "limit_s": seconds, "commit": report.commit(), "rows": found}
-    content["parts"] = {each.name: content["parts"][each.name] for each in PARTS if each.name in content["parts"]}
+    mine = content["parts"][part.name] = {
+        "heading": part.heading,
+        "limit_s": seconds,
+        "commit": report.commit(),
+        "rows": found,
+    }
+    content["parts"] = {
+        each.name: content["parts"][each.name] for each in PARTS if each.name in content["parts"]
+    }
 
     def hear(row: Row) -> None:
         found.append(row)
@@ -90,10 +104,18 @@ def _run_part(part: Part, order: Order, seconds: float, content: dict[str, Any],
         write(order.output, content)
         progress(f"  {row['verdict']:8}  {row['name']}  {row['detail']}".rstrip())
 
-    spec = {"part": part.name, "gpus": list(order.gpus), "rehearse": order.rehearse, "short": order.short, "seconds": seconds}
+    spec = {
+        "part": part.name,
+        "gpus": list(order.gpus),
+        "rehearse": order.rehearse,
+        "short": order.short,
+        "seconds": seconds,
+    }
     spec |= {"earlier": earlier, "calibrate": str(order.calibrate) if order.calibrate else None}
     environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if order.rehearse else {}
-    problem = report.stream("benchmarks.first_light.part", spec, hear, environment=environment, limit_s=seconds + MARGIN_S)
+    problem = report.stream(
+        "benchmarks.first_light.part", spec, hear, environment=environment, limit_s=seconds + MARGIN_S
+    )
     if problem is not None:
         hear(row(part.name, "failed" if part.proves else "missing", f"the part {problem}"))
     mine["seconds"] = time.monotonic() - started
@@ -101,7 +123,8 @@ def _run_part(part: Part, order: Order, seconds: float, content: dict[str, Any],
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Write the file as a whole: a run that is cut short leaves what was there before or what is known now."""
+    """Write the file as a whole: a run that is cut short leaves what was there before or what is known
+    now."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(content, indent=1) + "\n")
 

@@ -8,7 +8,14 @@ from typing import Any
 
 from benchmarks.first_light.rows import Row
 
-STYLES = {"passed": "green", "failed": "bold red", "measured": "", "note": "yellow", "missing": "yellow", "absent": "dim"}
+STYLES = {
+    "passed": "green",
+    "failed": "bold red",
+    "measured": "",
+    "note": "yellow",
+    "missing": "yellow",
+    "absent": "dim",
+}
 WIDTH = 160  # of what is no terminal
 
 
@@ -19,7 +26,15 @@ def show(content: dict[str, Any], where: str) -> None:
     ending = sentence(verdict)
     if find_spec("rich") is None:
         for part in content["parts"].values():
-            print("\n".join(["", title(part), *(f"{row['name']:40}  {row['verdict']:8}  {row['detail']}" for row in part["rows"])]))
+            print(
+                "\n".join(
+                    [
+                        "",
+                        title(part),
+                        *(f"{row['name']:40}  {row['verdict']:8}  {row['detail']}" for row in part["rows"]),
+                    ]
+                )
+            )
         print(f"\n{ending}\n{heading}")
         return
     from rich.console import Console
@@ -41,12 +56,18 @@ def _table(heading: str, rows: list[Row]) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=heading, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False)
+    table = Table(
+        title=heading, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False
+    )
     for _ in range(3):
         table.add_column(overflow="fold")
     for row in rows:
         style = STYLES[row["verdict"]]
-        table.add_row(row["name"], Text(row["verdict"], style), Text(row["detail"], style if row["verdict"] == "failed" else ""))
+        table.add_row(
+            row["name"],
+            Text(row["verdict"], style),
+            Text(row["detail"], style if row["verdict"] == "failed" else ""),
+        )
     return table
 
 
@@ -54,7 +75,10 @@ def sentence(verdict: dict[str, Any]) -> str:
     """The verdict in words."""
     counts = verdict["counts"]
     passed, measured = counts.get("passed", 0), counts.get("measured", 0)
-    lines = [f"{passed} proofs passed, {len(verdict['failed'])} failed; {measured} measurements, {len(verdict['missing'])} missing."]
+    lines = [
+        f"{passed} proofs passed, {len(verdict['failed'])} failed; {measured} measurements, "
+        f"{len(verdict['missing'])} missing."
+    ]
     for name in ("failed", "missing", "absent"):
         if verdict[name]:
             lines.append(f"{name}: {'; '.join(verdict[name])}")

@@ -1,7 +1,8 @@
-"""Part 6: every kernel of `megalite benchmark kernels`: time, share of the device's limit, beside torch, Liger and others, and registers.
+"""Part 6: every kernel of `megalite benchmark kernels`: time, share of the device's limit, beside torch,
+Liger and others, and registers.
 
-With --short two processes measure all groups, without the others that torch.compile has to compile first; otherwise each group has its own.
-What a group does not use of its share of the time is left to the next ones.
+With --short two processes measure all groups, without the others that torch.compile has to compile first;
+otherwise each group has its own. What a group does not use of its share of the time is left to the next ones.
 """
 
 from __future__ import annotations
@@ -45,12 +46,21 @@ def _jobs(scene: Scene) -> list[tuple[str, ...]]:
     if scene.rehearse:
         return [("device", *REHEARSED)]
     others = [group for group in kernels.GROUPS if group != "attention"]
-    return [("device", *others), ("attention",)] if scene.short else [("device",), *((group,) for group in kernels.GROUPS)]
+    return (
+        [("device", *others), ("attention",)]
+        if scene.short
+        else [("device",), *((group,) for group in kernels.GROUPS)]
+    )
 
 
 def _device(found: dict[str, Any]) -> Row:
-    detail = f"a copy moves {found['bytes_per_second'] / 1e12:.2f} TB/s, a large bf16 product {found['flops'] / 1e12:,.0f} TFLOP/s"
-    return row("the device", "measured", detail, **{key: value for key, value in found.items() if key != "name"})
+    detail = (
+        f"a copy moves {found['bytes_per_second'] / 1e12:.2f} TB/s, a large bf16 product "
+        f"{found['flops'] / 1e12:,.0f} TFLOP/s"
+    )
+    return row(
+        "the device", "measured", detail, **{key: value for key, value in found.items() if key != "name"}
+    )
 
 
 def _kernel(found: dict[str, Any]) -> Row:

@@ -1,7 +1,9 @@
-"""Part 3: a training step of some layers of Llama 3 8B, with and without documents, and with several GPUs on simple layouts.
+"""Part 3: a training step of some layers of Llama 3 8B, with and without documents, and with several GPUs on
+simple layouts.
 
-Each is a process of its own: MFU, peak memory beside the planner's, the most expensive kernels, the device's idle time. The routes of
-attention and of the weight gradient's product follow (`routes.py`). If they change the route of documents, that step is measured again.
+Each is a process of its own: MFU, peak memory beside the planner's, the most expensive kernels, the device's
+idle time. The routes of attention and of the weight gradient's product follow (`routes.py`). If they change
+the route of documents, that step is measured again.
 """
 
 from __future__ import annotations
@@ -49,13 +51,18 @@ def rows(scene: Scene) -> Iterator[Row]:
         yield from routes.rows(scene)
         after = routes.table_of(scene)
         if before.get("attention") != after.get("attention"):
-            yield from measured(replace(documents, name="a step with documents, by the fastest routes"), scene, Path(scratch))
+            yield from measured(
+                replace(documents, name="a step with documents, by the fastest routes"), scene, Path(scratch)
+            )
 
 
 def _of_several(gpus: int) -> list[Case]:
     if gpus < 2:
         return []
-    return [Case(f"a step with tp {gpus}", {"tp": gpus}), Case(f"a step with dp {gpus}, ZeRO-2", {"dp": gpus, "zero": 2})]
+    return [
+        Case(f"a step with tp {gpus}", {"tp": gpus}),
+        Case(f"a step with dp {gpus}, ZeRO-2", {"dp": gpus, "zero": 2}),
+    ]
 
 
 def measured(case: Case, scene: Scene, scratch: Path) -> Iterator[Row]:
@@ -72,11 +79,20 @@ def _measured(case: Case, scene: Scene, scratch: Path, found: dict[str, Any]) ->
         raise TimeoutError("no time was left")
     config = configuration(case, scene, scratch)
     spec = {"config": config, "device": scene.device, "matmul": None, "profile": True, "product_steps": 0}
-    spec |= {"warmup_steps": scene.sized(3, 1), "steps": scene.sized(6, 2), "peak_size": scene.sized(8192, 128)}
+    spec |= {
+        "warmup_steps": scene.sized(3, 1),
+        "steps": scene.sized(6, 2),
+        "peak_size": scene.sized(8192, 128),
+    }
     threads = 1 if scene.rehearse else max(1, report.cores() // case.ranks)
     found |= report.launch("benchmarks.ours", spec, ranks=case.ranks, threads=threads, limit_s=limit)
     figures = gpu_step.figures(config, found)
-    return row(case.name, "measured", _in_words(figures | _memory(config, found, scene), found), **_figures(config, figures, found, scene))
+    return row(
+        case.name,
+        "measured",
+        _in_words(figures | _memory(config, found, scene), found),
+        **_figures(config, figures, found, scene),
+    )
 
 
 def configuration(case: Case, scene: Scene, scratch: Path) -> dict[str, Any]:
@@ -89,7 +105,10 @@ def configuration(case: Case, scene: Scene, scratch: Path) -> dict[str, Any]:
     made = shape.config(scratch, scene.rehearse, case.document)
     replicas = case.parallel.get("dp", 1)
     made["parallel"] |= case.parallel | {"sequence_parallel": "tp" in case.parallel}
-    made["train"] |= {"global_batch_size": shape.batch * replicas, "precision": "fp32" if scene.rehearse else "bf16"}
+    made["train"] |= {
+        "global_batch_size": shape.batch * replicas,
+        "precision": "fp32" if scene.rehearse else "bf16",
+    }
     return made
 
 
@@ -102,7 +121,9 @@ def _memory(config: dict[str, Any], found: dict[str, Any], scene: Scene) -> dict
     return {"peak_gib": peak / 2**30 if peak else None, "predicted_gib": predicted / 2**30}
 
 
-def _figures(config: dict[str, Any], figures: dict[str, Any], found: dict[str, Any], scene: Scene) -> dict[str, Any]:
+def _figures(
+    config: dict[str, Any], figures: dict[str, Any], found: dict[str, Any], scene: Scene
+) -> dict[str, Any]:
     device = found_as(found["device"]) if found["device"] else None
     seconds = predicting.step_seconds(from_dict(config), device) if device else None
     profile = found.get("profile") or {}
@@ -132,5 +153,8 @@ def _kernels(case: Case, profile: dict[str, Any]) -> Row:
     name = f"kernels of {case.name}"
     if not profile["kernels"]:
         return absent(name, "the profiler saw no kernel, which needs permission to use CUPTI")
-    top = "; ".join(f"{each['name'][:60]} {each['us'] / 1e3:,.2f} ms ({each['share']:.0%})" for each in profile["kernels"][:5])
+    top = "; ".join(
+        f"{each['name'][:60]} {each['us'] / 1e3:,.2f} ms ({each['share']:.0%})"
+        for each in profile["kernels"][:5]
+    )
     return row(name, "measured", top, **profile)

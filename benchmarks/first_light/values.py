@@ -1,7 +1,8 @@
 """Part 2: every kernel against float64, from the same inputs, and the tests marked gpu.
 
-A kernel must be about as near to float64 as the plain torch reference of the same precision (`tests/kernels/accuracy.py`). In a rehearsal
-Triton's interpreter runs the kernels, in fp32 or fp16: its bf16 is not a GPU's.
+A kernel must be about as near to float64 as the plain torch reference of the same precision
+(`tests/kernels/accuracy.py`). In a rehearsal Triton's interpreter runs the kernels, in fp32 or fp16: its bf16
+is not a GPU's.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ from tests.kernels.accuracy import assert_as_accurate
 EPS = 1e-5
 TESTS = ("tests/kernels", "tests/training/test_gpu_step.py", "tests/distributed/test_offload.py")
 REHEARSED = ("tests/training/test_gpu_step.py",)
-OUTCOME = re.compile(r"(?:\[gw\d+\] \[ *\d+%\] )?(?:(PASSED|FAILED|ERROR|SKIPPED) )?(tests/\S+::.+?)(?: (PASSED|FAILED|ERROR|SKIPPED).*)?$")
+OUTCOME = re.compile(
+    r"(?:\[gw\d+\] \[ *\d+%\] )?(?:(PASSED|FAILED|ERROR|SKIPPED) )?(tests/\S+::.+?)(?: "
+    r"(PASSED|FAILED|ERROR|SKIPPED).*)?$"
+)
 
 Compute = Callable[..., Sequence[Tensor]]
 
@@ -81,14 +85,18 @@ def rows(scene: Scene) -> Iterator[Row]:
 
 
 def compared(check: Check, name: str, dtype: torch.dtype, scene: Scene) -> Row:
-    """Run an operation by its kernel, by its reference, and in float64. Raises AssertionError if the kernel is less accurate."""
+    """Run an operation by its kernel, by its reference, and in float64. Raises AssertionError if the kernel
+    is less accurate."""
     torch.manual_seed(crc32(check.name.encode()))
     host = [x.to(dtype) if x.is_floating_point() else x for x in check.inputs(scene)]
 
     def results(kernels: str, compute: Compute, wide: bool = False) -> list[Tensor]:
         dispatch.select(kernels)
         try:
-            given = [x.to(scene.device, torch.float64 if wide and x.is_floating_point() else x.dtype, copy=True) for x in host]
+            given = [
+                x.to(scene.device, torch.float64 if wide and x.is_floating_point() else x.dtype, copy=True)
+                for x in host
+            ]
             return list(compute(*given))
         finally:
             dispatch.select("torch")
@@ -152,7 +160,9 @@ def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Sequence[Tensor]:
     state = [p, m, v.square()]
     scale = torch.full((), 2.0, device=p.device)
     options: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-    adamw.adamw_([state[0]], [g.to(state[0].dtype)], [state[1]], [state[2]], step=3, grad_scale=scale, **options)
+    adamw.adamw_(
+        [state[0]], [g.to(state[0].dtype)], [state[1]], [state[2]], step=3, grad_scale=scale, **options
+    )
     return state
 
 
@@ -162,7 +172,9 @@ def _squares(x: Tensor) -> Sequence[Tensor]:
 
 
 def _ordered_sum(parts: Tensor) -> Sequence[Tensor]:
-    total = torch.empty(parts.shape[1], dtype=torch.promote_types(parts.dtype, torch.float32), device=parts.device)
+    total = torch.empty(
+        parts.shape[1], dtype=torch.promote_types(parts.dtype, torch.float32), device=parts.device
+    )
     ordered_sum.ordered_sum(parts, total)
     return (total,)
 
@@ -200,7 +212,9 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *starts: Tensor) -
     return out, *attention.attention_backward(dout, q, k, v, out, saved, **options)
 
 
-def _attention_by_definition(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *starts: Tensor) -> Sequence[Tensor]:
+def _attention_by_definition(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *starts: Tensor
+) -> Sequence[Tensor]:
     """Scores, softmax and sums in the inputs' precision."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     by_head = [x.permute(1, 2, 0, 3) for x in leaves]
@@ -222,19 +236,53 @@ def _attention_inputs(documents: bool, scene: Scene) -> Sequence[Tensor]:
 
 
 CHECKS = (
-    Check("weight gradient, summed", lambda scene: [_randn(n, m) for n, m in [_wide(scene)] * 2], _weight_gradient, _exact_product),
-    Check("router's logits", lambda scene: [_randn(*_wide(scene)), _randn(scene.sized(256, 6), _wide(scene)[1])], _logits, _cast_logits),
-    Check("residual and RMSNorm", lambda s: [_randn(*_wide(s)), _randn(*_wide(s)), _randn(_wide(s)[1]), _randn(*_wide(s))], _rms_norm),
-    Check("LayerNorm", lambda s: [_randn(*_wide(s)), _randn(_wide(s)[1]), _randn(_wide(s)[1]), _randn(*_wide(s))], _layer_norm),
+    Check(
+        "weight gradient, summed",
+        lambda scene: [_randn(n, m) for n, m in [_wide(scene)] * 2],
+        _weight_gradient,
+        _exact_product,
+    ),
+    Check(
+        "router's logits",
+        lambda scene: [_randn(*_wide(scene)), _randn(scene.sized(256, 6), _wide(scene)[1])],
+        _logits,
+        _cast_logits,
+    ),
+    Check(
+        "residual and RMSNorm",
+        lambda s: [_randn(*_wide(s)), _randn(*_wide(s)), _randn(_wide(s)[1]), _randn(*_wide(s))],
+        _rms_norm,
+    ),
+    Check(
+        "LayerNorm",
+        lambda s: [_randn(*_wide(s)), _randn(_wide(s)[1]), _randn(_wide(s)[1]), _randn(*_wide(s))],
+        _layer_norm,
+    ),
     Check("SwiGLU", lambda s: [_randn(_wide(s)[0], 2 * _wide(s)[1]), _randn(*_wide(s))], _activation),
-    Check("dropout", lambda s: [_randn(_wide(s)[0], 2, _wide(s)[1]), torch.tensor([3, 2**40]), torch.arange(_wide(s)[0])], _dropout),
-    Check("cross-entropy", lambda s: [_randn(*_wide(s)), torch.arange(_wide(s)[0]) % _wide(s)[1]], _cross_entropy),
+    Check(
+        "dropout",
+        lambda s: [_randn(_wide(s)[0], 2, _wide(s)[1]), torch.tensor([3, 2**40]), torch.arange(_wide(s)[0])],
+        _dropout,
+    ),
+    Check(
+        "cross-entropy",
+        lambda s: [_randn(*_wide(s)), torch.arange(_wide(s)[0]) % _wide(s)[1]],
+        _cross_entropy,
+    ),
     Check("rotary embedding", lambda s: [_randn(s.sized(500, 8), 2, 8 * 64)], _rotary),
     Check("AdamW", lambda s: [_randn(s.sized(100_000, 500)) for _ in range(4)], _adamw),
     Check("gradient norm", lambda s: [_randn(s.sized(1_000_003, 700))], _squares),
     Check("ordered sum", lambda s: [_randn(3, s.sized(100_000, 500))], _ordered_sum),
-    Check("attention", partial(_attention_inputs, False), _attention, _attention_by_definition, torch.float16),
-    Check("attention with documents", partial(_attention_inputs, True), _attention, _attention_by_definition, torch.float16),
+    Check(
+        "attention", partial(_attention_inputs, False), _attention, _attention_by_definition, torch.float16
+    ),
+    Check(
+        "attention with documents",
+        partial(_attention_inputs, True),
+        _attention,
+        _attention_by_definition,
+        torch.float16,
+    ),
 )
 
 
@@ -248,7 +296,18 @@ def suite(scene: Scene) -> Iterator[Row]:
         return
     workers = min(8, report.cores() // 2)
     parallel = ["-n", str(workers)] if workers > 1 and find_spec("xdist") else ["-p", "no:xdist"]
-    options = ["-m", "gpu", "-v", "--color=no", "-rfE", "--tb=line", "-p", "no:cacheprovider", "-o", "addopts="]
+    options = [
+        "-m",
+        "gpu",
+        "-v",
+        "--color=no",
+        "-rfE",
+        "--tb=line",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "addopts=",
+    ]
     command = [sys.executable, "-m", "pytest", *options, *parallel, *(REHEARSED if scene.rehearse else TESTS)]
     limit = max(scene.left - 5.0, 20.0)
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
@@ -268,7 +327,10 @@ def outcomes(text: str, late: bool, limit: float) -> Iterator[Row]:
         if (match := OUTCOME.fullmatch(line.strip())) and (outcome := match[1] or match[3]):
             found.setdefault(match[2].partition(" - ")[0], outcome)
     reasons = dict(re.findall(r"^(?:FAILED|ERROR) (tests/\S+::.+?) - (.+)$", text, re.MULTILINE))
-    count = {outcome: sum(each == outcome for each in found.values()) for outcome in ("PASSED", "FAILED", "ERROR", "SKIPPED")}
+    count = {
+        outcome: sum(each == outcome for each in found.values())
+        for outcome in ("PASSED", "FAILED", "ERROR", "SKIPPED")
+    }
     summary = ", ".join(f"{number} {outcome.lower()}" for outcome, number in count.items() if number)
     if not found:
         yield row("pytest -m gpu", "failed", "it printed no test", output=text[-3000:])
@@ -278,6 +340,9 @@ def outcomes(text: str, late: bool, limit: float) -> Iterator[Row]:
         return
     bad = {name for name, outcome in found.items() if outcome in ("FAILED", "ERROR")}
     yield row("pytest -m gpu", "failed" if bad else "passed", summary, counts=count)
-    yield from (row(name.removeprefix("tests/"), "failed", reasons.get(name, "see its traceback")[:300]) for name in sorted(bad))
+    yield from (
+        row(name.removeprefix("tests/"), "failed", reasons.get(name, "see its traceback")[:300])
+        for name in sorted(bad)
+    )
     if late:
         yield row("the rest of pytest -m gpu", "missing", f"it did not end within {limit:.0f} s")

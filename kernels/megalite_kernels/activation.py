@@ -3,11 +3,12 @@
     plain:  h = act(x)               dx = dh · act'(x)
     gated:  h = act(gate) · up       dgate = dh · up · act'(gate)       dup = dh · act(gate)
 
-`gate_up` is packed [..., 2F], gate first, as one matrix product writes it; its gradient is packed the same way. Backward needs only the
-input: it recomputes h and returns it, too, for the weight gradient of the matrix product that read h. That costs one multiplication;
-keeping h would add a third to the block's activations.
-act is silu (x · sigmoid(x)), gelu (x · Φ(x)), gelu_new, gelu_fast or gelu_pytorch_tanh (all the tanh form of gelu), relu, or relu2
-(relu(x)²). A gated form of its own, gpt-oss's, is clamped_swiglu, with a = 1.702 and c = 7:
+`gate_up` is packed [..., 2F], gate first, as one matrix product writes it; its gradient is packed the same
+way. Backward needs only the input: it recomputes h and returns it, too, for the weight gradient of the matrix
+product that read h. That costs one multiplication; keeping h would add a third to the block's activations.
+act is silu (x · sigmoid(x)), gelu (x · Φ(x)), gelu_new, gelu_fast or gelu_pytorch_tanh (all the tanh form of
+gelu), relu, or relu2 (relu(x)²). A gated form of its own, gpt-oss's, is clamped_swiglu, with a = 1.702 and c
+= 7:
 
     g = min(gate, c)        u = max(min(up, c), −c)        h = g · sigmoid(a · g) · (u + 1)
 """
@@ -39,7 +40,9 @@ def _relu2_backward(dh: Tensor, x: Tensor, *, grad_input: Tensor) -> Tensor:
     return torch.mul(torch.relu(x).mul_(2), dh, out=grad_input)
 
 
-_GELU_TANH = _Activation(partial(F.gelu, approximate="tanh"), partial(_aten.gelu_backward.grad_input, approximate="tanh"))
+_GELU_TANH = _Activation(
+    partial(F.gelu, approximate="tanh"), partial(_aten.gelu_backward.grad_input, approximate="tanh")
+)
 _ACTIVATIONS = {
     "silu": _Activation(F.silu, _aten.silu_backward.grad_input),
     "gelu": _Activation(F.gelu, _aten.gelu_backward.grad_input),
@@ -50,7 +53,8 @@ _ACTIVATIONS = {
     "relu2": _Activation(_relu2, _relu2_backward),
 }
 CLAMPED, _GAIN, _LIMIT = "clamped_swiglu", 1.702, 7.0
-_FUSED = ("silu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # activations whose gated form has a Triton kernel
+# activations whose gated form has a Triton kernel
+_FUSED = ("silu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 
 def _lookup(act: str) -> _Activation:

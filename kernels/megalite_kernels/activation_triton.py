@@ -1,11 +1,14 @@
-"""Gated activations in one pass over memory: `activation.gated_forward` and `activation.gated_backward` for silu and the tanh form of gelu.
+"""Gated activations in one pass over memory: `activation.gated_forward` and `activation.gated_backward` for
+silu and the tanh form of gelu.
 
-Both are x · σ(z), with z = x for silu. For gelu z = 2 √(2/π) (x + 0.044715 x³), since (1 + tanh(z/2)) / 2 = σ(z). So
+Both are x · σ(z), with z = x for silu. For gelu z = 2 √(2/π) (x + 0.044715 x³), since (1 + tanh(z/2)) / 2 =
+σ(z). So
 
     a = x σ(z)        a' = σ(z) + a (1 − σ(z)) z'
 
-Forward reads 2 and writes 1 value per element of h; backward, which recomputes h, reads 3 and writes 3, rounded once from fp32.
-A program has a tile of rows × columns of h; both halves of the packed gate_up are read in place. Row numbers are 64-bit.
+Forward reads 2 and writes 1 value per element of h; backward, which recomputes h, reads 3 and writes 3,
+rounded once from fp32. A program has a tile of rows × columns of h; both halves of the packed gate_up are
+read in place. Row numbers are 64-bit.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -42,7 +45,8 @@ def _activate(x, GELU: tl.constexpr):
 
 @triton.jit
 def _tile(rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """This program's tile: row numbers [ROWS, 1], column numbers [1, COLUMNS], and which of its elements exist."""
+    """This program's tile: row numbers [ROWS, 1], column numbers [1, COLUMNS], and which of its elements
+    exist."""
     across = tl.cdiv(width, COLUMNS)
     program = tl.program_id(0)
     row = (program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -61,7 +65,9 @@ def _forward(gate_up, h, rows, width, GELU: tl.constexpr, ROWS: tl.constexpr, CO
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _backward(dh, gate_up, dgate_up, h, rows, width, GELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _backward(
+    dh, gate_up, dgate_up, h, rows, width, GELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     row, column, exists = _tile(rows, width, ROWS, COLUMNS)
     at, gate_at = row * width + column, row * (2 * width) + column
     gradient = tl.load(dh + at, mask=exists).to(tl.float32)
@@ -88,7 +94,9 @@ def _launch(backward: bool, act: str, h: Tensor, *tensors: Tensor) -> None:
     rows = h.numel() // width
     variant = _variant(backward, h.dtype, act, width)
     tile = variant.constants
-    variant.launch((triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(width, tile["COLUMNS"]),), *tensors, rows, width)
+    variant.launch(
+        (triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(width, tile["COLUMNS"]),), *tensors, rows, width
+    )
 
 
 def _like_h(gate_up: Tensor, act: str) -> Tensor:

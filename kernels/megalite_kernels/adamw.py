@@ -3,7 +3,8 @@
     m ← β1·m + (1 − β1)·g        v ← β2·v + (1 − β2)·g²
     p ← p·(1 − lr·weight_decay) − lr · (m / (1 − β1^t)) / (√(v / (1 − β2^t)) + eps)
 
-torch's kernel is called directly: constructing any torch.optim optimizer imports torch._dynamo, more than a second per process.
+torch's kernel is called directly: constructing any torch.optim optimizer imports torch._dynamo, more than a
+second per process.
 """
 
 import torch
@@ -31,29 +32,38 @@ def adamw_(
 
     Args:
         grads: may be narrower than params; undefined afterwards.
-        weights: the weights in compute precision if params are their master weights: the new params are written there, rounded. Without
+        weights: the weights in compute precision if params are their master weights: the new params are
+        written there, rounded. Without
             them params are the weights themselves.
         step: 1-based, includes this update.
-        grad_scale: gradients are divided by it: a loss scale, or 1 / the clipping coefficient, or their product. [], on their device. NaN
-            skips the update: nothing changes. So the decision can be made on the device, and the host need not wait for it.
+        grad_scale: gradients are divided by it: a loss scale, or 1 / the clipping coefficient, or their
+        product. [], on their device. NaN
+            skips the update: nothing changes. So the decision can be made on the device, and the host need
+            not wait for it.
     """
     if not params:
         return
     scale = grad_scale.to(torch.float32) if grad_scale is not None else None
-    if takes_triton(params[0]) and {params[0].dtype, exp_avgs[0].dtype, exp_avg_sqs[0].dtype} == {torch.float32}:
+    if takes_triton(params[0]) and {params[0].dtype, exp_avgs[0].dtype, exp_avg_sqs[0].dtype} == {
+        torch.float32
+    }:
         from megalite_kernels import adamw_triton
 
         rate, root = lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
         scalars = lr * weight_decay, rate, root, eps, 1 - beta1, 1 - beta2
         return adamw_triton.adamw(params, grads, exp_avgs, exp_avg_sqs, weights or [], scale, *scalars)
-    count = torch.full((), float(step), device=params[0].device)  # unlike a copy from the host, this does not synchronize
+    # unlike a copy from the host, this does not synchronize
+    count = torch.full((), float(step), device=params[0].device)
     alike = grads[0].dtype == params[0].dtype
     skip = None if scale is None else scale.isnan().float()
-    for part in [slice(None)] if alike else [slice(index, index + 1) for index in range(len(params))]:  # one by one: casts need memory
+    # one by one: casts need memory
+    for part in [slice(None)] if alike else [slice(index, index + 1) for index in range(len(params))]:
         cast = [grad.to(params[0].dtype) for grad in grads[part]]
         torch._fused_adamw_(
-            params[part], cast, exp_avgs[part], exp_avg_sqs[part], [], [count] * len(cast), lr=lr, beta1=beta1, beta2=beta2,
-            weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False, grad_scale=scale, found_inf=skip,
+            params[part], cast, exp_avgs[part], exp_avg_sqs[part], [], [count] * len(cast), lr=lr,
+            beta1=beta1, beta2=beta2,
+            weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False, grad_scale=scale,
+            found_inf=skip,
         )  # fmt: skip
     if weights:
         torch._foreach_copy_(weights, params)

@@ -4,13 +4,14 @@
     p ← p − (decay·p + rate · m / (root·√v + eps))       weight ← p, rounded
     decay = lr·weight_decay        rate = lr / (1 − β1^t)        root = 1 / √(1 − β2^t)
 
-For each parameter it reads p, g, m, v and writes p, m, v and the weight in compute precision: 30 bytes with fp32 gradients and bf16
-weights, 28 with bf16 gradients. Gradients are only read. Clipping and a loss scale cost nothing: their product is one number on the device,
-NaN to skip the update.
+For each parameter it reads p, g, m, v and writes p, m, v and the weight in compute precision: 30 bytes with
+fp32 gradients and bf16 weights, 28 with bf16 gradients. Gradients are only read. Clipping and a loss scale
+cost nothing: their product is one number on the device, NaN to skip the update.
 
-Results are not bitwise torch's. Terms that depend only on the step are computed on the host in fp64 and rounded once; torch's GPU kernel
-computes 1 − β^t in fp32, with a relative error of 1e-5 in the first steps with β2 = 0.999. Decay is added to the update before the
-parameter is rounded; torch's CPU kernel multiplies by 1 − lr·weight_decay in fp32, an error of some percent for a decay of 1e-6.
+Results are not bitwise torch's. Terms that depend only on the step are computed on the host in fp64 and
+rounded once; torch's GPU kernel computes 1 − β^t in fp32, with a relative error of 1e-5 in the first steps
+with β2 = 0.999. Decay is added to the update before the parameter is rounded; torch's CPU kernel multiplies
+by 1 − lr·weight_decay in fp32, an error of some percent for a decay of 1e-6.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -31,17 +32,22 @@ TILE = 2048  # elements: with 4 warps four 128-bit loads per thread of each fp32
 @triton.jit
 def _adamw(
     owner, rows, scale, decay, rate, root, eps, weight1, weight2,
-    GRADS: tl.constexpr, WEIGHTS: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    GRADS: tl.constexpr, WEIGHTS: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     row, at, exists = locate(owner, rows, 5 if WEIGHTS is not None else 4, ALIGNED, TILE)
     params, grads = address(row, 0, tl.float32, ALIGNED) + at, address(row, 1, GRADS, ALIGNED) + at
-    exp_avgs, exp_avg_sqs = address(row, 2, tl.float32, ALIGNED) + at, address(row, 3, tl.float32, ALIGNED) + at
+    exp_avgs, exp_avg_sqs = (
+        address(row, 2, tl.float32, ALIGNED) + at,
+        address(row, 3, tl.float32, ALIGNED) + at,
+    )
     g = tl.load(grads, mask=exists).to(tl.float32)
     p, m, v = tl.load(params, mask=exists), tl.load(exp_avgs, mask=exists), tl.load(exp_avg_sqs, mask=exists)
     if SCALED:
         divisor = tl.load(scale)
         g = g / divisor
-        applied = tl.where(divisor == divisor, 1, 0)  # as an integer: the compiler then knows that the mask is one for all
+        # as an integer: the compiler then knows that the mask is one for all
+        applied = tl.where(divisor == divisor, 1, 0)
         exists = exists & (tl.broadcast_to(applied, at.shape) == 1)
     m += weight1 * (g - m)
     v += weight2 * (g * g - v)
@@ -75,7 +81,8 @@ def adamw(
     weight1: float,
     weight2: float,
 ) -> None:
-    """One step; `weights` may be empty. For the scalars see the module; weight1 and weight2 are 1 − β1 and 1 − β2."""
+    """One step; `weights` may be empty. For the scalars see the module; weight1 and weight2 are 1 − β1 and 1
+    − β2."""
     arrays = [array for array in (params, grads, exp_avgs, exp_avg_sqs, weights) if array]
     whole = all(aligned(x) for array in arrays for x in array)
     variant = _variant(grads[0].dtype, weights[0].dtype if weights else None, grad_scale is not None, whole)

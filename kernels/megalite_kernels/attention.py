@@ -2,26 +2,30 @@
 
     s = cap·tanh(scale·q·kᵀ / cap)        p = softmax(s over visible keys)        out = (p ∘ keep) · v
     dv = (p ∘ keep)ᵀ·dout        dp = (dout·vᵀ) ∘ keep        ds = p ∘ (dp − Σ_keys p∘dp) ∘ (1 − (s/cap)²)
-    dq = scale·ds·k              dk = scale·dsᵀ·q             (without a soft-cap the last factor of ds is 1; keep is 0 or 1/(1 − p_drop))
+    dq = scale·ds·k              dk = scale·dsᵀ·q             (without a soft-cap the last factor of ds is 1;
+    keep is 0 or 1/(1 − p_drop))
 
 Key j is visible from query i iff j ≤ i, i − j < window and j ≥ document_start[i].
 
-The reference below processes queries in blocks, each with only the keys that some query of the block can see: half of the products of
-causal attention are never computed. The g query heads that share a key-value head are adjacent rows of one matrix, so that keys are read
-once per group and dk, dv are summed over it inside the product. All arithmetic is in at least fp32.
+The reference below processes queries in blocks, each with only the keys that some query of the block can see:
+half of the products of causal attention are never computed. The g query heads that share a key-value head are
+adjacent rows of one matrix, so that keys are read once per group and dk, dv are summed over it inside the
+product. All arithmetic is in at least fp32.
 
-What runs: on a GPU, the first implementation that supports the call, or the one that was measured to be the fastest on this device
-(`attention_routes`). In general plain causal attention in 16 bits uses the kernels that come with torch (`attention_library`), all other
-16-bit attention with heads of up to 256 channels flash attention in Triton (`attention_triton`), and the rest, such as fp32, whose products
-would not use tensor cores there, the reference. With train.kernels = torch only torch's own kernels or the reference run.
+What runs: on a GPU, the first implementation that supports the call, or the one that was measured to be the
+fastest on this device (`attention_routes`). In general plain causal attention in 16 bits uses the kernels
+that come with torch (`attention_library`), all other 16-bit attention with heads of up to 256 channels flash
+attention in Triton (`attention_triton`), and the rest, such as fp32, whose products would not use tensor
+cores there, the reference. With train.kernels = torch only torch's own kernels or the reference run.
 
-Values may have another width than queries and keys, and the output then has theirs. The kernels have one width: for them the narrower
-tensors are padded with zeros, which changes no result.
+Values may have another width than queries and keys, and the output then has theirs. The kernels have one
+width: for them the narrower tensors are padded with zeros, which changes no result.
 
-On CPU the reference replaces torch's fused scaled_dot_product_attention at every length: measured in fp32 on one core from sequence 64
-to 2,048, its forward takes 0.9–1.5 times as long and its backward 1.2–2.2 times (with oneDNN's products 0.8–5 and 1.1–10 times, worst when
-short). With `recompute` only the inputs are kept, and memory is linear in the sequence; otherwise the probabilities are kept. The kernels
-always recompute them from the log-sum-exp of each query.
+On CPU the reference replaces torch's fused scaled_dot_product_attention at every length: measured in fp32 on
+one core from sequence 64 to 2,048, its forward takes 0.9–1.5 times as long and its backward 1.2–2.2 times
+(with oneDNN's products 0.8–5 and 1.1–10 times, worst when short). With `recompute` only the inputs are kept,
+and memory is linear in the sequence; otherwise the probabilities are kept. The kernels always recompute them
+from the log-sum-exp of each query.
 """
 
 import functools
@@ -34,27 +38,34 @@ from torch import Tensor
 from megalite_kernels.dispatch import takes_triton
 from megalite_kernels.dropout import AttentionDropout
 
-BLOCK = 64  # queries per block: of 32, 64, 128 and 256 the fastest or nearly so at every sequence length from 64 to 2,048
+# queries per block: of 32, 64, 128 and 256 the fastest or nearly so at every sequence length from 64 to 2,048
+BLOCK = 64
 WIDEST = 256  # most channels of a head that the Triton kernels support
 OWN = ("triton", "reference")  # implementations whose values may have another width than keys
 Boundaries = tuple[Tensor, int]
-"""Offsets of the documents in the tokens of all rows, row after row, [documents + 1] int32, and the length of the longest document."""
+"""Offsets of the documents in the tokens of all rows, row after row, [documents + 1] int32, and the length of
+the longest document."""
 
 
 class _Block(NamedTuple):
     queries: range
     keys: range  # contains every key that any of the queries sees
-    mask: Tensor  # [1 or B, 1, queries, 1, masked keys]: -inf where invisible, else 0; added to the scores of the last keys
+    # [1 or B, 1, queries, 1, masked keys]: -inf where invisible, else 0; added to the scores of the last keys
+    mask: Tensor
 
 
-def _blocks(sequence: int, window: int | None, document_start: Tensor | None, like: Tensor) -> Iterator[_Block]:
+def _blocks(
+    sequence: int, window: int | None, document_start: Tensor | None, like: Tensor
+) -> Iterator[_Block]:
     position = torch.arange(sequence, device=like.device)
     for first in range(0, sequence, BLOCK):
         stop = min(first + BLOCK, sequence)
         start = max(first - window + 1, 0) if window else 0
-        if document_start is not None and document_start.is_cpu:  # on a GPU reading the value would synchronize
+        # on a GPU reading the value would synchronize
+        if document_start is not None and document_start.is_cpu:
             start = max(start, int(document_start[first:stop].min()))
-        # Without window and documents all keys before the block are visible to all its queries: only the block's diagonal needs a mask.
+        # Without window and documents all keys before the block are visible to all its queries: only the
+        # block's diagonal needs a mask.
         masked = start if window or document_start is not None else first
         i, j = position[first:stop, None, None], position[masked:stop]
         hidden = j > i  # [queries, 1, keys]
@@ -63,18 +74,22 @@ def _blocks(sequence: int, window: int | None, document_start: Tensor | None, li
         hidden = hidden.unsqueeze(0)
         if document_start is not None:
             hidden = hidden | (j < document_start[first:stop].T[:, :, None, None])
-        mask = like.new_zeros(hidden.shape, dtype=torch.promote_types(like.dtype, torch.float32)).masked_fill_(hidden, -torch.inf)
+        mask = like.new_zeros(
+            hidden.shape, dtype=torch.promote_types(like.dtype, torch.float32)
+        ).masked_fill_(hidden, -torch.inf)
         yield _Block(range(first, stop), range(start, stop), mask.unsqueeze(1))
 
 
 @functools.lru_cache(maxsize=8)
 def _causal_blocks(sequence: int, dtype: torch.dtype, device: torch.device) -> tuple[_Block, ...]:
-    """The blocks of plain causal attention: the same in every layer and step, and their masks hold only BLOCK numbers a query."""
+    """The blocks of plain causal attention: the same in every layer and step, and their masks hold only BLOCK
+    numbers a query."""
     return tuple(_blocks(sequence, None, None, torch.empty(0, dtype=dtype, device=device)))
 
 
 def _rows(x: Tensor, kv_heads: int, scale: float = 1.0) -> Tensor:
-    """[S, B, heads, D] -> [B·kv_heads, S·g, D] in at least fp32, contiguous, times scale; row s·g + i: position s, head i of the group."""
+    """[S, B, heads, D] -> [B·kv_heads, S·g, D] in at least fp32, contiguous, times scale; row s·g + i:
+    position s, head i of the group."""
     sequence, batch, heads, dim = x.shape
     group = heads // kv_heads
     accumulate_dtype = torch.promote_types(x.dtype, torch.float32)
@@ -84,7 +99,8 @@ def _rows(x: Tensor, kv_heads: int, scale: float = 1.0) -> Tensor:
 
 
 def _heads(rows: Tensor, like: Tensor, kv_heads: int, scale: float = 1.0) -> Tensor:
-    """The inverse of `_rows`: [B·kv_heads, S·g, D] -> [S, B, heads, D], contiguous, in the dtype of `like`."""
+    """The inverse of `_rows`: [B·kv_heads, S·g, D] -> [S, B, heads, D], contiguous, in the dtype of
+    `like`."""
     sequence, batch, heads, dim = like.shape
     out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     source = rows.view(batch, kv_heads, sequence, heads // kv_heads, dim).permute(2, 0, 1, 3, 4)
@@ -95,7 +111,8 @@ def _heads(rows: Tensor, like: Tensor, kv_heads: int, scale: float = 1.0) -> Ten
 class _Problem:
     """One attention call: its sizes and options, and the steps common to forward and backward."""
 
-    def __init__(self, q: Tensor, k: Tensor, window: int | None, document_start: Tensor | None, softcap: float | None,
+    def __init__(self, q: Tensor, k: Tensor, window: int | None, document_start: Tensor | None,
+        softcap: float | None,
                  dropout: AttentionDropout | None) -> None:  # fmt: skip
         self.sequence, self.batch, self.heads, self.dim = q.shape
         self.kv_heads = k.shape[2]
@@ -114,8 +131,11 @@ class _Problem:
         return scores.view(self.batch, self.kv_heads, len(block.queries), self.group, scores.shape[-1])
 
     def scores(self, query: Tensor, key: Tensor, block: _Block) -> Tensor:
-        """Masked and capped scores of one block, [B·kv_heads, queries·g, keys]; `query` is already multiplied by the scale."""
-        scores = torch.bmm(query[:, self.query_rows(block)], key[:, block.keys.start : block.keys.stop].transpose(1, 2))
+        """Masked and capped scores of one block, [B·kv_heads, queries·g, keys]; `query` is already multiplied
+        by the scale."""
+        scores = torch.bmm(
+            query[:, self.query_rows(block)], key[:, block.keys.start : block.keys.stop].transpose(1, 2)
+        )
         if self.softcap:
             scores.div_(self.softcap).tanh_().mul_(self.softcap)
         self.by_head(scores, block)[..., scores.shape[-1] - block.mask.shape[-1] :].add_(block.mask)
@@ -126,10 +146,15 @@ class _Problem:
         if self.dropout is None or self.dropout.p == 0.0:
             return x
         keep = self.dropout.scale(self.heads, block.queries, block.keys, x.dtype)  # [B, heads, queries, keys]
-        return self.by_head(x, block).mul(keep.unflatten(1, (self.kv_heads, self.group)).transpose(2, 3)).view(x.shape)
+        return (
+            self.by_head(x, block)
+            .mul(keep.unflatten(1, (self.kv_heads, self.group)).transpose(2, 3))
+            .view(x.shape)
+        )
 
 
-def _route(q: Tensor, k: Tensor, v: Tensor, window: int | None, document_start: Tensor | None, softcap: float | None,
+def _route(q: Tensor, k: Tensor, v: Tensor, window: int | None, document_start: Tensor | None,
+    softcap: float | None,
            dropout: AttentionDropout | None, boundaries: Boundaries | None) -> str:  # fmt: skip
     """The name of the implementation: triton, reference, or one of `attention_routes`."""
     width = max(q.shape[-1], v.shape[-1])
@@ -156,7 +181,9 @@ def _library(route: str, *options: Any) -> tuple[Any, Any]:
 
 def padded(width: int, *tensors: Tensor) -> list[Tensor]:
     """The tensors with zeros added to their last dimension up to a width."""
-    return [x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in tensors]
+    return [
+        x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in tensors
+    ]
 
 
 def _fields(dropout: AttentionDropout | None) -> tuple[Tensor | None, int, float, int, int]:
@@ -179,27 +206,45 @@ def attention(
     recompute: bool = False,
     boundaries: Boundaries | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """out [S, B, hq, Dv], contiguous, and the tensors to save for `attention_backward`: the reference's probabilities block by block (none
-    with `recompute` or a soft-cap), or a kernel's log-sum-exp of each query's scores.
+    """out [S, B, hq, Dv], contiguous, and the tensors to save for `attention_backward`: the reference's
+    probabilities block by block (none with `recompute` or a soft-cap), or a kernel's log-sum-exp of each
+    query's scores.
 
-    q [S, B, hq, D]; k [S, B, hk, D]; v [S, B, hk, Dv], hq a multiple of hk; document_start [S, B] is the index in the row of the first
-    token of the token's document; `boundaries` says the same, and without it some implementations cannot run. Any strides.
+    q [S, B, hq, D]; k [S, B, hk, D]; v [S, B, hk, Dv], hq a multiple of hk; document_start [S, B] is the
+    index in the row of the first token of the token's document; `boundaries` says the same, and without it
+    some implementations cannot run. Any strides.
     """
-    widths, route = (q.shape[-1], v.shape[-1]), _route(q, k, v, window, document_start, softcap, dropout, boundaries)
+    widths, route = (
+        (q.shape[-1], v.shape[-1]),
+        _route(q, k, v, window, document_start, softcap, dropout, boundaries),
+    )
     if widths[0] != widths[1] and route not in OWN:
-        others: dict[str, Any] = {"window": window, "document_start": document_start, "softcap": softcap, "dropout": dropout}
-        out, kept = attention(*padded(max(widths), q, k, v), scale=scale, recompute=recompute, boundaries=boundaries, **others)
+        others: dict[str, Any] = {
+            "window": window,
+            "document_start": document_start,
+            "softcap": softcap,
+            "dropout": dropout,
+        }
+        out, kept = attention(
+            *padded(max(widths), q, k, v), scale=scale, recompute=recompute, boundaries=boundaries, **others
+        )
         return out[..., : widths[1]].contiguous(), kept
     if route == "triton":
         from megalite_kernels import attention_triton
 
-        flash_out, lse = attention_triton.flash_attention(q, k, v, scale, window, document_start, softcap, *_fields(dropout))
+        flash_out, lse = attention_triton.flash_attention(
+            q, k, v, scale, window, document_start, softcap, *_fields(dropout)
+        )
         return flash_out, (lse,)
     if route != "reference":
         calls, options = _library(route, scale, window, boundaries)
         return calls.forward(q, k, v, options)
     problem = _Problem(q, k, window, document_start, softcap, dropout)
-    query, key, value = _rows(q, problem.kv_heads, scale), _rows(k, problem.kv_heads), _rows(v, problem.kv_heads)
+    query, key, value = (
+        _rows(q, problem.kv_heads, scale),
+        _rows(k, problem.kv_heads),
+        _rows(v, problem.kv_heads),
+    )
     out = torch.empty(*query.shape[:2], value.shape[-1], dtype=query.dtype, device=query.device)
     saved = []
     for block in problem.blocks:
@@ -208,7 +253,9 @@ def attention(
         if not recompute and softcap is None:
             saved.append(probabilities)
         dropped = problem.drop(probabilities, block)
-        torch.bmm(dropped, value[:, block.keys.start : block.keys.stop], out=out[:, problem.query_rows(block)])
+        torch.bmm(
+            dropped, value[:, block.keys.start : block.keys.stop], out=out[:, problem.query_rows(block)]
+        )
     return _heads(out, q.new_empty(*q.shape[:3], v.shape[-1]), problem.kv_heads), tuple(saved)
 
 
@@ -228,16 +275,27 @@ def attention_backward(
     recompute: bool = False,
     boundaries: Boundaries | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [S, B, hq, D], dk [S, B, hk, D] and dv [S, B, hk, Dv]; options as in forward, `saved` as forward returned it.
+    """dq [S, B, hq, D], dk [S, B, hk, D] and dv [S, B, hk, Dv]; options as in forward, `saved` as forward
+    returned it.
 
-    The reference does not read `out`; a kernel, which never holds a whole row of probabilities, computes Σ_keys p∘dp = Σ_dim dout∘out from
-    it.
+    The reference does not read `out`; a kernel, which never holds a whole row of probabilities, computes
+    Σ_keys p∘dp = Σ_dim dout∘out from it.
     """
-    widths, route = (q.shape[-1], v.shape[-1]), _route(q, k, v, window, document_start, softcap, dropout, boundaries)
+    widths, route = (
+        (q.shape[-1], v.shape[-1]),
+        _route(q, k, v, window, document_start, softcap, dropout, boundaries),
+    )
     if widths[0] != widths[1] and route not in OWN:
-        others: dict[str, Any] = {"window": window, "document_start": document_start, "softcap": softcap, "dropout": dropout}
+        others: dict[str, Any] = {
+            "window": window,
+            "document_start": document_start,
+            "softcap": softcap,
+            "dropout": dropout,
+        }
         dout, q, k, v, out = padded(max(widths), dout, q, k, v, out)
-        dq, dk, dv = attention_backward(dout, q, k, v, out, saved, scale=scale, recompute=recompute, boundaries=boundaries, **others)
+        dq, dk, dv = attention_backward(
+            dout, q, k, v, out, saved, scale=scale, recompute=recompute, boundaries=boundaries, **others
+        )
         return dq[..., : widths[0]], dk[..., : widths[0]], dv[..., : widths[1]]
     if route == "triton":
         from megalite_kernels import attention_triton
@@ -248,7 +306,11 @@ def attention_backward(
         calls, options = _library(route, scale, window, boundaries)
         return calls.backward(dout, q, k, v, out, saved, options)
     problem = _Problem(q, k, window, document_start, softcap, dropout)
-    query, key, value = _rows(q, problem.kv_heads, scale), _rows(k, problem.kv_heads), _rows(v, problem.kv_heads)
+    query, key, value = (
+        _rows(q, problem.kv_heads, scale),
+        _rows(k, problem.kv_heads),
+        _rows(v, problem.kv_heads),
+    )
     grad = _rows(dout, problem.kv_heads)
     dquery, dkey, dvalue = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for index, block in enumerate(problem.blocks):
@@ -268,4 +330,8 @@ def attention_backward(
             dscores.mul_(scores.div_(softcap).square_().neg_().add_(1))
         torch.bmm(dscores, key[:, keys], out=dquery[:, rows])
         dkey[:, keys].baddbmm_(dscores.transpose(1, 2), query[:, rows])
-    return _heads(dquery, q, problem.kv_heads, scale), _heads(dkey, k, problem.kv_heads), _heads(dvalue, v, problem.kv_heads)
+    return (
+        _heads(dquery, q, problem.kv_heads, scale),
+        _heads(dkey, k, problem.kv_heads),
+        _heads(dvalue, v, problem.kv_heads),
+    )

@@ -1,12 +1,15 @@
-"""Calls of the attention kernels that come with torch, with an explicit forward and backward. `attention_routes` says when each one runs.
+"""Calls of the attention kernels that come with torch, with an explicit forward and backward.
+`attention_routes` says when each one runs.
 
-They do not draw a dropout mask that can be computed again. `FLASH` and `CUDNN` take whole rows, and support neither windows nor documents.
-Those of variable length take documents by their boundaries: the offsets of the documents in the tokens of all rows, one row after the
-other, [documents + 1] int32, and the length of the longest. torch.nn.attention.varlen wraps the same kernels in its own autograd.
+They do not draw a dropout mask that can be computed again. `FLASH` and `CUDNN` take whole rows, and support
+neither windows nor documents. Those of variable length take documents by their boundaries: the offsets of the
+documents in the tokens of all rows, one row after the other, [documents + 1] int32, and the length of the
+longest. torch.nn.attention.varlen wraps the same kernels in its own autograd.
 
-Published forward and backward speeds in TFLOP/s, H100, 8k keys, 128 channels: cuDNN's 600 and 518 (FlashAttention-3, figures 5 and 6),
-FlashAttention-2, which is torch's own, 370 and 318, a Triton kernel 392 forward. So cuDNN's comes first on Hopper and Blackwell,
-FlashAttention-2 elsewhere. None sums dq in a fixed order unless it is asked to, which was never tried: a deterministic run uses none.
+Published forward and backward speeds in TFLOP/s, H100, 8k keys, 128 channels: cuDNN's 600 and 518
+(FlashAttention-3, figures 5 and 6), FlashAttention-2, which is torch's own, 370 and 318, a Triton kernel 392
+forward. So cuDNN's comes first on Hopper and Blackwell, FlashAttention-2 elsewhere. None sums dq in a fixed
+order unless it is asked to, which was never tried: a deterministic run uses none.
 """
 
 import functools
@@ -21,7 +24,8 @@ _aten = torch.ops.aten
 
 
 class Options(NamedTuple):
-    """`boundaries`: offsets and the longest length of the documents; None: rows are whole. `window`: as in `attention`."""
+    """`boundaries`: offsets and the longest length of the documents; None: rows are whole. `window`: as in
+    `attention`."""
 
     scale: float
     window: int | None = None
@@ -32,12 +36,14 @@ class Options(NamedTuple):
 class Calls:
     """The two passes of a route. `prepare` runs before each: it makes the kernel known to torch.
 
-    forward(q, k, v, options) -> out and what backward needs of the kernel's own; backward(dout, q, k, v, out, that, options) -> dq, dk, dv.
-    All of q, k, v and out are [S, B, heads, D]; results are contiguous.
+    forward(q, k, v, options) -> out and what backward needs of the kernel's own; backward(dout, q, k, v, out,
+    that, options) -> dq, dk, dv. All of q, k, v and out are [S, B, heads, D]; results are contiguous.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, tuple[Tensor, ...]]]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[Tensor, ...], Options], tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, tuple[Tensor, ...], Options], tuple[Tensor, Tensor, Tensor]
+    ]
     prepare: Callable[[], None] = lambda: None
 
 
@@ -66,8 +72,11 @@ def _positions(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, tuple[Tensor, ...]]:
-    found = _aten._scaled_dot_product_cudnn_attention(*map(by_head, (q, k, v)), None, True, 0.0, True, False, scale=options.scale)
-    out, lse, _, _, _, _, seed, offset, _ = found  # the last two: the state of a random generator, which is not used
+    found = _aten._scaled_dot_product_cudnn_attention(
+        *map(by_head, (q, k, v)), None, True, 0.0, True, False, scale=options.scale
+    )
+    # the last two: the state of a random generator, which is not used
+    out, lse, _, _, _, _, seed, offset, _ = found
     return _by_position(out), (lse, seed, offset)
 
 
@@ -75,7 +84,8 @@ def _cudnn_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     (lse, *state), length = saved, q.shape[0]
-    dout = dout.contiguous()  # torch caches cuDNN's plan by the strides of q, k and v only: those of the others must not vary
+    # torch caches cuDNN's plan by the strides of q, k and v only: those of the others must not vary
+    dout = dout.contiguous()
     tensors = *map(by_head, (dout, q, k, v, out)), lse
     backward = _aten._scaled_dot_product_cudnn_attention_backward
     dq, dk, dv = backward(*tensors, *state, None, None, None, length, length, 0.0, True, scale=options.scale)
@@ -83,7 +93,9 @@ def _cudnn_backward(
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, tuple[Tensor, ...]]:
-    found = _aten._scaled_dot_product_flash_attention(*map(by_head, (q, k, v)), 0.0, True, False, scale=options.scale)
+    found = _aten._scaled_dot_product_flash_attention(
+        *map(by_head, (q, k, v)), 0.0, True, False, scale=options.scale
+    )
     out, lse, _, _, _, _, seed, offset, _ = found
     return _by_position(out), (lse, seed, offset)
 
@@ -115,7 +127,9 @@ def _reach(options: Options) -> dict[str, int | None]:
 
 def _flash_varlen(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, tuple[Tensor, ...]]:
     tensors = map(_tokens, (q, k, v))
-    found = _aten._flash_attention_forward(*tensors, *_lengths(options), 0.0, True, False, scale=options.scale, **_reach(options))
+    found = _aten._flash_attention_forward(
+        *tensors, *_lengths(options), 0.0, True, False, scale=options.scale, **_reach(options)
+    )
     out, lse, state, unused, _ = found
     return _positions(out, q), (lse, state, unused)
 
@@ -126,7 +140,9 @@ def _flash_varlen_backward(
     lse, *state = saved
     tensors = *map(_tokens, (dout.contiguous(), q, k, v, out)), lse
     backward = _aten._flash_attention_backward
-    dq, dk, dv = backward(*tensors, *_lengths(options), 0.0, True, *state, scale=options.scale, **_reach(options))
+    dq, dk, dv = backward(
+        *tensors, *_lengths(options), 0.0, True, *state, scale=options.scale, **_reach(options)
+    )
     return _positions(dq, q), _positions(dk, q), _positions(dv, q)
 
 
@@ -136,7 +152,9 @@ def _packed(x: Tensor) -> Tensor:
 
 
 def _cudnn_varlen(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, tuple[Tensor, ...]]:
-    found = _aten._cudnn_attention_forward(*map(_packed, (q, k, v)), None, *_lengths(options), True, 0.0, True, False, scale=options.scale)
+    found = _aten._cudnn_attention_forward(
+        *map(_packed, (q, k, v)), None, *_lengths(options), True, 0.0, True, False, scale=options.scale
+    )
     out, lse, _, _, _, _, seed, offset, _ = found
     return _positions(out, q), (lse, seed, offset)
 
@@ -146,7 +164,9 @@ def _cudnn_varlen_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     lse, *state = saved
     tensors = *map(_packed, (dout, q, k, v, out)), lse
-    found = _aten._cudnn_attention_backward(*tensors, *state, None, *_lengths(options), 0.0, True, scale=options.scale)
+    found = _aten._cudnn_attention_backward(
+        *tensors, *state, None, *_lengths(options), 0.0, True, scale=options.scale
+    )
     dq, dk, dv = (_positions(x, q) for x in found)
     return dq, dk, dv
 
@@ -160,5 +180,8 @@ def _activate_fa3() -> None:
 
 
 CUDNN, FLASH = Calls(_cudnn, _cudnn_backward), Calls(_flash, _flash_backward)
-CUDNN_VARLEN, FLASH_VARLEN = Calls(_cudnn_varlen, _cudnn_varlen_backward), Calls(_flash_varlen, _flash_varlen_backward)
+CUDNN_VARLEN, FLASH_VARLEN = (
+    Calls(_cudnn_varlen, _cudnn_varlen_backward),
+    Calls(_flash_varlen, _flash_varlen_backward),
+)
 FA3, FA3_VARLEN = replace(FLASH, prepare=_activate_fa3), replace(FLASH_VARLEN, prepare=_activate_fa3)

@@ -1,17 +1,21 @@
-"""Attention of some positions of a sequence to some others, with the log-sum-exp by which results for several parts of the keys combine.
+"""Attention of some positions of a sequence to some others, with the log-sum-exp by which results for several
+parts of the keys combine.
 
-    lse = log Σ_keys exp(s)        out = Σ_keys (exp(s − lse) ∘ keep) · v        scores s, keep and visibility as in `attention`
+    lse = log Σ_keys exp(s)        out = Σ_keys (exp(s − lse) ∘ keep) · v        scores s, keep and visibility
+    as in `attention`
 
-Queries and keys are given as runs of consecutive positions, (start, length) each, in ascending order. A query that sees none of the keys
-has out = 0 and lse = −inf. Two results of one query for two sets of keys are one for their union (`merge`):
+Queries and keys are given as runs of consecutive positions, (start, length) each, in ascending order. A query
+that sees none of the keys has out = 0 and lse = −inf. Two results of one query for two sets of keys are one
+for their union (`merge`):
 
     lse = log(exp(lse₁) + exp(lse₂))        out = exp(lse₁ − lse) · out₁ + exp(lse₂ − lse) · out₂
 
-Backward takes lse and δ = Σ_dim dout∘out of *all* keys, with which its p = exp(s − lse) and ds = p ∘ (dp − δ) are those of the whole:
-gradients for parts of the keys add up to those for all. Results are in at least fp32, so that they can be merged and added.
+Backward takes lse and δ = Σ_dim dout∘out of *all* keys, with which its p = exp(s − lse) and ds = p ∘ (dp − δ)
+are those of the whole: gradients for parts of the keys add up to those for all. Results are in at least fp32,
+so that they can be merged and added.
 
-The reference processes queries in blocks, each with only the keys that some query of the block can see. On a GPU flash attention runs
-(`attention_part_triton`), in 16 bits and for heads of up to WIDEST channels.
+The reference processes queries in blocks, each with only the keys that some query of the block can see. On a
+GPU flash attention runs (`attention_part_triton`), in 16 bits and for heads of up to WIDEST channels.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +41,9 @@ class _Block(NamedTuple):
     hidden: Tensor | None  # [1 or B, 1, queries, 1, keys]; None: all of them see all
 
 
-def _blocks(queries: Runs, keys: Runs, window: int | None, document_start: Tensor | None, device: torch.device) -> Iterator[_Block]:
+def _blocks(
+    queries: Runs, keys: Runs, window: int | None, document_start: Tensor | None, device: torch.device
+) -> Iterator[_Block]:
     row = 0
     for start, length in queries:
         for first in range(start, start + length, BLOCK):
@@ -64,7 +70,9 @@ def _visible_keys(
         column += length
 
 
-def _hidden(queries: range, keys: range, window: int | None, starts: Tensor | None, device: torch.device) -> Tensor | None:
+def _hidden(
+    queries: range, keys: range, window: int | None, starts: Tensor | None, device: torch.device
+) -> Tensor | None:
     whole = keys.stop <= queries.start + 1 and (not window or queries.stop - 1 - keys.start < window)
     if whole and starts is None:
         return None
@@ -82,7 +90,9 @@ def _hidden(queries: range, keys: range, window: int | None, starts: Tensor | No
 class _Problem:
     """The steps common to forward and backward of one call; matrices are rows of `attention._rows`."""
 
-    def __init__(self, q: Tensor, k: Tensor, scale: float, softcap: float | None, dropout: AttentionDropout | None):
+    def __init__(
+        self, q: Tensor, k: Tensor, scale: float, softcap: float | None, dropout: AttentionDropout | None
+    ):
         self.heads, self.kv_heads = q.shape[2], k.shape[2]
         self.group, self.softcap = self.heads // self.kv_heads, softcap
         self.dropout = dropout if dropout is not None and dropout.p else None
@@ -109,11 +119,16 @@ class _Problem:
         if self.dropout is None:
             return x
         keep = self.dropout.scale(self.heads, block.queries, block.keys, x.dtype)  # [B, heads, queries, keys]
-        return self.by_head(x, block).mul(keep.unflatten(1, (self.kv_heads, self.group)).transpose(2, 3)).view(x.shape)
+        return (
+            self.by_head(x, block)
+            .mul(keep.unflatten(1, (self.kv_heads, self.group)).transpose(2, 3))
+            .view(x.shape)
+        )
 
 
 def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Merge a result for other keys into one, in place: out and other [..., D], lse and other_lse [...], −inf where nothing was seen."""
+    """Merge a result for other keys into one, in place: out and other [..., D], lse and other_lse [...], −inf
+    where nothing was seen."""
     total = torch.logaddexp(lse, other_lse)
     at = torch.where(total == -torch.inf, 0, total)  # −inf − (−inf) would be NaN
     out.mul_((lse - at).exp_().unsqueeze(-1)).add_(other * (other_lse - at).exp_().unsqueeze(-1))
@@ -121,7 +136,8 @@ def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
 
 
 def merged(results: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """out and lse for all keys, from those for each part of them, at least one, which are merged as they come."""
+    """out and lse for all keys, from those for each part of them, at least one, which are merged as they
+    come."""
     out, lse = next(results)
     for other, other_lse in results:
         merge_(out, lse, other, other_lse)
@@ -130,7 +146,9 @@ def merged(results: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def _takes_flash(q: Tensor, v: Tensor) -> bool:
     """As in `attention`: not in fp32, whose products would not use tensor cores."""
-    return takes_triton(q) and max(q.shape[-1], v.shape[-1]) <= WIDEST and (q.is_cpu or q.dtype != torch.float32)
+    return (
+        takes_triton(q) and max(q.shape[-1], v.shape[-1]) <= WIDEST and (q.is_cpu or q.dtype != torch.float32)
+    )
 
 
 def attention_part(
@@ -148,13 +166,16 @@ def attention_part(
 ) -> tuple[Tensor, Tensor]:
     """out [Sq, B, hq, Dv] and lse [Sq, B, hq], in at least fp32.
 
-    q [Sq, B, hq, D] at the positions of `queries`; k [Sk, B, hk, D] and v [Sk, B, hk, Dv] at those of `keys`; document_start [Sq, B] is the
-    position of the first token of each query's document. The position offset of `dropout` is added to all positions.
+    q [Sq, B, hq, D] at the positions of `queries`; k [Sk, B, hk, D] and v [Sk, B, hk, Dv] at those of `keys`;
+    document_start [Sq, B] is the position of the first token of each query's document. The position offset of
+    `dropout` is added to all positions.
     """
     if _takes_flash(q, v):
         from megalite_kernels.attention_part_triton import flash_attention_part
 
-        return flash_attention_part(q, k, v, tuple(queries), tuple(keys), scale, window, document_start, softcap, dropout)
+        return flash_attention_part(
+            q, k, v, tuple(queries), tuple(keys), scale, window, document_start, softcap, dropout
+        )
     problem = _Problem(q, k, scale, softcap, dropout)
     value, query = _rows(v, problem.kv_heads), problem.query
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
@@ -163,9 +184,16 @@ def attention_part(
         rows, scores = problem.rows(block), problem.scores(block)
         part = torch.logsumexp(scores, -1)
         probabilities = scores.sub_(torch.where(part == -torch.inf, 0, part).unsqueeze(-1)).exp_()
-        merge_(out[:, rows], lse[:, rows], torch.bmm(problem.drop(probabilities, block), value[:, block.columns]), part)
+        merge_(
+            out[:, rows],
+            lse[:, rows],
+            torch.bmm(problem.drop(probabilities, block), value[:, block.columns]),
+            part,
+        )
     like = q.new_empty((*q.shape[:3], v.shape[-1]), dtype=out.dtype)
-    return _heads(out, like, problem.kv_heads), _heads(lse.unsqueeze(-1), like[..., :1], problem.kv_heads).squeeze(-1)
+    return _heads(out, like, problem.kv_heads), _heads(
+        lse.unsqueeze(-1), like[..., :1], problem.kv_heads
+    ).squeeze(-1)
 
 
 def delta(dout: Tensor, out: Tensor) -> Tensor:
@@ -190,7 +218,8 @@ def attention_part_backward(
     softcap: float | None = None,
     dropout: AttentionDropout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """These keys' part of dq [Sq, B, hq, D], and these queries' part of dk [Sk, B, hk, D] and dv [Sk, B, hk, Dv], in at least fp32.
+    """These keys' part of dq [Sq, B, hq, D], and these queries' part of dk [Sk, B, hk, D] and dv [Sk, B, hk,
+    Dv], in at least fp32.
 
     lse, delta [Sq, B, hq]: of all keys that the queries see. Other arguments as in `attention_part`.
     """
@@ -208,11 +237,17 @@ def attention_part_backward(
         rows, columns, scores = problem.rows(block), block.columns, problem.scores(block)
         probabilities = (scores - log_sum[:, rows]).exp_()  # 0 where hidden
         dvalue[:, columns].baddbmm_(problem.drop(probabilities, block).transpose(1, 2), grad[:, rows])
-        dscores = problem.drop(torch.bmm(grad[:, rows], value[:, columns].transpose(1, 2)), block).sub_(inner[:, rows]).mul_(probabilities)
+        dscores = (
+            problem.drop(torch.bmm(grad[:, rows], value[:, columns].transpose(1, 2)), block)
+            .sub_(inner[:, rows])
+            .mul_(probabilities)
+        )
         if softcap:
             dscores.mul_(scores.masked_fill_(probabilities == 0, 0).div_(softcap).square_().neg_().add_(1))
         dquery[:, rows].baddbmm_(dscores, key[:, columns])
         dkey[:, columns].baddbmm_(dscores.transpose(1, 2), query[:, rows])
     found = zip((dquery, dkey, dvalue), (q, k, v), (scale, 1.0, 1.0), strict=True)
-    dq, dk, dv = (_heads(rows, x.new_empty(x.shape, dtype=rows.dtype), kv_heads, factor) for rows, x, factor in found)
+    dq, dk, dv = (
+        _heads(rows, x.new_empty(x.shape, dtype=rows.dtype), kv_heads, factor) for rows, x, factor in found
+    )
     return dq, dk, dv

@@ -1,8 +1,10 @@
-"""Flash attention of runs of queries to runs of keys: `attention_part.attention_part` and its backward without a score matrix in memory.
+"""Flash attention of runs of queries to runs of keys: `attention_part.attention_part` and its backward
+without a score matrix in memory.
 
-The mathematics, the loops with and without a mask, and the tiles are those of `attention_triton`. What differs: a tile lies in one run of
-positions, found in a table by its number (first position, first row, end of the run's rows); a program loops over the runs of the other
-side (first position, first row, length), and skips what it cannot see of each; and backward is given δ.
+The mathematics, the loops with and without a mask, and the tiles are those of `attention_triton`. What
+differs: a tile lies in one run of positions, found in a table by its number (first position, first row, end
+of the run's rows); a program loops over the runs of the other side (first position, first row, length), and
+skips what it cannot see of each; and backward is given δ.
 
 log-sum-exps are natural logarithms, −inf for a query that sees none of the keys. Results are fp32.
 """
@@ -58,10 +60,12 @@ def _row_of(table, number):
 @triton.jit
 def _key_edges(
     first, length, first_key,
-    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, APART: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
-    """For a tile of queries and a run of keys: the begin of the keys that any query sees, begin and end of those that need no mask, and
-    the end. All, `first` and `first_key` too, are counted from the begin of the run; the queries may be before it."""
+    """For a tile of queries and a run of keys: the begin of the keys that any query sees, begin and end of
+    those that need no mask, and the end. All, `first` and `first_key` too, are counted from the begin of the
+    run; the queries may be before it."""
     low, unmasked = tl.cast(0, tl.int32), tl.cast(0, tl.int32)
     if WINDOW:
         low = tl.maximum(low, first - WINDOW + 1)
@@ -83,10 +87,12 @@ def _key_edges(
 @triton.jit
 def _query_edges(
     first, length, starts, d_s, position,
-    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, APART: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
-    """For a tile of keys and a run of queries: the begin of the queries that see any of it, begin and end of those that need no mask, and
-    the end. All, `first` too, are counted from the begin of the run; `position` is that of the first key, `starts` those of the run."""
+    """For a tile of keys and a run of queries: the begin of the queries that see any of it, begin and end of
+    those that need no mask, and the end. All, `first` too, are counted from the begin of the run; `position`
+    is that of the first key, `starts` those of the run."""
     begin, high, unmasked = tl.minimum(tl.maximum(first, 0), length) // QUERIES * QUERIES, length, length
     if WINDOW:
         high = tl.minimum(high, tl.maximum(first + KEYS - 1 + WINDOW, 0))
@@ -114,25 +120,32 @@ def _query_edges(
 
 @triton.jit(do_not_specialize=["d_s", "d_b", "size", "count", "key", "first_head", "first_position"])
 def _forward(
-    q, k, v, out, lse, starts, samples, tiles, runs, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, size, count,
+    q, k, v, out, lse, starts, samples, tiles, runs, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b,
+    size, count,
     key, first_head, first_position,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
+    P: tl.constexpr, THRESHOLD: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr,
+    VWIDTH: tl.constexpr,
     APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    first, first_row, limit = _row_of(tiles, tl.num_programs(0) - 1 - tl.program_id(0))  # tiles that see the most keys start first
+    # tiles that see the most keys start first
+    first, first_row, limit = _row_of(tiles, tl.num_programs(0) - 1 - tl.program_id(0))
     head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     heads, batch = tl.num_programs(1), tl.num_programs(2)
     query_lane, lane = tl.arange(0, QUERIES), tl.arange(0, KEYS)
     query = first + query_lane
     k, v = k + row * k_b + head // GROUP * k_h, v + row * v_b + head // GROUP * v_h
     q_tile = _load(q + row * q_b + head * q_h, first_row, q_s, limit, QUERIES, DIM, WIDTH, False)
-    q_rest = _rest(q_tile, q + row * q_b + head * q_h, first_row, q_s, limit, QUERIES, DIM, WIDTH, REST, False)
+    q_rest = _rest(
+        q_tile, q + row * q_b + head * q_h, first_row, q_s, limit, QUERIES, DIM, WIDTH, REST, False
+    )
     first_key = _first_key(starts + row * d_b, first_row + query_lane, limit, d_s, DOCUMENTS)
     if P > 0:
         query_hash = _row_hash(tl.load(samples + row), key, first_position + query)
         head_hash = (first_head + head.to(tl.int32) + 1) * _A
-    largest = tl.full([QUERIES], -1e38, tl.float32)  # finite, so that p = 2^-inf = 0 in a row that has seen no key yet, not NaN
+    # finite, so that p = 2^-inf = 0 in a row that has seen no key yet, not NaN
+    largest = tl.full([QUERIES], -1e38, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     result = tl.zeros([QUERIES, VWIDTH], tl.float32)
     for run in range(count):
@@ -145,7 +158,9 @@ def _forward(
                 k_rest = _rest(k_tile, k, base + at, k_s, base + length, KEYS, DIM, WIDTH, REST, not masked)
                 x = _capped(_products(q_tile, q_rest, k_tile, k_rest, REST), SCALE, SOFTCAP)
                 if masked:
-                    seen = _visible(query[:, None], start + at + lane[None, :], first_key[:, None], WINDOW, DOCUMENTS)
+                    seen = _visible(
+                        query[:, None], start + at + lane[None, :], first_key[:, None], WINDOW, DOCUMENTS
+                    )
                     x = tl.where(seen & (at + lane < length)[None, :], x, -float("inf"))
                 larger = tl.maximum(largest, _exponent(tl.max(x, 1), SCALE, SOFTCAP))
                 p = tl.exp2(_exponent(x, SCALE, SOFTCAP) - larger[:, None])
@@ -160,7 +175,9 @@ def _forward(
     sees = total > 0
     total = tl.where(sees, total, 1.0)
     result = result / (total * (1 - P))[:, None]
-    to, exists = _target(out + (row * heads + head) * VDIM, first_row, batch * heads * VDIM, limit, QUERIES, VDIM, VWIDTH)
+    to, exists = _target(
+        out + (row * heads + head) * VDIM, first_row, batch * heads * VDIM, limit, QUERIES, VDIM, VWIDTH
+    )
     tl.store(to, result, mask=exists)
     log_sum = tl.where(sees, (largest + tl.log2(total)) * _LN2, -float("inf"))
     at_query = (row * heads + head) * size + first_row + query_lane
@@ -169,10 +186,13 @@ def _forward(
 
 @triton.jit(do_not_specialize=["d_s", "d_b", "size", "count", "key", "first_head", "first_position"])
 def _backward_queries(
-    q, k, v, dout, lse, delta, dq, starts, samples, tiles, runs, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, size, count,
+    q, k, v, dout, lse, delta, dq, starts, samples, tiles, runs, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h,
+    d_s, d_b, size, count,
     key, first_head, first_position,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
+    P: tl.constexpr, THRESHOLD: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr,
+    VWIDTH: tl.constexpr,
     APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     first, first_row, limit = _row_of(tiles, tl.num_programs(0) - 1 - tl.program_id(0))
@@ -183,9 +203,14 @@ def _backward_queries(
     query = first + query_lane
     k, v = k + row * k_b + head // GROUP * k_h, v + row * v_b + head // GROUP * v_h
     q_tile = _load(q + row * q_b + head * q_h, first_row, q_s, limit, QUERIES, DIM, WIDTH, False)
-    q_rest = _rest(q_tile, q + row * q_b + head * q_h, first_row, q_s, limit, QUERIES, DIM, WIDTH, REST, False)
+    q_rest = _rest(
+        q_tile, q + row * q_b + head * q_h, first_row, q_s, limit, QUERIES, DIM, WIDTH, REST, False
+    )
     grad = _load(dout + own * VDIM, first_row, line * VDIM, limit, QUERIES, VDIM, VWIDTH, False)
-    at_query, exists_query = (row * heads + head) * size + first_row + query_lane, first_row + query_lane < limit
+    at_query, exists_query = (
+        (row * heads + head) * size + first_row + query_lane,
+        first_row + query_lane < limit,
+    )
     shift = tl.load(lse + at_query, mask=exists_query, other=0.0) * _LOG2E
     inner = tl.load(delta + at_query, mask=exists_query, other=0.0)
     first_key = _first_key(starts + row * d_b, first_row + query_lane, limit, d_s, DOCUMENTS)
@@ -206,12 +231,16 @@ def _backward_queries(
                 x = _capped(_products(q_tile, q_rest, k_tile, k_rest, REST), SCALE, SOFTCAP)
                 p = tl.exp2(_exponent(x, SCALE, SOFTCAP) - shift[:, None])
                 if masked:
-                    seen = _visible(query[:, None], start + at + lane[None, :], first_key[:, None], WINDOW, DOCUMENTS)
+                    seen = _visible(
+                        query[:, None], start + at + lane[None, :], first_key[:, None], WINDOW, DOCUMENTS
+                    )
                     p = tl.where(seen & (at + lane < length)[None, :], p, 0.0)
                 dp = tl.dot(grad, tl.trans(v_tile))
                 if P > 0:
                     key_hash = _mix((first_position + start + at + lane) * _C + head_hash)
-                    dp = tl.where(_keeps(query_hash[:, None], key_hash[None, :], THRESHOLD), dp * (1 / (1 - P)), 0.0)
+                    dp = tl.where(
+                        _keeps(query_hash[:, None], key_hash[None, :], THRESHOLD), dp * (1 / (1 - P)), 0.0
+                    )
                 ds = p * (dp - inner[:, None])
                 if SOFTCAP > 0:
                     ds = ds * (1.0 - x * x)
@@ -227,10 +256,13 @@ def _backward_queries(
 
 @triton.jit(do_not_specialize=["d_s", "d_b", "size", "count", "key", "first_head", "first_position"])
 def _backward_keys(
-    q, k, v, dout, lse, delta, dk, dv, starts, samples, tiles, runs, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, size, count,
+    q, k, v, dout, lse, delta, dk, dv, starts, samples, tiles, runs, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b,
+    v_h, d_s, d_b, size, count,
     key, first_head, first_position,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
+    P: tl.constexpr, THRESHOLD: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr,
+    VWIDTH: tl.constexpr,
     APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     first, first_row, limit = _row_of(tiles, tl.program_id(0))
@@ -238,7 +270,9 @@ def _backward_keys(
     heads, batch = tl.num_programs(1) * GROUP, tl.num_programs(2)
     keys, lane = first + tl.arange(0, KEYS), tl.arange(0, QUERIES)
     k_tile = _load(k + row * k_b + kv_head * k_h, first_row, k_s, limit, KEYS, DIM, WIDTH, False)
-    k_rest = _rest(k_tile, k + row * k_b + kv_head * k_h, first_row, k_s, limit, KEYS, DIM, WIDTH, REST, False)
+    k_rest = _rest(
+        k_tile, k + row * k_b + kv_head * k_h, first_row, k_s, limit, KEYS, DIM, WIDTH, REST, False
+    )
     v_tile = _load(v + row * v_b + kv_head * v_h, first_row, v_s, limit, KEYS, VDIM, VWIDTH, False)
     starts += row * d_b
     dk_tile = tl.zeros([KEYS, WIDTH], tl.float32)
@@ -247,16 +281,50 @@ def _backward_keys(
     sample = tl.load(samples + row) if P > 0 else 0
     for run in tl.range(count, disable_licm=True):
         start, base, length = _row_of(runs, run)
-        edges = _query_edges(first - start, length, starts + base.to(tl.int64) * d_s, d_s, first, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
+        edges = _query_edges(
+            first - start,
+            length,
+            starts + base.to(tl.int64) * d_s,
+            d_s,
+            first,
+            WINDOW,
+            DOCUMENTS,
+            APART,
+            QUERIES,
+            KEYS,
+        )
         for masked in tl.static_range(0 if APART else 1, 2):
             visits = tl.cdiv(_length(edges, masked), QUERIES)
-            for step in tl.range(GROUP * visits, disable_licm=True):  # heads of the group, one after the other
+            # heads of the group, one after the other
+            for step in tl.range(GROUP * visits, disable_licm=True):
                 head, at = kv_head * GROUP + step // visits, _place(edges, step % visits * QUERIES, masked)
                 query, its_row = start + at + lane, base + at + lane
-                q_tile = _load(q + row * q_b + head * q_h, base + at, q_s, base + length, QUERIES, DIM, WIDTH, False)
-                q_rest = _rest(q_tile, q + row * q_b + head * q_h, base + at, q_s, base + length, QUERIES, DIM, WIDTH, REST, False)
+                q_tile = _load(
+                    q + row * q_b + head * q_h, base + at, q_s, base + length, QUERIES, DIM, WIDTH, False
+                )
+                q_rest = _rest(
+                    q_tile,
+                    q + row * q_b + head * q_h,
+                    base + at,
+                    q_s,
+                    base + length,
+                    QUERIES,
+                    DIM,
+                    WIDTH,
+                    REST,
+                    False,
+                )
                 own = row * heads + head
-                grad = _load(dout + own * VDIM, base + at, batch * heads * VDIM, base + length, QUERIES, VDIM, VWIDTH, False)
+                grad = _load(
+                    dout + own * VDIM,
+                    base + at,
+                    batch * heads * VDIM,
+                    base + length,
+                    QUERIES,
+                    VDIM,
+                    VWIDTH,
+                    False,
+                )
                 at_query = own * size + its_row
                 shift = tl.load(lse + at_query, mask=at + lane < length, other=0.0) * _LOG2E
                 inner = tl.load(delta + at_query, mask=at + lane < length, other=0.0)
@@ -264,19 +332,25 @@ def _backward_keys(
                 p = tl.exp2(_exponent(x, SCALE, SOFTCAP) - shift[None, :])
                 if masked:
                     first_key = _first_key(starts, its_row, base + length, d_s, DOCUMENTS)
-                    p = tl.where(_visible(query[None, :], keys[:, None], first_key[None, :], WINDOW, DOCUMENTS), p, 0.0)
+                    p = tl.where(
+                        _visible(query[None, :], keys[:, None], first_key[None, :], WINDOW, DOCUMENTS), p, 0.0
+                    )
                 ds, dv_tile = _with_queries(
                     dv_tile, p, x, tl.dot(v_tile, tl.trans(grad)), inner, grad,
-                    sample, key, first_head + head.to(tl.int32), first_position + query, first_position + keys, SOFTCAP, P, THRESHOLD,
+                    sample, key, first_head + head.to(tl.int32), first_position + query,
+                    first_position + keys, SOFTCAP, P, THRESHOLD,
                 )  # fmt: skip
                 dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile)
                 if REST:
                     dk_rest = tl.dot(ds.to(q_rest.dtype), q_rest, dk_rest)
-    line, own_key = batch * tl.num_programs(1), row * tl.num_programs(1) + kv_head  # of dk and dv, in rows of a head
+    # of dk and dv, in rows of a head
+    line, own_key = batch * tl.num_programs(1), row * tl.num_programs(1) + kv_head
     to, exists = _target(dk + own_key * DIM, first_row, line * DIM, limit, KEYS, DIM, WIDTH)
     tl.store(to, dk_tile * SCALE, mask=exists)
     if REST:
-        to, exists = _target(dk + own_key * DIM + WIDTH, first_row, line * DIM, limit, KEYS, DIM - WIDTH, REST)
+        to, exists = _target(
+            dk + own_key * DIM + WIDTH, first_row, line * DIM, limit, KEYS, DIM - WIDTH, REST
+        )
         tl.store(to, dk_rest * SCALE, mask=exists)
     to, exists = _target(dv + own_key * VDIM, first_row, line * VDIM, limit, KEYS, VDIM, VWIDTH)
     tl.store(to, dv_tile * (1 / (1 - P)), mask=exists)
@@ -296,7 +370,9 @@ def _variant(kernel: str, target: str, *shape) -> Variant:
     """`attention_triton._variant` with the kernel of this file."""
     constants = attention_triton._variant(kernel, target, *shape).constants
     tile = _tile(target, kernel, tile_width(constants), bool(constants["SOFTCAP"] or constants["P"]))
-    return Variant(_KERNELS[kernel], {**constants, "QUERIES": tile.queries, "KEYS": tile.keys}, tile.warps, tile.stages)
+    return Variant(
+        _KERNELS[kernel], {**constants, "QUERIES": tile.queries, "KEYS": tile.keys}, tile.warps, tile.stages
+    )
 
 
 def _table(rows: list[tuple[int, int, int]], device: torch.device) -> Tensor:
@@ -306,7 +382,8 @@ def _table(rows: list[tuple[int, int, int]], device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _tile_table(runs: Runs, tile: int, device: torch.device) -> Tensor:
-    """Of each tile: its first position, its first row, and the end of its run's rows. In ascending order of positions."""
+    """Of each tile: its first position, its first row, and the end of its run's rows. In ascending order of
+    positions."""
     found, row = [], 0
     for start, length in runs:
         found += [(start + offset, row + offset, row + length) for offset in range(0, length, tile)]
@@ -325,13 +402,17 @@ def _run_table(runs: Runs, device: torch.device) -> Tensor:
 
 
 def _launcher(
-    q: Tensor, k: Tensor, v: Tensor, some: Tensor, queries: Runs, keys: Runs, scale: float, window: int | None,
+    q: Tensor, k: Tensor, v: Tensor, some: Tensor, queries: Runs, keys: Runs, scale: float,
+    window: int | None,
     document_start: Tensor | None, softcap: float | None, dropout: AttentionDropout | None,
 ) -> Callable[..., None]:  # fmt: skip
-    """Return a function that launches one of `_KERNELS` for an attention call, given its name and the tensors that only it has. `some`
-    takes the place of tensors that are not read."""
+    """Return a function that launches one of `_KERNELS` for an attention call, given its name and the tensors
+    that only it has. `some` takes the place of tensors that are not read."""
     batch, heads, dim = q.shape[1:]
-    kv_heads, matrices = k.shape[2], [x if x.stride(-1) == 1 and x.stride(0) < _FARTHEST else x.contiguous() for x in (q, k, v)]
+    kv_heads, matrices = (
+        k.shape[2],
+        [x if x.stride(-1) == 1 and x.stride(0) < _FARTHEST else x.contiguous() for x in (q, k, v)],
+    )
     starts = some if document_start is None else document_start.to(torch.int64)
     origin = (0, 0) if document_start is None else starts.stride()
     used = dropout if dropout is not None and dropout.p else AttentionDropout(0, some, 0.0)
@@ -342,10 +423,20 @@ def _launcher(
 
     def launch(kernel: str, *tensors: Tensor) -> None:
         variant, by_key = _variant(kernel, *kind), kernel == "dk dv"
-        tiles = _tile_table(keys if by_key else queries, variant.constants["KEYS" if by_key else "QUERIES"], q.device)
+        tiles = _tile_table(
+            keys if by_key else queries, variant.constants["KEYS" if by_key else "QUERIES"], q.device
+        )
         runs = _run_table(queries if by_key else keys, q.device)
         numbers = *strides, *origin, len(q), len(runs), used.key, used.head_offset, used.position_offset
-        variant.launch((len(tiles), kv_heads if by_key else heads, batch), *matrices, *tensors, *shared, tiles, runs, *numbers)
+        variant.launch(
+            (len(tiles), kv_heads if by_key else heads, batch),
+            *matrices,
+            *tensors,
+            *shared,
+            tiles,
+            runs,
+            *numbers,
+        )
 
     return launch
 
@@ -365,7 +456,8 @@ def flash_attention_part_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, fp32."""
     dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
-    lse, delta = (x.permute(1, 2, 0).contiguous() for x in (lse, delta))  # [B, hq, Sq]: a tile's numbers are neighbours
+    # [B, hq, Sq]: a tile's numbers are neighbours
+    lse, delta = (x.permute(1, 2, 0).contiguous() for x in (lse, delta))
     launch, dout = _launcher(q, k, v, lse, *options), dout.contiguous()
     if dq.numel():
         launch("dq", dout, lse, delta, dq)

@@ -1,16 +1,18 @@
 """The implementations of attention on a GPU, what each supports, and which one runs.
 
-`ROUTES` is in default order: the first that supports a call runs it. A guarded route runs only where the device's file names it
-(`device_routes`): nobody has seen it run, or it was not the fastest. Attention on CPU tensors takes none of this way (`attention`).
+`ROUTES` is in default order: the first that supports a call runs it. A guarded route runs only where the
+device's file names it (`device_routes`): nobody has seen it run, or it was not the fastest. Attention on CPU
+tensors takes none of this way (`attention`).
 
 | route | what it is |
 |---|---|
-| cudnn, flash | the kernels that come with torch, for plain causal attention: cuDNN's on Hopper and Blackwell, FlashAttention-2 |
-| fa3, fa3_varlen | FlashAttention-3, if the package flash_attn_interface is installed; it then replaces FlashAttention-2 in this process |
-| flash_varlen | FlashAttention-2 over documents of any length, given by their boundaries |
-| cudnn_varlen | the same of cuDNN. By torch's source each call builds a plan; its two passes seem to place the log-sum-exp differently |
-| triton | `attention_triton`: everything, in a fixed order of additions |
-| reference | plain torch (`attention`): everything, with memory for the scores of a block of queries |
+| cudnn, flash | the kernels that come with torch, for plain causal attention: cuDNN's on Hopper and
+Blackwell, FlashAttention-2 | | fa3, fa3_varlen | FlashAttention-3, if the package flash_attn_interface is
+installed; it then replaces FlashAttention-2 in this process | | flash_varlen | FlashAttention-2 over
+documents of any length, given by their boundaries | | cudnn_varlen | the same of cuDNN. By torch's source
+each call builds a plan; its two passes seem to place the log-sum-exp differently | | triton |
+`attention_triton`: everything, in a fixed order of additions | | reference | plain torch (`attention`):
+everything, with memory for the scores of a block of queries |
 
 Attention sinks are supported by none.
 """
@@ -63,7 +65,9 @@ def _torch_allows(check: str) -> Callable[[Call], str | None]:
 def _fa3_missing(_: Call | None = None) -> str | None:
     if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
         return f"torch {torch.__version__} cannot use it"
-    return None if importlib.util.find_spec("flash_attn_interface") else "flash_attn_interface is not installed"
+    return (
+        None if importlib.util.find_spec("flash_attn_interface") else "flash_attn_interface is not installed"
+    )
 
 
 def _triton_refuses(call: Call) -> str | None:
@@ -76,8 +80,8 @@ class Route:
 
     Attributes:
         calls: its forward and backward; None: `attention` has them.
-        for_documents: True: only calls with documents, whose boundaries it needs; False: only others; None: both.
-        windows, softcap, dropout: options that it supports.
+        for_documents: True: only calls with documents, whose boundaries it needs; False: only others; None:
+        both. windows, softcap, dropout: options that it supports.
         dtypes, widest, channels: element types, most channels of a head, and what they must be a multiple of.
         positions: what the sequence must be a multiple of.
         grouped: whether there may be fewer key-value heads than query heads.
@@ -107,7 +111,10 @@ class Route:
         """Why this route does not support a call; None: it does."""
         sequence, _, heads, dim = call.q.shape
         for supported, reason in (
-            (self.for_documents in (None, call.documents), "with documents" if call.documents else "without documents"),
+            (
+                self.for_documents in (None, call.documents),
+                "with documents" if call.documents else "without documents",
+            ),
             (not self.for_documents or call.boundaries, "the boundaries of the documents are not known"),
             (self.windows or not call.window, "a sliding window"),
             (self.softcap or not call.softcap, "a soft-cap of scores"),
@@ -118,7 +125,10 @@ class Route:
             (sequence % self.positions == 0, f"{sequence} positions are no multiple of {self.positions}"),
             (self.grouped or heads == call.k.shape[2], "fewer key-value heads than query heads"),
             (self.fixed_order or not torch.are_deterministic_algorithms_enabled(), "run.deterministic"),
-            (not self.architectures or architecture(call.q.device) in self.architectures, "the GPU's architecture"),
+            (
+                not self.architectures or architecture(call.q.device) in self.architectures,
+                "the GPU's architecture",
+            ),
         ):
             if not supported:
                 return reason
@@ -126,24 +136,31 @@ class Route:
 
 
 ROUTES = (
-    # More than 128 channels: a backward exists only in some versions, which torch's check does not see. Sequences that are no multiple of
-    # 128: cuDNN before 9.15.1 reads beyond them, later ones have returned NaN for dq.
-    Route("cudnn", library.CUDNN, for_documents=False, widest=128, positions=128, architectures=HOPPER_AND_BLACKWELL,
+    # More than 128 channels: a backward exists only in some versions, which torch's check does not see.
+    # Sequences that are no multiple of 128: cuDNN before 9.15.1 reads beyond them, later ones have returned
+    # NaN for dq.
+    Route("cudnn", library.CUDNN, for_documents=False, widest=128, positions=128,
+        architectures=HOPPER_AND_BLACKWELL,
           refuses=_torch_allows("can_use_cudnn_attention")),
     Route("flash", library.FLASH, for_documents=False, refuses=_torch_allows("can_use_flash_attention")),
     Route("fa3", library.FA3, for_documents=False, architectures=HOPPER, guarded=True, refuses=_fa3_missing),
     Route("flash_varlen", library.FLASH_VARLEN, for_documents=True, windows=True, guarded=True),
-    Route("fa3_varlen", library.FA3_VARLEN, for_documents=True, windows=True, architectures=HOPPER, guarded=True, refuses=_fa3_missing),
-    Route("cudnn_varlen", library.CUDNN_VARLEN, for_documents=True, widest=128, architectures=HOPPER_AND_BLACKWELL, guarded=True),
-    Route("triton", windows=True, softcap=True, dropout=True, channels=1, fixed_order=True, refuses=_triton_refuses),
-    Route("reference", windows=True, softcap=True, dropout=True, dtypes=(*HALF, torch.float32, torch.float64), widest=1 << 30, channels=1,
+    Route("fa3_varlen", library.FA3_VARLEN, for_documents=True, windows=True, architectures=HOPPER,
+        guarded=True, refuses=_fa3_missing),
+    Route("cudnn_varlen", library.CUDNN_VARLEN, for_documents=True, widest=128,
+        architectures=HOPPER_AND_BLACKWELL, guarded=True),
+    Route("triton", windows=True, softcap=True, dropout=True, channels=1, fixed_order=True,
+        refuses=_triton_refuses),
+    Route("reference", windows=True, softcap=True, dropout=True, dtypes=(*HALF, torch.float32, torch.float64),
+        widest=1 << 30, channels=1,
           fixed_order=True),
 )  # fmt: skip
 BY_NAME = {route.name: route for route in ROUTES}
 
 
 def choose(call: Call) -> Route:
-    """The route of a call on a GPU: the one that was measured to be the fastest, or else the first that supports it."""
+    """The route of a call on a GPU: the one that was measured to be the fastest, or else the first that
+    supports it."""
     routes = measured(call.q.device)
     fastest = routes.documents if call.documents else routes.plain
     if fastest is not None and BY_NAME[fastest].refusal(call) is None:
@@ -159,7 +176,13 @@ def describe(call: Call) -> str:
     if chosen.name == fastest:
         return f"{kind}: {chosen.name}, measured to be the fastest on {routes.device}"
     before = [BY_NAME[fastest]] if fastest is not None else []
-    before += [route for route in ROUTES[: ROUTES.index(chosen)] if not route.guarded and route.for_documents in (None, call.documents)]
+    before += [
+        route
+        for route in ROUTES[: ROUTES.index(chosen)]
+        if not route.guarded and route.for_documents in (None, call.documents)
+    ]
     reasons = [f"not {route.name} ({route.refusal(call)})" for route in before]
-    why = "; ".join([*reasons, routes.problem or ("" if fastest else "no routes were measured on this device")])
+    why = "; ".join(
+        [*reasons, routes.problem or ("" if fastest else "no routes were measured on this device")]
+    )
     return f"{kind}: {chosen.name}; {why}".removesuffix("; ")

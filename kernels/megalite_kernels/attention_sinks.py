@@ -1,4 +1,5 @@
-"""Attention sinks (Xiao et al. 2023, gpt-oss): a learned score of each head that joins the softmax over the keys and has no value.
+"""Attention sinks (Xiao et al. 2023, gpt-oss): a learned score of each head that joins the softmax over the
+keys and has no value.
 
     p = exp(s) / (exp(sink) + Σ_keys exp(s))        out = (p ∘ keep) · v
 
@@ -6,8 +7,8 @@ Given lse and out of the keys alone, the sink enters at the end:
 
     lse' = log(exp(lse) + exp(sink))        out' = exp(lse − lse') · out
 
-so any implementation that returns its log-sum-exp serves, and parts of the keys are merged before. Backward takes lse' and δ' = Σ_dim
-dout∘out' in place of lse and δ; for the sink, whose value is zero,
+so any implementation that returns its log-sum-exp serves, and parts of the keys are merged before. Backward
+takes lse' and δ' = Σ_dim dout∘out' in place of lse and δ; for the sink, whose value is zero,
 
     dsink = −Σ_queries exp(sink − lse') · δ'
 """
@@ -31,10 +32,14 @@ def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return -((sinks.to(lse.dtype) - lse).exp_() * delta).sum((0, 1))
 
 
-def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """Causal attention of whole rows: out [S, B, hq, D] in the dtype of q, and lse' [S, B, hq] for the backward. sinks: [hq].
+def attention_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of whole rows: out [S, B, hq, D] in the dtype of q, and lse' [S, B, hq] for the
+    backward. sinks: [hq].
 
-    options: those of `megalite_kernels.attention`; `recompute` and `boundaries` have no effect, probabilities are never kept.
+    options: those of `megalite_kernels.attention`; `recompute` and `boundaries` have no effect, probabilities
+    are never kept.
     """
     rows = [(0, len(q))]
     out, lse = join(*attention_part(q, k, v, rows, rows, **_of_parts(options)), sinks)
@@ -44,7 +49,8 @@ def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, **optio
 def attention_with_sinks_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk and dv in the dtype of q, and dsink [hq] in that of lse; `out` and `lse` as forward returned them."""
+    """dq, dk and dv in the dtype of q, and dsink [hq] in that of lse; `out` and `lse` as forward returned
+    them."""
     rows, inner = [(0, len(q))], delta(dout, out)
     dq, dk, dv = attention_part_backward(dout, q, k, v, lse, inner, rows, rows, **_of_parts(options))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), sinks_gradient(sinks, lse, inner)

@@ -1,27 +1,34 @@
 """Flash attention: `attention.attention` and `attention.attention_backward` without a score matrix in memory.
 
-A program of the forward kernel holds a tile of queries and loops over the keys that they see, a tile at a time, with a running maximum m,
-sum l and output, all in fp32 and in powers of two (Dao, FlashAttention-2, 2023; x are scores, before the factor c = log₂e · scale):
+A program of the forward kernel holds a tile of queries and loops over the keys that they see, a tile at a
+time, with a running maximum m, sum l and output, all in fp32 and in powers of two (Dao, FlashAttention-2,
+2023; x are scores, before the factor c = log₂e · scale):
 
-    m' = max(m, c·max x)    p = 2^(c·x − m')    l = l·2^(m − m') + Σp    out = out·2^(m − m') + (p ∘ keep)·v    lse = m + log₂ l
+    m' = max(m, c·max x)    p = 2^(c·x − m')    l = l·2^(m − m') + Σp    out = out·2^(m − m') + (p ∘ keep)·v
+    lse = m + log₂ l
 
-Backward computes p = 2^(c·x − lse) from the log-sum-exp, and Σ_keys p∘dp = Σ_dim dout∘out = δ. Each sum is computed by one program in one
-order: there are no atomics, and results are bitwise reproducible. The first kernel has a tile of queries per program and computes δ and
-dq; the second has a tile of keys per program, loops over the queries of each head of the group that reads them, and computes dk and dv.
+Backward computes p = 2^(c·x − lse) from the log-sum-exp, and Σ_keys p∘dp = Σ_dim dout∘out = δ. Each sum is
+computed by one program in one order: there are no atomics, and results are bitwise reproducible. The first
+kernel has a tile of queries per program and computes δ and dq; the second has a tile of keys per program,
+loops over the queries of each head of the group that reads them, and computes dk and dv.
 
-Keys that no query of a tile sees are never loaded. Tiles of keys that all its queries see come first, in a loop without a mask; a second
-loop has the tiles on both sides of them (`APART`). With a soft-cap or dropout one loop has all: compared with their arithmetic a mask costs
-little, and the code is half as long. So it is for dk and dv of wide heads, where two loops leave too few registers for a tile of 64 keys,
-which Hopper's wgmma needs. For the same reason backward's loops are compiled without loop-invariant code motion, which keeps in registers
-what it saves: 2 of 300 instructions in a loop of 64 or 128 channels on Hopper.
+Keys that no query of a tile sees are never loaded. Tiles of keys that all its queries see come first, in a
+loop without a mask; a second loop has the tiles on both sides of them (`APART`). With a soft-cap or dropout
+one loop has all: compared with their arithmetic a mask costs little, and the code is half as long. So it is
+for dk and dv of wide heads, where two loops leave too few registers for a tile of 64 keys, which Hopper's
+wgmma needs. For the same reason backward's loops are compiled without loop-invariant code motion, which keeps
+in registers what it saves: 2 of 300 instructions in a loop of 64 or 128 channels on Hopper.
 
-The kernel reads where documents begin, without host synchronization: document_start does not decrease along the sequence, so its minimum
-and maximum in a tile of queries bound the keys, and for a tile of keys the tiles of queries that see it are counted.
+The kernel reads where documents begin, without host synchronization: document_start does not decrease along
+the sequence, so its minimum and maximum in a tile of queries bound the keys, and for a tile of keys the tiles
+of queries that see it are counted.
 
-Queries and keys may be wider than values (`REST`): with 192 and 128 channels, those of latent attention, tiles have 128 channels of queries
-and keys and 64 more, as a tile's width is a power of two, and 256 would be a third more than there are.
+Queries and keys may be wider than values (`REST`): with 192 and 128 channels, those of latent attention,
+tiles have 128 channels of queries and keys and 64 more, as a tile's width is a power of two, and 256 would be
+a third more than there are.
 
-Dropout hashes (head, key position) and (sample, query position) as `dropout.AttentionDropout` does, with the same bits.
+Dropout hashes (head, key position) and (sample, query position) as `dropout.AttentionDropout` does, with the
+same bits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -42,13 +49,23 @@ from megalite_kernels.dropout_triton import _A, _C, _keeps, _mix, _row_hash
 from megalite_kernels.launch import Variant, architecture, operation
 
 _LOG2E = tl.constexpr(math.log2(math.e))
-_FARTHEST = 2**24  # elements between two positions, at most: offsets within a tile of up to 128 positions are 32-bit
+# elements between two positions, at most: offsets within a tile of up to 128 positions are 32-bit
+_FARTHEST = 2**24
 _PROBES = tl.constexpr(128)  # tiles of queries whose document starts are read together
 _WIDE = 256  # channels of keys and values together, above which one loop computes all of dk and dv
 
 
 @triton.jit
-def _load(matrix, first, stride, limit, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
+def _load(
+    matrix,
+    first,
+    stride,
+    limit,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
     """Load [ROWS, WIDTH] from row `first` of a matrix [limit, DIM], zero beyond it; WHOLE: all rows exist."""
     row, channel = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
     pointers = matrix + tl.cast(first, tl.int64) * stride + row * stride + channel
@@ -62,7 +79,8 @@ def _rest(
     tile, matrix, first, stride, limit,
     ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The channels after the first WIDTH, which are in `tile`; without any `tile` itself, which nobody reads then."""
+    """The channels after the first WIDTH, which are in `tile`; without any `tile` itself, which nobody reads
+    then."""
     return _load(matrix + WIDTH, first, stride, limit, ROWS, DIM - WIDTH, REST, WHOLE) if REST else tile
 
 
@@ -77,10 +95,12 @@ def _products(one, its_rest, other, others_rest, REST: tl.constexpr):
 
 @triton.jit
 def _target(matrix, first, stride, limit, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Pointers to store a tile to, and which of its elements exist. The condition is written differently than in `_load`: otherwise the
-    compiler would keep the common subexpression in registers in between."""
+    """Pointers to store a tile to, and which of its elements exist. The condition is written differently than
+    in `_load`: otherwise the compiler would keep the common subexpression in registers in between."""
     row, channel = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
-    return matrix + tl.cast(first, tl.int64) * stride + row * stride + channel, (row < limit - first) & (channel < DIM)
+    return matrix + tl.cast(first, tl.int64) * stride + row * stride + channel, (row < limit - first) & (
+        channel < DIM
+    )
 
 
 @triton.jit
@@ -104,7 +124,11 @@ def _exponent(x, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 @triton.jit
 def _first_key(starts, query, sequence, d_s, DOCUMENTS: tl.constexpr):
     """The first key of each query's document."""
-    return tl.load(starts + tl.minimum(query, sequence - 1).to(tl.int64) * d_s).to(tl.int32) if DOCUMENTS else query
+    return (
+        tl.load(starts + tl.minimum(query, sequence - 1).to(tl.int64) * d_s).to(tl.int32)
+        if DOCUMENTS
+        else query
+    )
 
 
 @triton.jit
@@ -120,9 +144,11 @@ def _visible(query, key, first_key, WINDOW: tl.constexpr, DOCUMENTS: tl.constexp
 @triton.jit
 def _key_edges(
     first, sequence, first_key,
-    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, APART: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
-    """For a tile of queries: the begin of its keys, begin and end of those that need no mask, and the end of its keys."""
+    """For a tile of queries: the begin of its keys, begin and end of those that need no mask, and the end of
+    its keys."""
     begin, unmasked = 0, 0
     if WINDOW:
         begin = tl.maximum(first - WINDOW + 1, 0)
@@ -130,7 +156,11 @@ def _key_edges(
     if DOCUMENTS:
         begin = tl.maximum(begin, tl.min(first_key))
         unmasked = tl.maximum(unmasked, tl.max(first_key))
-    begin, end, diagonal = begin // KEYS * KEYS, tl.minimum(first + QUERIES, sequence), (first + 1) // KEYS * KEYS
+    begin, end, diagonal = (
+        begin // KEYS * KEYS,
+        tl.minimum(first + QUERIES, sequence),
+        (first + 1) // KEYS * KEYS,
+    )
     if APART:
         return begin, tl.minimum(tl.cdiv(unmasked, KEYS) * KEYS, diagonal), diagonal, end
     return begin, begin, begin, end
@@ -139,9 +169,11 @@ def _key_edges(
 @triton.jit
 def _query_edges(
     first, sequence, starts, d_s,
-    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, APART: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
-    """For a tile of keys: the begin of the queries that see any of it, begin and end of those that need no mask, the end of the first."""
+    """For a tile of keys: the begin of the queries that see any of it, begin and end of those that need no
+    mask, the end of the first."""
     begin, end, unmasked = first // QUERIES * QUERIES, sequence, sequence
     if WINDOW:
         end = tl.minimum(end, first + KEYS - 1 + WINDOW)
@@ -151,8 +183,13 @@ def _query_edges(
         for tile in range(0, tl.cdiv(sequence, QUERIES), _PROBES):
             query = (tile + tl.arange(0, _PROBES)) * QUERIES
             last = tl.minimum(query + QUERIES, sequence) - 1
-            seeing += (tl.load(starts + query.to(tl.int64) * d_s, mask=query < sequence, other=sequence) < first + KEYS).to(tl.int32)
-            seeing_all += (tl.load(starts + last.to(tl.int64) * d_s, mask=query < sequence, other=sequence) <= first).to(tl.int32)
+            seeing += (
+                tl.load(starts + query.to(tl.int64) * d_s, mask=query < sequence, other=sequence)
+                < first + KEYS
+            ).to(tl.int32)
+            seeing_all += (
+                tl.load(starts + last.to(tl.int64) * d_s, mask=query < sequence, other=sequence) <= first
+            ).to(tl.int32)
         end = tl.minimum(end, tl.sum(seeing) * QUERIES)
         unmasked = tl.minimum(unmasked, tl.sum(seeing_all) * QUERIES)
     if APART:
@@ -177,9 +214,12 @@ def _place(edges, step, masked: tl.constexpr):
 
 @triton.jit(do_not_specialize=["d_s", "d_b", "sequence", "key", "first_head", "first_position"])
 def _forward(
-    q, k, v, out, lse, starts, samples, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, sequence, key, first_head, first_position,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
+    q, k, v, out, lse, starts, samples, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, sequence, key,
+    first_head, first_position,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
+    P: tl.constexpr, THRESHOLD: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr,
+    VWIDTH: tl.constexpr,
     APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES  # tiles that see the most keys start first
@@ -194,7 +234,8 @@ def _forward(
         query_hash = _row_hash(tl.load(samples + row), key, first_position + query)
         head_hash = (first_head + head.to(tl.int32) + 1) * _A
     edges = _key_edges(first, sequence, first_key, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
-    largest = tl.full([QUERIES], -1e38, tl.float32)  # finite, so that p = 2^-inf = 0 in a row that has seen no key yet, not NaN
+    # finite, so that p = 2^-inf = 0 in a row that has seen no key yet, not NaN
+    largest = tl.full([QUERIES], -1e38, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     result = tl.zeros([QUERIES, VWIDTH], tl.float32)
     for masked in tl.static_range(0 if APART else 1, 2):
@@ -204,7 +245,11 @@ def _forward(
             k_rest = _rest(k_tile, k, at, k_s, sequence, KEYS, DIM, WIDTH, REST, not masked)
             x = _capped(_products(q_tile, q_rest, k_tile, k_rest, REST), SCALE, SOFTCAP)
             if masked:
-                x = tl.where(_visible(query[:, None], at + lane[None, :], first_key[:, None], WINDOW, DOCUMENTS), x, -float("inf"))
+                x = tl.where(
+                    _visible(query[:, None], at + lane[None, :], first_key[:, None], WINDOW, DOCUMENTS),
+                    x,
+                    -float("inf"),
+                )
             larger = tl.maximum(largest, _exponent(tl.max(x, 1), SCALE, SOFTCAP))
             p = tl.exp2(_exponent(x, SCALE, SOFTCAP) - larger[:, None])
             shrink = tl.exp2(largest - larger)
@@ -216,17 +261,28 @@ def _forward(
             result = tl.dot(p.to(v_tile.dtype), v_tile, result * shrink[:, None])
             largest = larger
     result = result / (total * (1 - P))[:, None]
-    to, exists = _target(out + (row * heads + head) * VDIM, first, tl.num_programs(2) * heads * VDIM, sequence, QUERIES, VDIM, VWIDTH)
+    to, exists = _target(
+        out + (row * heads + head) * VDIM,
+        first,
+        tl.num_programs(2) * heads * VDIM,
+        sequence,
+        QUERIES,
+        VDIM,
+        VWIDTH,
+    )
     tl.store(to, result.to(out.dtype.element_ty), mask=exists)
     tl.store(lse + (row * heads + head) * sequence + query, largest + tl.log2(total), mask=query < sequence)
 
 
 @triton.jit(do_not_specialize=["d_s", "d_b", "sequence", "key", "first_head", "first_position"])
 def _backward_queries(
-    q, k, v, dout, out, lse, delta, dq, starts, samples, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, sequence, key, first_head,
+    q, k, v, dout, out, lse, delta, dq, starts, samples, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s,
+    d_b, sequence, key, first_head,
     first_position,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
+    P: tl.constexpr, THRESHOLD: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr,
+    VWIDTH: tl.constexpr,
     APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
@@ -259,11 +315,17 @@ def _backward_queries(
             x = _capped(_products(q_tile, q_rest, k_tile, k_rest, REST), SCALE, SOFTCAP)
             p = tl.exp2(_exponent(x, SCALE, SOFTCAP) - shift[:, None])
             if masked:
-                p = tl.where(_visible(query[:, None], at + lane[None, :], first_key[:, None], WINDOW, DOCUMENTS), p, 0.0)
+                p = tl.where(
+                    _visible(query[:, None], at + lane[None, :], first_key[:, None], WINDOW, DOCUMENTS),
+                    p,
+                    0.0,
+                )
             dp = tl.dot(grad, tl.trans(v_tile))
             if P > 0:
                 key_hash = _mix((first_position + at + lane) * _C + head_hash)
-                dp = tl.where(_keeps(query_hash[:, None], key_hash[None, :], THRESHOLD), dp * (1 / (1 - P)), 0.0)
+                dp = tl.where(
+                    _keeps(query_hash[:, None], key_hash[None, :], THRESHOLD), dp * (1 / (1 - P)), 0.0
+                )
             ds = p * (dp - inner[:, None])
             if SOFTCAP > 0:
                 ds = ds * (1.0 - x * x)
@@ -282,8 +344,8 @@ def _with_queries(
     dv_tile, p, x, dp, inner, grad, sample, key, head, query, keys,
     SOFTCAP: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the scores of a tile of keys with one of queries, and dv of these keys with what the queries add to it.
-    p, x and dp are [keys, queries]; x is from `_capped`."""
+    """The gradient of the scores of a tile of keys with one of queries, and dv of these keys with what the
+    queries add to it. p, x and dp are [keys, queries]; x is from `_capped`."""
     kept = p
     if P > 0:
         key_hash = _mix(keys * _C + (head + 1) * _A)
@@ -299,10 +361,13 @@ def _with_queries(
 
 @triton.jit(do_not_specialize=["d_s", "d_b", "sequence", "key", "first_head", "first_position"])
 def _backward_keys(
-    q, k, v, dout, lse, delta, dk, dv, starts, samples, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, sequence, key, first_head,
+    q, k, v, dout, lse, delta, dk, dv, starts, samples, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b,
+    sequence, key, first_head,
     first_position,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
+    P: tl.constexpr, THRESHOLD: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr,
+    VWIDTH: tl.constexpr,
     APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * KEYS
@@ -324,7 +389,9 @@ def _backward_keys(
             head, at = kv_head * GROUP + step // tiles, _place(edges, step % tiles * QUERIES, masked)
             query, own = at + lane, row * heads + head
             q_tile = _load(q + row * q_b + head * q_h, at, q_s, sequence, QUERIES, DIM, WIDTH, False)
-            q_rest = _rest(q_tile, q + row * q_b + head * q_h, at, q_s, sequence, QUERIES, DIM, WIDTH, REST, False)
+            q_rest = _rest(
+                q_tile, q + row * q_b + head * q_h, at, q_s, sequence, QUERIES, DIM, WIDTH, REST, False
+            )
             grad = _load(dout + own * VDIM, at, batch * heads * VDIM, sequence, QUERIES, VDIM, VWIDTH, False)
             shift = tl.load(lse + own * sequence + query, mask=query < sequence, other=0.0)
             inner = tl.load(delta + own * sequence + query, mask=query < sequence, other=0.0)
@@ -332,15 +399,19 @@ def _backward_keys(
             p = tl.exp2(_exponent(x, SCALE, SOFTCAP) - shift[None, :])
             if masked:
                 first_key = _first_key(starts, query, sequence, d_s, DOCUMENTS)
-                p = tl.where(_visible(query[None, :], keys[:, None], first_key[None, :], WINDOW, DOCUMENTS), p, 0.0)
+                p = tl.where(
+                    _visible(query[None, :], keys[:, None], first_key[None, :], WINDOW, DOCUMENTS), p, 0.0
+                )
             ds, dv_tile = _with_queries(
                 dv_tile, p, x, tl.dot(v_tile, tl.trans(grad)), inner, grad,
-                sample, key, first_head + head.to(tl.int32), first_position + query, first_position + keys, SOFTCAP, P, THRESHOLD,
+                sample, key, first_head + head.to(tl.int32), first_position + query, first_position + keys,
+                SOFTCAP, P, THRESHOLD,
             )  # fmt: skip
             dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile)
             if REST:
                 dk_rest = tl.dot(ds.to(q_rest.dtype), q_rest, dk_rest)
-    line, own_key = batch * tl.num_programs(1), row * tl.num_programs(1) + kv_head  # of dk and dv, in rows of a head
+    # of dk and dv, in rows of a head
+    line, own_key = batch * tl.num_programs(1), row * tl.num_programs(1) + kv_head
     to, exists = _target(dk + own_key * DIM, first, line * DIM, sequence, KEYS, DIM, WIDTH)
     tl.store(to, (dk_tile * SCALE).to(dk.dtype.element_ty), mask=exists)
     if REST:
@@ -351,7 +422,8 @@ def _backward_keys(
 
 
 class Tile(NamedTuple):
-    """The tile of queries or keys that a program holds, the tile of the other that it loads at a time, and launch options."""
+    """The tile of queries or keys that a program holds, the tile of the other that it loads at a time, and
+    launch options."""
 
     queries: int
     keys: int
@@ -364,7 +436,8 @@ _KERNELS = {"forward": _forward, "dq": _backward_queries, "dk dv": _backward_key
 
 @functools.cache
 def _tables() -> dict[str, dict[str, list[list[int]]]]:
-    """Architecture → kernel → its tiles for heads of up to 64, 128 and 256 channels, and for 192 with values of 128."""
+    """Architecture → kernel → its tiles for heads of up to 64, 128 and 256 channels, and for 192 with values
+    of 128."""
     import yaml
 
     return yaml.safe_load(Path(__file__).with_name("attention_tiles.yaml").read_text(encoding="utf-8"))
@@ -378,7 +451,8 @@ def _tile(target: str, kernel: str, width: int, heavy: bool) -> Tile:
 
 
 def _widths(dim: int, value_dim: int) -> dict[str, int]:
-    """The channels of keys and of values, and the widths of their tiles: of keys in two parts where that is less than a power of two."""
+    """The channels of keys and of values, and the widths of their tiles: of keys in two parts where that is
+    less than a power of two."""
     width, value_width = (max(triton.next_power_of_2(channels), 16) for channels in (dim, value_dim))
     rest = 0
     if value_width <= 128 < dim <= 192:
@@ -394,13 +468,23 @@ def tile_width(constants: Mapping[str, Any]) -> int:
 
 @functools.cache
 def _variant(
-    kernel: str, target: str, dim: int, value_dim: int, group: int, scale: float, softcap: float, window: int, documents: bool, p: float
+    kernel: str,
+    target: str,
+    dim: int,
+    value_dim: int,
+    group: int,
+    scale: float,
+    softcap: float,
+    window: int,
+    documents: bool,
+    p: float,
 ) -> Variant:
     widths = _widths(dim, value_dim)
     tile = _tile(target, kernel, tile_width(widths), bool(softcap or p))
     one_loop = kernel == "dk dv" and widths["WIDTH"] + widths["REST"] + widths["VWIDTH"] > _WIDE
     constants = {
-        "SCALE": scale, "SOFTCAP": softcap, "WINDOW": window, "DOCUMENTS": documents, "P": p, "THRESHOLD": dropout.threshold(p),
+        "SCALE": scale, "SOFTCAP": softcap, "WINDOW": window, "DOCUMENTS": documents, "P": p,
+        "THRESHOLD": dropout.threshold(p),
         "GROUP": group, **widths, "QUERIES": tile.queries, "KEYS": tile.keys,
         "APART": not (softcap or p or one_loop),
     }  # fmt: skip
@@ -408,12 +492,17 @@ def _variant(
 
 
 def _launcher(
-    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float, window: int | None, document_start: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float, window: int | None,
+    document_start: Tensor | None,
     softcap: float | None, samples: Tensor | None, key: int, p: float, first_head: int, first_position: int,
 ) -> Callable[..., None]:  # fmt: skip
-    """Return a function that launches one of `_KERNELS` for an attention call, given its name and the tensors that only it has."""
+    """Return a function that launches one of `_KERNELS` for an attention call, given its name and the tensors
+    that only it has."""
     sequence, batch, heads, dim = q.shape
-    kv_heads, matrices = k.shape[2], [x if x.stride(-1) == 1 and x.stride(0) < _FARTHEST else x.contiguous() for x in (q, k, v)]
+    kv_heads, matrices = (
+        k.shape[2],
+        [x if x.stride(-1) == 1 and x.stride(0) < _FARTHEST else x.contiguous() for x in (q, k, v)],
+    )
     starts = lse if document_start is None else document_start.to(torch.int64)
     origin = (0, 0) if document_start is None else starts.stride()
     shared = starts, lse if samples is None else samples.to(torch.int64).contiguous()
@@ -423,7 +512,11 @@ def _launcher(
 
     def launch(kernel: str, *tensors: Tensor) -> None:
         variant = _variant(kernel, *kind)
-        tile, programs = (variant.constants["KEYS"], kv_heads) if kernel == "dk dv" else (variant.constants["QUERIES"], heads)
+        tile, programs = (
+            (variant.constants["KEYS"], kv_heads)
+            if kernel == "dk dv"
+            else (variant.constants["QUERIES"], heads)
+        )
         arguments = *matrices, *tensors, *shared, *strides, *origin, sequence, key, first_head, first_position
         variant.launch((triton.cdiv(sequence, tile), programs, batch), *arguments)
 
@@ -432,16 +525,20 @@ def _launcher(
 
 def _like_out_and_lse(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     sequence, batch, heads, _ = q.shape
-    return q.new_empty(sequence, batch, heads, v.shape[-1]), q.new_empty((batch, heads, sequence), dtype=torch.float32)
+    return q.new_empty(sequence, batch, heads, v.shape[-1]), q.new_empty(
+        (batch, heads, sequence), dtype=torch.float32
+    )
 
 
 @operation(fake=_like_out_and_lse)
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, document_start: Tensor | None, softcap: float | None,
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, document_start: Tensor | None,
+    softcap: float | None,
     samples: Tensor | None, key: int, p: float, first_head: int, first_position: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out [S, B, hq, Dv], and the base-2 logarithm of each query's sum of exponentials, fp32 [B, hq, S], with which context parallelism
-    combines results for parts of the keys. Arguments are those of `attention.attention`, with the fields of its dropout; p = 0: none.
+    """out [S, B, hq, Dv], and the base-2 logarithm of each query's sum of exponentials, fp32 [B, hq, S], with
+    which context parallelism combines results for parts of the keys. Arguments are those of
+    `attention.attention`, with the fields of its dropout; p = 0: none.
     """
     out, lse = _like_out_and_lse(q, k, v)
     if out.numel():
@@ -450,14 +547,17 @@ def flash_attention(
     return out, lse
 
 
-def _like_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _like_gradients(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 @operation(fake=_like_gradients)
 def flash_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, window: int | None,
-    document_start: Tensor | None, softcap: float | None, samples: Tensor | None, key: int, p: float, first_head: int, first_position: int,
+    document_start: Tensor | None, softcap: float | None, samples: Tensor | None, key: int, p: float,
+    first_head: int, first_position: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv, contiguous."""
     dq, dk, dv = _like_gradients(dout, q, k, v)

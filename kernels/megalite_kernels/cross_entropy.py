@@ -1,15 +1,18 @@
-"""Cross-entropy over a vocabulary that is split over ranks: the arithmetic of one rank, without communication.
+"""Cross-entropy over a vocabulary that is split over ranks: the arithmetic of one rank, without
+communication.
 
-Each rank holds the logits of columns [vocab_start, vocab_start + valid) of the global vocabulary, followed by padding if any. With x the
-logits of a token, y its target, V the global vocabulary size, lse = log Σ exp(x), ε the label smoothing and z the z-loss coefficient:
+Each rank holds the logits of columns [vocab_start, vocab_start + valid) of the global vocabulary, followed by
+padding if any. With x the logits of a token, y its target, V the global vocabulary size, lse = log Σ exp(x),
+ε the label smoothing and z the z-loss coefficient:
 
     loss = (1 − ε)·(lse − x_y) + ε·(lse − mean(x)) + z·lse²
     dx_j = g·((1 + 2·z·lse)·exp(x_j − lse) − (1 − ε)·[j = y] − ε/V)
 
-Smoothing is that of torch's F.cross_entropy: ε is spread over all V classes, the target included. Each rank computes `statistics` ([k, T]:
-all that other ranks need), the caller all-gathers them, all ranks compute `combine` alike, and `gradient_` overwrites the logits without
-communication. Tokens whose target is `ignore_index` have loss 0 and gradient 0.
-Rows are processed in chunks that stay in cache, so that several elementwise passes cost one pass over memory.
+Smoothing is that of torch's F.cross_entropy: ε is spread over all V classes, the target included. Each rank
+computes `statistics` ([k, T]: all that other ranks need), the caller all-gathers them, all ranks compute
+`combine` alike, and `gradient_` overwrites the logits without communication. Tokens whose target is
+`ignore_index` have loss 0 and gradient 0. Rows are processed in chunks that stay in cache, so that several
+elementwise passes cost one pass over memory.
 """
 
 import torch
@@ -17,7 +20,8 @@ from torch import Tensor
 
 from megalite_kernels.dispatch import takes_triton
 
-CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}  # per chunk of rows: 1 MB of fp32 stays in cache; 128 MB limit a GPU's temporaries
+# per chunk of rows: 1 MB of fp32 stays in cache; 128 MB limit a GPU's temporaries
+CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
 
 
 def _chunk_rows(logits: Tensor) -> int:
@@ -25,22 +29,28 @@ def _chunk_rows(logits: Tensor) -> int:
 
 
 def _local_targets(targets: Tensor, vocab_start: int, valid: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """The column of each target, clamped to this rank's columns [T, 1], and whether the target is one of them [T, 1]."""
+    """The column of each target, clamped to this rank's columns [T, 1], and whether the target is one of them
+    [T, 1]."""
     column = (targets - vocab_start).unsqueeze(1)
     inside = (column >= 0) & (column < valid) & (targets != ignore_index).unsqueeze(1)
     return column.clamp(0, max(valid - 1, 0)), inside
 
 
-def statistics(logits: Tensor, targets: Tensor, vocab_start: int, valid: int, ignore_index: int, with_sum: bool) -> Tensor:
-    """[3 or 4, T] in at least fp32: over the first `valid` columns the largest logit m and Σ exp(x − m) (without columns the lowest number
-    or -inf, and 0), the target's logit (0 if it is on another rank), and, with `with_sum` for label smoothing, the sum of the logits.
+def statistics(
+    logits: Tensor, targets: Tensor, vocab_start: int, valid: int, ignore_index: int, with_sum: bool
+) -> Tensor:
+    """[3 or 4, T] in at least fp32: over the first `valid` columns the largest logit m and Σ exp(x − m)
+    (without columns the lowest number or -inf, and 0), the target's logit (0 if it is on another rank), and,
+    with `with_sum` for label smoothing, the sum of the logits.
 
     logits [T, V_local], targets [T] global token ids. The logits are not modified.
     """
     if takes_triton(logits):
         from megalite_kernels import cross_entropy_triton
 
-        return cross_entropy_triton.cross_entropy_statistics(logits, targets, vocab_start, valid, ignore_index, with_sum)
+        return cross_entropy_triton.cross_entropy_statistics(
+            logits, targets, vocab_start, valid, ignore_index, with_sum
+        )
     accumulate_dtype = torch.promote_types(logits.dtype, torch.float32)
     stats = torch.zeros(4 if with_sum else 3, logits.shape[0], dtype=accumulate_dtype, device=logits.device)
     if not valid:
@@ -50,7 +60,8 @@ def statistics(logits: Tensor, targets: Tensor, vocab_start: int, valid: int, ig
     rows = _chunk_rows(logits)
     for first in range(0, logits.shape[0], rows):
         chunk = logits[first : first + rows, :valid]
-        # The largest probability is 1 / Σ exp(x − max): torch's fused softmax and two maxima are faster than a separate exp and sum.
+        # The largest probability is 1 / Σ exp(x − max): torch's fused softmax and two maxima are faster than
+        # a separate exp and sum.
         stats[0, first : first + rows] = chunk.amax(1)
         stats[1, first : first + rows] = torch.softmax(chunk, 1, dtype=accumulate_dtype).amax(1).reciprocal_()
         if with_sum:
@@ -62,10 +73,11 @@ def statistics(logits: Tensor, targets: Tensor, vocab_start: int, valid: int, ig
 def combine(
     stats: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Loss per token [T] (0 where ignored) and global log-sum-exp [2, T], as a rounded value and its rounding error, from the statistics
-    [ranks, k, T] of all ranks.
+    """Loss per token [T] (0 where ignored) and global log-sum-exp [2, T], as a rounded value and its rounding
+    error, from the statistics [ranks, k, T] of all ranks.
 
-    Computed in fp64 and rounded once, so that splitting the vocabulary costs no accuracy; the tensors are small.
+    Computed in fp64 and rounded once, so that splitting the vocabulary costs no accuracy; the tensors are
+    small.
     """
     exact = stats.double()
     lse = (exact[:, 0] + exact[:, 1].log()).logsumexp(0)
@@ -75,7 +87,9 @@ def combine(
     if z_loss:
         loss += z_loss * lse.square()
     rounded = lse.to(stats.dtype)
-    return loss.masked_fill_(targets == ignore_index, 0).to(stats.dtype), torch.stack([rounded, (lse - rounded).to(stats.dtype)])
+    return loss.masked_fill_(targets == ignore_index, 0).to(stats.dtype), torch.stack(
+        [rounded, (lse - rounded).to(stats.dtype)]
+    )
 
 
 def gradient_(
@@ -90,14 +104,18 @@ def gradient_(
     z_loss: float,
     vocab_size: int,
 ) -> Tensor:
-    """Overwrite logits [T, V_local] with grad_scale · d(Σ loss)/d(logits), and return them; padded columns and ignored rows become 0.
+    """Overwrite logits [T, V_local] with grad_scale · d(Σ loss)/d(logits), and return them; padded columns
+    and ignored rows become 0.
 
-    lse: from `combine`, [2, T]. grad_scale: a number, or a tensor [] on the logits' device, which is read without synchronization.
+    lse: from `combine`, [2, T]. grad_scale: a number, or a tensor [] on the logits' device, which is read
+    without synchronization.
     """
     if takes_triton(logits):
         from megalite_kernels import cross_entropy_triton
 
-        scale = grad_scale if isinstance(grad_scale, Tensor) else torch.full((), grad_scale, device=logits.device)
+        scale = (
+            grad_scale if isinstance(grad_scale, Tensor) else torch.full((), grad_scale, device=logits.device)
+        )
         terms = (vocab_start, valid, ignore_index, label_smoothing, z_loss, vocab_size)
         cross_entropy_triton.cross_entropy_gradient_(logits, targets, lse, scale.to(torch.float32), *terms)
         return logits
@@ -108,17 +126,21 @@ def gradient_(
     counted = ((targets != ignore_index).to(accumulate_dtype) * grad_scale).unsqueeze(1)  # [T, 1]
     factor = counted * (1 + 2 * z_loss * lse.unsqueeze(1)) if z_loss else counted
     columns, inside = _local_targets(targets, vocab_start, valid, ignore_index)
-    at_target = (logits.gather(1, columns).to(accumulate_dtype) - lse.unsqueeze(1)).sub_(rest.unsqueeze(1)).exp_().mul_(factor) - (
-        1 - label_smoothing
-    ) * counted * inside
+    at_target = (logits.gather(1, columns).to(accumulate_dtype) - lse.unsqueeze(1)).sub_(
+        rest.unsqueeze(1)
+    ).exp_().mul_(factor) - (1 - label_smoothing) * counted * inside
     rows = _chunk_rows(logits)
-    seed = torch.zeros(min(rows, logits.shape[0]), logits.shape[1], dtype=accumulate_dtype, device=logits.device)
+    seed = torch.zeros(
+        min(rows, logits.shape[0]), logits.shape[1], dtype=accumulate_dtype, device=logits.device
+    )
     for first in range(0, logits.shape[0], rows):
         part = slice(first, first + rows)
-        chunk = logits[part]  # padding included: the fused pass needs dense rows, and gives wrong results for others without an error
+        # padding included: the fused pass needs dense rows, and gives wrong results for others without an
+        # error
+        chunk = logits[part]
         gradient = chunk.to(accumulate_dtype).contiguous().sub_(lse[part].unsqueeze(1))
-        # log-softmax's backward is seed − exp(output)·Σ seed: a seed of −factor in the target's column gives factor · exp in all other
-        # columns in one fused pass; the target's column is written afterwards.
+        # log-softmax's backward is seed − exp(output)·Σ seed: a seed of −factor in the target's column gives
+        # factor · exp in all other columns in one fused pass; the target's column is written afterwards.
         grad = seed[: chunk.shape[0]].scatter_(1, columns[part], -factor[part])
         torch.ops.aten._log_softmax_backward_data.out(grad, gradient, 1, accumulate_dtype, out=gradient)
         gradient.scatter_(1, columns[part], at_target[part])

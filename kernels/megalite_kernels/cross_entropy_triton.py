@@ -1,15 +1,17 @@
-"""Cross-entropy of one rank's columns in two passes over its logits: `cross_entropy.statistics` and `cross_entropy.gradient_`.
+"""Cross-entropy of one rank's columns in two passes over its logits: `cross_entropy.statistics` and
+`cross_entropy.gradient_`.
 
-A logit is read once in forward, and read and overwritten once in backward: 6 bytes in bf16. Forward has one program per row. It loops over
-tiles of DEPTH × COLUMNS logits and keeps, for each of the COLUMNS lanes, the largest logit m so far and s = Σ exp(x − m), updated by each
-tile (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"):
+A logit is read once in forward, and read and overwritten once in backward: 6 bytes in bf16. Forward has one
+program per row. It loops over tiles of DEPTH × COLUMNS logits and keeps, for each of the COLUMNS lanes, the
+largest logit m so far and s = Σ exp(x − m), updated by each tile (Milakov and Gimelshein 2018, "Online
+normalizer calculation for softmax"):
 
     m' = max(m, the lane's part of the tile)        s' = s · exp(m − m') + Σ exp(x − m')
 
-A lane is in one thread, so threads communicate only at the end of the row: M = max(m), S = Σ s · exp(m − M). In backward a program has a
-tile of one row; exp(x − lse) subtracts lse in two parts, which costs nothing and keeps the last digits of fp32.
-Row numbers are 64-bit. The content of padded columns and ignored rows is never used. The upstream gradient is read on the device: no host
-synchronization.
+A lane is in one thread, so threads communicate only at the end of the row: M = max(m), S = Σ s · exp(m − M).
+In backward a program has a tile of one row; exp(x − lse) subtracts lse in two parts, which costs nothing and
+keeps the last digits of fp32. Row numbers are 64-bit. The content of padded columns and ignored rows is never
+used. The upstream gradient is read on the device: no host synchronization.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -26,7 +28,8 @@ from megalite_kernels.launch import Variant, architecture, operation
 LANE_BYTES = 2048  # of a row: 128 bits for each of 128 threads
 DEPTH = 4  # number of them in a tile
 ALIGN = 8  # logits: a rank's part of the vocabulary is padded to a multiple of it; 128 bits in bf16
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # not larger than any logit; unlike −inf it can be subtracted from itself
+# not larger than any logit; unlike −inf it can be subtracted from itself
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 INTEGERS = ("tokens", "stride", "width", "valid", "vocab_start", "ignore_index")
 
 
@@ -58,7 +61,9 @@ def _statistics(
     column = whole + within
     x = tl.load(line + column, mask=column < width * ALIGN, other=0.0).to(tl.float32)
     addend = tl.where(column < valid, x, 0.0)
-    largest, total, logits_sum = _update(tl.where(column < valid, x, float("-inf")), addend, largest, total, logits_sum, WITH_SUM)
+    largest, total, logits_sum = _update(
+        tl.where(column < valid, x, float("-inf")), addend, largest, total, logits_sum, WITH_SUM
+    )
     most = tl.max(largest, 0)
     target = tl.load(targets + row)
     at = target - vocab_start
@@ -66,13 +71,16 @@ def _statistics(
     own = tl.load(line + at, mask=inside, other=0.0).to(tl.float32)
     scaled = tl.sum(total * tl.exp(largest - most), 0)
     which = tl.arange(0, 4)
-    found = tl.where(which == 0, most, tl.where(which == 1, scaled, tl.where(which == 2, own, tl.sum(logits_sum, 0))))
+    found = tl.where(
+        which == 0, most, tl.where(which == 1, scaled, tl.where(which == 2, own, tl.sum(logits_sum, 0)))
+    )
     tl.store(stats + which * tl.cast(tokens, tl.int64) + row, found, mask=which < (4 if WITH_SUM else 3))
 
 
 @triton.jit(do_not_specialize=INTEGERS)
 def _gradient(
-    logits, targets, lse, grad_scale, tokens, stride, width, valid, vocab_start, ignore_index, twice_z, at_target, everywhere,
+    logits, targets, lse, grad_scale, tokens, stride, width, valid, vocab_start, ignore_index, twice_z,
+    at_target, everywhere,
     ALIGN: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(width * ALIGN, COLUMNS)
@@ -96,21 +104,28 @@ def _variant(chip: str, backward: bool, dtype: torch.dtype, with_sum: bool, alig
     columns = LANE_BYTES // dtype.itemsize
     if backward:
         return Variant(_gradient, {"ALIGN": align, "COLUMNS": DEPTH * columns}, warps)
-    return Variant(_statistics, {"WITH_SUM": with_sum, "ALIGN": align, "DEPTH": DEPTH, "COLUMNS": columns}, warps)
+    return Variant(
+        _statistics, {"WITH_SUM": with_sum, "ALIGN": align, "DEPTH": DEPTH, "COLUMNS": columns}, warps
+    )
 
 
 def _rows(logits: Tensor) -> tuple[Tensor, int]:
-    """The logits, copied unless their rows are dense, and the unit in which the kernels count row lengths and strides."""
+    """The logits, copied unless their rows are dense, and the unit in which the kernels count row lengths and
+    strides."""
     dense = logits if logits.stride(1) == 1 and logits.stride(0) >= logits.shape[1] else logits.contiguous()
     return dense, 1 if dense.stride(0) % ALIGN or dense.shape[1] % ALIGN else ALIGN
 
 
-def _empty_statistics(logits: Tensor, targets: Tensor, vocab_start: int, valid: int, ignore_index: int, with_sum: bool) -> Tensor:
+def _empty_statistics(
+    logits: Tensor, targets: Tensor, vocab_start: int, valid: int, ignore_index: int, with_sum: bool
+) -> Tensor:
     return logits.new_empty((4 if with_sum else 3, logits.shape[0]), dtype=torch.float32)
 
 
 @operation(fake=_empty_statistics)
-def cross_entropy_statistics(logits: Tensor, targets: Tensor, vocab_start: int, valid: int, ignore_index: int, with_sum: bool) -> Tensor:
+def cross_entropy_statistics(
+    logits: Tensor, targets: Tensor, vocab_start: int, valid: int, ignore_index: int, with_sum: bool
+) -> Tensor:
     """[3 or 4, T] in fp32: see `cross_entropy.statistics`."""
     stats = _empty_statistics(logits, targets, vocab_start, valid, ignore_index, with_sum)
     (tokens, width), (dense, align) = logits.shape, _rows(logits)
@@ -135,7 +150,8 @@ def cross_entropy_gradient_(
     z_loss: float,
     vocab_size: int,
 ) -> None:
-    """Overwrite the logits with their gradient: see `cross_entropy.gradient_`. grad_scale: [] fp32, on the logits' device."""
+    """Overwrite the logits with their gradient: see `cross_entropy.gradient_`. grad_scale: [] fp32, on the
+    logits' device."""
     (tokens, width), (dense, align) = logits.shape, _rows(logits)
     if not logits.numel():
         return
@@ -145,6 +161,7 @@ def cross_entropy_gradient_(
     tensors = (dense, targets.contiguous(), lse.contiguous(), grad_scale)
     variant.launch((tokens * triton.cdiv(width, variant.constants["COLUMNS"]),), *tensors, *sizes, *terms)
     if dense is logits:
-        torch.autograd.graph.increment_version(logits)  # autograd did not see the write: a second backward must fail, not read gradients
+        # autograd did not see the write: a second backward must fail, not read gradients
+        torch.autograd.graph.increment_version(logits)
     else:
         logits.copy_(dense)

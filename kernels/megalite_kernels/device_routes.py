@@ -1,9 +1,11 @@
-"""The fastest routes of a device, as measured there: routes/<device>.json, which `megalite first-light` writes.
+"""The fastest routes of a device, as measured there: routes/<device>.json, which `megalite first-light`
+writes.
 
-    {"attention": {"plain": "cudnn", "documents": "flash_varlen"}, "weight_grad": "addmm", "router": "out_dtype", "measured": {…}}
+    {"attention": {"plain": "cudnn", "documents": "flash_varlen"}, "weight_grad": "addmm", "router":
+    "out_dtype", "measured": {…}}
 
-A device without a file has the default order of each table of routes (`attention_routes.ROUTES`). A file that cannot be read, or that names
-no known route, changes nothing, and the run says so at its start.
+A device without a file has the default order of each table of routes (`attention_routes.ROUTES`). A file that
+cannot be read, or that names no known route, changes nothing, and the run says so at its start.
 """
 
 import functools
@@ -23,7 +25,8 @@ DIRECTORY = Path(__file__).with_name("routes")
 class DeviceRoutes:
     """What was measured on a device. An absent name means the default order.
 
-    Attributes: `device`, its name; `plain` and `documents`, of attention; `weight_grad`; `router`; `problem`, why the file does not count.
+    Attributes: `device`, its name; `plain` and `documents`, of attention; `weight_grad`; `router`; `problem`,
+    why the file does not count.
     """
 
     device: str = ""
@@ -51,8 +54,14 @@ def read(device: str) -> DeviceRoutes:
         return DeviceRoutes(device)
     except (OSError, ValueError, AttributeError) as error:
         return DeviceRoutes(device, problem=f"{path} cannot be read: {error}")
-    unknown = [f"{what} = {name}" for what, name in names.items() if name is not None and name not in known(what)]
-    return DeviceRoutes(device, problem=f"{path} has {', '.join(unknown)}: no such route") if unknown else DeviceRoutes(device, **names)
+    unknown = [
+        f"{what} = {name}" for what, name in names.items() if name is not None and name not in known(what)
+    ]
+    return (
+        DeviceRoutes(device, problem=f"{path} has {', '.join(unknown)}: no such route")
+        if unknown
+        else DeviceRoutes(device, **names)
+    )
 
 
 def known(what: str) -> list[str]:
@@ -62,11 +71,14 @@ def known(what: str) -> list[str]:
     products = {"weight_grad": [*weight_grad.ROUTES], "router": [*router_product.ROUTES]}
     if what in products:
         return products[what]
-    return [route.name for route in attention_routes.ROUTES if route.for_documents in (None, what == "documents")]
+    return [
+        route.name for route in attention_routes.ROUTES if route.for_documents in (None, what == "documents")
+    ]
 
 
 def measured(device: torch.device) -> DeviceRoutes:
-    """The routes of a GPU that count in this process: those of its file if `train.kernels` is auto, else none."""
+    """The routes of a GPU that count in this process: those of its file if `train.kernels` is auto, else
+    none."""
     return _of_device(device) if dispatch.selected == "auto" and device.type == "cuda" else DeviceRoutes()
 
 

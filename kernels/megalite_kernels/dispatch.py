@@ -1,7 +1,9 @@
-"""Decides which tensors are computed by an operation's Triton kernel; all others use its plain-torch reference.
+"""Decides which tensors are computed by an operation's Triton kernel; all others use its plain-torch
+reference.
 
-The choice is made once for the whole process (`train.kernels`). Before that all tensors use the reference, and fp64 always does. Triton is
-imported with the first tensor that needs it: the import takes a second, and a machine without a GPU may not have the package.
+The choice is made once for the whole process (`train.kernels`). Before that all tensors use the reference,
+and fp64 always does. Triton is imported with the first tensor that needs it: the import takes a second, and a
+machine without a GPU may not have the package.
 """
 
 import importlib.util
@@ -19,8 +21,10 @@ def select(kernels: str) -> None:
     """Select the kernels of this process.
 
     Args:
-        kernels: auto (Triton for CUDA tensors if it is installed), torch (no Triton), or triton (for CUDA tensors; also for CPU tensors if
-            TRITON_INTERPRET=1 makes Triton interpret kernels instead of compiling them, which is slow and meant for tests).
+        kernels: auto (Triton for CUDA tensors if it is installed), torch (no Triton), or triton (for CUDA
+        tensors; also for CPU tensors if
+            TRITON_INTERPRET=1 makes Triton interpret kernels instead of compiling them, which is slow and
+            meant for tests).
 
     Raises:
         ValueError: triton is selected, but no kernel can run.

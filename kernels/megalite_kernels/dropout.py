@@ -1,13 +1,15 @@
-"""Dropout whose mask is a pure function of global coordinates: the same bits under every mesh, microbatching and recomputation.
+"""Dropout whose mask is a pure function of global coordinates: the same bits under every mesh, microbatching
+and recomputation.
 
-A bit is a hash of (seed, step, site, layer), the global sample index, the position in the sequence, and the channel, or, for attention
-probabilities, (global head, key position). Rows (sample, position) and columns (channel) are hashed separately, which is cheap, and each
-element mixes one row hash with one column hash:
+A bit is a hash of (seed, step, site, layer), the global sample index, the position in the sequence, and the
+channel, or, for attention probabilities, (global head, key position). Rows (sample, position) and columns
+(channel) are hashed separately, which is cheap, and each element mixes one row hash with one column hash:
 
     h = row ^ column;   h = h · A;   h = h + (h >> 16);   h = h · B;   keep = h < threshold
 
-All arithmetic is int32, wrapping, with the arithmetic right shift, so that every backend computes the same bits. The resolution of the keep
-probability is 2^-32. Kept elements are scaled by 1 / (1 − p). The backward is the same function applied to the gradient.
+All arithmetic is int32, wrapping, with the arithmetic right shift, so that every backend computes the same
+bits. The resolution of the keep probability is 2^-32. Kept elements are scaled by 1 / (1 − p). The backward
+is the same function applied to the gradient.
 """
 
 import functools
@@ -33,7 +35,8 @@ def dropout_key(seed: int, step: int, site: int, layer: int) -> int:
 
 
 def _mix_(h: Tensor) -> Tensor:
-    """A permutation of int32 (nearly: the shift-add is not one) in which every input bit affects every output bit; in place."""
+    """A permutation of int32 (nearly: the shift-add is not one) in which every input bit affects every output
+    bit; in place."""
     for factor in (_A, _B, _C):
         h.mul_(factor)
         h.add_(h >> 16)
@@ -41,9 +44,11 @@ def _mix_(h: Tensor) -> Tensor:
 
 
 def row_hash(key: int, samples: Tensor, positions: Tensor) -> Tensor:
-    """int32 [S, B] from the global sample indices [B] and the positions in the sequence, [S] or [S, 1] or [S, B]."""
+    """int32 [S, B] from the global sample indices [B] and the positions in the sequence, [S] or [S, 1] or [S,
+    B]."""
     indices = samples.to(torch.int64)
-    sample = _mix_((indices + (indices >> 32) * _B).to(torch.int32) ^ key)  # uses both halves of indices beyond 2^32
+    # uses both halves of indices beyond 2^32
+    sample = _mix_((indices + (indices >> 32) * _B).to(torch.int32) ^ key)
     return _mix_((positions.to(torch.int32) * _C).reshape(len(positions), -1) + sample)
 
 
@@ -66,12 +71,14 @@ def kept_scale(p: float, dtype: torch.dtype) -> float:
 
 
 def keep_scale(rows: Tensor, columns: Tensor, p: float, dtype: torch.dtype) -> Tensor:
-    """Factors: 0 for dropped elements, `kept_scale` for kept ones, from row and column hashes that broadcast against each other."""
+    """Factors: 0 for dropped elements, `kept_scale` for kept ones, from row and column hashes that broadcast
+    against each other."""
     limit = threshold(p)
     h = rows ^ columns
     h.mul_(_A)
     h.add_(h >> 16).mul_(_B)
-    return h.lt_(limit).to(dtype).mul_(kept_scale(p, dtype))  # lt_ keeps int32: a bool result is 8 times slower on CPU
+    # lt_ keeps int32: a bool result is 8 times slower on CPU
+    return h.lt_(limit).to(dtype).mul_(kept_scale(p, dtype))
 
 
 def keep_mask(rows: Tensor, channels: Tensor, p: float, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -79,8 +86,11 @@ def keep_mask(rows: Tensor, channels: Tensor, p: float, dtype: torch.dtype = tor
     return keep_scale(rows.unsqueeze(-1), column_hash(channels), p, dtype)
 
 
-def dropout(x: Tensor, key: int, samples: Tensor, positions: Tensor, p: float, channel_offset: int = 0) -> Tensor:
-    """Dropout of x [S, B, C]; `channel_offset` is the global index of x's first channel. Applied to dy, it is its own backward."""
+def dropout(
+    x: Tensor, key: int, samples: Tensor, positions: Tensor, p: float, channel_offset: int = 0
+) -> Tensor:
+    """Dropout of x [S, B, C]; `channel_offset` is the global index of x's first channel. Applied to dy, it is
+    its own backward."""
     if p == 0.0:
         return x
     if takes_triton(x):
@@ -93,7 +103,8 @@ def dropout(x: Tensor, key: int, samples: Tensor, positions: Tensor, p: float, c
 
 @dataclass(frozen=True)
 class AttentionDropout:
-    """The dropout mask of attention probabilities [B, heads, query, key], for any block of queries and keys."""
+    """The dropout mask of attention probabilities [B, heads, query, key], for any block of queries and
+    keys."""
 
     key: int
     samples: Tensor  # [B]: global sample indices
@@ -108,7 +119,8 @@ class AttentionDropout:
             return torch.arange(start, stop, device=self.samples.device, dtype=torch.int32)
 
         offset = self.position_offset
-        rows = row_hash(self.key, self.samples, arange(offset + queries.start, offset + queries.stop))  # [queries, B]
+        # [queries, B]
+        rows = row_hash(self.key, self.samples, arange(offset + queries.start, offset + queries.stop))
         head = arange(self.head_offset, self.head_offset + heads).unsqueeze(1)
         columns = column_hash(arange(offset + keys.start, offset + keys.stop), head)  # [heads, keys]
         return keep_scale(rows.T[:, None, :, None], columns[:, None, :], self.p, dtype)

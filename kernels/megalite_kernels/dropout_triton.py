@@ -1,8 +1,8 @@
 """Dropout in one pass over memory: `dropout.dropout`, and its hashes for kernels. Bitwise the reference.
 
-It reads and writes each element once: 4 bytes in bf16. The mask exists in registers alone; backward is the same kernel, applied to the
-gradient. A program has a tile of rows (position, sample) × channels, and hashes each row and each channel of it once. Row numbers are
-64-bit.
+It reads and writes each element once: 4 bytes in bf16. The mask exists in registers alone; backward is the
+same kernel, applied to the gradient. A program has a tile of rows (position, sample) × channels, and hashes
+each row and each channel of it once. Row numbers are 64-bit.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -54,9 +54,12 @@ def _dropout(
     program = tl.program_id(0)
     row = (program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (program % across) * COLUMNS + tl.arange(0, COLUMNS)
-    # One-dimensional until hashed: of a tensor [ROWS, 1] each thread would load a row's numbers once for each of its channels.
+    # One-dimensional until hashed: of a tensor [ROWS, 1] each thread would load a row's numbers once for each
+    # of its channels.
     sample = tl.load(samples + row % batch)
-    position = tl.load(positions + (row // batch) * p_s + (row % batch) * p_b, mask=row < rows, other=0).to(tl.int32)
+    position = tl.load(positions + (row // batch) * p_s + (row % batch) * p_b, mask=row < rows, other=0).to(
+        tl.int32
+    )
     row_hash, column_hash = _row_hash(sample, key, position), _mix((first_channel + column) * _C + _A)
     at, exists = row[:, None] * width + column[None, :], (row < rows)[:, None] & (column < width)[None, :]
     value = tl.load(x + at, mask=exists).to(tl.float32)
@@ -69,7 +72,11 @@ def _dropout(
 def _variant(dtype: torch.dtype, width: int, p: float) -> Variant:
     columns = min(triton.next_power_of_2(width), COLUMNS)
     tile = {"ROWS": TILE_BYTES // dtype.itemsize // columns, "COLUMNS": columns}
-    return Variant(_dropout, {"THRESHOLD": reference.threshold(p), "SCALE": reference.kept_scale(p, dtype), **tile}, warps=4)
+    return Variant(
+        _dropout,
+        {"THRESHOLD": reference.threshold(p), "SCALE": reference.kept_scale(p, dtype), **tile},
+        warps=4,
+    )
 
 
 def _like_x(x: Tensor, key: int, samples: Tensor, positions: Tensor, p: float, channel_offset: int) -> Tensor:
@@ -78,7 +85,8 @@ def _like_x(x: Tensor, key: int, samples: Tensor, positions: Tensor, p: float, c
 
 @operation(fake=_like_x)
 def dropout(x: Tensor, key: int, samples: Tensor, positions: Tensor, p: float, channel_offset: int) -> Tensor:
-    """As `dropout.dropout`: x [S, B, C], samples [B], positions [S], [S, 1] or [S, B]. The result is contiguous."""
+    """As `dropout.dropout`: x [S, B, C], samples [B], positions [S], [S, 1] or [S, B]. The result is
+    contiguous."""
     y, variant = _like_x(x, key, samples, positions, p, channel_offset), _variant(x.dtype, x.shape[-1], p)
     if y.numel():
         sequence, batch, width = x.shape
@@ -86,5 +94,7 @@ def dropout(x: Tensor, key: int, samples: Tensor, positions: Tensor, p: float, c
         tile = variant.constants
         programs = triton.cdiv(sequence * batch, tile["ROWS"]) * triton.cdiv(width, tile["COLUMNS"])
         numbers = *positions.stride(), sequence * batch, batch, width, key, channel_offset
-        variant.launch((programs,), x.contiguous(), y, samples.to(torch.int64).contiguous(), positions, *numbers)
+        variant.launch(
+            (programs,), x.contiguous(), y, samples.to(torch.int64).contiguous(), positions, *numbers
+        )
     return y

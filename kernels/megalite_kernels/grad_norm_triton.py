@@ -1,8 +1,9 @@
 """The sum of squares of many ranges in one launch: `grad_norm.squared_sum`.
 
-A program sums the squares of one tile in fp32, as a tree: 4,096 fp32 or 8,192 bf16 elements, 16 or 32 of them per thread. The sums of tiles
-are added in fp64. The tiles depend only on the ranges' lengths, and there are no atomics, so sums are bitwise reproducible. An element that
-is not finite makes the sum not finite. Each element is read once; no host synchronization.
+A program sums the squares of one tile in fp32, as a tree: 4,096 fp32 or 8,192 bf16 elements, 16 or 32 of them
+per thread. The sums of tiles are added in fp64. The tiles depend only on the ranges' lengths, and there are
+no atomics, so sums are bitwise reproducible. An element that is not finite makes the sum not finite. Each
+element is read once; no host synchronization.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -29,7 +30,9 @@ def _squared_sums(owner, rows, sums, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
 
 @functools.cache
 def _variant(dtype: torch.dtype, whole: bool = True) -> Variant:
-    return Variant(_squared_sums, {"DTYPE": TYPE[dtype], "ALIGNED": whole, "TILE": TILE_BYTES // dtype.itemsize}, warps=4)
+    return Variant(
+        _squared_sums, {"DTYPE": TYPE[dtype], "ALIGNED": whole, "TILE": TILE_BYTES // dtype.itemsize}, warps=4
+    )
 
 
 def _like_total(chunks: list[Tensor]) -> Tensor:
@@ -38,8 +41,8 @@ def _like_total(chunks: list[Tensor]) -> Tensor:
 
 @operation(fake=_like_total)
 def squared_sum(chunks: list[Tensor]) -> Tensor:
-    """Σ x² over all elements of all chunks (at least one), [] fp64. Chunks that are not aligned to 16 bytes have a launch of their own with
-    narrower loads, so that one of them does not slow down the others."""
+    """Σ x² over all elements of all chunks (at least one), [] fp64. Chunks that are not aligned to 16 bytes
+    have a launch of their own with narrower loads, so that one of them does not slow down the others."""
     total = _like_total(chunks)
     for whole in (True, False):
         group = [chunk for chunk in chunks if aligned(chunk) is whole]

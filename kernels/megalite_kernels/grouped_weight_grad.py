@@ -1,6 +1,8 @@
-"""The weight gradients of experts, whose rows are consecutive: grad[e] (+)= grad_output[rows of e]ᵀ · inputs[rows of e].
+"""The weight gradients of experts, whose rows are consecutive: grad[e] (+)= grad_output[rows of e]ᵀ ·
+inputs[rows of e].
 
-Products accumulate in fp32 and are added to an fp32 gradient without being rounded first. An expert without rows contributes zero.
+Products accumulate in fp32 and are added to an fp32 gradient without being rounded first. An expert without
+rows contributes zero.
 """
 
 import torch
@@ -12,17 +14,26 @@ from megalite_kernels.groups import Groups
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
-def add_grouped_gradient(grad: Tensor, grad_output: Tensor, inputs: Tensor, groups: Groups, overwrite: bool) -> None:
+def add_grouped_gradient(
+    grad: Tensor, grad_output: Tensor, inputs: Tensor, groups: Groups, overwrite: bool
+) -> None:
     """Add the experts' gradients to grad [experts, out, in], or overwrite it.
 
     Args:
         grad_output, inputs: [n, out] and [n, in], sorted by expert.
         groups: the rows of each expert.
     """
-    if grad.dtype == torch.float32 and inputs.dtype in _DTYPES and takes_triton(inputs) and grad.is_contiguous():
+    if (
+        grad.dtype == torch.float32
+        and inputs.dtype in _DTYPES
+        and takes_triton(inputs)
+        and grad.is_contiguous()
+    ):
         from megalite_kernels import grouped_weight_grad_triton
 
-        return grouped_weight_grad_triton.add_grouped_gradient(grad, grad_output, inputs, groups.ends, overwrite)
+        return grouped_weight_grad_triton.add_grouped_gradient(
+            grad, grad_output, inputs, groups.ends, overwrite
+        )
     if overwrite:  # also the experts without rows: their gradients are sent like the others
         grad.zero_()
     for own, left, right in zip(grad, groups.split(grad_output), groups.split(inputs), strict=True):

@@ -1,8 +1,8 @@
 """The weight gradients of all experts in one launch: `grouped_weight_grad.add_grouped_gradient`.
 
-A program computes a tile of one expert's gradient, over all of the expert's rows, in fp32 registers, and adds it to the gradient once: no
-atomics, and no temporary. Tiles of one expert follow each other, so that its rows are read from the second-level cache. Row numbers are
-64-bit, and the experts' sizes are read on the device.
+A program computes a tile of one expert's gradient, over all of the expert's rows, in fp32 registers, and adds
+it to the gradient once: no atomics, and no temporary. Tiles of one expert follow each other, so that its rows
+are read from the second-level cache. Row numbers are 64-bit, and the experts' sizes are read on the device.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -16,13 +16,19 @@ from torch import Tensor
 
 from megalite_kernels.launch import Variant, architecture, operation
 
-TILES = {"sm_80": (128, 128, 32, 8, 3), "sm_90": (128, 128, 64, 8, 3), "sm_100": (128, 128, 64, 8, 3), "gfx942": (128, 128, 32, 8, 2)}
+TILES = {
+    "sm_80": (128, 128, 32, 8, 3),
+    "sm_90": (128, 128, 64, 8, 3),
+    "sm_100": (128, 128, 64, 8, 3),
+    "gfx942": (128, 128, 32, 8, 2),
+}
 """Architecture → rows and columns of a gradient's tile, rows of the experts at a time, warps, stages."""
 
 
 @triton.jit(do_not_specialize=["overwrite"])
 def _product(
-    grad, grad_output, inputs, ends, overwrite, height, width, OUT: tl.constexpr, IN: tl.constexpr, ROWS: tl.constexpr
+    grad, grad_output, inputs, ends, overwrite, height, width, OUT: tl.constexpr, IN: tl.constexpr,
+    ROWS: tl.constexpr
 ):  # fmt: skip
     across, down = tl.cdiv(width, IN), tl.cdiv(height, OUT)
     expert = tl.program_id(0) // (across * down)
@@ -53,8 +59,11 @@ def _variant(chip: str) -> Variant:
 
 
 @operation(mutates=("grad",))
-def add_grouped_gradient(grad: Tensor, grad_output: Tensor, inputs: Tensor, ends: Tensor, overwrite: bool) -> None:
-    """grad [experts, out, in] fp32, contiguous; grad_output [n, out], inputs [n, in], ends [experts] int32: of each expert's rows."""
+def add_grouped_gradient(
+    grad: Tensor, grad_output: Tensor, inputs: Tensor, ends: Tensor, overwrite: bool
+) -> None:
+    """grad [experts, out, in] fp32, contiguous; grad_output [n, out], inputs [n, in], ends [experts] int32:
+    of each expert's rows."""
     experts, height, width = grad.shape
     if not grad.numel():
         return

@@ -1,4 +1,5 @@
-"""Rows that form consecutive groups, as those of each expert do. Kernels read on the device where each group ends."""
+"""Rows that form consecutive groups, as those of each expert do. Kernels read on the device where each group
+ends."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -28,7 +29,8 @@ class Groups:
 
     @property
     def sizes(self) -> list[int]:
-        """The rows of each group, for loops over them. Reading them waits for the device, once, unless the host knew them."""
+        """The rows of each group, for loops over them. Reading them waits for the device, once, unless the
+        host knew them."""
         if self._sizes is None:
             self._sizes = self.counts.tolist()
         return self._sizes
@@ -38,6 +40,7 @@ class Groups:
         return rows[: sum(self.sizes)].split(self.sizes)
 
     def of_rows(self, number: int) -> Tensor:
-        """[number] int64: the group of each of the first rows; the last group for those that belong to none."""
+        """[number] int64: the group of each of the first rows; the last group for those that belong to
+        none."""
         rows = torch.arange(number, device=self.counts.device, dtype=torch.int32)
         return torch.searchsorted(self.ends, rows, right=True).clamp_(max=len(self) - 1)

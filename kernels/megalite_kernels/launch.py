@@ -1,8 +1,9 @@
 """Launches Triton kernels and registers their host functions as torch operations. Imports no triton.
 
-No kernel is autotuned at run time: that takes time on every rank, and could choose differently on two ranks or in two runs. Modules launch
-the variants in their static tables. The compile tests record what is launched at the sizes of real models, and check of each such binary,
-without a GPU, that it spills no registers and loads 128 bits at once.
+No kernel is autotuned at run time: that takes time on every rank, and could choose differently on two ranks
+or in two runs. Modules launch the variants in their static tables. The compile tests record what is launched
+at the sizes of real models, and check of each such binary, without a GPU, that it spills no registers and
+loads 128 bits at once.
 """
 
 import functools
@@ -21,7 +22,8 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """The one of `ARCHITECTURES` that a device has or is nearest to; sm_90 for a CPU, where kernels are interpreted."""
+    """The one of `ARCHITECTURES` that a device has or is nearest to; sm_90 for a CPU, where kernels are
+    interpreted."""
     if device.type == "cpu":
         return "sm_90"
     if torch.version.hip:
@@ -30,7 +32,8 @@ def architecture(device: torch.device) -> str:
 
 
 def upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A table that the host has made, on the device of a kernel. The copy does not wait for what the device has to do before."""
+    """A table that the host has made, on the device of a kernel. The copy does not wait for what the device
+    has to do before."""
     if device == table.device or device.type == "meta":
         return table.to(device)
     return table.pin_memory().to(device, non_blocking=True)
@@ -38,7 +41,8 @@ def upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A kernel with everything that determines its machine code, except its arguments' types and which of them are multiples of 16."""
+    """A kernel with everything that determines its machine code, except its arguments' types and which of
+    them are multiples of 16."""
 
     kernel: Any
     """The function decorated with triton.jit."""
@@ -50,23 +54,30 @@ class Variant:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Compile options. Newer versions of Triton contract to fused multiply-add only with `enable_fp_fusion`."""
+        """Compile options. Newer versions of Triton contract to fused multiply-add only with
+        `enable_fp_fusion`."""
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
     def launch(self, grid: tuple[int, ...], *args: Any) -> None:
-        """Run `grid` programs on the current device; `args` are the kernel's arguments in order, without the constants."""
+        """Run `grid` programs on the current device; `args` are the kernel's arguments in order, without the
+        constants."""
         self.kernel[grid](*args, **self.constants, **self.options)
 
 
-def operation(fake: Callable[..., Any] | None = None, mutates: tuple[str, ...] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator: register a host function as `torch.ops.megalite.<its name>`, so that torch.compile can trace over it and selective
-    checkpointing can recognize it. In eager mode a call costs no more than the function itself: the registered operation is used only by a
-    compiler or under a dispatch mode. It has no gradient of its own: the caller's autograd Function has.
+def operation(
+    fake: Callable[..., Any] | None = None, mutates: tuple[str, ...] = ()
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator: register a host function as `torch.ops.megalite.<its name>`, so that torch.compile can trace
+    over it and selective checkpointing can recognize it. In eager mode a call costs no more than the function
+    itself: the registered operation is used only by a compiler or under a dispatch mode. It has no gradient
+    of its own: the caller's autograd Function has.
 
     Args:
-        fake: takes the same arguments and returns tensors with the shapes, dtypes and strides of the result, without computing. An
+        fake: takes the same arguments and returns tensors with the shapes, dtypes and strides of the result,
+        without computing. An
             operation that returns nothing needs none.
-        mutates: names of the tensor arguments that it writes to. Results must be new tensors, never views of arguments.
+        mutates: names of the tensor arguments that it writes to. Results must be new tensors, never views of
+        arguments.
     """
 
     def register(function: Callable[P, R]) -> Callable[P, R]:

@@ -5,10 +5,10 @@ RMSNorm (Zhang & Sennrich 2019), with g = weight + offset and x̂ = x · rstd:
     rstd = (mean(x²) + eps)^-½        y = g · x̂
     dx = rstd · (g·dy − x̂ · mean(g·dy · x̂))        dweight = Σ_rows dy · x̂
 
-The residual addition before a norm is fused with it: s = x + branch, y = norm(s), and dx = dbranch = dnorm + ds.
-LayerNorm (Ba et al. 2016) subtracts the mean first and may add a bias; its dx also subtracts mean(g·dy).
-Like transformers' Llama, RMSNorm normalizes in at least fp32, casts to x's dtype, and multiplies by the weight in that dtype.
-Statistics and weight gradients are at least fp32.
+The residual addition before a norm is fused with it: s = x + branch, y = norm(s), and dx = dbranch = dnorm +
+ds. LayerNorm (Ba et al. 2016) subtracts the mean first and may add a bias; its dx also subtracts mean(g·dy).
+Like transformers' Llama, RMSNorm normalizes in at least fp32, casts to x's dtype, and multiplies by the
+weight in that dtype. Statistics and weight gradients are at least fp32.
 """
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor
 from megalite_kernels.dispatch import takes_triton
 
 _ROW_BYTES = 32768  # largest row that a kernel holds in registers: 16,384 values of bf16
-_LAYER_NORM = 8192  # largest hidden size of its LayerNorm: the gradients of weight and bias need registers, too
+# largest hidden size of its LayerNorm: the gradients of weight and bias need registers, too
+_LAYER_NORM = 8192
 
 
 def _at_least_fp32(x: Tensor) -> Tensor:
@@ -40,7 +41,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tupl
         _, y, _, rstd = norm_triton.norm_forward(x, None, weight, None, eps, offset)
         return y, rstd
     upcast = _at_least_fp32(x)
-    norm = torch.linalg.vector_norm(upcast, dim=-1, keepdim=True)  # one pass without a temporary, unlike mean(x * x)
+    # one pass without a temporary, unlike mean(x * x)
+    norm = torch.linalg.vector_norm(upcast, dim=-1, keepdim=True)
     rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     if x.dtype == upcast.dtype:
         return (x * rstd).mul_(_gain(weight, offset)), rstd
@@ -49,8 +51,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tupl
     return (upcast * rstd).to(x.dtype).mul_(weight), rstd
 
 
-def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
-    """x + branch [..., H], and `rms_norm` of it. Backward is `rms_norm_backward` at the sum; its dx is the gradient of x and of branch."""
+def add_rms_norm(
+    x: Tensor, branch: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x + branch [..., H], and `rms_norm` of it. Backward is `rms_norm_backward` at the sum; its dx is the
+    gradient of x and of branch."""
     if _takes_row(x):
         from megalite_kernels import norm_triton
 
@@ -63,8 +68,8 @@ def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float, offset: 
 def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0, dtotal: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """dx [..., H] in x's dtype and dweight [H] in at least fp32, summed over all rows. `dtotal`: the gradient of x that does not come
-    through the norm, added to dx."""
+    """dx [..., H] in x's dtype and dweight [H] in at least fp32, summed over all rows. `dtotal`: the gradient
+    of x that does not come through the norm, added to dx."""
     if _takes_row(x):
         from megalite_kernels import norm_triton
 
@@ -74,16 +79,20 @@ def rms_norm_backward(
     scale = rstd.reshape(-1, 1)  # [rows, 1]
     gain = _gain(_at_least_fp32(weight), offset)
     product = (grad * rows).mul_(scale)  # dy · x̂
-    dweight = product.sum(0)  # not a product with a vector of ones: BLAS adds rows sequentially, 14 times the error at 8,192 rows
+    # not a product with a vector of ones: BLAS adds rows sequentially, 14 times the error at 8,192 rows
+    dweight = product.sum(0)
     coefficient = product.mv(gain).view(-1, 1).mul_(scale.square()).div_(hidden)
     dx = torch.mul(grad, gain, out=product).mul_(scale).addcmul_(rows, coefficient, value=-1)
     dx = dx.to(x.dtype).view(x.shape)
     return dx if dtotal is None else dx.add_(dtotal), dweight
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
     """y [..., H] in x's dtype, mean and rstd [..., 1] in at least fp32."""
-    if bias is not None and _takes_row(x) and x.shape[-1] <= _LAYER_NORM:  # to the kernel, a norm without bias is an RMSNorm
+    # to the kernel, a norm without bias is an RMSNorm
+    if bias is not None and _takes_row(x) and x.shape[-1] <= _LAYER_NORM:
         from megalite_kernels import norm_triton
 
         return norm_triton.norm_forward(x, None, weight, bias, eps, offset)[1:]
@@ -101,7 +110,8 @@ def layer_norm_backward(
 
         return norm_triton.norm_backward(dy, None, x, weight, mean, rstd, offset)
     gain = _gain(_at_least_fp32(weight), offset)
+    # the bias only has to be given for its gradient to be computed
     dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
         _at_least_fp32(dy), _at_least_fp32(x), [x.shape[-1]], mean, rstd, gain, gain, [True, True, True]
-    )  # the bias only has to be given for its gradient to be computed
+    )
     return dx.to(x.dtype), dweight, dbias

@@ -1,12 +1,13 @@
 """RMSNorm, residual addition with RMSNorm, and LayerNorm in one pass over memory: the functions of `norm`.
 
-RMSNorm is LayerNorm without mean and bias, so one kernel per direction serves all three. A program holds whole rows in registers, several
-if rows are short (a head's queries), and rounds each result once from fp32. Values read and written per element: forward 2, with the
-addition 4; backward 3, with the gradient that reaches the sum past the norm 4.
+RMSNorm is LayerNorm without mean and bias, so one kernel per direction serves all three. A program holds
+whole rows in registers, several if rows are short (a head's queries), and rounds each result once from fp32.
+Values read and written per element: forward 2, with the addition 4; backward 3, with the gradient that
+reaches the sum past the norm 4.
 
-Backward runs a fixed number of programs. Each loops over tiles of rows, loading the next tile's values while it computes, and keeps its
-part of the weight's gradient in registers; the parts are then summed in order. So there are no atomics, and results are bitwise
-reproducible on devices of one kind.
+Backward runs a fixed number of programs. Each loops over tiles of rows, loading the next tile's values while
+it computes, and keeps its part of the weight's gradient in registers; the parts are then summed in order. So
+there are no atomics, and results are bitwise reproducible on devices of one kind.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -24,31 +25,51 @@ TILE = 2048  # least number of values per program: 4 warps of 32 threads
 VALUES = 16  # values per thread, 32 in the widest rows: backward uses up to 128 registers
 # Number of warps that have enough registers for backward on one multiprocessor: the most that a program uses.
 WARPS = {"sm_80": 16, "sm_90": 16, "sm_100": 16, "gfx942": 8}
-AHEAD = {"sm_80": 2, "sm_90": 2, "sm_100": 2, "gfx942": 1}  # iterations of backward that overlap: in shared memory; on AMD in registers
+# iterations of backward that overlap: in shared memory; on AMD in registers
+AHEAD = {"sm_80": 2, "sm_90": 2, "sm_100": 2, "gfx942": 1}
 
 
 @triton.jit
-def _tile(tile, rows, HIDDEN: tl.constexpr, HEADS: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Row numbers [ROWS]; offsets of their elements in x, and in all other tensors [ROWS, COLUMNS]; which of them exist. In x, groups of
-    HEADS consecutive rows begin STRIDE elements apart."""
+def _tile(
+    tile,
+    rows,
+    HIDDEN: tl.constexpr,
+    HEADS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Row numbers [ROWS]; offsets of their elements in x, and in all other tensors [ROWS, COLUMNS]; which of
+    them exist. In x, groups of HEADS consecutive rows begin STRIDE elements apart."""
     row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
     first = (row // HEADS) * STRIDE + (row % HEADS) * HIDDEN
-    return row, first[:, None] + column, row[:, None] * HIDDEN + column, (row < rows)[:, None] & (column < HIDDEN)
+    return (
+        row,
+        first[:, None] + column,
+        row[:, None] * HIDDEN + column,
+        (row < rows)[:, None] & (column < HIDDEN),
+    )
 
 
 @triton.jit
 def _pointers(matrix, tile, at, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Pointers to a tile, whose offsets are `at`. With the widest rows no registers are left to keep these 64-bit offsets in until after
-    the sums of a row, so they are computed again, in a form that is not the common subexpression."""
+    """Pointers to a tile, whose offsets are `at`. With the widest rows no registers are left to keep these
+    64-bit offsets in until after the sums of a row, so they are computed again, in a form that is not the
+    common subexpression."""
     if COLUMNS > 8192:
-        return matrix + tl.cast(tile, tl.int64) * (ROWS * HIDDEN) + (tl.arange(0, ROWS)[:, None] * HIDDEN + tl.arange(0, COLUMNS)[None, :])
+        return (
+            matrix
+            + tl.cast(tile, tl.int64) * (ROWS * HIDDEN)
+            + (tl.arange(0, ROWS)[:, None] * HIDDEN + tl.arange(0, COLUMNS)[None, :])
+        )
     return matrix + at
 
 
 @triton.jit
 def _repeat(vector, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[HIDDEN] as fp32 [ROWS, COLUMNS]: loaded in the layout of a tile, so that threads need not exchange values."""
+    """[HIDDEN] as fp32 [ROWS, COLUMNS]: loaded in the layout of a tile, so that threads need not exchange
+    values."""
     column = tl.arange(0, COLUMNS)[None, :] + tl.zeros((ROWS, 1), tl.int32)
     return tl.load(vector + column, mask=column < HIDDEN, other=0.0).to(tl.float32)
 
@@ -56,7 +77,8 @@ def _repeat(vector, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.conste
 @triton.jit(do_not_specialize=["rows"])
 def _forward(
     x, branch, weight, bias, total, y, mean, rstd, rows,
-    HIDDEN: tl.constexpr, HEADS: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HIDDEN: tl.constexpr, HEADS: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     OFFSET: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     row, x_at, at, exists = _tile(tl.program_id(0), rows, HIDDEN, HEADS, STRIDE, ROWS, COLUMNS)
@@ -73,7 +95,8 @@ def _forward(
     scale = tl.rsqrt(tl.sum(value * value, 1) / HIDDEN + EPS)
     tl.store(rstd + row, scale, mask=row < rows)
     result = value * scale[:, None]
-    if OFFSET == 0.0 and not LAYER:  # like transformers' Llama, in x's dtype before the product with the weight
+    # like transformers' Llama, in x's dtype before the product with the weight
+    if OFFSET == 0.0 and not LAYER:
         result = result.to(dtype).to(tl.float32)
     result *= _repeat(weight, HIDDEN, ROWS, COLUMNS) + OFFSET
     if LAYER:
@@ -84,7 +107,8 @@ def _forward(
 @triton.jit(do_not_specialize=["rows"])
 def _backward(
     dy, dtotal, x, weight, mean, rstd, dx, dweight, dbias, rows,
-    HIDDEN: tl.constexpr, HEADS: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HIDDEN: tl.constexpr, HEADS: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     OFFSET: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     gain = _repeat(weight, HIDDEN, ROWS, COLUMNS) + OFFSET
@@ -107,7 +131,9 @@ def _backward(
             along += (tl.sum(gradient, 1) / HIDDEN)[:, None]
         result = (gradient - along) * scale
         if ADD:
-            result += tl.load(_pointers(dtotal, tile, at, HIDDEN, ROWS, COLUMNS), mask=exists, other=0.0).to(tl.float32)
+            result += tl.load(_pointers(dtotal, tile, at, HIDDEN, ROWS, COLUMNS), mask=exists, other=0.0).to(
+                tl.float32
+            )
         tl.store(_pointers(dx, tile, at, HIDDEN, ROWS, COLUMNS), result.to(dx.dtype.element_ty), mask=exists)
     column = tl.arange(0, COLUMNS)[None, :]
     part = tl.program_id(0) * HIDDEN + column
@@ -117,7 +143,15 @@ def _backward(
 
 
 @functools.cache
-def _variant(backward: bool, target: str, rows_of_x: tuple[int, int, int], add: bool, layer: bool, offset: float, eps: float) -> Variant:
+def _variant(
+    backward: bool,
+    target: str,
+    rows_of_x: tuple[int, int, int],
+    add: bool,
+    layer: bool,
+    offset: float,
+    eps: float,
+) -> Variant:
     hidden, heads, stride = rows_of_x
     columns = triton.next_power_of_2(hidden)
     rows = max(1, TILE // columns)
@@ -125,7 +159,11 @@ def _variant(backward: bool, target: str, rows_of_x: tuple[int, int, int], add: 
     warps = min(max(4, threads // (64 if target == "gfx942" else 32)), WARPS[target])
     sizes = {"HIDDEN": hidden, "HEADS": heads, "STRIDE": stride, "ROWS": rows, "COLUMNS": columns}
     own = {"AHEAD": AHEAD[target]} if backward else {"EPS": eps}
-    return Variant(_backward if backward else _forward, {**sizes, "OFFSET": offset, "ADD": add, "LAYER": layer, **own}, warps)
+    return Variant(
+        _backward if backward else _forward,
+        {**sizes, "OFFSET": offset, "ADD": add, "LAYER": layer, **own},
+        warps,
+    )
 
 
 @functools.cache
@@ -134,10 +172,14 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _rows_of(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
-    """x, copied unless its rows are groups at equal distances, like the heads in a packed projection; the size of a row, the number of rows
-    in a group, and the distance between groups."""
+    """x, copied unless its rows are groups at equal distances, like the heads in a packed projection; the
+    size of a row, the number of rows in a group, and the distance between groups."""
     hidden, size, stride = x.shape[-1], x.shape, x.stride()
-    grouped = x.dim() > 2 and stride[-2:] == (hidden, 1) and all(stride[d] == size[d + 1] * stride[d + 1] for d in range(x.dim() - 3))
+    grouped = (
+        x.dim() > 2
+        and stride[-2:] == (hidden, 1)
+        and all(stride[d] == size[d + 1] * stride[d + 1] for d in range(x.dim() - 3))
+    )
     if grouped and not x.is_contiguous():
         return x, (hidden, size[-2], stride[-3])
     return x.contiguous(), (hidden, 1, hidden)
@@ -147,7 +189,10 @@ def _like_normed(
     x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     whole, row, fp32 = x.shape, (*x.shape[:-1], 1), torch.float32
-    total, mean = x.new_empty(0 if branch is None else whole), x.new_empty(0 if bias is None else row, dtype=fp32)
+    total, mean = (
+        x.new_empty(0 if branch is None else whole),
+        x.new_empty(0 if bias is None else row, dtype=fp32),
+    )
     return total, x.new_empty(whole), mean, x.new_empty(row, dtype=fp32)
 
 
@@ -155,29 +200,48 @@ def _like_normed(
 def norm_forward(
     x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sum of x and branch and its norm [..., H], mean and rstd [..., 1] in fp32: LayerNorm with `bias`; RMSNorm without, and the mean
-    is empty. Without `branch` the norm of x, and the sum is empty."""
+    """The sum of x and branch and its norm [..., H], mean and rstd [..., 1] in fp32: LayerNorm with `bias`;
+    RMSNorm without, and the mean is empty. Without `branch` the norm of x, and the sum is empty."""
     results = _like_normed(x, branch, weight, bias, eps, offset)
     x, rows_of_x = _rows_of(x)
     if x.numel() > 0:
         rows = x.numel() // x.shape[-1]
-        variant = _variant(False, architecture(x.device), rows_of_x, branch is not None, bias is not None, offset, eps)
+        variant = _variant(
+            False, architecture(x.device), rows_of_x, branch is not None, bias is not None, offset, eps
+        )
         inputs = (x, x if branch is None else branch.contiguous(), weight, weight if bias is None else bias)
         variant.launch((triton.cdiv(rows, variant.constants["ROWS"]),), *inputs, *results, rows)
     return results
 
 
 def _like_gradients(
-    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, offset: float
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    offset: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), rstd.new_empty(weight.shape), rstd.new_empty(0 if mean is None else weight.shape)
+    return (
+        x.new_empty(x.shape),
+        rstd.new_empty(weight.shape),
+        rstd.new_empty(0 if mean is None else weight.shape),
+    )
 
 
 @operation(fake=_like_gradients)
 def norm_backward(
-    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, offset: float
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    offset: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx [..., H], with dtotal added; dweight and dbias [H] in fp32. Without `mean` the gradients of RMSNorm, and dbias is empty."""
+    """dx [..., H], with dtotal added; dweight and dbias [H] in fp32. Without `mean` the gradients of RMSNorm,
+    and dbias is empty."""
     x, rows_of_x = _rows_of(x)
     hidden, target = x.shape[-1], architecture(x.device)
     rows = x.numel() // hidden
@@ -188,6 +252,13 @@ def norm_backward(
     dbias = rstd.new_empty((programs, 0 if mean is None else hidden))
     if rows > 0:
         dy = dy.contiguous()
-        inputs = (dy, dy if dtotal is None else dtotal.contiguous(), x, weight, rstd if mean is None else mean, rstd)
+        inputs = (
+            dy,
+            dy if dtotal is None else dtotal.contiguous(),
+            x,
+            weight,
+            rstd if mean is None else mean,
+            rstd,
+        )
         variant.launch((programs,), *inputs, dx, dweight, dbias, rows)
     return dx, dweight.sum(0), rstd.new_empty(0) if mean is None else dbias.sum(0)

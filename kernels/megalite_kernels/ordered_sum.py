@@ -1,7 +1,7 @@
 """The sum of several ranks' parts in rank order, as gradients are reduced in 16 bits.
 
-Each part is cast to fp32 and added to the ones before it. So the sum is the same on every rank that computes it, and is not rounded on its
-way from rank to rank, as NCCL's own reduction in 16 bits is.
+Each part is cast to fp32 and added to the ones before it. So the sum is the same on every rank that computes
+it, and is not rounded on its way from rank to rank, as NCCL's own reduction in 16 bits is.
 """
 
 import torch
@@ -11,7 +11,8 @@ from megalite_kernels.dispatch import takes_triton
 
 
 def ordered_sum(parts: Tensor, total: Tensor) -> None:
-    """Write Σ parts[i], in order of i and in at least fp32, to total: [ranks, n] -> [n]. Both are contiguous."""
+    """Write Σ parts[i], in order of i and in at least fp32, to total: [ranks, n] -> [n]. Both are
+    contiguous."""
     if takes_triton(parts) and takes_triton(total):
         from megalite_kernels import ordered_sum_triton
 

@@ -1,7 +1,7 @@
 """The sum of parts in one pass over memory: `ordered_sum.ordered_sum`. Bitwise that of the reference.
 
-It reads every part once and writes the sum: with two bytes in and four out, 2 · ranks + 4 bytes an element. Without it each part would
-also be written and read as fp32. Element numbers are 64-bit.
+It reads every part once and writes the sum: with two bytes in and four out, 2 · ranks + 4 bytes an element.
+Without it each part would also be written and read as fp32. Element numbers are 64-bit.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -39,7 +39,10 @@ def ordered_sum(parts: Tensor, total: Tensor) -> None:
     """parts [ranks, n], total [n]; see `ordered_sum.ordered_sum`."""
     ranks, count = parts.shape
     if not (parts.is_contiguous() and total.is_contiguous() and total.shape == (count,)):
-        raise ValueError(f"parts [ranks, n] and their total [n] must be contiguous, not {list(parts.shape)} and {list(total.shape)}")
+        raise ValueError(
+            f"parts [ranks, n] and their total [n] must be contiguous, not {list(parts.shape)} and "
+            f"{list(total.shape)}"
+        )
     if count:
         _variant().launch((triton.cdiv(count, TILE),), parts, total, ranks, count)
         torch.autograd.graph.increment_version([total])

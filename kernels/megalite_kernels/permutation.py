@@ -1,11 +1,13 @@
 """Rows in the order of their experts, and back: orders, counts, and the copies and sums of rows.
 
     gather_rows       out[i] = rows[index[i]]
-    combine_rows      out[t] = Σ_j weights[t, j] · rows[index[t, j]]        in the order of j, without atomic additions
-    and backward      drows[r] = weights[s] · grad[t],  dweights[s] = Σ grad[t] · rows[r],  with s = order[r] and t = s // k
+    combine_rows      out[t] = Σ_j weights[t, j] · rows[index[t, j]]        in the order of j, without atomic
+    additions
+    and backward      drows[r] = weights[s] · grad[t],  dweights[s] = Σ grad[t] · rows[r],  with s = order[r]
+    and t = s // k
 
-An index that is the number of rows or more means that there is none: its row is zero. Orders and counts are whole numbers, so that the
-order of additions changes nothing.
+An index that is the number of rows or more means that there is none: its row is zero. Orders and counts are
+whole numbers, so that the order of additions changes nothing.
 """
 
 import torch
@@ -15,7 +17,8 @@ from megalite_kernels.dispatch import takes_triton
 
 
 def inverse_order(order: Tensor, length: int) -> Tensor:
-    """Where each of `length` indices is in `order`: [length] int64; len(order) for an index that is not in it."""
+    """Where each of `length` indices is in `order`: [length] int64; len(order) for an index that is not in
+    it."""
     inverse = torch.full((length,), len(order), dtype=order.dtype, device=order.device)
     inverse[order] = torch.arange(len(order), device=order.device)
     return inverse
@@ -23,7 +26,9 @@ def inverse_order(order: Tensor, length: int) -> Tensor:
 
 def count(values: Tensor, number: int) -> Tensor:
     """How often each of 0 … number - 1 occurs in the flat `values`: [number] int64."""
-    return torch.zeros(number, dtype=torch.int64, device=values.device).scatter_add_(0, values, torch.ones_like(values))
+    return torch.zeros(number, dtype=torch.int64, device=values.device).scatter_add_(
+        0, values, torch.ones_like(values)
+    )
 
 
 def count_by_column(choices: Tensor, valid: Tensor, number: int) -> Tensor:
@@ -32,14 +37,16 @@ def count_by_column(choices: Tensor, valid: Tensor, number: int) -> Tensor:
     choices: [rows · columns, k] int64, column by column within a row; valid: [rows, columns] bool.
     """
     columns = valid.shape[1]
-    of = torch.arange(columns, device=valid.device).repeat(valid.shape[0]).unsqueeze(1)  # the column of each choice
+    # the column of each choice
+    of = torch.arange(columns, device=valid.device).repeat(valid.shape[0]).unsqueeze(1)
     counts = torch.zeros(columns * number, dtype=torch.float64, device=valid.device)
     ones = valid.flatten().double().unsqueeze(1).expand_as(choices)
     return counts.scatter_add_(0, (of * number + choices).flatten(), ones.flatten()).view(columns, number)
 
 
 def places_among_equals(values: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """For each of the flat `values`, 0 … number - 1, how many equal ones come before it; and how often each number occurs."""
+    """For each of the flat `values`, 0 … number - 1, how many equal ones come before it; and how often each
+    number occurs."""
     counts, order = count(values, number), values.argsort(stable=True)
     places = torch.empty_like(values)
     places[order] = torch.arange(len(values), device=values.device) - sums_before(counts)[values[order]]
@@ -52,7 +59,8 @@ def sums_before(counts: Tensor) -> Tensor:
 
 
 def choice_groups(choices: Tensor, valid: Tensor, number: int) -> Tensor:
-    """Numbers of the groups (valid first, then slot, column and what is chosen of `number`) of choices [rows, columns, k].
+    """Numbers of the groups (valid first, then slot, column and what is chosen of `number`) of choices [rows,
+    columns, k].
 
     valid: [rows, columns] bool. There are 2 · k · columns · number groups.
     """
@@ -62,7 +70,8 @@ def choice_groups(choices: Tensor, valid: Tensor, number: int) -> Tensor:
 
 
 def order_by_column(sizes: Tensor, total: int) -> Tensor:
-    """The order that sorts blocks of rows by column, then by row of `sizes` [rows, columns], if they come by row, then by column."""
+    """The order that sorts blocks of rows by column, then by row of `sizes` [rows, columns], if they come by
+    row, then by column."""
     columns = torch.arange(sizes.shape[1], device=sizes.device).repeat(sizes.shape[0])
     return columns.repeat_interleave(sizes.flatten(), output_size=total).argsort(stable=True)
 
@@ -88,7 +97,8 @@ def by_slot(values: Tensor, index: Tensor, partial: bool = False) -> Tensor:
 
 
 def combine_rows(rows: Tensor, index: Tensor, weights: Tensor | None = None, partial: bool = False) -> Tensor:
-    """The weighted sums of each token's rows, in at least fp32, rounded to the rows' dtype: [n, width], [tokens, k] -> [tokens, width].
+    """The weighted sums of each token's rows, in at least fp32, rounded to the rows' dtype: [n, width],
+    [tokens, k] -> [tokens, width].
 
     weights: [tokens, k], at least fp32; None: all are 1. partial: as for `by_slot`.
     """
@@ -102,8 +112,11 @@ def combine_rows(rows: Tensor, index: Tensor, weights: Tensor | None = None, par
     return found.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32)).to(rows.dtype)
 
 
-def combine_rows_backward(grad: Tensor, rows: Tensor, order: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `combine_rows` with respect to the rows, [n, width], and to each row's weight, [n] in the weights' dtype.
+def combine_rows_backward(
+    grad: Tensor, rows: Tensor, order: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `combine_rows` with respect to the rows, [n, width], and to each row's weight, [n] in the
+    weights' dtype.
 
     grad: [tokens, width]; order: [n] int64, which of the flattened weights [tokens, k] each row has.
     """

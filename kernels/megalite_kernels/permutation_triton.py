@@ -1,8 +1,10 @@
-"""Rows in the order of their experts, and back, in one pass over memory: `permutation.gather_rows`, `combine_rows` and its backward.
+"""Rows in the order of their experts, and back, in one pass over memory: `permutation.gather_rows`,
+`combine_rows` and its backward.
 
-A program copies, or sums, a part of one row: the row that it reads is looked up once. So rows are read and written whole, whatever their
-order, and a token's rows are added in the order of its choices: the same bits in every run. Row numbers are 64-bit.
-With k rows for a token, combining reads k and writes 1 values per element of a token, its backward reads k + 1 and writes k.
+A program copies, or sums, a part of one row: the row that it reads is looked up once. So rows are read and
+written whole, whatever their order, and a token's rows are added in the order of its choices: the same bits
+in every run. Row numbers are 64-bit. With k rows for a token, combining reads k and writes 1 values per
+element of a token, its backward reads k + 1 and writes k.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -30,14 +32,18 @@ def _gather(rows, index, out, width, COLUMNS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["available", "slots"])
-def _combine(rows, index, weights, out, available, slots, width, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr):
+def _combine(
+    rows, index, weights, out, available, slots, width, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr
+):
     across = tl.cdiv(width, COLUMNS)
     token = (tl.program_id(0) // across).to(tl.int64)
     column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.float32)
     for slot in range(slots):
         source = tl.load(index + token * slots + slot)
-        value = tl.load(rows + source * width + column, mask=(column < width) & (source < available), other=0.0).to(tl.float32)
+        value = tl.load(
+            rows + source * width + column, mask=(column < width) & (source < available), other=0.0
+        ).to(tl.float32)
         if WEIGHTED:
             value *= tl.load(weights + token * slots + slot)
         total += value
@@ -48,14 +54,17 @@ def _combine(rows, index, weights, out, available, slots, width, WEIGHTED: tl.co
 def _combine_backward(grad, rows, order, weights, drows, dweights, slots, width, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(order + row)
-    weight, token = tl.load(weights + place), (place.to(tl.int32) // slots).to(tl.int64)  # there are fewer than 2³¹ choices
+    # there are fewer than 2³¹ choices
+    weight, token = tl.load(weights + place), (place.to(tl.int32) // slots).to(tl.int64)
     products = tl.zeros((COLUMNS,), tl.float32)
     for start in range(0, width, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         sent = tl.load(grad + token * width + column, mask=column < width, other=0.0).to(tl.float32)
         value = tl.load(rows + row * width + column, mask=column < width, other=0.0).to(tl.float32)
         products += sent * value
-        tl.store(drows + row * width + column, (sent * weight).to(drows.dtype.element_ty), mask=column < width)
+        tl.store(
+            drows + row * width + column, (sent * weight).to(drows.dtype.element_ty), mask=column < width
+        )
     tl.store(dweights + row, tl.sum(products, 0))
 
 
@@ -64,7 +73,8 @@ def _variant(chip: str, name: str, dtype: torch.dtype, weighted: bool = False) -
     columns = TILE_BYTES // dtype.itemsize
     if name == "combine":
         return Variant(_combine, {"WEIGHTED": weighted, "COLUMNS": columns}, warps=4)
-    if name == "backward":  # two inputs: one 128-bit load of each per thread, of which a warp has 64 on gfx942
+    # two inputs: one 128-bit load of each per thread, of which a warp has 64 on gfx942
+    if name == "backward":
         return Variant(_combine_backward, {"COLUMNS": columns}, warps=4 if chip == "gfx942" else 8)
     return Variant(_gather, {"COLUMNS": columns}, warps=4)
 
@@ -90,7 +100,10 @@ def _combined(rows: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
 @operation(fake=_combined)
 def combine_rows(rows: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
     """rows [n, width], index and weights [tokens, k]; see `permutation.combine_rows`."""
-    out, variant = _combined(rows, index, weights), _variant(architecture(rows.device), "combine", rows.dtype, weights is not None)
+    out, variant = (
+        _combined(rows, index, weights),
+        _variant(architecture(rows.device), "combine", rows.dtype, weights is not None),
+    )
     if out.numel():
         programs = len(index) * triton.cdiv(rows.shape[1], variant.constants["COLUMNS"])
         given = rows.contiguous(), index.contiguous(), rows if weights is None else weights.contiguous()
@@ -103,8 +116,11 @@ def _gradients(grad: Tensor, rows: Tensor, order: Tensor, weights: Tensor) -> tu
 
 
 @operation(fake=_gradients)
-def combine_rows_backward(grad: Tensor, rows: Tensor, order: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """grad [tokens, width], rows [n, width], order [n], weights [tokens, k]; see `permutation.combine_rows_backward`."""
+def combine_rows_backward(
+    grad: Tensor, rows: Tensor, order: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """grad [tokens, width], rows [n, width], order [n], weights [tokens, k]; see
+    `permutation.combine_rows_backward`."""
     drows, dweights = _gradients(grad, rows, order, weights)
     if len(order):
         given = grad.contiguous(), rows.contiguous(), order.contiguous(), weights.contiguous()

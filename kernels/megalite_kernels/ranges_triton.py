@@ -1,11 +1,12 @@
 """Many flat ranges of memory in one kernel launch: shared by the kernels of AdamW and of the gradient norm.
 
-A launch costs the host some ten microseconds, and a model's gradient consists of hundreds of ranges. So a kernel's argument is a table of
-ranges instead of tensors. Ranges are cut into tiles of one size; a program handles one tile, and looks up its range, its offset in the
-range and the range's addresses. The latency of the two dependent loads is hidden by the other programs of a multiprocessor.
+A launch costs the host some ten microseconds, and a model's gradient consists of hundreds of ranges. So a
+kernel's argument is a table of ranges instead of tensors. Ranges are cut into tiles of one size; a program
+handles one tile, and looks up its range, its offset in the range and the range's addresses. The latency of
+the two dependent loads is hidden by the other programs of a multiprocessor.
 
-A table depends only on addresses and lengths. These are the same in each training step, so tables are cached; one takes 4 bytes per tile.
-It is copied to the device without a wait.
+A table depends only on addresses and lengths. These are the same in each training step, so tables are cached;
+one takes 4 bytes per tile. It is copied to the device without a wait.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -29,7 +30,8 @@ class Tiles(NamedTuple):
     """The table of one launch."""
 
     owner: Tensor  # [tiles] int32: the range that each tile belongs to
-    rows: Tensor  # [ranges, 2 + arrays] int64: a range's first tile, its length, and its address in each array
+    # [ranges, 2 + arrays] int64: a range's first tile, its length, and its address in each array
+    rows: Tensor
 
 
 def aligned(x: Tensor) -> bool:
@@ -41,8 +43,8 @@ def cut(arrays: Sequence[Sequence[Tensor]], tile: int) -> Tiles:
     """The tiles of the given ranges, one after the other.
 
     Args:
-        arrays: for each array of a kernel, its part of every range; the parts of a range have one length, those of an array one dtype.
-        tile: elements per tile.
+        arrays: for each array of a kernel, its part of every range; the parts of a range have one length,
+        those of an array one dtype. tile: elements per tile.
 
     Raises:
         ValueError: lengths, dtypes or devices differ, or a range is not contiguous.
@@ -51,21 +53,29 @@ def cut(arrays: Sequence[Sequence[Tensor]], tile: int) -> Tiles:
     for array in arrays:
         kinds = {(x.dtype, x.device, x.is_contiguous()) for x in array}
         if tuple(x.numel() for x in array) != lengths or kinds != {(array[0].dtype, device, True)}:
-            raise ValueError("ranges must be contiguous, on one device, of one length in all arrays, and of one dtype within an array")
+            raise ValueError(
+                "ranges must be contiguous, on one device, of one length in all arrays, and of one dtype "
+                "within an array"
+            )
     return _table(device, tile, lengths, tuple(tuple(x.data_ptr() for x in array) for array in arrays))
 
 
 @functools.lru_cache(maxsize=8)
-def _table(device: torch.device, tile: int, lengths: tuple[int, ...], addresses: tuple[tuple[int, ...], ...]) -> Tiles:
+def _table(
+    device: torch.device, tile: int, lengths: tuple[int, ...], addresses: tuple[tuple[int, ...], ...]
+) -> Tiles:
     counts = torch.tensor([triton.cdiv(length, tile) for length in lengths])
     owner = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(counts)
-    rows = torch.stack([counts.cumsum(0) - counts, *(torch.tensor(column) for column in (lengths, *addresses))], dim=1)
+    rows = torch.stack(
+        [counts.cumsum(0) - counts, *(torch.tensor(column) for column in (lengths, *addresses))], dim=1
+    )
     return Tiles(upload(owner, device), upload(rows, device))
 
 
 @triton.jit
 def locate(owner, rows, ARRAYS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr):
-    """This program's tile: the table row of its range, the positions of its elements in the range, and which of them exist."""
+    """This program's tile: the table row of its range, the positions of its elements in the range, and which
+    of them exist."""
     tile = tl.program_id(0)
     row = rows + tl.load(owner + tile).to(tl.int64) * (2 + ARRAYS)
     length = tl.load(row + 1)

@@ -1,12 +1,13 @@
-"""Rotary position embedding (Su et al. 2021) in the half-split form of Hugging Face, and the split of a packed q|k|v projection.
+"""Rotary position embedding (Su et al. 2021) in the half-split form of Hugging Face, and the split of a
+packed q|k|v projection.
 
 With x = [x1, x2] split at D/2 and angle(s, i) = position(s) · theta^(-2i/D):
 
     y1 = x1 · cos − x2 · sin        y2 = x2 · cos + x1 · sin
 
-The backward is the rotation by the opposite angle. Pairs that do not rotate have angle 0. Tables are D wide, with the angles of the D/2
-pairs twice, as in transformers: a rotation is then one product over whole rows and two over half rows, which is faster than four over half
-rows.
+The backward is the rotation by the opposite angle. Pairs that do not rotate have angle 0. Tables are D wide,
+with the angles of the D/2 pairs twice, as in transformers: a rotation is then one product over whole rows and
+two over half rows, which is faster than four over half rows.
 """
 
 import functools
@@ -21,7 +22,8 @@ from megalite_kernels.dispatch import takes_triton
 
 
 def _llama3(frequency: Tensor, scaling: dict[str, Any]) -> Tensor:
-    """Llama 3.1: wavelengths beyond the original context are stretched by `factor`, short ones are kept, those between interpolated."""
+    """Llama 3.1: wavelengths beyond the original context are stretched by `factor`, short ones are kept,
+    those between interpolated."""
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     context = scaling["original_max_position_embeddings"]
     wavelength = 2 * math.pi / frequency
@@ -30,8 +32,9 @@ def _llama3(frequency: Tensor, scaling: dict[str, Any]) -> Tensor:
 
 
 def _yarn(frequency: Tensor, theta: float, scaling: dict[str, Any]) -> Tensor:
-    """YaRN (Peng et al. 2023): channels that turn at most `beta_slow` times in the original context are stretched by `factor`, those that
-    turn at least `beta_fast` times are kept, and the stretch grows linearly over the channels between.
+    """YaRN (Peng et al. 2023): channels that turn at most `beta_slow` times in the original context are
+    stretched by `factor`, those that turn at least `beta_fast` times are kept, and the stretch grows linearly
+    over the channels between.
     """
     dim, context = 2 * len(frequency), scaling["original_max_position_embeddings"]
 
@@ -42,13 +45,20 @@ def _yarn(frequency: Tensor, theta: float, scaling: dict[str, Any]) -> Tensor:
     if scaling.get("truncate", True):  # to whole channels, as in YaRN's own code; not in gpt-oss
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    stretch = ((torch.arange(len(frequency), device=frequency.device) - low) / (high - low or 0.001)).clamp(0, 1).to(frequency.dtype)
+    stretch = (
+        ((torch.arange(len(frequency), device=frequency.device) - low) / (high - low or 0.001))
+        .clamp(0, 1)
+        .to(frequency.dtype)
+    )
     return stretch * frequency / scaling["factor"] + (1 - stretch) * frequency
 
 
 def _longrope(frequency: Tensor, scaling: dict[str, Any], length: int) -> Tensor:
-    """LongRoPE (Ding et al. 2024): each channel is stretched by its own factor, and by another one in sequences beyond the context."""
-    factors = scaling["long_factor" if length > scaling["original_max_position_embeddings"] else "short_factor"]
+    """LongRoPE (Ding et al. 2024): each channel is stretched by its own factor, and by another one in
+    sequences beyond the context."""
+    factors = scaling[
+        "long_factor" if length > scaling["original_max_position_embeddings"] else "short_factor"
+    ]
     return frequency / _kept(tuple(factors), frequency.dtype, frequency.device)
 
 
@@ -59,7 +69,12 @@ def _kept(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -
 
 
 def _frequencies(
-    head_dim: int, theta: float, scaling: dict[str, Any] | None, dtype: torch.dtype, device: torch.device | str, length: int
+    head_dim: int,
+    theta: float,
+    scaling: dict[str, Any] | None,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    length: int,
 ) -> Tensor:
     exponent = torch.arange(0, head_dim, 2, device=device).to(dtype) / head_dim
     frequency = 1.0 / theta**exponent  # [D/2]
@@ -75,7 +90,10 @@ def _frequencies(
         return _yarn(frequency, theta, scaling)
     if kind == "longrope":
         return _longrope(frequency, scaling, length)
-    raise ValueError(f"model.rope_scaling: rope_type {kind!r} is not supported; known are default, linear, llama3, yarn, longrope.")
+    raise ValueError(
+        f"model.rope_scaling: rope_type {kind!r} is not supported; known are default, linear, llama3, yarn, "
+        "longrope."
+    )
 
 
 def rotary_tables(
@@ -88,16 +106,18 @@ def rotary_tables(
     rotary_dim: int | None = None,
     length: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin: [S, D] for positions [S], [S, B, D] for positions [S, B]; angles are computed in at least fp32.
+    """cos and sin: [S, D] for positions [S], [S, B, D] for positions [S, B]; angles are computed in at least
+    fp32.
 
-    Under YaRN and LongRoPE both are multiplied by an attention_factor, which multiplies scores by its square. rotary_dim: number of
-    channels that rotate, by default all. Their pairs come first; frequencies are those of a head of this width. length: of the sequence,
-    for LongRoPE.
+    Under YaRN and LongRoPE both are multiplied by an attention_factor, which multiplies scores by its square.
+    rotary_dim: number of channels that rotate, by default all. Their pairs come first; frequencies are those
+    of a head of this width. length: of the sequence, for LongRoPE.
     """
     accumulate_dtype = torch.promote_types(dtype, torch.float32)
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
     frequency = _frequencies(rotary_dim, theta, scaling, accumulate_dtype, device, length)
-    angle = positions.to(device=device, dtype=accumulate_dtype).unsqueeze(-1) * frequency  # [..., rotary_dim/2]
+    # [..., rotary_dim/2]
+    angle = positions.to(device=device, dtype=accumulate_dtype).unsqueeze(-1) * frequency
     factor, idle = (scaling or {}).get("attention_factor", 1.0), (0, (head_dim - rotary_dim) // 2)
     cos, sin = F.pad(angle.cos() * factor, idle, value=1.0), F.pad(angle.sin() * factor, idle)
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((sin, sin), -1).to(dtype)
@@ -115,7 +135,8 @@ def _rotate_into(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> N
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
-    """x [S, B, heads, D] rotated by its positions' angles; `inverse`: by the opposite angles, which is the backward."""
+    """x [S, B, heads, D] rotated by its positions' angles; `inverse`: by the opposite angles, which is the
+    backward."""
     if takes_triton(x):
         from megalite_kernels import rotary_triton
 
@@ -125,11 +146,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor
     return y
 
 
-def split_rotary(packed: Tensor, hq: int, hk: int, head_dim: int, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed [S, B, (hq + 2·hk)·D], laid out q|k|v -> q [S, B, hq, D], k and v [S, B, hk, D], with q and k rotated.
+def split_rotary(
+    packed: Tensor, hq: int, hk: int, head_dim: int, cos: Tensor | None, sin: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed [S, B, (hq + 2·hk)·D], laid out q|k|v -> q [S, B, hq, D], k and v [S, B, hk, D], with q and k
+    rotated.
 
-    The results are views of one new buffer: `packed` is not kept alive. Without tables (cos is None) nothing is rotated, and the results
-    are views of `packed` itself.
+    The results are views of one new buffer: `packed` is not kept alive. Without tables (cos is None) nothing
+    is rotated, and the results are views of `packed` itself.
     """
     heads = packed.unflatten(-1, (hq + 2 * hk, head_dim))
     if cos is not None and sin is not None and takes_triton(packed):
@@ -144,7 +168,9 @@ def split_rotary(packed: Tensor, hq: int, hk: int, head_dim: int, cos: Tensor | 
     return heads[:, :, :hq], heads[:, :, hq : hq + hk], heads[:, :, hq + hk :]
 
 
-def split_rotary_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+def split_rotary_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None
+) -> Tensor:
     """Gradient of `split_rotary`: one packed [S, B, (hq + 2·hk)·D], each part written once."""
     if cos is not None and sin is not None and takes_triton(dq):
         from megalite_kernels import rotary_triton

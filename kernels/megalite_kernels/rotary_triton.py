@@ -1,10 +1,13 @@
-"""Rotary embedding in one pass over memory, together with the split of the packed projection: the kernel of `rotary`.
+"""Rotary embedding in one pass over memory, together with the split of the packed projection: the kernel of
+`rotary`.
 
-Queries, keys and values of any strides are read once and written to one packed buffer, queries and keys rotated, values unchanged: in
-forward the three parts of a packed projection, in backward their gradients. (In forward values could stay where they are, for a sixth less
-traffic with 32 query and 8 key-value heads; but that would keep the whole projection in memory.) A row is one head of one token; a program
-has a tile of rows. Every head of a token reads the tables, but only the first one from memory: the others hit the cache. Of the tables' D
-columns the first D/2 are read: the others repeat them. Offsets are 64-bit, except row numbers: 2³¹ rows do not fit in memory.
+Queries, keys and values of any strides are read once and written to one packed buffer, queries and keys
+rotated, values unchanged: in forward the three parts of a packed projection, in backward their gradients. (In
+forward values could stay where they are, for a sixth less traffic with 32 query and 8 key-value heads; but
+that would keep the whole projection in memory.) A row is one head of one token; a program has a tile of rows.
+Every head of a token reads the tables, but only the first one from memory: the others hit the cache. Of the
+tables' D columns the first D/2 are read: the others repeat them. Offsets are 64-bit, except row numbers: 2³¹
+rows do not fit in memory.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -23,17 +26,23 @@ TILE_BYTES = 4096  # of the first halves of rows: with 4 warps two 128-bit loads
 
 @triton.jit
 def _tile(rows, heads, batch, ROWS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr):
-    """This program's rows [ROWS, 1]: their numbers, positions, samples and heads; pairs of channels [1, PAIRS]; which elements exist."""
+    """This program's rows [ROWS, 1]: their numbers, positions, samples and heads; pairs of channels [1,
+    PAIRS]; which elements exist."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     pair = tl.arange(0, PAIRS)[None, :]
     token = row // heads
-    position, sample, head = (token // batch).to(tl.int64), (token % batch).to(tl.int64), (row % heads).to(tl.int64)
+    position, sample, head = (
+        (token // batch).to(tl.int64),
+        (token % batch).to(tl.int64),
+        (row % heads).to(tl.int64),
+    )
     return row.to(tl.int64), position, sample, head, pair, (row < rows) & (pair < HALF)
 
 
 @triton.jit
 def _turn(source, cos, sin, target, exists, turns, sign, HALF: tl.constexpr):
-    """Rotate rows by sign · angle where `turns`, else copy them; source, cos, sin and target point to first halves."""
+    """Rotate rows by sign · angle where `turns`, else copy them; source, cos, sin and target point to first
+    halves."""
     first, second = tl.load(source, mask=exists), tl.load(source + HALF, mask=exists)
     c = tl.load(cos, mask=exists & turns).to(tl.float32)
     s = tl.load(sin, mask=exists & turns).to(tl.float32) * tl.cast(sign, tl.float32)
@@ -45,7 +54,8 @@ def _turn(source, cos, sin, target, exists, turns, sign, HALF: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def _rotary(
     q, k, v, cos, sin, out, sign, rows, batch, q_heads, k_heads, q_position_step, q_sample_step, q_head_step,
-    k_position_step, k_sample_step, k_head_step, v_position_step, v_sample_step, v_head_step, table_position_step, table_sample_step,
+    k_position_step, k_sample_step, k_head_step, v_position_step, v_sample_step, v_head_step,
+    table_position_step, table_sample_step,
     HALF: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row, position, sample, head, pair, exists = _tile(rows, q_heads + 2 * k_heads, batch, ROWS, HALF, PAIRS)
@@ -71,15 +81,30 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: 
 
 @operation(fake=_packed)
 def rotate_and_pack(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """q [S, B, hq, D], k and v [S, B, hk, D] of any strides -> [S, B, hq + 2·hk, D], with q and k rotated by their positions' angles, or
-    with `inverse` by the opposite ones. hk may be 0."""
+    """q [S, B, hq, D], k and v [S, B, hk, D] of any strides -> [S, B, hq + 2·hk, D], with q and k rotated by
+    their positions' angles, or with `inverse` by the opposite ones. hk may be 0."""
     packed = _packed(q, k, v, cos, sin, inverse)
     if packed.numel() > 0:
         sources = [source if source.stride(-1) == 1 else source.contiguous() for source in (q, k, v)]
         cos, sin = cos.contiguous(), sin.contiguous()
         steps = [step for source in sources for step in source.stride()[:3]]
         steps += [cos.stride(0), cos.stride(1) if cos.dim() == 3 else 0]
-        batch, rows, variant = q.shape[1], packed.numel() // packed.shape[3], _variant(q.dtype, packed.shape[3])
-        arguments = *sources, cos, sin, packed, -1.0 if inverse else 1.0, rows, batch, q.shape[2], k.shape[2], *steps
+        batch, rows, variant = (
+            q.shape[1],
+            packed.numel() // packed.shape[3],
+            _variant(q.dtype, packed.shape[3]),
+        )
+        arguments = (
+            *sources,
+            cos,
+            sin,
+            packed,
+            -1.0 if inverse else 1.0,
+            rows,
+            batch,
+            q.shape[2],
+            k.shape[2],
+            *steps,
+        )
         variant.launch((triton.cdiv(rows, variant.constants["ROWS"]),), *arguments)
     return packed

@@ -1,8 +1,9 @@
 """A weight's gradient on a GPU: grad (+)= left · inputs, with grad in fp32 and the factors in 16 bits.
 
-The product's fp32 accumulators are added to grad without being rounded first. Both routes do so: one lets the product add (addmm), the
-other writes the product to a temporary in fp32 and adds that (mm_add), which moves 12 bytes an element more, but lets cuBLAS choose among
-more kernels. addmm runs unless a device's file names the other one (`device_routes`).
+The product's fp32 accumulators are added to grad without being rounded first. Both routes do so: one lets the
+product add (addmm), the other writes the product to a temporary in fp32 and adds that (mm_add), which moves
+12 bytes an element more, but lets cuBLAS choose among more kernels. addmm runs unless a device's file names
+the other one (`device_routes`).
 """
 
 from collections.abc import Callable
@@ -25,7 +26,8 @@ def _mm_add(grad: Tensor, left: Tensor, inputs: Tensor, overwrite: bool) -> None
 
 
 ROUTES: dict[str, Callable[[Tensor, Tensor, Tensor, bool], None]] = {"addmm": _addmm, "mm_add": _mm_add}
-"""By name, in default order. Each takes grad [out, in], left [out, tokens], inputs [tokens, in], and whether grad is overwritten."""
+"""By name, in default order. Each takes grad [out, in], left [out, tokens], inputs [tokens, in], and whether
+grad is overwritten."""
 
 
 def add_product(grad: Tensor, left: Tensor, inputs: Tensor, overwrite: bool) -> None:

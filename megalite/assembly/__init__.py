@@ -1,4 +1,5 @@
-"""From configuration and mesh to the parts of a run: plan.py derives data from the configuration, parts.py builds modules and stores.
+"""From configuration and mesh to the parts of a run: plan.py derives data from the configuration, parts.py
+builds modules and stores.
 
 May import megalite.model, optimizer, data, checkpoint and what is below; plan.py imports no torch.
 """

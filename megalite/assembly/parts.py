@@ -1,4 +1,5 @@
-"""From a configuration and a mesh to the parts of a run: partition, schedule, parameters, stages, runtime, optimizer.
+"""From a configuration and a mesh to the parts of a run: partition, schedule, parameters, stages, runtime,
+optimizer.
 
 The trainer, verification and generation build the same parts here.
 """
@@ -50,7 +51,8 @@ def offload_directory(config: Config) -> Path:
 
 
 def check_offload(config: Config, device: torch.device, share: float) -> None:
-    """Raise ConfigError if the disk has no room for the optimizer state of this machine's ranks, which are a `share` of all."""
+    """Raise ConfigError if the disk has no room for the optimizer state of this machine's ranks, which are a
+    `share` of all."""
     parallel, dtype = config.parallel, DTYPES[config.train.precision]
     if parallel.offload != "disk":
         return
@@ -68,7 +70,9 @@ def mesh_options(config: Config) -> dict[str, Any]:
     plan = schedule(config, layout(config).microbatches)
     return {
         "kv_replicas": kv_replicas(config.model, config.parallel.tp),
-        "tied": (plan.placement[0], plan.placement[-1]) if config.model.tie_word_embeddings or config.model.mtp_layers else None,
+        "tied": (plan.placement[0], plan.placement[-1])
+        if config.model.tie_word_embeddings or config.model.mtp_layers
+        else None,
         "channels": edges(plan),
         "staggered_end": staggered_end(config),
         "stage_axis": OPTIMIZERS[config.optimizer.name].over == "stage",
@@ -79,7 +83,11 @@ def mesh_options(config: Config) -> dict[str, Any]:
 
 def make_mesh(config: Config) -> Mesh:
     """Create all groups and channels that this configuration needs. Collective over the world."""
-    return Mesh(layout(config), **mesh_options(config), timeout=timedelta(seconds=duration_seconds(config.run.timeout) or 0))
+    return Mesh(
+        layout(config),
+        **mesh_options(config),
+        timeout=timedelta(seconds=duration_seconds(config.run.timeout) or 0),
+    )
 
 
 def microbatch_maker(config: Config, cp: MeshAxis) -> Callable[..., Microbatch]:
@@ -103,15 +111,24 @@ class Parts:
     store: ParameterStore
     stages: dict[int, Stage]
     runtime: Runtime
-    routers: Routers | MultiTokenStatistics | None  # None: no mixtures of experts, and no modules of multi-token prediction
+    # None: no mixtures of experts, and no modules of multi-token prediction
+    routers: Routers | MultiTokenStatistics | None
 
     def to_load(self) -> list[Rectangle]:
-        """What a trained model computes with: its weights, and what a choice of experts adds to the probabilities."""
+        """What a trained model computes with: its weights, and what a choice of experts adds to the
+        probabilities."""
         return [*self.store.to_load(), *(self.routers.learned() if self.routers is not None else ())]
 
 
-def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training: bool = True, state: StateMemory | None = None) -> Parts:
-    """Allocate this rank's parameters (zero until initialized or loaded; gradients only if it trains) and build the stages that use them.
+def build_parts(
+    config: Config,
+    mesh: Mesh,
+    device: torch.device | str,
+    training: bool = True,
+    state: StateMemory | None = None,
+) -> Parts:
+    """Allocate this rank's parameters (zero until initialized or loaded; gradients only if it trains) and
+    build the stages that use them.
 
     `state`: the memory of the optimizer state; default: as `parallel.offload` says.
     """
@@ -133,8 +150,12 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training
         from megalite.parallel.sharding.powersgd import PowerSGD
 
         powersgd = PowerSGD(mesh, parallel.powersgd_rank, config.run.seed)
-    state = state or state_memory(parallel.offload if training else "none", torch.device(device), offload_directory(config))
-    store = ParameterStore(specs_of(config, mesh.pp.rank), mesh, options, powersgd=powersgd, device=device, state=state)
+    state = state or state_memory(
+        parallel.offload if training else "none", torch.device(device), offload_directory(config)
+    )
+    store = ParameterStore(
+        specs_of(config, mesh.pp.rank), mesh, options, powersgd=powersgd, device=device, state=state
+    )
     if config.lora.rank:
         from megalite.parallel.tensor.lora import attach_adapters
 
@@ -158,5 +179,7 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device | str, training
         from megalite.model.multi_token import MultiTokenStatistics
 
         routers = MultiTokenStatistics(config.model.mtp_layers, found, mesh, store.device)
-    runtime = Runtime(stages, mesh, activation_shape(config), dtype, device, store.weight_grads, store.gatherer)
+    runtime = Runtime(
+        stages, mesh, activation_shape(config), dtype, device, store.weight_grads, store.gatherer
+    )
     return Parts(store, stages, runtime, routers)

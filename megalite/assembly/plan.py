@@ -1,6 +1,7 @@
-"""Derives from a configuration the partition, the schedule and the stored parameters of each pipeline rank. Imports no torch.
+"""Derives from a configuration the partition, the schedule and the stored parameters of each pipeline rank.
 
-The runtime executes these plans, and the planner calls the same functions for any number of ranks without starting one.
+The runtime executes these plans, and the planner calls the same functions for any number of ranks without
+starting one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from megalite.parallel.spec import ParamSpec
 
 
 def partition(config: Config) -> list[int]:
-    """Number of layers of each stage: as configured, else balanced by measured or estimated cost, embedding and head included."""
+    """Number of layers of each stage: as configured, else balanced by measured or estimated cost, embedding
+    and head included."""
     model, parallel, stages = config.model, config.parallel, ParallelDims.of(config).stages
     if parallel.partition is not None:
         return parallel.partition
@@ -49,12 +51,15 @@ def specs_of(config: Config, rank: int) -> list[ParamSpec]:
     parallel, units = config.parallel, units_of(config)
     own = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
     held = chain.from_iterable(units[stage] for stage in units if own[stage] == rank)
-    specs = model_specs(config.model, tp=parallel.tp, sequence_parallel=parallel.sequence_parallel, units=list(held))
+    specs = model_specs(
+        config.model, tp=parallel.tp, sequence_parallel=parallel.sequence_parallel, units=list(held)
+    )
     return with_adapters(specs, config.lora, parallel.tp)
 
 
 def activation_shape(config: Config) -> tuple[int, int, int]:
-    """[seq/cp (/tp under sequence parallelism), batch, hidden]: a rank's activations of a microbatch between layers and between stages."""
+    """[seq/cp (/tp under sequence parallelism), batch, hidden]: a rank's activations of a microbatch between
+    layers and between stages."""
     parallel = config.parallel
     length = part_length(config) // (parallel.tp if parallel.sequence_parallel else 1)
     return length, config.train.micro_batch_size, config.model.hidden_size
@@ -68,31 +73,43 @@ def buckets_of(config: Config, rank: int) -> list[BucketLayout]:
 
 
 def gathered_units(config: Config) -> tuple[tuple[Unit, ...], ...]:
-    """For each stage its units with their buckets, if ZeRO-3 gathers or uploads weights before use; else empty."""
+    """For each stage its units with their buckets, if ZeRO-3 gathers or uploads weights before use; else
+    empty."""
     parallel, dims = config.parallel, ParallelDims.of(config)
     if parallel.zero < 3 or (dims.shard == 1 and not parallel.offload_parameters):
         return ()
     own = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
-    whole = () if parallel.offload_parameters or dims.expert_shard > 1 else ("expert",)  # no other rank has the same experts
+    # no other rank has the same experts
+    whole = () if parallel.offload_parameters or dims.expert_shard > 1 else ("expert",)
 
     def gathered(rank: int) -> dict[int, tuple[int, ...]]:
         buckets = buckets_of(config, rank)
         found = buckets_of_units(buckets)
-        return {unit: tuple(number for number in found[unit] if buckets[number].domain not in whole) for unit in found}
+        return {
+            unit: tuple(number for number in found[unit] if buckets[number].domain not in whole)
+            for unit in found
+        }
 
     numbers = [gathered(rank) for rank in range(parallel.pp)]
-    return tuple(tuple(Unit(unit, numbers[own[stage]][unit]) for unit in units) for stage, units in units_of(config).items())
+    return tuple(
+        tuple(Unit(unit, numbers[own[stage]][unit]) for unit in units)
+        for stage, units in units_of(config).items()
+    )
 
 
 def schedule(config: Config, microbatches: int, forward_only: bool = False) -> Schedule:
-    """The validated list of actions of every rank, messages included, and under ZeRO-3 gathers and reshards. Raises as `validate`."""
+    """The validated list of actions of every rank, messages included, and under ZeRO-3 gathers and reshards.
+    Raises as `validate`."""
     options, units = config.parallel, gathered_units(config)
     keep = bool(units) and options.zero3_reshard == "step" and not forward_only
     costs = Costs(*options.schedule_costs)
-    return _validated(options.schedule, options.pp, microbatches, options.virtual_stages, costs, forward_only, units, keep)
+    return _validated(
+        options.schedule, options.pp, microbatches, options.virtual_stages, costs, forward_only, units, keep
+    )
 
 
-@lru_cache(maxsize=8)  # a start asks for the same plan several times: for the channels of the mesh, for the steps, for reports
+# a start asks for the same plan several times: for the channels of the mesh, for the steps, for reports
+@lru_cache(maxsize=8)
 def _validated(
     name: str,
     ranks: int,
@@ -111,26 +128,35 @@ def _validated(
 
 
 def counts_tokens(config: Config) -> bool:
-    """Whether the ranks sum the number of valid tokens before each backward: it may differ from step to step, or is one of several."""
-    return config.data.eod_mask_loss or config.model.mtp_layers > 0 or any(map(is_chat, prefixes(config.data.train)))
+    """Whether the ranks sum the number of valid tokens before each backward: it may differ from step to step,
+    or is one of several."""
+    return (
+        config.data.eod_mask_loss
+        or config.model.mtp_layers > 0
+        or any(map(is_chat, prefixes(config.data.train)))
+    )
 
 
 def staggered_end(config: Config) -> bool:
-    """Whether ranks finish a step one after the other, so that none should wait for the last one (`training.step_finalizer`)."""
+    """Whether ranks finish a step one after the other, so that none should wait for the last one
+    (`training.step_finalizer`)."""
     return RECIPES[config.parallel.schedule].staggered and config.parallel.pp > 1
 
 
 def optimistic_step(config: Config) -> bool:
     """Whether a rank updates before the norm is known."""
     parallel, precision = config.parallel, config.train.precision
-    return parallel.optimistic_step and may_be_optimistic(parallel.schedule, parallel.pp, parallel.offload, config.model, precision)
+    return parallel.optimistic_step and may_be_optimistic(
+        parallel.schedule, parallel.pp, parallel.offload, config.model, precision
+    )
 
 
 def may_be_optimistic(schedule: str, pp: int, offload: str, model: ModelConfig, precision: str) -> bool:
     """Whether a rank may update before the norm is known, where ranks finish one after the other.
 
-    Not under offload: the copy of its optimizer state would not fit in memory. Not in fp16: a changed loss scale would require the next
-    step's first forwards again. Not if routers learn from the step: its load is summed together with the norm, and those forwards need it.
+    Not under offload: the copy of its optimizer state would not fit in memory. Not in fp16: a changed loss
+    scale would require the next step's first forwards again. Not if routers learn from the step: its load is
+    summed together with the norm, and those forwards need it.
     """
     learns = model.num_experts is not None and model.router_balance != "sequence"
     return RECIPES[schedule].staggered and pp > 1 and offload == "none" and precision != "fp16" and not learns

@@ -1,4 +1,5 @@
-"""Actions of one rank or of all ranks whose result or error every rank learns, so that no rank waits for one that has failed."""
+"""Actions of one rank or of all ranks whose result or error every rank learns, so that no rank waits for one
+that has failed."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ Result = TypeVar("Result")
 def on_rank_0(mesh: Mesh, action: Callable[[], Result]) -> Result:
     """Run `action` on rank 0 only and return its result on every rank.
 
-    Collective over `mesh.saving`, a process group of its own, so that it does not interleave with the collectives of training.
+    Collective over `mesh.saving`, a process group of its own, so that it does not interleave with the
+    collectives of training.
 
     Raises:
         CheckpointError: on every rank, if `action` failed on rank 0.

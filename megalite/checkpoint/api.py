@@ -1,14 +1,18 @@
-"""The topology-free checkpoint: global tensors by name and coordinates, independent of the meshes that write and read them.
+"""The topology-free checkpoint: global tensors by name and coordinates, independent of the meshes that write
+and read them.
 
-A checkpoint is a directory with files of tensor data and a manifest that lists which bytes are which rectangle of which global tensor
-(`manifest`). It is renamed to its name only when all of it is on disk, so a run killed at any moment leaves the previous one intact.
+A checkpoint is a directory with files of tensor data and a manifest that lists which bytes are which
+rectangle of which global tensor (`manifest`). It is renamed to its name only when all of it is on disk, so a
+run killed at any moment leaves the previous one intact.
 
     checkpoints/step_00000100/     complete; damage by a disk or a user is detected when it is read
     checkpoints/latest             text: step_00000100
-    checkpoints/best               the same, of the checkpoint with the lowest validation loss (`checkpoint.keep_best`)
+    checkpoints/best               the same, of the checkpoint with the lowest validation loss
+    (`checkpoint.keep_best`)
     checkpoints/.step_…            saves in progress, or interrupted: removed by the next save
 
-`save`, `history` and `prune` are collective: rank 0 changes names in the file system, and every rank learns its result or its error.
+`save`, `history` and `prune` are collective: rank 0 changes names in the file system, and every rank learns
+its result or its error.
 """
 
 from __future__ import annotations
@@ -28,8 +32,8 @@ if TYPE_CHECKING:
 
 
 def save(directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any], mesh: Mesh) -> int:
-    """Write a checkpoint and publish it as `directory`, replacing an existing one. Collective over the world. Returns the bytes of all
-    ranks.
+    """Write a checkpoint and publish it as `directory`, replacing an existing one. Collective over the world.
+    Returns the bytes of all ranks.
 
     If `directory` has the name of a step (`step_name`), `latest` in the same directory is updated to name it.
 
@@ -38,7 +42,8 @@ def save(directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any]
         state: JSON data; that of rank 0 is stored.
 
     Raises:
-        CheckpointError: on every rank, if any rank could not write; then nothing is published, and its files are removed.
+        CheckpointError: on every rank, if any rank could not write; then nothing is published, and its files
+        are removed.
     """
     from megalite.checkpoint import tensors  # imports torch
 
@@ -61,10 +66,12 @@ def save(directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any]
 
 
 def load(source: Path | Manifest, rectangles: Sequence[Rectangle], convert: bool = False) -> None:
-    """Fill every rectangle from a checkpoint; reads and verifies only the stored chunks that overlap the rectangles. Not collective.
+    """Fill every rectangle from a checkpoint; reads and verifies only the stored chunks that overlap the
+    rectangles. Not collective.
 
-    source: the checkpoint's directory, or its manifest if that has been read already.
-    convert: convert tensors of another dtype, as for the initial weights of a run; a resumed run must not change its precision.
+    source: the checkpoint's directory, or its manifest if that has been read already. convert: convert
+    tensors of another dtype, as for the initial weights of a run; a resumed run must not change its
+    precision.
 
     Raises:
         DamagedError: naming the damaged file; some rectangles may have been filled by then.
@@ -76,16 +83,19 @@ def load(source: Path | Manifest, rectangles: Sequence[Rectangle], convert: bool
 
 
 def manifest_of(directory: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises DamagedError if the directory is not a checkpoint or its manifest is damaged."""
+    """The manifest of a checkpoint. Raises DamagedError if the directory is not a checkpoint or its manifest
+    is damaged."""
     directories.check(directory)
     return Manifest.of(directory)
 
 
 def history(checkpoints: Path, mesh: Mesh) -> tuple[list[Path], str | None]:
-    """The checkpoints that a run may resume from, newest first, and a warning about `latest`, or None. Collective.
+    """The checkpoints that a run may resume from, newest first, and a warning about `latest`, or None.
+    Collective.
 
-    Rank 0 lists them and broadcasts the result, since a shared file system may show older content on other hosts. No other process may use
-    the directory: a checkpoint that an interrupted save had moved away is renamed back.
+    Rank 0 lists them and broadcasts the result, since a shared file system may show older content on other
+    hosts. No other process may use the directory: a checkpoint that an interrupted save had moved away is
+    renamed back.
     """
 
     def look() -> tuple[list[Path], str | None]:
@@ -102,8 +112,8 @@ def latest(checkpoints: Path) -> Path | None:
 
 
 def find(path: Path) -> Path:
-    """The checkpoint at `path`: `path` itself, the one that a file `latest` or `best` names, or the newest one of a run's directory or of
-    its checkpoints/ directory."""
+    """The checkpoint at `path`: `path` itself, the one that a file `latest` or `best` names, or the newest
+    one of a run's directory or of its checkpoints/ directory."""
     if path.name in (directories.LATEST, directories.BEST) and path.is_file():
         return path.with_name(path.read_text(errors="replace", encoding="utf-8").strip())
     for directory in (path, path / "checkpoints"):
@@ -118,13 +128,22 @@ def mark_best(directory: Path, mesh: Mesh) -> None:
 
 
 def prune(
-    checkpoints: Path, keep: int, mesh: Mesh, keep_every: int | None = None, spare: Path | None = None, *, timed: bool = False
+    checkpoints: Path,
+    keep: int,
+    mesh: Mesh,
+    keep_every: int | None = None,
+    spare: Path | None = None,
+    *,
+    timed: bool = False,
 ) -> None:
-    """Remove checkpoints older than the newest `keep`, except steps that are multiples of `keep_every`, `spare` and the best. Collective.
+    """Remove checkpoints older than the newest `keep`, except steps that are multiples of `keep_every`,
+    `spare` and the best. Collective.
 
-    Only checkpoints up to `latest` of which no file is missing or truncated count as kept: the last usable one is never removed. timed:
-    only those with `directories.TIMED` in their state count, and are removed.
+    Only checkpoints up to `latest` of which no file is missing or truncated count as kept: the last usable
+    one is never removed. timed: only those with `directories.TIMED` in their state count, and are removed.
     """
     if keep < 1:
-        raise ValueError(f"checkpoint.keep = {keep}: at least one checkpoint must stay. Leave the option out to keep all.")
+        raise ValueError(
+            f"checkpoint.keep = {keep}: at least one checkpoint must stay. Leave the option out to keep all."
+        )
     on_rank_0(mesh, lambda: directories.prune(checkpoints, keep, keep_every, spare, timed))

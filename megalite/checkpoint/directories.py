@@ -3,9 +3,12 @@
 Each visible change is one rename, after the content has been synced to disk:
 
     .NAME.saving   → NAME             a save becomes a checkpoint; its manifest is written last
-    NAME           → .NAME.replaced   just before, if NAME is saved again; renamed back if the save is interrupted in between
-    NAME           → .NAME.deleted    pruned: a partly removed directory never has the name of a checkpoint, nor a manifest
-    .latest.new    → latest           and .best.new → best, which names the checkpoint with the lowest validation loss
+    NAME           → .NAME.replaced   just before, if NAME is saved again; renamed back if the save is
+    interrupted in between
+    NAME           → .NAME.deleted    pruned: a partly removed directory never has the name of a checkpoint,
+    nor a manifest
+    .latest.new    → latest           and .best.new → best, which names the checkpoint with the lowest
+    validation loss
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from megalite.system.files import replacing, write_synced
 
 LATEST, BEST = "latest", "best"
 TIMED, TIMED_KEPT = "timed", 2
-"""The key of a manifest's state that a save by time has (`checkpoint.minutes`), and how many of these stay without `checkpoint.keep`."""
+"""The key of a manifest's state that a save by time has (`checkpoint.minutes`), and how many of these stay
+without `checkpoint.keep`."""
 _STEP = re.compile(r"step_(\d{8,})")
 _OURS = re.compile(r"manifest\.json|rank_\d{5,}\.bin")
 _LEFTOVER = re.compile(r"\.(.+)\.(saving|replaced|deleted)")
@@ -56,9 +60,12 @@ def check_free(directory: Path) -> None:
 
 
 def begin(directory: Path) -> Path:
-    """Remove what interrupted saves have left, and create the directory to write into until it is published."""
+    """Remove what interrupted saves have left, and create the directory to write into until it is
+    published."""
     if directory.exists() and not (directory / MANIFEST).is_file() and not _is_ours(directory):
-        raise CheckpointError(f"{directory} exists and is not a checkpoint: save under another name, or remove it")
+        raise CheckpointError(
+            f"{directory} exists and is not a checkpoint: save under another name, or remove it"
+        )
     directory.parent.mkdir(parents=True, exist_ok=True)
     _clear_leftovers(directory)
     temporary = _hidden(directory, "saving")
@@ -72,10 +79,14 @@ def _is_ours(directory: Path) -> bool:
 
 
 def _clear_leftovers(directory: Path) -> None:
-    """Remove leftovers of this name and, if it is a step, of every step; other files in the parent directory are not ours."""
+    """Remove leftovers of this name and, if it is a step, of every step; other files in the parent directory
+    are not ours."""
     for path in list(directory.parent.iterdir()):
         match = _LEFTOVER.fullmatch(path.name)
-        if match and (match[1] == directory.name or (step_number(match[1]) is not None and step_number(directory.name) is not None)):
+        if match and (
+            match[1] == directory.name
+            or (step_number(match[1]) is not None and step_number(directory.name) is not None)
+        ):
             _restore(directory.with_name(match[1]))
             remove(path)
 
@@ -121,7 +132,9 @@ def mark_best(directory: Path) -> None:
 def best(checkpoints: Path) -> Path | None:
     """The checkpoint that `best` names, or None."""
     file = checkpoints / BEST
-    found = checkpoints / (file.read_text(errors="replace", encoding="utf-8").strip() if file.is_file() else BEST)
+    found = checkpoints / (
+        file.read_text(errors="replace", encoding="utf-8").strip() if file.is_file() else BEST
+    )
     return found if step_number(found.name) is not None and found.is_dir() else None
 
 
@@ -133,12 +146,16 @@ def _name(directory: Path, file: str) -> None:
 
 
 def history(checkpoints: Path) -> tuple[list[Path], str | None]:
-    """The checkpoint that `latest` names and all earlier ones, newest first; and a warning about `latest`, or None.
+    """The checkpoint that `latest` names and all earlier ones, newest first; and a warning about `latest`, or
+    None.
 
-    Later steps were abandoned when the run resumed from an earlier one; they are ignored until they are overwritten.
+    Later steps were abandoned when the run resumed from an earlier one; they are ignored until they are
+    overwritten.
     """
     file, warning = checkpoints / LATEST, None
-    steps = {number: path for path in checkpoints.glob("step_*") if (number := step_number(path.name)) is not None}
+    steps = {
+        number: path for path in checkpoints.glob("step_*") if (number := step_number(path.name)) is not None
+    }
     if not steps and not file.exists():
         return [], None
     try:
@@ -147,14 +164,22 @@ def history(checkpoints: Path) -> tuple[list[Path], str | None]:
         name = error.strerror or str(error)
     newest = step_number(name)
     if newest not in steps:
-        warning, newest = f"{file} is damaged: expected the name of an existing checkpoint, found {name!r}", None
+        warning, newest = (
+            f"{file} is damaged: expected the name of an existing checkpoint, found {name!r}",
+            None,
+        )
     elif newest < max(steps):
         warning = f"{file} names {name}: newer checkpoints, up to {step_name(max(steps))}, are ignored"
-    return [steps[number] for number in sorted(steps, reverse=True) if newest is None or number <= newest], warning
+    return [
+        steps[number] for number in sorted(steps, reverse=True) if newest is None or number <= newest
+    ], warning
 
 
-def prune(checkpoints: Path, keep: int, keep_every: int | None, spare: Path | None = None, timed: bool = False) -> None:
-    """Remove checkpoints older than the newest `keep` that are complete, except multiples of `keep_every`, `spare` and the best.
+def prune(
+    checkpoints: Path, keep: int, keep_every: int | None, spare: Path | None = None, timed: bool = False
+) -> None:
+    """Remove checkpoints older than the newest `keep` that are complete, except multiples of `keep_every`,
+    `spare` and the best.
 
     timed: only those that were saved by time count, and are removed.
     """

@@ -1,4 +1,5 @@
-"""NaN and infinite values among weights that a run or an import reads: training from them is useless, so they are rejected."""
+"""NaN and infinite values among weights that a run or an import reads: training from them is useless, so they
+are rejected."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ NAMED = 5  # tensors listed in a message
 
 
 def nonfinite(values: Tensor) -> int:
-    """Number of values that are NaN or infinite. If there are none, it takes one pass over the data and no memory."""
-    if not values.numel() or all(extreme.isfinite() for extreme in values.aminmax()):  # a NaN is both extremes
+    """Number of values that are NaN or infinite. If there are none, it takes one pass over the data and no
+    memory."""
+    # a NaN is both extremes
+    if not values.numel() or all(extreme.isfinite() for extreme in values.aminmax()):
         return 0
     return int(values.numel() - values.isfinite().sum())
 
@@ -31,7 +34,8 @@ def reject(shown: str, found: Mapping[str, int]) -> None:
     listed = [f"{name}: {number:,}" for name, number in list(wrong.items())[:NAMED]]
     more = f"\n  … and {len(wrong) - NAMED} more tensors" if len(wrong) > NAMED else ""
     raise CheckpointError(
-        f"{shown} has values that are NaN or infinite, from which nothing can be learned; tensor and number of such values:\n  "
+        f"{shown} has values that are NaN or infinite, from which nothing can be learned; tensor and number "
+        "of such values:\n  "
         + "\n  ".join(listed)
         + f"{more}\nTake the weights from an earlier checkpoint, or download or convert them again."
     )

@@ -26,7 +26,8 @@ SAFETENSORS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16":
 
 @dataclass(frozen=True)
 class Entry:
-    """One checkpoint of a run. `problem`: damage visible from its manifest and the sizes of its files, or None."""
+    """One checkpoint of a run. `problem`: damage visible from its manifest and the sizes of its files, or
+    None."""
 
     name: str
     step: int
@@ -38,11 +39,18 @@ class Entry:
 
 
 def entries(path: Path) -> list[Entry]:
-    """The checkpoints of a run's directory, or of its checkpoints/ directory, in order. Raises CheckpointError if there are none."""
+    """The checkpoints of a run's directory, or of its checkpoints/ directory, in order. Raises
+    CheckpointError if there are none."""
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    steps = sorted((number, each) for each in folder.glob("step_*") if (number := checkpoint.step_number(each.name)) is not None)
+    steps = sorted(
+        (number, each)
+        for each in folder.glob("step_*")
+        if (number := checkpoint.step_number(each.name)) is not None
+    )
     if not steps:
-        raise CheckpointError(f"{path} holds no checkpoints. Give the directory of a run, or its checkpoints/ directory.")
+        raise CheckpointError(
+            f"{path} holds no checkpoints. Give the directory of a run, or its checkpoints/ directory."
+        )
     newest, best = checkpoint.latest(folder), directories.best(folder)
     return [replace(_entry(each, number, each == newest), best=each == best) for number, each in steps]
 
@@ -66,7 +74,12 @@ def _entry(directory: Path, step: int, latest: bool) -> Entry:
 def describe(manifest: Manifest) -> dict[str, Any]:
     """State, files and tensors, without values."""
     tensors = {
-        name: {"dtype": each.dtype, "shape": list(each.shape), "chunks": len(each.chunks), "bytes": sum(part.bytes for part in each.chunks)}
+        name: {
+            "dtype": each.dtype,
+            "shape": list(each.shape),
+            "chunks": len(each.chunks),
+            "bytes": sum(part.bytes for part in each.chunks),
+        }
         for name, each in manifest.tensors.items()
     }
     parameters = sum(prod(each.shape) for name, each in manifest.tensors.items() if name.startswith(WEIGHT))
@@ -108,7 +121,8 @@ def whole(manifest: Manifest, tensor: StoredTensor) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that is not bitwise equal in both: how it differs, and by how much (relative to the largest absolute value of the first)."""
+    """A tensor that is not bitwise equal in both: how it differs, and by how much (relative to the largest
+    absolute value of the first)."""
 
     tensor: str
     what: str
@@ -117,7 +131,10 @@ class Difference:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data; NaN and infinities, which JSON does not have, become null."""
-        return {key: None if isinstance(value, float) and not isfinite(value) else value for key, value in asdict(self).items()}
+        return {
+            key: None if isinstance(value, float) and not isfinite(value) else value
+            for key, value in asdict(self).items()
+        }
 
 
 def differences(one: Manifest, other: Manifest, progress: Report = silent) -> Iterator[Difference]:
@@ -149,9 +166,11 @@ def _distance(x: NDArray[np.uint8], y: NDArray[np.uint8], dtype: str) -> tuple[f
 
 
 def consolidate(manifest: Manifest, output: Path, optimizer: bool, progress: Report = silent) -> int:
-    """Write whole tensors to one safetensors file, which is renamed to `output` when it is complete. Returns its size in bytes.
+    """Write whole tensors to one safetensors file, which is renamed to `output` when it is complete. Returns
+    its size in bytes.
 
-    Without `optimizer` it has the weights, by their names in the model; with it all tensors, by those in the checkpoint (weight/NAME …).
+    Without `optimizer` it has the weights, by their names in the model; with it all tensors, by those in the
+    checkpoint (weight/NAME …).
     """
     names = [name for name in manifest.tensors if optimizer or name.startswith(WEIGHT)]
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "step": str(manifest.state.get("step", ""))}}

@@ -1,11 +1,13 @@
-"""The manifest of a checkpoint: its state, and the file, bytes and checksum of every part of every tensor. Imports no torch.
+"""The manifest of a checkpoint: its state, and the file, bytes and checksum of every part of every tensor.
 
-    {"format": 1, "state": {…}, "files": {"rank_00000.bin": 128}, "tensors": {NAME: {"dtype": "float32", "shape": [8, 4], "chunks": [
-     {"offsets": [0, 0], "sizes": [8, 4], "file": "rank_00000.bin", "offset": 0, "bytes": 128, "crc32c": "8a9136aa"}]}},
-     "crc32c": "1b9ca2d7"}
+    {"format": 1, "state": {…}, "files": {"rank_00000.bin": 128}, "tensors": {NAME: {"dtype": "float32",
+    "shape": [8, 4], "chunks": [
+     {"offsets": [0, 0], "sizes": [8, 4], "file": "rank_00000.bin", "offset": 0, "bytes": 128, "crc32c":
+     "8a9136aa"}]}}, "crc32c": "1b9ca2d7"}
 
-A chunk is a rectangle, row-major. Each is padded with zeros to a multiple of 128 bytes, which its checksum includes, and the next follows:
-every byte of a file is covered by a checksum. The last checksum is that of all text before it.
+A chunk is a rectangle, row-major. Each is padded with zeros to a multiple of 128 bytes, which its checksum
+includes, and the next follows: every byte of a file is covered by a checksum. The last checksum is that of
+all text before it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from megalite.checkpoint.errors import CheckpointError, damaged
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-WEIGHT, EMA = "weight/", "ema/"  # names of weights, and of their averages (`train.ema_decay`), start with these
+# names of weights, and of their averages (`train.ema_decay`), start with these
+WEIGHT, EMA = "weight/", "ema/"
 ALIGNMENT = 128  # bytes
 _END = ', "crc32c": "%08x"}\n'
 
@@ -75,7 +78,8 @@ class Manifest:
 
     @staticmethod
     def of(directory: Path) -> Manifest:
-        """Read the manifest of a directory. Raises DamagedError, or CheckpointError if its format is another version's."""
+        """Read the manifest of a directory. Raises DamagedError, or CheckpointError if its format is another
+        version's."""
         path = directory / MANIFEST
         try:
             raw = path.read_bytes()
@@ -87,9 +91,13 @@ class Manifest:
             raise damaged(path, f"{end!r} at the end of its {len(raw):,} bytes", repr(found))
         content = json.loads(raw)
         if content["format"] != FORMAT:
-            raise CheckpointError(f"{path} has format {content['format']}, and this version of megalite reads format {FORMAT}")
+            raise CheckpointError(
+                f"{path} has format {content['format']}, and this version of megalite reads format {FORMAT}"
+            )
         tensors = {
-            name: StoredTensor(entry["dtype"], tuple(entry["shape"]), [_chunk(**chunk) for chunk in entry["chunks"]])
+            name: StoredTensor(
+                entry["dtype"], tuple(entry["shape"]), [_chunk(**chunk) for chunk in entry["chunks"]]
+            )
             for name, entry in content["tensors"].items()
         }
         return Manifest(directory, content["state"], tensors, content["files"])
@@ -100,11 +108,18 @@ class Manifest:
         return any(name.startswith(EMA) for name in self.tensors)
 
     def averaged(self) -> Manifest:
-        """The same with the averages in place of the weights; a frozen weight, which has none, stays. Raises CheckpointError if there are
-        no averages."""
+        """The same with the averages in place of the weights; a frozen weight, which has none, stays. Raises
+        CheckpointError if there are no averages."""
         if not self.has_averages:
-            raise CheckpointError(f"{self.directory} has no average of the weights: train.ema_decay was not set. Leave out --ema.")
-        averages = {WEIGHT + name.removeprefix(EMA): each for name, each in self.tensors.items() if name.startswith(EMA)}
+            raise CheckpointError(
+                f"{self.directory} has no average of the weights: train.ema_decay was not set. Leave out "
+                "--ema."
+            )
+        averages = {
+            WEIGHT + name.removeprefix(EMA): each
+            for name, each in self.tensors.items()
+            if name.startswith(EMA)
+        }
         return replace(self, tensors={**self.tensors, **averages})
 
     def chunks(self) -> Iterator[Chunk]:
@@ -112,8 +127,11 @@ class Manifest:
             yield from tensor.chunks
 
     def read(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, NDArray[np.uint8]]]:
-        """Each chunk with its bytes, verified; file by file, one chunk in memory at a time. Raises DamagedError."""
-        for name, own in groupby(sorted(chunks, key=lambda chunk: (chunk.file, chunk.offset)), key=lambda chunk: chunk.file):
+        """Each chunk with its bytes, verified; file by file, one chunk in memory at a time. Raises
+        DamagedError."""
+        for name, own in groupby(
+            sorted(chunks, key=lambda chunk: (chunk.file, chunk.offset)), key=lambda chunk: chunk.file
+        ):
             with self._opened(name) as file:
                 for chunk in own:
                     yield chunk, self._read(file, chunk)
@@ -148,7 +166,8 @@ class Manifest:
                 pass
 
     def verify(self, rank: int = 0, size: int = 1) -> int:
-        """Verify the rank-th of `size` shares of all bytes and return the number of bytes of the share. Raises DamagedError."""
+        """Verify the rank-th of `size` shares of all bytes and return the number of bytes of the share.
+        Raises DamagedError."""
         self.check_files()
         own = sorted(self.chunks(), key=lambda chunk: (chunk.file, chunk.offset))[rank::size]
         return sum(chunk.extent for chunk, _ in self.read(own))
@@ -156,11 +175,16 @@ class Manifest:
 
 def encode(state: dict[str, Any], tensors: dict[str, StoredTensor]) -> str:
     """The text of a manifest."""
-    entries = {name: {**vars(tensor), "chunks": [vars(chunk) for chunk in tensor.chunks]} for name, tensor in tensors.items()}
+    entries = {
+        name: {**vars(tensor), "chunks": [vars(chunk) for chunk in tensor.chunks]}
+        for name, tensor in tensors.items()
+    }
     files: dict[str, int] = {}
     for chunk in (chunk for tensor in tensors.values() for chunk in tensor.chunks):
         files[chunk.file] = max(files.get(chunk.file, 0), chunk.offset + chunk.extent)
-    text = json.dumps({"format": FORMAT, "state": state, "files": files, "tensors": entries}).removesuffix("}")
+    text = json.dumps({"format": FORMAT, "state": state, "files": files, "tensors": entries}).removesuffix(
+        "}"
+    )
     return text + _END % crc32c(text.encode())
 
 

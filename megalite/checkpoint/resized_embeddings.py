@@ -1,8 +1,9 @@
 """Weights for a larger vocabulary than that of the model they come from: `model.resize_embeddings`.
 
-The embedding, and the head where it has a table of its own, get rows after those that are read, for tokens added to the tokenizer. Their
-values depend neither on the layout nor on the rank that computes them: `mean` is the mean of the rows that are read, summed in fp64; `init`
-draws the rows that a random model of the larger vocabulary has.
+The embedding, and the head where it has a table of its own, get rows after those that are read, for tokens
+added to the tokenizer. Their values depend neither on the layout nor on the rank that computes them: `mean`
+is the mean of the rows that are read, summed in fp64; `init` draws the rows that a random model of the larger
+vocabulary has.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ BLOCK = 64 << 20  # bytes of fp64 read at once for the mean
 
 
 def of_checkpoint(model: ModelConfig, seed: int, manifest: Manifest) -> Read:
-    """The function that fills rectangles of the weights from a checkpoint of any dtype. Raises CheckpointError as `check_rows`."""
+    """The function that fills rectangles of the weights from a checkpoint of any dtype. Raises
+    CheckpointError as `check_rows`."""
     read, rows = partial(load, manifest, convert=True), rows_of(manifest)
     if rows is None:
         return read  # which names what is missing
@@ -42,21 +44,26 @@ def rows_of(manifest: Manifest) -> int | None:
 
 
 def check_rows(model: ModelConfig, rows: int, source: str) -> None:
-    """Raise CheckpointError if weights with `rows` tokens can not start the model. source: where they are, for messages."""
+    """Raise CheckpointError if weights with `rows` tokens can not start the model. source: where they are,
+    for messages."""
     new = model.vocabulary - rows
     if new == 0 or new > 0 and model.resize_embeddings is not None:
         return
     sizes = f"model.vocab_size = {model.vocabulary}, but model.init_from = {source} has {rows} tokens"
     if new < 0:
-        raise CheckpointError(f"{sizes}: rows are added, never removed. Set model.vocab_size to {rows}, or leave it out.")
+        raise CheckpointError(
+            f"{sizes}: rows are added, never removed. Set model.vocab_size to {rows}, or leave it out."
+        )
     raise CheckpointError(
-        f"{sizes}. If {new} tokens were added to its tokenizer, set model.resize_embeddings = mean, which adds their rows; with another "
+        f"{sizes}. If {new} tokens were added to its tokenizer, set model.resize_embeddings = mean, which "
+        "adds their rows; with another "
         f"tokenizer, prepare the data again with that of {source}."
     )
 
 
 def resized(model: ModelConfig, seed: int, rows: int, read: Read) -> Read:
-    """The function that fills rectangles of `model` from `read`, which fills those of the same model with a vocabulary of `rows`."""
+    """The function that fills rectangles of `model` from `read`, which fills those of the same model with a
+    vocabulary of `rows`."""
     if model.resize_embeddings is None or rows == model.vocabulary:
         return read
     return ResizedEmbeddings(model, seed, rows, read)
@@ -72,7 +79,9 @@ class ResizedEmbeddings:
         self._rows, self._read = rows, read
         segments = (segment for spec in model_specs(model) for segment in spec.segments)
         self._tables = {f"weight/{segment.name}": segment for segment in segments if segment.padded}
-        self._new_rows = cache(self._mean) if model.resize_embeddings == "mean" else partial(self._drawn, seed)
+        self._new_rows = (
+            cache(self._mean) if model.resize_embeddings == "mean" else partial(self._drawn, seed)
+        )
 
     def __call__(self, rectangles: Sequence[Rectangle]) -> None:
         stored, new = [], []
@@ -83,9 +92,15 @@ class ResizedEmbeddings:
             first, *others = part.offsets
             count = min(max(self._rows - first, 0), len(part.tensor))  # rows that are read
             if count:
-                stored.append(Rectangle(part.name, (self._rows, *part.global_shape[1:]), part.offsets, part.tensor[:count]))
+                stored.append(
+                    Rectangle(
+                        part.name, (self._rows, *part.global_shape[1:]), part.offsets, part.tensor[:count]
+                    )
+                )
             if count < len(part.tensor):
-                new.append(Rectangle(part.name, part.global_shape, (first + count, *others), part.tensor[count:]))
+                new.append(
+                    Rectangle(part.name, part.global_shape, (first + count, *others), part.tensor[count:])
+                )
         self._read(stored)
         for part in new:
             first, column = part.offsets
@@ -95,7 +110,8 @@ class ResizedEmbeddings:
             part.tensor.copy_(rows[:, column : column + width])
 
     def _mean(self, name: str) -> Tensor:
-        """[1, hidden], fp64. All columns at once, so that a sum does not depend on which of them a rank holds."""
+        """[1, hidden], fp64. All columns at once, so that a sum does not depend on which of them a rank
+        holds."""
         width = self._tables[name].shape[1]
         total, length = torch.zeros(width, dtype=torch.float64), max(1, BLOCK // (8 * width))
         for first in range(0, self._rows, length):

@@ -1,7 +1,8 @@
 """Saves of a run: synchronous, or in the background while training continues.
 
-A background save blocks training only while it copies this rank's rectangles. A thread then writes them, and communicates through a process
-group of its own (`mesh.saving`), so that its collectives do not interleave with those of training. At most one save is in progress.
+A background save blocks training only while it copies this rank's rectangles. A thread then writes them, and
+communicates through a process group of its own (`mesh.saving`), so that its collectives do not interleave
+with those of training. At most one save is in progress.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ class Save:
 
 
 class Saver:
-    """Saves checkpoints, and removes those that `checkpoint.keep` does not keep, or without it older ones that were saved by time.
+    """Saves checkpoints, and removes those that `checkpoint.keep` does not keep, or without it older ones
+    that were saved by time.
 
-    `newest` is the checkpoint to roll back to: the last rollback-safe one saved here, or the one that the run resumed from. `best_failed`
-    is whether the last save of a best checkpoint has failed, on all ranks alike once it has ended; `saving_best`, whether the last save is
-    one.
+    `newest` is the checkpoint to roll back to: the last rollback-safe one saved here, or the one that the run
+    resumed from. `best_failed` is whether the last save of a best checkpoint has failed, on all ranks alike
+    once it has ended; `saving_best`, whether the last save is one.
     """
 
     def __init__(self, mesh: Mesh, options: CheckpointConfig):
@@ -61,19 +63,28 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def reserve(self, rectangles: Sequence[Rectangle]) -> None:
-        """Allocate and touch the staging memory now; at the first save it would block training several times as long as a copy does."""
+        """Allocate and touch the staging memory now; at the first save it would block training several times
+        as long as a copy does."""
         if self.options.async_save:
             self._staged(rectangles)
 
     def begin(
-        self, directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any], rollback_safe: bool = True, best: bool = False
+        self,
+        directory: Path,
+        rectangles: Sequence[Rectangle],
+        state: dict[str, Any],
+        rollback_safe: bool = True,
+        best: bool = False,
     ) -> Save:
-        """Save the current content of the rectangles, which may change once this returns. Collective. `take_ended` returns errors."""
+        """Save the current content of the rectangles, which may change once this returns. Collective.
+        `take_ended` returns errors."""
         save = Save(directory, perf_counter(), rollback_safe=rollback_safe, best=best)
         self.wait()
         self.saving_best = best
         if self.options.async_save:
-            self._thread = Thread(target=self._write, args=(save, self._staged(rectangles), state), daemon=True, name="save")
+            self._thread = Thread(
+                target=self._write, args=(save, self._staged(rectangles), state), daemon=True, name="save"
+            )
             self._thread.start()
         else:
             self._write(save, rectangles, state)
@@ -112,7 +123,8 @@ class Saver:
         self._ended.append(save)
 
     def _staged(self, rectangles: Sequence[Rectangle]) -> list[Rectangle]:
-        """Copies of the rectangles in staging memory, which is not changed before the next save; complete when this returns."""
+        """Copies of the rectangles in staging memory, which is not changed before the next save; complete
+        when this returns."""
         import torch
 
         from megalite.system.pinned_memory import allocate, piece_sizes, places

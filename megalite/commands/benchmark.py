@@ -1,4 +1,5 @@
-"""Measure this machine: `megalite benchmark …` in a checkout, whose benchmarks/ has the measurements; see `--help` there."""
+"""Measure this machine: `megalite benchmark …` in a checkout, whose benchmarks/ has the measurements; see
+`--help` there."""
 
 from __future__ import annotations
 

@@ -1,14 +1,17 @@
-"""Print the bubble, memory and messages of a pipeline schedule, simulated from the same plan that the runtime executes.
+"""Print the bubble, memory and messages of a pipeline schedule, simulated from the same plan that the runtime
+executes.
 
     megalite bubble --pp 4 --microbatches 8 --schedule zb-h1 [--timeline zb-h1.html] [--print]
     megalite bubble --pp 4 --microbatches 8 --compare                       every schedule
     megalite bubble --pp 4 --sweep microbatches=4,8,16,32 --compare         at several sizes
-    megalite bubble --from_run runs/demo [--compare]                        with the durations that a run measured
+    megalite bubble --from_run runs/demo [--compare]                        with the durations that a run
+    measured
 
-Durations are for one microbatch on a whole stage, one rank's share of the model; with several stages per rank, each takes a fraction of it.
-Papers define the bubble in three ways, and all three are printed: bubble_fraction = idle / makespan, bubble_over_ideal = makespan / ideal -
-1, and bubble_rate = (longest_span - ideal) / longest_span, where the longest span is the longest time of any rank from its first action to
-its last.
+Durations are for one microbatch on a whole stage, one rank's share of the model; with several stages per
+rank, each takes a fraction of it. Papers define the bubble in three ways, and all three are printed:
+bubble_fraction = idle / makespan, bubble_over_ideal = makespan / ideal - 1, and bubble_rate = (longest_span -
+ideal) / longest_span, where the longest span is the longest time of any rank from its first action to its
+last.
 """
 
 from __future__ import annotations
@@ -62,23 +65,52 @@ def parser() -> Parser:
     for name, value, what in (
         ("forward", 1, "of the forward"),
         ("input_backward", 1, "of the gradient of the input"),
-        ("weight_backward", 1, "of the gradient of the weights; gpipe, 1f1b and interleaved run both gradients as one"),
+        (
+            "weight_backward",
+            1,
+            "of the gradient of the weights; gpipe, 1f1b and interleaved run both gradients as one",
+        ),
         ("comm", 0, "of a message between two ranks"),
     ):
         add(f"--{name}", type=duration, metavar="T", help=f"duration {what} (default {value})")
-    add("--gather", type=duration, metavar="T", help="simulate ZeRO-3: duration of gathering a rank's weights over data parallelism")
-    add("--buckets", type=positive, metavar="N", help=f"buckets in which a rank's weights are gathered (default {Weights(0).buckets})")
-    add("--reshard", choices=("action", "step"), help="free gathered weights after each use (default), or at the end of the step")
+    add(
+        "--gather",
+        type=duration,
+        metavar="T",
+        help="simulate ZeRO-3: duration of gathering a rank's weights over data parallelism",
+    )
+    add(
+        "--buckets",
+        type=positive,
+        metavar="N",
+        help=f"buckets in which a rank's weights are gathered (default {Weights(0).buckets})",
+    )
+    add(
+        "--reshard",
+        choices=("action", "step"),
+        help="free gathered weights after each use (default), or at the end of the step",
+    )
     add("--compare", action="store_true", help="compare every schedule in one table")
     add("--sweep", type=sizes, metavar="microbatches=M,M,…|pp=P,P,…", help="simulate several sizes")
-    add("--from_run", type=as_path, metavar="RUN_DIR", help="take the schedule and the durations from a run's traces/timeline.json")
+    add(
+        "--from_run",
+        type=as_path,
+        metavar="RUN_DIR",
+        help="take the schedule and the durations from a run's traces/timeline.json",
+    )
     add(
         "--timeline",
         type=as_new_file,
         metavar="FILE",
         help="draw the timeline as .png, .svg or .html, or .json for Perfetto (ui.perfetto.dev)",
     )
-    add("--print", nargs="?", const="compute", choices=("compute", "messages"), help="print each rank's actions, optionally with messages")
+    add(
+        "--print",
+        nargs="?",
+        const="compute",
+        choices=("compute", "messages"),
+        help="print each rank's actions, optionally with messages",
+    )
     add("--json", action="store_true", help="print only one JSON object on stdout")
     return made
 
@@ -97,16 +129,21 @@ def sizes(text: str) -> tuple[Literal["microbatches", "pp"], list[int]]:
     name, _, values = text.partition("=")
     axis: Literal["microbatches", "pp"] = "pp" if name == "pp" else "microbatches"
     if name != axis:
-        raise argparse.ArgumentTypeError(f"{text!r} varies neither microbatches nor pp. Give, for example, microbatches=4,8,16")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} varies neither microbatches nor pp. Give, for example, microbatches=4,8,16"
+        )
     return axis, [positive(value) for value in values.split(",")]
 
 
 def check(tool: Parser, options: argparse.Namespace) -> None:
     """End with an error if options exclude each other or are missing; fills in the default durations."""
-    given = {name for name, value in vars(options).items() if value is not None and value is not False}  # 0 is given
+    # 0 is given
+    given = {name for name, value in vars(options).items() if value is not None and value is not False}
     times = Costs()._asdict()
     swept = options.sweep[0] if options.sweep else None
-    together = [("from_run", name) for name in ("pp", "microbatches", "schedule", "virtual_stages", *times, "sweep")]
+    together = [
+        ("from_run", name) for name in ("pp", "microbatches", "schedule", "virtual_stages", *times, "sweep")
+    ]
     together += [("from_run", name) for name in Weights._fields]
     together += [("sweep", "timeline"), ("sweep", "print"), ("compare", "schedule"), ("compare", "print")]
     for one, other in together:
@@ -114,10 +151,16 @@ def check(tool: Parser, options: argparse.Namespace) -> None:
             tool.error(f"--{other} does not go with --{one}. Leave one of them out.")
     for name in ("buckets", "reshard"):
         if name in given and "gather" not in given:
-            tool.error(f"--{name} says how weights are gathered. Give --gather T too, the duration of gathering.")
+            tool.error(
+                f"--{name} says how weights are gathered. Give --gather T too, the duration of gathering."
+            )
     for name in () if options.from_run else ("pp", "microbatches"):
         if (name in given) == (name == swept):
-            tool.error(f"--{name} is given by --sweep too. Leave one of them out." if name == swept else f"--{name} is missing.")
+            tool.error(
+                f"--{name} is given by --sweep too. Leave one of them out."
+                if name == swept
+                else f"--{name} is missing."
+            )
     if not given & {"schedule", "compare", "from_run"}:
         tool.error("--schedule is missing. Give one, --compare for all, or --from_run RUN_DIR.")
     if options.timeline:
@@ -136,8 +179,19 @@ def calculate(options: argparse.Namespace) -> tuple[list[Plan], Any]:
         return from_run(options)
     if options.sweep:
         axis, values = options.sweep
-        plans = sweep(axis, values, options.schedule, options.pp, options.microbatches, options.virtual_stages, costs, weights)
-        return plans, {"plans": [found.measures() for found in plans]} if options.json else sweep_text(plans, options)
+        plans = sweep(
+            axis,
+            values,
+            options.schedule,
+            options.pp,
+            options.microbatches,
+            options.virtual_stages,
+            costs,
+            weights,
+        )
+        return plans, {"plans": [found.measures() for found in plans]} if options.json else sweep_text(
+            plans, options
+        )
     if options.compare:
         plans = compare(options.pp, options.microbatches, options.virtual_stages, costs, weights)
         return plans, compared(plans, options)
@@ -162,21 +216,32 @@ def compared(plans: list[Plan], options: argparse.Namespace) -> Any:
     if options.json:
         return {"plans": [found.measures() for found in plans]}
     first = plans[0]
-    return f"{first.schedule.ranks} ranks, {first.schedule.microbatches} microbatches; {durations(first)}\n\n{table(plans)}"
+    return (
+        f"{first.schedule.ranks} ranks, {first.schedule.microbatches} microbatches; "
+        f"{durations(first)}\n\n{table(plans)}"
+    )
 
 
 def sweep_text(plans: list[Plan], options: argparse.Namespace) -> str:
-    """For one schedule, a table of every measure with a row per size; for all schedules, such a table for each measure."""
-    axis, fixed = options.sweep[0], f"{options.pp} ranks" if options.pp else f"{options.microbatches} microbatches"
+    """For one schedule, a table of every measure with a row per size; for all schedules, such a table for
+    each measure."""
+    axis, fixed = (
+        options.sweep[0],
+        f"{options.pp} ranks" if options.pp else f"{options.microbatches} microbatches",
+    )
     if options.compare:
         stalled = ["stalled"] if plans[0].weights else []
-        tables = [grid(plans, axis, measure) for measure in (*BUBBLES, "peak_activations", "peak_with_weight_stash", *stalled)]
+        tables = [
+            grid(plans, axis, measure)
+            for measure in (*BUBBLES, "peak_activations", "peak_with_weight_stash", *stalled)
+        ]
         return "\n\n".join([f"{fixed}; {durations(plans[0])}", *tables])
     return f"{options.schedule}: {fixed}; {durations(plans[0])}\n\n{table(plans, axis)}"
 
 
 def from_run(options: argparse.Namespace) -> tuple[list[Plan], Any]:
-    """A run's measurements and its schedule simulated with its measured durations; with --compare, all schedules with their means."""
+    """A run's measurements and its schedule simulated with its measured durations; with --compare, all
+    schedules with their means."""
     run = measured.read(options.from_run)
     plans = run.compare() if options.compare else [run.plan]
     if options.json:

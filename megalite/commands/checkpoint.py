@@ -24,7 +24,13 @@ from megalite.system.messages import counted
 def main(argv: list[str] | None = None) -> int:
     tool = parser()
     options = tool.parse_args(argv)
-    commands = {"list": list_run, "inspect": inspect, "verify": verify, "diff": diff, "consolidate": consolidate}
+    commands = {
+        "list": list_run,
+        "inspect": inspect,
+        "verify": verify,
+        "diff": diff,
+        "consolidate": consolidate,
+    }
     return answer(tool, options, commands, CheckpointError)
 
 
@@ -32,7 +38,9 @@ def parser() -> Parser:
     made = Parser(description=__doc__)
     common = Parser(add_help=False)
     common.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
-    commands = made.add_subparsers(dest="command", required=True, metavar="list|inspect|verify|diff|consolidate")
+    commands = made.add_subparsers(
+        dest="command", required=True, metavar="list|inspect|verify|diff|consolidate"
+    )
 
     def add(name: str, description: str, *paths: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, parents=[common], help=description)
@@ -45,7 +53,11 @@ def parser() -> Parser:
     add("verify", "read every byte of a checkpoint", "checkpoint")
     add("diff", "compare two checkpoints tensor by tensor", "one", "other")
     out = add("consolidate", "write whole tensors into one safetensors file", "checkpoint", "file")
-    out.add_argument("--optimizer", action="store_true", help="include optimizer state and all other tensors, under the checkpoint's names")
+    out.add_argument(
+        "--optimizer",
+        action="store_true",
+        help="include optimizer state and all other tensors, under the checkpoint's names",
+    )
     return made
 
 
@@ -69,9 +81,11 @@ def inspect(options: argparse.Namespace) -> Answer:
     lines = [
         content["checkpoint"],
         *(f"{name}: {json.dumps(value)}" for name, value in state.items()),
-        f"{content['parameters']:,} parameters, {_size(content['bytes'])} in {counted(len(content['files']), 'file')}",
+        f"{content['parameters']:,} parameters, {_size(content['bytes'])} in "
+        f"{counted(len(content['files']), 'file')}",
         *(
-            f"  {name}  {each['dtype']} {each['shape']}, {_size(each['bytes'])} in {counted(each['chunks'], 'chunk')}"
+            f"  {name}  {each['dtype']} {each['shape']}, {_size(each['bytes'])} in "
+            f"{counted(each['chunks'], 'chunk')}"
             for name, each in content["tensors"].items()
         ),
     ]
@@ -85,7 +99,8 @@ def verify(options: argparse.Namespace) -> Answer:
     content = {"checkpoint": str(manifest.directory), "bytes": size, "whole": not damages, "damages": damages}
     return (
         content,
-        damages or [f"{manifest.directory} is whole: {_size(size)} in {counted(len(manifest.files), 'file')}"],
+        damages
+        or [f"{manifest.directory} is whole: {_size(size)} in {counted(len(manifest.files), 'file')}"],
         int(bool(damages)),
     )
 
@@ -95,11 +110,17 @@ def diff(options: argparse.Namespace) -> Answer:
     with progress_of(options.json) as progress:
         found = list(inspecting.differences(one, other, progress))
     lines = [
-        f"{each.tensor}: {each.what}" + ("" if each.max_abs is None else f" differ by {each.max_abs:.3g}, relative {each.relative:.3g}")
+        f"{each.tensor}: {each.what}"
+        + ("" if each.max_abs is None else f" differ by {each.max_abs:.3g}, relative {each.relative:.3g}")
         for each in found
     ]
     listed = [each.as_json() for each in found]
-    content = {"one": str(one.directory), "other": str(other.directory), "equal": not found, "differences": listed}
+    content = {
+        "one": str(one.directory),
+        "other": str(other.directory),
+        "equal": not found,
+        "differences": listed,
+    }
     return content, lines or [f"equal: {len(one.tensors)} tensors, bit for bit"], int(bool(found))
 
 
@@ -109,7 +130,12 @@ def consolidate(options: argparse.Namespace) -> Answer:
     manifest = opened(options.checkpoint)
     with progress_of(options.json) as progress:
         size = inspecting.consolidate(manifest, options.file, options.optimizer, progress)
-    content = {"checkpoint": str(manifest.directory), "file": str(options.file), "bytes": size, "optimizer": options.optimizer}
+    content = {
+        "checkpoint": str(manifest.directory),
+        "file": str(options.file),
+        "bytes": size,
+        "optimizer": options.optimizer,
+    }
     return content, [f"wrote {options.file}, {_size(size)}"], 0
 
 

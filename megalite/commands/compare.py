@@ -1,9 +1,11 @@
-"""Compare runs: their final figures and the options in which they differ, as a table and as a page with their curves.
+"""Compare runs: their final figures and the options in which they differ, as a table and as a page with their
+curves.
 
     megalite compare runs/a runs/b
     megalite compare runs/a runs/b runs/c --output comparison.html
 
-The page has the loss over steps, over tokens and over time, and all else that `megalite report` shows. Runs may still be training.
+The page has the loss over steps, over tokens and over time, and all else that `megalite report` shows. Runs
+may still be training.
 """
 
 from __future__ import annotations
@@ -27,7 +29,15 @@ def main(argv: list[str] | None = None) -> None:
     runs = write_page(tool, options.runs, options.output, options.json)
     if options.json:
         written = options.output and str(options.output)
-        print(json.dumps({"runs": [figures.as_json(run) for run in runs], "differences": figures.differences(runs), "report": written}))
+        print(
+            json.dumps(
+                {
+                    "runs": [figures.as_json(run) for run in runs],
+                    "differences": figures.differences(runs),
+                    "report": written,
+                }
+            )
+        )
         return
     print("\n".join([*lines_of(runs), *([f"\n{options.output}"] if options.output else [])]))
 

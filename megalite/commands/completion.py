@@ -1,7 +1,8 @@
 """Print a script with which a shell completes the commands, options and choices of megalite, and files.
 
     bash    megalite completion bash > ~/.local/share/bash-completion/completions/megalite
-    zsh     megalite completion zsh > DIR/_megalite                     DIR: one of $fpath, for example ~/.zfunc
+    zsh     megalite completion zsh > DIR/_megalite                     DIR: one of $fpath, for example
+    ~/.zfunc
     fish    megalite completion fish > ~/.config/fish/completions/megalite.fish
 
 The script holds everything, so that completing starts no Python. Print it again after an update.
@@ -26,7 +27,8 @@ ELSEWHERE = ("benchmark", "demo")  # commands of a checkout: their options are n
 
 @dataclass
 class Grammar:
-    """What may follow a command: `options` maps each to its values (None: it takes none; empty: a file), `words` are subcommands."""
+    """What may follow a command: `options` maps each to its values (None: it takes none; empty: a file),
+    `words` are subcommands."""
 
     what: str = ""
     options: dict[str, list[str] | None] = field(default_factory=dict)
@@ -49,10 +51,22 @@ def commands() -> dict[str, Grammar]:
     """Command → what may follow it."""
     found = {}
     for name, what in COMMANDS.items():
-        made = getattr(import_module(f"megalite.commands.{name.replace('-', '_')}"), "parser", None) if name not in ELSEWHERE else None
-        found[name] = training() if name == "train" else of_parser(made()) if made else Grammar(options={"--help": None})
+        made = (
+            getattr(import_module(f"megalite.commands.{name.replace('-', '_')}"), "parser", None)
+            if name not in ELSEWHERE
+            else None
+        )
+        found[name] = (
+            training()
+            if name == "train"
+            else of_parser(made())
+            if made
+            else Grammar(options={"--help": None})
+        )
         found[name].what = what
-    found["verify"].options |= {name: values for name, values in found["train"].options.items() if "." in name or name == "--config"}
+    found["verify"].options |= {
+        name: values for name, values in found["train"].options.items() if "." in name or name == "--config"
+    }
     return found
 
 
@@ -95,7 +109,12 @@ def choices(hint: object) -> list[str]:
     """The values of an option of the configuration that can be listed."""
     if hint is bool:
         return ["true", "false"]
-    return [str(each) for part in (hint, *get_args(hint)) if get_origin(part) is Literal for each in get_args(part)]
+    return [
+        str(each)
+        for part in (hint, *get_args(hint))
+        if get_origin(part) is Literal
+        for each in get_args(part)
+    ]
 
 
 # ---- scripts
@@ -109,9 +128,11 @@ def cases(found: dict[str, Grammar]) -> Iterator[tuple[str, Grammar]]:
 
 
 def bash(found: dict[str, Grammar]) -> str:
-    """A function that looks up `COMMAND [SUBCOMMAND]` for the words, and `COMMAND --option` for the values."""
+    """A function that looks up `COMMAND [SUBCOMMAND]` for the words, and `COMMAND --option` for the
+    values."""
     words = [
-        f"    {shlex.quote(name)}) words={shlex.quote(' '.join(grammar.words))} options={shlex.quote(' '.join(grammar.options))} ;;"
+        f"    {shlex.quote(name)}) words={shlex.quote(' '.join(grammar.words))} "
+        f"options={shlex.quote(' '.join(grammar.options))} ;;"
         for name, grammar in cases(found)
     ]
     values = [
@@ -130,11 +151,20 @@ def zsh(found: dict[str, Grammar]) -> str:
 
 
 def fish(found: dict[str, Grammar]) -> str:
-    lines = ["complete -c megalite -f -n __fish_use_subcommand -l help", "complete -c megalite -f -n __fish_use_subcommand -l version"]
+    lines = [
+        "complete -c megalite -f -n __fish_use_subcommand -l help",
+        "complete -c megalite -f -n __fish_use_subcommand -l version",
+    ]
     for name, grammar in found.items():
-        lines.append(f"complete -c megalite -f -n __fish_use_subcommand -a {name} -d {shlex.quote(grammar.what)}")
+        lines.append(
+            f"complete -c megalite -f -n __fish_use_subcommand -a {name} -d {shlex.quote(grammar.what)}"
+        )
         seen = f"__fish_seen_subcommand_from {name}"
-        first = shlex.quote(f"{seen}; and not __fish_seen_subcommand_from {' '.join(grammar.words)}") if grammar.words else ""
+        first = (
+            shlex.quote(f"{seen}; and not __fish_seen_subcommand_from {' '.join(grammar.words)}")
+            if grammar.words
+            else ""
+        )
         lines += [f"complete -c megalite -n {first} -a {word}" for word in grammar.words]
         every = {"": grammar.options, **{word: sub.options for word, sub in grammar.words.items()}}
         for word, options in every.items():

@@ -1,13 +1,14 @@
 """Import and export Hugging Face models, and check that both sides compute the same logits.
 
     megalite convert import HF_DIR CHECKPOINT_DIR [--drop_mtp]
-    megalite convert export CHECKPOINT_DIR HF_DIR [--dtype bfloat16] [--like HF_DIR] [--shard_size 5GB] [--ema]
-    megalite convert adapter-export CHECKPOINT_DIR PEFT_DIR
+    megalite convert export CHECKPOINT_DIR HF_DIR [--dtype bfloat16] [--like HF_DIR] [--shard_size 5GB]
+    [--ema] megalite convert adapter-export CHECKPOINT_DIR PEFT_DIR
     megalite convert check CHECKPOINT_DIR HF_DIR [--text TEXT …]     exit status 1 if the logits differ
 
-A run's directory or configuration means its newest checkpoint; an HF_DIR that is read may be org/name on the Hugging Face Hub. Adapters are
-exported merged into the weights, or alone. Features that our model cannot compute are rejected by name before anything is written, and
-output directories are renamed into place only when complete.
+A run's directory or configuration means its newest checkpoint; an HF_DIR that is read may be org/name on the
+Hugging Face Hub. Adapters are exported merged into the weights, or alone. Features that our model cannot
+compute are rejected by name before anything is written, and output directories are renamed into place only
+when complete.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def parser() -> Parser:
     made = Parser(description=__doc__)
     common = Parser(add_help=False)
     common.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
-    commands = made.add_subparsers(dest="command", required=True, metavar="import|export|adapter-export|check")
+    commands = made.add_subparsers(
+        dest="command", required=True, metavar="import|export|adapter-export|check"
+    )
 
     def command(name: str, description: str, first: str, second: str) -> Callable[..., Any]:
         added = commands.add_parser(name, parents=[common], help=description)
@@ -50,13 +53,18 @@ def parser() -> Parser:
         return added.add_argument
 
     add = command("import", "Hugging Face directory to checkpoint (weights only)", "HF_DIR", "CHECKPOINT_DIR")
-    add("--drop_mtp", action="store_true", help="leave out the modules of multi-token prediction (num_nextn_predict_layers)")
+    add(
+        "--drop_mtp",
+        action="store_true",
+        help="leave out the modules of multi-token prediction (num_nextn_predict_layers)",
+    )
     add = command("export", "checkpoint to Hugging Face directory", "CHECKPOINT_DIR", "HF_DIR")
     add(
         "--like",
         type=as_name,
         metavar="HF_DIR",
-        help="source of tokenizer, token ids and generation settings (default: the directory that the model was imported from)",
+        help="source of tokenizer, token ids and generation settings (default: the directory that the model "
+        "was imported from)",
     )
     add(
         "--tokenizer",
@@ -64,17 +72,53 @@ def parser() -> Parser:
         metavar="byte|FILE.model|HF_DIR",
         help="tokenizer (default: that of the training data, else that of --like)",
     )
-    add("--allow_tokenizer_change", action="store_true", help="accept another tokenizer than the model was trained with")
-    add("--family", choices=list(families().rows), help="target family (default: the one imported from, or the first that fits the model)")
-    add("--dtype", choices=["float32", "bfloat16", "float16"], help="dtype of all tensors (default: each keeps its stored dtype)")
-    add("--ema", action="store_true", help="export the moving average of the weights (train.ema_decay) in place of the weights")
-    add("--shard_size", type=size, default="5GB", metavar="SIZE", help="maximum bytes per file, for example 500MB (default 5GB)")
-    command("adapter-export", "a checkpoint's adapters (LoRA) to PEFT directory", "CHECKPOINT_DIR", "PEFT_DIR")
-    add = command("check", "compare logits with transformers; exit status 1 if they differ", "CHECKPOINT_DIR", "HF_DIR")
-    add("--text", action="append", default=[], help="also compare on this text, tokenized by HF_DIR's tokenizer; may be repeated")
+    add(
+        "--allow_tokenizer_change",
+        action="store_true",
+        help="accept another tokenizer than the model was trained with",
+    )
+    add(
+        "--family",
+        choices=list(families().rows),
+        help="target family (default: the one imported from, or the first that fits the model)",
+    )
+    add(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="dtype of all tensors (default: each keeps its stored dtype)",
+    )
+    add(
+        "--ema",
+        action="store_true",
+        help="export the moving average of the weights (train.ema_decay) in place of the weights",
+    )
+    add(
+        "--shard_size",
+        type=size,
+        default="5GB",
+        metavar="SIZE",
+        help="maximum bytes per file, for example 500MB (default 5GB)",
+    )
+    command(
+        "adapter-export", "a checkpoint's adapters (LoRA) to PEFT directory", "CHECKPOINT_DIR", "PEFT_DIR"
+    )
+    add = command(
+        "check", "compare logits with transformers; exit status 1 if they differ", "CHECKPOINT_DIR", "HF_DIR"
+    )
+    add(
+        "--text",
+        action="append",
+        default=[],
+        help="also compare on this text, tokenized by HF_DIR's tokenizer; may be repeated",
+    )
     add("--tokens", type=count, default=64, help="random tokens per row (default 64)")
     add("--rows", type=count, default=2, help="number of rows of random tokens (default 2)")
-    add("--tolerance", type=float, default=TOLERANCE, help=f"largest allowed difference of two logits (default {TOLERANCE:g})")
+    add(
+        "--tolerance",
+        type=float,
+        default=TOLERANCE,
+        help=f"largest allowed difference of two logits (default {TOLERANCE:g})",
+    )
     return made
 
 
@@ -122,7 +166,9 @@ def bring_out(options: argparse.Namespace) -> Answer:
     asked = {"like": like, "family": options.family, "dtype": dtype, "shard": options.shard_size}
     asked |= {"tokenizer": options.tokenizer, "allow_tokenizer_change": options.allow_tokenizer_change}
     with progress_of(options.json) as progress:
-        content = export_model(manifest_of(source).averaged() if options.ema else source, target, **asked, progress=progress)
+        content = export_model(
+            manifest_of(source).averaged() if options.ema else source, target, **asked, progress=progress
+        )
     return _written(content, str(options.hf_dir))
 
 
@@ -146,7 +192,10 @@ def checkpoint_of(options: argparse.Namespace) -> Path:
 
 
 def _written(content: dict[str, Any], place: str) -> Answer:
-    line = f"{place}: a {content['family']} model of {content['parameters']:,} parameters in {', '.join(content['dtypes'])}"
+    line = (
+        f"{place}: a {content['family']} model of {content['parameters']:,} parameters in "
+        f"{', '.join(content['dtypes'])}"
+    )
     with_tokenizer = f", with the tokenizer {content['tokenizer']}" if content.get("tokenizer") else ""
     return content | {"written": place}, [line + with_tokenizer, *content.get("notes", ())], 0
 
@@ -157,15 +206,25 @@ def check(options: argparse.Namespace) -> Answer:
 
     start_copying()
     with progress_of(options.json) as progress:
-        found = compare(directory, theirs, texts=options.text, tokens=options.tokens, rows=options.rows, progress=progress)
+        found = compare(
+            directory, theirs, texts=options.text, tokens=options.tokens, rows=options.rows, progress=progress
+        )
     equal = all(each.maximum <= options.tolerance for each in found)
     lines = []
     for each in found:
-        lines.append(f"{each.name}: logits differ by at most {each.maximum:.2e} (the largest is {each.largest:.3g}); position by position:")
+        lines.append(
+            f"{each.name}: logits differ by at most {each.maximum:.2e} (the largest is {each.largest:.3g}); "
+            "position by position:"
+        )
         for start in range(0, len(each.worst), ROW):
-            lines.append(f"  {start:5}  " + " ".join(f"{value:8.1e}" for value in each.worst[start : start + ROW]))
+            lines.append(
+                f"  {start:5}  " + " ".join(f"{value:8.1e}" for value in each.worst[start : start + ROW])
+            )
     lines.append(f"{'the same' if equal else 'NOT the same'} within {options.tolerance:g}")
     if not equal and (why := rounding(directory, theirs)):
         lines.append(why)
-    inputs = [{"input": each.name, "worst": each.worst, "maximum": each.maximum, "largest_logit": each.largest} for each in found]
+    inputs = [
+        {"input": each.name, "worst": each.worst, "maximum": each.maximum, "largest_logit": each.largest}
+        for each in found
+    ]
     return {"equal": equal, "tolerance": options.tolerance, "inputs": inputs}, lines, 0 if equal else 1

@@ -4,8 +4,8 @@
     megalite data inspect data/corpus --samples 10 --length 500
     megalite data inspect data/chats --document 17 --document 4000
 
-Documents are numbered from 0. The tokenizer is the one that PREFIX.json names. What counts in the loss of a conversation is green on a
-terminal, and elsewhere between ⟦ and ⟧.
+Documents are numbered from 0. The tokenizer is the one that PREFIX.json names. What counts in the loss of a
+conversation is green on a terminal, and elsewhere between ⟦ and ⟧.
 """
 
 from __future__ import annotations
@@ -32,10 +32,20 @@ def parser() -> Parser:
     commands = made.add_subparsers(dest="command", required=True, metavar="inspect")
     add = commands.add_parser("inspect", help="print what a token file contains").add_argument
     add("prefix", type=as_name, metavar="PREFIX", help="the start of the names of PREFIX.bin and PREFIX.idx")
-    add("--samples", type=int, default=3, metavar="N", help="documents to show, at even distances (default 3)")
-    add("--document", type=int, action="append", metavar="I", help="show this document instead; may be repeated")
+    add(
+        "--samples", type=int, default=3, metavar="N", help="documents to show, at even distances (default 3)"
+    )
+    add(
+        "--document",
+        type=int,
+        action="append",
+        metavar="I",
+        help="show this document instead; may be repeated",
+    )
     add("--longest", type=int, default=5, metavar="N", help="longest documents to list (default 5)")
-    add("--length", type=positive, default=200, metavar="N", help="tokens of a document to show (default 200)")
+    add(
+        "--length", type=positive, default=200, metavar="N", help="tokens of a document to show (default 200)"
+    )
     add(
         "--tokenizer",
         type=as_tokenizer,
@@ -48,7 +58,11 @@ def parser() -> Parser:
 
 def inspect(options: argparse.Namespace) -> Answer:
     found = Inspection(options.prefix, options.tokenizer)
-    shown = found.decoded(options.document, options.length) if options.document else found.samples(options.samples, options.length)
+    shown = (
+        found.decoded(options.document, options.length)
+        if options.document
+        else found.samples(options.samples, options.length)
+    )
     longest = found.longest(options.longest, 30)
     with progress_of(options.json) as progress:
         progress(f"reading {options.prefix}")
@@ -80,7 +94,11 @@ def lines_of(facts: dict[str, Any], samples: list[Sample], longest: list[Sample]
         console.print(Text.assemble("\n", ("longest documents", "bold")), soft_wrap=True)
         for sample in longest:
             beginning = " ".join("".join(part.text for part in sample.parts).split())[:60]
-            console.print(f"{sample.document:>9,} {sample.tokens:>11,} tokens  {beginning}", markup=False, soft_wrap=True)
+            console.print(
+                f"{sample.document:>9,} {sample.tokens:>11,} tokens  {beginning}",
+                markup=False,
+                soft_wrap=True,
+            )
     return captured.get().splitlines()
 
 
@@ -99,17 +117,21 @@ def _counts(facts: dict[str, Any]) -> list[str]:
     lengths, size = facts["lengths"], f"{facts['dtype']}, {facts['bytes'] / 1e6:,.1f} MB"
     lines = [
         f"{facts['prefix']}: {counted(facts['documents'], 'document')}, {facts['tokens']:,} tokens ({size})",
-        f"lengths: {lengths['min']:,.0f} to {lengths['max']:,.0f}, median {lengths['median']:,.0f}, mean {lengths['mean']:,.1f}, "
+        f"lengths: {lengths['min']:,.0f} to {lengths['max']:,.0f}, median {lengths['median']:,.0f}, mean "
+        f"{lengths['mean']:,.1f}, "
         f"95 % up to {lengths['p95']:,.0f}",
-        f"duplicates: {facts['duplicates']:,} documents have the tokens of an earlier one ({facts['duplicate_share']:.1%})",
-        f"vocabulary: {_number(facts['vocab_size'])}, largest token {facts['largest_id']:,}, EOS {_number(facts['eos'])}",
+        f"duplicates: {facts['duplicates']:,} documents have the tokens of an earlier one "
+        f"({facts['duplicate_share']:.1%})",
+        f"vocabulary: {_number(facts['vocab_size'])}, largest token {facts['largest_id']:,}, EOS "
+        f"{_number(facts['eos'])}",
     ]
     if facts["vocab_size"] is not None and facts["largest_id"] >= facts["vocab_size"]:
         lines.append("warning: there are tokens outside of the vocabulary; the files do not belong together")
     if facts["kind"] == "chat":
         lines.append(
             f"conversations ({', '.join(facts['forms'] or [])}): {facts['loss_tokens']:,} tokens count "
-            f"({facts['loss_tokens'] / max(1, facts['tokens']):.1%}), in {facts['without_loss']:,} documents none"
+            f"({facts['loss_tokens'] / max(1, facts['tokens']):.1%}), in {facts['without_loss']:,} documents "
+            "none"
         )
     elif facts["without_eos"]:
         lines.append(f"{facts['without_eos']:,} documents do not end in EOS")

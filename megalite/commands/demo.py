@@ -2,8 +2,10 @@
 
     megalite demo
 
-1. The source of the running interpreter's standard library is the corpus; a 4,096-piece tokenizer is trained on it.
-2. configs/quickstart.yaml trains on eight ranks, TP2 × PP2 × DP2: on GPUs if there is one for every rank, else on the CPU.
+1. The source of the running interpreter's standard library is the corpus; a 4,096-piece tokenizer is trained
+   on it.
+2. configs/quickstart.yaml trains on eight ranks, TP2 × PP2 × DP2: on GPUs if there is one for every rank,
+   else on the CPU.
 3. Losses are printed and plotted, and the trained model continues a line of Python.
 
 All files are in runs/demo/. Completed steps are not repeated: remove runs/demo/ to start over.
@@ -29,7 +31,8 @@ CONFIG = Path("configs/quickstart.yaml")
 TOKENS = Path("runs/demo/data/stdlib")
 RUN = Path("runs/demo/quickstart")
 VOCABULARY = 4096
-NO_SOURCE = ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data")  # others' code, tests, tables
+# others' code, tests, tables
+NO_SOURCE = ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data")
 PROMPT = "def read_config(path):\n"
 
 
@@ -57,8 +60,14 @@ def main() -> None:
         show_losses()
         show_sample()
     except subprocess.CalledProcessError as error:
-        sys.exit(f"{tool.prog}: this command ended with status {error.returncode}: {shlex.join(map(str, error.cmd))}")
-    print(f"\n{time.monotonic() - started:.0f} s. The run is in {RUN}/; megalite generate continues other texts with its model.")
+        sys.exit(
+            f"{tool.prog}: this command ended with status {error.returncode}: "
+            f"{shlex.join(map(str, error.cmd))}"
+        )
+    print(
+        f"\n{time.monotonic() - started:.0f} s. The run is in {RUN}/; megalite generate continues other "
+        "texts with its model."
+    )
 
 
 # ---- data
@@ -73,7 +82,16 @@ def prepare() -> None:
     TOKENS.parent.mkdir(parents=True, exist_ok=True)
     library = sysconfig.get_paths()["stdlib"]
     exclude = [f"*/{name}/*" for name in NO_SOURCE]
-    options = ["--input", f"{library}/**/*.py", "--exclude", *exclude, "--train_tokenizer", str(VOCABULARY), "--output", str(TOKENS)]
+    options = [
+        "--input",
+        f"{library}/**/*.py",
+        "--exclude",
+        *exclude,
+        "--train_tokenizer",
+        str(VOCABULARY),
+        "--output",
+        str(TOKENS),
+    ]
     run("prepare", *options)
 
 
@@ -87,7 +105,8 @@ def gpu_count() -> int:
 
 
 def choose_layout(gpus: int) -> Layout:
-    """The largest layout with one rank per GPU of this machine; with fewer than two GPUs, eight ranks on the CPU."""
+    """The largest layout with one rank per GPU of this machine; with fewer than two GPUs, eight ranks on the
+    CPU."""
     if gpus >= 8:
         return Layout(2, 2, 2, f"{gpus} GPUs: NCCL")
     if gpus >= 4:

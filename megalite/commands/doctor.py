@@ -3,8 +3,9 @@
     megalite doctor
     megalite doctor --dir /scratch/runs --json
 
-Checks versions, GPUs, NCCL, gloo (two processes), Triton and the C compiler, shared memory, limits, cores, the host's name, the disk of the
-runs and its clock, and the packages of every extra. Takes some seconds; what hangs is ended. Exit status 1 if training cannot work.
+Checks versions, GPUs, NCCL, gloo (two processes), Triton and the C compiler, shared memory, limits, cores,
+the host's name, the disk of the runs and its clock, and the packages of every extra. Takes some seconds; what
+hangs is ended. Exit status 1 if training cannot work.
 """
 
 from __future__ import annotations
@@ -44,8 +45,16 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> Parser:
     made = Parser(description=__doc__)
-    made.add_argument("--dir", type=as_path, default=Path("runs"), metavar="DIR", help="directory of the runs, whose disk is tested (runs)")
-    made.add_argument("--quick", action="store_true", help="leave out the two processes that try torch, gloo and Triton")
+    made.add_argument(
+        "--dir",
+        type=as_path,
+        default=Path("runs"),
+        metavar="DIR",
+        help="directory of the runs, whose disk is tested (runs)",
+    )
+    made.add_argument(
+        "--quick", action="store_true", help="leave out the two processes that try torch, gloo and Triton"
+    )
     made.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
     return made
 
@@ -82,7 +91,9 @@ def show(found: list[Finding], usable: bool) -> None:
     if usable:
         console.print(f"This machine can train{f'; {said}' if notes else ''}.", style="bold green")
     else:
-        console.print(f"Training does not work here: {counted(bad, 'problem')}, and {said}.", style="bold red")
+        console.print(
+            f"Training does not work here: {counted(bad, 'problem')}, and {said}.", style="bold red"
+        )
 
 
 def table(console: Console, found: list[Finding]) -> None:
@@ -95,6 +106,9 @@ def table(console: Console, found: list[Finding]) -> None:
     for finding in found:
         style = STYLES[finding.verdict]
         rows.add_row(
-            finding.name, Text(finding.verdict, style), finding.value, Text(finding.advice, style if finding.verdict == "bad" else "")
+            finding.name,
+            Text(finding.verdict, style),
+            finding.value,
+            Text(finding.advice, style if finding.verdict == "bad" else ""),
         )
     console.print(rows)

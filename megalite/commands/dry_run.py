@@ -1,7 +1,8 @@
-"""Print the memory, traffic and bubble of a run on any number of ranks without starting it: `megalite train --dry_run --world_size W …`.
+"""Print the memory, traffic and bubble of a run on any number of ranks without starting it: `megalite train
+--dry_run --world_size W …`.
 
-Every distinct rank is built on the meta device, and the bytes of its states must equal those that the planner computes from specs; all
-other numbers are the planner's. Reads no data, needs no GPU and writes nothing.
+Every distinct rank is built on the meta device, and the bytes of its states must equal those that the planner
+computes from specs; all other numbers are the planner's. Reads no data, needs no GPU and writes nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def calculated(config: Config, ranks: list[int], device: Device) -> dict[str, Any]:
     """All numbers; ends with status 1 if a rank that was built differs from the planned one."""
-    from megalite.training.meta_device import Disagreement  # imports torch, so only after the configuration is checked
+    # imports torch, so only after the configuration is checked
+    from megalite.training.meta_device import Disagreement
 
     try:
         return dry_run.calculate(config, ranks, device)
@@ -45,9 +47,21 @@ def calculated(config: Config, ranks: list[int], device: Device) -> dict[str, An
 def parser() -> Parser:
     made = Parser(prog="megalite train --dry_run", description=__doc__, allow_abbrev=False)
     made.add_argument("--dry_run", action="store_true", required=True)
-    made.add_argument("--world_size", type=positive, metavar="W", help="number of ranks (default tp * pp * cp * dp)")
-    made.add_argument("--ranks", type=numbers, metavar="R,R,…", help="ranks to build on the meta device (default: two per pipeline rank)")
-    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="device type that is planned for (default cuda)")
+    made.add_argument(
+        "--world_size", type=positive, metavar="W", help="number of ranks (default tp * pp * cp * dp)"
+    )
+    made.add_argument(
+        "--ranks",
+        type=numbers,
+        metavar="R,R,…",
+        help="ranks to build on the meta device (default: two per pipeline rank)",
+    )
+    made.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="device type that is planned for (default cuda)",
+    )
     made.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
     return made
 

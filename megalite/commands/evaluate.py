@@ -3,9 +3,10 @@
     megalite evaluate perplexity MODEL --text FILE … [--sequence_length N] [--stride N]
     megalite evaluate tasks MODEL --tasks NAME,… [--include_path DIR] [--num_fewshot N] [--limit N]
 
-MODEL is a checkpoint (step_00000100) of any topology, a run's directory or configuration for its newest one, or a Hugging Face model: its
-directory, or org/name on the Hub. With --tp, --pp and --cp it is distributed over ranks, started by torchrun or else by this
-command. --ema takes the average of a run's weights. docs/evaluation.md describes what is computed.
+MODEL is a checkpoint (step_00000100) of any topology, a run's directory or configuration for its newest one,
+or a Hugging Face model: its directory, or org/name on the Hub. With --tp, --pp and --cp it is distributed
+over ranks, started by torchrun or else by this command. --ema takes the average of a run's weights.
+docs/evaluation.md describes what is computed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ def main(argv: list[str] | None = None) -> int:
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         if get_close_matches(words[0], COMMANDS, n=1) and not Path(words[0]).exists():
             tool.error(f"{words[0]} is neither perplexity nor tasks.{nearest_legal(words[0], COMMANDS)}")
-        ways = f"megalite evaluate perplexity {words[0]} --text FILE, or megalite evaluate tasks {words[0]} --tasks NAME"
+        ways = (
+            f"megalite evaluate perplexity {words[0]} --text FILE, or megalite evaluate tasks {words[0]} "
+            "--tasks NAME"
+        )
         tool.error(f"{words[0]} is neither perplexity nor tasks. Write {ways}.")
     options = tool.parse_args(words)
     try:
@@ -66,25 +70,73 @@ def parser() -> Parser:
     common = Parser(add_help=False)
     add = common.add_argument
     add("model", type=as_name, metavar="CHECKPOINT_DIR|RUN_DIR|hf:DIR|org/name", help="the model to evaluate")
-    add("--tokenizer", type=as_tokenizer, metavar="byte|FILE.model|HF_DIR", help="tokenizer (default: the model's own)")
-    add("--allow_tokenizer_change", action="store_true", help="accept another tokenizer than the model was trained with")
-    add("--ema", action="store_true", help="use the moving average of the weights (train.ema_decay) in place of the weights")
+    add(
+        "--tokenizer",
+        type=as_tokenizer,
+        metavar="byte|FILE.model|HF_DIR",
+        help="tokenizer (default: the model's own)",
+    )
+    add(
+        "--allow_tokenizer_change",
+        action="store_true",
+        help="accept another tokenizer than the model was trained with",
+    )
+    add(
+        "--ema",
+        action="store_true",
+        help="use the moving average of the weights (train.ema_decay) in place of the weights",
+    )
     add("--batch_size", type=count, default=8, metavar="N", help="rows per forward pass (default 8)")
     add("--tp", type=count, default=1, help="tensor-parallel ranks (default 1)")
     add("--pp", type=count, default=1, help="pipeline stages (default 1)")
-    add("--cp", type=count, default=1, help="context-parallel ranks, each of which reads a part of every row (default 1)")
-    add("--precision", choices=["fp32", "bf16"], help="dtype of weights and arithmetic (default: bf16 on a GPU, fp32 on a CPU)")
+    add(
+        "--cp",
+        type=count,
+        default=1,
+        help="context-parallel ranks, each of which reads a part of every row (default 1)",
+    )
+    add(
+        "--precision",
+        choices=["fp32", "bf16"],
+        help="dtype of weights and arithmetic (default: bf16 on a GPU, fp32 on a CPU)",
+    )
     add("--json", action="store_true", help="print only one JSON object on stdout")
     commands = made.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
-    add = commands.add_parser("perplexity", parents=[common], help="perplexity and bits per byte of text files").add_argument
-    add("--text", type=as_path, nargs="+", required=True, metavar="FILE", help="UTF-8 text files, each evaluated as one document")
-    add("--sequence_length", type=count, metavar="N", help="tokens per window (default: the training sequence length)")
-    add("--stride", type=count, metavar="N", help="tokens that each window predicts (default: half of the sequence length)")
+    add = commands.add_parser(
+        "perplexity", parents=[common], help="perplexity and bits per byte of text files"
+    ).add_argument
+    add(
+        "--text",
+        type=as_path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="UTF-8 text files, each evaluated as one document",
+    )
+    add(
+        "--sequence_length",
+        type=count,
+        metavar="N",
+        help="tokens per window (default: the training sequence length)",
+    )
+    add(
+        "--stride",
+        type=count,
+        metavar="N",
+        help="tokens that each window predicts (default: half of the sequence length)",
+    )
     add = commands.add_parser("tasks", parents=[common], help="tasks of lm-evaluation-harness").add_argument
     add("--tasks", type=names, required=True, metavar="NAME,…", help="tasks, groups or tags of the harness")
     add("--include_path", type=as_path, metavar="DIR", help="directory with YAML files of further tasks")
-    add("--num_fewshot", type=int, metavar="N", help="examples before each question (default: the task's own)")
-    add("--limit", type=count, metavar="N", help="at most this many questions of each task, for a quick test (default: all)")
+    add(
+        "--num_fewshot", type=int, metavar="N", help="examples before each question (default: the task's own)"
+    )
+    add(
+        "--limit",
+        type=count,
+        metavar="N",
+        help="at most this many questions of each task, for a quick test (default: all)",
+    )
     return made
 
 
@@ -102,7 +154,8 @@ def names(text: str) -> list[str]:
 
 
 def check_ranks(options: argparse.Namespace) -> int:
-    """The number of ranks. Raises ConfigError if the layout does not divide the model, or does not match the number of started ranks."""
+    """The number of ranks. Raises ConfigError if the layout does not divide the model, or does not match the
+    number of started ranks."""
     layout = layout_of(options)
     ranks = prod(layout.values())
     if ranks > 1:
@@ -125,7 +178,9 @@ def opened(options: argparse.Namespace, progress: Report) -> tuple[LanguageModel
     precision = options.precision or ("bf16" if device.type == "cuda" else "fp32")
     asked: dict[str, Any] = {"precision": precision, "average": options.ema, "progress": progress}
     model = LanguageModel(options.model, device, **layout_of(options), **asked)
-    return model, tokenizer_of(model.source, options.tokenizer, allow_change=options.allow_tokenizer_change, tell=warn)
+    return model, tokenizer_of(
+        model.source, options.tokenizer, allow_change=options.allow_tokenizer_change, tell=warn
+    )
 
 
 def perplexity(options: argparse.Namespace, progress: Report) -> Answer:
@@ -139,14 +194,21 @@ def perplexity(options: argparse.Namespace, progress: Report) -> Answer:
     asked = {"length": length, "stride": stride, "batch_size": options.batch_size}
     for path, text in zip(options.text, texts, strict=True):
         tokens, show = [start, *tokenizer.encode(text)], partial(progress, str(path), unit="windows")
-        measured.append(measure(model, tokens, name=str(path), size=len(text.encode()), progress=show, **asked))
+        measured.append(
+            measure(model, tokens, name=str(path), size=len(text.encode()), progress=show, **asked)
+        )
     found = [each.as_json() for each in (*measured, *([together(measured)] if len(measured) > 1 else []))]
     lines = [
         f"{each['text']}: perplexity {each['perplexity']:.4f}, {each['bits_per_byte']:.4f} bits per byte "
         f"({each['tokens']:,} tokens, {each['bytes']:,} bytes)"
         for each in found
     ]
-    settings: dict[str, Any] = {"sequence_length": length, "stride": stride, "tokenizer": tokenizer.name, "document_start": start}
+    settings: dict[str, Any] = {
+        "sequence_length": length,
+        "stride": stride,
+        "tokenizer": tokenizer.name,
+        "document_start": start,
+    }
     return described(model, options) | settings | {"texts": found}, lines
 
 
@@ -155,7 +217,9 @@ def read(path: Path) -> str:
     try:
         text = path.read_bytes().decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--text {path} is not UTF-8: byte {error.start} begins no character. Convert the file.") from None
+        raise ConfigError(
+            f"--text {path} is not UTF-8: byte {error.start} begins no character. Convert the file."
+        ) from None
     except OSError as error:
         raise ConfigError(f"--text {path} can not be read: {error.strerror or error}.") from None
     if not text:
@@ -165,31 +229,45 @@ def read(path: Path) -> str:
 
 def lengths(options: argparse.Namespace, model: LanguageModel) -> tuple[int, int]:
     """The window's length and its stride. Raises ConfigError if they do not fit the model or each other."""
-    trained = min(model.config.data.sequence_length, model.longest) if model.config.data.train else model.longest
+    trained = (
+        min(model.config.data.sequence_length, model.longest) if model.config.data.train else model.longest
+    )
     length = options.sequence_length or trained
     if length > model.longest:
-        raise ConfigError(f"--sequence_length {length}: the model has positions for {model.longest}. Give at most that.")
+        raise ConfigError(
+            f"--sequence_length {length}: the model has positions for {model.longest}. Give at most that."
+        )
     stride = options.stride or max(1, length // 2)
     if stride > length:
-        raise ConfigError(f"--stride {stride} is more than the sequence length {length}: tokens would be left out. Give at most {length}.")
+        raise ConfigError(
+            f"--stride {stride} is more than the sequence length {length}: tokens would be left out. Give at "
+            f"most {length}."
+        )
     return length, stride
 
 
 def tasks(options: argparse.Namespace, progress: Report) -> Answer:
     if options.include_path is not None and not options.include_path.is_dir():
-        raise ConfigError(f"--include_path {options.include_path} is not a directory. Give the one with the YAML files of your tasks.")
+        raise ConfigError(
+            f"--include_path {options.include_path} is not a directory. Give the one with the YAML files of "
+            "your tasks."
+        )
     if options.num_fewshot is not None and options.num_fewshot < 0:
         raise ConfigError(f"--num_fewshot {options.num_fewshot} is negative. Give 0 for no examples.")
     from megalite.evaluation import harness
 
     harness_model = harness.as_harness_model()
     model, tokenizer = opened(options, progress)
-    answers = harness_model(model, tokenizer, options.batch_size, partial(progress, "answering", unit="requests"))
+    answers = harness_model(
+        model, tokenizer, options.batch_size, partial(progress, "answering", unit="requests")
+    )
     progress("reading the tasks")
     asked = {"include_path": options.include_path, "num_fewshot": options.num_fewshot, "limit": options.limit}
     found = harness.run(answers, options.tasks, **asked)
     kept: dict[str, Any] = {
-        key: found[key] for key in ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better") if key in found
+        key: found[key]
+        for key in ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better")
+        if key in found
     }
     return described(model, options) | {"tokenizer": tokenizer.name, **kept}, table(found["results"])
 

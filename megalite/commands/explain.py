@@ -2,8 +2,9 @@
 
     megalite explain runs/run
 
-Reads stalls/ in the run's directory, which every rank fills when it makes no progress (train.watchdog) or loses another one: places in the
-plan, collectives started, torch's flight record. Exits with 1 if nothing there hangs.
+Reads stalls/ in the run's directory, which every rank fills when it makes no progress (train.watchdog) or
+loses another one: places in the plan, collectives started, torch's flight record. Exits with 1 if nothing
+there hangs.
 """
 
 import json
@@ -22,7 +23,8 @@ def main(argv: list[str] | None = None) -> int:
     ranks = load(options.run)
     if not ranks:
         tool.error(
-            f"{options.run}/stalls has no records: no rank of this run has stalled (train.watchdog), or it is not a run's directory."
+            f"{options.run}/stalls has no records: no rank of this run has stalled (train.watchdog), or it "
+            "is not a run's directory."
         )
     found = explain(ranks)
     print(json.dumps(asdict(found)) if options.json else text(found, ranks))
@@ -44,7 +46,10 @@ def text(found: Explanation, ranks: Mapping[int, Rank]) -> str:
     elif found.waits:
         lines.append("these ranks wait for each other in a cycle")
     else:
-        lines.append("no rank waits for another one in vain: " + "; ".join(f"rank {each.rank} in {each}" for each in ranks.values()))
+        lines.append(
+            "no rank waits for another one in vain: "
+            + "; ".join(f"rank {each.rank} in {each}" for each in ranks.values())
+        )
     return "\n".join(lines)
 
 

@@ -1,12 +1,14 @@
-"""Prove and measure this machine's GPUs in one command: kernels, a training step, layouts, links, predictions.
+"""Prove and measure this machine's GPUs in one command: kernels, a training step, layouts, links,
+predictions.
 
     megalite first-light --short          every part, in eight minutes
     megalite first-light                  the same with three times the time
     megalite first-light --rehearse       the same code on the CPU, at sizes whose figures mean nothing
     megalite first-light --parts links kernels      some parts again: the file keeps the others
 
-Results are written after every row to benchmarks/results/first-light-<gpu>.json. An error or a hang costs one part.
-Exit status: 0 if no proof has failed, whatever is missing; 1 if one has, in a rehearsal also if anything is missing; 2 for invalid options.
+Results are written after every row to benchmarks/results/first-light-<gpu>.json. An error or a hang costs one
+part. Exit status: 0 if no proof has failed, whatever is missing; 1 if one has, in a rehearsal also if
+anything is missing; 2 for invalid options.
 """
 
 from __future__ import annotations
@@ -52,8 +54,24 @@ def parser() -> Parser:
     add = made.add_argument
     add("--short", action="store_true", help="eight minutes in all")
     add("--rehearse", action="store_true", help="run on the CPU with gloo, in two minutes")
-    add("--parts", nargs="+", default=[], metavar="NAME", help="machine, values, step, layouts, links, kernels, predictions (default all)")
-    add("--calibrate", type=as_new_file, metavar="FILE", help="write what was measured as a device file for megalite plan --gpu")
-    add("--output", type=as_new_file, metavar="FILE", help="the results (default benchmarks/results/first-light-<gpu>.json)")
+    add(
+        "--parts",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="machine, values, step, layouts, links, kernels, predictions (default all)",
+    )
+    add(
+        "--calibrate",
+        type=as_new_file,
+        metavar="FILE",
+        help="write what was measured as a device file for megalite plan --gpu",
+    )
+    add(
+        "--output",
+        type=as_new_file,
+        metavar="FILE",
+        help="the results (default benchmarks/results/first-light-<gpu>.json)",
+    )
     add("--json", action="store_true", help="print only the JSON on stdout")
     return made

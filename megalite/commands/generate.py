@@ -1,13 +1,14 @@
 """Continue texts with a trained model.
 
-    megalite generate runs/quickstart --prompt 'def main(' [--tokens 100 --temperature 0.8 --top_k 50 --top_p 1 --seed 0]
-    megalite generate hf:DIR --prompts FILE --tp 2 --pp 2 --json
+    megalite generate runs/quickstart --prompt 'def main(' [--tokens 100 --temperature 0.8 --top_k 50 --top_p
+    1 --seed 0] megalite generate hf:DIR --prompts FILE --tp 2 --pp 2 --json
     megalite generate hf:DIR --chat [--system TEXT]
 
-The model is a checkpoint (step_00000100) of any topology, a run's directory or configuration for its newest one, or a Hugging Face model:
-its directory, or org/name on the Hub. Prints only the continuation, which ends after --tokens tokens, before a --stop text, or where the
-model ends the document. With --tp, --pp and --cp the model is distributed over ranks,
-started by torchrun or else by this command. --cp splits the reading of long prompts. --ema takes the average of a run's weights.
+The model is a checkpoint (step_00000100) of any topology, a run's directory or configuration for its newest
+one, or a Hugging Face model: its directory, or org/name on the Hub. Prints only the continuation, which ends
+after --tokens tokens, before a --stop text, or where the model ends the document. With --tp, --pp and --cp
+the model is distributed over ranks, started by torchrun or else by this command. --cp splits the reading of
+long prompts. --ema takes the average of a run's weights.
 """
 
 from __future__ import annotations
@@ -60,9 +61,23 @@ def parser() -> Parser:
     made = Parser(description=__doc__)
     add = made.add_argument
     add("model", type=as_name, metavar="CHECKPOINT_DIR|RUN_DIR|hf:DIR|org/name", help="the model")
-    add("--prompt", action="append", metavar="TEXT", help="text to continue; empty starts a document. Repeat it for a batch of prompts")
-    add("--prompts", type=as_path, metavar="FILE", help="a prompt per line; in FILE.jsonl, a string or an object with `prompt`")
-    add("--chat", action="store_true", help="chat through a chat template, one message per input line, until the input ends")
+    add(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="text to continue; empty starts a document. Repeat it for a batch of prompts",
+    )
+    add(
+        "--prompts",
+        type=as_path,
+        metavar="FILE",
+        help="a prompt per line; in FILE.jsonl, a string or an object with `prompt`",
+    )
+    add(
+        "--chat",
+        action="store_true",
+        help="chat through a chat template, one message per input line, until the input ends",
+    )
     add(
         "--chat_template",
         type=as_path,
@@ -70,21 +85,58 @@ def parser() -> Parser:
         help="Jinja source that replaces the template of the training data or the tokenizer",
     )
     add("--system", metavar="TEXT", help="the system message of a chat")
-    add("--ema", action="store_true", help="use the moving average of the weights (train.ema_decay) in place of the weights")
+    add(
+        "--ema",
+        action="store_true",
+        help="use the moving average of the weights (train.ema_decay) in place of the weights",
+    )
     add("--tokens", type=int, default=100, help="maximum number of new tokens (default 100)")
     add("--temperature", type=float, default=0.8, help="sampling temperature; 0 is greedy (default 0.8)")
-    add("--top_k", type=int, default=50, help="sample from the K most likely tokens; 0: from all (default 50)")
-    add("--top_p", type=float, default=1.0, help="sample from the most likely tokens with this total probability (default 1)")
+    add(
+        "--top_k", type=int, default=50, help="sample from the K most likely tokens; 0: from all (default 50)"
+    )
+    add(
+        "--top_p",
+        type=float,
+        default=1.0,
+        help="sample from the most likely tokens with this total probability (default 1)",
+    )
     add("--seed", type=int, default=0, help="seed of the sampling (default 0)")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
-    add("--tokenizer", type=as_tokenizer, metavar="byte|FILE.model|HF_DIR", help="tokenizer (default: the model's own)")
-    add("--allow_tokenizer_change", action="store_true", help="accept another tokenizer than the model was trained with")
+    add(
+        "--tokenizer",
+        type=as_tokenizer,
+        metavar="byte|FILE.model|HF_DIR",
+        help="tokenizer (default: the model's own)",
+    )
+    add(
+        "--allow_tokenizer_change",
+        action="store_true",
+        help="accept another tokenizer than the model was trained with",
+    )
     add("--tp", type=int, default=1, help="tensor-parallel ranks (default 1)")
     add("--pp", type=int, default=1, help="pipeline stages (default 1)")
-    add("--cp", type=int, default=1, help="context-parallel ranks, each of which reads a part of every prompt (default 1)")
-    add("--precision", choices=["fp32", "bf16"], help="dtype of weights and arithmetic (default: bf16 on a GPU, fp32 on a CPU)")
-    add("--stream", action=argparse.BooleanOptionalAction, help="print text as it is generated (default: for one prompt on a terminal)")
-    add("--json", action="store_true", help="print only one JSON object on stdout, or a list of them for several prompts")
+    add(
+        "--cp",
+        type=int,
+        default=1,
+        help="context-parallel ranks, each of which reads a part of every prompt (default 1)",
+    )
+    add(
+        "--precision",
+        choices=["fp32", "bf16"],
+        help="dtype of weights and arithmetic (default: bf16 on a GPU, fp32 on a CPU)",
+    )
+    add(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        help="print text as it is generated (default: for one prompt on a terminal)",
+    )
+    add(
+        "--json",
+        action="store_true",
+        help="print only one JSON object on stdout, or a list of them for several prompts",
+    )
     return made
 
 
@@ -97,22 +149,41 @@ def check(options: argparse.Namespace) -> None:
 
     need(options.tokens >= 1, f"--tokens {options.tokens}: there must be at least one token to generate.")
     temperature = options.temperature
-    need(math.isfinite(temperature) and temperature >= 0, f"--temperature {temperature} is not a non-negative number. 0 is greedy.")
-    need(options.top_k >= 0, f"--top_k {options.top_k} is negative. Give the number of tokens to sample from, or 0 for all.")
-    need(0 < options.top_p <= 1, f"--top_p {options.top_p} is not a probability above 0. 1 samples from all tokens.")
+    need(
+        math.isfinite(temperature) and temperature >= 0,
+        f"--temperature {temperature} is not a non-negative number. 0 is greedy.",
+    )
+    need(
+        options.top_k >= 0,
+        f"--top_k {options.top_k} is negative. Give the number of tokens to sample from, or 0 for all.",
+    )
+    need(
+        0 < options.top_p <= 1,
+        f"--top_p {options.top_p} is not a probability above 0. 1 samples from all tokens.",
+    )
     need("" not in options.stop, '--stop "" is before every text. Give the text at which to end.')
     for axis in AXES:
-        need(getattr(options, axis) >= 1, f"--{axis} {getattr(options, axis)}: an axis has at least one rank.")
+        need(
+            getattr(options, axis) >= 1, f"--{axis} {getattr(options, axis)}: an axis has at least one rank."
+        )
     given = (options.prompt is not None) + (options.prompts is not None) + options.chat
-    need(given == 1, f"{'nothing' if given == 0 else 'too much'} to do: give --prompt, --prompts or --chat, one of the three.")
+    need(
+        given == 1,
+        f"{'nothing' if given == 0 else 'too much'} to do: give --prompt, --prompts or --chat, one of the "
+        "three.",
+    )
     for name in ("system", "chat_template"):
         need(getattr(options, name) is None or options.chat, f"--{name} belongs to --chat.")
-    need(not (options.json and (options.chat or options.stream)), "--json prints everything at the end: leave out --chat or --stream.")
+    need(
+        not (options.json and (options.chat or options.stream)),
+        "--json prints everything at the end: leave out --chat or --stream.",
+    )
     layout_of(options)
 
 
 def check_source(options: argparse.Namespace) -> None:
-    """Raise CheckpointError or ConfigError for errors that every rank would hit, before any rank is started."""
+    """Raise CheckpointError or ConfigError for errors that every rank would hit, before any rank is
+    started."""
     from megalite.generation.sources import check_layout, for_inference, open_source
 
     check_layout(for_inference(open_source(options.model, options.ema).config, **layout_of(options)))
@@ -123,7 +194,12 @@ def run(options: argparse.Namespace) -> None:
     """Run one rank; rank 0 prints."""
     from megalite.generation.language_model import LanguageModel, Sampling
     from megalite.generation.sources import TIMEOUT, tokenizer_of
-    from megalite.launch.process import choose_device, configure_process, exit_after_failure, start_process_group
+    from megalite.launch.process import (
+        choose_device,
+        configure_process,
+        exit_after_failure,
+        start_process_group,
+    )
     from megalite.parallel.collectives import CommunicationError
 
     prompts = prompts_of(options)
@@ -134,8 +210,17 @@ def run(options: argparse.Namespace) -> None:
     try:
         with progress_of(options.json) as progress:
             progress(f"opening {options.model}")
-            model = LanguageModel(options.model, device, **layout_of(options), precision=precision, average=options.ema, progress=progress)
-        tokenizer = tokenizer_of(model.source, options.tokenizer, allow_change=options.allow_tokenizer_change, tell=warn)
+            model = LanguageModel(
+                options.model,
+                device,
+                **layout_of(options),
+                precision=precision,
+                average=options.ema,
+                progress=progress,
+            )
+        tokenizer = tokenizer_of(
+            model.source, options.tokenizer, allow_change=options.allow_tokenizer_change, tell=warn
+        )
         sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
         if options.chat:
             chat(options, model, tokenizer, sampling)
@@ -161,7 +246,10 @@ def prompts_of(options: argparse.Namespace) -> list[str]:
         way = "an object with `prompt`, or a JSON string" if path.suffix == ".jsonl" else "a text in UTF-8"
         raise ConfigError(f"--prompts {path} can not be read ({error!r}). Each line is {way}.") from None
     if not found or not all(isinstance(each, str) for each in found):
-        raise ConfigError(f"--prompts {path} holds {'no' if not found else 'something that is no'} text. Each line is a prompt.")
+        raise ConfigError(
+            f"--prompts {path} holds {'no' if not found else 'something that is no'} text. Each line is a "
+            "prompt."
+        )
     return found
 
 
@@ -171,23 +259,42 @@ def chat(options: argparse.Namespace, model: LanguageModel, tokenizer: Tokenizer
 
     template = chat_template(model.source, tokenizer, options.tokenizer is not None, options.chat_template)
     ends, show = end_tokens(model.source, tokenizer), printer(model)
-    settings: dict[str, Any] = {"ends": ends, "stops": options.stop, "system": options.system and whole(options.system)[0]}
+    settings: dict[str, Any] = {
+        "ends": ends,
+        "stops": options.stop,
+        "system": options.system and whole(options.system)[0],
+    }
     converse(model, tokenizer, template, options.tokens, sampling, show=show, **settings)
 
 
-def write(options: argparse.Namespace, model: LanguageModel, tokenizer: Tokenizer, sampling: Sampling, prompts: list[str]) -> None:
+def write(
+    options: argparse.Namespace,
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    prompts: list[str],
+) -> None:
     """Continue the prompts, and print the continuations: as they are generated, at the end, or as JSON."""
     from megalite.generation.sources import end_tokens, opening
     from megalite.generation.text import reply_to
 
     ends, before, show = end_tokens(model.source, tokenizer), opening(model.source, tokenizer), printer(model)
-    streams = sys.stdout.isatty() and not options.json and len(prompts) == 1 if options.stream is None else options.stream
+    streams = (
+        sys.stdout.isatty() and not options.json and len(prompts) == 1
+        if options.stream is None
+        else options.stream
+    )
     if streams and len(prompts) > 1:
-        raise ConfigError(f"--stream prints one text as it is generated, and there are {len(prompts)} prompts. Leave it out.")
+        raise ConfigError(
+            f"--stream prints one text as it is generated, and there are {len(prompts)} prompts. Leave it "
+            "out."
+        )
     rows = [(before + tokenizer.encode(prompt)) or [tokenizer.eos] for prompt in prompts]
     started = perf_counter()
     shown = {"show": show} if streams else {}
-    replies = reply_to(model, tokenizer, rows, options.tokens, sampling, ends=ends, stops=options.stop, **shown)
+    replies = reply_to(
+        model, tokenizer, rows, options.tokens, sampling, ends=ends, stops=options.stop, **shown
+    )
     seconds = perf_counter() - started
     average = {"ema": True} if options.ema else {}
     results = [described(model, *each, seconds) | average for each in zip(prompts, replies, strict=True)]
@@ -198,7 +305,12 @@ def write(options: argparse.Namespace, model: LanguageModel, tokenizer: Tokenize
     elif len(results) == 1:
         show(replies[0].text + "\n")
     else:
-        show("".join(f"--- {prompt[:SHOWN]!r}\n{reply.text}\n" for prompt, reply in zip(prompts, replies, strict=True)))
+        show(
+            "".join(
+                f"--- {prompt[:SHOWN]!r}\n{reply.text}\n"
+                for prompt, reply in zip(prompts, replies, strict=True)
+            )
+        )
 
 
 def described(model: LanguageModel, prompt: str, reply: Reply, seconds: float) -> dict[str, Any]:

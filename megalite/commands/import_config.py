@@ -7,13 +7,15 @@
     megalite import-config megatron 'pretrain_gpt.py --tensor-model-parallel-size 8 --num-layers 32 ...'
     cat lora.yml | megalite import-config axolotl - --json
 
-Projects are deepspeed (ds_config.json), accelerate (default_config.yaml), torchtitan (TOML), megatron (the arguments of Megatron-LM, or the
-script that has them), axolotl, llama-factory and torchtune (YAML). Without a name, the keys of the file tell which one it is.
+Projects are deepspeed (ds_config.json), accelerate (default_config.yaml), torchtitan (TOML), megatron (the
+arguments of Megatron-LM, or the script that has them), axolotl, llama-factory and torchtune (YAML). Without a
+name, the keys of the file tell which one it is.
 
-stderr lists every key that is not honoured, with the reason and the nearest option; every key that is honoured approximately; keys that the
-file leaves open, with the `megalite prepare` command for its data; and keys without meaning here. The exit status is 2 if no key could be
-imported. A DeepSpeed file that an Accelerate file names, and scripts that a script starts, are read relative to that file. What the file
-does not have, for example the data, is given to `megalite train`, or in a second --config.
+stderr lists every key that is not honoured, with the reason and the nearest option; every key that is
+honoured approximately; keys that the file leaves open, with the `megalite prepare` command for its data; and
+keys without meaning here. The exit status is 2 if no key could be imported. A DeepSpeed file that an
+Accelerate file names, and scripts that a script starts, are read relative to that file. What the file does
+not have, for example the data, is given to `megalite train`, or in a second --config.
 """
 
 from __future__ import annotations
@@ -56,14 +58,22 @@ def main(argv: list[str] | None = None) -> None:
     try:
         tree = read(options.file, options.project)
         linked = linked_file(tree)
-        found = convert(tree, options.dp, None if linked is None else read(str(Path(options.file).parent / linked)), options.project)
+        found = convert(
+            tree,
+            options.dp,
+            None if linked is None else read(str(Path(options.file).parent / linked)),
+            options.project,
+        )
     except ConfigError as error:
         tool.error(str(error))
     print(json.dumps(as_json(found), default=str) if options.json else as_yaml(found))
     if not options.json:
         print(report(found, options.file), file=sys.stderr)
     if found.is_empty:
-        tool.error(f"no key of {name_of(options.file)} could be imported. Set the options by hand: `megalite train --help` lists them.")
+        tool.error(
+            f"no key of {name_of(options.file)} could be imported. Set the options by hand: `megalite train "
+            "--help` lists them."
+        )
 
 
 def parser() -> Parser:
@@ -71,7 +81,9 @@ def parser() -> Parser:
     what = "the configuration, - for stdin, or in quotes the command that starts Megatron-LM"
     made.add_argument("project", nargs="?", metavar="PROJECT", choices=PROJECTS, help=", ".join(PROJECTS))
     made.add_argument("file", metavar="FILE", type=as_name, help=what)
-    made.add_argument("--dp", type=positive, metavar="N", help="number of data-parallel ranks, if the file does not set it")
+    made.add_argument(
+        "--dp", type=positive, metavar="N", help="number of data-parallel ranks, if the file does not set it"
+    )
     made.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
     return made
 
@@ -83,7 +95,8 @@ def positive(text: str) -> int:
 
 
 def read(file: str, project: str | None = None) -> Any:
-    """A file's content, by its ending or, on stdin, by what it looks like. Raises ConfigError if it cannot be read."""
+    """A file's content, by its ending or, on stdin, by what it looks like. Raises ConfigError if it cannot be
+    read."""
     path = Path(file)
     script = project in (None, "megatron")
     if script and is_command(file):
@@ -91,11 +104,16 @@ def read(file: str, project: str | None = None) -> Any:
     try:
         text = sys.stdin.read() if file == "-" else path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ConfigError(f"FILE = {file} can not be read: {error.strerror}. Give the path of a configuration.") from None
+        raise ConfigError(
+            f"FILE = {file} can not be read: {error.strerror}. Give the path of a configuration."
+        ) from None
     except UnicodeDecodeError:
-        raise ConfigError(f"FILE = {file} can not be read: it is not UTF-8 text. Give the path of a configuration.") from None
+        raise ConfigError(
+            f"FILE = {file} can not be read: it is not UTF-8 text. Give the path of a configuration."
+        ) from None
     if (project == "megatron" and path.suffix not in (".yaml", ".yml")) or (
-        script and (path.suffix in (".sh", ".sbatch", ".slurm", ".bash") or (file == "-" and is_command(text)))
+        script
+        and (path.suffix in (".sh", ".sbatch", ".slurm", ".bash") or (file == "-" and is_command(text)))
     ):
         return megatron.parse(text, beside(path), "" if file == "-" else file)
     try:
@@ -118,7 +136,11 @@ def beside(path: Path) -> Callable[[str], str | None]:
         if not found.is_file() and not Path(name).is_absolute():
             found = Path(name).resolve()
         try:
-            return found.read_text(encoding="utf-8") if found.is_relative_to(directory) and found.is_file() else None
+            return (
+                found.read_text(encoding="utf-8")
+                if found.is_relative_to(directory) and found.is_file()
+                else None
+            )
         except (OSError, UnicodeDecodeError):
             return None
 
@@ -126,15 +148,20 @@ def beside(path: Path) -> Callable[[str], str | None]:
 
 
 def is_command(text: str) -> bool:
-    """Whether a text is a command line or a script, and not a path or a configuration, whose comments may have options."""
+    """Whether a text is a command line or a script, and not a path or a configuration, whose comments may
+    have options."""
     without_comments = re.sub(r"(^|\s)#.*", "", text)
-    if re.match(r"(\w+=\S*\s+)*((bash|sh|sbatch)\s+\S|\S+\.(sh|sbatch|slurm|bash)\s+[^\s:])", text) and not Path(text).exists():
+    if (
+        re.match(r"(\w+=\S*\s+)*((bash|sh|sbatch)\s+\S|\S+\.(sh|sbatch|slurm|bash)\s+[^\s:])", text)
+        and not Path(text).exists()
+    ):
         return True
     return text.startswith("#!") or bool(re.search(r"(^|\s)--[A-Za-z][\w-]*(\s|=)", without_comments))
 
 
 def parse_json(text: str) -> Any:
-    """JSON, which may have comments (//, # and /* */) and commas after a last entry, as DeepSpeed reads it. Raises ValueError."""
+    """JSON, which may have comments (//, # and /* */) and commas after a last entry, as DeepSpeed reads it.
+    Raises ValueError."""
     try:
         return json.loads(text, object_pairs_hook=distinct)
     except json.JSONDecodeError:
@@ -144,7 +171,8 @@ def parse_json(text: str) -> Any:
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object as a dict. Raises ValueError for duplicate keys, of which Python would silently keep the last."""
+    """A JSON object as a dict. Raises ValueError for duplicate keys, of which Python would silently keep the
+    last."""
     keys = [key for key, _ in pairs]
     for key in keys:
         if keys.count(key) > 1:
@@ -157,7 +185,11 @@ def as_json(found: Imported) -> dict[str, Any]:
     return {
         "config": nest(found.options),
         "honoured": found.honoured,
-        "not_honoured": [{"key": key, "value": value, "why": why} for key, value, kind, why in found.remarks if kind == "lost"],
+        "not_honoured": [
+            {"key": key, "value": value, "why": why}
+            for key, value, kind, why in found.remarks
+            if kind == "lost"
+        ],
         "notes": [remark._asdict() for remark in found.remarks if remark.kind != "lost"],
     }
 

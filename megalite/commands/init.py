@@ -2,11 +2,13 @@
 
     megalite init                                                    asks
     megalite init --from llama-3.2-1b --data data/corpus --output run.yaml
-    megalite init --from org/name --weights --data data/chats        continue from a model's weights, or fine-tune it
+    megalite init --from org/name --weights --data data/chats        continue from a model's weights, or
+    fine-tune it
     megalite init --from llama-3-8b --gpus 64 --gpu h100             for other machines
 
-The model is a preset, a configuration (.yaml, or shipped), a run, a checkpoint, or a Hugging Face directory or org/name. A shape gets
-defaults by its size; a configuration keeps its options, and gets a layout. Nothing is asked where stdin is no terminal.
+The model is a preset, a configuration (.yaml, or shipped), a run, a checkpoint, or a Hugging Face directory
+or org/name. A shape gets defaults by its size; a configuration keeps its options, and gets a layout. Nothing
+is asked where stdin is no terminal.
 """
 
 from __future__ import annotations
@@ -66,9 +68,15 @@ def parser() -> Parser:
         "--data",
         type=as_name,
         metavar="PREFIX",
-        help="token file to train on; it need not exist yet (default: the configuration's own, or data/train)",
+        help="token file to train on; it need not exist yet (default: the configuration's own, or "
+        "data/train)",
     )
-    add("--gpus", type=int, metavar="N", help="number of GPUs; 0: one process on the CPU (default: the GPUs of this machine)")
+    add(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="number of GPUs; 0: one process on the CPU (default: the GPUs of this machine)",
+    )
     add("--gpu", type=as_name, metavar="NAME|FILE", help="kind of GPU, as for plan (default: this machine's)")
     add("--sequence_length", type=positive, metavar="S", help="tokens per sequence")
     add("--global_batch_size", type=positive, metavar="B", help="sequences per step")
@@ -80,7 +88,13 @@ def parser() -> Parser:
         help="tokens to train on, for example 20B (default: one epoch of the data, or 20 per parameter)",
     )
     length.add_argument("--steps", type=positive, metavar="N", help="steps to train, instead of --tokens")
-    add("--output", type=as_new_file, default=Path("run.yaml"), metavar="FILE", help="file to write (default run.yaml)")
+    add(
+        "--output",
+        type=as_new_file,
+        default=Path("run.yaml"),
+        metavar="FILE",
+        help="file to write (default run.yaml)",
+    )
     add("--force", action="store_true", help="replace FILE if it exists")
     add("--json", action="store_true", help="print only one JSON object on stdout, and ask nothing")
     return made
@@ -95,14 +109,17 @@ def complete(options: argparse.Namespace) -> None:
     if options.source is None:
         if not asks:
             raise ConfigError(
-                "--from is missing. Give a preset, a configuration, or a Hugging Face model, for example --from llama-3.2-1b."
+                "--from is missing. Give a preset, a configuration, or a Hugging Face model, for example "
+                "--from llama-3.2-1b."
             )
         from megalite.config.presets import presets
 
         print(f"Presets: {', '.join(presets())}; or a configuration, a Hugging Face directory, or org/name.")
         options.source = ask("Model", "llama-3.2-1b" if found else "tiny")
     if options.data is None and not has_data(options.source):
-        options.data = ask("Token file (PREFIX of prepare's --output)", "data/train") if asks else "data/train"
+        options.data = (
+            ask("Token file (PREFIX of prepare's --output)", "data/train") if asks else "data/train"
+        )
     if options.gpus is None:
         options.gpus = ask("GPUs", len(found)) if asks else len(found)
     if options.gpus < 0:
@@ -112,7 +129,8 @@ def complete(options: argparse.Namespace) -> None:
 
 
 def has_data(source: str) -> bool:
-    """Whether a model's name is that of a configuration that names its training data. Raises ConfigError for a name that is none."""
+    """Whether a model's name is that of a configuration that names its training data. Raises ConfigError for
+    a name that is none."""
     from megalite.commands.models import options_in, shape_named
 
     named = shape_named(source, "--from")
@@ -127,14 +145,18 @@ def ask(question: str, default: Value) -> Value:
 
 
 def kind_of_gpu(name: str | None, asks: bool) -> str:
-    """The planner's name of this machine's GPUs, else the user's answer. Raises ConfigError if nobody is asked."""
+    """The planner's name of this machine's GPUs, else the user's answer. Raises ConfigError if nobody is
+    asked."""
     from megalite.planning.hardware import found_as, known_devices
 
     if name is not None and (known := found_as(name)) is not None:
         return known.name
     if not asks:
         what = "there is no GPU here" if name is None else f"the planner does not know {name}"
-        raise ConfigError(f"--gpu is missing, and {what}. Legal values: {', '.join(known_devices())}, or a device's FILE.yaml.")
+        raise ConfigError(
+            f"--gpu is missing, and {what}. Legal values: {', '.join(known_devices())}, or a device's "
+            "FILE.yaml."
+        )
     print(f"Kinds of GPUs: {', '.join(known_devices())}, or a device's FILE.yaml.")
     return ask("Kind of GPU", "h100")
 
@@ -150,11 +172,16 @@ def wanted_by(options: argparse.Namespace) -> tuple[Wanted, NamedModel]:
     from megalite.commands.models import config_of, find_model, weights_of
     from megalite.planning.starting import Wanted
 
-    replacing = {"data.sequence_length": options.sequence_length, "train.global_batch_size": options.global_batch_size}
+    replacing = {
+        "data.sequence_length": options.sequence_length,
+        "train.global_batch_size": options.global_batch_size,
+    }
     replacing |= {"data.train": options.data, "train.tokens": options.tokens, "train.steps": options.steps}
     device = device_of(options)
     auto = device.own_precision if options.gpus else None
-    base = config_of(options.source, max(1, options.gpus), "--from", replacing=replacing, precision=None, auto=auto)
+    base = config_of(
+        options.source, max(1, options.gpus), "--from", replacing=replacing, precision=None, auto=auto
+    )
     named = find_model(options.source, "shape", "--from")
     assert named is not None, "config_of has found it"
     if named.kind == "checkpoint":
@@ -178,7 +205,9 @@ def device_of(options: argparse.Namespace) -> Device:
     return cpu_device(machine.usable_cores(), CPU_SHARE * machine.memory_bytes())
 
 
-def text_of(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Plan, named: NamedModel) -> str:
+def text_of(
+    options: argparse.Namespace, wanted: Wanted, config: Config, plan: Plan, named: NamedModel
+) -> str:
     """The file. A model of the Hub keeps its name, so that the file can be used on other machines."""
     from megalite.planning import explaining
     from megalite.planning.configuring import commented
@@ -186,8 +215,14 @@ def text_of(options: argparse.Namespace, wanted: Wanted, config: Config, plan: P
     where = f"{wanted.gpus} × {wanted.device.name}" if wanted.gpus else "one process on the CPU"
     heading = f"{options.source} on {where}: {explaining.described(plan.choice)}.\n"
     if wanted.gpus:
-        heading += f"Predicted: {plan.step.total:.3g} s per step, {explaining.amount(plan.memory.total)} on the fullest rank.\n"
-    heading += f"Written by megalite init; a comment is the first sentence of `megalite train --help`.\n\n  {start(options, wanted)}"
+        heading += (
+            f"Predicted: {plan.step.total:.3g} s per step, {explaining.amount(plan.memory.total)} on the "
+            "fullest rank.\n"
+        )
+    heading += (
+        "Written by megalite init; a comment is the first sentence of `megalite train --help`.\n\n  "
+        f"{start(options, wanted)}"
+    )
     return commented(config, heading, names_of_hub(options, named))
 
 
@@ -214,7 +249,9 @@ def start(options: argparse.Namespace, wanted: Wanted) -> str:
     if wanted.gpus > node:
         nodes = nodes_for(wanted.gpus, node)
         rendezvous = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint NODE0:29500"
-        return f"torchrun {rendezvous} --nproc-per-node {wanted.gpus // nodes} -m megalite train --config {file}"
+        return (
+            f"torchrun {rendezvous} --nproc-per-node {wanted.gpus // nodes} -m megalite train --config {file}"
+        )
     return f"megalite train {f'--nproc {wanted.gpus} ' if wanted.gpus > 1 else ''}--config {file}"
 
 
@@ -228,14 +265,28 @@ def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Pl
     missing = [prefix for prefix in prefixes(config.data.train) if not Path(f"{prefix}.idx").is_file()]
     if missing:
         vocabulary = (
-            f"--train_tokenizer {config.model.vocab_size}" if config.model.from_hf is None else f"--tokenizer {config.model.from_hf}"
+            f"--train_tokenizer {config.model.vocab_size}"
+            if config.model.from_hf is None
+            else f"--tokenizer {config.model.from_hf}"
         )
-        steps += [f"megalite prepare --input 'corpus/*.txt' {vocabulary} --output {shlex.quote(prefix)}" for prefix in missing]
+        steps += [
+            f"megalite prepare --input 'corpus/*.txt' {vocabulary} --output {shlex.quote(prefix)}"
+            for prefix in missing
+        ]
     steps += [f"megalite train --config {shlex.quote(str(options.output))} --dry_run", start(options, wanted)]
     notes = unused(config) + read_often(config)
     if options.json:
         job = Job.of(config, wanted.device)
-        print(json.dumps({"written": str(options.output), "plan": as_json(job, plan, {}), "next": steps, "notes": notes}))
+        print(
+            json.dumps(
+                {
+                    "written": str(options.output),
+                    "plan": as_json(job, plan, {}),
+                    "next": steps,
+                    "notes": notes,
+                }
+            )
+        )
         return
     tokens = config.train.global_batch_size * config.data.sequence_length
     length = (

@@ -1,4 +1,5 @@
-"""The options of `megalite train` that start the ranks: `--nproc N`, and on several nodes `--nnodes M --rdzv_endpoint HOST:PORT`."""
+"""The options of `megalite train` that start the ranks: `--nproc N`, and on several nodes `--nnodes M
+--rdzv_endpoint HOST:PORT`."""
 
 from __future__ import annotations
 
@@ -25,13 +26,16 @@ def wanted(words: Sequence[str]) -> bool:
 
 
 def main(words: Sequence[str]) -> int:
-    """Check the configuration, start the ranks of this machine, and wait for their end. Returns the exit status of the run."""
+    """Check the configuration, start the ranks of this machine, and wait for their end. Returns the exit
+    status of the run."""
     tool = parser()
     options, rest = tool.parse_known_args(words)
     check(tool, options)
     ranks = gpu_count(tool) if options.nproc == "gpu" else int(options.nproc)
-    config = load_config(rest, world_size=ranks * options.nnodes)  # a wrong option is one message, before torch is imported
-    say(f"starting {ranks} rank{'s' * (ranks > 1)} …")  # importing torch, here and in the ranks, takes seconds to a minute
+    # a wrong option is one message, before torch is imported
+    config = load_config(rest, world_size=ranks * options.nnodes)
+    # importing torch, here and in the ranks, takes seconds to a minute
+    say(f"starting {ranks} rank{'s' * (ranks > 1)} …")
     from megalite import checkpoint
     from megalite.launch.agent import Launch, launch
 
@@ -49,7 +53,8 @@ def main(words: Sequence[str]) -> int:
 
 
 def report_failure(config: Config, ends: Sequence[End], reason: str, *, since: float, logs: Path) -> None:
-    """Leave how the ranks of this node have ended in crash.md and, where it is known best, in summary.json. See `Launch.crashed`."""
+    """Leave how the ranks of this node have ended in crash.md and, where it is known best, in summary.json.
+    See `Launch.crashed`."""
     from megalite.launch import crash
     from megalite.launch.causes import Kind, exit_status
     from megalite.launch.output import job_of
@@ -57,8 +62,13 @@ def report_failure(config: Config, ends: Sequence[End], reason: str, *, since: f
 
     first = crash.launcher_failed(config, ends, reason, since=since, logs=logs)
     ours = {end.rank for end in ends if end.kind < Kind.LOST}
-    if first.rank in ours or 0 in (end.rank for end in ends):  # the cause is on this node, or the rank that writes summary.json
-        crash.best_effort(lambda: summary.launcher_failed(config, exit_status(first.status), first.reason, since, job_of(logs)))
+    # the cause is on this node, or the rank that writes summary.json
+    if first.rank in ours or 0 in (end.rank for end in ends):
+        crash.best_effort(
+            lambda: summary.launcher_failed(
+                config, exit_status(first.status), first.reason, since, job_of(logs)
+            )
+        )
 
 
 def parser() -> Parser:
@@ -82,20 +92,40 @@ def number_of_ranks(text: str) -> str:
 def check(tool: Parser, options: argparse.Namespace) -> None:
     """End with status 2 and one message if the options do not fit each other."""
     if "RANK" in os.environ:
-        tool.error("--nproc starts ranks, and this process is already one of them. Leave it out under torchrun.")
+        tool.error(
+            "--nproc starts ranks, and this process is already one of them. Leave it out under torchrun."
+        )
     if options.nproc is None:
-        tool.error("--nnodes, --node_rank, --rdzv_endpoint and --max_restarts belong to --nproc N. Give it, or leave them out.")
+        tool.error(
+            "--nnodes, --node_rank, --rdzv_endpoint and --max_restarts belong to --nproc N. Give it, or "
+            "leave them out."
+        )
     if options.max_restarts < 0:
-        tool.error(f"--max_restarts {options.max_restarts} is negative. Give the number of restarts, or leave it out.")
+        tool.error(
+            f"--max_restarts {options.max_restarts} is negative. Give the number of restarts, or leave it "
+            "out."
+        )
     host, _, port = (options.rdzv_endpoint or "").rpartition(":")
     if options.nnodes > 1 and not (host and port.isdecimal()):
-        tool.error(f"--rdzv_endpoint {options.rdzv_endpoint or 'is missing'}: {options.nnodes} nodes meet there. Give HOST:PORT.")
+        tool.error(
+            f"--rdzv_endpoint {options.rdzv_endpoint or 'is missing'}: {options.nnodes} nodes meet there. "
+            "Give HOST:PORT."
+        )
     if options.nnodes == 1 and (options.rdzv_endpoint is not None or options.node_rank is not None):
-        tool.error("--rdzv_endpoint and --node_rank belong to several nodes. Give --nnodes M, or leave them out.")
-    if options.node_rank is not None and options.max_restarts:  # the store of fixed places keeps the entries of ended ranks
-        tool.error("--max_restarts needs nodes that take places as they arrive. Leave --node_rank out, or --max_restarts.")
+        tool.error(
+            "--rdzv_endpoint and --node_rank belong to several nodes. Give --nnodes M, or leave them out."
+        )
+    # the store of fixed places keeps the entries of ended ranks
+    if options.node_rank is not None and options.max_restarts:
+        tool.error(
+            "--max_restarts needs nodes that take places as they arrive. Leave --node_rank out, or "
+            "--max_restarts."
+        )
     if options.node_rank is not None and not 0 <= options.node_rank < options.nnodes:
-        tool.error(f"--node_rank {options.node_rank} is not a place among {options.nnodes} nodes. Give 0 to {options.nnodes - 1}.")
+        tool.error(
+            f"--node_rank {options.node_rank} is not a place among {options.nnodes} nodes. Give 0 to "
+            f"{options.nnodes - 1}."
+        )
 
 
 def gpu_count(tool: Parser) -> int:

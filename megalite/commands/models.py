@@ -1,4 +1,5 @@
-"""What a command's MODEL names, the same for every command: a preset, a configuration, a Hugging Face model, a run or a checkpoint."""
+"""What a command's MODEL names, the same for every command: a preset, a configuration, a Hugging Face model,
+a run or a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,14 +15,26 @@ from typing import Any, Literal
 from megalite.checkpoint import CheckpointError, find, manifest_of
 from megalite.config import hub
 from megalite.config.families import from_hf_config, hf_config
-from megalite.config.load import Arguments, config_file, flatten, from_dict, nest, read_tree, resolve, shipped_configs
+from megalite.config.load import (
+    Arguments,
+    config_file,
+    flatten,
+    from_dict,
+    nest,
+    read_tree,
+    resolve,
+    shipped_configs,
+)
 from megalite.config.precision import AUTO
 from megalite.config.presets import presets
 from megalite.config.rule import is_checkpoint, suggestion
 from megalite.config.schema import Config, ConfigError
 
 HF = "hf:"
-KINDS = "a preset, a shipped configuration, a .yaml or config.json, hf:DIR, org/name on the Hugging Face Hub, or a directory"
+KINDS = (
+    "a preset, a shipped configuration, a .yaml or config.json, hf:DIR, org/name on the Hugging Face Hub, or "
+    "a directory"
+)
 AXES = ("tp", "pp", "cp")
 
 
@@ -30,8 +43,8 @@ class NamedModel:
     """A model by its name.
 
     Attributes:
-        kind: "config.json" is such a file alone, under another name; or no file at all.
-        name: of a preset; else the path of the configuration, of the Hugging Face directory, or of the run or checkpoint.
+        kind: "config.json" is such a file alone, under another name; or no file at all. name: of a preset;
+        else the path of the configuration, of the Hugging Face directory, or of the run or checkpoint.
     """
 
     kind: Literal["preset", "configuration", "huggingface", "config.json", "checkpoint"]
@@ -39,10 +52,13 @@ class NamedModel:
 
 
 def find_model(given: str, part: hub.Part, option: str) -> NamedModel | None:
-    """The model with a name; None if nothing is called so. A path goes before a name. Raises ConfigError for what cannot be fetched."""
+    """The model with a name; None if nothing is called so. A path goes before a name. Raises ConfigError for
+    what cannot be fetched."""
     name = os.path.expanduser(given.removeprefix(HF))
     if given.startswith(HF):
-        return NamedModel("huggingface", _hf_directory(hub.directory(name, part, f"{option} {given}"), option, given))
+        return NamedModel(
+            "huggingface", _hf_directory(hub.directory(name, part, f"{option} {given}"), option, given)
+        )
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         return NamedModel("configuration", name)
@@ -80,7 +96,9 @@ def shape_named(given: str, option: str) -> NamedModel:
     found = find_model(given, "shape", option)
     if found is None:
         near = suggestion(given, [*presets(), *shipped_configs()])
-        raise ConfigError(f"{option} {given} is not a known model. Give {KINDS}. Presets: {', '.join(presets())}.{near}")
+        raise ConfigError(
+            f"{option} {given} is not a known model. Give {KINDS}. Presets: {', '.join(presets())}.{near}"
+        )
     return found
 
 
@@ -98,10 +116,11 @@ def config_of(
     Args:
         world_size: the number of ranks.
         option: where the name was given, for messages.
-        replacing: options that replace those of a configuration, such as data.sequence_length; its number of tokens counts steps of that
+        replacing: options that replace those of a configuration, such as data.sequence_length; its number of
+        tokens counts steps of that
             size.
-        precision: train.precision where the configuration has none; None: the option's default.
-        auto: train.precision where the configuration says auto; None: `precision`, or else that of this machine.
+        precision: train.precision where the configuration has none; None: the option's default. auto:
+        train.precision where the configuration says auto; None: `precision`, or else that of this machine.
 
     Raises:
         ConfigError: there is no such model, or it cannot be read.
@@ -112,19 +131,26 @@ def config_of(
     replaced = {name: str(value) for name, value in (replacing or {}).items() if value is not None}
     default = {} if precision is None else {"train.precision": precision}
     if found.kind == "config.json":
-        shape = {f"model.{key}": value for key, value in from_hf_config(_json(Path(found.name), option)).items()}
+        shape = {
+            f"model.{key}": value for key, value in from_hf_config(_json(Path(found.name), option)).items()
+        }
         return from_dict(nest({**shape, **default}))
     if found.kind == "configuration":
         said = options_in(found.name, option).get("train.precision")
         if said == AUTO:
             default = default if auto is None else {"train.precision": auto}
-        return resolve(Arguments([found.name], replaced | (default if said in (None, AUTO) else {})), world_size, weights=False)
+        return resolve(
+            Arguments([found.name], replaced | (default if said in (None, AUTO) else {})),
+            world_size,
+            weights=False,
+        )
     key = "model.preset" if found.kind == "preset" else "model.from_hf"
     return resolve(Arguments(overrides={key: found.name, **default, **replaced}), world_size)
 
 
 def options_in(file: str, option: str) -> dict[str, Any]:
-    """The options that a configuration file sets, section.key → value. Raises ConfigError if it can not be read."""
+    """The options that a configuration file sets, section.key → value. Raises ConfigError if it can not be
+    read."""
     tree = read_tree(file, option)
     return {} if tree is None else flatten(tree, f"in {file}")
 
@@ -135,7 +161,9 @@ def _of_checkpoint(path: Path) -> Config:
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
     if "config" not in state:
-        raise ConfigError(f"{path} holds no configuration. Give a checkpoint that megalite train or megalite convert wrote.")
+        raise ConfigError(
+            f"{path} holds no configuration. Give a checkpoint that megalite train or megalite convert wrote."
+        )
     return from_dict(state["config"])
 
 
@@ -143,25 +171,33 @@ def _json(path: Path, option: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{option} {path} can not be read: {error.strerror}. Give the config.json of a Hugging Face model.") from None
+        raise ConfigError(
+            f"{option} {path} can not be read: {error.strerror}. Give the config.json of a Hugging Face "
+            "model."
+        ) from None
     except ValueError as error:
         raise ConfigError(f"{option} {path} is not JSON: {error}.") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{option} {path} is not a JSON object. Give the config.json of a Hugging Face model.")
+        raise ConfigError(
+            f"{option} {path} is not a JSON object. Give the config.json of a Hugging Face model."
+        )
     return content
 
 
 def weights_of(given: str, option: str = "the model") -> str:
     """A checkpoint's or run's directory, or hf:DIR, for a name that stands for weights.
 
-    Raises ConfigError for one without weights, CheckpointError for a name that stands for nothing. Imports no torch.
+    Raises ConfigError for one without weights, CheckpointError for a name that stands for nothing.
     """
     found = find_model(given, "weights", option)
     if found is None:
         manifest_of(find(Path(given)))  # which says what it is not
         return given
     if found.kind == "preset":
-        raise ConfigError(f"{option} {given} is a preset, a shape without weights. Give a checkpoint, a run, hf:DIR or org/name.")
+        raise ConfigError(
+            f"{option} {given} is a preset, a shape without weights. Give a checkpoint, a run, hf:DIR or "
+            "org/name."
+        )
     if found.kind == "configuration":
         return _run_of(given, Path(found.name), option)
     return f"{HF}{found.name}" if found.kind == "huggingface" else found.name
@@ -171,15 +207,21 @@ def _run_of(given: str, file: Path, option: str) -> str:
     """The directory of a configuration's run."""
     run = resolve(Arguments(files=[str(file)]), 1, weights=False).run.directory
     if not is_checkpoint(str(run)):
-        raise ConfigError(f"{option} {given} stands for the run {run}, which has saved no checkpoint. Train it first: megalite train.")
+        raise ConfigError(
+            f"{option} {given} stands for the run {run}, which has saved no checkpoint. Train it first: "
+            "megalite train."
+        )
     return str(run)
 
 
 def hf_directory(given: str, part: hub.Part, option: str) -> Path:
-    """The directory of a Hugging Face model that is given as a directory, hf:DIR, config.json or org/name. Raises ConfigError."""
+    """The directory of a Hugging Face model that is given as a directory, hf:DIR, config.json or org/name.
+    Raises ConfigError."""
     found = find_model(given, part, option)
     if found is not None and found.kind != "huggingface":
-        raise ConfigError(f"{option} {given} is not a Hugging Face model. Give its directory, or org/name on the Hub.")
+        raise ConfigError(
+            f"{option} {given} is not a Hugging Face model. Give its directory, or org/name on the Hub."
+        )
     directory = Path(given if found is None else found.name)
     if part == "weights":
         hf_config(directory)
@@ -187,7 +229,8 @@ def hf_directory(given: str, part: hub.Part, option: str) -> Path:
 
 
 def layout_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The layout of a model for forward passes that a command was given. Raises ConfigError if it does not match the started ranks."""
+    """The layout of a model for forward passes that a command was given. Raises ConfigError if it does not
+    match the started ranks."""
     layout = {axis: getattr(options, axis) for axis in AXES}
     ranks = prod(layout.values())
     world = int(os.environ.get("WORLD_SIZE", ranks))

@@ -25,7 +25,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room is left: on the disk
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Fills the paragraphs of a description to the width of the terminal. An indented line, as of an example, stays a line."""
+    """Fills the paragraphs of a description to the width of the terminal. An indented line, as of an example,
+    stays a line."""
 
     def __init__(self, prog: str, **options: Any):
         super().__init__(prog, **{"width": help_width(), **options})
@@ -35,13 +36,23 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 def fill(text: str, width: int, indent: str = "") -> str:
-    """Paragraphs filled to a width. An indented line stays one; a remark after a wide gap goes below it if both are too long."""
+    """Paragraphs filled to a width. An indented line stays one; a remark after a wide gap goes below it if
+    both are too long."""
 
     def wrapped(words: str, first: str, others: str) -> list[str]:
-        return textwrap.wrap(words, width, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False)
+        return textwrap.wrap(
+            words,
+            width,
+            initial_indent=first,
+            subsequent_indent=others,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
 
     lines: list[str] = []
-    for indented, block in groupby(text.strip().splitlines(), key=lambda line: line[:1].isspace() or not line):
+    for indented, block in groupby(
+        text.strip().splitlines(), key=lambda line: line[:1].isspace() or not line
+    ):
         if not indented:
             lines += wrapped(" ".join(block), indent, indent)
             continue
@@ -51,7 +62,9 @@ def fill(text: str, width: int, indent: str = "") -> str:
             if len(indent + line) <= width:
                 lines.append(indent + line)
             else:
-                lines += wrapped(command, margin, f"{margin}    ") + wrapped("".join(remark), f"{margin}    ", f"{margin}    ")
+                lines += wrapped(command, margin, f"{margin}    ") + wrapped(
+                    "".join(remark), f"{margin}    ", f"{margin}    "
+                )
     return "\n".join(lines)
 
 
@@ -66,15 +79,32 @@ class Parser(argparse.ArgumentParser):
         found, others = self.parse_known_args(args, namespace)
         if others:
             known = sorted(self._names())
-            named = (nearest_name(word.strip("-").partition("=")[0], known) for word in others if word.startswith("--"))
+            named = (
+                nearest_name(word.strip("-").partition("=")[0], known)
+                for word in others
+                if word.startswith("--")
+            )
             near = [f"--{name}" for name in named if name is not None]
-            self.error(f"unrecognized arguments: {' '.join(others)}" + (f". Nearest: {', '.join(near)}." if near else ""))
+            self.error(
+                f"unrecognized arguments: {' '.join(others)}"
+                + (f". Nearest: {', '.join(near)}." if near else "")
+            )
         return found
 
     def _names(self) -> set[str]:
         """The long options, without dashes, of this parser and its subcommands."""
-        below = [parser for action in self._actions if isinstance(action.choices, dict) for parser in action.choices.values()]
-        own = {name.removeprefix("--") for action in self._actions for name in action.option_strings if name.startswith("--")}
+        below = [
+            parser
+            for action in self._actions
+            if isinstance(action.choices, dict)
+            for parser in action.choices.values()
+        ]
+        own = {
+            name.removeprefix("--")
+            for action in self._actions
+            for name in action.option_strings
+            if name.startswith("--")
+        }
         return own.union(*(parser._names() for parser in below if isinstance(parser, Parser)))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -85,23 +115,31 @@ class Parser(argparse.ArgumentParser):
                 commands = f"Commands: {', '.join(legal)}.{suggestion(value, legal)}"
                 raise argparse.ArgumentError(None, f"{value} is not a command of {self.prog}. {commands}")
             listed = ", ".join(map(repr, legal))
-            raise argparse.ArgumentError(action, f"invalid choice: {value!r} (choose from {listed}).{nearest_legal(value, legal)}")
+            raise argparse.ArgumentError(
+                action, f"invalid choice: {value!r} (choose from {listed}).{nearest_legal(value, legal)}"
+            )
 
     def error(self, message: str | Exception, output: Path | None = None) -> NoReturn:
-        """Exit with a message, or that of an exception; the system's say which path. output: what the command writes."""
+        """Exit with a message, or that of an exception; the system's say which path. output: what the command
+        writes."""
         self.exit(2, f"{self.prog}: {message if isinstance(message, str) else said(message, output)}\n")
 
     def enter_checkout(self, what: str = "it") -> Path:
-        """The checkout that contains this package; makes its benchmarks/ importable. Exits with an error if there is none."""
+        """The checkout that contains this package; makes its benchmarks/ importable. Exits with an error if
+        there is none."""
         if CHECKOUT is None:
-            self.error(f"{what} needs files that are not part of an installed megalite. Run it in a checkout of its source.")
+            self.error(
+                f"{what} needs files that are not part of an installed megalite. Run it in a checkout of its "
+                "source."
+            )
         if str(CHECKOUT) not in sys.path:
             sys.path.insert(0, str(CHECKOUT))
         return CHECKOUT
 
 
 def said(error: Exception, output: Path | None = None) -> str:
-    """The message of an exception, for users: of the system's errors the reason and the path, without numbers and names of hidden files.
+    """The message of an exception, for users: of the system's errors the reason and the path, without numbers
+    and names of hidden files.
 
     output: what was being written. The system does not say in which file a disk was full.
     """
@@ -113,8 +151,12 @@ def said(error: Exception, output: Path | None = None) -> str:
         return error.strerror
     path = Path(os.fsdecode(error.filename))
     shown = path.parent if path.name.startswith(".") else path
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and (not path.exists() or os.access(path, os.R_OK)):
-        return f"{shown} can not be written: {error.strerror}. Choose another place, or change its permissions."
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and (
+        not path.exists() or os.access(path, os.R_OK)
+    ):
+        return (
+            f"{shown} can not be written: {error.strerror}. Choose another place, or change its permissions."
+        )
     return f"{shown}: {error.strerror}"
 
 
@@ -125,7 +167,8 @@ def warn(line: str) -> None:
 
 
 def progress_of(as_json: bool) -> Progress:
-    """The display of a command's progress. With --json it is a bar on a terminal, and no lines that might end up beside the object."""
+    """The display of a command's progress. With --json it is a bar on a terminal, and no lines that might end
+    up beside the object."""
     return Progress(quiet=as_json and not sys.stderr.isatty())
 
 
@@ -142,7 +185,9 @@ def as_tokens(text: str) -> int:
 
     number = count(text) or 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens; write it as 300M, 10B or 15e12")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of tokens; write it as 300M, 10B or 15e12"
+        )
     return number
 
 
@@ -152,7 +197,8 @@ def as_path(text: str) -> Path:
 
 
 def as_output(text: str) -> Path:
-    """The argparse type of a file or directory that a command writes, with the directories above it. Checked before any work is done."""
+    """The argparse type of a file or directory that a command writes, with the directories above it. Checked
+    before any work is done."""
     path = as_path(text)
     why = None if path.exists() and not path.is_file() else why_not_written(path.parent)
     if why is not None:
@@ -164,18 +210,22 @@ def as_new_file(text: str) -> Path:
     """The argparse type of a file that a command writes into a directory that exists."""
     path = as_output(text)
     if not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} can not be written: there is no directory {path.parent}. Make it first.")
+        raise argparse.ArgumentTypeError(
+            f"{text} can not be written: there is no directory {path.parent}. Make it first."
+        )
     return path
 
 
 def as_name(text: str) -> str:
-    """The argparse type of what may be a path or something else: PATH, hf:PATH or a name; ~ is the home directory."""
+    """The argparse type of what may be a path or something else: PATH, hf:PATH or a name; ~ is the home
+    directory."""
     scheme = "hf:" if text.startswith("hf:") else ""
     return scheme + os.path.expanduser(text.removeprefix(scheme))
 
 
 def as_tokenizer(text: str) -> str:
-    """The argparse type of a tokenizer: byte, FILE.model, a directory, or org/name on the Hugging Face Hub, which becomes a directory."""
+    """The argparse type of a tokenizer: byte, FILE.model, a directory, or org/name on the Hugging Face Hub,
+    which becomes a directory."""
     from megalite.config import hub
     from megalite.config.schema import ConfigError
 
@@ -186,7 +236,8 @@ def as_tokenizer(text: str) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that has its name only when it is complete. What is no file, such as /dev/stdout, is written to."""
+    """Write a file that has its name only when it is complete. What is no file, such as /dev/stdout, is
+    written to."""
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return
@@ -194,8 +245,11 @@ def write_whole(path: Path, text: str) -> None:
         fresh.write_text(text, encoding="utf-8")
 
 
-def answer(tool: Parser, options: argparse.Namespace, commands: Mapping[str, Command], *errors: type[Exception]) -> int:
-    """Run the chosen subcommand and print its answer; returns the exit status. `errors` and OSError end with their message."""
+def answer(
+    tool: Parser, options: argparse.Namespace, commands: Mapping[str, Command], *errors: type[Exception]
+) -> int:
+    """Run the chosen subcommand and print its answer; returns the exit status. `errors` and OSError end with
+    their message."""
     expected: tuple[type[Exception], ...] = (OSError, *errors)
     try:
         content, lines, status = commands[options.command](options)

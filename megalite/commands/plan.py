@@ -1,12 +1,18 @@
-"""Find the best layout of a model on a number of GPUs: memory and step time of every legal layout, and an explanation of the best.
+"""Find the best layout of a model on a number of GPUs: memory and step time of every legal layout, and an
+explanation of the best.
 
-    megalite plan --model llama-3-70b --gpus 512 --gpu h100 --sequence_length 8192 --global_batch_size 1024 [--explain]
-    megalite plan --model config.json --gpus 8 --gpu a100 … --tp 2 --schedule zb-v             some choices fixed
-    megalite plan … --tokens 15e12 --price_per_hour 2.5 --write run.yaml                       days, dollars, a configuration to run
-    megalite plan --calibrate here.yaml                                                  measure this machine; then --gpu here.yaml
+    megalite plan --model llama-3-70b --gpus 512 --gpu h100 --sequence_length 8192 --global_batch_size 1024
+    [--explain]
+    megalite plan --model config.json --gpus 8 --gpu a100 … --tp 2 --schedule zb-v             some choices
+    fixed
+    megalite plan … --tokens 15e12 --price_per_hour 2.5 --write run.yaml                       days, dollars,
+    a configuration to run
+    megalite plan --calibrate here.yaml                                                  measure this machine;
+    then --gpu here.yaml
 
 Ctrl-C ends the search and prints the plans found so far, which are the fastest; the exit status is then 130.
-Memory is from `megalite.planning.memory`, bubbles are from the simulator; docs/planner.md describes the model and its measured accuracy.
+Memory is from `megalite.planning.memory`, bubbles are from the simulator; docs/planner.md describes the model
+and its measured accuracy.
 """
 
 from __future__ import annotations
@@ -19,7 +25,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megalite.commands.parser import Parser, as_name, as_new_file, as_tokens, positive, progress_of, write_whole
+from megalite.commands.parser import (
+    Parser,
+    as_name,
+    as_new_file,
+    as_tokens,
+    positive,
+    progress_of,
+    write_whole,
+)
 from megalite.config.recomputation import BUDGET
 from megalite.config.schema import Config, ConfigError
 from megalite.launch.exit_status import ExitStatus
@@ -33,7 +47,19 @@ from megalite.planning.step import Job
 from megalite.system.progress import Report, silent
 
 FIXED = (
-    *("tp", "cp", "context", "context_parts", "ep", "expert_dispatch", "pp", "dp", "dp_shard", "zero", "micro_batch_size"),
+    *(
+        "tp",
+        "cp",
+        "context",
+        "context_parts",
+        "ep",
+        "expert_dispatch",
+        "pp",
+        "dp",
+        "dp_shard",
+        "zero",
+        "micro_batch_size",
+    ),
     *("virtual_stages", "recompute", "schedule", "offload"),
 )
 DAY = 86_400
@@ -47,10 +73,17 @@ def main(argv: list[str] | None = None) -> None:
             tool.enter_checkout("--calibrate")
             print(calibrate(options.calibrate))
             return
-        missing = [name for name in ("model", "gpus", "gpu", "sequence_length", "global_batch_size") if getattr(options, name) is None]
+        missing = [
+            name
+            for name in ("model", "gpus", "gpu", "sequence_length", "global_batch_size")
+            if getattr(options, name) is None
+        ]
         if missing:
             check_model(options)
-            tool.error(f"{', '.join(f'--{name}' for name in missing)} {'is' if len(missing) == 1 else 'are'} missing.")
+            tool.error(
+                f"{', '.join(f'--{name}' for name in missing)} {'is' if len(missing) == 1 else 'are'} "
+                "missing."
+            )
         with progress_of(options.json) as progress:
             content, text = answer(options, progress)
     except (ConfigError, HardwareError, OSError) as error:
@@ -69,7 +102,8 @@ def parser() -> Parser:
         "--model",
         type=as_name,
         metavar="NAME|FILE",
-        help="a preset, a configuration (.yaml, or shipped), a run, a checkpoint, config.json, or a Hugging Face directory or org/name",
+        help="a preset, a configuration (.yaml, or shipped), a run, a checkpoint, config.json, or a Hugging "
+        "Face directory or org/name",
     )
     add("--gpus", type=positive, metavar="N", help="number of devices; plans use all of them")
     add(
@@ -80,7 +114,12 @@ def parser() -> Parser:
     )
     add("--sequence_length", type=positive, metavar="S", help="tokens per sequence")
     add("--global_batch_size", type=positive, metavar="B", help="sequences per step")
-    add("--vocab_size", type=positive, metavar="V", help="size of the vocabulary, for a configuration that leaves it to the data")
+    add(
+        "--vocab_size",
+        type=positive,
+        metavar="V",
+        help="size of the vocabulary, for a configuration that leaves it to the data",
+    )
     add(
         "--precision",
         choices=("bf16", "fp16", "fp32"),
@@ -88,20 +127,60 @@ def parser() -> Parser:
     )
     for name in ("tp", "cp", "ep", "pp", "dp", "micro_batch_size", "virtual_stages"):
         add(f"--{name}", type=positive, metavar="N", help="fix this choice")
-    add("--context", choices=("ulysses", "gather", "ring"), help="fix how attention exchanges parts of sequences, with cp > 1")
-    add("--context_parts", choices=("zigzag", "balanced"), help="fix the parts of a row that ranks hold, with context gather or ring")
-    add("--expert_dispatch", choices=("all_to_all", "all_gather"), help="fix how tokens reach their experts, with ep > 1")
+    add(
+        "--context",
+        choices=("ulysses", "gather", "ring"),
+        help="fix how attention exchanges parts of sequences, with cp > 1",
+    )
+    add(
+        "--context_parts",
+        choices=("zigzag", "balanced"),
+        help="fix the parts of a row that ranks hold, with context gather or ring",
+    )
+    add(
+        "--expert_dispatch",
+        choices=("all_to_all", "all_gather"),
+        help="fix how tokens reach their experts, with ep > 1",
+    )
     add("--zero", type=int, choices=(0, 1, 2, 3), help="fix the ZeRO stage")
-    add("--dp_shard", type=positive, metavar="N", help="fix the number of data-parallel ranks over which ZeRO shards")
-    add("--recompute", metavar="MODE", help="fix the recomputation: none, selective, full, every-K or budget (default)")
+    add(
+        "--dp_shard",
+        type=positive,
+        metavar="N",
+        help="fix the number of data-parallel ranks over which ZeRO shards",
+    )
+    add(
+        "--recompute",
+        metavar="MODE",
+        help="fix the recomputation: none, selective, full, every-K or budget (default)",
+    )
     add("--schedule", choices=SCHEDULES, help="fix the pipeline schedule")
     add("--offload", choices=("none", "cpu", "disk"), help="fix where optimizer state is stored")
     add("--plans", type=positive, default=10, metavar="N", help="number of plans to print (default 10)")
-    add("--tokens", type=as_tokens, metavar="T", help="tokens to train on, for example 300B or 15e12: prints days and cost")
-    add("--price_per_hour", type=amount, metavar="P", help="US dollars per device and hour (default: from the hardware table)")
+    add(
+        "--tokens",
+        type=as_tokens,
+        metavar="T",
+        help="tokens to train on, for example 300B or 15e12: prints days and cost",
+    )
+    add(
+        "--price_per_hour",
+        type=amount,
+        metavar="P",
+        help="US dollars per device and hour (default: from the hardware table)",
+    )
     add("--write", type=as_new_file, metavar="FILE", help="write the best plan as a run's configuration")
-    add("--explain", action="store_true", help="show this model's memory and step time from one GPU up to ZeRO-3 with offload")
-    add("--calibrate", type=as_new_file, metavar="FILE", help="measure this machine and write a device file for --gpu")
+    add(
+        "--explain",
+        action="store_true",
+        help="show this model's memory and step time from one GPU up to ZeRO-3 with offload",
+    )
+    add(
+        "--calibrate",
+        type=as_new_file,
+        metavar="FILE",
+        help="measure this machine and write a device file for --gpu",
+    )
     add("--json", action="store_true", help="print only one JSON object on stdout")
     return made
 
@@ -136,18 +215,30 @@ def check_model(options: argparse.Namespace) -> None:
 
 
 def base_config(options: argparse.Namespace) -> Config:
-    """The configuration that all plans share: the model, the batch, and everything else from a configuration file; the precision is the
-    device's own if neither the options nor the configuration says another."""
+    """The configuration that all plans share: the model, the batch, and everything else from a configuration
+    file; the precision is the device's own if neither the options nor the configuration says another."""
     from megalite.commands.models import config_of
 
-    sizes = {"data.sequence_length": options.sequence_length, "train.global_batch_size": options.global_batch_size}
-    config = config_of(options.model, options.gpus or 1, replacing=sizes, precision=find(options.gpu).own_precision)
+    sizes = {
+        "data.sequence_length": options.sequence_length,
+        "train.global_batch_size": options.global_batch_size,
+    }
+    config = config_of(
+        options.model, options.gpus or 1, replacing=sizes, precision=find(options.gpu).own_precision
+    )
     if options.vocab_size is not None:
         config.model.vocab_size = options.vocab_size
     if config.model.vocab_size is None:
-        raise ConfigError(f"--model {options.model} leaves the vocabulary to the data, which is not there. Give --vocab_size N.")
+        raise ConfigError(
+            f"--model {options.model} leaves the vocabulary to the data, which is not there. Give "
+            "--vocab_size N."
+        )
     data = replace(config.data, sequence_length=options.sequence_length)
-    train = replace(config.train, global_batch_size=options.global_batch_size, precision=options.precision or config.train.precision)
+    train = replace(
+        config.train,
+        global_batch_size=options.global_batch_size,
+        precision=options.precision or config.train.precision,
+    )
     return replace(config, data=data, train=train)
 
 
@@ -162,7 +253,12 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
     plans, complete = search.until_interrupted()
     progress("explaining")
     walked = explaining.walk(search) if options.explain and complete else []
-    content: dict[str, Any] = {"parameters": parameters(base), "gpu": device.name, "gpus": options.gpus, "plans": []}
+    content: dict[str, Any] = {
+        "parameters": parameters(base),
+        "gpu": device.name,
+        "gpus": options.gpus,
+        "plans": [],
+    }
     content |= {"active_parameters": active(base)} if base.model.num_experts else {}
     content |= {"considered": search.considered, "simulated": search.timed, "complete": complete}
     if not plans and not complete:
@@ -176,7 +272,8 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
     if options.write:
         chosen = runnable(base, plans[0].choice, search.room)
         hardware = options.gpu if device.name == options.gpu.lower() else str(Path(options.gpu).absolute())
-        chosen = replace(chosen, profiling=replace(chosen.profiling, hardware=hardware))  # the run compares itself with the plan
+        # the run compares itself with the plan
+        chosen = replace(chosen, profiling=replace(chosen.profiling, hardware=hardware))
         write_whole(options.write, to_yaml(chosen, heading(search, plans[0], options.write)))
     costs = [cost(job, plan, device, options) for plan in plans]
     between = hint(configured(base, plans[0].choice), options.gpus, device.per_node)
@@ -189,9 +286,12 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
 
 
 def check_alone(base: Config, recompute: str | None) -> None:
-    """Raise ConfigError for errors that no layout can avoid: in the model, the sequence length or the recomputation mode."""
+    """Raise ConfigError for errors that no layout can avoid: in the model, the sequence length or the
+    recomputation mode."""
     config = deepcopy(base)
-    config.parallel = replace(config.parallel, tp=1, pp=1, dp=1, cp=1, ep=1, dp_shard=None, virtual_stages=None, schedule="1f1b")
+    config.parallel = replace(
+        config.parallel, tp=1, pp=1, dp=1, cp=1, ep=1, dp_shard=None, virtual_stages=None, schedule="1f1b"
+    )
     config.train.micro_batch_size, config.train.recompute = 1, recompute or "none"
     config.train.memory_budget = 1.0 if recompute == BUDGET else None
     if (message := broken_rule(config, 1)) is not None:
@@ -217,14 +317,18 @@ def cost(job: Job, plan: Plan, device: Device, options: argparse.Namespace) -> d
         return {}
     seconds = options.tokens / (job.global_batch_size * job.sequence_length) * plan.step.total
     price = options.price_per_hour or device.price
-    return {"days": seconds / DAY, "cost": None if price is None else seconds / 3600 * price * plan.choice.gpus}
+    return {
+        "days": seconds / DAY,
+        "cost": None if price is None else seconds / 3600 * price * plan.choice.gpus,
+    }
 
 
 def text(search: Search, plans: list[Plan], cost: dict[str, float | None], sentences: list[str]) -> str:
     job = search.job
     per_token = f" ({active(search.base):,} of them for each token)" if job.model.num_experts else ""
     head = (
-        f"{parameters(search.base):,} parameters{per_token} on {search.gpus} × {job.device.name}; {search.considered:,} legal layouts, "
+        f"{parameters(search.base):,} parameters{per_token} on {search.gpus} × {job.device.name}; "
+        f"{search.considered:,} legal layouts, "
         f"{search.timed} simulated"
     )
     lines = [head, "", explaining.table([explaining.row(job, plan) for plan in plans]), "", *sentences]
@@ -241,6 +345,8 @@ def heading(search: Search, plan: Plan, path: Path) -> str:
     start = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint NODE0:29500 " if nodes > 1 else ""
     return (
         f"{explaining.described(plan.choice)}, for {search.gpus} × {job.device.name}\n"
-        f"Predicted: {plan.step.total:.4g} s per step, {explaining.amount(plan.memory.total)} on the fullest rank.\n\n"
-        f"  torchrun {start}--nproc-per-node {search.gpus // nodes} -m megalite train --config {path} --data.train PREFIX --train.steps N"
+        f"Predicted: {plan.step.total:.4g} s per step, {explaining.amount(plan.memory.total)} on the fullest "
+        "rank.\n\n"
+        f"  torchrun {start}--nproc-per-node {search.gpus // nodes} -m megalite train --config {path} "
+        "--data.train PREFIX --train.steps N"
     )

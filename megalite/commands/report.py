@@ -4,8 +4,9 @@
     megalite report runs/a runs/b --output comparison.html      the page of `megalite compare`
     megalite report --live runs/run [--port 8000]               refreshed in the browser; Ctrl-C ends it
 
-Writes report.html into the (first) run's directory: loss, learning rate, gradient norm, throughput, memory, the pipeline's timeline,
-predictions and measurements, configuration and environment. The page is self-contained; a run may still be training.
+Writes report.html into the (first) run's directory: loss, learning rate, gradient norm, throughput, memory,
+the pipeline's timeline, predictions and measurements, configuration and environment. The page is
+self-contained; a run may still be training.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ def main(argv: list[str] | None = None) -> None:
     print(json.dumps({"report": str(output), "runs": [run.name for run in runs]}) if options.json else output)
 
 
-def write_page(tool: Parser, directories: list[Path], output: Path | None, as_json: bool = False) -> list[Run]:
-    """Read the runs, and write their page if there is a path for it. Ends with one message if that is not possible."""
+def write_page(
+    tool: Parser, directories: list[Path], output: Path | None, as_json: bool = False
+) -> list[Run]:
+    """Read the runs, and write their page if there is a path for it. Ends with one message if that is not
+    possible."""
     try:
         with progress_of(as_json) as progress:
             progress("reading the runs")
@@ -55,15 +59,25 @@ def serve(tool: Parser, options: argparse.Namespace) -> None:
     from megalite.monitoring.report.live import LivePage, LiveServer
 
     if len(options.runs) > 1 or options.output is not None:
-        tool.error("--live serves the page of one run and writes no file. Give one directory, without --output.")
+        tool.error(
+            "--live serves the page of one run and writes no file. Give one directory, without --output."
+        )
     directory = options.runs[0]
     try:
         server = LiveServer(LivePage(directory), options.port)
     except (OSError, OverflowError) as error:
-        tool.error(f"--port {options.port}: {getattr(error, 'strerror', None) or error}. Choose another, or leave it out for a free one.")
+        tool.error(
+            f"--port {options.port}: {getattr(error, 'strerror', None) or error}. Choose another, or leave "
+            "it out for a free one."
+        )
     with server:
         wait_for(tool, directory)
-        print(json.dumps({"url": server.url}) if options.json else f"{server.url} shows {directory}; Ctrl-C ends it", flush=True)
+        print(
+            json.dumps({"url": server.url})
+            if options.json
+            else f"{server.url} shows {directory}; Ctrl-C ends it",
+            flush=True,
+        )
         server.serve_forever()
 
 
@@ -81,8 +95,21 @@ def parser() -> Parser:
     made = Parser(description=__doc__)
     add = made.add_argument
     add("runs", type=as_path, nargs="+", metavar="RUN_DIR", help="run directories; several are compared")
-    add("--output", type=as_new_file, metavar="FILE.html", help="output file (default: report.html in the first run's directory)")
-    add("--live", action="store_true", help="serve the page on this machine, at 127.0.0.1, while the run trains")
+    add(
+        "--output",
+        type=as_new_file,
+        metavar="FILE.html",
+        help="output file (default: report.html in the first run's directory)",
+    )
+    add(
+        "--live",
+        action="store_true",
+        help="serve the page on this machine, at 127.0.0.1, while the run trains",
+    )
     add("--port", type=int, default=0, metavar="N", help="port of --live (default: a free one)")
-    add("--json", action="store_true", help="print only one JSON object, with the page's path or address, on stdout")
+    add(
+        "--json",
+        action="store_true",
+        help="print only one JSON object, with the page's path or address, on stdout",
+    )
     return made

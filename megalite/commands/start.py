@@ -34,8 +34,10 @@ COMMANDS = {
     "demo": "prepare data and train a small model in minutes (in a checkout only)",
 }
 NEW_OBJECTS = 100_000
-"""Between collections of garbage. With Python's 700, importing torch and megalite collects 400 times and finds nothing."""
-PRINTS_TABLES = ("plan", "bubble", "compare")  # their output may be piped to head, which closes the pipe early
+"""Between collections of garbage. With Python's 700, importing torch and megalite collects 400 times and
+finds nothing."""
+# their output may be piped to head, which closes the pipe early
+PRINTS_TABLES = ("plan", "bubble", "compare")
 
 
 def start(name: str, arguments: Sequence[str] | None = None) -> NoReturn:
@@ -51,14 +53,18 @@ def start(name: str, arguments: Sequence[str] | None = None) -> NoReturn:
     if name in PRINTS_TABLES:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if name == "bubble":
-        gc.disable()  # up to millions of small objects without reference cycles: searching them for cycles would take half of the time
+        # up to millions of small objects without reference cycles: searching them for cycles would take half
+        # of the time
+        gc.disable()
     main: Callable[[], int | None] = import_module(f"megalite.commands.{name.replace('-', '_')}").main
     end(name, (main() if name == "train" or _is_rank() else interruptible(main)) or 0)
 
 
 def prepare_process(name: str) -> None:
-    """What every process does first: the launcher may be killed, and Ctrl-C pressed, while it still imports."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is a handler: Python's own one prints a traceback
+    """What every process does first: the launcher may be killed, and Ctrl-C pressed, while it still
+    imports."""
+    # until there is a handler: Python's own one prints a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.set_threshold(NEW_OBJECTS)
     from megalite.launch import interrupts
     from megalite.launch.exit_status import training_status
@@ -66,7 +72,11 @@ def prepare_process(name: str) -> None:
     from megalite.system import processes
 
     if name == "train":
-        interrupts.ending(" before the first step: nothing was changed", training_status, signals=interrupts.training_signals())
+        interrupts.ending(
+            " before the first step: nothing was changed",
+            training_status,
+            signals=interrupts.training_signals(),
+        )
     else:
         interrupts.ending(quiet=_is_rank())  # the process that started the ranks says what has happened
     if name == "train" or not _is_rank():
@@ -80,7 +90,8 @@ def _is_rank() -> bool:
 
 
 def interruptible(main: Callable[[], int | None]) -> int | None:
-    """Run a command; a signal raises in it, so that it removes what is half-written, and ends it with one line."""
+    """Run a command; a signal raises in it, so that it removes what is half-written, and ends it with one
+    line."""
     from megalite.launch import interrupts
 
     with interrupts.raising() as arrived:

@@ -2,8 +2,8 @@
 
     megalite timeline runs/run
 
-Prints the measured and the predicted bubble, and writes traces/timeline.json for ui.perfetto.dev into the run's directory. A run does the
-same when it ends.
+Prints the measured and the predicted bubble, and writes traces/timeline.json for ui.perfetto.dev into the
+run's directory. A run does the same when it ends.
 """
 
 import json
@@ -24,7 +24,14 @@ def main(argv: list[str] | None = None) -> None:
     except (ConfigError, OSError) as error:
         tool.error(error)
     if options.json:
-        print(json.dumps({**{name: each for name, each in found.items() if name != "traceEvents"}, "written": str(options.run / TIMELINE)}))
+        print(
+            json.dumps(
+                {
+                    **{name: each for name, each in found.items() if name != "traceEvents"},
+                    "written": str(options.run / TIMELINE),
+                }
+            )
+        )
     else:
         print("\n".join([*describe(found), written(options.run)]))
 

@@ -1,7 +1,9 @@
-"""Train a model: `megalite train --nproc N --config FILE.yaml [--tp N --pp N --dp N] [--section.key VALUE …]`.
+"""Train a model: `megalite train --nproc N --config FILE.yaml [--tp N --pp N --dp N] [--section.key VALUE
+…]`.
 
-Without `--nproc` it is one process, or one of those that torchrun has started: `torchrun --nproc-per-node N -m megalite train …`. `--help`
-lists every option, `--print_config` prints the resolved configuration. `python pretrain.py` is the same in a checkout.
+Without `--nproc` it is one process, or one of those that torchrun has started: `torchrun --nproc-per-node N
+-m megalite train …`. `--help` lists every option, `--print_config` prints the resolved configuration. `python
+pretrain.py` is the same in a checkout.
 """
 
 from __future__ import annotations
@@ -45,9 +47,11 @@ def main() -> int:
         return 0
     if launching.wanted(sys.argv[1:]):
         return launching.main(sys.argv[1:])
-    loaded = load(world_size=int(os.environ.get("WORLD_SIZE", "1")))  # before torch is imported: a wrong option is reported at once
+    # before torch is imported: a wrong option is reported at once
+    loaded = load(world_size=int(os.environ.get("WORLD_SIZE", "1")))
     config = loaded.config
-    remarks = set_variables(config.network)  # also before: set after the first use of a device, some have no effect
+    # also before: set after the first use of a device, some have no effect
+    remarks = set_variables(config.network)
     if not launched() and os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
         say("starting …")  # importing torch takes seconds
 
@@ -66,19 +70,44 @@ def main() -> int:
     device, hardware, found = check_run(config, loaded.choice)
     remarks += found
     job, environment, mesh, notes = start(config, device)
-    failures = (ConfigError, CheckpointError, FaultLimit, CommunicationError, OffloadError, torch.OutOfMemoryError, OSError)
+    failures = (
+        ConfigError,
+        CheckpointError,
+        FaultLimit,
+        CommunicationError,
+        OffloadError,
+        torch.OutOfMemoryError,
+        OSError,
+    )
     trainer: Trainer | None = None
     try:
-        with Watchdog(config, mesh, config.run.directory, partial(end_hanging, config=config, mesh=mesh, job=job)):
+        with Watchdog(
+            config, mesh, config.run.directory, partial(end_hanging, config=config, mesh=mesh, job=job)
+        ):
             trainer = Trainer(config, mesh, device, job.restarted)
             job.running()
             announce(trainer, remarks + notes)
             status = fit(trainer, observers(trainer, environment, hardware, kernels(trainer)))
-        interrupts.ending(" after the last step: everything is saved", training_status, signals=interrupts.training_signals())
+        interrupts.ending(
+            " after the last step: everything is saved",
+            training_status,
+            signals=interrupts.training_signals(),
+        )
         trainer.close()
-    except failures as error:  # some are found alike by every rank: a checkpoint that must not be continued, a save that failed, bad steps
-        agreed = isinstance(error, (ConfigError | CheckpointError) if trainer is None else (CheckpointError | FaultLimit))
-        end_run(error, config, device, mesh, job, (ExitStatus.FAILED if trainer else ExitStatus.CONFIGURATION) if agreed else None)
+    # some are found alike by every rank: a checkpoint that must not be continued, a save that failed,
+    # bad steps
+    except failures as error:
+        agreed = isinstance(
+            error, (ConfigError | CheckpointError) if trainer is None else (CheckpointError | FaultLimit)
+        )
+        end_run(
+            error,
+            config,
+            device,
+            mesh,
+            job,
+            (ExitStatus.FAILED if trainer else ExitStatus.CONFIGURATION) if agreed else None,
+        )
     except Exception as error:  # a fault of ours, or one of the device: its traceback is wanted
         report_unexpected(error, config, mesh, job)
         raise
@@ -95,11 +124,12 @@ def report_unexpected(error: Exception, config: Config, mesh: Mesh, job: Job) ->
 
 
 def check_run(config: Config, choice: Choice | None = None) -> tuple[torch.device, Device | None, list[str]]:
-    """Choose the device, and check what needs it and the data, before any process group starts. Returns it, what the planner knows of it,
-    and lines that rank 0 prints.
+    """Choose the device, and check what needs it and the data, before any process group starts. Returns it,
+    what the planner knows of it, and lines that rank 0 prints.
 
     Args:
-        choice: what train.precision = auto has become. Changed in the configuration if torch sees another device than was expected.
+        choice: what train.precision = auto has become. Changed in the configuration if torch sees another
+        device than was expected.
     """
     import torch
 
@@ -117,7 +147,8 @@ def check_run(config: Config, choice: Choice | None = None) -> tuple[torch.devic
 
     try:
         device = choose_device()
-        if choice is not None and choice.device not in (None, device.type):  # a driver without torch's support for it, or the reverse
+        # a driver without torch's support for it, or the reverse
+        if choice is not None and choice.device not in (None, device.type):
             choice = of_device("cuda" if device.type == "cuda" else "cpu")
             config.train.precision = choice.precision  # type: ignore[assignment]
         check(config, world_size(), int(device.type == "cuda"))
@@ -125,7 +156,8 @@ def check_run(config: Config, choice: Choice | None = None) -> tuple[torch.devic
         build.check_offload(config, device, local_world_size() / world_size())
         recomputation.check(config, device)
         hardware = device_of(config, torch.cuda.get_device_name(device) if device.type == "cuda" else "")
-        data, _ = dataset.build(config.data, config.run.seed)  # a damaged token file must not be found when every rank is waiting
+        # a damaged token file must not be found when every rank is waiting
+        data, _ = dataset.build(config.data, config.run.seed)
         remarks = [choice.describe()] if choice is not None else []
         remarks += check_tokenizers(config, data.fingerprint) + token_files.remarks(config)
     except ConfigError as error:
@@ -134,7 +166,8 @@ def check_run(config: Config, choice: Choice | None = None) -> tuple[torch.devic
 
 
 def start(config: Config, device: torch.device) -> tuple[Job, RankEnvironment, Mesh, list[str]]:
-    """Claim the run's directory, start the process group and make the mesh. Returns them with lines that rank 0 prints. Collective."""
+    """Claim the run's directory, start the process group and make the mesh. Returns them with lines that rank
+    0 prints. Collective."""
     from megalite.assembly import parts as build
     from megalite.launch.environment import compare_ranks, facts
     from megalite.launch.machine import local_world_size
@@ -145,15 +178,18 @@ def start(config: Config, device: torch.device) -> tuple[Job, RankEnvironment, M
     from megalite.training.product_choice import choose
 
     configure_process(device, config.run.deterministic)
-    environment = facts(device, local_world_size()) | {"train.precision": config.train.precision}  # auto, on machines that differ
+    # auto, on machines that differ
+    environment = facts(device, local_world_size()) | {"train.precision": config.train.precision}
     jobs, notes = list[Job](), list[str]()
 
     def meet(store: Store | None = None, rank: int = 0, size: int = 1) -> None:
-        """Before the process group exists: ranks that differ could not communicate, and a job that is refused must not wait for others."""
+        """Before the process group exists: ranks that differ could not communicate, and a job that is refused
+        must not wait for others."""
         restarted = restarts() > 0
         if store is not None:
             store.add("restarted", int(restarted))  # a rank of a new node counts no restart: all agree
-            notes.extend(compare_ranks(environment, store, rank, size, tp=config.parallel.tp))  # waits for all ranks
+            # waits for all ranks
+            notes.extend(compare_ranks(environment, store, rank, size, tp=config.parallel.tp))
             restarted = store.add("restarted", 0) > 0
         job, lines = begin(config, restarted=restarted, rank=rank, store=store)
         release, signals = (lambda number: job.end(training_status(number))), interrupts.training_signals()
@@ -188,12 +224,19 @@ def announce(trainer: Trainer, notes: list[str]) -> None:
 
     notes[:0] = [*random_weights(trainer), *ignored_fields(trainer.config)]
     notes += [*attention(trainer), *placement(trainer), *repeated(trainer), *report(trainer)]
-    notes += [*recomputation.describe(trainer.config, trainer.mesh, trainer.device), describe_saves(trainer.config)]
+    notes += [
+        *recomputation.describe(trainer.config, trainer.mesh, trainer.device),
+        describe_saves(trainer.config),
+    ]
     mesh, device = trainer.mesh, trainer.device
     if mesh.rank == 0:
         write_config(trainer.config, trainer.run_dir)
         backend = "one process" if mesh.world.size == 1 else "NCCL" if device.type == "cuda" else "gloo"
-        print(f"{describe(mesh.dims)}\n{backend} on {device.type}, {trainer.parameters:,} parameters, {trainer.run_dir}", flush=True)
+        print(
+            f"{describe(mesh.dims)}\n{backend} on {device.type}, {trainer.parameters:,} parameters, "
+            f"{trainer.run_dir}",
+            flush=True,
+        )
         print("\n".join(notes), flush=True)
 
 
@@ -207,11 +250,16 @@ def placement(trainer: Trainer) -> list[str]:
 
 
 def random_weights(trainer: Trainer) -> list[str]:
-    """A line for a run that has the shape of a Hugging Face model and random weights, which is rarely meant."""
+    """A line for a run that has the shape of a Hugging Face model and random weights, which is rarely
+    meant."""
     model = trainer.config.model
     if model.from_hf is None or model.initial_weights is not None or trainer.step_done > 0:
         return []
-    asked = "as model.init_from = none asks" if model.init_from else f"for its own set model.init_from = hf:{model.from_hf}"
+    asked = (
+        "as model.init_from = none asks"
+        if model.init_from
+        else f"for its own set model.init_from = hf:{model.from_hf}"
+    )
     return [f"the weights are random: model.from_hf = {model.from_hf} gives the shape alone; {asked}"]
 
 
@@ -226,7 +274,9 @@ def ignored_fields(config: Config) -> list[str]:
     return []
 
 
-def end_run(error: Exception, config: Config, device: torch.device, mesh: Mesh, job: Job, status: ExitStatus | None) -> NoReturn:
+def end_run(
+    error: Exception, config: Config, device: torch.device, mesh: Mesh, job: Job, status: ExitStatus | None
+) -> NoReturn:
     """End the process with one message; `status` where every rank ends with the same error, else None."""
     import torch
 
@@ -251,9 +301,13 @@ def end_hanging(message: str, lost: Lost, config: Config, mesh: Mesh, job: Job) 
     report_crash(message, lost, config, mesh, job)
 
 
-def report_crash(message: str, lost: Lost | None, config: Config, mesh: Mesh, job: Job, trace: str = "") -> None:
+def report_crash(
+    message: str, lost: Lost | None, config: Config, mesh: Mesh, job: Job, trace: str = ""
+) -> None:
     """Write this rank's part of crash.md. lost: what it has lost; None: it failed by itself."""
     from megalite.launch import crash
 
-    failed = partial(crash.rank_failed, activity=mesh.activity, since=job.since, job=job.name, kills=job.kills)
+    failed = partial(
+        crash.rank_failed, activity=mesh.activity, since=job.since, job=job.name, kills=job.kills
+    )
     failed(config, mesh.rank, message, trace=trace, lost=lost)

@@ -3,7 +3,8 @@
     megalite verify --config configs/quickstart.yaml --tp 2 --pp 2 --dp 2 [--steps 5] [--section.key VALUE …]
 
 It takes the options of megalite train, too, as --zero and --ep.
-Exit status: 0 if equal within the tolerances, 1 if different, 2 for an invalid configuration. With `--json`, stdout is one JSON object.
+Exit status: 0 if equal within the tolerances, 1 if different, 2 for an invalid configuration. With `--json`,
+stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from megalite.commands.parser import Parser, positive, progress_of
 from megalite.config.load import exit_with, load_config, read_arguments
 from megalite.config.schema import ConfigError
 
-AXES = {"tp": "tensor-parallel ranks", "pp": "pipeline stages", "dp": "data-parallel ranks", "cp": "context-parallel ranks"}
+AXES = {
+    "tp": "tensor-parallel ranks",
+    "pp": "pipeline stages",
+    "dp": "data-parallel ranks",
+    "cp": "context-parallel ranks",
+}
 TOLERANCES = {  # relative (loss, norm), absolute (weights)
     "fp32": (1e-5, 2e-5),
     "fp64": (1e-9, 1e-9),
@@ -34,7 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     asked = read_arguments(rest).overrides  # --parallel.tp means the same as --tp
     layout = {axis: getattr(own, axis) or size_of(asked.get(f"parallel.{axis}", "1")) for axis in AXES}
     rest += [word for axis, size in layout.items() for word in (f"--{axis}", str(size))]
-    defaults = ["--checkpoint.load", "none", "--optimizer.lr", "3e-4", "--optimizer.warmup_steps", "0"]  # the proof settings
+    # the proof settings
+    defaults = ["--checkpoint.load", "none", "--optimizer.lr", "3e-4", "--optimizer.warmup_steps", "0"]
     world = math.prod(layout.values())
     config = load_config([*defaults, *rest], world_size=world, own=("steps", "json"))
     layout |= {"ep": config.parallel.ep} if config.parallel.ep > 1 else {}
@@ -54,10 +61,22 @@ def main(argv: list[str] | None = None) -> int:
         relative, absolute = TOLERANCES[config.train.precision]
         found = compare(Path(scratch, "layout"), Path(scratch, "single"), relative, absolute)
     if own.json:
-        print(json.dumps({"equal": found is None, "steps": own.steps, "layout": layout, "difference": found and asdict(found)}))
+        print(
+            json.dumps(
+                {
+                    "equal": found is None,
+                    "steps": own.steps,
+                    "layout": layout,
+                    "difference": found and asdict(found),
+                }
+            )
+        )
     elif found is None:
         sizes = " × ".join(f"{axis} {size}" for axis, size in layout.items() if size > 1) or "one process"
-        print(f"equal: {own.steps} steps on {sizes} give one process's losses and norms within {relative:g}, weights within {absolute:g}")
+        print(
+            f"equal: {own.steps} steps on {sizes} give one process's losses and norms within {relative:g}, "
+            f"weights within {absolute:g}"
+        )
     else:
         print(f"different: {found}")
     return int(found is not None)

@@ -1,4 +1,5 @@
-"""`megalite --version`: versions of megalite, Python, torch and triton, the devices, and the state of a checkout. Imports no torch."""
+"""`megalite --version`: versions of megalite, Python, torch and triton, the devices, and the state of a
+checkout."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def facts() -> dict[str, Any]:
-    """What runs here, by name. A package that is not installed, and the state of a package that is no checkout, is None."""
+    """What runs here, by name. A package that is not installed, and the state of a package that is no
+    checkout, is None."""
     return {
         "megalite": megalite.__version__,
         "commit": commit(),
@@ -44,13 +46,21 @@ def facts() -> dict[str, Any]:
 
 
 def commit() -> dict[str, Any] | None:
-    """The commit of the checkout, and whether its files differ from it; None if there is no checkout, or no git."""
-    if CHECKOUT is None or not (CHECKOUT / ".git").exists():  # a checkout inside another repository is not that one's
+    """The commit of the checkout, and whether its files differ from it; None if there is no checkout, or no
+    git."""
+    # a checkout inside another repository is not that one's
+    if CHECKOUT is None or not (CHECKOUT / ".git").exists():
         return None
     command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
     try:
         words = subprocess.run(
-            command, capture_output=True, text=True, timeout=GIT_S, check=True, encoding="utf-8", errors="replace"
+            command,
+            capture_output=True,
+            text=True,
+            timeout=GIT_S,
+            check=True,
+            encoding="utf-8",
+            errors="replace",
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
@@ -64,4 +74,7 @@ def described(found: dict[str, Any]) -> str:
     gpus = ", ".join(f"{count} × {name}" for name, count in Counter(found["devices"]).items())
     driver = f" (driver {found['driver']})" if found["driver"] else ""
     devices = f"{gpus}{driver}" if gpus else "no GPU"
-    return f"megalite {found['megalite']}{source}\nPython {found['python']}, {packages}\n{devices}, {found['cores']} CPU cores"
+    return (
+        f"megalite {found['megalite']}{source}\nPython {found['python']}, {packages}\n{devices}, "
+        f"{found['cores']} CPU cores"
+    )

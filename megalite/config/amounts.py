@@ -1,8 +1,9 @@
 """Amounts as people write them: 10B tokens, 5% of the steps, 3 epochs, 25MB, 1h30m.
 
-`plain` turns an amount with a unit into the number that its option holds. `resolve_steps` replaces what depends on other options
-(train.tokens, train.epochs, a warm-up that is a share of the steps) by numbers of steps: a resolved configuration has nothing else. Imports
-no torch; reads the index of the training data, and only for train.epochs.
+`plain` turns an amount with a unit into the number that its option holds. `resolve_steps` replaces what
+depends on other options (train.tokens, train.epochs, a warm-up that is a share of the steps) by numbers of
+steps: a resolved configuration has nothing else. Imports no torch; reads the index of the training data, and
+only for train.epochs.
 """
 
 import math
@@ -39,7 +40,8 @@ def count(text: str) -> int | None:
 
 
 def _exact(number: str) -> Fraction | None:
-    """The number; None for one that a float can not hold, such as 1e400, of which a Fraction would be of any length."""
+    """The number; None for one that a float can not hold, such as 1e400, of which a Fraction would be of any
+    length."""
     value = float(number)
     if not math.isfinite(value) or (value == 0 and re.search("[1-9]", number.lower().partition("e")[0])):
         return None
@@ -116,13 +118,19 @@ class Kind:
 
 _STEPS = Kind(count, "a number of steps", "300, 20k or 1.5M")
 _WAIT = Kind(
-    lambda text: text if duration_seconds(text) else None, "a duration", "hours, minutes and seconds in this order: 3h50m, 90m or 30s"
+    lambda text: text if duration_seconds(text) else None,
+    "a duration",
+    "hours, minutes and seconds in this order: 3h50m, 90m or 30s",
 )
 _FRACTION = Kind(_fraction_or)
 KINDS = {
-    **dict.fromkeys(("train.steps", "checkpoint.interval", "checkpoint.keep_every", "validation.interval"), _STEPS),
+    **dict.fromkeys(
+        ("train.steps", "checkpoint.interval", "checkpoint.keep_every", "validation.interval"), _STEPS
+    ),
     "train.tokens": Kind(count, "a number of tokens", "300M, 10B, 1.5T or 1.5e9"),
-    "optimizer.warmup_steps": Kind(_steps_or_share, "a number of steps", "200, 2k, or a share of train.steps: 5% or 0.05"),
+    "optimizer.warmup_steps": Kind(
+        _steps_or_share, "a number of steps", "200, 2k, or a share of train.steps: 5% or 0.05"
+    ),
     **dict.fromkeys(("optimizer.wsd_decay_fraction", "data.validation"), _FRACTION),
     "train.memory_budget": Kind(_size_or_share, "a size or a share of the device", "20GB, 64GiB, 0.9 or 90%"),
     "parallel.bucket_mb": Kind(_megabytes, "a size", "25MB, 32MiB, or 25, which is in MB"),
@@ -132,9 +140,11 @@ KINDS = {
 
 
 def plain(option: str, value: Any, source: str) -> Any:
-    """The value as its option's type takes it: the number of an amount with a unit, a Fraction for a share of the steps.
+    """The value as its option's type takes it: the number of an amount with a unit, a Fraction for a share of
+    the steps.
 
-    What is no amount is returned as it is. Raises ConfigError on one that can not be read; `source` says where it was.
+    What is no amount is returned as it is. Raises ConfigError on one that can not be read; `source` says
+    where it was.
     """
     kind = KINDS.get(option)
     if kind is None or isinstance(value, bool) or not isinstance(value, str | int | float) or value == "null":
@@ -142,7 +152,11 @@ def plain(option: str, value: Any, source: str) -> Any:
     text = value if isinstance(value, str) else repr(value)
     found = kind.read(text)
     if found is None:
-        forms = f"it with a unit: {text}s, {text}m or {text}h" if kind is _WAIT and re.fullmatch("[1-9][0-9]*", text) else kind.forms
+        forms = (
+            f"it with a unit: {text}s, {text}m or {text}h"
+            if kind is _WAIT and re.fullmatch("[1-9][0-9]*", text)
+            else kind.forms
+        )
         raise ConfigError(f"{option} = {show(value)} {source} is not {kind.what}. Write {forms}.")
     return value if found == text else found
 
@@ -150,8 +164,9 @@ def plain(option: str, value: Any, source: str) -> Any:
 def resolve_steps(config: Config) -> None:
     """Replace train.tokens or train.epochs by train.steps, and a share of the steps by their number.
 
-    Rounds up. What can not be resolved because another option is wrong, or because the training data is not there, is left as it is, a
-    share of unknown steps as a Fraction: the rules say why. Raises DataError if the data is damaged.
+    Rounds up. What can not be resolved because another option is wrong, or because the training data is not
+    there, is left as it is, a share of unknown steps as a Fraction: the rules say why. Raises DataError if
+    the data is damaged.
     """
     train, optimizer = config.train, config.optimizer
     sizes = min(train.global_batch_size, config.data.sequence_length)
@@ -160,8 +175,15 @@ def resolve_steps(config: Config) -> None:
     if train.tokens is not None and train.tokens > 0 and sizes > 0:
         samples = math.ceil(Fraction(train.tokens, config.data.sequence_length))
         train.tokens = None
-    if train.epochs is not None and math.isfinite(train.epochs) and train.epochs > 0 and sizes > 0 and _can_be_counted(config):
-        from megalite.config.samples import samples_per_epoch  # numpy, which a run of a given number of steps need not load here
+    if (
+        train.epochs is not None
+        and math.isfinite(train.epochs)
+        and train.epochs > 0
+        and sizes > 0
+        and _can_be_counted(config)
+    ):
+        # numpy, which a run of a given number of steps need not load here
+        from megalite.config.samples import samples_per_epoch
 
         samples = math.ceil(Fraction(repr(train.epochs)) * samples_per_epoch(config.data))
         train.epochs = None
@@ -179,7 +201,8 @@ def _count_steps(config: Config) -> None:
 
 
 def batches_done(config: Config) -> dict[str, Any]:
-    """What a checkpoint keeps of the batches of a run that was resumed with other ones; nothing for most runs."""
+    """What a checkpoint keeps of the batches of a run that was resumed with other ones; nothing for most
+    runs."""
     return {} if config.train.finished is None else {"batches": config.train.finished}
 
 
@@ -192,7 +215,8 @@ def with_batches(saved: Config, state: dict[str, Any]) -> Config:
 
 
 def resume_steps(config: Config, saved: Config, step: int) -> None:
-    """Count the steps again after those that a checkpoint's run has done, if its batches were others: the finished samples, and the rest.
+    """Count the steps again after those that a checkpoint's run has done, if its batches were others: the
+    finished samples, and the rest.
 
     saved: the checkpoint's configuration, as of `with_batches`.
     """
@@ -206,4 +230,9 @@ def _can_be_counted(config: Config) -> bool:
     weights = data.train.values() if isinstance(data.train, dict) else ()
     held_out = data.validation if isinstance(data.validation, float | int) else 0.0
     files = [f"{prefix}{end}" for prefix in prefixes(data.train) for end in (".idx", ".bin")]
-    return bool(files) and all(map(os.path.isfile, files)) and all(0 < each < math.inf for each in weights) and 0 <= held_out < 1
+    return (
+        bool(files)
+        and all(map(os.path.isfile, files))
+        and all(0 < each < math.inf for each in weights)
+        and 0 <= held_out < 1
+    )

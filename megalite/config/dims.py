@@ -1,8 +1,8 @@
-"""All sizes derived from the options of a run's mesh. Imports no torch.
+"""All sizes derived from the options of a run's mesh.
 
-world = pp · dp · cp · tp. Gradients are summed over data = dp · cp = shard · replicate, those of experts over expert_data, where
-ep · expert_data = dp · cp · tp. Under ZeRO weights, gradients and optimizer state are sharded over `shard` ranks, of experts over
-`expert_shard` ranks.
+world = pp · dp · cp · tp. Gradients are summed over data = dp · cp = shard · replicate, those of experts over
+expert_data, where ep · expert_data = dp · cp · tp. Under ZeRO weights, gradients and optimizer state are
+sharded over `shard` ranks, of experts over `expert_shard` ranks.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from typing import Self
 from megalite.config.schema import Config, ParallelConfig
 
 TILE = 128
-"""Queries of a tile of attention's kernels: a run of positions that is no multiple of it costs as much as a longer one that is."""
+"""Queries of a tile of attention's kernels: a run of positions that is no multiple of it costs as much as a
+longer one that is."""
 FEWEST_BLOCKS, FEWEST_OF_LONG_ROWS = 8, 32
-"""Blocks of a context-parallel rank: fewer could not be dealt out evenly, many would make lists of runs long."""
+"""Blocks of a context-parallel rank: fewer could not be dealt out evenly, many would make lists of runs long.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class ParallelDims:
 
     @classmethod
     def of(cls, config: Config, world_size: int | None = None) -> Self:
-        """The sizes of a run. If parallel.dp is null, dp fills `world_size`; without a world size, or if no dp fills it, dp is 1.
+        """The sizes of a run. If parallel.dp is null, dp fills `world_size`; without a world size, or if no
+        dp fills it, dp is 1.
 
         Also works for inconsistent sizes: the rules read them to report what is wrong.
         """
@@ -59,7 +62,9 @@ class ParallelDims:
             cp=parallel.cp,
             tp=parallel.tp,
             dp_shard=(parallel.dp_shard or dp * parallel.cp) if parallel.zero else 1,
-            virtual_stages={"interleaved": parallel.virtual_stages or 2, "zb-v": 2, "v-half": 2}.get(parallel.schedule, 1),
+            virtual_stages={"interleaved": parallel.virtual_stages or 2, "zb-v": 2, "v-half": 2}.get(
+                parallel.schedule, 1
+            ),
             context_inner=parallel.context_inner,
             ep=parallel.ep,
             sharded=parallel.zero > 0,
@@ -91,17 +96,20 @@ class ParallelDims:
 
     @property
     def expert_data(self) -> int:
-        """Number of ranks of a stage that hold the same experts; the experts' gradients are summed over them."""
+        """Number of ranks of a stage that hold the same experts; the experts' gradients are summed over
+        them."""
         return self.stage_ranks // self.ep
 
     @property
     def expert_shard(self) -> int:
-        """Number of ranks over which a bucket of experts is sharded: those of a dense bucket, as far as they hold the same experts."""
+        """Number of ranks over which a bucket of experts is sharded: those of a dense bucket, as far as they
+        hold the same experts."""
         return max(self.shard * self.tp // self.ep, 1) if self.sharded else 1
 
     @property
     def owners(self) -> dict[str, int]:
-        """Parameter domain → number of ranks among which each element has exactly one owner, for norms, checkpoints and bucket sizes."""
+        """Parameter domain → number of ranks among which each element has exactly one owner, for norms,
+        checkpoints and bucket sizes."""
         return {"dense": self.data, "expert": self.expert_data}
 
     @property
@@ -122,14 +130,18 @@ def filling_dp(parallel: ParallelConfig, world_size: int) -> int | None:
 
 
 def part_length(config: Config) -> int:
-    """Positions of a row that a context-parallel rank holds. All ranks hold equally many: a row that has no such parts is padded."""
+    """Positions of a row that a context-parallel rank holds. All ranks hold equally many: a row that has no
+    such parts is padded."""
     parallel = config.parallel
     ranks = parallel.tp if parallel.sequence_parallel else 1
-    return equal_part(config.data.sequence_length, parallel.cp, parallel.context, ranks, parallel.context_parts)
+    return equal_part(
+        config.data.sequence_length, parallel.cp, parallel.context, ranks, parallel.context_parts
+    )
 
 
 def equal_part(length: int, cp: int, context: str, ranks: int = 1, parts: str = "zigzag") -> int:
-    """Positions of a padded row of `length` on each of cp ranks, of which each of `ranks` sequence-parallel ranks holds equally many."""
+    """Positions of a padded row of `length` on each of cp ranks, of which each of `ranks` sequence-parallel
+    ranks holds equally many."""
     if cp == 1:
         return length
     unit = ranks if context == "ulysses" else 2 * ranks  # zigzag: two runs of equal length on each rank
@@ -144,7 +156,8 @@ def equal_part(length: int, cp: int, context: str, ranks: int = 1, parts: str = 
 
 
 def block_length(part: int) -> int:
-    """Length of the blocks that `balanced` parts of a padded row consist of: a power of two, with long rows whole tiles."""
+    """Length of the blocks that `balanced` parts of a padded row consist of: a power of two, with long rows
+    whole tiles."""
     block = 1
     while part % (2 * block) == 0 and _may_double(block, part):
         block *= 2
@@ -156,8 +169,8 @@ def _may_double(block: int, part: int) -> bool:
 
 
 def rows_per_expert(factor: float, length: int, k: int, experts: int) -> int:
-    """Rows of a sequence of `length` tokens that an expert keeps at most. Exact for a factor as it is written: 1.1 is 11/10, not the
-    nearest float."""
+    """Rows of a sequence of `length` tokens that an expert keeps at most. Exact for a factor as it is
+    written: 1.1 is 11/10, not the nearest float."""
     from fractions import Fraction
 
     return math.ceil(Fraction(str(factor)) * length * k / experts)

@@ -1,9 +1,10 @@
-"""Hugging Face config.json → ModelConfig, and the tables for the reverse (`megalite.huggingface`). Imports no torch.
+"""Hugging Face config.json → ModelConfig, and the tables for the reverse (`megalite.huggingface`).
 
-families.yaml lists for each family which fields of a config.json map to which fields of ModelConfig, transformers' defaults for missing
-fields, and the values that the family fixes. Any other field that transformers reads is rejected by name unless it has the value that the
-family computes: a model must never be trained as something other than what transformers computes. A field that transformers does not read,
-such as a mark of a tool, is ignored (`unread_fields`).
+families.yaml lists for each family which fields of a config.json map to which fields of ModelConfig,
+transformers' defaults for missing fields, and the values that the family fixes. Any other field that
+transformers reads is rejected by name unless it has the value that the family computes: a model must never be
+trained as something other than what transformers computes. A field that transformers does not read, such as a
+mark of a tool, is ignored (`unread_fields`).
 """
 
 import functools
@@ -28,10 +29,15 @@ _ROPE_NAMES = {"su": "longrope"}
 _LOCAL_ROPE = ("full_attention", "sliding_attention")
 """Entries of rope_parameters in families whose layers with a window have a base of their own."""
 _ROPE_ENTRIES = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
-_FURTHER_ENTRIES = {"yarn": ("mscale", "mscale_all_dim", "truncate"), "longrope": ("factor",), "su": ("factor",)}
+_FURTHER_ENTRIES = {
+    "yarn": ("mscale", "mscale_all_dim", "truncate"),
+    "longrope": ("factor",),
+    "su": ("factor",),
+}
 """Entries of rope_scaling that transformers reads besides ROPE_SCALING_KEYS."""
 _RESCALED = ("llama3", "yarn", "longrope")
-"""Types for which a field original_max_position_embeddings of the config.json replaces that of rope_scaling."""
+"""Types for which a field original_max_position_embeddings of the config.json replaces that of rope_scaling.
+"""
 
 
 @dataclass(frozen=True)
@@ -41,23 +47,29 @@ class Family:
     fields: dict[str, tuple[str, ...]]
     """config.json field → the ModelConfig fields that have its value."""
     defaults: dict[str, Any]
-    """transformers' defaults that differ from those of other families; a field without a default is required."""
+    """transformers' defaults that differ from those of other families; a field without a default is required.
+    """
     constants: dict[str, Any] = field(default_factory=dict)
     """ModelConfig fields whose value the family fixes, if it differs from ModelConfig's default."""
     window: str | None = None
-    """Layers with a sliding window: every_layer (Mistral); or, if layer_types is missing, upper_layers (Qwen), without_rope (SmolLM3) or
-    pattern: all but every n-th, n being the default of sliding_window_pattern, and all if that is null; None: no window. Behind the switch
-    use_sliding_window: every_second_lower_layer, from the first to max_window_layers (Qwen2-MoE), every_layer_if_switched (Qwen3-MoE)."""
+    """Layers with a sliding window: every_layer (Mistral); or, if layer_types is missing, upper_layers
+    (Qwen), without_rope (SmolLM3) or pattern: all but every n-th, n being the default of
+    sliding_window_pattern, and all if that is null; None: no window. Behind the switch use_sliding_window:
+    every_second_lower_layer, from the first to max_window_layers (Qwen2-MoE), every_layer_if_switched
+    (Qwen3-MoE)."""
     local_rope_theta: float | None = None
-    """Base of the rotary frequencies in layers with a window, by default; None: they have those of other layers."""
+    """Base of the rotary frequencies in layers with a window, by default; None: they have those of other
+    layers."""
     computed: tuple[str, ...] = ()
-    """ModelConfig fields computed from a config.json with its defaults; field=how if there is more than one way."""
+    """ModelConfig fields computed from a config.json with its defaults; field=how if there is more than one
+    way."""
     own: str = ""
     """Other fields of its config.json, which `computed` reads or which have no influence on pretraining."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Other name in a config.json → the name in `fields` or `own` (transformers' attribute_map)."""
     only: str = ""
-    """Other fields that transformers' code of the family reads, and of which one value is supported: null or the one in `neutral`."""
+    """Other fields that transformers' code of the family reads, and of which one value is supported: null or
+    the one in `neutral`."""
     rope_types: tuple[str, ...] = tuple(kind for kind in ROPE_SCALING_KEYS if kind != "longrope")
     """Types of rotary scaling that transformers supports for it."""
     multimodal: str | None = None
@@ -87,30 +99,45 @@ def families() -> Families:
     read = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text(encoding="utf-8"))
     rows = {}
     for name, row in read["families"].items():
-        words = [word for part in row["fields"].split() for word in (read["fields"][part[1:]].split() if part[0] == "$" else [part])]
+        words = [
+            word
+            for part in row["fields"].split()
+            for word in (read["fields"][part[1:]].split() if part[0] == "$" else [part])
+        ]
         pairs = (word.partition("=") for word in words)
         row["fields"] = {theirs: tuple((ours or theirs).split("+")) for theirs, _, ours in pairs}
         row |= {key: tuple(row[key]) for key in ("computed", "rope_types") if key in row}
         rows[name] = Family(name, **row)
     kept, only = frozenset(read["kept"].split()), frozenset(read["only"].split())
     windows = {None: (), **{kind: tuple(text.split()) for kind, text in read["window_fields"].items()}}
-    return Families(rows, read["defaults"], kept, kept | frozenset(read["ignored"].split()), only, read["neutral"], windows)
+    return Families(
+        rows,
+        read["defaults"],
+        kept,
+        kept | frozenset(read["ignored"].split()),
+        only,
+        read["neutral"],
+        windows,
+    )
 
 
 def hf_shape(directory: str) -> dict[str, Any]:
-    """The ModelConfig fields of a Hugging Face model's directory, for model.from_hf. Raises ConfigError naming that option."""
+    """The ModelConfig fields of a Hugging Face model's directory, for model.from_hf. Raises ConfigError
+    naming that option."""
     try:
         shape = from_hf_config(hf_config(directory))
     except ConfigError as error:
         raise ConfigError(f"model.from_hf = {directory}: {error}") from None
     names = _tensor_names(Path(directory)) if shape.get("mtp_layers") else ()
     if names and not any(f"layers.{shape['num_hidden_layers']}." in name for name in names):
-        shape["mtp_layers"] = 0  # transformers writes a number of modules, 1 by default, and not their weights
+        # transformers writes a number of modules, 1 by default, and not their weights
+        shape["mtp_layers"] = 0
     return shape
 
 
 def _tensor_names(directory: Path) -> Collection[str]:
-    """Names of the tensors in a directory's safetensors files; none if there are no such files, or if they cannot be read."""
+    """Names of the tensors in a directory's safetensors files; none if there are no such files, or if they
+    cannot be read."""
     found = weights_file(directory, MODEL[:2])
     with suppress(OSError, ValueError, TypeError, KeyError):
         if found is None:
@@ -123,7 +150,8 @@ def _tensor_names(directory: Path) -> Collection[str]:
 
 
 def hf_config(directory: str | Path, name: str = "config.json") -> dict[str, Any]:
-    """The config.json of a Hugging Face model's directory, or another JSON file there; of a multimodal model, that of its language model.
+    """The config.json of a Hugging Face model's directory, or another JSON file there; of a multimodal model,
+    that of its language model.
 
     Raises ConfigError if it cannot be read.
     """
@@ -140,23 +168,28 @@ def hf_config(directory: str | Path, name: str = "config.json") -> dict[str, Any
 
 
 def stored_dtype(config: dict[str, Any]) -> str | None:
-    """The dtype of the weights that a config.json names, under transformers 5's name or the older one; None if it names none."""
+    """The dtype of the weights that a config.json names, under transformers 5's name or the older one; None
+    if it names none."""
     return config.get("dtype") or config.get("torch_dtype")
 
 
 def end_ids(directory: str | Path) -> list[int]:
-    """The `eos_token_id` of a model's generation_config.json or, if that has none, of its config.json; empty if neither names one.
+    """The `eos_token_id` of a model's generation_config.json or, if that has none, of its config.json; empty
+    if neither names one.
 
     Raises ConfigError if a file cannot be read.
     """
     for name in ("generation_config.json", "config.json"):
-        if (Path(directory) / name).is_file() and (found := hf_config(directory, name).get("eos_token_id")) is not None:
+        if (Path(directory) / name).is_file() and (
+            found := hf_config(directory, name).get("eos_token_id")
+        ) is not None:
             return found if isinstance(found, list) else [found]
     return []
 
 
 def _language_model(config: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of a multimodal model's language model, with the token ids of the whole; another model's as it is."""
+    """The config.json of a multimodal model's language model, with the token ids of the whole; another
+    model's as it is."""
     known, inner = families(), config.get("text_config")
     if not isinstance(inner, dict):
         return config
@@ -189,18 +222,29 @@ def _falcon_kv_heads(given: dict[str, Any]) -> int:
 
 def _falcon_block(given: dict[str, Any]) -> str:
     """The new architecture has two norms by default, the older one has one norm for both."""
-    new, parallel, norms = given["new_decoder_architecture"], given["parallel_attn"], given["num_ln_in_parallel_attn"]
+    new, parallel, norms = (
+        given["new_decoder_architecture"],
+        given["parallel_attn"],
+        given["num_ln_in_parallel_attn"],
+    )
     if new and not parallel:
-        raise _refuse("parallel_attn", parallel, "does not fit new_decoder_architecture = True, which is parallel.")
+        raise _refuse(
+            "parallel_attn", parallel, "does not fit new_decoder_architecture = True, which is parallel."
+        )
     if norms == 2 and not new:
-        raise _refuse("num_ln_in_parallel_attn", norms, "does not fit new_decoder_architecture = False, which has one norm.")
+        raise _refuse(
+            "num_ln_in_parallel_attn",
+            norms,
+            "does not fit new_decoder_architecture = False, which has one norm.",
+        )
     if not parallel:
         return "none"
     return "two_norms" if new and norms != 1 else "shared_norm"
 
 
 def _without_rope(given: dict[str, Any]) -> list[int]:
-    """SmolLM3's no_rope_layers is 1 for layers with rotary embeddings; if it is missing, every interval-th layer has none."""
+    """SmolLM3's no_rope_layers is 1 for layers with rotary embeddings; if it is missing, every interval-th
+    layer has none."""
     layers, interval = range(given["num_hidden_layers"]), given["no_rope_layer_interval"]
     used = given["no_rope_layers"] or [(layer + 1) % interval for layer in layers]
     return [layer for layer in layers if not used[layer]]
@@ -245,12 +289,15 @@ def _refuse(name: str, value: Any, why: str) -> ConfigError:
 
 
 def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The ModelConfig fields of a Hugging Face config.json. Raises ConfigError naming the family or field that is not handled."""
+    """The ModelConfig fields of a Hugging Face config.json. Raises ConfigError naming the family or field
+    that is not handled."""
     known, family, config = families(), *_of_family(config)
     shape, given = dict(family.constants), known.defaults | family.defaults | config
     for theirs, ours in family.fields.items():
         if theirs not in given:
-            raise ConfigError(f"config.json: {theirs} is missing; every {family.model_type} configuration needs it.")
+            raise ConfigError(
+                f"config.json: {theirs} is missing; every {family.model_type} configuration needs it."
+            )
         shape |= dict.fromkeys(ours, given[theirs])
     if shape["intermediate_size"] is None:  # GPT-2's n_inner: null
         shape["intermediate_size"] = 4 * shape["hidden_size"]
@@ -259,7 +306,9 @@ def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
         shape["hidden_act"] = _GELU  # Gemma's first files say gelu and mean this; transformers does the same
     shape["hidden_act"] = _SAME_ACT.get(shape["hidden_act"], shape["hidden_act"])
     if shape["hidden_act"] not in legal_act:
-        raise _refuse("hidden_act", shape["hidden_act"], f"is not handled. Legal values: {', '.join(legal_act)}.")
+        raise _refuse(
+            "hidden_act", shape["hidden_act"], f"is not handled. Legal values: {', '.join(legal_act)}."
+        )
     try:
         shape |= {name.partition("=")[0]: _COMPUTED[name](given) for name in family.computed}
         shape |= _read_window(given, family, shape)
@@ -276,26 +325,39 @@ def _of_family(config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     known, config = families(), _language_model(config)
     family = known.rows.get(config.get("model_type", ""))
     if family is None:
-        raise _refuse("model_type", config.get("model_type"), f"is not handled. Legal values: {', '.join(known.rows)}.")
+        raise _refuse(
+            "model_type", config.get("model_type"), f"is not handled. Legal values: {', '.join(known.rows)}."
+        )
     for alias, name in family.aliases.items():
         if alias in config:
             config = dict(config)
             value = config.pop(alias)
             if name in config and config[name] != value:
-                raise _refuse(alias, value, f"contradicts {name} = {config[name]!r}: both are names of one field. Remove one of them.")
+                raise _refuse(
+                    alias,
+                    value,
+                    f"contradicts {name} = {config[name]!r}: both are names of one field. Remove "
+                    "one of them.",
+                )
             config[name] = value
     return family, config
 
 
-def _read_rope(config: dict[str, Any], family: Family, given: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
+def _read_rope(
+    config: dict[str, Any], family: Family, given: dict[str, Any], shape: dict[str, Any]
+) -> dict[str, Any]:
     """The rotary fields, from transformers 5's rope_parameters or from the older fields."""
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(config.get(name) or {}, dict):
             raise _refuse(name, config[name], "is not an object. Write it as {rope_type: …, factor: …}.")
     older, newer = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
     if family.local_rope_theta is None:
-        parameters = dict(older or newer or family.defaults.get("rope_parameters") or {})  # in transformers' order
-        if config.get("original_max_position_embeddings") is not None and parameters.get("rope_type", parameters.get("type")) in _RESCALED:
+        # in transformers' order
+        parameters = dict(older or newer or family.defaults.get("rope_parameters") or {})
+        if (
+            config.get("original_max_position_embeddings") is not None
+            and parameters.get("rope_type", parameters.get("type")) in _RESCALED
+        ):
             parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
         return _read_frequencies(parameters, family, given, shape)
     parameters = dict(newer or older)
@@ -303,26 +365,44 @@ def _read_rope(config: dict[str, Any], family: Family, given: dict[str, Any], sh
     if "full_attention" in parameters:
         parameters = {**(parameters["full_attention"] or {}), **older}
     elif config.get("rope_parameters") and "rope_theta" in parameters:
-        raise _refuse("rope_parameters", parameters, "has no entries full_attention and sliding_attention: transformers would not read it.")
+        raise _refuse(
+            "rope_parameters",
+            parameters,
+            "has no entries full_attention and sliding_attention: transformers would not read it.",
+        )
     found = _read_frequencies(parameters, family, given, shape)
-    theta = float(local.pop("rope_theta", None) or given.get("rope_local_base_freq") or family.local_rope_theta)
+    theta = float(
+        local.pop("rope_theta", None) or given.get("rope_local_base_freq") or family.local_rope_theta
+    )
     if local.get("rope_type", "default") != "default":
-        raise _refuse("rope_parameters.sliding_attention", local, "is not handled: layers with a window have no rotary scaling.")
+        raise _refuse(
+            "rope_parameters.sliding_attention",
+            local,
+            "is not handled: layers with a window have no rotary scaling.",
+        )
     same = theta == found["rope_theta"] and found["rope_scaling"] is None
     return found | {"rope_local_theta": None if same or not shape.get("sliding_window_layers") else theta}
 
 
-def _read_frequencies(parameters: dict[str, Any], family: Family, given: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
+def _read_frequencies(
+    parameters: dict[str, Any], family: Family, given: dict[str, Any], shape: dict[str, Any]
+) -> dict[str, Any]:
     """rope_theta, rope_scaling and, in families that have it, partial_rotary_factor."""
     theta = parameters.pop("rope_theta", None) or shape.get("rope_theta") or given["rope_theta"]
     partial = {}
     if "partial_rotary_factor" in shape:
-        partial = {"partial_rotary_factor": float(parameters.pop("partial_rotary_factor", None) or shape["partial_rotary_factor"])}
+        partial = {
+            "partial_rotary_factor": float(
+                parameters.pop("partial_rotary_factor", None) or shape["partial_rotary_factor"]
+            )
+        }
     kind = parameters.pop("rope_type", None) or parameters.get("type", "default")
     kind = _ROPE_NAMES.get(kind, kind)
     parameters.pop("type", None)  # rope_type's name before transformers 4.43
     if kind not in family.rope_types:
-        raise _refuse("rope_scaling.rope_type", kind, f"is not handled. Legal values: {', '.join(family.rope_types)}.")
+        raise _refuse(
+            "rope_scaling.rope_type", kind, f"is not handled. Legal values: {', '.join(family.rope_types)}."
+        )
     if kind == "longrope":
         parameters = _complete_longrope(parameters, given)
     if kind == "yarn":
@@ -330,9 +410,17 @@ def _read_frequencies(parameters: dict[str, Any], family: Family, given: dict[st
     exact = {"truncate": False} if kind == "yarn" and parameters.get("truncate", True) is False else {}
     rotated = parameters.get("partial_rotary_factor")
     if rotated not in (None, 1.0):
-        raise _refuse("rope_scaling.partial_rotary_factor", rotated, f"is not handled by the {family.model_type} family. Legal value: 1.0.")
+        raise _refuse(
+            "rope_scaling.partial_rotary_factor",
+            rotated,
+            f"is not handled by the {family.model_type} family. Legal value: 1.0.",
+        )
     scaling = {name: parameters[name] for name in ROPE_SCALING_KEYS[kind] if name in parameters} | exact
-    return {"rope_theta": float(theta), "rope_scaling": None if kind == "default" else {"rope_type": kind, **scaling}, **partial}
+    return {
+        "rope_theta": float(theta),
+        "rope_scaling": None if kind == "default" else {"rope_type": kind, **scaling},
+        **partial,
+    }
 
 
 def _complete_longrope(parameters: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -345,12 +433,18 @@ def _complete_longrope(parameters: dict[str, Any], given: dict[str, Any]) -> dic
 
 
 def _complete_yarn(parameters: dict[str, Any], longest: int) -> dict[str, Any]:
-    """YaRN's parameters with transformers' defaults; mscale and mscale_all_dim are another way to write attention_factor."""
+    """YaRN's parameters with transformers' defaults; mscale and mscale_all_dim are another way to write
+    attention_factor."""
     given = {key: value for key, value in parameters.items() if value is not None}
     scale, all_dim = given.pop("mscale", 0), given.pop("mscale_all_dim", 0)
     grown = 0.1 * math.log(given["factor"]) if given.get("factor", 0) > 1 else 0.0
     attention = (scale * grown + 1) / (all_dim * grown + 1) if scale and all_dim else grown + 1
-    return {"original_max_position_embeddings": longest, "beta_fast": 32, "beta_slow": 1, "attention_factor": attention} | given
+    return {
+        "original_max_position_embeddings": longest,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "attention_factor": attention,
+    } | given
 
 
 def _read_window(given: dict[str, Any], family: Family, shape: dict[str, Any]) -> dict[str, Any]:
@@ -372,13 +466,16 @@ def _read_window(given: dict[str, Any], family: Family, shape: dict[str, Any]) -
         return {"sliding_window": window, "sliding_window_layers": local}
     if family.window != "pattern" and types and set(types) != {"full_attention"}:
         raise _refuse(
-            "layer_types", sorted(set(types)), f"needs a sliding window, which this {family.model_type} configuration does not have."
+            "layer_types",
+            sorted(set(types)),
+            f"needs a sliding window, which this {family.model_type} configuration does not have.",
         )
     return {}
 
 
 def _unhandled(config: dict[str, Any], family: Family) -> dict[str, Any]:
-    """The fields of a config.json that nothing reads here, without those that say what the family computes in any case."""
+    """The fields of a config.json that nothing reads here, without those that say what the family computes in
+    any case."""
     known = families()
     handled = {*family.fields, *known.window_fields[family.window], "layer_types", "quantization_config"}
     handled |= {*known.ignored, *family.own.split()}
@@ -389,7 +486,9 @@ def _unhandled(config: dict[str, Any], family: Family) -> dict[str, Any]:
     def is_neutral(name: str, value: Any) -> bool:
         return value is None or (name in known.neutral and value == known.neutral[name])
 
-    return {name: value for name, value in config.items() if name not in handled and not is_neutral(name, value)}
+    return {
+        name: value for name, value in config.items() if name not in handled and not is_neutral(name, value)
+    }
 
 
 def _read_elsewhere(family: Family) -> frozenset[str]:
@@ -399,7 +498,8 @@ def _read_elsewhere(family: Family) -> frozenset[str]:
 
 
 def _refuse_unhandled(config: dict[str, Any], family: Family, shape: dict[str, Any]) -> None:
-    """Raise ConfigError naming a field that transformers reads, and whose value is not what the model computes."""
+    """Raise ConfigError naming a field that transformers reads, and whose value is not what the model
+    computes."""
     if config.get("quantization_config") is not None:
         from megalite.config.quantization import check_quantization  # few files have one
 
@@ -409,14 +509,23 @@ def _refuse_unhandled(config: dict[str, Any], family: Family, shape: dict[str, A
         stated = {"num_key_value_heads": "kv_heads", "head_dim": "head_size"}.get(name)
         only = getattr(ModelConfig(**shape), stated) if stated else families().neutral.get(name)
         if name in read and value != only:
-            legal = f"Legal value: {only!r}." if only is not None else f"Remove it if a {family.model_type} model computes the same."
+            legal = (
+                f"Legal value: {only!r}."
+                if only is not None
+                else f"Remove it if a {family.model_type} model computes the same."
+            )
             raise _refuse(name, value, f"is not handled by the {family.model_type} family. {legal}")
 
 
 def unread_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a supported config.json that are ignored because transformers does not read them in this family."""
+    """The fields of a supported config.json that are ignored because transformers does not read them in this
+    family."""
     family, config = _of_family(config)
-    found = {name: value for name, value in _unhandled(config, family).items() if name not in _read_elsewhere(family)}
+    found = {
+        name: value
+        for name, value in _unhandled(config, family).items()
+        if name not in _read_elsewhere(family)
+    }
     if family.rope:
         found |= _unread_rope(config)
     return found
@@ -427,10 +536,16 @@ def _unread_rope(config: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
         whole = config.get(name) or {}
-        parts = {f"{name}.{part}": whole[part] for part in _LOCAL_ROPE if isinstance(whole.get(part), dict)} or {name: whole}
+        parts = {
+            f"{name}.{part}": whole[part] for part in _LOCAL_ROPE if isinstance(whole.get(part), dict)
+        } or {name: whole}
         for place, entries in parts.items():
             kind = entries.get("rope_type") or entries.get("type") or "default"
-            read = {*ROPE_SCALING_KEYS.get(_ROPE_NAMES.get(kind, kind), ()), *_ROPE_ENTRIES, *_FURTHER_ENTRIES.get(kind, ())}
+            read = {
+                *ROPE_SCALING_KEYS.get(_ROPE_NAMES.get(kind, kind), ()),
+                *_ROPE_ENTRIES,
+                *_FURTHER_ENTRIES.get(kind, ()),
+            }
             found |= {f"{place}.{entry}": value for entry, value in entries.items() if entry not in read}
     return found
 
@@ -439,4 +554,11 @@ def unread_note(config: dict[str, Any]) -> list[str]:
     """A line for the user about the fields that are ignored; none if there are none."""
     found = unread_fields(config)
     listed = ", ".join(f"{name} = {show(value)[:40]}" for name, value in found.items())
-    return [f"config.json: ignored, as transformers does not read them in a {config['model_type']} model: {listed}"] if found else []
+    return (
+        [
+            f"config.json: ignored, as transformers does not read them in a {config['model_type']} model: "
+            f"{listed}"
+        ]
+        if found
+        else []
+    )

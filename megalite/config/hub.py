@@ -1,8 +1,8 @@
-"""Models of the Hugging Face Hub: `org/name` where a Hugging Face directory is expected. Imports no torch.
+"""Models of the Hugging Face Hub: `org/name` where a Hugging Face directory is expected.
 
-What is complete in the Hub's cache is used as it is, with or without a network; the rest is fetched into the cache. On each node local
-rank 0 fetches, and the other ranks wait until it has finished. An interrupted download leaves a mark beside its lock, and is resumed where
-there is a network.
+What is complete in the Hub's cache is used as it is, with or without a network; the rest is fetched into the
+cache. On each node local rank 0 fetches, and the other ranks wait until it has finished. An interrupted
+download leaves a mark beside its lock, and is resumed where there is a network.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "s
 FILES = (".model", ".json", ".yaml", ".yml")
 """What ends so is a path."""
 PROBE_S = 4.0
-"""Seconds in which the Hub must answer once before anything is asked of it: its library tries for much longer."""
+"""Seconds in which the Hub must answer once before anything is asked of it: its library tries for much
+longer."""
 UNFINISHED = "unfinished"
 """Ending of the mark of a download that is under way or was interrupted."""
 PATIENCE_S = 30.0
@@ -65,7 +66,8 @@ def is_id(name: str) -> bool:
 
 
 def directory(name: str, part: Part, shown: str = "") -> str:
-    """The directory of a model: `name`, or for org/name that of its files in the Hub's cache, fetched if they are not there.
+    """The directory of a model: `name`, or for org/name that of its files in the Hub's cache, fetched if they
+    are not there.
 
     A name whose first part is a directory here is a path, unless the cache has it.
 
@@ -85,14 +87,17 @@ def directory(name: str, part: Part, shown: str = "") -> str:
 
 
 def with_directories(options: dict[str, Any], *, weights: bool) -> dict[str, Any]:
-    """model.init_from and model.from_hf with directories in place of ids. weights: fetch those of model.init_from; else it is left alone.
+    """model.init_from and model.from_hf with directories in place of ids. weights: fetch those of
+    model.init_from; else it is left alone.
 
     The weights come first: both are then of one revision.
     """
     start, shape = options.get("model.init_from"), options.get("model.from_hf")
     found: dict[str, Any] = {}
     if start is not None and start.startswith("hf:") and weights:
-        found["model.init_from"] = f"hf:{directory(start.removeprefix('hf:'), 'weights', f'model.init_from = {start}')}"
+        found["model.init_from"] = (
+            f"hf:{directory(start.removeprefix('hf:'), 'weights', f'model.init_from = {start}')}"
+        )
     if shape is not None:
         found["model.from_hf"] = directory(shape.removeprefix("hf:"), "shape", f"model.from_hf = {shape}")
     return found
@@ -144,19 +149,22 @@ def _note(name: str, ending: str) -> Path:
 
 
 def _is_unfinished(name: str) -> bool:
-    """Whether a download of a repository is under way, or was interrupted and can be resumed: single files of it look complete."""
+    """Whether a download of a repository is under way, or was interrupted and can be resumed: single files of
+    it look complete."""
     return _note(name, UNFINISHED).exists() and online()
 
 
 def _fetched(name: str, part: Part, shown: str) -> Path:
-    """Fetch a repository, or wait until local rank 0 has. shown: what messages begin with. Raises ConfigError."""
+    """Fetch a repository, or wait until local rank 0 has. shown: what messages begin with. Raises
+    ConfigError."""
     try:
         from filelock import FileLock
 
         lock, unfinished = _note(name, "lock"), _note(name, UNFINISHED)
     except ImportError:
         raise ConfigError(
-            f"{shown} is no directory here, and a model of the Hugging Face Hub needs a package: pip install huggingface_hub."
+            f"{shown} is no directory here, and a model of the Hugging Face Hub needs a package: pip install "
+            "huggingface_hub."
         ) from None
     with suppress(OSError):  # the download itself says what is wrong with the cache
         lock.parent.mkdir(parents=True, exist_ok=True)
@@ -205,7 +213,10 @@ def _missing(name: str, part: Part) -> str:
     if cached(name, "shape") is None:
         state = "is neither a directory here nor in the cache of the Hugging Face Hub"
     else:
-        state = f"is in the cache of the Hugging Face Hub without its {'weights in safetensors' if part == 'weights' else part}"
+        state = (
+            "is in the cache of the Hugging Face Hub without its "
+            f"{'weights in safetensors' if part == 'weights' else part}"
+        )
     return f"{state}." if online() else f"{state}, and the Hub can not be reached{_reason()}."
 
 
@@ -224,25 +235,32 @@ def _way_out(name: str) -> str:
 
 
 def _is_offline() -> bool:
-    return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    return any(
+        os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    )
 
 
 @cache
 def online() -> bool:
-    """Whether the Hub answers within PROBE_S seconds, through the proxies of the environment; HF_HUB_OFFLINE=1 says no."""
+    """Whether the Hub answers within PROBE_S seconds, through the proxies of the environment;
+    HF_HUB_OFFLINE=1 says no."""
     if _is_offline():
         return False
     answered = Event()
 
     def ask() -> None:
         try:
-            request = urllib.request.Request(os.environ.get("HF_ENDPOINT") or "https://huggingface.co", method="HEAD")
+            request = urllib.request.Request(
+                os.environ.get("HF_ENDPOINT") or "https://huggingface.co", method="HEAD"
+            )
             urllib.request.urlopen(request, timeout=PROBE_S).close()
             answered.set()
         except urllib.error.HTTPError:
             answered.set()
         except (OSError, ValueError) as error:
-            if isinstance(getattr(error, "reason", None), ssl.SSLError):  # a certificate that another library may know
+            # a certificate that another library may know
+            if isinstance(getattr(error, "reason", None), ssl.SSLError):
                 answered.set()
 
     asking = Thread(target=ask, daemon=True)  # looking up a name has no time limit of its own
@@ -252,7 +270,9 @@ def online() -> bool:
 
 
 def stay_offline() -> None:
-    """Let the Hub's libraries use their caches alone: without a network they would try for half a minute, and fail."""
+    """Let the Hub's libraries use their caches alone: without a network they would try for half a minute, and
+    fail."""
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
-    if (constants := sys.modules.get("huggingface_hub.constants")) is not None:  # it has read the variables already
+    # it has read the variables already
+    if (constants := sys.modules.get("huggingface_hub.constants")) is not None:
         constants.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]

@@ -1,6 +1,8 @@
-"""The fields of DeepSeek's config.json that are not one field of ModelConfig each, and the way back. Imports no torch.
+"""The fields of DeepSeek's config.json that are not one field of ModelConfig each, and the way back. Imports
+no torch.
 
-Those that read are given a config.json with its defaults, and raise ConfigError naming a field that would change what the model computes.
+Those that read are given a config.json with its defaults, and raise ConfigError naming a field that would
+change what the model computes.
 """
 
 from __future__ import annotations
@@ -24,12 +26,18 @@ def grown(factor: float, mscale: float) -> float:
 
 
 def attention_scale(given: dict[str, Any]) -> float | None:
-    """YaRN's mscale_all_dim multiplies the scores by its factor's square; without it the scale is that of the head."""
+    """YaRN's mscale_all_dim multiplies the scores by its factor's square; without it the scale is that of the
+    head."""
     for name in ("kv_lora_rank", "n_routed_experts"):
         if given[name] is None:
-            raise _refuse(name, None, f"is not handled by the {given['model_type']} family. It needs a number.")
+            raise _refuse(
+                name, None, f"is not handled by the {given['model_type']} family. It needs a number."
+            )
     parameters = given.get("rope_scaling") or given.get("rope_parameters") or {}
-    kind, all_dim = parameters.get("rope_type") or parameters.get("type", "default"), parameters.get("mscale_all_dim")
+    kind, all_dim = (
+        parameters.get("rope_type") or parameters.get("type", "default"),
+        parameters.get("mscale_all_dim"),
+    )
     if kind == "default" or not all_dim:
         return None
     factor = grown(parameters["factor"], all_dim)
@@ -51,7 +59,10 @@ def mscales(scale: float, head_size: int, scaling: dict[str, Any] | None) -> dic
 def kv_heads(given: dict[str, Any]) -> int:
     """Every query head has a key and a value of its own."""
     if given["num_key_value_heads"] not in (None, given["num_attention_heads"]):
-        heads = f"is not num_attention_heads = {given['num_attention_heads']}: with latents every head has its own key and value."
+        heads = (
+            f"is not num_attention_heads = {given['num_attention_heads']}: with latents every head has its "
+            "own key and value."
+        )
         raise _refuse("num_key_value_heads", given["num_key_value_heads"], heads)
     return int(given["num_attention_heads"])
 
@@ -65,7 +76,9 @@ def dense_layers(given: dict[str, Any]) -> list[int]:
 def shared_width(given: dict[str, Any]) -> int:
     """The shared experts are one expert of their total width."""
     if not given["n_shared_experts"]:
-        raise _refuse("n_shared_experts", given["n_shared_experts"], "is not handled. Legal values: 1 and above.")
+        raise _refuse(
+            "n_shared_experts", given["n_shared_experts"], "is not handled. Legal values: 1 and above."
+        )
     return int(given["n_shared_experts"] * given["moe_intermediate_size"])
 
 
@@ -90,11 +103,21 @@ def topk_group(given: dict[str, Any]) -> int:
 def scores(kind: str, given: dict[str, Any]) -> str:
     """Checks that the router is the one that its family computes."""
     if given["scoring_func"] != kind:
-        raise _refuse("scoring_func", given["scoring_func"], f"is not handled by the {given['model_type']} family. Legal value: {kind!r}.")
+        raise _refuse(
+            "scoring_func",
+            given["scoring_func"],
+            f"is not handled by the {given['model_type']} family. Legal value: {kind!r}.",
+        )
     if given["topk_method"] not in METHODS[kind]:
-        raise _refuse("topk_method", given["topk_method"], f"is not handled. Legal values: {', '.join(METHODS[kind])}.")
+        raise _refuse(
+            "topk_method", given["topk_method"], f"is not handled. Legal values: {', '.join(METHODS[kind])}."
+        )
     if kind == "softmax" and given["norm_topk_prob"]:
-        raise _refuse("norm_topk_prob", True, "is not handled: transformers never renormalises in this family. Legal value: False.")
+        raise _refuse(
+            "norm_topk_prob",
+            True,
+            "is not handled: transformers never renormalises in this family. Legal value: False.",
+        )
     return kind
 
 
@@ -106,7 +129,10 @@ def router_fields(kind: str, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def shared_fields(values: dict[str, Any]) -> dict[str, Any]:
-    return {"n_shared_experts": (values["shared_expert_intermediate_size"] or 0) // (values["moe_intermediate_size"] or 1)}
+    return {
+        "n_shared_experts": (values["shared_expert_intermediate_size"] or 0)
+        // (values["moe_intermediate_size"] or 1)
+    }
 
 
 def dense_fields(values: dict[str, Any]) -> dict[str, Any]:

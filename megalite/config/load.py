@@ -1,7 +1,9 @@
-"""YAML and command line → Config: default < files in their order < command line; sources.py says what a preset replaces.
+"""YAML and command line → Config: default < files in their order < command line; sources.py says what a
+preset replaces.
 
-jsonargparse checks and converts the values. Unknown keys, broken files and wrong types end the process with one message that names all.
-jsonargparse and yaml are imported on first use: code that only uses a Config does not need them.
+jsonargparse checks and converts the values. Unknown keys, broken files and wrong types end the process with
+one message that names all. jsonargparse and yaml are imported on first use: code that only uses a Config does
+not need them.
 """
 
 import json
@@ -40,14 +42,17 @@ if TYPE_CHECKING:
     from megalite.config.precision import Choice, Device
 
 USAGE = (
-    "megalite train [--nproc N] --config FILE.yaml|NAME [--tp N --pp N --dp N --cp N --ep N --zero N] [--section.key VALUE ...], "
+    "megalite train [--nproc N] --config FILE.yaml|NAME [--tp N --pp N --dp N --cp N --ep N --zero N] "
+    "[--section.key VALUE ...], "
     "or: torchrun --nproc-per-node N -m megalite train --config ..."
 )
 LAUNCH = {
-    "nproc": "Start N ranks on this machine; gpu: one for each GPU. Without it this process is the only one, or one of torchrun's.",
+    "nproc": "Start N ranks on this machine; gpu: one for each GPU. Without it this process is the only one, "
+    "or one of torchrun's.",
     "nnodes": "Number of nodes (default 1), each of which runs this command with the same --nproc.",
     "node_rank": "Place of this node, from 0. Default: the nodes' order of arrival.",
-    "rdzv_endpoint": "HOST:PORT where several nodes meet: an address of the first one, and a free port there.",
+    "rdzv_endpoint": "HOST:PORT where several nodes meet: an address of the first one, and a free port "
+    "there.",
     "max_restarts": "Start all ranks again up to K times after one has failed (default 0).",
 }
 """What `megalite.commands.launch` takes, which is no part of the configuration → help."""
@@ -67,16 +72,26 @@ PATHS = (
 )
 """Options that name files, in which ~ is the home directory."""
 DERIVED = (
-    *("parallel.dp", "model.vocab_size", "train.steps", "train.tokens", "train.epochs", "optimizer.warmup_steps", "train.precision"),
+    *(
+        "parallel.dp",
+        "model.vocab_size",
+        "train.steps",
+        "train.tokens",
+        "train.epochs",
+        "optimizer.warmup_steps",
+        "train.precision",
+    ),
     "lora.modules_to_save",
 )
 """Options whose values may follow from others, from the data or from the device."""
 NOTHING_GIVEN = f"""Say what to train, for example
-  megalite train --config quickstart --data.train PREFIX       (a small model; megalite prepare makes PREFIX from your text)
-  megalite train --config run.yaml                             (megalite init writes run.yaml for this machine)
---list_configs lists the configurations shipped with megalite, --help [SECTION] the options: {", ".join(SECTIONS)}."""
+  megalite train --config quickstart --data.train PREFIX   (a small model; megalite prepare makes PREFIX)
+  megalite train --config run.yaml                         (megalite init writes run.yaml for this machine)
+--list_configs lists the configurations shipped with megalite, --help [SECTION] the options:
+{", ".join(SECTIONS)}."""
 WAIT_FOR_LOCAL_RANK_0 = 5.0
-"""Seconds that the other local ranks wait before they exit: torchrun stops all ranks as soon as one exits, and local rank 0 must print."""
+"""Seconds that the other local ranks wait before they exit: torchrun stops all ranks as soon as one exits,
+and local rank 0 must print."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +111,8 @@ class Loaded:
 def load_config(argv: list[str] | None = None, *, world_size: int, own: Sequence[str] = ()) -> Config:
     """The checked configuration of a run, from a command line (by default this process's).
 
-    Exits the process without a traceback if there is nothing to run: with status 2 and one message on stderr for a wrong configuration,
-    with status 0 after --help, --list_configs or --print_config.
+    Exits the process without a traceback if there is nothing to run: with status 2 and one message on stderr
+    for a wrong configuration, with status 0 after --help, --list_configs or --print_config.
 
     Args:
         world_size: number of processes.
@@ -135,7 +150,8 @@ def exit_with(message: str, status: int = 2) -> NoReturn:
         if status:
             tell_torchrun(message)
     elif status:
-        if threading.current_thread() is threading.main_thread():  # local rank 0 fails for all: torchrun's report need not list every rank
+        # local rank 0 fails for all: torchrun's report need not list every rank
+        if threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(WAIT_FOR_LOCAL_RANK_0)
@@ -143,9 +159,11 @@ def exit_with(message: str, status: int = 2) -> NoReturn:
 
 
 def tell_torchrun(message: str, **known: Any) -> None:
-    """Let torchrun's report, which is the last thing on the screen, end with a message instead of a hint at a traceback.
+    """Let torchrun's report, which is the last thing on the screen, end with a message instead of a hint at a
+    traceback.
 
-    The format is that of torch.distributed.elastic.multiprocessing.errors. known: further data for a launcher of ours.
+    The format is that of torch.distributed.elastic.multiprocessing.errors. known: further data for a launcher
+    of ours.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"timestamp": str(int(time.time())), "written": time.time(), **known}
@@ -158,7 +176,8 @@ def _is_local_rank_0() -> bool:
     return int(os.environ.get("LOCAL_RANK", "0")) == 0
 
 
-# --- Config ↔ dict ↔ YAML ----------------------------------------------------------------------------------------------------
+# --- Config ↔ dict ↔ YAML
+# ----------------------------------------------------------------------------------------------------
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
@@ -170,16 +189,19 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def from_dict(tree: dict[str, Any]) -> Config:
-    """The inverse of to_dict; sections and keys may be missing. Values are not checked. Raises ConfigError on an unknown key."""
+    """The inverse of to_dict; sections and keys may be missing. Values are not checked. Raises ConfigError on
+    an unknown key."""
     sections = nest(flatten(tree, "in the configuration"))
-    return Config(**{section.name: section.type(**sections.get(section.name, {})) for section in fields(Config)})  # type: ignore[operator]
+    types: dict[str, Any] = {section.name: section.type for section in fields(Config)}
+    return Config(**{name: section(**sections.get(name, {})) for name, section in types.items()})
 
 
 def to_yaml(config: Config, origins: Mapping[str, str] | None = None) -> str:
     """The configuration as YAML, from which `--config` reads the same configuration.
 
     Args:
-        origins: section.key → where the value is from, written as a comment beside it; an option that is not listed has its default.
+        origins: section.key → where the value is from, written as a comment beside it; an option that is not
+        listed has its default.
     """
     import yaml
 
@@ -194,7 +216,8 @@ def to_yaml(config: Config, origins: Mapping[str, str] | None = None) -> str:
         for key, value in values.items():
             comment = f"# {' '.join(origins.get(f'{section}.{key}', 'default').split())}"
             first, *others = dumped({key: value}).splitlines()
-            if others and not first.endswith(":"):  # a text of several lines, inside which a comment would be a part of it
+            # a text of several lines, inside which a comment would be a part of it
+            if others and not first.endswith(":"):
                 lines += [f"  {line}" for line in (comment, first, *others)]
             else:
                 lines += [f"  {first:38}  {comment}", *(f"  {line}" for line in others)]
@@ -202,7 +225,8 @@ def to_yaml(config: Config, origins: Mapping[str, str] | None = None) -> str:
 
 
 def write_config(config: Config, run_dir: Path) -> None:
-    """Store the resolved configuration in the run's directory; a budget of memory as it was given, since it depends on the layout."""
+    """Store the resolved configuration in the run's directory; a budget of memory as it was given, since it
+    depends on the layout."""
     run_dir.mkdir(parents=True, exist_ok=True)
     if config.train.memory_budget is not None:
         config = replace(config, train=replace(config.train, recompute="budget"))
@@ -210,7 +234,8 @@ def write_config(config: Config, run_dir: Path) -> None:
 
 
 def flatten(tree: Any, source: str) -> dict[str, Any]:
-    """{section: {key: value}} → {section.key: value}. Raises ConfigError that names all but known options; `source` says where it was."""
+    """{section: {key: value}} → {section.key: value}. Raises ConfigError that names all but known options;
+    `source` says where it was."""
     mistakes = Mistakes()
     options = _known(tree, source, mistakes)
     mistakes.report()
@@ -226,7 +251,10 @@ def _known(tree: Any, source: str, mistakes: Mistakes) -> dict[str, Any]:
         mistakes.add(*suggestions.unknown(name, source, SECTIONS).messages)
 
     if not isinstance(tree, dict):
-        mistakes.add(f"{show(tree)} {source} is not a set of sections. Write `section:`, and below it, indented, `key: value`.")
+        mistakes.add(
+            f"{show(tree)} {source} is not a set of sections. Write `section:`, and below it, indented, "
+            "`key: value`."
+        )
         return {}
     options: dict[str, Any] = {}
     for section, content in tree.items():
@@ -249,16 +277,20 @@ def _known(tree: Any, source: str, mistakes: Mistakes) -> dict[str, Any]:
 def _below(section: str, content: Any) -> str:
     """The way out for a section that has a value of its own."""
     if section == "fp16" and isinstance(content, bool):  # which other programs have as a switch
-        return "Its keys are those of the loss scale; for fp16 itself write, below `train:`, `precision: fp16`."
+        return (
+            "Its keys are those of the loss scale; for fp16 itself write, below `train:`, `precision: fp16`."
+        )
     return "Write its keys below it, indented, as `key: value`."
 
 
-# --- reading -----------------------------------------------------------------------------------------------------------------
+# --- reading
+# ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Arguments:
-    """The parsed command line. mistakes: messages about words that could not be read, which `resolve` reports with all others."""
+    """The parsed command line. mistakes: messages about words that could not be read, which `resolve` reports
+    with all others."""
 
     files: list[str] = field(default_factory=list)
     overrides: dict[str, str] = field(default_factory=dict)
@@ -270,7 +302,8 @@ class Arguments:
 
 
 def read_arguments(argv: list[str], own: Sequence[str] = ()) -> Arguments:
-    """Parse `--name VALUE` and `--name=VALUE`. A word that is not an option, or an option without a value, is one of the mistakes.
+    """Parse `--name VALUE` and `--name=VALUE`. A word that is not an option, or an option without a value, is
+    one of the mistakes.
 
     Args:
         own: names of other options that the command takes itself, for messages about misspelled ones.
@@ -320,7 +353,10 @@ def _section(word: str, mistakes: list[str]) -> str | None:
     section = SHORT.get(word, word).partition(".")[0]
     if section in SECTIONS and (section == word or SHORT.get(word, word) in OPTIONS):
         return section
-    mistakes.append(f"--help {word}: there is no such section.{suggestion(section, SECTIONS)} Sections: {', '.join(SECTIONS)}.")
+    mistakes.append(
+        f"--help {word}: there is no such section.{suggestion(section, SECTIONS)} Sections: "
+        f"{', '.join(SECTIONS)}."
+    )
     return None
 
 
@@ -342,7 +378,8 @@ def _not_here(name: str, own: Sequence[str]) -> ConfigError:
         return ConfigError(f"--{name} on the command line is for a dry run. Add --dry_run, or leave it out.")
     if name in LAUNCH:  # `megalite train` takes them itself
         return ConfigError(
-            f"--{name} on the command line is for starting the ranks of a run. Leave it out: a dry run starts none and takes their number "
+            f"--{name} on the command line is for starting the ranks of a run. Leave it out: a dry run "
+            "starts none and takes their number "
             "by --world_size, and verify starts those that --tp, --pp, --dp and --cp need."
         )
     from megalite.config.suggestions import unknown
@@ -360,7 +397,10 @@ def _more_entries(option: str, words: deque[str]) -> Iterator[str]:
 def takes(kind: type, option: str) -> bool:
     """Whether values of a kind, list or str, are among those that an option's type lists."""
     hint = OPTIONS[option].type
-    return any(kind in (each, get_origin(each)) for each in (hint, *(get_args(hint) if get_origin(hint) is not list else ())))
+    return any(
+        kind in (each, get_origin(each))
+        for each in (hint, *(get_args(hint) if get_origin(hint) is not list else ()))
+    )
 
 
 def without_brackets(option: str, words: list[str]) -> str:
@@ -373,7 +413,8 @@ def without_brackets(option: str, words: list[str]) -> str:
 
 
 def read_tree(path: str, option: str) -> Any:
-    """The content of a YAML file; option: the option that names it, for messages. Raises ConfigError if it cannot be read."""
+    """The content of a YAML file; option: the option that names it, for messages. Raises ConfigError if it
+    cannot be read."""
     try:
         return parse_yaml(Path(path).read_text(encoding="utf-8"), path, option)
     except (OSError, UnicodeDecodeError) as error:
@@ -382,20 +423,26 @@ def read_tree(path: str, option: str) -> Any:
 
 
 def parse_yaml(text: str, path: str, option: str) -> Any:
-    """The content of a YAML text. Raises ConfigError if it is none; path, option: where it is from, for messages."""
+    """The content of a YAML text. Raises ConfigError if it is none; path, option: where it is from, for
+    messages."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Reads 3e-4 as a number and refuses duplicate keys: YAML 1.1 reads it as text and silently keeps the last of equal keys."""
+        """Reads 3e-4 as a number and refuses duplicate keys: YAML 1.1 reads it as text and silently keeps the
+        last of equal keys."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             keys = [key.value for key, _ in node.value]
             for key in keys:
                 if keys.count(key) > 1:
-                    raise yaml.constructor.ConstructorError(None, None, f"the key {key} appears twice", node.start_mark)
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key} appears twice", node.start_mark
+                    )
             return super().construct_mapping(node, deep)
 
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"), list("-+.0123456789"))
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"), list("-+.0123456789")
+    )
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
@@ -403,7 +450,9 @@ def parse_yaml(text: str, path: str, option: str) -> Any:
         if problem.startswith("but "):  # the half of a sentence
             problem = f"{getattr(error, 'context', '')}, {problem}"
         where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{option} = {path} is not valid YAML: {problem}{where}. Correct the file there.") from None
+        raise ConfigError(
+            f"{option} = {path} is not valid YAML: {problem}{where}. Correct the file there."
+        ) from None
 
 
 def shipped_configs() -> dict[str, str]:
@@ -418,27 +467,45 @@ def _first_sentence(text: str) -> str:
 
 
 def config_file(given: str) -> str:
-    """The path of `--config`: a file or, if there is none of that name, a configuration shipped with megalite."""
+    """The path of `--config`: a file or, if there is none of that name, a configuration shipped with
+    megalite."""
     given = os.path.expanduser(given)
     if Path(given).is_file() or Path(given).name != given or Path(given).suffix in (".yaml", ".yml"):
         return given
     shipped = CONFIGS / f"{given}.yaml"
     if not shipped.is_file():
         if given in presets():
-            raise ConfigError(f"--config = {given} is a preset, which is the shape of a model alone. Give it with --model.preset {given}.")
+            raise ConfigError(
+                f"--config = {given} is a preset, which is the shape of a model alone. Give it with "
+                f"--model.preset {given}."
+            )
         near = suggestion(given, shipped_configs()) or " megalite train --list_configs lists those."
-        raise ConfigError(f"--config = {given} is neither a file nor a configuration that comes with megalite.{near}")
+        raise ConfigError(
+            f"--config = {given} is neither a file nor a configuration that comes with megalite.{near}"
+        )
     return str(shipped)
 
 
 def _nearest_file(path: str) -> str:
-    others = {other.stem: str(other) for end in ("*.yaml", "*.yml") for other in sorted(Path(path).parent.glob(end)) if other.is_file()}
+    others = {
+        other.stem: str(other)
+        for end in ("*.yaml", "*.yml")
+        for other in sorted(Path(path).parent.glob(end))
+        if other.is_file()
+    }
     near = get_close_matches(Path(path).stem, others, n=1)
-    return f"Nearest: {others[near[0]]}." if near else "Give the path of a YAML file, or a name of megalite train --list_configs."
+    return (
+        f"Nearest: {others[near[0]]}."
+        if near
+        else "Give the path of a YAML file, or a name of megalite train --list_configs."
+    )
 
 
-def resolve(arguments: Arguments, world_size: int, *, weights: bool = True, device: "Device | None" = None) -> Config:
-    """The given options on top of the defaults derived from them (preset, from_hf, dp, vocabulary size, steps); not checked yet.
+def resolve(
+    arguments: Arguments, world_size: int, *, weights: bool = True, device: "Device | None" = None
+) -> Config:
+    """The given options on top of the defaults derived from them (preset, from_hf, dp, vocabulary size,
+    steps); not checked yet.
 
     Models of the Hugging Face Hub are fetched and become directories.
 
@@ -453,7 +520,9 @@ def resolve(arguments: Arguments, world_size: int, *, weights: bool = True, devi
     return resolved(arguments, world_size, weights=weights, device=device).config
 
 
-def resolved(arguments: Arguments, world_size: int, *, weights: bool = True, device: "Device | None" = None) -> Loaded:
+def resolved(
+    arguments: Arguments, world_size: int, *, weights: bool = True, device: "Device | None" = None
+) -> Loaded:
     """`resolve` with where the values are from."""
     found = given(arguments)
     values = found.values
@@ -462,7 +531,9 @@ def resolved(arguments: Arguments, world_size: int, *, weights: bool = True, dev
         from megalite.config.hub import with_directories
 
         values |= with_directories(values, weights=weights)
-    if any(option in values for option in ("lora.targets", "lora.ranks", "lora.alphas", "lora.modules_to_save")):
+    if any(
+        option in values for option in ("lora.targets", "lora.ranks", "lora.alphas", "lora.modules_to_save")
+    ):
         from megalite.config.lora_names import with_own_names
 
         values |= with_own_names(values)
@@ -483,7 +554,8 @@ def resolved(arguments: Arguments, world_size: int, *, weights: bool = True, dev
 
 
 def given(arguments: Arguments) -> Given:
-    """What files and command line say, converted to the options' types. Raises ConfigError with all mistakes in them."""
+    """What files and command line say, converted to the options' types. Raises ConfigError with all mistakes
+    in them."""
     mistakes, sources = Mistakes(arguments.mistakes), list[Source]()
     for each in arguments.files:
         with mistakes.collected():
@@ -501,11 +573,18 @@ def given(arguments: Arguments) -> Given:
     return found
 
 
-def _origins(found: Given, shape: Mapping[str, Any], before: Mapping[str, Any], config: Config, choice: "Choice | None") -> dict[str, str]:
-    """section.key → where its value is from. before: those of DERIVED, as files, command line and shape gave them."""
+def _origins(
+    found: Given, shape: Mapping[str, Any], before: Mapping[str, Any], config: Config, choice: "Choice | None"
+) -> dict[str, str]:
+    """section.key → where its value is from. before: those of DERIVED, as files, command line and shape gave
+    them."""
     values, said = found.values, {option: source.name for option, source in found.origins.items()}
     which = "preset" if values.get("model.preset") is not None else "from_hf"
-    reasons = {"parallel.dp": "the number of ranks", "model.vocab_size": "data.train", "optimizer.warmup_steps": "in steps"}
+    reasons = {
+        "parallel.dp": "the number of ranks",
+        "model.vocab_size": "data.train",
+        "optimizer.warmup_steps": "in steps",
+    }
     reasons["lora.modules_to_save"] = "model.resize_embeddings"
     if choice is not None:
         reasons["train.precision"] = f"auto: {choice.reason}"
@@ -521,10 +600,15 @@ def _origins(found: Given, shape: Mapping[str, Any], before: Mapping[str, Any], 
 
 
 def _file_values(path: str, mistakes: Mistakes) -> dict[str, Any]:
-    """The options in a YAML file; text where a list is expected is a list without brackets. Raises ConfigError if it cannot be read."""
+    """The options in a YAML file; text where a list is expected is a list without brackets. Raises
+    ConfigError if it cannot be read."""
     tree = read_tree(path, "--config")
     values = {} if tree is None else _known(tree, f"in {path}", mistakes)
-    lists = {option for option, value in values.items() if isinstance(value, str) and takes(list, option) and not takes(str, option)}
+    lists = {
+        option
+        for option, value in values.items()
+        if isinstance(value, str) and takes(list, option) and not takes(str, option)
+    }
     words = {option: without_brackets(option, [values[option]]) for option in lists}
     others = {option: value for option, value in values.items() if option not in lists}
     return parse_all(others, f"in {path}", mistakes) | parse_all(words, f"in {path}", mistakes, words=True)
@@ -537,7 +621,9 @@ def with_home(value: Any) -> Any:
         return scheme + os.path.expanduser(value.removeprefix(scheme))
     if isinstance(value, list):
         return [with_home(each) for each in value]
-    return {with_home(key): with_home(each) for key, each in value.items()} if isinstance(value, dict) else value
+    return (
+        {with_home(key): with_home(each) for key, each in value.items()} if isinstance(value, dict) else value
+    )
 
 
 def nest(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -561,30 +647,52 @@ def _shape(name: str | None, directory: str | None) -> dict[str, Any]:
     return {f"model.{key}": value for key, value in shape.items()}
 
 
-# --- values and help: jsonargparse -------------------------------------------------------------------------------------------
+# --- values and help: jsonargparse
+# -------------------------------------------------------------------------------------------
 
 
 def help_text(section: str | None = None) -> str:
     """The text of --help, or the part about one section."""
     text = build_parser(field_docs()).format_help()
-    return text if section is None else next(part for part in text.split("\n\n") if part.startswith(f"{section}:\n"))
+    return (
+        text
+        if section is None
+        else next(part for part in text.split("\n\n") if part.startswith(f"{section}:\n"))
+    )
 
 
-def build_parser(docs: dict[str, str] | None = None, options: Collection[str] = tuple(OPTIONS)) -> "ArgumentParser":
-    """A parser with one argument per option, of the type of its field. docs: option → help text; options: those to parse."""
+def build_parser(
+    docs: dict[str, str] | None = None, options: Collection[str] = tuple(OPTIONS)
+) -> "ArgumentParser":
+    """A parser with one argument per option, of the type of its field. docs: option → help text; options:
+    those to parse."""
     from jsonargparse import ArgumentParser
 
-    short = {option: [f"--{name}"] for name, option in SHORT.items() if not option.startswith(f"{name}.")}  # a section is a name, too
+    # a section is a name, too
+    short = {option: [f"--{name}"] for name, option in SHORT.items() if not option.startswith(f"{name}.")}
     parser = ArgumentParser(prog="megalite train", usage=USAGE, exit_on_error=False, add_help=False)
     if docs is not None:
         from megalite.config.help_width import help_width  # which a run does not need
 
-        parser.usage = textwrap.fill(USAGE, help_width() - len("usage: "), subsequent_indent=" " * 7, break_on_hyphens=False)
-        what = "YAML file of sections and keys, or a name from --list_configs. Options on the command line override it."
+        parser.usage = textwrap.fill(
+            USAGE, help_width() - len("usage: "), subsequent_indent=" " * 7, break_on_hyphens=False
+        )
+        what = (
+            "YAML file of sections and keys, or a name from --list_configs. Options on the command line "
+            "override it."
+        )
         parser.add_argument("--config", metavar="FILE|NAME", help=what)
-        parser.add_argument("--list_configs", action="store_true", help="Print the configurations shipped with megalite, and exit.")
-        parser.add_argument("--print_config", action="store_true", help="Print the resolved configuration as YAML, and exit.")
-        parser.add_argument("--dry_run", action="store_true", help="Print what --world_size W ranks would need, and exit.")
+        parser.add_argument(
+            "--list_configs",
+            action="store_true",
+            help="Print the configurations shipped with megalite, and exit.",
+        )
+        parser.add_argument(
+            "--print_config", action="store_true", help="Print the resolved configuration as YAML, and exit."
+        )
+        parser.add_argument(
+            "--dry_run", action="store_true", help="Print what --world_size W ranks would need, and exit."
+        )
         what = "Show this text, or that of the section whose name follows, and exit."
         parser.add_argument("--help", "-h", action="store_true", help=what)
         launcher = parser.add_argument_group("launcher")
@@ -595,12 +703,15 @@ def build_parser(docs: dict[str, str] | None = None, options: Collection[str] = 
         key = OPTIONS[option]
         default = key.default if key.default_factory is MISSING else key.default_factory()
         names = [f"--{option}", *short.get(option, [])]
-        groups[option.split(".")[0]].add_argument(*names, type=key.type, default=default, help=docs and docs[option])
+        groups[option.split(".")[0]].add_argument(
+            *names, type=key.type, default=default, help=docs and docs[option]
+        )
     return parser
 
 
 def parse_values(values: dict[str, Any], source: str, words: bool = False) -> dict[str, Any]:
-    """Values, or words of a command line, converted to their options' types. Raises ConfigError naming all that do not fit.
+    """Values, or words of a command line, converted to their options' types. Raises ConfigError naming all
+    that do not fit.
 
     A share of the steps, which no type holds, is returned as a Fraction, for `amounts.resolve_steps`.
     """
@@ -636,18 +747,30 @@ def _parsed(values: dict[str, Any], source: str, words: bool) -> dict[str, Any]:
         return {}
     parser, argv = build_parser(options=values), [f"--{option}={word}" for option, word in values.items()]
     try:
-        parsed = parser.parse_args(argv, defaults=False) if words else parser.parse_object(nest(values), defaults=False)
+        parsed = (
+            parser.parse_args(argv, defaults=False)
+            if words
+            else parser.parse_object(nest(values), defaults=False)
+        )
     except OverflowError:  # an integer that no float holds, where a float is expected
         wrong = next(name for name, value in values.items() if re.fullmatch(r"[-+]?\d{300,}", str(value)))
         raise ConfigError(wrong_type(wrong, values[wrong], source)) from None
     except (ArgumentError, TypeError, ValueError) as error:
-        option = next((option for option in re.findall(r'key "([\w.]+)"', str(error)) if option in values), None)
-        raise ConfigError(wrong_type(option, values[option], source) if option else f"A value {source} is wrong: {error}") from None
-    for option, value in values.items():  # the parser accepts null for every type, and keys of every type in a mapping
+        option = next(
+            (option for option in re.findall(r'key "([\w.]+)"', str(error)) if option in values), None
+        )
+        raise ConfigError(
+            wrong_type(option, values[option], source) if option else f"A value {source} is wrong: {error}"
+        ) from None
+    # the parser accepts null for every type, and keys of every type in a mapping
+    for option, value in values.items():
         found = parsed[option]
         for key in found if isinstance(found, dict) else ():
             if not isinstance(key, str):
-                raise ConfigError(f"{option} {source} has the name {show(key)}, which is not text. Write it in quotes: '{show(key)}'.")
+                raise ConfigError(
+                    f"{option} {source} has the name {show(key)}, which is not text. Write it in quotes: "
+                    f"'{show(key)}'."
+                )
         if found is None and NoneType not in get_args(OPTIONS[option].type):
             raise ConfigError(wrong_type(option, value, source))
     return {option: parsed[option] for option in values}
@@ -662,7 +785,13 @@ def wrong_type(option: str, value: Any, source: str) -> str:
     if isinstance(value, (int, float)) and str in (hint, *get_args(hint)):
         return f"{message} Write it in quotes: '{show(value)}'."
     literal = next((each for each in (hint, *get_args(hint)) if get_origin(each) is Literal), None)
-    choices = list(map(str, get_args(literal))) if literal is not None else ["true", "false"] if hint is bool else []
+    choices = (
+        list(map(str, get_args(literal)))
+        if literal is not None
+        else ["true", "false"]
+        if hint is bool
+        else []
+    )
     near = nearest_value(option, show(value), choices)
     return message if near is None else f"{message} Nearest: {near}."
 
@@ -678,18 +807,26 @@ def describe_type(hint: Any) -> str:
     if origin is list:
         return f"a list [a, b] with each entry {describe_type(inner[0])}"
     if origin is dict:
-        return "a mapping {name: value}" + (f" with each value {describe_type(inner[1])}" if inner[1] is not Any else "")
+        return "a mapping {name: value}" + (
+            f" with each value {describe_type(inner[1])}" if inner[1] is not Any else ""
+        )
     return ", or ".join(describe_type(part) for part in inner)
 
 
 def field_docs() -> dict[str, str]:
-    """Option → docstring: the string after the field, read from the source of its class, since Python does not store it."""
+    """Option → docstring: the string after the field, read from the source of its class, since Python does
+    not store it."""
     import ast
     import inspect
     from itertools import pairwise
 
     sources = map(inspect.getsource, {inspect.getmodule(section.type) for section in fields(Config)})  # type: ignore[arg-type]
-    bodies = {node.name: node.body for source in sources for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    bodies = {
+        node.name: node.body
+        for source in sources
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef)
+    }
     return {
         f"{section.name}.{ast.unparse(key.target)}": ast.literal_eval(doc.value)
         for section in fields(Config)

@@ -1,4 +1,4 @@
-"""The options of the optimizers and of loss scaling: typed sections, as in schema.py. Imports no torch."""
+"""The options of the optimizers and of loss scaling: typed sections, as in schema.py."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -9,13 +9,15 @@ class OptimizerConfig:
     name: Literal["adamw", "muon"] = "adamw"
     """AdamW for every tensor; or Muon for the matrices of the layers and AdamW for all other tensors."""
     lr: float = 3e-4
-    """Peak learning rate. With muon that of the tensors that AdamW updates; muon.lr follows the same warm-up and decay."""
+    """Peak learning rate. With muon that of the tensors that AdamW updates; muon.lr follows the same warm-up
+    and decay."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
     warmup_steps: int = 0
     """Number of steps of linear warm-up from 0 to lr; or their share of train.steps, 5% or 0.05."""
     decay: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Learning-rate schedule after the warm-up. wsd: constant, then linear decay over the last wsd_decay_fraction of train.steps."""
+    """Learning-rate schedule after the warm-up. wsd: constant, then linear decay over the last
+    wsd_decay_fraction of train.steps."""
     wsd_decay_fraction: float = 0.1
     """Fraction of train.steps over which wsd decays."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
@@ -32,10 +34,12 @@ class OptimizerConfig:
 
 @dataclass
 class MuonConfig:
-    """Muon (Jordan et al. 2024), with optimizer.name muon: the options have the names and the meaning of torch.optim.Muon's."""
+    """Muon (Jordan et al. 2024), with optimizer.name muon: the options have the names and the meaning of
+    torch.optim.Muon's."""
 
     lr: float = 0.02
-    """Peak learning rate of the matrices. Warm-up, decay and lr_scaling multiply it by the same factors as optimizer.lr."""
+    """Peak learning rate of the matrices. Warm-up, decay and lr_scaling multiply it by the same factors as
+    optimizer.lr."""
     momentum: float = 0.95
     """Coefficient of the running average of the gradient."""
     nesterov: bool = True
@@ -43,12 +47,14 @@ class MuonConfig:
     ns_steps: int = 5
     """Number of Newton-Schulz iterations."""
     ns_dtype: Literal["bf16", "compute"] = "bf16"
-    """Dtype of the Newton-Schulz iterations. bf16: as torch.optim.Muon; compute: that of train.precision, but at least fp32."""
+    """Dtype of the Newton-Schulz iterations. bf16: as torch.optim.Muon; compute: that of train.precision, but
+    at least fp32."""
     weight_decay: float = 0.1
     """Decoupled weight decay of the matrices."""
     adjust_lr: Literal["original", "match_rms_adamw"] = "original"
-    """Factor on the learning rate of an A x B matrix. original: sqrt(max(1, A / B)); match_rms_adamw: 0.2 sqrt(max(A, B)), with which an
-    update is as large as AdamW's, so that muon.lr may be the optimizer.lr of an AdamW run."""
+    """Factor on the learning rate of an A x B matrix. original: sqrt(max(1, A / B)); match_rms_adamw: 0.2
+    sqrt(max(A, B)), with which an update is as large as AdamW's, so that muon.lr may be the optimizer.lr of
+    an AdamW run."""
 
 
 @dataclass

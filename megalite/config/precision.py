@@ -1,4 +1,4 @@
-"""The compute dtype of train.precision = auto: by the device, or by the run that is resumed. Imports no torch."""
+"""The compute dtype of train.precision = auto: by the device, or by the run that is resumed."""
 
 import ctypes
 import os
@@ -17,9 +17,11 @@ from megalite.config.schema import Config, ConfigError
 AUTO = "auto"
 Device = Literal["cuda", "cpu"]
 CPU_INFO = Path("/proc/cpuinfo")
-LIBRARY = "libcuda.so.1"  # NVIDIA's, which torch loads; a container without GPUs lacks it, although it sees the host's /proc
+# NVIDIA's, which torch loads; a container without GPUs lacks it, although it sees the host's /proc
+LIBRARY = "libcuda.so.1"
 GPUS = ("/dev/nvidia[0-9]*", "/dev/dxg", "/proc/driver/nvidia/gpus/*")
-"""Any of these tells of a GPU: its device, that of Windows under WSL, and what the driver knows before its devices are made."""
+"""Any of these tells of a GPU: its device, that of Windows under WSL, and what the driver knows before its
+devices are made."""
 BF16_UNITS = {"x86_64": ("amx_bf16", "avx512_bf16"), "aarch64": ("bf16",)}
 """Architecture → flags in /proc/cpuinfo of processors that compute products in bf16."""
 
@@ -37,7 +39,8 @@ class Choice:
 
 
 def chosen(config: Config, device: Device | None = None) -> Choice:
-    """The precision for a configuration with train.precision = auto. device: default: that of this machine."""
+    """The precision for a configuration with train.precision = auto. device: default: that of this
+    machine."""
     return _recorded(config) or of_device(device or this_device())
 
 
@@ -62,7 +65,8 @@ def bf16_units() -> list[str]:
 
 
 def this_device() -> Device:
-    """The device that torch will choose on this machine. What torch itself sees counts if it is imported already."""
+    """The device that torch will choose on this machine. What torch itself sees counts if it is imported
+    already."""
     if (torch := sys.modules.get("torch")) is not None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip()
@@ -73,7 +77,8 @@ def this_device() -> Device:
 
 
 def _has_gpu() -> bool:
-    """Whether NVIDIA's library and a GPU are there. The library is not initialized: it reads environment variables that may yet be set."""
+    """Whether NVIDIA's library and a GPU are there. The library is not initialized: it reads environment
+    variables that may yet be set."""
     try:
         ctypes.CDLL(LIBRARY)
     except OSError:
@@ -82,13 +87,15 @@ def _has_gpu() -> bool:
 
 
 def _recorded(config: Config) -> Choice | None:
-    """The precision of the run that this one resumes, by its stored configuration; None if it starts at step 0."""
+    """The precision of the run that this one resumes, by its stored configuration; None if it starts at step
+    0."""
     load = config.checkpoint.load
     start = config.run.directory if load == "auto" else Path(load)
     if load == "none" or not is_checkpoint(str(start)):
         return None
     place = start.absolute()
-    in_run = next((path for path in (place, place.parent) if path.name == "checkpoints"), None)  # a checkpoint of a run, or all of them
+    # a checkpoint of a run, or all of them
+    in_run = next((path for path in (place, place.parent) if path.name == "checkpoints"), None)
     directory = start if in_run is None else in_run.parent
     with suppress(OSError, ConfigError, KeyError, TypeError):
         precision = _stored(directory / "config.yaml")

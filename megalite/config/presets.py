@@ -13,7 +13,9 @@ def presets() -> dict[str, dict[str, Any]]:
     """Name → ModelConfig fields of every shape."""
     import yaml
 
-    found: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8"))
+    found: dict[str, dict[str, Any]] = yaml.safe_load(
+        Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8")
+    )
     return found
 
 
@@ -24,10 +26,14 @@ def preset(name: str) -> dict[str, Any]:
         from megalite.config.hub import is_id
 
         if is_id(name) or os.path.isfile(Path(name, "config.json")):
-            raise ConfigError(f"model.preset = {name} is a Hugging Face model. Set model.from_hf to {name}, and leave the preset out.")
+            raise ConfigError(
+                f"model.preset = {name} is a Hugging Face model. Set model.from_hf to {name}, and leave the "
+                "preset out."
+            )
         if (CONFIGS / f"{name}.yaml").is_file():
             raise ConfigError(
-                f"model.preset = {name} is a configuration and no shape. Give it as --config {name}, and leave the preset out."
+                f"model.preset = {name} is a configuration and no shape. Give it as --config {name}, and "
+                "leave the preset out."
             )
         legal = f"Legal values: {', '.join(shapes)}.{suggestion(name, shapes)}"
         raise ConfigError(f"model.preset = {name} is not a known shape. {legal}")

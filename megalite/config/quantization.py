@@ -1,6 +1,7 @@
-"""Quantised weights that are read in bf16, by the quantization_config of a config.json. Imports no torch.
+"""Quantised weights that are read in bf16, by the quantization_config of a config.json.
 
-The field says nothing about the model: a run computes in its own precision. See `megalite.huggingface.fp8` and `mxfp4`.
+The field says nothing about the model: a run computes in its own precision. See `megalite.huggingface.fp8`
+and `mxfp4`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ _FP8: dict[str, tuple[Any, ...]] = {
     "scale_fmt": ("float", "ue8m0"),
     "expert_dtype": ("fp8",),
 }
-"""Fields of weights in fp8 with a scale for each block (DeepSeek-V3) → the values that are read; the first one if a field is missing."""
+"""Fields of weights in fp8 with a scale for each block (DeepSeek-V3) → the values that are read; the first
+one if a field is missing."""
 _MODULES = ("modules_to_not_convert", "ignored_layers", "modules_to_convert", "dequantize")
 """Fields that say which modules are quantised, as the tensors of the files do."""
 _MXFP4 = ("gpt_oss",)
@@ -27,7 +29,9 @@ _MXFP4 = ("gpt_oss",)
 def check_quantization(given: Any, family: str) -> None:
     """Raise ConfigError naming the field if a quantization_config describes weights that are not read."""
     if not isinstance(given, dict) or "quant_method" not in given:
-        raise ConfigError(f"config.json: quantization_config = {given!r} is not handled. Take the model's weights in bf16.")
+        raise ConfigError(
+            f"config.json: quantization_config = {given!r} is not handled. Take the model's weights in bf16."
+        )
     legal = {"quant_method": ("mxfp4",)} if family in _MXFP4 else _FP8
     for name, value in given.items():
         if name in legal and value not in legal[name]:

@@ -1,8 +1,9 @@
-"""The global batch size of each step (`train.rampup_batch_size`). Imports no torch.
+"""The global batch size of each step (`train.rampup_batch_size`).
 
-The size is a function of the samples that were read before the step, so the order of samples is that of every other run: a ramp-up only
-changes where steps cut it. Without one the size is constant. A run that is resumed with other batches keeps its steps so far
-(`TrainConfig.finished`): the present sizes begin where it was resumed.
+The size is a function of the samples that were read before the step, so the order of samples is that of every
+other run: a ramp-up only changes where steps cut it. Without one the size is constant. A run that is resumed
+with other batches keeps its steps so far (`TrainConfig.finished`): the present sizes begin where it was
+resumed.
 """
 
 from functools import lru_cache
@@ -30,7 +31,9 @@ def batch_size(train: TrainConfig, samples: int) -> int:
         return train.global_batch_size
     start, increment, length = train.rampup_batch_size
     increments = (train.global_batch_size - start) // increment
-    return train.global_batch_size if samples >= length else start + samples * increments // length * increment
+    return (
+        train.global_batch_size if samples >= length else start + samples * increments // length * increment
+    )
 
 
 def samples_after(train: TrainConfig, step: int) -> int:
@@ -46,8 +49,8 @@ def steps_for(train: TrainConfig, samples: int) -> int:
 
 
 def counts_samples(train: TrainConfig) -> bool:
-    """Whether the learning rate follows the samples and not the steps: batches are of several sizes, and the run is so many samples long
-    or grows its batches by itself."""
+    """Whether the learning rate follows the samples and not the steps: batches are of several sizes, and the
+    run is so many samples long or grows its batches by itself."""
     ramped = train.rampup_batch_size is not None and problem(train) is None
     return ramped or (train.finished is not None and train.horizon.samples is not None)
 
@@ -58,15 +61,21 @@ def position(train: TrainConfig, step: int) -> float:
 
 
 def warmup_in_steps(train: TrainConfig) -> bool:
-    """Whether a warm-up counts steps although the decay follows the samples: it was given in steps, and the run's batches have changed."""
+    """Whether a warm-up counts steps although the decay follows the samples: it was given in steps, and the
+    run's batches have changed."""
     return train.rampup_batch_size is None and counts_samples(train) and train.horizon.warmup is None
 
 
 def resume_at(train: TrainConfig, saved: TrainConfig, step: int) -> None:
     """Keep the batches of the steps that a checkpoint's run has done, if the present ones differ."""
     finished = saved.finished
-    if step > 0 and (train.global_batch_size, train.rampup_batch_size) != (saved.global_batch_size, saved.rampup_batch_size):
-        finished = Finished(step, samples_after(saved, step), tuple(level for level in _levels(saved) if level.step < step))
+    if step > 0 and (train.global_batch_size, train.rampup_batch_size) != (
+        saved.global_batch_size,
+        saved.rampup_batch_size,
+    ):
+        finished = Finished(
+            step, samples_after(saved, step), tuple(level for level in _levels(saved) if level.step < step)
+        )
     train.finished = finished
 
 
@@ -74,7 +83,10 @@ def _levels(train: TrainConfig) -> tuple[Level, ...]:
     finished = train.finished or Finished(0, 0, ())
     if train.rampup_batch_size is None or problem(train) is not None:
         return (*finished.levels, Level(finished.step, finished.samples, train.global_batch_size))
-    return (*finished.levels, *_ramp(*train.rampup_batch_size, train.global_batch_size, finished.step, finished.samples))
+    return (
+        *finished.levels,
+        *_ramp(*train.rampup_batch_size, train.global_batch_size, finished.step, finished.samples),
+    )
 
 
 @lru_cache(maxsize=8)
@@ -84,8 +96,10 @@ def _ramp(start: int, increment: int, length: int, full: int, step: int, samples
     made = min(samples * increments // length, increments)
     levels = [Level(step, samples, start + made * increment)]
     for number in range(made + 1, increments + 1):
-        ends = -(-number * length // increments)  # the first number of samples at which this many increments are made
+        # the first number of samples at which this many increments are made
+        ends = -(-number * length // increments)
         step, samples, size = levels[-1]
-        steps = max(-(-(ends - samples) // size), 0)  # none: a batch before has passed this level's part of the samples
+        # none: a batch before has passed this level's part of the samples
+        steps = max(-(-(ends - samples) // size), 0)
         levels.append(Level(step + steps, samples + steps * size, start + number * increment))
     return tuple(levels)

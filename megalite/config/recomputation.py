@@ -1,4 +1,4 @@
-"""The operations of a layer that train.recompute may name, and lists of layers that recompute differently. Imports no torch.
+"""The operations of a layer that train.recompute may name, and lists of layers that recompute differently.
 
     mlp_in+attn_norm                every layer recomputes these operations
     4*mlp_in+attn_norm,28*none      the first four layers do, the others recompute nothing

@@ -32,7 +32,8 @@ class RuleContext(Config):
 
     @property
     def known_steps(self) -> float:
-        """train.steps; infinite for a number of epochs of data that is not there, with which it is only the default."""
+        """train.steps; infinite for a number of epochs of data that is not there, with which it is only the
+        default."""
         return self.train.steps if self.train.epochs is None else math.inf
 
 
@@ -43,7 +44,8 @@ Legal = Sequence[Any] | str
 
 @dataclass(frozen=True)
 class Rule:
-    """One check: `broken` returns a true value if it is violated; the error is "option = value message. legal values or way out".
+    """One check: `broken` returns a true value if it is violated; the error is "option = value message. legal
+    values or way out".
 
     value: the value to show; None: the option's value.
     message: what is wrong; {section.key} is replaced by "section.key = value".
@@ -71,7 +73,9 @@ class Rule:
         def named(found: re.Match[str]) -> str:
             return f"{found[1]} = {show(attrgetter(found[1])(context))}"
 
-        return self.message(context) if callable(self.message) else re.sub(r"{(\w+\.\w+)}", named, self.message)
+        return (
+            self.message(context) if callable(self.message) else re.sub(r"{(\w+\.\w+)}", named, self.message)
+        )
 
 
 class Mistakes:
@@ -102,15 +106,20 @@ def named_in(text: str) -> set[str]:
     return set(re.findall(r"\w+\.\w+", text)) & OPTIONS.keys()
 
 
-CHECKPOINT_EXAMPLE = "Give a checkpoint directory, for example runs/NAME/checkpoints/step_00000100, or a run's, runs/NAME, for its newest."
+CHECKPOINT_EXAMPLE = (
+    "Give a checkpoint directory, for example runs/NAME/checkpoints/step_00000100, or a run's, runs/NAME, "
+    "for its newest."
+)
 
 
 def is_checkpoint(path: str) -> bool:
-    """Whether a directory is a published checkpoint, which has a manifest, or that of a run that has saved one; or a file, `best` or
-    `latest`, that names one."""
+    """Whether a directory is a published checkpoint, which has a manifest, or that of a run that has saved
+    one; or a file, `best` or `latest`, that names one."""
     if Path(path).name in ("best", "latest") and os.path.isfile(path):
         return True
-    return any(os.path.isfile(Path(path) / name) for name in ("manifest.json", "latest", "checkpoints/latest"))
+    return any(
+        os.path.isfile(Path(path) / name) for name in ("manifest.json", "latest", "checkpoints/latest")
+    )
 
 
 def can_be_written(directory: Path) -> bool:
@@ -138,30 +147,38 @@ def show(value: Any) -> str:
 def describe_legal(value: Any, legal: Sequence[Any]) -> str:
     """The legal values, if there are at most 12 or none is similar, and the nearest."""
     nearest = nearest_legal(value, legal)
-    listed = f"Legal values: {', '.join(map(show, legal))}." if legal and (len(legal) <= 12 or not nearest) else ""
+    listed = (
+        f"Legal values: {', '.join(map(show, legal))}." if legal and (len(legal) <= 12 or not nearest) else ""
+    )
     return f"{listed}{nearest}".strip()
 
 
 def nearest_legal(value: Any, legal: Sequence[Any]) -> str:
-    """The end of a message, with a space before it: the neighbours of a number, or the name that a misspelled one is likely to mean.
+    """The end of a message, with a space before it: the neighbours of a number, or the name that a misspelled
+    one is likely to mean.
 
     Empty if there is no such value.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        neighbours = max((v for v in legal if v < value), default=None), min((v for v in legal if v > value), default=None)
+        neighbours = (
+            max((v for v in legal if v < value), default=None),
+            min((v for v in legal if v > value), default=None),
+        )
         nearest = " or ".join(show(v) for v in neighbours if v is not None)
         return f" Nearest: {nearest}." if nearest else ""
     return suggestion(show(value), [show(v) for v in legal])
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:
-    """The end of a message about an unknown name, with a space before it; empty if none of `names` is similar."""
+    """The end of a message about an unknown name, with a space before it; empty if none of `names` is
+    similar."""
     nearest = nearest_name(name, names)
     return "" if nearest is None else f" Nearest: {nearest}."
 
 
 def nearest_name(name: str, names: Iterable[str]) -> str | None:
-    """The one of `names` that a misspelled name is likely to mean: the most similar, or one that begins so; None if there is none."""
+    """The one of `names` that a misspelled name is likely to mean: the most similar, or one that begins so;
+    None if there is none."""
 
     def score(other: str) -> float:
         begins = bool(name) and other.lower().startswith(name.lower())

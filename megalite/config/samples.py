@@ -1,7 +1,8 @@
-"""Samples counted from the indices of token files alone, without their tokens: held-out parts, packing, blends. Imports no torch.
+"""Samples counted from the indices of token files alone, without their tokens: held-out parts, packing,
+blends.
 
-`train.epochs` is resolved with them before anything heavy is imported, and the datasets of `megalite.data` are made of the same functions.
-The layout of PREFIX.idx is described in megalite/data/indexed.py.
+`train.epochs` is resolved with them before anything heavy is imported, and the datasets of `megalite.data`
+are made of the same functions. The layout of PREFIX.idx is described in megalite/data/indexed.py.
 """
 
 import heapq
@@ -34,8 +35,8 @@ class DataError(ConfigError):
 class TokenIndex:
     """PREFIX.idx.
 
-    Attributes: `dtype` of a token, `sizes` (in tokens) and `pointers` (in bytes) of the sequences, `documents` (marks). Raises DataError if
-    the file is missing, damaged or empty.
+    Attributes: `dtype` of a token, `sizes` (in tokens) and `pointers` (in bytes) of the sequences,
+    `documents` (marks). Raises DataError if the file is missing, damaged or empty.
     """
 
     def __init__(self, prefix: str | Path):
@@ -50,9 +51,13 @@ class TokenIndex:
         return int(self.pointers[-1]) // self.dtype.itemsize + int(self.sizes[-1])
 
     def document_at(self, token: int) -> int:
-        """The first token of the first document that starts at `token` or later; the number of tokens if none does."""
-        one_each = len(self.documents) == len(self.sizes) + 1  # one sequence per document: the pointers need no copy
-        starts = self.pointers if one_each else self.pointers[self.documents[self.documents < len(self.sizes)]]
+        """The first token of the first document that starts at `token` or later; the number of tokens if none
+        does."""
+        # one sequence per document: the pointers need no copy
+        one_each = len(self.documents) == len(self.sizes) + 1
+        starts = (
+            self.pointers if one_each else self.pointers[self.documents[self.documents < len(self.sizes)]]
+        )
         found = int(np.searchsorted(starts, token * self.dtype.itemsize))
         return int(starts[found]) // self.dtype.itemsize if found < len(starts) else len(self)
 
@@ -60,20 +65,32 @@ class TokenIndex:
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
     """Token type, sizes [n], pointers [n] and document marks [d] of an .idx file."""
     if not path.is_file():
-        raise DataError(f"{path} is missing: a token file is a .bin and an .idx. Make it with megalite prepare --output PREFIX.")
+        raise DataError(
+            f"{path} is missing: a token file is a .bin and an .idx. Make it with megalite prepare --output "
+            "PREFIX."
+        )
     length = path.stat().st_size
     if length < HEADER.size:
-        raise DataError(f"{path} has {length} bytes, fewer than its header: it is truncated. Prepare it again.")
+        raise DataError(
+            f"{path} has {length} bytes, fewer than its header: it is truncated. Prepare it again."
+        )
     raw = np.memmap(path, dtype=np.uint8, mode="r")
     magic, version, code, sequences, marks = HEADER.unpack(raw[: HEADER.size].tobytes())
     if magic != MAGIC:
-        raise DataError(f"{path} does not start with MMIDIDX: it is not a token file index. Give a PREFIX that megalite prepare wrote.")
+        raise DataError(
+            f"{path} does not start with MMIDIDX: it is not a token file index. Give a PREFIX that megalite "
+            "prepare wrote."
+        )
     if version != 1 or code not in DTYPES:
         raise DataError(
-            f"{path} has version {version} and token type {code}; version 1 with types {sorted(DTYPES)} can be read. Prepare it again."
+            f"{path} has version {version} and token type {code}; version 1 with types {sorted(DTYPES)} can "
+            "be read. Prepare it again."
         )
     if length != (expected := HEADER.size + 12 * sequences + 8 * marks):
-        raise DataError(f"{path} has {length} bytes where its header counts {expected}: it is truncated or damaged. Prepare it again.")
+        raise DataError(
+            f"{path} has {length} bytes where its header counts {expected}: it is truncated or damaged. "
+            "Prepare it again."
+        )
     sizes = np.frombuffer(raw, "<i4", sequences, HEADER.size)
     pointers = np.frombuffer(raw, "<i8", sequences, HEADER.size + 4 * sequences)
     documents = np.frombuffer(raw, "<i8", marks, HEADER.size + 12 * sequences)
@@ -86,7 +103,8 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
 class Member(NamedTuple):
     """Token files that are read from beginning to end, and again.
 
-    Attributes: `samples`, their number of samples; `share`, the share of all samples of the dataset that are theirs.
+    Attributes: `samples`, their number of samples; `share`, the share of all samples of the dataset that are
+    theirs.
     """
 
     name: str
@@ -95,7 +113,8 @@ class Member(NamedTuple):
 
 
 def members(data: DataConfig) -> list[Member]:
-    """The members of the training data: those of a blend, or all files together. Raises DataError where the dataset would."""
+    """The members of the training data: those of a blend, or all files together. Raises DataError where the
+    dataset would."""
     sources = prefixes(data.train)
     held_out = held_out_fraction(data)
     indices = {prefix: TokenIndex(prefix) for prefix in sources}
@@ -104,7 +123,9 @@ def members(data: DataConfig) -> list[Member]:
     def member(share: float, *of: str) -> Member:
         names = ", ".join(of)
         if not is_chat(of[0]):
-            return Member(names, whole_samples(sum(stops[prefix] for prefix in of), data.sequence_length, names), share)
+            return Member(
+                names, whole_samples(sum(stops[prefix] for prefix in of), data.sequence_length, names), share
+            )
         sizes = np.concatenate([whole_documents(indices[prefix].sizes, 0, stops[prefix]) for prefix in of])
         return Member(names, int(rows_of(sizes, data.sequence_length, data.packing, names).max()) + 1, share)
 
@@ -125,9 +146,11 @@ def samples_per_epoch(data: DataConfig) -> int:
 
 
 def repeats(of: Sequence[Member], total: int, batch: int, times: int = 1) -> list[str]:
-    """A line for each member that a run of so many samples reads more than so many times, by more than what rounds up the last step."""
+    """A line for each member that a run of so many samples reads more than so many times, by more than what
+    rounds up the last step."""
     return [
-        f"{name} is read {in_words(total * share / samples)} times (it has {samples:,} samples, and the run takes {total * share:,.0f})"
+        f"{name} is read {in_words(total * share / samples)} times (it has {samples:,} samples, and the run "
+        f"takes {total * share:,.0f})"
         for name, samples, share in of
         if total * share - times * samples >= batch * share
     ]
@@ -139,12 +162,14 @@ def in_words(times: float) -> str:
 
 
 def held_out_fraction(data: DataConfig) -> float:
-    """The fraction of the training data that is held out for validation; 0 if the validation data is files of its own, or none."""
+    """The fraction of the training data that is held out for validation; 0 if the validation data is files of
+    its own, or none."""
     return data.validation if isinstance(data.validation, float | int) else 0.0
 
 
 def held_out_start(file: TokenIndex, held_out: float, chat: bool) -> int:
-    """The token at which a file's held-out part begins: a document's start, unless text would then have less than half of the fraction."""
+    """The token at which a file's held-out part begins: a document's start, unless text would then have less
+    than half of the fraction."""
     wanted = round(len(file) * held_out)
     cut = file.document_at(len(file) - wanted) if wanted else len(file)
     return cut if chat or 2 * (len(file) - cut) >= wanted else len(file) - wanted
@@ -155,7 +180,8 @@ def whole_samples(tokens: int, sequence_length: int, names: str) -> int:
     samples = (tokens - 1) // sequence_length  # the last target is one token past the last input
     if samples < 1:
         raise DataError(
-            f"data.sequence_length = {sequence_length} needs {sequence_length + 1} tokens for one sample, and {names} gives "
+            f"data.sequence_length = {sequence_length} needs {sequence_length + 1} tokens for one sample, "
+            f"and {names} gives "
             f"{tokens}. Choose a shorter sequence_length, a larger held-out fraction, or more data."
         )
     return samples
@@ -168,20 +194,30 @@ def whole_documents(sizes: NDArray[np.integer], start: int, stop: int) -> NDArra
 
 
 def rows_of(sizes: NDArray[np.integer], sequence_length: int, packing: bool, names: str) -> NDArray[np.int64]:
-    """The row of each conversation. Raises DataError, naming the files, if there is none, or one that is longer than a row."""
+    """The row of each conversation. Raises DataError, naming the files, if there is none, or one that is
+    longer than a row."""
     if not len(sizes):
-        raise DataError(f"{names} leaves no conversation for training or validation: hold out another fraction, or add data.")
+        raise DataError(
+            f"{names} leaves no conversation for training or validation: hold out another fraction, or add "
+            "data."
+        )
     if (longest := sizes.max()) > sequence_length + 1:
-        way_out = f"Raise it to {longest - 1}, or prepare the data again with --max_length {sequence_length + 1}."
-        raise DataError(f"data.sequence_length = {sequence_length} cuts a conversation of {longest} tokens in {names}. {way_out}")
+        way_out = (
+            f"Raise it to {longest - 1}, or prepare the data again with --max_length {sequence_length + 1}."
+        )
+        raise DataError(
+            f"data.sequence_length = {sequence_length} cuts a conversation of {longest} tokens in {names}. "
+            f"{way_out}"
+        )
     return best_fit(sizes - 1, sequence_length) if packing else np.arange(len(sizes))
 
 
 def best_fit(sizes: NDArray[np.integer], capacity: int) -> NDArray[np.int64]:
-    """The row of each document when rows of `capacity` are packed best-fit decreasing (Johnson 1974), PACKED_TOGETHER documents at a time.
+    """The row of each document when rows of `capacity` are packed best-fit decreasing (Johnson 1974),
+    PACKED_TOGETHER documents at a time.
 
-    The longest documents are placed first, each into the fullest row with enough room. Rows are numbered in the order of their first
-    documents.
+    The longest documents are placed first, each into the fullest row with enough room. Rows are numbered in
+    the order of their first documents.
     """
     rows, count = np.empty(len(sizes), np.int64), 0
     for start in range(0, len(sizes), PACKED_TOGETHER):
@@ -198,7 +234,8 @@ def best_fit(sizes: NDArray[np.integer], capacity: int) -> NDArray[np.int64]:
 def whole_weights(weights: list[float]) -> list[int]:
     """The smallest integers in the proportion of the weights, read as decimals.
 
-    If they sum to more than LONGEST_PERIOD, the shares are rounded to multiples of 1 / LONGEST_PERIOD (none to 0).
+    If they sum to more than LONGEST_PERIOD, the shares are rounded to multiples of 1 / LONGEST_PERIOD (none
+    to 0).
     """
     exact = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(f.denominator for f in exact))
@@ -218,10 +255,12 @@ def _rounded(shares: list[Fraction]) -> list[int]:
 
 
 def interleave(counts: list[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """One period: for each of its sum(counts) samples, its dataset and the number of earlier samples of that dataset.
+    """One period: for each of its sum(counts) samples, its dataset and the number of earlier samples of that
+    dataset.
 
-    The m-th sample of dataset j may be placed in the window [floor(m·D/q), ceil((m + 1)·D/q)), earliest deadline first. That meets every
-    window (Baruah et al. 1996, proportionate progress), and a sequence inside the windows is within one sample of every share.
+    The m-th sample of dataset j may be placed in the window [floor(m·D/q), ceil((m + 1)·D/q)), earliest
+    deadline first. That meets every window (Baruah et al. 1996, proportionate progress), and a sequence
+    inside the windows is within one sample of every share.
     """
     total = sum(counts)
     source, earlier = np.empty(total, np.int32), np.empty(total, np.int32)
@@ -238,6 +277,7 @@ def interleave(counts: list[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]
 
 
 def first_repeat(source: NDArray[np.int32], counts: list[int], j: int, samples: int) -> int:
-    """The first index of a blend, of which `source` is one period, at which dataset j, of `samples` samples, begins its second epoch."""
+    """The first index of a blend, of which `source` is one period, at which dataset j, of `samples` samples,
+    begins its second epoch."""
     periods, rest = divmod(samples, counts[j])
     return periods * len(source) + int(np.flatnonzero(source == j)[rest])

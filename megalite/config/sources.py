@@ -1,8 +1,9 @@
-"""The places that options come from, files and the command line, and which of them counts. Imports no torch.
+"""The places that options come from, files and the command line, and which of them counts.
 
-What is said later wins, option by option. Some options stand for several: a number of tokens for the number of steps, a preset or a
-Hugging Face model for a whole shape. A later source that gives one of those replaces all that earlier sources said about the same thing;
-within one source it comes first, and the single options beside it change it.
+What is said later wins, option by option. Some options stand for several: a number of tokens for the number
+of steps, a preset or a Hugging Face model for a whole shape. A later source that gives one of those replaces
+all that earlier sources said about the same thing; within one source it comes first, and the single options
+beside it change it.
 """
 
 import os
@@ -55,7 +56,8 @@ class Given:
 
 
 def combined(sources: Sequence[Source]) -> Given:
-    """What the sources say, in order. Raises ConfigError if one of them says two things at once, or keeps the weights of another model."""
+    """What the sources say, in order. Raises ConfigError if one of them says two things at once, or keeps the
+    weights of another model."""
     given, mistakes = Given(), Mistakes()
     for source in sources:
         with mistakes.collected():
@@ -92,7 +94,8 @@ def _replace_shape(given: Given, later: Source) -> None:
         return
     own = f"hf:{name.removeprefix('hf:')}" if option == "model.from_hf" else "weights of that shape"
     raise ConfigError(
-        f"{WEIGHTS} = {weights} {before} belongs to the model there, but {option} = {name} {later.where} replaces it. "
+        f"{WEIGHTS} = {weights} {before} belongs to the model there, but {option} = {name} {later.where} "
+        "replaces it. "
         f"Set {WEIGHTS} to {own}, or to none for random weights."
     )
 

@@ -1,4 +1,4 @@
-"""What an unknown option or value is likely to mean. Imports no torch."""
+"""What an unknown option or value is likely to mean."""
 
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -8,12 +8,31 @@ from megalite.config.rule import SIMILAR, nearest_name, similarity
 from megalite.config.schema import OPTIONS, SECTIONS, ConfigError
 
 SURE = 0.8
-"""From this ratio on, a name is another one's misspelling although its section, or the program that knows it, is another."""
+"""From this ratio on, a name is another one's misspelling although its section, or the program that knows it,
+is another."""
 
 OTHER_VALUES: dict[str, dict[str, str]] = {
-    "train.precision": {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "float64": "fp64"},
-    "model.hidden_act": {"swiglu": "silu", "geglu": "gelu", "squared_relu": "relu2", "gelu_tanh": "gelu_pytorch_tanh", "swish": "silu"},
-    "model.position": {"rotary": "rope", "learned_absolute": "learned", "absolute": "learned", "nope": "none"},
+    "train.precision": {
+        "bfloat16": "bf16",
+        "float16": "fp16",
+        "half": "fp16",
+        "float32": "fp32",
+        "float": "fp32",
+        "float64": "fp64",
+    },
+    "model.hidden_act": {
+        "swiglu": "silu",
+        "geglu": "gelu",
+        "squared_relu": "relu2",
+        "gelu_tanh": "gelu_pytorch_tanh",
+        "swish": "silu",
+    },
+    "model.position": {
+        "rotary": "rope",
+        "learned_absolute": "learned",
+        "absolute": "learned",
+        "nope": "none",
+    },
     "optimizer.name": {"adam": "adamw"},
     "optimizer.decay": {"constant_with_warmup": "constant", "none": "constant", "warmup_stable_decay": "wsd"},
     "parallel.schedule": {"interleaved1f1b": "interleaved", "zbvzerobubble": "zb-v", "zerobubble": "zb-h1"},
@@ -39,7 +58,8 @@ def other_names() -> dict[str, str]:
 
 
 def unknown(name: str, source: str, known: Iterable[str], dashes: str = "") -> ConfigError:
-    """The error for an unknown key: names the options with the same last part, the one that other projects call so, or the most similar.
+    """The error for an unknown key: names the options with the same last part, the one that other projects
+    call so, or the most similar.
 
     Args:
         name: the key, with its section if it has one.
@@ -56,11 +76,15 @@ def unknown(name: str, source: str, known: Iterable[str], dashes: str = "") -> C
     called = last.replace("-", "_").lower()
     if (here := others.get(f"{section}.{called}", others.get(called))) is not None:
         return ConfigError(f"{said} Here it is called {_written(here, dashes)}.")
-    nearest = _most_similar(section, last, [*known, *OPTIONS, *(other for other in others if "." not in other)])
+    nearest = _most_similar(
+        section, last, [*known, *OPTIONS, *(other for other in others if "." not in other)]
+    )
     if nearest is None:
         return ConfigError(f"{said} See megalite train --help{f' {section}' if section in SECTIONS else ''}.")
     if nearest in others:
-        return ConfigError(f"{said} Nearest: {_written(others[nearest], dashes)}, which other programs call {nearest}.")
+        return ConfigError(
+            f"{said} Nearest: {_written(others[nearest], dashes)}, which other programs call {nearest}."
+        )
     return ConfigError(f"{said} Nearest: {dashes}{nearest}.")
 
 
@@ -86,8 +110,9 @@ def _in_section(section: str, options: Sequence[str]) -> Sequence[str]:
 
 
 def _most_similar(section: str, last: str, names: Sequence[str]) -> str | None:
-    """The name whose last part is the most similar; the same section and an abbreviation count in addition. Of equal ones the first. None
-    if none is similar: a name of another section than the one that was written, or of another program, must be so beyond doubt."""
+    """The name whose last part is the most similar; the same section and an abbreviation count in addition.
+    Of equal ones the first. None if none is similar: a name of another section than the one that was written,
+    or of another program, must be so beyond doubt."""
     others, options = other_names(), frozenset(OPTIONS)
 
     def place(name: str) -> str:
@@ -104,4 +129,6 @@ def _most_similar(section: str, last: str, names: Sequence[str]) -> str | None:
         same = similarity(section, place(name)) if section and place(name) else 0.0
         return similarity(_plain(last), _bare(name)) + 0.1 * same + 0.2 * begins(name)
 
-    return max((name for name in names if begins(name) or score(name) >= needed(name)), key=score, default=None)
+    return max(
+        (name for name in names if begins(name) or score(name) >= needed(name)), key=score, default=None
+    )

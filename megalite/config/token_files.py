@@ -10,9 +10,11 @@ from megalite.config.rampup import samples_after
 from megalite.config.schema import Config, ConfigError, DataConfig
 
 REPEATS = 16
-"""Epochs of pretraining after which further ones add next to nothing (Muennighoff et al. 2023, Data-Constrained Language Models)."""
+"""Epochs of pretraining after which further ones add next to nothing (Muennighoff et al. 2023,
+Data-Constrained Language Models)."""
 COMPARED = 1 << 16
-"""Bytes of each part of a token file by which a copy of it is recognized: its beginning, its middle and its end."""
+"""Bytes of each part of a token file by which a copy of it is recognized: its beginning, its middle and its
+end."""
 
 
 def prefixes(source: Any) -> list[str]:
@@ -26,12 +28,16 @@ def prefixes(source: Any) -> list[str]:
 
 def named_sets(source: Any) -> dict[str, str]:
     """The sets of data.validation, name → prefix; empty if they have no names."""
-    return source if isinstance(source, dict) and source and all(isinstance(each, str) for each in source.values()) else {}
+    return (
+        source
+        if isinstance(source, dict) and source and all(isinstance(each, str) for each in source.values())
+        else {}
+    )
 
 
 def metadata(prefix: str | Path) -> dict[str, Any]:
-    """PREFIX.json: `vocab_size`, `eos`, `tokenizer` and `tokenizer_fingerprint`, and `chat` for chat data; empty if the file is missing, as
-    for Megatron-LM's files.
+    """PREFIX.json: `vocab_size`, `eos`, `tokenizer` and `tokenizer_fingerprint`, and `chat` for chat data;
+    empty if the file is missing, as for Megatron-LM's files.
 
     Raises ConfigError if it is not a JSON object.
     """
@@ -54,18 +60,23 @@ def is_chat(prefix: str | Path) -> bool:
 
 
 def seen_in_training(data: DataConfig) -> list[str]:
-    """The files of data.validation that data.train has, too, under whatever path: prefixes, after the name of a set if there are sets.
+    """The files of data.validation that data.train has, too, under whatever path: prefixes, after the name of
+    a set if there are sets.
 
-    Files are the same if they are one file on the disk, if their paths lead to one place, or if one is a copy of the other.
+    Files are the same if they are one file on the disk, if their paths lead to one place, or if one is a copy
+    of the other.
     """
     trained = {identity for prefix in prefixes(data.train) for identity in _identities(prefix)}
     sets = named_sets(data.validation)
-    said = {f"{name}: {prefix}": prefix for name, prefix in sets.items()} or {prefix: prefix for prefix in prefixes(data.validation)}
+    said = {f"{name}: {prefix}": prefix for name, prefix in sets.items()} or {
+        prefix: prefix for prefix in prefixes(data.validation)
+    }
     return [text for text, prefix in said.items() if trained.intersection(_identities(prefix))]
 
 
 def _identities(prefix: str) -> set[Any]:
-    """The place of PREFIX.bin and, if it is there, device and inode, and a hash of its size and of parts of its tokens."""
+    """The place of PREFIX.bin and, if it is there, device and inode, and a hash of its size and of parts of
+    its tokens."""
     path = os.path.realpath(f"{prefix}.bin")
     try:
         found = os.stat(path)
@@ -80,20 +91,33 @@ def _identities(prefix: str) -> set[Any]:
 
 
 def remarks(config: Config) -> list[str]:
-    """Lines for the user about data that is rarely meant so: validation on training data, and what a run would leave unused."""
+    """Lines for the user about data that is rarely meant so: validation on training data, and what a run
+    would leave unused."""
     found = ", ".join(seen_in_training(config.data))
-    seen = [f"WARNING: data.validation has training data ({found}): its validation loss is a training loss"] if found else []
+    seen = (
+        [f"WARNING: data.validation has training data ({found}): its validation loss is a training loss"]
+        if found
+        else []
+    )
     return seen + unused(config)
 
 
 def unused(config: Config) -> list[str]:
-    """Lines for the user about what a run would leave unused, and rarely by intention: held-out data, and most of the vocabulary."""
+    """Lines for the user about what a run would leave unused, and rarely by intention: held-out data, and
+    most of the vocabulary."""
     lines = []
     if config.data.validation is not None and config.validation.interval is None:
-        lines.append("data.validation holds out data, and no validation is run: set validation.interval to a number of steps")
+        lines.append(
+            "data.validation holds out data, and no validation is run: set validation.interval to a number "
+            "of steps"
+        )
     known, size = data_vocab_size(config), config.model.vocab_size
     if known is not None and size is not None and 2 * known < size:
-        way_out = "" if config.model.from_hf or config.model.init_from else "; without model.vocab_size the model has those of the data"
+        way_out = (
+            ""
+            if config.model.from_hf or config.model.init_from
+            else "; without model.vocab_size the model has those of the data"
+        )
         lines.append(f"the data uses {known:,} of {size:,} ids (model.vocab_size){way_out}")
     return lines
 
@@ -114,8 +138,8 @@ def read_often(config: Config) -> list[str]:
 
 
 def fit_vocabulary(config: Config, fixed: bool) -> None:
-    """Give the model the vocabulary of the training data if it has none, or if `model.resize_embeddings` lets it grow; adapters then train
-    the embedding and the head, whose new rows would stay as they start.
+    """Give the model the vocabulary of the training data if it has none, or if `model.resize_embeddings` lets
+    it grow; adapters then train the embedding and the head, whose new rows would stay as they start.
 
     fixed: model.vocab_size is given, and stays.
     """
@@ -132,4 +156,7 @@ def fit_vocabulary(config: Config, fixed: bool) -> None:
 
 def data_vocab_size(config: Config) -> int | None:
     """The vocabulary size of the training data; None if no PREFIX.json has it."""
-    return max((size for prefix in prefixes(config.data.train) if (size := metadata(prefix).get("vocab_size"))), default=None)
+    return max(
+        (size for prefix in prefixes(config.data.train) if (size := metadata(prefix).get("vocab_size"))),
+        default=None,
+    )

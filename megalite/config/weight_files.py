@@ -1,4 +1,4 @@
-"""Which files of a Hugging Face directory hold its weights, in transformers' order of preference. Imports no torch."""
+"""Which files of a Hugging Face directory hold its weights, in transformers' order of preference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ def weights_file(directory: Path, names: Sequence[str] = MODEL) -> Path | None:
 
 
 def unread_note(directory: Path) -> list[str]:
-    """A line for the user about files of weights that are not read because another one is preferred; none if there are none."""
+    """A line for the user about files of weights that are not read because another one is preferred; none if
+    there are none."""
     read = weights_file(directory)
     others = [name for name in MODEL if (directory / name).is_file() and directory / name != read]
-    return [f"not read beside {read.name}, as in transformers: {', '.join(others)}"] if read is not None and others else []
+    return (
+        [f"not read beside {read.name}, as in transformers: {', '.join(others)}"]
+        if read is not None and others
+        else []
+    )

@@ -1,6 +1,8 @@
-"""Formats of chat data: OpenAI's messages, ShareGPT's conversations, Alpaca's instructions, TRL's prompts with completions.
+"""Formats of chat data: OpenAI's messages, ShareGPT's conversations, Alpaca's instructions, TRL's prompts
+with completions.
 
-A record's keys determine its format. `RecordReader` can map other keys to these, and reads contents that are lists of text parts.
+A record's keys determine its format. `RecordReader` can map other keys to these, and reads contents that are
+lists of text parts.
 """
 
 from __future__ import annotations
@@ -16,16 +18,30 @@ from megalite.data.record_hints import KNOWN_ROLES, ROLES, for_chats
 from megalite.data.tool_calls import BadTools, calls_of, tools_of, without_nulls
 
 FORMS = (
-    'messages ({"messages": [{"role": …, "content": …}, …]}), sharegpt ({"conversations": [{"from": …, "value": …}, …]}), alpaca '
-    '({"instruction": …, "input": …, "output": …}) or prompt-completion ({"prompt": …, "completion": …}, both texts or both messages)'
+    'messages ({"messages": [{"role": …, "content": …}, …]}), sharegpt ({"conversations": [{"from": …, '
+    '"value": …}, …]}), alpaca '
+    '({"instruction": …, "input": …, "output": …}) or prompt-completion ({"prompt": …, "completion": …}, '
+    "both texts or both messages)"
 )
 WAY_OUT = f"Give one of {FORMS}, or say with --keys what its keys mean."
-KEYS_OF_RECORDS = ("messages", "conversations", "tools", "functions", "prompt", "completion", "system", "instruction", "input", "output")
+KEYS_OF_RECORDS = (
+    "messages",
+    "conversations",
+    "tools",
+    "functions",
+    "prompt",
+    "completion",
+    "system",
+    "instruction",
+    "input",
+    "output",
+)
 KEYS_OF_MESSAGES = ("role", "content", "from", "value", "weight", "tool_calls", "function_call", "name")
 
 
 class BadRecord(DataError):
-    """A record that cannot be used: its place, which is formatted only when it is shown, what is wrong with it, and a way out."""
+    """A record that cannot be used: its place, which is formatted only when it is shown, what is wrong with
+    it, and a way out."""
 
     def __init__(self, where: object, problem: str, way_out: str = ""):
         super().__init__(where, problem, way_out)
@@ -92,16 +108,21 @@ class RecordReader:
     drop_other_parts: bool = False
 
     def read(self, record: Any, where: object) -> Conversation | Pair:
-        """The conversation in a record. Raises BadRecord with `where` and the reason if the record is not a conversation."""
+        """The conversation in a record. Raises BadRecord with `where` and the reason if the record is not a
+        conversation."""
         if not isinstance(record, dict):
-            raise BadRecord(where, f" is a {type(record).__name__}, not an object.", f"A conversation is one of {FORMS}.")
+            raise BadRecord(
+                where, f" is a {type(record).__name__}, not an object.", f"A conversation is one of {FORMS}."
+            )
         record = self._renamed(record, KEYS_OF_RECORDS)
         for key in ("messages", "conversations"):
             if record.get(key):
                 read = self._messages(record[key], key, where)
                 first = _system(record, read, where)
                 unweighted = frozenset(len(first) + number for number in read.unweighted)
-                return Conversation(read.form, first + read.messages, _tools(record, where), unweighted=unweighted)
+                return Conversation(
+                    read.form, first + read.messages, _tools(record, where), unweighted=unweighted
+                )
         if record.get("prompt") is not None and record.get("completion") is not None:
             return self._from_pair(record, where)
         if "instruction" in record and "output" in record:
@@ -120,7 +141,11 @@ class RecordReader:
     def _from_pair(self, record: dict[str, Any], where: object) -> Conversation | Pair:
         """Texts are a Pair; lists of messages are one conversation, of which the completion is learned."""
         if record.get("label") is False:  # TRL's unpaired preferences
-            raise BadRecord(where, " has label false: its completion is one to avoid.", "Remove such records: every completion is learned.")
+            raise BadRecord(
+                where,
+                " has label false: its completion is one to avoid.",
+                "Remove such records: every completion is learned.",
+            )
         prompt, completion = record["prompt"], record["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             if not prompt and not completion:
@@ -128,11 +153,17 @@ class RecordReader:
             return Pair(prompt, completion)
         if not isinstance(prompt, list) or not isinstance(completion, list):
             kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
-            raise BadRecord(where, f": prompt and completion are of types {kinds}, not both texts or both messages.", WAY_OUT)
+            raise BadRecord(
+                where,
+                f": prompt and completion are of types {kinds}, not both texts or both messages.",
+                WAY_OUT,
+            )
         read = [self._messages(record[key], key, where) for key in ("prompt", "completion")]
         first, messages = len(read[0].messages), read[0].messages + read[1].messages
         unweighted = read[0].unweighted | {first + number for number in read[1].unweighted}
-        return Conversation("prompt-completion", messages, _tools(record, where), first, frozenset(unweighted))
+        return Conversation(
+            "prompt-completion", messages, _tools(record, where), first, frozenset(unweighted)
+        )
 
     def _messages(self, turns: Any, key: str, where: object) -> _Messages:
         if isinstance(turns, str):  # as in a .csv
@@ -154,7 +185,9 @@ class RecordReader:
             if not isinstance(role, str) or content is None:
                 raise BadRecord(place, f" has no text under {who} and {what}.", WAY_OUT)
             if (role := ROLES.get(role, role)) not in KNOWN_ROLES:
-                raise BadRecord(place, f" is by {turn[who]}.", f"Known roles: {', '.join((*KNOWN_ROLES, *ROLES))}.")
+                raise BadRecord(
+                    place, f" is by {turn[who]}.", f"Known roles: {', '.join((*KNOWN_ROLES, *ROLES))}."
+                )
             if not _weight(turn, role, place):
                 found.unweighted.add(number)
             found.messages.append({"role": role, "content": content, **others})
@@ -171,7 +204,11 @@ class RecordReader:
                 texts.append(part["text"])
             elif kind == "text" or not self.drop_other_parts:
                 what = f"of type {kind}" if kind != "text" else "without text"
-                raise BadRecord(place, f" has a part {what}.", "Only text can be trained on. --other_parts drop leaves other parts out.")
+                raise BadRecord(
+                    place,
+                    f" has a part {what}.",
+                    "Only text can be trained on. --other_parts drop leaves other parts out.",
+                )
         return "".join(texts)
 
 
@@ -212,19 +249,29 @@ def _other_keys(turn: dict[str, Any], place: object) -> dict[str, Any]:
 
 
 def _weight(turn: dict[str, Any], role: str, place: object) -> bool:
-    """Whether a message counts, by its `weight`: OpenAI's 0 or 1 on the assistant's messages; absent or null, it counts."""
+    """Whether a message counts, by its `weight`: OpenAI's 0 or 1 on the assistant's messages; absent or null,
+    it counts."""
     weight = turn.get("weight")
     if weight is None:
         return True
     if isinstance(weight, bool) or weight not in (0, 1):
-        raise BadRecord(place, f" has weight {weight!r}.", "A weight is 0 or 1; without it, an assistant's message counts as 1.")
+        raise BadRecord(
+            place,
+            f" has weight {weight!r}.",
+            "A weight is 0 or 1; without it, an assistant's message counts as 1.",
+        )
     if weight and role != "assistant":
-        raise BadRecord(place, f" is by {role} and has weight 1.", "Only the assistant's messages count; --loss_on all counts everything.")
+        raise BadRecord(
+            place,
+            f" is by {role} and has weight 1.",
+            "Only the assistant's messages count; --loss_on all counts everything.",
+        )
     return bool(weight) or role != "assistant"
 
 
 def _from_alpaca(record: dict[str, Any], where: object) -> list[dict[str, Any]]:
-    """The `system` text, if any; the instruction followed by the input, as the user's message; then the output."""
+    """The `system` text, if any; the instruction followed by the input, as the user's message; then the
+    output."""
     texts = {key: record.get(key) or "" for key in ("system", "instruction", "input", "output")}
     for key, value in texts.items():
         if not isinstance(value, str):

@@ -1,8 +1,9 @@
 """Conversations to tokens by a chat template, and which of the tokens the assistant writes.
 
-A template is Jinja source as in Hugging Face tokenizers, rendered as they render it. The assistant's text, up to and including the token
-that ends its turn, is located exactly: by the template's {% generation %} marks if it has them, else by rendering the conversation up to
-each turn (`megalite.data.chat_turns`). The content of a message never becomes a control token, even if it is spelled like one.
+A template is Jinja source as in Hugging Face tokenizers, rendered as they render it. The assistant's text, up
+to and including the token that ends its turn, is located exactly: by the template's {% generation %} marks if
+it has them, else by rendering the conversation up to each turn (`megalite.data.chat_turns`). The content of a
+message never becomes a control token, even if it is spelled like one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from megalite.data.indexed import DataError
 from megalite.data.tokenizers import CLOSE, OPEN, Placed, Tokenizer
 
 DEFAULT_TEMPLATE = Path(__file__).with_name("default.jinja")
-"""For tokenizers without a template: <|role|> on a line of its own, the content, and EOS after the assistant's content."""
+"""For tokenizers without a template: <|role|> on a line of its own, the content, and EOS after the
+assistant's content."""
 LossOn = Literal["assistant", "last", "all"]
 
 
@@ -30,7 +32,9 @@ def read_template(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise DataError(f"--chat_template {path} can not be read: {reason}. Give a file with the template's Jinja source.") from None
+        raise DataError(
+            f"--chat_template {path} can not be read: {reason}. Give a file with the template's Jinja source."
+        ) from None
 
 
 def template_hash(source: str) -> str:
@@ -43,7 +47,8 @@ class ChatTemplate:
 
     Args:
         source: Jinja source; by default the tokenizer's own template or, if it has none, DEFAULT_TEMPLATE.
-        require_end: raise an error where no token ends a turn that counts: a model does not learn from it to stop.
+        require_end: raise an error where no token ends a turn that counts: a model does not learn from it to
+        stop.
 
     Attributes: `source`, and `hash`, which identifies it.
 
@@ -55,24 +60,36 @@ class ChatTemplate:
         self._tokenizer, self._require_end = tokenizer, require_end
         if source is None and tokenizer.chat_template is None and tokenizer.other_templates:
             raise DataError(
-                f"--tokenizer {tokenizer.name} has no default chat template, only {', '.join(tokenizer.other_templates)}. "
+                f"--tokenizer {tokenizer.name} has no default chat template, only "
+                f"{', '.join(tokenizer.other_templates)}. "
                 "Give the one to use with --chat_template FILE."
             )
         self.source = source or tokenizer.chat_template or DEFAULT_TEMPLATE.read_text(encoding="utf-8")
         self.hash = template_hash(self.source)
-        self._name = f"the chat template (hash {self.hash}) {'given for' if source else 'of'} {tokenizer.name}"
+        self._name = (
+            f"the chat template (hash {self.hash}) {'given for' if source else 'of'} {tokenizer.name}"
+        )
         self._renderer = Renderer(self.source, tokenizer.special_tokens, self._name)
-        self._controls = re.compile("|".join(map(re.escape, sorted(tokenizer.controls, key=len, reverse=True))) or "(?!)")
+        self._controls = re.compile(
+            "|".join(map(re.escape, sorted(tokenizer.controls, key=len, reverse=True))) or "(?!)"
+        )
         ends = frozenset(tokenizer.ends)
-        markers = {*tokenizer.controls, *ends} - ({tokenizer.special_tokens.get("bos_token")} - ends)  # BOS ends nothing
+        # BOS ends nothing
+        markers = {*tokenizer.controls, *ends} - ({tokenizer.special_tokens.get("bos_token")} - ends)
         self._layout = Layout(tuple(tokenizer.added), tuple(markers), ends)
 
     def render(
-        self, messages: Sequence[Message], *, tools: Any = None, loss_on: LossOn = "assistant", without: Collection[int] = ()
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Any = None,
+        loss_on: LossOn = "assistant",
+        without: Collection[int] = (),
     ) -> tuple[list[int], list[int]]:
         """The tokens of a whole conversation, and for each token 1 if its loss is counted, else 0.
 
-        If the marker of the next role ends a turn, it counts with the turn, and one is added after a last turn.
+        If the marker of the next role ends a turn, it counts with the turn, and one is added after a last
+        turn.
 
         Args:
             messages: each with `role` and `content`, and any other keys that the template reads.
@@ -81,7 +98,8 @@ class ChatTemplate:
             without: numbers of the assistant's messages that do not count.
 
         Raises:
-            DataError: the template cannot render the conversation, ignores its tools or calls, or the assistant's turns or, if required,
+            DataError: the template cannot render the conversation, ignores its tools or calls, or the
+            assistant's turns or, if required,
                 their ends cannot be located.
         """
         read = self._read(messages, tools)
@@ -98,8 +116,11 @@ class ChatTemplate:
             _set(counts, self._spans(read, chosen, every=every, require_end=self._require_end), 1)
         return _masked(self._tokenizer.encode_rendered(read.text), counts)
 
-    def pair(self, prompt: str, completion: str, *, loss_on: LossOn = "assistant") -> tuple[list[int], list[int]]:
-        """The tokens of a text and its continuation, without a template: BOS if the tokenizer adds it, both texts, EOS.
+    def pair(
+        self, prompt: str, completion: str, *, loss_on: LossOn = "assistant"
+    ) -> tuple[list[int], list[int]]:
+        """The tokens of a text and its continuation, without a template: BOS if the tokenizer adds it, both
+        texts, EOS.
 
         As `render`, with a mask; the continuation and EOS count, or with `all` everything.
         """
@@ -111,25 +132,34 @@ class ChatTemplate:
         return [*begin, *tokens, self._tokenizer.eos], [*(int(loss_on == "all") for _ in begin), *mask, 1]
 
     def prompt(self, messages: Sequence[Message], *, tools: Any = None) -> list[int]:
-        """The tokens of a conversation for the assistant to continue, including the header of its turn. Raises DataError as `render`."""
+        """The tokens of a conversation for the assistant to continue, including the header of its turn.
+        Raises DataError as `render`."""
         text, _ = self._renderer.write(self._marked(list(messages)), self._marked(tools), prompt=True)
         return [token for token, _, _ in self._tokenizer.encode_rendered(text)]
 
     def end_of_turn(self) -> int | None:
-        """The token with which the assistant ends its turn: the last one that counts, except for one that ends the conversation.
+        """The token with which the assistant ends its turn: the last one that counts, except for one that
+        ends the conversation.
 
-        None if that is no token of its own but text, such as a line break, which the assistant writes within a turn, too. Raises DataError
-        as `render`.
+        None if that is no token of its own but text, such as a line break, which the assistant writes within
+        a turn, too. Raises DataError as `render`.
         """
         read = self._read([{"role": "user", "content": "?"}, {"role": "assistant", "content": "said"}], None)
-        stop = max((stop for _, stop in read.marks), default=0) if read.marks is not None else self._turn(read, 1).stop
+        stop = (
+            max((stop for _, stop in read.marks), default=0)
+            if read.marks is not None
+            else self._turn(read, 1).stop
+        )
         said = read.text[:stop].rstrip()
         if not said.endswith(self._layout.added):
             return None
-        return [token for token, start, _ in self._tokenizer.encode_rendered(read.text) if start < len(said)][-1]
+        return [token for token, start, _ in self._tokenizer.encode_rendered(read.text) if start < len(said)][
+            -1
+        ]
 
     def _marked(self, value: Any) -> Any:
-        """The value with marks around text that is spelled like a control token, and lone surrogates replaced."""
+        """The value with marks around text that is spelled like a control token, and lone surrogates
+        replaced."""
         if isinstance(value, str):
             valid = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             return self._controls.sub(rf"{OPEN}\g<0>{CLOSE}", valid)
@@ -147,13 +177,17 @@ class ChatTemplate:
         return _Rendered(said, tools, text, end, None, finder)
 
     def _check_tools(self, read: _Rendered) -> None:
-        """Raise DataError if the template writes the same text without the tools, or without the calls of a message: such a call would be
-        learned as an empty turn."""
+        """Raise DataError if the template writes the same text without the tools, or without the calls of a
+        message: such a call would be learned as an empty turn."""
         for i, message in enumerate(read.messages):
             if message.get("tool_calls"):
                 without = {key: value for key, value in message.items() if key != "tool_calls"}
-                if self._writes(read.written, [*read.messages[:i], without, *read.messages[i + 1 :]], read.tools):
-                    self._refuse(f"the tool_calls of message {i + 1}, which would be learned as a turn without them")
+                if self._writes(
+                    read.written, [*read.messages[:i], without, *read.messages[i + 1 :]], read.tools
+                ):
+                    self._refuse(
+                        f"the tool_calls of message {i + 1}, which would be learned as a turn without them"
+                    )
         if read.tools and self._writes(read.written, read.messages, None):
             self._refuse("the record's tools")
 
@@ -167,12 +201,19 @@ class ChatTemplate:
         way_out = "Give a --chat_template FILE that writes them, or remove them from the records."
         raise DataError(f"{self._name} ignores {ignored}. {way_out}")
 
-    def _spans(self, read: _Rendered, wanted: list[int], *, every: bool = False, require_end: bool = False) -> list[Span]:
-        """The spans of the wanted messages, which are the assistant's; with `every`, they are all of its messages."""
+    def _spans(
+        self, read: _Rendered, wanted: list[int], *, every: bool = False, require_end: bool = False
+    ) -> list[Span]:
+        """The spans of the wanted messages, which are the assistant's; with `every`, they are all of its
+        messages."""
         if read.marks is None:
             return [span for i in wanted for span in self._turn(read, i, require_end).spans]
         spans = read.marks if every else self._attributed(read, read.marks, wanted)
-        if require_end and spans and not any(read.text[start:stop].rstrip().endswith(self._layout.added) for start, stop in spans):
+        if (
+            require_end
+            and spans
+            and not any(read.text[start:stop].rstrip().endswith(self._layout.added) for start, stop in spans)
+        ):
             self._cannot_end(wanted[0])
         return spans
 
@@ -180,7 +221,10 @@ class ChatTemplate:
         """The marked spans of the wanted messages."""
         spans = []
         for i in wanted:
-            first, last = [len(self._renderer.write(read.messages[:stop], read.tools)[1]) if stop else 0 for stop in (i, i + 1)]
+            first, last = [
+                len(self._renderer.write(read.messages[:stop], read.tools)[1]) if stop else 0
+                for stop in (i, i + 1)
+            ]
             if not first <= last <= len(marks):
                 self._cannot_locate(i)
             spans += marks[first:last]
@@ -197,15 +241,19 @@ class ChatTemplate:
 
     def _cannot_end(self, i: int) -> NoReturn:
         raise DataError(
-            f"{self._name} has no token that ends the assistant's message {i + 1} and counts in the loss: the model would not learn to "
-            "stop. Give a --chat_template FILE that writes eos_token after it, or accept that with --end_of_turn optional."
+            f"{self._name} has no token that ends the assistant's message {i + 1} and counts in the loss: "
+            "the model would not learn to "
+            "stop. Give a --chat_template FILE that writes eos_token after it, or accept that with "
+            "--end_of_turn optional."
         )
 
     def _cannot_locate(self, i: int) -> NoReturn:
         raise DataError(
             f"{self._name} renders the messages up to number {i + 1} differently when others follow, or "
-            "opens the assistant's turn differently than its prompt: what the assistant writes can not be located. "
-            "Give a --chat_template FILE that has {% generation %} … {% endgeneration %} around it, or use --loss_on all, or, if only "
+            "opens the assistant's turn differently than its prompt: what the assistant writes can not be "
+            "located. "
+            "Give a --chat_template FILE that has {% generation %} … {% endgeneration %} around it, or use "
+            "--loss_on all, or, if only "
             "earlier turns differ, --loss_on last."
         )
 
@@ -240,4 +288,6 @@ def _set(counts: bytearray, spans: Iterable[Span], value: int) -> None:
 
 def _masked(tokens: Placed, counts: bytearray) -> tuple[list[int], list[int]]:
     """The tokens, and for each 1 if one of its characters counts."""
-    return [token for token, _, _ in tokens], [int(1 in counts[start : max(stop, start + 1)]) for _, start, stop in tokens]
+    return [token for token, _, _ in tokens], [
+        int(1 in counts[start : max(stop, start + 1)]) for _, start, stop in tokens
+    ]

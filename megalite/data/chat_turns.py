@@ -1,7 +1,9 @@
-"""Where the assistant's turns are in a rendered conversation, for chat templates without {% generation %} marks.
+"""Where the assistant's turns are in a rendered conversation, for chat templates without {% generation %}
+marks.
 
-The conversation is rendered up to each turn and including it; the difference is the turn. It ends with a token after the message (ChatML,
-Llama 3), in some templates followed by another one that ends the conversation (Phi-3), or with the marker of the next role (GLM-4.5).
+The conversation is rendered up to each turn and including it; the difference is the turn. It ends with a
+token after the message (ChatML, Llama 3), in some templates followed by another one that ends the
+conversation (Phi-3), or with the marker of the next role (GLM-4.5).
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ PROBE = "\ue000said\ue001"
 """Replaces a content to locate it: private-use characters, which no template has."""
 
 REASONING = "<think>"
-"""Begins the assistant's reasoning, also where a generation prompt ends with it: the header of a turn ends before it."""
+"""Begins the assistant's reasoning, also where a generation prompt ends with it: the header of a turn ends
+before it."""
 
 
 class NotLocated(Exception):
@@ -76,7 +79,8 @@ class TurnFinder:
         self._write, self._layout = write, layout
 
     def turn(self, messages: list[Message], i: int, whole: str) -> Turn:
-        """Where message i, the assistant's, is in `whole`, the rendered messages. Raises NotLocated or DataError."""
+        """Where message i, the assistant's, is in `whole`, the rendered messages. Raises NotLocated or
+        DataError."""
         before, opened = [self._write(messages[:i], prompt) if i else "" for prompt in (False, True)]
         after = self._write(messages[: i + 1], False)
         earlier, body = _common(before, whole, self._layout.added), _common(after, whole, self._layout.added)
@@ -87,7 +91,11 @@ class TurnFinder:
         stripped, said = text.rstrip(), str(messages[i].get("content", "")).rstrip()
         plain = stripped.endswith(said) if said else not stripped  # nothing follows the message
         token = _last(stripped, self._layout.added)
-        if token and not plain and (token in self._layout.ends or not messages[i].get("tool_calls") or self.closes(messages[:i])):
+        if (
+            token
+            and not plain
+            and (token in self._layout.ends or not messages[i].get("tool_calls") or self.closes(messages[:i]))
+        ):
             closing = self._closing(messages[: i + 1], after, token) if after == whole else None
             stop = start + len(stripped) if closing is None else len(whole[: closing[0]].rstrip())
             return Turn(start, stop, True, closing)
@@ -96,7 +104,8 @@ class TurnFinder:
         return Turn(start, start + len(text if plain else stripped), False)
 
     def closes(self, messages: list[Message]) -> bool:
-        """Whether the template writes a token after the assistant's message, here one that follows these messages. Determined once."""
+        """Whether the template writes a token after the assistant's message, here one that follows these
+        messages. Determined once."""
         if self._layout.closes is None:
             try:
                 text = self._write([*messages, {"role": "assistant", "content": PROBE}], False)
@@ -106,9 +115,10 @@ class TurnFinder:
         return self._layout.closes
 
     def missing_end(self, messages: list[Message], whole: str) -> str:
-        """What ends the last message, the assistant's, if the template itself does not: the text up to the marker of the role that
-        follows, a tool after a call, else the user. A marker that ends the model's texts is preferred. Empty if the template ends the
-        message or writes no marker, or if the message cannot be located.
+        """What ends the last message, the assistant's, if the template itself does not: the text up to the
+        marker of the role that follows, a tool after a call, else the user. A marker that ends the model's
+        texts is preferred. Empty if the template ends the message or writes no marker, or if the message
+        cannot be located.
         """
         try:
             if self.closes(messages[:-1]) or self.turn(messages, len(messages) - 1, whole).ended:
@@ -116,7 +126,9 @@ class TurnFinder:
         except NotLocated:
             return ""
         # without reasoning and the like, which some templates leave out of messages that are not the last one
-        last = {key: value for key, value in messages[-1].items() if key in ("role", "tool_calls")} | {"content": PROBE}
+        last = {key: value for key, value in messages[-1].items() if key in ("role", "tool_calls")} | {
+            "content": PROBE
+        }
         found = []
         for role in ("tool", "user") if last.get("tool_calls") else ("user",):
             try:
@@ -129,7 +141,8 @@ class TurnFinder:
         return min(found, key=lambda each: each[0])[1] if found else ""
 
     def _start(self, messages: list[Message], opened: str, body: str, earlier: int) -> int:
-        """Where the last message begins: after the generation prompt, up to REASONING; without one, with its content. Raises NotLocated."""
+        """Where the last message begins: after the generation prompt, up to REASONING; without one, with its
+        content. Raises NotLocated."""
         reasoning = opened.find(REASONING, earlier)
         if not body.startswith(opened if reasoning < 0 else opened[: reasoning + len(REASONING)]):
             raise NotLocated
@@ -138,20 +151,24 @@ class TurnFinder:
         return len(opened) if len(opened) > earlier else self._content(messages, body, earlier)
 
     def _content(self, messages: list[Message], body: str, earlier: int) -> int:
-        """Where the content of the last message begins, with white space before it if nothing else is. Raises NotLocated.
+        """Where the content of the last message begins, with white space before it if nothing else is. Raises
+        NotLocated.
 
-        The message is rendered again with PROBE as the content: unlike a short content, PROBE cannot occur in the header.
+        The message is rendered again with PROBE as the content: unlike a short content, PROBE cannot occur in
+        the header.
         """
         probed = self._write([*messages[:-1], {**messages[-1], "content": PROBE}], False)
         start = probed.find(PROBE, earlier)
         said = str(messages[-1].get("content", ""))
         same = start >= 0 and body[:start] == probed[:start]
-        if not same or not any(body.startswith(each, start) for each in (said, said.strip())):  # templates may trim
+        # templates may trim
+        if not same or not any(body.startswith(each, start) for each in (said, said.strip())):
             raise NotLocated
         return start if body[earlier:start].strip() else earlier
 
     def _closing(self, messages: list[Message], whole: str, token: str) -> Span | None:
-        """Where the token at the end of a conversation is if layout separates it from the token that ends the last message.
+        """Where the token at the end of a conversation is if layout separates it from the token that ends the
+        last message.
 
         Such a token is not written where a generation prompt follows.
         """
@@ -165,8 +182,8 @@ class TurnFinder:
 
 
 def _common(text: str, whole: str, added: tuple[str, ...]) -> str | None:
-    """The text without what only a last message has at its end, a token and white space around it; None if what is left is not how the
-    whole begins."""
+    """The text without what only a last message has at its end, a token and white space around it; None if
+    what is left is not how the whole begins."""
     if whole.startswith(text):
         return text
     stripped = text.rstrip()

@@ -1,15 +1,19 @@
-"""The tokens of sample i, as pure functions of the index: resuming at any sample costs nothing, and every topology reads the same samples.
+"""The tokens of sample i, as pure functions of the index: resuming at any sample costs nothing, and every
+topology reads the same samples.
 
-A `Concatenation` joins token files end to end; its sample i is tokens [i·S, i·S + S + 1): S inputs and, shifted by one, S targets.
-The next epoch begins after the last sample. Shuffling replaces i by a keyed permutation of it, computed for one index in constant time and
-memory: no permutation is stored, and the order depends on (seed, epoch, dataset) only.
+A `Concatenation` joins token files end to end; its sample i is tokens [i·S, i·S + S + 1): S inputs and,
+shifted by one, S targets. The next epoch begins after the last sample. Shuffling replaces i by a keyed
+permutation of it, computed for one index in constant time and memory: no permutation is stored, and the order
+depends on (seed, epoch, dataset) only.
 
-`Conversations` are whole documents: a sample is a row with one of them, or with as many as fit, chosen by their lengths only.
+`Conversations` are whole documents: a sample is a row with one of them, or with as many as fit, chosen by
+their lengths only.
 
-A `Blend` interleaves datasets by weight. The weights are scaled to integers q_1 … q_n with sum D, and a table of one period of D samples is
-built such that after k samples dataset j has contributed q_j·k/D of them, within one sample. Sample k is row k mod D of the table, which
-gives the dataset and the number of its samples earlier in the period; (k div D)·q_j of its samples are in earlier periods. Nothing else is
-stored or replayed.
+A `Blend` interleaves datasets by weight. The weights are scaled to integers q_1 … q_n with sum D, and a table
+of one period of D samples is built such that after k samples dataset j has contributed q_j·k/D of them,
+within one sample. Sample k is row k mod D of the table, which gives the dataset and the number of its samples
+earlier in the period; (k div D)·q_j of its samples are in earlier periods. Nothing else is stored or
+replayed.
 """
 
 import json
@@ -49,9 +53,10 @@ from megalite.data.tokenizer_identity import TokenizerIdentity
 class Dataset(ABC):
     """An endless sequence of samples with O(1) random access.
 
-    Attributes: `vocab_size` and `eos` (None if no PREFIX.json has them); `fingerprint`, a hash of everything that determines content and
-    order; `samples_per_epoch`, the number of samples before one is repeated; `members`, what a blend is made of, or itself; `chat`, whether
-    it holds conversations, with a loss mask; `tokenizer`, that of the training data, as recorded.
+    Attributes: `vocab_size` and `eos` (None if no PREFIX.json has them); `fingerprint`, a hash of everything
+    that determines content and order; `samples_per_epoch`, the number of samples before one is repeated;
+    `members`, what a blend is made of, or itself; `chat`, whether it holds conversations, with a loss mask;
+    `tokenizer`, that of the training data, as recorded.
     """
 
     vocab_size: int | None
@@ -69,7 +74,8 @@ class Dataset(ABC):
 
     @abstractmethod
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """Sample `index` ≥ 0: int64 [sequence_length + 1]; for conversations [3, sequence_length]: tokens, targets, document starts."""
+        """Sample `index` ≥ 0: int64 [sequence_length + 1]; for conversations [3, sequence_length]: tokens,
+        targets, document starts."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,8 @@ class Part:
 
 
 class TokenFiles(Dataset):
-    """Parts of token files; samples in order, or shuffled differently each epoch. Raises DataError if their vocabularies differ."""
+    """Parts of token files; samples in order, or shuffled differently each epoch. Raises DataError if their
+    vocabularies differ."""
 
     def __init__(self, parts: list[Part], sequence_length: int, *options: bool, shuffle: bool, seed: int):
         self._length, self._shuffle, self._seed = sequence_length, shuffle, seed
@@ -91,18 +98,25 @@ class TokenFiles(Dataset):
         files = [part.file for part in parts]
         self._names = ", ".join(file.prefix for file in files)
         self.vocab_size, self.eos = _agreed(files, "vocab_size"), _agreed(files, "eos")
-        self._content = _hash(*(piece for p in parts for piece in (*p.file.digest_parts(), f"{p.start}:{p.stop}".encode())))
-        self.fingerprint = _hash(json.dumps([self._content, sequence_length, seed if shuffle else None, *options]).encode())
+        self._content = _hash(
+            *(piece for p in parts for piece in (*p.file.digest_parts(), f"{p.start}:{p.stop}".encode()))
+        )
+        self.fingerprint = _hash(
+            json.dumps([self._content, sequence_length, seed if shuffle else None, *options]).encode()
+        )
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         epoch, sample = divmod(index, self.samples_per_epoch)
         if self._shuffle:
-            sample = permute(sample, self.samples_per_epoch, rng.key(self._seed, "shuffle", epoch, self._content))
+            sample = permute(
+                sample, self.samples_per_epoch, rng.key(self._seed, "shuffle", epoch, self._content)
+            )
         return self._sample(sample)
 
     @abstractmethod
     def _sample(self, sample: int) -> NDArray[np.int64]:
-        """Sample `sample` of an epoch that is not shuffled, 0 ≤ `sample` < `samples_per_epoch`, which a subclass sets."""
+        """Sample `sample` of an epoch that is not shuffled, 0 ≤ `sample` < `samples_per_epoch`, which a
+        subclass sets."""
 
     def _read(self, parts: list[NDArray[np.integer]], first: int, count: int) -> NDArray[np.int64]:
         """Elements [first, first + count) of the concatenation of the parts."""
@@ -116,7 +130,8 @@ class TokenFiles(Dataset):
 
 
 class Concatenation(TokenFiles):
-    """The parts end to end, cut into samples across document and file ends. Raises DataError also if there is no whole sample."""
+    """The parts end to end, cut into samples across document and file ends. Raises DataError also if there is
+    no whole sample."""
 
     def __init__(self, parts: list[Part], sequence_length: int, *, shuffle: bool, seed: int):
         super().__init__(parts, sequence_length, shuffle=shuffle, seed=seed)
@@ -130,19 +145,25 @@ class Concatenation(TokenFiles):
 class Conversations(TokenFiles):
     """The whole documents of chat files: one per row or, with `packing`, as many as fit.
 
-    A document's inputs are all its tokens except the last, its targets all except the first, so none predicts the next document's first
-    token. Raises DataError also if there is no document, or one that is longer than a row.
+    A document's inputs are all its tokens except the last, its targets all except the first, so none predicts
+    the next document's first token. Raises DataError also if there is no document, or one that is longer than
+    a row.
     """
 
     chat = True
 
     def __init__(self, parts: list[Part], sequence_length: int, *, packing: bool, shuffle: bool, seed: int):
         super().__init__(parts, sequence_length, packing, shuffle=shuffle, seed=seed)
-        self._loss = [part.file.loss.tokens[part.start : part.stop] for part in parts if part.file.loss is not None]
-        self._sizes = np.concatenate([whole_documents(part.file.sizes, part.start, part.stop) for part in parts])
+        self._loss = [
+            part.file.loss.tokens[part.start : part.stop] for part in parts if part.file.loss is not None
+        ]
+        self._sizes = np.concatenate(
+            [whole_documents(part.file.sizes, part.start, part.stop) for part in parts]
+        )
         self._starts = self._sizes.cumsum() - self._sizes
         rows = rows_of(self._sizes, sequence_length, packing, self._names)
-        self._documents, self._last = np.argsort(rows, kind="stable"), np.bincount(rows).cumsum()  # sorted by row
+        # sorted by row
+        self._documents, self._last = np.argsort(rows, kind="stable"), np.bincount(rows).cumsum()
         self.samples_per_epoch = len(self._last)
         self.members = [Member(self._names, self.samples_per_epoch)]
 
@@ -152,27 +173,43 @@ class Conversations(TokenFiles):
         targets[:] = IGNORE_INDEX
         at = 0
         for document in self._documents[self._last[sample - 1] if sample else 0 : self._last[sample]]:
-            text, counts = (self._read(each, self._starts[document], self._sizes[document]) for each in (self._tokens, self._loss))
+            text, counts = (
+                self._read(each, self._starts[document], self._sizes[document])
+                for each in (self._tokens, self._loss)
+            )
             own = slice(at, at + len(text) - 1)
-            tokens[own], targets[own], starts[own] = text[:-1], np.where(counts[1:], text[1:], IGNORE_INDEX), at
+            tokens[own], targets[own], starts[own] = (
+                text[:-1],
+                np.where(counts[1:], text[1:], IGNORE_INDEX),
+                at,
+            )
             at = own.stop
         starts[at:] = at  # the padding is a document of its own: no token attends from it to the others
         return row
 
 
 class Blend(Dataset):
-    """Datasets interleaved by weight; after any number of samples each has contributed its share to within one sample.
+    """Datasets interleaved by weight; after any number of samples each has contributed its share to within
+    one sample.
 
-    Weights are exact if the smallest integers in their proportion sum to at most LONGEST_PERIOD, else rounded to 1/LONGEST_PERIOD.
+    Weights are exact if the smallest integers in their proportion sum to at most LONGEST_PERIOD, else rounded
+    to 1/LONGEST_PERIOD.
     """
 
     def __init__(self, datasets: list[Dataset], weights: list[float]):
         self._datasets, self._counts = datasets, whole_weights(weights)
-        self.period, self._earlier = interleave(self._counts)  # `period`: the dataset of each sample of a period
+        # `period`: the dataset of each sample of a period
+        self.period, self._earlier = interleave(self._counts)
         sizes = [dataset.samples_per_epoch for dataset in datasets]
-        self.samples_per_epoch = min(first_repeat(self.period, self._counts, j, samples) for j, samples in enumerate(sizes))
+        self.samples_per_epoch = min(
+            first_repeat(self.period, self._counts, j, samples) for j, samples in enumerate(sizes)
+        )
         shares = [count / len(self.period) for count in self._counts]
-        self.members = [member._replace(share=share) for each, share in zip(datasets, shares, strict=True) for member in each.members]
+        self.members = [
+            member._replace(share=share)
+            for each, share in zip(datasets, shares, strict=True)
+            for member in each.members
+        ]
         self.vocab_size, self.eos = _agreed(datasets, "vocab_size"), _agreed(datasets, "eos")
         self.chat = any(dataset.chat for dataset in datasets)
         self.fingerprint = _hash(json.dumps([[d.fingerprint for d in datasets], self._counts]).encode())
@@ -191,9 +228,10 @@ class Blend(Dataset):
 def permute(index: int, size: int, key: int) -> int:
     """A keyed pseudorandom permutation of [0, size), evaluated at one index.
 
-    A Feistel network on (row, column) of a near-square grid of at least `size` cells: each round adds to one coordinate, modulo its range,
-    a hash of the other. A result outside [0, size) is permuted again until it is inside (cycle walking, Black and Rogaway 2002), which is
-    rare: the grid has fewer than sqrt(size) + 1 extra cells.
+    A Feistel network on (row, column) of a near-square grid of at least `size` cells: each round adds to one
+    coordinate, modulo its range, a hash of the other. A result outside [0, size) is permuted again until it
+    is inside (cycle walking, Black and Rogaway 2002), which is rare: the grid has fewer than sqrt(size) + 1
+    extra cells.
     """
     columns = math.isqrt(size - 1) + 1
     rows = -(-size // columns)
@@ -218,38 +256,50 @@ def _mix(key: int, value: int) -> int:
 def build(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
     """The training dataset and the validation dataset (None if there is none) of a configuration.
 
-    A list is one concatenation, a mapping to weights is a blend, one to prefixes several sets. A validation fraction is taken from the end
-    of every training file; its parts are one unshuffled concatenation, so that an epoch has each held-out sample once. Raises ConfigError
-    if different tokenizers made the files.
+    A list is one concatenation, a mapping to weights is a blend, one to prefixes several sets. A validation
+    fraction is taken from the end of every training file; its parts are one unshuffled concatenation, so that
+    an epoch has each held-out sample once. Raises ConfigError if different tokenizers made the files.
     """
     assert config.train is not None, "a rule asks for data.train"
     one_tokenizer(config)
     held_out = held_out_fraction(config)
     files = {prefix: IndexedTokens(prefix) for prefix in prefixes(config.train)}
     cuts = {prefix: held_out_start(file, held_out, file.loss is not None) for prefix, file in files.items()}
-    train = _dataset(config.train, {p: Part(f, 0, cuts[p]) for p, f in files.items()}, config, config.shuffle, seed)
+    train = _dataset(
+        config.train, {p: Part(f, 0, cuts[p]) for p, f in files.items()}, config, config.shuffle, seed
+    )
     train.tokenizer = of_data(config)
     if held_out:
-        return train, _samples([Part(file, cuts[prefix], len(file)) for prefix, file in files.items()], config, False, seed)
+        return train, _samples(
+            [Part(file, cuts[prefix], len(file)) for prefix, file in files.items()], config, False, seed
+        )
     if config.validation is None or isinstance(config.validation, float | int):
         return train, None
     others = {prefix: IndexedTokens(prefix) for prefix in prefixes(config.validation)}
-    return train, _dataset(config.validation, {p: Part(f, 0, len(f)) for p, f in others.items()}, config, False, seed)
+    return train, _dataset(
+        config.validation, {p: Part(f, 0, len(f)) for p, f in others.items()}, config, False, seed
+    )
 
 
 def _dataset(source: Any, parts: dict[str, Part], config: DataConfig, shuffle: bool, seed: int) -> Dataset:
     if sets := named_sets(source):
         from megalite.data.named_sets import NamedSets  # which other runs do not need
 
-        return NamedSets({name: _samples([parts[prefix]], config, shuffle, seed) for name, prefix in sets.items()})
+        return NamedSets(
+            {name: _samples([parts[prefix]], config, shuffle, seed) for name, prefix in sets.items()}
+        )
     if isinstance(source, dict) and len(source) > 1:
-        return Blend([_samples([parts[prefix]], config, shuffle, seed) for prefix in source], list(source.values()))
+        return Blend(
+            [_samples([parts[prefix]], config, shuffle, seed) for prefix in source], list(source.values())
+        )
     return _samples([parts[prefix] for prefix in prefixes(source)], config, shuffle, seed)
 
 
 def _samples(parts: list[Part], config: DataConfig, shuffle: bool, seed: int) -> Dataset:
     if parts[0].file.loss is not None:
-        return Conversations(parts, config.sequence_length, packing=config.packing, shuffle=shuffle, seed=seed)
+        return Conversations(
+            parts, config.sequence_length, packing=config.packing, shuffle=shuffle, seed=seed
+        )
     return Concatenation(parts, config.sequence_length, shuffle=shuffle, seed=seed)
 
 
@@ -258,7 +308,10 @@ def _agreed(sources: list[Any], attribute: str) -> int | None:
     values = {getattr(source, attribute) for source in sources}
     if len(values - {None}) > 1:
         found = ", ".join(str(value) for value in sorted(values - {None}))
-        raise DataError(f"the token files of data.train or data.validation differ in {attribute}: {found}. Prepare all with one tokenizer.")
+        raise DataError(
+            f"the token files of data.train or data.validation differ in {attribute}: {found}. Prepare all "
+            "with one tokenizer."
+        )
     return None if None in values else values.pop()
 
 

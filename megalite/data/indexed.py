@@ -1,4 +1,5 @@
-"""The indexed token file: Megatron-LM's PREFIX.bin and PREFIX.idx (MMIDIDX version 1), bit for bit, and PREFIX.json.
+"""The indexed token file: Megatron-LM's PREFIX.bin and PREFIX.idx (MMIDIDX version 1), bit for bit, and
+PREFIX.json.
 
 `PREFIX.bin` holds the tokens of all sequences, one after another. `PREFIX.idx` is little-endian:
 
@@ -11,9 +12,10 @@
     int64[n]  byte at which each sequence starts in PREFIX.bin
     int64[d]  sequence at which each document starts; the last mark is n
 
-`PREFIX.json` holds what the format cannot: vocabulary size, EOS token and tokenizer. For chat data it has a key `chat`, and the token file
-PREFIX.loss holds, as uint8, a 1 for each token of PREFIX whose loss is counted, else a 0. The layout is that of Megatron-LM's
-megatron/core/datasets/indexed_dataset.py. `megalite/data/preparation/writer.py` writes it.
+`PREFIX.json` holds what the format cannot: vocabulary size, EOS token and tokenizer. For chat data it has a
+key `chat`, and the token file PREFIX.loss holds, as uint8, a 1 for each token of PREFIX whose loss is
+counted, else a 0. The layout is that of Megatron-LM's megatron/core/datasets/indexed_dataset.py.
+`megalite/data/preparation/writer.py` writes it.
 """
 
 from pathlib import Path
@@ -34,9 +36,10 @@ def companion(prefix: str | Path, ending: str) -> Path:
 class IndexedTokens(TokenIndex):
     """A memory-mapped token file: opening costs the same for a megabyte and a terabyte.
 
-    Attributes, besides those of its index: `tokens` (all of them, flat), `metadata` (PREFIX.json) and its `vocab_size` and `eos`, `loss`
-    (PREFIX.loss for chat data, where each document is one sequence; else None). Raises DataError if the files are missing, damaged, empty
-    or do not belong together, ConfigError if PREFIX.json is broken.
+    Attributes, besides those of its index: `tokens` (all of them, flat), `metadata` (PREFIX.json) and its
+    `vocab_size` and `eos`, `loss` (PREFIX.loss for chat data, where each document is one sequence; else
+    None). Raises DataError if the files are missing, damaged, empty or do not belong together, ConfigError if
+    PREFIX.json is broken.
     """
 
     def __init__(self, prefix: str | Path):
@@ -49,19 +52,29 @@ class IndexedTokens(TokenIndex):
         self.eos: int | None = self.metadata.get("eos")
         self.loss = IndexedTokens(f"{prefix}.loss") if is_chat(prefix) else None
         if self.loss is not None and not np.array_equal(self.loss.sizes, self.sizes):
-            raise DataError(f"{prefix}.loss is not of the same documents as {prefix}. Prepare both again with megalite prepare --chat.")
+            raise DataError(
+                f"{prefix}.loss is not of the same documents as {prefix}. Prepare both again with megalite "
+                "prepare --chat."
+            )
 
     def digest_parts(self) -> list[bytes]:
-        """What identifies the content without reading all of it: both files' sizes and 16 pieces of 64 KiB spread over each."""
+        """What identifies the content without reading all of it: both files' sizes and 16 pieces of 64 KiB
+        spread over each."""
         own = [part for path in (self._idx, self._bin) for part in _probe(path)]
         return own if self.loss is None else own + self.loss.digest_parts()
 
     def _check_length(self) -> None:
         if not self._bin.is_file():
-            raise DataError(f"{self._bin} is missing: a token file is a .bin and an .idx. Prepare it again with megalite prepare.")
+            raise DataError(
+                f"{self._bin} is missing: a token file is a .bin and an .idx. Prepare it again with megalite "
+                "prepare."
+            )
         expected = len(self) * self.dtype.itemsize
         if (actual := self._bin.stat().st_size) != expected:
-            raise DataError(f"{self._bin} has {actual} bytes, its .idx counts {expected}: truncated, or not its .bin. Prepare both again.")
+            raise DataError(
+                f"{self._bin} has {actual} bytes, its .idx counts {expected}: truncated, or not its .bin. "
+                "Prepare both again."
+            )
 
 
 def _probe(path: Path, pieces: int = 16, piece: int = 1 << 16) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""What is in a token file: counts, lengths, duplicates, and documents decoded with the tokens that count. Imports no torch."""
+"""What is in a token file: counts, lengths, duplicates, and documents decoded with the tokens that count."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ class Inspection:
             "eos": file.eos,
             "tokenizer": file.metadata.get("tokenizer"),
             "kind": "text" if file.loss is None else "chat",
-            "lengths": dict(zip(names, np.percentile(sizes, (0, 50, 95, 100)).tolist(), strict=True)) | {"mean": float(sizes.mean())},
+            "lengths": dict(zip(names, np.percentile(sizes, (0, 50, 95, 100)).tolist(), strict=True))
+            | {"mean": float(sizes.mean())},
             "histogram": histogram(sizes),
             "duplicates": duplicates,
             "duplicate_share": duplicates / len(sizes),
@@ -89,7 +90,10 @@ class Inspection:
 
     def samples(self, count: int, length: int) -> list[Sample]:
         """Documents at even distances, each with up to `length` tokens."""
-        return self.decoded(np.unique(np.linspace(0, len(self.sizes) - 1, min(count, len(self.sizes))).astype(int)).tolist(), length)
+        return self.decoded(
+            np.unique(np.linspace(0, len(self.sizes) - 1, min(count, len(self.sizes))).astype(int)).tolist(),
+            length,
+        )
 
     def longest(self, count: int, length: int) -> list[Sample]:
         """The longest documents, the longest first."""
@@ -98,7 +102,10 @@ class Inspection:
     def decoded(self, documents: Sequence[int], length: int) -> list[Sample]:
         """These documents. Raises DataError for a number that the file does not have."""
         if wrong := [number for number in documents if not 0 <= number < len(self.sizes)]:
-            raise DataError(f"--document {wrong[0]} is not one of {len(self.sizes):,} documents. Give 0 to {len(self.sizes) - 1}.")
+            raise DataError(
+                f"--document {wrong[0]} is not one of {len(self.sizes):,} documents. Give 0 to "
+                f"{len(self.sizes) - 1}."
+            )
         return [self._sample(number, length) for number in documents]
 
     def _sample(self, number: int, length: int) -> Sample:
@@ -118,21 +125,33 @@ class Inspection:
         tokens, starts = self._file.tokens, self._starts.tolist()
         hashes = np.empty(len(self.sizes), np.uint64)
         for number, (start, size) in enumerate(zip(starts, self.sizes.tolist(), strict=False)):
-            hashes[number] = int.from_bytes(blake2b(tokens[start : start + size].tobytes(), digest_size=8).digest(), "little")
+            hashes[number] = int.from_bytes(
+                blake2b(tokens[start : start + size].tobytes(), digest_size=8).digest(), "little"
+            )
         return len(hashes) - len(np.unique(hashes))
 
     def _largest_id(self) -> int:
         step = 1 << 24
-        return max(int(self._file.tokens[start : start + step].max()) for start in range(0, len(self._file), step))
+        return max(
+            int(self._file.tokens[start : start + step].max()) for start in range(0, len(self._file), step)
+        )
 
 
 def histogram(sizes: NDArray[np.integer]) -> list[dict[str, int]]:
-    """Documents by length: bins from a power of two to just below the next, from the first one with documents to the last."""
+    """Documents by length: bins from a power of two to just below the next, from the first one with documents
+    to the last."""
     exponents = np.frexp(np.maximum(sizes, 1))[1] - 1
     found = []
     for exponent in range(int(exponents.min()), int(exponents.max()) + 1):
         inside = sizes[exponents == exponent]
-        found.append({"from": 2**exponent, "to": 2 ** (exponent + 1) - 1, "documents": len(inside), "tokens": int(inside.sum())})
+        found.append(
+            {
+                "from": 2**exponent,
+                "to": 2 ** (exponent + 1) - 1,
+                "documents": len(inside),
+                "tokens": int(inside.sum()),
+            }
+        )
     return found
 
 

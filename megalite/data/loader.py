@@ -1,7 +1,9 @@
-"""Samples to microbatches: sample k·G + (j·dp + r)·b + i is row i of microbatch j of step k on data-parallel rank r.
+"""Samples to microbatches: sample k·G + (j·dp + r)·b + i is row i of microbatch j of step k on data-parallel
+rank r.
 
-G is the global batch size, b the micro-batch size. One thread reads the next global batch while the current one trains. The loader stores
-no position: each step asks for the sample at which its batch starts, so resuming needs no state.
+G is the global batch size, b the micro-batch size. One thread reads the next global batch while the current
+one trains. The loader stores no position: each step asks for the sample at which its batch starts, so
+resuming needs no state.
 """
 
 import threading
@@ -23,16 +25,18 @@ from megalite.mesh.layout import AxisPlace
 class Loader:
     """The microbatches of one data-parallel rank. Sizes and options are those of a checked configuration.
 
-    dp: this rank's place among the data-parallel ranks, not the data ranks (dp · cp): the cp ranks of a replica read the same rows.
-    reset_positions: EOS ends a document; positions and attention restart after it (`Microbatch.document_start`).
-    eod_mask_loss: the prediction from an EOS, which is the next document's first token, is not counted.
-    vocab_size: a token at or above it is an error: tp ranks, which split the vocabulary, would each take it for another rank's.
-    make: makes a microbatch of whole rows: under context parallelism of this rank's part of them.
-    samples: number of samples of the dataset; rows past it are padded and not counted. None: the dataset is endless.
+    dp: this rank's place among the data-parallel ranks, not the data ranks (dp · cp): the cp ranks of a
+    replica read the same rows. reset_positions: EOS ends a document; positions and attention restart after it
+    (`Microbatch.document_start`). eod_mask_loss: the prediction from an EOS, which is the next document's
+    first token, is not counted. vocab_size: a token at or above it is an error: tp ranks, which split the
+    vocabulary, would each take it for another rank's. make: makes a microbatch of whole rows: under context
+    parallelism of this rank's part of them. samples: number of samples of the dataset; rows past it are
+    padded and not counted. None: the dataset is endless.
 
     Attributes:
         current: the microbatches that `step` has returned last.
-        size: a function that gives the size of the global batch that starts at a sample; all have `global_batch_size` unless it is
+        size: a function that gives the size of the global batch that starts at a sample; all have
+        `global_batch_size` unless it is
             replaced by one that gives smaller ones.
     """
 
@@ -51,10 +55,16 @@ class Loader:
     ):
         self.size: Callable[[int], int] = lambda first_sample: global_batch_size
         self._dataset, self._global_batch, self._end = dataset, global_batch_size, samples
-        self._reset_positions, self._eod_mask_loss, self._vocab_size = reset_positions, eod_mask_loss, vocab_size
+        self._reset_positions, self._eod_mask_loss, self._vocab_size = (
+            reset_positions,
+            eod_mask_loss,
+            vocab_size,
+        )
         self._make = make
-        offsets = np.arange(global_batch_size).reshape(-1, dp.size, micro_batch_size)  # [microbatches, dp, batch]
-        self._offsets = offsets[:, dp.rank]  # [microbatches, batch]: this rank's rows, relative to the batch's first sample
+        # [microbatches, dp, batch]
+        offsets = np.arange(global_batch_size).reshape(-1, dp.size, micro_batch_size)
+        # [microbatches, batch]: this rank's rows, relative to the batch's first sample
+        self._offsets = offsets[:, dp.rank]
         self._requests: SimpleQueue[tuple[int, Future[list[Microbatch]]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._next: tuple[int, Future[list[Microbatch]]] | None = None
@@ -62,13 +72,15 @@ class Loader:
         self.current: list[Microbatch] = []
 
     def step(self, first_sample: int) -> list[Microbatch]:
-        """This rank's microbatches of the global batch that starts at `first_sample`. Starts reading the batch after it.
+        """This rank's microbatches of the global batch that starts at `first_sample`. Starts reading the
+        batch after it.
 
         Raises the exceptions of the reading thread.
         """
         if self._closed:
             raise RuntimeError("the loader is closed")
-        if self._next is None or self._next[0] != first_sample:  # the first step, or the run went back or skipped samples
+        # the first step, or the run went back or skipped samples
+        if self._next is None or self._next[0] != first_sample:
             self._next = self._request(first_sample)
         (_, future), self._next = self._next, None
         batch = self.current = future.result()
@@ -105,18 +117,26 @@ class Loader:
             first_sample, future = request
             try:
                 microbatches = self.size(first_sample) * len(self._offsets) // self._global_batch
-                future.set_result([self._microbatch(first_sample + rows) for rows in self._offsets[:microbatches]])
+                future.set_result(
+                    [self._microbatch(first_sample + rows) for rows in self._offsets[:microbatches]]
+                )
             except BaseException as error:  # raised by the step that waits for this batch
                 future.set_exception(error)
 
     def _microbatch(self, samples: NDArray[np.int64]) -> Microbatch:
         """One microbatch. samples: [batch], the global sample index of each row."""
         last = samples.max() if self._end is None else self._end - 1  # read in place of rows past the end
-        rows = np.stack([self._dataset[int(sample)] for sample in np.minimum(samples, last)])  # [batch, seq + 1] or [batch, 3, seq]
+        # [batch, seq + 1] or [batch, 3, seq]
+        rows = np.stack([self._dataset[int(sample)] for sample in np.minimum(samples, last)])
         # [batch, seq] each; targets must not share memory with tokens, because it is masked in place
-        tokens, targets, starts = rows.swapaxes(0, 1) if self._dataset.chat else (rows[:, :-1], rows[:, 1:].copy(), None)
+        tokens, targets, starts = (
+            rows.swapaxes(0, 1) if self._dataset.chat else (rows[:, :-1], rows[:, 1:].copy(), None)
+        )
         if self._vocab_size is not None and (largest := max(tokens.max(), targets.max())) >= self._vocab_size:
-            raise DataError(f"a sample has the token {largest}, but model.vocab_size = {self._vocab_size}. Set it to the tokenizer's.")
+            raise DataError(
+                f"a sample has the token {largest}, but model.vocab_size = {self._vocab_size}. Set it to the "
+                "tokenizer's."
+            )
         if self._reset_positions and self._dataset.eos is not None:
             starts = documents.starts(tokens, self._dataset.eos)
         targets[samples > last] = IGNORE_INDEX  # rows past the end

@@ -18,7 +18,10 @@ class NamedSets(Dataset):
     def __init__(self, sets: Mapping[str, Dataset]):
         self._sets, self._each = dict(sets), list(sets.values())
         self._ends = list(accumulate(each.samples_per_epoch for each in self._each))
-        self.samples_per_epoch, self.members = self._ends[-1], [member for each in self._each for member in each.members]
+        self.samples_per_epoch, self.members = (
+            self._ends[-1],
+            [member for each in self._each for member in each.members],
+        )
         self.vocab_size, self.eos, self.chat = self._each[0].vocab_size, self._each[0].eos, self._each[0].chat
         self.fingerprint = "+".join(each.fingerprint for each in self._each)
 

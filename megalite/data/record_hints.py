@@ -15,7 +15,9 @@ KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 QUESTIONS = ("instruction", "question", "query", "prompt", "input", "inputs", "problem", "user")
 ANSWERS = ("output", "answer", "response", "completion", "target", "targets", "solution", "assistant")
 """Names that data sets give to what is asked and what is answered."""
-NOT_TEXT = re.compile(r"[\W\d_]*|[+-]?[\d.,]*(?:e[+-]?\d+|nan|inf)|\d{4}-\d\d-\d\dT\S*|\w+://\S+|[\da-f-]{16,}", re.IGNORECASE)
+NOT_TEXT = re.compile(
+    r"[\W\d_]*|[+-]?[\d.,]*(?:e[+-]?\d+|nan|inf)|\d{4}-\d\d-\d\dT\S*|\w+://\S+|[\da-f-]{16,}", re.IGNORECASE
+)
 """Numbers, times, addresses and hashes, which are strings in a .csv."""
 Record = Mapping[str, Any]
 
@@ -41,7 +43,10 @@ def for_chats(record: Record) -> str:
     if options := _conversation(record).removeprefix("--chat").strip():
         return f"The records look like conversations under other names: add {options}."
     if key := _text_key(record):
-        return f"The records look like texts: leave out --chat{'' if key == TEXT_KEY else f', and add --text_key {key}'}."
+        return (
+            "The records look like texts: leave out "
+            f"--chat{'' if key == TEXT_KEY else f', and add --text_key {key}'}."
+        )
     return ""
 
 
@@ -51,21 +56,35 @@ def _conversation(record: Record) -> str:
     if any(form <= record.keys() for form in forms):
         return "--chat"
     for key, value in record.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict) and (names := _names_in_message(value[0])) is not None:
+        if (
+            isinstance(value, list)
+            and value
+            and isinstance(value[0], dict)
+            and (names := _names_in_message(value[0])) is not None
+        ):
             return f"--chat --keys {','.join([f'messages={key}', *names])}"
     asked = next((key for key in QUESTIONS if _is_text(record, key)), None)
     answered = next((key for key in ANSWERS if _is_text(record, key)), None)
     if asked is None or answered is None:
         return ""
-    names = [f"{ours}={theirs}" for ours, theirs in (("instruction", asked), ("output", answered)) if ours != theirs]
+    names = [
+        f"{ours}={theirs}"
+        for ours, theirs in (("instruction", asked), ("output", answered))
+        if ours != theirs
+    ]
     return f"--chat --keys {','.join(names)}"
 
 
 def _names_in_message(turn: Record) -> list[str] | None:
-    """The names of role and content in a message as --keys gives them, none if they are known ones; None if it is no message."""
-    role = next((key for key, value in turn.items() if isinstance(value, str) and value in (*KNOWN_ROLES, *ROLES)), None)
+    """The names of role and content in a message as --keys gives them, none if they are known ones; None if
+    it is no message."""
+    role = next(
+        (key for key, value in turn.items() if isinstance(value, str) and value in (*KNOWN_ROLES, *ROLES)),
+        None,
+    )
     texts = {key: value for key, value in turn.items() if key != role and value and _is_text(turn, key)}
-    content = _text_key(texts) or max(texts, key=lambda key: len(texts[key]), default="")  # a message may be a number
+    # a message may be a number
+    content = _text_key(texts) or max(texts, key=lambda key: len(texts[key]), default="")
     if role is None or not content:
         return None
     ours = ("from", "value") if role == "from" else ("role", "content")
@@ -82,13 +101,24 @@ def _preference(record: Record, chat: str) -> str:
         options = f"{chat}--keys completion=chosen"
     else:
         options = f"{chat}--keys messages=chosen"
-    return f"The records are preference pairs, from which megalite does not train. To train on the chosen answers alone, add {options}."
+    return (
+        "The records are preference pairs, from which megalite does not train. To train on the chosen "
+        f"answers alone, add {options}."
+    )
 
 
 def _text_key(record: Record) -> str:
     """The key with the longest text; empty if no value is a text."""
-    texts = {key: value for key, value in record.items() if isinstance(value, str) and not NOT_TEXT.fullmatch(value)}
-    return TEXT_KEY if record.get(TEXT_KEY) and _is_text(record, TEXT_KEY) else max(texts, key=lambda key: len(texts[key]), default="")
+    texts = {
+        key: value
+        for key, value in record.items()
+        if isinstance(value, str) and not NOT_TEXT.fullmatch(value)
+    }
+    return (
+        TEXT_KEY
+        if record.get(TEXT_KEY) and _is_text(record, TEXT_KEY)
+        else max(texts, key=lambda key: len(texts[key]), default="")
+    )
 
 
 def _is_text(record: Record, key: str) -> bool:

@@ -1,6 +1,8 @@
-"""What a sentencepiece model file holds: pieces, scores, and the options of its normalizer, which its library does not give access to.
+"""What a sentencepiece model file holds: pieces, scores, and the options of its normalizer, which its library
+does not give access to.
 
-The file is a protocol buffer (sentencepiece_model.proto): each field is a key, number · 8 + type, and a value.
+The file is a protocol buffer (sentencepiece_model.proto): each field is a key, number · 8 + type, and a
+value.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ class SentencePieceModel:
 
     Attributes:
         pieces, scores, types: those of each id.
-        charsmap: compiled normalization rules; empty if text is not normalized.
-        add_dummy_prefix: a text begins with a space. remove_extra_whitespaces: so does none other, and runs of spaces are one.
+        charsmap: compiled normalization rules; empty if text is not normalized. add_dummy_prefix: a text
+        begins with a space. remove_extra_whitespaces: so does none other, and runs of spaces are one.
     """
 
     model_type: int = ModelType.UNIGRAM
@@ -65,11 +67,16 @@ def parse(content: bytes) -> SentencePieceModel:
         elif number == 2:
             trainer = dict(_fields(_bytes(value)))
             model.model_type = _int(trainer.get(3, ModelType.UNIGRAM))
-            model.whitespace_as_suffix, model.byte_fallback = bool(trainer.get(24, 0)), bool(trainer.get(35, 0))
+            model.whitespace_as_suffix, model.byte_fallback = (
+                bool(trainer.get(24, 0)),
+                bool(trainer.get(35, 0)),
+            )
         elif number == 3:
             rules = dict(_fields(_bytes(value)))
             model.charsmap = _bytes(rules.get(2, b""))
-            model.add_dummy_prefix, model.remove_extra_whitespaces, model.escape_whitespaces = (bool(rules.get(i, 1)) for i in (3, 4, 5))
+            model.add_dummy_prefix, model.remove_extra_whitespaces, model.escape_whitespaces = (
+                bool(rules.get(i, 1)) for i in (3, 4, 5)
+            )
     return model
 
 

@@ -1,4 +1,5 @@
-"""Refuses to bring together what different tokenizers made: the same id would mean one piece there and another here."""
+"""Refuses to bring together what different tokenizers made: the same id would mean one piece there and
+another here."""
 
 from __future__ import annotations
 
@@ -22,19 +23,28 @@ OPTION = "data.allow_tokenizer_change = true"
 
 @dataclass(frozen=True)
 class Tokenized:
-    """Something made with a tokenizer, or the tokenizer itself. what: its option and value, as messages name it."""
+    """Something made with a tokenizer, or the tokenizer itself. what: its option and value, as messages name
+    it."""
 
     what: str
     tokenizer: TokenizerIdentity
     itself: bool = False
 
 
-def compare(here: Tokenized, there: Tokenized, *, allow: bool, way_out: str, option: str = OPTION, may_add: bool = False) -> list[str]:
+def compare(
+    here: Tokenized,
+    there: Tokenized,
+    *,
+    allow: bool,
+    way_out: str,
+    option: str = OPTION,
+    may_add: bool = False,
+) -> list[str]:
     """Raise ConfigError if two things were made with different tokenizers, unless that is allowed.
 
     Args:
-        way_out: how to avoid the change, as the beginning of a sentence that goes on with the option that accepts it.
-        option: the option that accepts it.
+        way_out: how to avoid the change, as the beginning of a sentence that goes on with the option that
+        accepts it. option: the option that accepts it.
         may_add: the tokenizer here may have tokens after those of the other one.
 
     Returns:
@@ -51,7 +61,10 @@ def compare(here: Tokenized, there: Tokenized, *, allow: bool, way_out: str, opt
             return []
         unknown = there if here.tokenizer.can_be_known else here
         other = here if unknown is there else there
-        return [f"the tokenizer of {unknown.what} is not known, so whether it is that of {other.what} is not checked"]
+        return [
+            f"the tokenizer of {unknown.what} is not known, so whether it is that of {other.what} is not "
+            "checked"
+        ]
     loaded = _loaded(there.tokenizer, here.tokenizer) if may_add or not allow else ""
     if may_add and not isinstance(loaded, str) and (added := added_pieces(*loaded)) is not None:
         pieces = ", ".join(map(_piece, islice(added, SHOWN))) + (", …" if len(added) > SHOWN else "")
@@ -86,9 +99,13 @@ def _loaded(*identities: TokenizerIdentity) -> list[Tokenizer] | str:
 
 
 def added_pieces(there: Tokenizer, here: Tokenizer) -> list[str] | None:
-    """What the second tokenizer adds to the first one; None if any id of the first means something else in it."""
+    """What the second tokenizer adds to the first one; None if any id of the first means something else in
+    it."""
     old, new = there.structure(), here.structure()
-    changed = any(before not in ("", now) for before, now in zip_longest(old.pieces, new.pieces[: len(old.pieces)], fillvalue=""))
+    changed = any(
+        before not in ("", now)
+        for before, now in zip_longest(old.pieces, new.pieces[: len(old.pieces)], fillvalue="")
+    )
     if changed or old.rules != new.rules or not old.special.items() <= new.special.items():
         return None
     before = old.pieces + [""] * (len(new.pieces) - len(old.pieces))
@@ -111,7 +128,9 @@ def differences(there: Tokenizer, here: Tokenizer) -> Iterator[str]:
         if before_ids != now_ids:
             yield f"all pieces are the same, and {_difference(before_ids, now_ids, pieces[0])}"
             return
-    yield "all pieces and the ids of the probe texts are the same, but not the merges, scores or control tokens"
+    yield (
+        "all pieces and the ids of the probe texts are the same, but not the merges, scores or control tokens"
+    )
 
 
 def _piece(piece: str) -> str:
@@ -120,7 +139,10 @@ def _piece(piece: str) -> str:
 
 def _difference(before: Sequence[int], now: Sequence[int], pieces: Sequence[str]) -> str:
     """Where two encodings of a text first differ."""
-    same = next((i for i, (one, other) in enumerate(zip(before, now, strict=False)) if one != other), min(len(before), len(now)))
+    same = next(
+        (i for i, (one, other) in enumerate(zip(before, now, strict=False)) if one != other),
+        min(len(before), len(now)),
+    )
     one, other = (_ids(ids[same : same + SHOWN], pieces) for ids in (before, now))
     return f"a text becomes {one} there and {other} here"
 
@@ -139,9 +161,11 @@ def of_data(data: DataConfig) -> TokenizerIdentity:
 
 
 def one_tokenizer(data: DataConfig) -> list[str]:
-    """Check that all token files of training and validation data were made with one tokenizer. Raises ConfigError; returns lines for the
-    user."""
-    files = [(option, prefix) for option in ("train", "validation") for prefix in prefixes(getattr(data, option))]
+    """Check that all token files of training and validation data were made with one tokenizer. Raises
+    ConfigError; returns lines for the user."""
+    files = [
+        (option, prefix) for option in ("train", "validation") for prefix in prefixes(getattr(data, option))
+    ]
     made = [Tokenized(f"data.{option} = {prefix}", of_token_file(prefix)) for option, prefix in files]
     known = [each for each in made if each.tokenizer.can_be_known]
     notes = _templates(made)
@@ -154,6 +178,12 @@ def one_tokenizer(data: DataConfig) -> list[str]:
 
 def _templates(made: Sequence[Tokenized]) -> list[str]:
     """A line for the user if conversations were rendered with several chat templates, which may be meant."""
-    first = {each.tokenizer.template_hash: each.what for each in reversed(made) if each.tokenizer.template_hash is not None}
+    first = {
+        each.tokenizer.template_hash: each.what
+        for each in reversed(made)
+        if each.tokenizer.template_hash is not None
+    }
     listed = ", ".join(f"{what} (hash {template})" for template, what in first.items())
-    return [f"the conversations were rendered with several chat templates: {listed}"] if len(first) > 1 else []
+    return (
+        [f"the conversations were rendered with several chat templates: {listed}"] if len(first) > 1 else []
+    )

@@ -1,7 +1,9 @@
-"""A run's own copy of the tokenizer of its data, RUN/tokenizer/: its model can be used when the tokenizer's place is gone or has changed.
+"""A run's own copy of the tokenizer of its data, RUN/tokenizer/: its model can be used when the tokenizer's
+place is gone or has changed.
 
-The copy is found by the digest of its files, so that it is exactly what the checkpoint records. A run whose tokenizer was changed
-(data.allow_tokenizer_change) has the second one in RUN/tokenizer-2/. Bytes need no copy.
+The copy is found by the digest of its files, so that it is exactly what the checkpoint records. A run whose
+tokenizer was changed (data.allow_tokenizer_change) has the second one in RUN/tokenizer-2/. Bytes need no
+copy.
 """
 
 from __future__ import annotations
@@ -22,10 +24,16 @@ NAME = "tokenizer"
 
 
 def keep(data: DataConfig, run: Path) -> None:
-    """Store the tokenizer of the training data in a run's directory, unless it is there or is not what made the data. Never fails."""
+    """Store the tokenizer of the training data in a run's directory, unless it is there or is not what made
+    the data. Never fails."""
     with suppress(OSError, ConfigError):
         identity = of_data(data)
-        if identity.name is None or identity.name == "byte" or not is_there(identity) or _copy(identity, run) is not None:
+        if (
+            identity.name is None
+            or identity.name == "byte"
+            or not is_there(identity)
+            or _copy(identity, run) is not None
+        ):
             return
         place = Path(identity.name)
         temporary = run / f".{NAME}.{os.getpid()}"
@@ -40,7 +48,8 @@ def keep(data: DataConfig, run: Path) -> None:
 
 
 def located(recorded: TokenizerIdentity, checkpoint: Path) -> TokenizerIdentity:
-    """The tokenizer that a checkpoint records, under the name of its run's copy where its own place does not hold it any more."""
+    """The tokenizer that a checkpoint records, under the name of its run's copy where its own place does not
+    hold it any more."""
     if recorded.name is None or is_there(recorded):
         return recorded
     place = _copy(recorded, checkpoint.resolve().parent.parent)

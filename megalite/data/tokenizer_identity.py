@@ -1,15 +1,19 @@
-"""Which tokenizer made data, weights or an export: a fingerprint of what it does, recorded with them and compared where they meet.
+"""Which tokenizer made data, weights or an export: a fingerprint of what it does, recorded with them and
+compared where they meet.
 
-Tokenizers that give every text the same ids have one fingerprint, whatever their files are: a sentencepiece model and the tokenizer.json
-made of it, vocab.json with merges.txt and tokenizer.json, files of other versions of the tokenizers library. It covers
+Tokenizers that give every text the same ids have one fingerprint, whatever their files are: a sentencepiece
+model and the tokenizer.json made of it, vocab.json with merges.txt and tokenizer.json, files of other
+versions of the tokenizers library. It covers
 
 - the piece of every id, and which ids are control tokens,
 - merges in their order (byte-pair encoding) or scores (unigram), in the form of `tokenizer_structure`,
-- the ids of fixed probe texts, of the text of every piece, and of the spelling of every control token inside a text. That is how
-  normalization, splitting into words, byte fallback and unknown characters are compared: files describe them in too many ways.
+- the ids of fixed probe texts, of the text of every piece, and of the spelling of every control token inside
+  a text. That is how normalization, splitting into words, byte fallback and unknown characters are compared:
+  files describe them in too many ways.
 
-It does not cover the chat template, which has its own hash; which ids are EOS and BOS; decoding; and white space at the very beginning of a
-text, where the same files give different ids in different versions of transformers.
+It does not cover the chat template, which has its own hash; which ids are EOS and BOS; decoding; and white
+space at the very beginning of a text, where the same files give different ids in different versions of
+transformers.
 
 `digest` identifies the files: tokenizers with equal files are equal, and no library has to read them.
 """
@@ -44,14 +48,23 @@ ENTRY = "megalite.json"
 VERSION = "1"
 """Of the definition of fingerprints: those of different versions cannot be compared."""
 PROBES = (
-    "The quick brown fox's 12 don't, they'LL we've I'm O'Neill—“quoted” text; e.g. U.S.A. 3.14159, 1,000,000 and 1234567890 12:34:56.",
+    "The quick brown fox's 12 don't, they'LL we've I'm O'Neill—“quoted” text; e.g. U.S.A. 3.14159, 1,000,000 "
+    "and 1234567890 12:34:56.",
     "a  b   c    d     e\tf\t\tg\nh\n\ni\n\n\nj\r\nk \n l\n  m\n    n\n        o  \n\n    p\t\n",
-    "def f(x: int = 0) -> str:\n    return f'{x!r:>10}' if x != 0x1F else \"\\n\"  # {[(<>)]} && || ** // == <= += $a @b ~c `d`\n",
-    "Grüße, naïve façade, Ærøskøbing, İstanbul, ǅ, ﬁ ﬀ, e\u0301 vs \u00e9, ½ ² Ⅷ ﷺ ＡＢＣ\u3000full\u00a0width\u2003em\u200bzero\u2028z",
-    "Русский текст, Ελληνικά, עברית, العربية ١٢٣, हिन्दी १२३, ไทย, 日本語のテキスト、中文字符。한국어, አማርኛ, \ufeff 𝔘𝔫𝔦 \U0010fffd",
+    "def f(x: int = 0) -> str:\n    return f'{x!r:>10}' if x != 0x1F else \"\\n\"  # {[(<>)]} && || ** // == "
+    "<= += $a @b ~c `d`\n",
+    "Grüße, naïve façade, Ærøskøbing, İstanbul, ǅ, ﬁ ﬀ, e\u0301 vs \u00e9, ½ ² Ⅷ ﷺ "
+    "ＡＢＣ\u3000full\u00a0width\u2003em\u200bzero\u2028z",
+    "Русский текст, Ελληνικά, עברית, العربية ١٢٣, हिन्दी १२३, ไทย, 日本語のテキスト、中文字符。한국어, አማርኛ, \ufeff 𝔘𝔫𝔦 "
+    "\U0010fffd",
     '🎉 👍🏽 👩\u200d👩\u200d👧\u200d👦 🏳\ufe0f\u200d🌈 x="</s>" <s> <unk> <pad> <0x0A> <|endoftext|>',
-    "<|im_start|>user<|im_end|> [INST] [CLS] <think> <|eot_id|> <bos> <|user|> \u2581 Ġ Ċ ## @@ \x00\x01\x7f\x1b[0m",
-    *(f"x{letter * count}" for letter in (" ", "\n", "\t", "-", "=", "a", "0", "é", "中") for count in (2, 3, 5, 7, 16, 33, 100)),
+    "<|im_start|>user<|im_end|> [INST] [CLS] <think> <|eot_id|> <bos> <|user|> \u2581 Ġ Ċ ## @@ "
+    "\x00\x01\x7f\x1b[0m",
+    *(
+        f"x{letter * count}"
+        for letter in (" ", "\n", "\t", "-", "=", "a", "0", "é", "中")
+        for count in (2, 3, 5, 7, 16, 33, 100)
+    ),
     *(word for word in ("a", "A", "1", "é", "Hello", "hello world", "x ", "x\n", "x\t", "")),
 )
 """Texts that tokenizers treat differently. None begins with white space."""
@@ -66,8 +79,9 @@ class TokenizerIdentity:
         name: byte, or the path of its files when it was recorded; None if that is not known.
         fingerprint: None if it is not known, or not computed.
         digest: of its files; None if it is not known.
-        template_hash: of the chat template that conversations were rendered with, or None.
-        readable: `name` is the tokenizer itself, not a record of it, so that its fingerprint can be computed where none is stored.
+        template_hash: of the chat template that conversations were rendered with, or None. readable: `name`
+        is the tokenizer itself, not a record of it, so that its fingerprint can be computed where none is
+        stored.
     """
 
     name: str | None = None
@@ -79,10 +93,13 @@ class TokenizerIdentity:
     @property
     def can_be_known(self) -> bool:
         """Whether there is a fingerprint, or one can be computed."""
-        return self.fingerprint is not None or self.name == "byte" or (self.readable and self.name is not None)
+        return (
+            self.fingerprint is not None or self.name == "byte" or (self.readable and self.name is not None)
+        )
 
     def known(self) -> str | None:
-        """The fingerprint, computed where it is not stored; None if it is not known. Raises DataError if files cannot be read."""
+        """The fingerprint, computed where it is not stored; None if it is not known. Raises DataError if
+        files cannot be read."""
         if self.fingerprint is None and self.name is not None and self.can_be_known:
             return fingerprint_of(self.name, self.digest)
         return self.fingerprint
@@ -104,22 +121,26 @@ class TokenizerIdentity:
 def of_record(record: Mapping[str, Any] | None) -> TokenizerIdentity:
     """The inverse of `TokenizerIdentity.record`; nothing is known where there is none."""
     record = record or {}
-    name, fingerprint, digest, template_hash = (record.get(key) for key in ("name", "fingerprint", "digest", "template_hash"))
+    name, fingerprint, digest, template_hash = (
+        record.get(key) for key in ("name", "fingerprint", "digest", "template_hash")
+    )
     return TokenizerIdentity(name, fingerprint, digest, template_hash)
 
 
 def of_tokenizer(name: str | Path) -> TokenizerIdentity:
     """The tokenizer `byte`, FILE.model, tokenizer.json or a Hugging Face directory as it is now.
 
-    The fingerprint is that of a megalite.json next to unchanged files, else it is computed when it is needed. Of a directory without a
-    tokenizer only what megalite.json records is known.
+    The fingerprint is that of a megalite.json next to unchanged files, else it is computed when it is needed.
+    Of a directory without a tokenizer only what megalite.json records is known.
     """
     name = place_of(name)
     files, recorded = tokenizer_files(name), _entry(Path(name))
     if str(name) != "byte" and not files:
         return recorded
     digest = digest_of(name, files)
-    return TokenizerIdentity(_absolute(name), recorded.fingerprint if recorded.digest == digest else None, digest, readable=True)
+    return TokenizerIdentity(
+        _absolute(name), recorded.fingerprint if recorded.digest == digest else None, digest, readable=True
+    )
 
 
 def _entry(directory: Path) -> TokenizerIdentity:
@@ -131,12 +152,15 @@ def _entry(directory: Path) -> TokenizerIdentity:
 
 
 def of_token_file(prefix: str | Path) -> TokenizerIdentity:
-    """The tokenizer that made a token file, as PREFIX.json records it. Raises ConfigError if that is broken."""
+    """The tokenizer that made a token file, as PREFIX.json records it. Raises ConfigError if that is
+    broken."""
     facts = metadata(prefix)
     name = facts.get("tokenizer")
     place = name if name in (None, "byte") else _absolute(Path(prefix).parent / name)
     template = facts["chat"].get("template_hash") if isinstance(facts.get("chat"), dict) else None
-    return TokenizerIdentity(place, facts.get("tokenizer_fingerprint"), facts.get("tokenizer_digest"), template)
+    return TokenizerIdentity(
+        place, facts.get("tokenizer_fingerprint"), facts.get("tokenizer_digest"), template
+    )
 
 
 def _absolute(name: str | Path) -> str:
@@ -144,14 +168,16 @@ def _absolute(name: str | Path) -> str:
 
 
 def place_of(name: str | Path) -> str | Path:
-    """The name of a tokenizer as given, but the directory in place of its tokenizer.json where that has its settings beside it."""
+    """The name of a tokenizer as given, but the directory in place of its tokenizer.json where that has its
+    settings beside it."""
     path = Path(name)
     has_settings = path.name == TOKENIZER_JSON and path.is_file() and path.with_name(SETTINGS).is_file()
     return path.parent if has_settings else name
 
 
 def tokenizer_files(name: str | Path) -> list[Path]:
-    """The files of the tokenizer `byte`, FILE.model, tokenizer.json or a Hugging Face directory, sorted; empty if there are none."""
+    """The files of the tokenizer `byte`, FILE.model, tokenizer.json or a Hugging Face directory, sorted;
+    empty if there are none."""
     path = Path(name)
     if str(name) == "byte" or not path.is_dir():
         return [path] if path.is_file() else []
@@ -172,7 +198,8 @@ def _place_of(file: Path, name: str | Path) -> str:
 
 
 def digest_of(name: str | Path, files: list[Path]) -> str:
-    """A hash of a tokenizer's files and, since AutoTokenizer reads it, of the model_type in a config.json next to them."""
+    """A hash of a tokenizer's files and, since AutoTokenizer reads it, of the model_type in a config.json
+    next to them."""
     digest = sha256(b"byte" if str(name) == "byte" else b"")
     for path in files:
         content = path.read_bytes()
@@ -183,14 +210,18 @@ def digest_of(name: str | Path, files: list[Path]) -> str:
         try:
             digest.update(str(json.loads(config.read_bytes()).get("model_type")).encode())
         except (ValueError, AttributeError):
-            raise ConfigError(f"{config} is not a JSON object. Give the directory of a tokenizer or a model.") from None
+            raise ConfigError(
+                f"{config} is not a JSON object. Give the directory of a tokenizer or a model."
+            ) from None
     return digest.hexdigest()[:32]
 
 
 @cache
 def fingerprint_of(name: str, digest: str | None) -> str:
-    """The fingerprint of the tokenizer with these files; computed once for each content. Raises DataError if they cannot be read."""
-    from megalite.data.tokenizers import load  # training needs it only where it cannot rely on what is recorded
+    """The fingerprint of the tokenizer with these files; computed once for each content. Raises DataError if
+    they cannot be read."""
+    # training needs it only where it cannot rely on what is recorded
+    from megalite.data.tokenizers import load
 
     return fingerprint(load(name))
 
@@ -207,7 +238,8 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 
 def probes(structure: TokenizerStructure) -> Iterator[str]:
-    """The texts whose ids are part of the fingerprint: PROBES, and all pieces and control tokens of the vocabulary."""
+    """The texts whose ids are part of the fingerprint: PROBES, and all pieces and control tokens of the
+    vocabulary."""
     yield from PROBES
     texts = structure.texts()
     for start in range(0, len(texts), TOGETHER):

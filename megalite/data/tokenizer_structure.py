@@ -1,7 +1,9 @@
-"""The parts of a tokenizer that its files determine, in a form that does not depend on the kind of file or on the library's version.
+"""The parts of a tokenizer that its files determine, in a form that does not depend on the kind of file or on
+the library's version.
 
-Of a byte-pair encoding the merges are listed in order. Where every way to split a piece into two pieces is a merge, as in a sentencepiece
-model, whose ranks belong to pieces, the pieces in that order say the same; so a sentencepiece model and its tokenizer.json have one form.
+Of a byte-pair encoding the merges are listed in order. Where every way to split a piece into two pieces is a
+merge, as in a sentencepiece model, whose ranks belong to pieces, the pieces in that order say the same; so a
+sentencepiece model and its tokenizer.json have one form.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ class TokenizerStructure:
     """What a tokenizer is made of.
 
     Attributes:
-        pieces: the spelling of each id, as in its files; empty if the id has none.
-        special: ids that text never becomes, only a chat template → the white space that they take in, mostly none.
-        rules: the model's type, followed by merges or scores.
+        pieces: the spelling of each id, as in its files; empty if the id has none. special: ids that text
+        never becomes, only a chat template → the white space that they take in, mostly none. rules: the
+        model's type, followed by merges or scores.
     """
 
     pieces: list[str]
@@ -49,7 +51,8 @@ def _decoded(piece: str, to_byte: dict[str, int]) -> str:
 
 
 def byte_letters() -> list[str]:
-    """The letter for each byte in the pieces of a byte-level tokenizer (GPT-2's): its own where it is visible, else from U+0100 on."""
+    """The letter for each byte in the pieces of a byte-level tokenizer (GPT-2's): its own where it is
+    visible, else from U+0100 on."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte) if byte in visible else chr(next(others)) for byte in range(256)]
@@ -68,12 +71,16 @@ def of_sentencepiece(model: SentencePieceModel) -> TokenizerStructure:
         ranked = sorted(normal, key=lambda i: (-model.scores[i], i))
         rules = ["BPE", *(model.pieces[i] for i in ranked if any(splits(model.pieces[i], whole)))]
     else:
-        rules = [ModelType(model.model_type).name.capitalize(), *_scored((model.pieces[i], model.scores[i]) for i in normal)]
+        rules = [
+            ModelType(model.model_type).name.capitalize(),
+            *_scored((model.pieces[i], model.scores[i]) for i in normal),
+        ]
     return TokenizerStructure(list(model.pieces), special, rules)
 
 
 def of_tokenizer_json(content: dict[str, Any], pieces: dict[str, int]) -> TokenizerStructure:
-    """The structure of a tokenizer of the tokenizers library. content: tokenizer.json; pieces: all pieces → ids, added ones included."""
+    """The structure of a tokenizer of the tokenizers library. content: tokenizer.json; pieces: all pieces →
+    ids, added ones included."""
     model, added = content["model"], content.get("added_tokens") or []
     kind = model.get("type", "BPE" if "merges" in model else "WordPiece")  # old files do not name it
     reserved = BYTE_PIECES | {token["content"] for token in added}
@@ -101,11 +108,14 @@ def splits(piece: str, whole: Collection[str]) -> Iterator[tuple[str, str]]:
     return ((left, right) for left, right in pairs if left in whole and right in whole)
 
 
-def _merges(merges: Sequence[str | Sequence[str]], vocabulary: Iterable[str], reserved: frozenset[str]) -> list[str]:
-    """The pieces in the order in which they are merged if the merges are all their splits, else the merges in order.
+def _merges(
+    merges: Sequence[str | Sequence[str]], vocabulary: Iterable[str], reserved: frozenset[str]
+) -> list[str]:
+    """The pieces in the order in which they are merged if the merges are all their splits, else the merges in
+    order.
 
-    Merges to control tokens and bytes, which sentencepiece does not know and conversions of it have, are left out: where they occur in a
-    text, its ids differ.
+    Merges to control tokens and bytes, which sentencepiece does not know and conversions of it have, are left
+    out: where they occur in a text, its ids differ.
     """
     pairs = [tuple(merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in merges]
     pairs = [(left, right) for left, right in pairs if reserved.isdisjoint((left, right, left + right))]

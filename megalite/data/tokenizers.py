@@ -1,7 +1,8 @@
 """Text to token ids and back: bytes, a sentencepiece model, or a Hugging Face tokenizer directory.
 
-Libraries are imported by the tokenizer that needs them. `encode` adds no special tokens: the caller ends each document with `eos`.
-`encode_rendered` encodes the output of a chat template, in which control tokens are spelled out.
+Libraries are imported by the tokenizer that needs them. `encode` adds no special tokens: the caller ends each
+document with `eos`. `encode_rendered` encodes the output of a chat template, in which control tokens are
+spelled out.
 """
 
 import copy
@@ -25,12 +26,13 @@ from megalite.data.tokenizer_identity import SETTINGS, place_of, tokenizer_files
 from megalite.data.tokenizer_structure import TokenizerStructure
 
 OPEN, CLOSE, EOS_TEXT = "\udc00", "\udc01", "\udc02"
-"""Lone surrogates, which no valid text has. OPEN and CLOSE enclose text that is spelled like a control token but is not one; EOS_TEXT is
-replaced by EOS."""
+"""Lone surrogates, which no valid text has. OPEN and CLOSE enclose text that is spelled like a control token
+but is not one; EOS_TEXT is replaced by EOS."""
 BYTE_EOS = "<|endoftext|>"
 """How an export spells the EOS of `byte`, which no text has as its own."""
 USUAL_EOS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|eos|>", "<eos>", "[EOS]", "<｜end▁of▁sentence｜>")
-"""Names of EOS. A tokenizer.json without settings does not say which token it is: it is the one with such a name."""
+"""Names of EOS. A tokenizer.json without settings does not say which token it is: it is the one with such a
+name."""
 Placed = list[tuple[int, int, int]]
 """(token, start, stop): tokens with the characters [start, stop) of the text that each encodes."""
 
@@ -38,12 +40,14 @@ Placed = list[tuple[int, int, int]]
 class Tokenizer(Protocol):
     """The interface that preparation, generation and evaluation use.
 
-    Attributes: `name` is the argument of `load`; `vocab_size` counts every id, special ones included, and `unused_ids` those without a
-    token; `eos` ends a document; `bos` begins a text, None if the tokenizer has no such token; `adds_bos` is whether its library adds
-    `bos` to every text; `files` are those that it was read from. `chat_template` is its own, or None; `special_tokens` maps the names that
-    a template uses to control tokens; `controls` are all texts that `encode_rendered` encodes as control tokens, `added` those of all
-    tokens that were added to the vocabulary, and `ends` those of the tokens that end the model's texts by its configuration;
-    `other_templates` are the names of its templates that are not the default. `decode` leaves control tokens out, and `spell` spells them.
+    Attributes: `name` is the argument of `load`; `vocab_size` counts every id, special ones included, and
+    `unused_ids` those without a token; `eos` ends a document; `bos` begins a text, None if the tokenizer has
+    no such token; `adds_bos` is whether its library adds `bos` to every text; `files` are those that it was
+    read from. `chat_template` is its own, or None; `special_tokens` maps the names that a template uses to
+    control tokens; `controls` are all texts that `encode_rendered` encodes as control tokens, `added` those
+    of all tokens that were added to the vocabulary, and `ends` those of the tokens that end the model's texts
+    by its configuration; `other_templates` are the names of its templates that are not the default. `decode`
+    leaves control tokens out, and `spell` spells them.
     """
 
     name: str
@@ -92,7 +96,11 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def encode_rendered(self, text: str) -> Placed:
-        return [(i, at, at + 1) for at, one in enumerate(text) for i in ([self.eos] if one == EOS_TEXT else one.encode())]
+        return [
+            (i, at, at + 1)
+            for at, one in enumerate(text)
+            for i in ([self.eos] if one == EOS_TEXT else one.encode())
+        ]
 
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
@@ -105,7 +113,8 @@ class ByteTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece model file. The only character that does not survive a round trip is U+2581, sentencepiece's mark for a space."""
+    """A sentencepiece model file. The only character that does not survive a round trip is U+2581,
+    sentencepiece's mark for a space."""
 
     other_templates: tuple[str, ...] = ()
 
@@ -116,12 +125,21 @@ class SentencePieceTokenizer:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
         except RuntimeError:
             raise DataError(
-                f"--tokenizer {path} is not a sentencepiece model. Give a .model file, a Hugging Face tokenizer directory, or byte."
+                f"--tokenizer {path} is not a sentencepiece model. Give a .model file, a Hugging Face "
+                "tokenizer directory, or byte."
             ) from None
-        self.name, self.files, self.vocab_size, self.eos = str(path), [path], self._model.vocab_size(), self._model.eos_id()
+        self.name, self.files, self.vocab_size, self.eos = (
+            str(path),
+            [path],
+            self._model.vocab_size(),
+            self._model.eos_id(),
+        )
         self.unused_ids = 0
         if self.eos < 0:
-            raise DataError(f"--tokenizer {path} has no end-of-sentence piece, in which every document must end. Train it with an eos_id.")
+            raise DataError(
+                f"--tokenizer {path} has no end-of-sentence piece, in which every document must end. Train "
+                "it with an eos_id."
+            )
         self.bos, self.adds_bos = self._model.bos_id() if self._model.bos_id() >= 0 else None, False
         self.chat_template, self.special_tokens = _no_chat()
         self.controls, self.added, self.ends = _only_eos()
@@ -137,7 +155,10 @@ class SentencePieceTokenizer:
         at = 0
         for part in text.split(EOS_TEXT):
             encoded = self._model.encode(part, out_type="offset_mapping")
-            found += [(i, at + start, at + stop) for i, (start, stop) in zip(encoded["ids"], encoded["offsets"], strict=True)]
+            found += [
+                (i, at + start, at + stop)
+                for i, (start, stop) in zip(encoded["ids"], encoded["offsets"], strict=True)
+            ]
             at += len(part) + 1
             found.append((self.eos, at - 1, at))
         return found[:-1]  # no EOS follows the last part
@@ -155,7 +176,10 @@ class SentencePieceTokenizer:
 
     def spell(self, ids: list[int]) -> str:
         plain = groupby(ids, self._model.is_control)
-        return "".join("".join(map(self._model.id_to_piece, run)) if control else self._model.decode(list(run)) for control, run in plain)
+        return "".join(
+            "".join(map(self._model.id_to_piece, run)) if control else self._model.decode(list(run))
+            for control, run in plain
+        )
 
 
 class HuggingFaceTokenizer:
@@ -176,7 +200,9 @@ class HuggingFaceTokenizer:
         self.files = tokenizer_files(path)
         template = self._tokenizer.chat_template
         self.chat_template = template.get("default") if isinstance(template, dict) else template
-        self.other_templates = tuple(sorted(template.keys() - {"default"})) if isinstance(template, dict) else ()
+        self.other_templates = (
+            tuple(sorted(template.keys() - {"default"})) if isinstance(template, dict) else ()
+        )
         self.special_tokens: dict[str, Any] = self._tokenizer.special_tokens_map
         added = self._tokenizer.added_tokens_decoder
         self.controls = [token.content for token in added.values() if token.special]
@@ -184,14 +210,17 @@ class HuggingFaceTokenizer:
         self.ends = [added[i].content for i in _end_ids(path) if i in added]
 
     def __getstate__(self) -> dict[str, Any]:
-        """A worker gets the tokenizer without transformers' object, whose import takes seconds; it encodes, and cannot decode."""
+        """A worker gets the tokenizer without transformers' object, whose import takes seconds; it encodes,
+        and cannot decode."""
         return {**self.__dict__, "_tokenizer": None} if self._backend is not None else self.__dict__
 
     def encode_rendered(self, text: str) -> Placed:
-        """Text between OPEN and CLOSE never becomes a control token. Raises DataError if the tokenizer has no offsets."""
+        """Text between OPEN and CLOSE never becomes a control token. Raises DataError if the tokenizer has no
+        offsets."""
         if self._backend is None and not self._tokenizer.is_fast:
             raise DataError(
-                f"--tokenizer {self.name} does not say where its tokens are in a text. Chat data needs one with a tokenizer.json."
+                f"--tokenizer {self.name} does not say where its tokens are in a text. Chat data needs one "
+                "with a tokenizer.json."
             )
         found: Placed = []
         at = 0
@@ -216,7 +245,12 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         if self._backend is None:
-            return [self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False) for text in texts]
+            return [
+                self._tokenizer.encode(
+                    text, add_special_tokens=False, split_special_tokens=True, verbose=False
+                )
+                for text in texts
+            ]
         self._backend.encode_special_tokens = True
         return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
@@ -226,8 +260,12 @@ class HuggingFaceTokenizer:
     def structure(self) -> TokenizerStructure:
         pieces = self._tokenizer.get_vocab()
         if self._tokenizer.is_fast:
-            return structures.of_tokenizer_json(json.loads(self._tokenizer.backend_tokenizer.to_str()), pieces)
-        special = {i: "" for i, token in sorted(self._tokenizer.added_tokens_decoder.items()) if token.special}
+            return structures.of_tokenizer_json(
+                json.loads(self._tokenizer.backend_tokenizer.to_str()), pieces
+            )
+        special = {
+            i: "" for i, token in sorted(self._tokenizer.added_tokens_decoder.items()) if token.special
+        }
         return TokenizerStructure(structures.spelled(pieces), special, [])
 
     def spell(self, ids: list[int]) -> str:
@@ -242,24 +280,34 @@ def _read(path: Path) -> Any:
     alone = path.is_file()
     try:
         tokenizer: Any = (
-            PreTrainedTokenizerFast(tokenizer_file=str(path)) if alone else AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            PreTrainedTokenizerFast(tokenizer_file=str(path))
+            if alone
+            else AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         )
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError and others for files that it cannot read
+    except (
+        Exception
+    ) as error:  # transformers raises OSError, ValueError, KeyError and others for files that it cannot read
         what = "a tokenizer.json" if alone else "a tokenizer directory"
-        raise DataError(f"--tokenizer {path} is not {what} that transformers reads ({_first_line(error)}).") from None
+        raise DataError(
+            f"--tokenizer {path} is not {what} that transformers reads ({_first_line(error)})."
+        ) from None
     if tokenizer.eos_token_id is None and (alone or not (path / SETTINGS).is_file()):
-        usual = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content in USUAL_EOS]
+        usual = [
+            token.content for token in tokenizer.added_tokens_decoder.values() if token.content in USUAL_EOS
+        ]
         if len(usual) == 1:
             tokenizer.eos_token = usual[0]
     if tokenizer.eos_token_id is None:
         raise DataError(
-            f"--tokenizer {path} names no eos_token, in which every document must end. Set it in {SETTINGS} beside tokenizer.json."
+            f"--tokenizer {path} names no eos_token, in which every document must end. Set it in {SETTINGS} "
+            "beside tokenizer.json."
         )
     return tokenizer
 
 
 def _backend(tokenizer: Any) -> Any:
-    """A copy of the tokenizer of the `tokenizers` library that transformers wraps; None if there is none, or if its class changes texts.
+    """A copy of the tokenizer of the `tokenizers` library that transformers wraps; None if there is none, or
+    if its class changes texts.
 
     It gives the same tokens in less time, and a process can use it without importing transformers.
     """
@@ -267,7 +315,10 @@ def _backend(tokenizer: Any) -> Any:
 
     if not isinstance(tokenizer, Base):
         return None
-    if any(getattr(type(tokenizer), name) is not getattr(Base, name) for name in ("__call__", "encode", "_encode_plus")):
+    if any(
+        getattr(type(tokenizer), name) is not getattr(Base, name)
+        for name in ("__call__", "encode", "_encode_plus")
+    ):
         return None
     copied = copy.deepcopy(tokenizer.backend_tokenizer)
     copied.no_truncation()  # both may be stored in tokenizer.json
@@ -276,7 +327,8 @@ def _backend(tokenizer: Any) -> Any:
 
 
 def _end_ids(path: Path) -> list[int]:
-    """The tokens that end the texts of the model in a directory; none if its configuration cannot be read, which a tokenizer needs not."""
+    """The tokens that end the texts of the model in a directory; none if its configuration cannot be read,
+    which a tokenizer needs not."""
     try:
         return end_ids(path)
     except ConfigError:
@@ -289,7 +341,8 @@ def _no_chat() -> tuple[str | None, dict[str, Any]]:
 
 
 def _only_eos() -> tuple[list[str], list[str], list[str]]:
-    """`controls`, `added` and `ends` of such a tokenizer. A text cannot spell its EOS, so `controls` leaves it out."""
+    """`controls`, `added` and `ends` of such a tokenizer. A text cannot spell its EOS, so `controls` leaves
+    it out."""
     return [], [EOS_TEXT], [EOS_TEXT]
 
 
@@ -298,7 +351,8 @@ def _first_line(error: Exception) -> str:
 
 
 def load(name: str | Path) -> Tokenizer:
-    """The tokenizer `byte`, a sentencepiece FILE.model, tokenizer.json, or a Hugging Face directory. Raises DataError if there is none."""
+    """The tokenizer `byte`, a sentencepiece FILE.model, tokenizer.json, or a Hugging Face directory. Raises
+    DataError if there is none."""
     path = Path(place_of(name))
     if str(name) == "byte":
         return ByteTokenizer()
@@ -307,23 +361,29 @@ def load(name: str | Path) -> Tokenizer:
     if path.is_file():
         return SentencePieceTokenizer(path)
     raise DataError(
-        f"--tokenizer {name} does not exist. Give byte, a sentencepiece FILE.model, or a tokenizer.json or a directory of Hugging Face."
+        f"--tokenizer {name} does not exist. Give byte, a sentencepiece FILE.model, or a tokenizer.json or a "
+        "directory of Hugging Face."
     )
 
 
 def load_for(prefix: str | Path) -> Tokenizer:
-    """The tokenizer of a token file, as named in PREFIX.json (a relative name is relative to PREFIX's directory)."""
+    """The tokenizer of a token file, as named in PREFIX.json (a relative name is relative to PREFIX's
+    directory)."""
     name = IndexedTokens(prefix).metadata.get("tokenizer")
     if name is None:
-        raise DataError(f"{prefix}.json names no tokenizer. Prepare the data with megalite prepare, or give the tokenizer.")
+        raise DataError(
+            f"{prefix}.json names no tokenizer. Prepare the data with megalite prepare, or give the "
+            "tokenizer."
+        )
     return load(name if name == "byte" else Path(prefix).parent / name)
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Train a BPE model that decodes every text exactly, newlines and indentation included, and write it to `path`.
+    """Train a BPE model that decodes every text exactly, newlines and indentation included, and write it to
+    `path`.
 
-    Text is not normalized, runs of spaces are pieces, and characters without a piece fall back to bytes. The model depends on the texts
-    only.
+    Text is not normalized, runs of spaces are pieces, and characters without a piece fall back to bytes. The
+    model depends on the texts only.
     """
     import sentencepiece
 
@@ -351,14 +411,17 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
     except RuntimeError as error:
         path.unlink(missing_ok=True)
         reason = _first_line(error).rpartition("] ")[2] or "the input holds no text"
-        raise DataError(f"--train_tokenizer {vocab_size} can not be trained on this input: {reason}") from None
+        raise DataError(
+            f"--train_tokenizer {vocab_size} can not be trained on this input: {reason}"
+        ) from None
 
 
 PASSAGE = 4096  # characters; sentencepiece skips longer sentences
 
 
 def _passages(texts: Iterable[str]) -> Iterator[str]:
-    """Texts cut into passages of whole lines, newlines kept, so that pieces such as ")\\n" are learned across line ends."""
+    """Texts cut into passages of whole lines, newlines kept, so that pieces such as ")\\n" are learned across
+    line ends."""
     for text in texts:
         start = 0
         while start < len(text):

@@ -1,7 +1,9 @@
-"""Tools and tool calls of chat records: what is given as JSON text becomes the objects that chat templates read.
+"""Tools and tool calls of chat records: what is given as JSON text becomes the objects that chat templates
+read.
 
-OpenAI's `function.arguments` is always JSON text, and data sets often store `tools` and `parameters` as text, since their values have no
-common schema. A template that writes `arguments | tojson` would quote such text a second time. A null in JSON text is kept.
+OpenAI's `function.arguments` is always JSON text, and data sets often store `tools` and `parameters` as text,
+since their values have no common schema. A template that writes `arguments | tojson` would quote such text a
+second time. A null in JSON text is kept.
 """
 
 from __future__ import annotations
@@ -23,17 +25,25 @@ class BadTools(DataError):
 
 
 def tools_of(record: Fields) -> list[Fields] | None:
-    """The `tools` of a record, or its `functions` in OpenAI's earlier format, as objects; None if it has neither. Raises BadTools."""
+    """The `tools` of a record, or its `functions` in OpenAI's earlier format, as objects; None if it has
+    neither. Raises BadTools."""
     tools = _list(without_nulls(record.get("tools")), "tools", "tool")
-    if tools is None and (functions := _list(without_nulls(record.get("functions")), "functions", "function")) is not None:
+    if (
+        tools is None
+        and (functions := _list(without_nulls(record.get("functions")), "functions", "function")) is not None
+    ):
         tools = [{"type": "function", "function": function} for function in functions]
     if tools is None:
         return None
-    return [_with_object(_with_function(tool, f"tool {number}"), "parameters", f"tool {number}") for number, tool in enumerate(tools, 1)]
+    return [
+        _with_object(_with_function(tool, f"tool {number}"), "parameters", f"tool {number}")
+        for number, tool in enumerate(tools, 1)
+    ]
 
 
 def calls_of(message: Fields) -> list[Fields] | None:
-    """The `tool_calls` of a message, or its `function_call` in OpenAI's earlier format, as objects; None if it has neither.
+    """The `tool_calls` of a message, or its `function_call` in OpenAI's earlier format, as objects; None if
+    it has neither.
 
     Raises BadTools.
     """
@@ -42,18 +52,25 @@ def calls_of(message: Fields) -> list[Fields] | None:
         calls = [{"type": "function", "function": _decoded(function, "function_call", dict)}]
     if calls is None:
         return None
-    return [_with_object(_with_function(call, f"call {number}"), "arguments", f"call {number}") for number, call in enumerate(calls, 1)]
+    return [
+        _with_object(_with_function(call, f"call {number}"), "arguments", f"call {number}")
+        for number, call in enumerate(calls, 1)
+    ]
 
 
 def _list(value: Any, name: str, item: str) -> list[Fields] | None:
     """A list of objects; the list or an object in it may be JSON text. None, or an empty text, is None."""
     if value is None or value == "":
         return None
-    return [_decoded(each, f"{item} {number} of {name}", dict) for number, each in enumerate(_decoded(value, name, list), 1)]
+    return [
+        _decoded(each, f"{item} {number} of {name}", dict)
+        for number, each in enumerate(_decoded(value, name, list), 1)
+    ]
 
 
 def _with_function(item: Fields, what: str) -> Fields:
-    """A tool or call with its `function` as an object; the ones without `function` have its keys themselves."""
+    """A tool or call with its `function` as an object; the ones without `function` have its keys
+    themselves."""
     if item.get("function") is None:
         return item
     return {**item, "function": _decoded(item["function"], f"function of {what}", dict)}
@@ -86,7 +103,8 @@ def _decoded(value: Any, what: str, kind: type) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without the None values of its objects: tables fill in None for each key that another row has."""
+    """The value without the None values of its objects: tables fill in None for each key that another row
+    has."""
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list) else value

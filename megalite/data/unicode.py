@@ -1,4 +1,5 @@
-"""Text that has an encoding: JSON can spell lone surrogates, and so can the words of a command line, but no encoding has them.
+"""Text that has an encoding: JSON can spell lone surrogates, and so can the words of a command line, but no
+encoding has them.
 
 Everywhere a lone surrogate is replaced by U+FFFD, as a byte that is not UTF-8 is.
 """
@@ -19,7 +20,8 @@ def whole(text: str) -> tuple[str, bool]:
 
 
 def parsed(text: str) -> tuple[Any, bool]:
-    """A JSON value, and whether a text in it, however deep, had lone surrogates, which are replaced as in `whole`.
+    """A JSON value, and whether a text in it, however deep, had lone surrogates, which are replaced as in
+    `whole`.
 
     Raises ValueError if the text is not JSON, RecursionError if it is nested too deeply.
     """

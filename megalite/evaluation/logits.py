@@ -27,7 +27,8 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result for one input: the largest absolute difference of logits at each position, and the largest absolute logit."""
+    """The result for one input: the largest absolute difference of logits at each position, and the largest
+    absolute logit."""
 
     name: str
     worst: list[float]
@@ -38,8 +39,11 @@ class Comparison:
         return max(self.worst)
 
 
-def compare(directory: Path, hf: Path, *, texts: Sequence[str], tokens: int, rows: int, progress: Report = silent) -> list[Comparison]:
-    """Compare in fp32 on one process: `rows` rows of `tokens` random tokens, then each text through the tokenizer of `hf`.
+def compare(
+    directory: Path, hf: Path, *, texts: Sequence[str], tokens: int, rows: int, progress: Report = silent
+) -> list[Comparison]:
+    """Compare in fp32 on one process: `rows` rows of `tokens` random tokens, then each text through the
+    tokenizer of `hf`.
 
     Raises CheckpointError or ConfigError if one of the two cannot be loaded.
     """
@@ -48,11 +52,16 @@ def compare(directory: Path, hf: Path, *, texts: Sequence[str], tokens: int, row
     longest = min(tokens, model.max_position_embeddings)
     random = torch.randint(model.vocabulary, (rows, longest), generator=torch.Generator().manual_seed(SEED))
     inputs = {f"{rows} x {longest} random tokens": random}
-    inputs |= {show_text(text): _encode(text, hf, model.vocabulary, model.max_position_embeddings) for text in texts}
+    inputs |= {
+        show_text(text): _encode(text, hf, model.vocabulary, model.max_position_embeddings) for text in texts
+    }
     theirs = _their_logits(hf, inputs, progress)
     for name, logits in theirs.items():
         if logits.shape[-1] != model.vocabulary:
-            raise ConversionError(f"{hf} has {logits.shape[-1]} logits on {name}, and {directory} {model.vocabulary}: they are two models")
+            raise ConversionError(
+                f"{hf} has {logits.shape[-1]} logits on {name}, and {directory} {model.vocabulary}: they are "
+                "two models"
+            )
     progress(f"opening {directory}")
     stage, found = load_stage(manifest), []
     for number, name in enumerate(inputs):
@@ -62,16 +71,21 @@ def compare(directory: Path, hf: Path, *, texts: Sequence[str], tokens: int, row
 
 
 def rounding(directory: Path, hf: Path) -> str | None:
-    """An explanation of a difference, if the directory has a lower precision than the checkpoint; else None."""
+    """An explanation of a difference, if the directory has a lower precision than the checkpoint; else
+    None."""
     manifest, dtype = checkpoint.manifest_of(directory), stored_dtype(hf_config(hf))
     weights = [stored.dtype for name, stored in manifest.tensors.items() if name.startswith(WEIGHT)]
     if dtype not in ("bfloat16", "float16") or not {"float32", "float64"}.intersection(weights):
         return None
-    return f"{hf} is rounded to {dtype}: an export of the checkpoint with --dtype float32 shows whether anything else differs"
+    return (
+        f"{hf} is rounded to {dtype}: an export of the checkpoint with --dtype float32 shows whether "
+        "anything else differs"
+    )
 
 
 def _comparison(name: str, ours: Tensor, theirs: Tensor) -> Comparison:
-    difference = (ours - theirs).abs().amax((0, 2)).nan_to_num(nan=torch.finfo(torch.float32).max)  # [tokens]; JSON knows no infinity
+    # [tokens]; JSON knows no infinity
+    difference = (ours - theirs).abs().amax((0, 2)).nan_to_num(nan=torch.finfo(torch.float32).max)
     return Comparison(name, difference.tolist(), theirs.abs().max().item())
 
 
@@ -84,7 +98,10 @@ def _encode(text: str, hf: Path, vocabulary: int, longest: int) -> Tensor:
 
     ids = load(hf).encode(text)[:longest]
     if not ids or max(ids) >= vocabulary:
-        raise ConversionError(f"the tokenizer of {hf} makes {'nothing' if not ids else f'token {max(ids)}'} of {show_text(text)}")
+        raise ConversionError(
+            f"the tokenizer of {hf} makes {'nothing' if not ids else f'token {max(ids)}'} of "
+            f"{show_text(text)}"
+        )
     return torch.tensor([ids])
 
 
@@ -96,12 +113,22 @@ def _their_logits(hf: Path, inputs: dict[str, Tensor], progress: Report) -> dict
 
     logging.disable_progress_bar()  # `progress` is enough
     try:
-        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
+        options: dict[str, Any] = {
+            "dtype": torch.float32,
+            "attn_implementation": "eager",
+            "output_loading_info": True,
+        }
         opened: Any = AutoModelForCausalLM.from_pretrained(str(hf), local_files_only=True, **options)
         model, report = opened
     except Exception as error:  # transformers raises exceptions of many types
-        raise ConversionError(f"transformers can not open {hf}: {(str(error).strip() or type(error).__name__).splitlines()[0]}") from None
-    wrong = [f"{kind.replace('_', ' ')}: {sorted(map(str, keys))[0]}" for kind, keys in report.items() if keys and kind != "error_msgs"]
+        raise ConversionError(
+            f"transformers can not open {hf}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+        ) from None
+    wrong = [
+        f"{kind.replace('_', ' ')}: {sorted(map(str, keys))[0]}"
+        for kind, keys in report.items()
+        if keys and kind != "error_msgs"
+    ]
     if wrong:
         raise ConversionError(f"transformers opens {hf} with {'; '.join(wrong)}")
     found: dict[str, Tensor] = {}
@@ -127,5 +154,7 @@ def load_stage(manifest: Manifest) -> Stage:
 def our_logits(stage: Stage, ids: Tensor) -> Tensor:
     """Logits of ids [rows, tokens]: [rows, tokens, vocabulary]."""
     tokens = ids.t().contiguous()  # [tokens, rows]
-    state = stage.forward_state(Microbatch.of(tokens, tokens, torch.zeros(len(ids), dtype=torch.int64)), step=0, training=False)
+    state = stage.forward_state(
+        Microbatch.of(tokens, tokens, torch.zeros(len(ids), dtype=torch.int64)), step=0, training=False
+    )
     return stage.logits(tokens, state)[..., : stage.model_config.vocabulary].transpose(0, 1)

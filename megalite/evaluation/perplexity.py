@@ -1,13 +1,16 @@
 """Perplexity of texts under sliding windows: every token is predicted once, most of them with a long context.
 
-A text of n tokens t(1) … t(n) follows a token t(0) that begins a document. With windows of N tokens and a stride of S, the first window
-predicts t(1) … t(N). Each further window predicts the next S tokens (the last one the rest) and has as inputs the N tokens before its last
-target, so each token except the first N is predicted from N − S + 1 to N tokens. Then
+A text of n tokens t(1) … t(n) follows a token t(0) that begins a document. With windows of N tokens and a
+stride of S, the first window predicts t(1) … t(N). Each further window predicts the next S tokens (the last
+one the rest) and has as inputs the N tokens before its last target, so each token except the first N is
+predicted from N − S + 1 to N tokens. Then
 
-    loss = − Σ ln p(t(i) | its context) / n,    perplexity = exp(loss),    bits per byte = loss · n / (ln 2 · bytes of the text in UTF-8)
+    loss = − Σ ln p(t(i) | its context) / n,    perplexity = exp(loss),    bits per byte = loss · n / (ln 2 ·
+    bytes of the text in UTF-8)
 
-The windows are those of transformers' guide on perplexity (https://huggingface.co/docs/transformers/perplexity), and, for S = N, those of
-lm-evaluation-harness. A smaller stride costs N / S times the time of S = N.
+The windows are those of transformers' guide on perplexity
+(https://huggingface.co/docs/transformers/perplexity), and, for S = N, those of lm-evaluation-harness. A
+smaller stride costs N / S times the time of S = N.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ HIGHEST = 700.0  # loss per token; the perplexity of a higher one overflows a fl
 
 @dataclass(frozen=True)
 class Text:
-    """The result for a text, or for several together: number of tokens and bytes, and the negative log-probability of all tokens."""
+    """The result for a text, or for several together: number of tokens and bytes, and the negative
+    log-probability of all tokens."""
 
     name: str
     tokens: int
@@ -50,7 +54,9 @@ class Text:
 
 def together(texts: Sequence[Text]) -> Text:
     """The combined result of several texts, each of which was predicted on its own."""
-    return Text("total", *(sum(getattr(text, name) for text in texts) for name in ("tokens", "bytes", "nats")))
+    return Text(
+        "total", *(sum(getattr(text, name) for text in texts) for name in ("tokens", "bytes", "nats"))
+    )
 
 
 def windows(tokens: Sequence[int], length: int, stride: int) -> Iterator[Row]:
@@ -73,10 +79,13 @@ def measure(
     batch_size: int,
     progress: Progress | None = None,
 ) -> Text:
-    """The perplexity of a text. tokens: the one that begins a document, then those of the text; size: bytes of the text. Raises ConfigError
-    if the loss is not finite or too large."""
+    """The perplexity of a text. tokens: the one that begins a document, then those of the text; size: bytes
+    of the text. Raises ConfigError if the loss is not finite or too large."""
     rows = list(windows(tokens, length, stride))
     nats = -math.fsum(each.log_probability for each in score(model, rows, batch_size, progress))
     if not nats < HIGHEST * (len(tokens) - 1):
-        raise ConfigError(f"{name}: the model gives its tokens no finite probability (their loss is {nats:g}), so there is no perplexity.")
+        raise ConfigError(
+            f"{name}: the model gives its tokens no finite probability (their loss is {nats:g}), so there is "
+            "no perplexity."
+        )
     return Text(name, len(tokens) - 1, size, nats)

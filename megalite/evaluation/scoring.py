@@ -12,7 +12,8 @@ Progress = Callable[[int, int], None]  # rows done, rows in all
 
 
 class Row(NamedTuple):
-    """Tokens of which the last `scored` are scored, each given all before it. The last token is never an input of the model."""
+    """Tokens of which the last `scored` are scored, each given all before it. The last token is never an
+    input of the model."""
 
     tokens: Sequence[int]
     scored: int
@@ -20,17 +21,22 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Score:
-    """The summed log-probability (natural logarithm) of a row's scored tokens, and whether each is the most likely at its position."""
+    """The summed log-probability (natural logarithm) of a row's scored tokens, and whether each is the most
+    likely at its position."""
 
     log_probability: float
     greedy: bool
 
 
-def score(model: LanguageModel, rows: Sequence[Row], batch_size: int, progress: Progress | None = None) -> list[Score]:
-    """The scores of the rows, in order, summed in fp64. Collective over the model's ranks, with the same rows on each.
+def score(
+    model: LanguageModel, rows: Sequence[Row], batch_size: int, progress: Progress | None = None
+) -> list[Score]:
+    """The scores of the rows, in order, summed in fp64. Collective over the model's ranks, with the same rows
+    on each.
 
-    Rows that differ only in their last token, as one-token answers to a question, share one pass through the model. Batches have rows of
-    similar length, the longest first: padding is small, and if memory does not suffice, the first batch fails.
+    Rows that differ only in their last token, as one-token answers to a question, share one pass through the
+    model. Batches have rows of similar length, the longest first: padding is small, and if memory does not
+    suffice, the first batch fails.
     """
     sharing: dict[tuple[int, ...], list[int]] = {}
     for number, row in enumerate(rows):
@@ -46,7 +52,9 @@ def score(model: LanguageModel, rows: Sequence[Row], batch_size: int, progress: 
     return [found[number] for number in range(len(rows))]
 
 
-def _score_batch(model: LanguageModel, inputs: list[tuple[int, ...]], columns: dict[int, int], rows: Sequence[Row]) -> dict[int, Score]:
+def _score_batch(
+    model: LanguageModel, inputs: list[tuple[int, ...]], columns: dict[int, int], rows: Sequence[Row]
+) -> dict[int, Score]:
     """The scores of one batch. columns: number of a row → column of its inputs in the batch."""
     places, targets = [], list[int]()
     for number, column in columns.items():
@@ -56,4 +64,7 @@ def _score_batch(model: LanguageModel, inputs: list[tuple[int, ...]], columns: d
     values, greedy = model.log_probabilities(inputs, places, targets)
     counts = [rows[number].scored for number in columns]
     parts = zip(values.double().split(counts), greedy.split(counts), strict=True)
-    return {number: Score(value.sum().item(), bool(best.all())) for number, (value, best) in zip(columns, parts, strict=True)}
+    return {
+        number: Score(value.sum().item(), bool(best.all()))
+        for number, (value, best) in zip(columns, parts, strict=True)
+    }

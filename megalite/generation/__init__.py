@@ -1,4 +1,6 @@
-"""Text generation with a trained model: start at language_model.py; cache, sampling, chat and reply texts have a file each.
+"""Text generation with a trained model: start at language_model.py; cache, sampling, chat and reply texts
+have a file each.
 
-sources.py opens a checkpoint, a run or hf:DIR. May import megalite.launch, huggingface, build and what is below.
+sources.py opens a checkpoint, a run or hf:DIR. May import megalite.launch, huggingface, build and what is
+below.
 """

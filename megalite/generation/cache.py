@@ -1,12 +1,15 @@
-"""The key-value cache: keys and values of the tokens that a model has read, so that the next token of a row costs one position.
+"""The key-value cache: keys and values of the tokens that a model has read, so that the next token of a row
+costs one position.
 
-Position p of a row is stored in slot p mod slots. A layer with a sliding window has as many slots as the window: a token overwrites the
-one that has just left the window. So the next token of a row attends to the first min(length, slots) slots in every layer. Their order does
-not matter: keys are rotated before they are stored.
+Position p of a row is stored in slot p mod slots. A layer with a sliding window has as many slots as the
+window: a token overwrites the one that has just left the window. So the next token of a row attends to the
+first min(length, slots) slots in every layer. Their order does not matter: keys are rotated before they are
+stored.
 
-Rows may have different lengths. Prompts are read with the attention of training, padded after their ends, where causal attention never
-looks. Each tp rank stores the heads that it computes, each stage its layers. Each cp rank stores whole rows: of a prompt it computes its
-part, attends with it to gathered keys and values (`parallel.context.gathered`), and keeps these. Nothing else here communicates.
+Rows may have different lengths. Prompts are read with the attention of training, padded after their ends,
+where causal attention never looks. Each tp rank stores the heads that it computes, each stage its layers.
+Each cp rank stores whole rows: of a prompt it computes its part, attends with it to gathered keys and values
+(`parallel.context.gathered`), and keeps these. Nothing else here communicates.
 """
 
 from __future__ import annotations
@@ -33,12 +36,14 @@ ROUND_UP = 64
 
 
 def padded(length: int) -> int:
-    """A length rounded up to a multiple of ROUND_UP: with few shapes, rotary tables and matrix-product kernels are reused."""
+    """A length rounded up to a multiple of ROUND_UP: with few shapes, rotary tables and matrix-product
+    kernels are reused."""
     return -(-length // ROUND_UP) * ROUND_UP
 
 
 class _Kept(NamedTuple):
-    """One layer's keys and values, [batch, kv_heads/tp, slots + 1, head_dim]; the last slot is written with what is discarded.
+    """One layer's keys and values, [batch, kv_heads/tp, slots + 1, head_dim]; the last slot is written with
+    what is discarded.
 
     With latent attention there is one key, and values are a part of it: a view.
     """
@@ -66,11 +71,13 @@ class _Kept(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where the tokens of one pass are stored in layers with one number of slots, and which slots they attend to."""
+    """Where the tokens of one pass are stored in layers with one number of slots, and which slots they attend
+    to."""
 
     rows: Tensor  # [batch, 1]
     slot: Tensor  # [batch, seq]
-    empty: Tensor | None  # [batch, 1, 1, used slots]: slots not written yet; None for prompts, which attend only to themselves
+    # [batch, 1, 1, used slots]: slots not written yet; None for prompts, which attend only to themselves
+    empty: Tensor | None
 
 
 class KeyValueCache:
@@ -92,21 +99,26 @@ class KeyValueCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(kept.keys.nbytes + (0 if kept.shared else kept.values.nbytes) for kept in self._layers.values())
+        return sum(
+            kept.keys.nbytes + (0 if kept.shared else kept.values.nbytes) for kept in self._layers.values()
+        )
 
     def begin_prompts(self, lengths: list[int], padded: int) -> None:
-        """Prepare for a pass that reads every row from its beginning, `lengths` tokens each, padded to one length. Clears the cache."""
+        """Prepare for a pass that reads every row from its beginning, `lengths` tokens each, padded to one
+        length. Clears the cache."""
         stop = self._column(lengths)
         position = torch.arange(padded, device=self.device)
 
         def place(slots: int) -> tuple[Tensor, None]:
             last = (position < stop) & (position >= stop - slots)  # [rows, padded]
-            return torch.where(last, position % slots, slots), None  # padding and what the window has left go to the last slot
+            # padding and what the window has left go to the last slot
+            return torch.where(last, position % slots, slots), None
 
         self._begin(place)
 
     def begin_tokens(self, positions: list[int]) -> None:
-        """Prepare for a pass that reads one token of each row, at these positions; all earlier positions have been read."""
+        """Prepare for a pass that reads one token of each row, at these positions; all earlier positions have
+        been read."""
         position = self._column(positions)
 
         def place(slots: int) -> tuple[Tensor, Tensor]:
@@ -117,22 +129,29 @@ class KeyValueCache:
 
     def _begin(self, place: Callable[[int], tuple[Tensor, Tensor | None]]) -> None:
         rows = self._column(list(range(self.rows)))
-        self._places = {slots: _Place(rows, *place(slots)) for slots in {kept.slots for kept in self._layers.values()}}
+        self._places = {
+            slots: _Place(rows, *place(slots)) for slots in {kept.slots for kept in self._layers.values()}
+        }
 
     def _column(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, device=self.device).unsqueeze(1)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        """Store k and v [seq, batch, kv_heads/tp, head_dim]; return the attention output of q [seq, batch, heads/tp, head_dim], same shape.
+        """Store k and v [seq, batch, kv_heads/tp, head_dim]; return the attention output of q [seq, batch,
+        heads/tp, head_dim], same shape.
 
-        options: those of the attention operation. With `part`, all three are of this cp rank's part of the rows.
+        options: those of the attention operation. With `part`, all three are of this cp rank's part of the
+        rows.
         """
         k, v = (self.whole(x, options) for x in (k, v))
         self.store(layer, k, v)
-        return self.within_prompts(q, k, v, options) if self.reads_prompts else self.look_up(layer, q, options)
+        return (
+            self.within_prompts(q, k, v, options) if self.reads_prompts else self.look_up(layer, q, options)
+        )
 
     def whole(self, x: Tensor, options: dict[str, Any]) -> Tensor:
-        """Whole rows [seq, …] of this cp rank's part of them; all-gather over cp. Without parts x is whole."""
+        """Whole rows [seq, …] of this cp rank's part of them; all-gather over cp. Without parts x is
+        whole."""
         return x if "part" not in options else whole(x, self.cp, options["part"])
 
     def within_prompts(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
@@ -141,7 +160,9 @@ class KeyValueCache:
         if part is None and sinks is None:
             return attention(q, k, v, **options)[0]
         asked = {name: options[name] for name in ("scale", "window", "softcap")}
-        out, lse = attention_part(q, k, v, [(0, len(q))] if part is None else part.runs[part.rank], [(0, len(k))], **asked)
+        out, lse = attention_part(
+            q, k, v, [(0, len(q))] if part is None else part.runs[part.rank], [(0, len(k))], **asked
+        )
         return with_sinks(out, lse, sinks)[0].to(q.dtype)
 
     @property
@@ -158,7 +179,8 @@ class KeyValueCache:
             kept.values[place.rows, :, place.slot] = v.transpose(0, 1)
 
     def look_up(self, layer: int, q: Tensor, options: dict[str, Any]) -> Tensor:
-        """The attention output of one token of each row, q [1, batch, heads/tp, head_dim], to what is stored."""
+        """The attention output of one token of each row, q [1, batch, heads/tp, head_dim], to what is
+        stored."""
         kept = self._layers[layer]
         place = self._places[kept.slots]
         assert place.empty is not None
@@ -167,7 +189,8 @@ class KeyValueCache:
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, empty: Tensor, options: dict[str, Any]) -> Tensor:
-    """softmax(scale · q kᵀ) v for one query of each row, q [1, batch, heads, head_dim]; scores in at least fp32."""
+    """softmax(scale · q kᵀ) v for one query of each row, q [1, batch, heads, head_dim]; scores in at least
+    fp32."""
     scale, softcap, sinks = options["scale"], options["softcap"], options.get("sinks")
     query = q[0].unflatten(1, (keys.shape[1], -1))  # [batch, kv_heads, heads per kv_head, head_dim]
     scores = (query @ keys.transpose(2, 3)).to(torch.promote_types(q.dtype, torch.float32)) * scale
@@ -175,7 +198,13 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, empty: Tensor, options: dic
         scores = torch.tanh(scores / softcap) * softcap
     scores.masked_fill_(empty, -torch.inf)
     if sinks is not None:  # one more score, without a value
-        scores = torch.cat((scores, sinks.tensor.to(scores.dtype).view(scores.shape[1:3]).expand(scores.shape[:3]).unsqueeze(-1)), -1)
+        scores = torch.cat(
+            (
+                scores,
+                sinks.tensor.to(scores.dtype).view(scores.shape[1:3]).expand(scores.shape[:3]).unsqueeze(-1),
+            ),
+            -1,
+        )
     probabilities = torch.softmax(scores, -1).to(q.dtype)[..., : keys.shape[2]]
     return (probabilities @ values).flatten(1, 2).unsqueeze(0)
 
@@ -188,7 +217,8 @@ class CachedState(ForwardState):
 
 
 class CachedAttention(nn.Module):
-    """Replaces a layer's attention: attends through the cache of a `CachedState`, and is the layer's own attention otherwise."""
+    """Replaces a layer's attention: attends through the cache of a `CachedState`, and is the layer's own
+    attention otherwise."""
 
     def __init__(self, attention: Attention):
         super().__init__()

@@ -1,7 +1,8 @@
 """A conversation on the terminal, through a chat template.
 
-Every turn reads the whole conversation again: a template may render earlier turns differently later (some drop the model's reasoning), and
-reading is fast compared with generating. Rank 0 reads the terminal and broadcasts the input to all ranks.
+Every turn reads the whole conversation again: a template may render earlier turns differently later (some
+drop the model's reasoning), and reading is fast compared with generating. Rank 0 reads the terminal and
+broadcasts the input to all ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def converse(
     system: str | None,
     show: Callable[[str], object],
 ) -> None:
-    """Answer the input line by line until it ends. When the model's context is full, the oldest turns are dropped.
+    """Answer the input line by line until it ends. When the model's context is full, the oldest turns are
+    dropped.
 
     Raises DataError if the template cannot render the conversation.
     """

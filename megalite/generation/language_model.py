@@ -1,15 +1,19 @@
-"""Text generation: the weights of any source over tensor-, pipeline- and context-parallel ranks, next-token logits, generation.
+"""Text generation: the weights of any source over tensor-, pipeline- and context-parallel ranks, next-token
+logits, generation.
 
-Every rank runs the same calls in the same order (SPMD). Tokens and lengths are known on all ranks, so shapes are not communicated. Forward
-passes only; they communicate
+Every rank runs the same calls in the same order (SPMD). Tokens and lengths are known on all ranks, so shapes
+are not communicated. Forward passes only; they communicate
 
-    in each pass   activations from stage to stage, through the mesh's forward channel, and the tp reductions within a stage
+    in each pass   activations from stage to stage, through the mesh's forward channel, and the tp reductions
+    within a stage
     at its end     the parts of the vocabulary's logits, all-gathered over tp on the last stage
-    with cp        of whole rows, keys and values in each layer and the last stage's activations, all-gathered over cp
-    at each draw   the last stage's first rank draws the tokens and broadcasts them: rounding cannot make two ranks disagree
+    with cp        of whole rows, keys and values in each layer and the last stage's activations, all-gathered
+    over cp
+    at each draw   the last stage's first rank draws the tokens and broadcasts them: rounding cannot make two
+    ranks disagree
 
-A cp rank computes its part of whole rows: of prompts, and of texts that are scored. A token that continues a row is a single position: all
-cp ranks compute it, each from its own copy of the cache.
+A cp rank computes its part of whole rows: of prompts, and of texts that are scored. A token that continues a
+row is a single position: all cp ranks compute it, each from its own copy of the cache.
 """
 
 from __future__ import annotations
@@ -51,14 +55,16 @@ Rows = Sequence[Sequence[int]]
 
 
 def in_parts(rectangles: Sequence[Rectangle]) -> Iterator[list[Rectangle]]:
-    """Rectangles in groups of about READ bytes: each chunk of a file is checked once for each group that it overlaps."""
+    """Rectangles in groups of about READ bytes: each chunk of a file is checked once for each group that it
+    overlaps."""
     sizes = accumulate(each.tensor.nbytes for each in rectangles)
     for _, group in groupby(zip(rectangles, sizes, strict=True), key=lambda pair: (pair[1] - 1) // READ):
         yield [each for each, _ in group]
 
 
 class LanguageModel:
-    """This rank's part of a model, for forward passes only: no gradients, no optimizer state. Calls are collective over the mesh.
+    """This rank's part of a model, for forward passes only: no gradients, no optimizer state. Calls are
+    collective over the mesh.
 
     Args:
         name: a checkpoint written by any topology, a run's directory (its newest checkpoint), or hf:DIR.
@@ -112,11 +118,15 @@ class LanguageModel:
 
     # ---- generation
 
-    def continuations(self, prompts: Rows, count: int, sampling: Sampling, *, vocab_size: int | None = None) -> Iterator[list[int]]:
-        """Yield the next token of every row, `count` times or until the caller stops, after the same token on all ranks.
+    def continuations(
+        self, prompts: Rows, count: int, sampling: Sampling, *, vocab_size: int | None = None
+    ) -> Iterator[list[int]]:
+        """Yield the next token of every row, `count` times or until the caller stops, after the same token on
+        all ranks.
 
-        A row that exceeds `longest` positions continues with the later half of its context, read again from position 0.
-        prompts: each has at least one token. vocab_size: only tokens below it are drawn, for a tokenizer with fewer tokens than the model.
+        A row that exceeds `longest` positions continues with the later half of its context, read again from
+        position 0. prompts: each has at least one token. vocab_size: only tokens below it are drawn, for a
+        tokenizer with fewer tokens than the model.
         """
         rows = [list(prompt) for prompt in prompts]
         starts = [max(len(row) - self.longest, 0) for row in rows]  # where the context of each row starts
@@ -130,15 +140,19 @@ class LanguageModel:
             if step < count - 1:
                 logits = self._next(cache, rows, starts)
 
-    def continuation(self, prompt: Sequence[int], count: int, sampling: Sampling, *, vocab_size: int | None = None) -> Iterator[int]:
+    def continuation(
+        self, prompt: Sequence[int], count: int, sampling: Sampling, *, vocab_size: int | None = None
+    ) -> Iterator[int]:
         """`continuations` for one row."""
         return (token for (token,) in self.continuations([prompt], count, sampling, vocab_size=vocab_size))
 
     def _next(self, cache: KeyValueCache, rows: Rows, starts: list[int]) -> Tensor | None:
-        """Logits of the token after each row, whose last token has not been read yet; moves the starts of rows that are too long now."""
+        """Logits of the token after each row, whose last token has not been read yet; moves the starts of
+        rows that are too long now."""
         lengths = [len(row) - start for row, start in zip(rows, starts, strict=True)]
         longrope = self.config.model.longrope_context
-        outdated = longrope is not None and longrope + 1 in lengths  # that row's cached keys have the factors of shorter sequences
+        # that row's cached keys have the factors of shorter sequences
+        outdated = longrope is not None and longrope + 1 in lengths
         if max(lengths) <= self.longest and not outdated:
             return self.extend(cache, [row[-1] for row in rows], [length - 1 for length in lengths])
         for number, length in enumerate(lengths):
@@ -151,7 +165,8 @@ class LanguageModel:
 
     @torch.no_grad()
     def read(self, cache: KeyValueCache, rows: Rows) -> Tensor | None:
-        """Read rows from their beginning into the cache. Returns logits of the next tokens, [rows, vocabulary], on the last stage."""
+        """Read rows from their beginning into the cache. Returns logits of the next tokens, [rows,
+        vocabulary], on the last stage."""
         lengths = [len(row) for row in rows]
         tokens, state = self._padded(rows)
         cache.begin_prompts(lengths, len(tokens) * self.mesh.cp.size)
@@ -171,12 +186,15 @@ class LanguageModel:
         x = self._activations(microbatch.tokens, CachedState(**vars(state), cache=cache))
         return None if x is None else self._logits(x)[0]
 
-    def _drawn(self, logits: Tensor | None, sampling: Sampling, positions: list[int], vocab_size: int | None) -> list[int]:
+    def _drawn(
+        self, logits: Tensor | None, sampling: Sampling, positions: list[int], vocab_size: int | None
+    ) -> list[int]:
         """The next token of every row, the same on every rank."""
         tokens = torch.empty(len(positions), dtype=torch.int64, device=self.device)
         if self.mesh.rank == self._speaker:
             assert logits is not None
-            numbers = [uniform(sampling.seed, row, position) for row, position in enumerate(positions)]  # independent of the batch
+            # independent of the batch
+            numbers = [uniform(sampling.seed, row, position) for row, position in enumerate(positions)]
             tokens = draw(logits[:, :vocab_size], sampling, numbers)
         return self._told(tokens, "drawn tokens").tolist()
 
@@ -184,7 +202,8 @@ class LanguageModel:
 
     @torch.no_grad()
     def logits(self, rows: Rows) -> Tensor | None:
-        """Logits after each token, [longest row, rows, vocabulary], undefined after a row's end; None except on the last stage.
+        """Logits after each token, [longest row, rows, vocabulary], undefined after a row's end; None except
+        on the last stage.
 
         All logits exist at once; if only some are needed, `log_probabilities` takes less memory.
         """
@@ -193,21 +212,29 @@ class LanguageModel:
         return None if x is None else self._logits(x[: max(map(len, rows))])
 
     @torch.no_grad()
-    def log_probabilities(self, rows: Rows, places: Sequence[tuple[int, int]], targets: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """For each target, its log-probability after rows[row][: position + 1], and whether it is the most likely token there.
+    def log_probabilities(
+        self, rows: Rows, places: Sequence[tuple[int, int]], targets: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """For each target, its log-probability after rows[row][: position + 1], and whether it is the most
+        likely token there.
 
-        places: (position, row) of each target. Returns two tensors [targets] on every rank, the first in at least fp32. Only the logits at
-        `places` are computed.
+        places: (position, row) of each target. Returns two tensors [targets] on every rank, the first in at
+        least fp32. Only the logits at `places` are computed.
         """
         tokens, state = self._padded(rows)
         x = self._activations(tokens, state)
-        found = torch.zeros(2, len(targets), dtype=torch.promote_types(self._stage.dtype, torch.float32), device=self.device)
+        found = torch.zeros(
+            2, len(targets), dtype=torch.promote_types(self._stage.dtype, torch.float32), device=self.device
+        )
         if x is not None:
             where = torch.tensor(places, device=self.device).reshape(-1, 2)
             wanted = torch.tensor(targets, dtype=torch.int64, device=self.device)
-            own = slice(self.mesh.cp.rank, None, self.mesh.cp.size)  # each cp rank computes the logits of some places
+            # each cp rank computes the logits of some places
+            own = slice(self.mesh.cp.rank, None, self.mesh.cp.size)
             chosen = x[where[own, 0], where[own, 1]].unsqueeze(1)  # [targets/cp, 1, hidden]
-            for part, its, out in zip(chosen.split(CHUNK), wanted[own].split(CHUNK), found[:, own].split(CHUNK, dim=1), strict=True):
+            for part, its, out in zip(
+                chosen.split(CHUNK), wanted[own].split(CHUNK), found[:, own].split(CHUNK, dim=1), strict=True
+            ):
                 logits = self._logits(part)[:, 0].to(found.dtype)
                 out[0] = logits.log_softmax(-1).gather(1, its.unsqueeze(1)).squeeze(1)
                 out[1] = logits.argmax(-1) == its
@@ -221,10 +248,20 @@ class LanguageModel:
         """Rows as columns, [seq/cp, rows], padded after their ends, which causal attention never reads."""
         longest = max(map(len, rows))
         if longest > self.longest or not all(rows):
-            raise ValueError(f"rows of {min(map(len, rows))} to {longest} tokens: the model takes 1 to {self.longest}")
+            raise ValueError(
+                f"rows of {min(map(len, rows))} to {longest} tokens: the model takes 1 to {self.longest}"
+            )
         longrope = self.config.model.longrope_context
-        length = min(padded(longest), self.longest, longrope if longrope is not None and longest <= longrope else self.longest)
-        tokens = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], device=self.device).t().contiguous()
+        length = min(
+            padded(longest),
+            self.longest,
+            longrope if longrope is not None and longest <= longrope else self.longest,
+        )
+        tokens = (
+            torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], device=self.device)
+            .t()
+            .contiguous()
+        )
         microbatch = self._part(tokens)
         return microbatch.tokens, self._state(microbatch, [len(row) for row in rows])
 
@@ -237,13 +274,25 @@ class LanguageModel:
         return Cut(parts, cp.rank)(tokens, tokens, samples)
 
     def _state(self, microbatch: Microbatch, lengths: list[int]) -> ForwardState:
-        """What a forward pass needs. Under LongRoPE each row has the factors of its own length, as if it were alone."""
+        """What a forward pass needs. Under LongRoPE each row has the factors of its own length, as if it were
+        alone."""
         state, model = self._stage.forward_state(microbatch, step=0, training=False), self.config.model
-        longer = [model.longrope_context is not None and length > model.longrope_context for length in lengths]
+        longer = [
+            model.longrope_context is not None and length > model.longrope_context for length in lengths
+        ]
         if any(longer) and not all(longer):
             positions = microbatch.positions.expand(-1, len(lengths))  # [seq, rows]
-            shape = (model.rotary_width, model.rope_theta, model.rope_scaling, self._stage.dtype, self.device, model.rotary_dim)
-            short, long = (rotary_tables(positions, *shape, length=length) for length in (min(lengths), max(lengths)))
+            shape = (
+                model.rotary_width,
+                model.rope_theta,
+                model.rope_scaling,
+                self._stage.dtype,
+                self.device,
+                model.rotary_dim,
+            )
+            short, long = (
+                rotary_tables(positions, *shape, length=length) for length in (min(lengths), max(lengths))
+            )
             which = torch.tensor(longer, device=self.device)[:, None]
             state.rotary = torch.where(which, long[0], short[0]), torch.where(which, long[1], short[1])
         return state
@@ -253,14 +302,17 @@ class LanguageModel:
         return torch.zeros(rows, dtype=torch.int64, device=self.device)
 
     def _activations(self, tokens: Tensor, state: ForwardState) -> Tensor | None:
-        """The last stage's activations of whole rows [seq, rows, hidden], before the head; None on the other stages.
+        """The last stage's activations of whole rows [seq, rows, hidden], before the head; None on the other
+        stages.
 
         Communicates between stages and over cp.
         """
         stage, pipeline = self._stage, self.mesh.pp
         x = tokens
         if stage.embedding is None:
-            x = torch.empty(*tokens.shape, self.config.model.hidden_size, dtype=stage.dtype, device=self.device)
+            x = torch.empty(
+                *tokens.shape, self.config.model.hidden_size, dtype=stage.dtype, device=self.device
+            )
             self._pass("irecv", x, pipeline.ranks[pipeline.rank - 1])
         x = stage.trunk(x, state)
         if stage.head is not None:
@@ -272,12 +324,16 @@ class LanguageModel:
         import torch.distributed as dist
 
         channel = self.mesh.channels["forward_up"]
-        message(getattr(dist, operation), x, peer, channel, "activations of a pass", self.mesh.activity).wait()
+        message(
+            getattr(dist, operation), x, peer, channel, "activations of a pass", self.mesh.activity
+        ).wait()
 
     def _logits(self, x: Tensor) -> Tensor:
-        """Logits [seq, rows, vocabulary] of the last stage's activations, without padded columns. All-gather over tp."""
+        """Logits [seq, rows, vocabulary] of the last stage's activations, without padded columns. All-gather
+        over tp."""
         assert self._stage.head is not None
-        parts = all_gather(self._stage.head.logits(x).unsqueeze(0), self.mesh.tp).wait()  # [tp, seq, rows, vocabulary/tp]
+        # [tp, seq, rows, vocabulary/tp]
+        parts = all_gather(self._stage.head.logits(x).unsqueeze(0), self.mesh.tp).wait()
         return parts.movedim(0, -2).flatten(-2)[..., : self.config.model.vocabulary]
 
     def _told(self, x: Tensor, what: str) -> Tensor:
@@ -286,5 +342,9 @@ class LanguageModel:
 
         world = self.mesh.world
         if world.size > 1:
-            Work(lambda: dist.broadcast(x, self._speaker, group=world.group, async_op=True), what, world.activity).wait()
+            Work(
+                lambda: dist.broadcast(x, self._speaker, group=world.group, async_op=True),
+                what,
+                world.activity,
+            ).wait()
         return x

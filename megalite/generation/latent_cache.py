@@ -1,12 +1,15 @@
-"""Latent attention with a cache of latents: kv_lora_rank + qk_rope_head_dim numbers a token instead of keys and values of all heads.
+"""Latent attention with a cache of latents: kv_lora_rank + qk_rope_head_dim numbers a token instead of keys
+and values of all heads.
 
-Prompts are read as in training: their keys and values are computed from the latents, whole rows of them under context parallelism too. The
-next token of a row reads the cache without computing keys and values from it: the product with the matrices that would make them moves to
-the query and to the output (DeepSeek-V2, 2.1.2), each head h having [Kₕ; Vₕ] = Wᵇₕ:
+Prompts are read as in training: their keys and values are computed from the latents, whole rows of them under
+context parallelism too. The next token of a row reads the cache without computing keys and values from it:
+the product with the matrices that would make them moves to the query and to the output (DeepSeek-V2, 2.1.2),
+each head h having [Kₕ; Vₕ] = Wᵇₕ:
 
     qₕ · (Kₕ c) = (Kₕᵀ qₕ) · c          Σ p (Vₕ c) = Vₕ (Σ p c)
 
-So all heads attend to one shared key [c | rotated r], whose first part is the value. Communication: that of the cache over cp.
+So all heads attend to one shared key [c | rotated r], whose first part is the value. Communication: that of
+the cache over cp.
 """
 
 from __future__ import annotations
@@ -38,27 +41,38 @@ class LatentReader:
         layer, cache = self.layer, state.cache
         queries, (latent, key) = layer.queries(x, state), layer.latent(x, state)
         options = layer.operation(state)
-        kept = cache.whole(torch.cat((latent, key), -1), options)  # [seq, batch, kv_lora_rank + qk_rope_head_dim]
+        # [seq, batch, kv_lora_rank + qk_rope_head_dim]
+        kept = cache.whole(torch.cat((latent, key), -1), options)
         cache.store(layer.layer, kept.unsqueeze(2), kept.unsqueeze(2))
         if cache.reads_prompts:
             whole_latent, whole_key = kept.split((latent.shape[-1], key.shape[-1]), -1)
             k, v = layer.keys_and_values(whole_latent, whole_key, None)
             return cache.within_prompts(queries, k, v, options)
-        found = cache.look_up(layer.layer, self._absorbed(queries), options)  # [1, batch, heads, kv_lora_rank]
+        # [1, batch, heads, kv_lora_rank]
+        found = cache.look_up(layer.layer, self._absorbed(queries), options)
         return torch.einsum("sbhr,hvr->sbhv", found, self.matrix[:, self.plain :])
 
     def _absorbed(self, queries: Tensor) -> Tensor:
-        """Queries for the shared key: [seq, batch, heads, head_size] -> [seq, batch, heads, kv_lora_rank + qk_rope_head_dim]."""
+        """Queries for the shared key: [seq, batch, heads, head_size] -> [seq, batch, heads, kv_lora_rank +
+        qk_rope_head_dim]."""
         absorbed = torch.einsum("sbhn,hnr->sbhr", queries[..., : self.plain], self.matrix[:, : self.plain])
         return torch.cat((absorbed, queries[..., self.plain :]), -1)
 
     @property
     def matrix(self) -> Tensor:
-        """Wᵇ of this rank's heads, [heads, plain + value_size, kv_lora_rank], with its adapter, if it has one."""
+        """Wᵇ of this rank's heads, [heads, plain + value_size, kv_lora_rank], with its adapter, if it has
+        one."""
         if self._matrix is None:
             weight = self.layer.kv_up.weight
             whole = weight.tensor
-            if weight.adapter is not None:  # the product with each unit vector, which needs no knowledge of the adapter
-                whole = self.layer.kv_up(torch.eye(whole.shape[1], dtype=whole.dtype, device=whole.device).unsqueeze(1)).squeeze(1).t()
+            # the product with each unit vector, which needs no knowledge of the adapter
+            if weight.adapter is not None:
+                whole = (
+                    self.layer.kv_up(
+                        torch.eye(whole.shape[1], dtype=whole.dtype, device=whole.device).unsqueeze(1)
+                    )
+                    .squeeze(1)
+                    .t()
+                )
             self._matrix = whole.unflatten(0, (self.layer.heads, -1))
         return self._matrix

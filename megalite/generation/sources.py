@@ -1,4 +1,5 @@
-"""Sources of models, a checkpoint of ours or a Hugging Face directory, with their tokenizer, chat template and end tokens."""
+"""Sources of models, a checkpoint of ours or a Hugging Face directory, with their tokenizer, chat template
+and end tokens."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ class ModelSource:
         config: its training configuration; for a Hugging Face directory only the model.
         step: the step after which it was saved; 0 if that is not known.
         read: fills a rank's rectangles of the weights, reading only their bytes. Raises CheckpointError.
-        companions: the Hugging Face directory with the tokenizer and generation settings that came with the weights, or None.
-        tokenizer: the tokenizer that the weights were trained with, as far as it is known.
+        companions: the Hugging Face directory with the tokenizer and generation settings that came with the
+        weights, or None. tokenizer: the tokenizer that the weights were trained with, as far as it is known.
     """
 
     name: str
@@ -55,9 +56,11 @@ class ModelSource:
 
     @cached_property
     def trained_here(self) -> bool:
-        """Whether the model was trained only on our training data, whose documents end with EOS and have no token at their beginning.
+        """Whether the model was trained only on our training data, whose documents end with EOS and have no
+        token at their beginning.
 
-        A model fine-tuned from Hugging Face weights has learned how its tokenizer begins texts, and is prompted as its export would be.
+        A model fine-tuned from Hugging Face weights has learned how its tokenizer begins texts, and is
+        prompted as its export would be.
         """
         return self.config.data.train is not None and not _began_elsewhere(self.config)
 
@@ -65,11 +68,15 @@ class ModelSource:
 def open_source(name: Path | str, average: bool = False) -> ModelSource:
     """The model of a checkpoint, a run's directory (its newest checkpoint) or hf:DIR. Reads no weights.
 
-    average: with the moving average of the weights (`train.ema_decay`) in their place. Raises CheckpointError or ConfigError.
+    average: with the moving average of the weights (`train.ema_decay`) in their place. Raises CheckpointError
+    or ConfigError.
     """
     if str(name).startswith(HF):
         if average:
-            raise ConfigError(f"--ema: {name} is a Hugging Face model, which has no average of its weights. Leave out --ema.")
+            raise ConfigError(
+                f"--ema: {name} is a Hugging Face model, which has no average of its weights. Leave out "
+                "--ema."
+            )
         directory = Path(str(name).removeprefix(HF))
         model = replace(Source.of(directory).model, init_from=str(name))
         read = starting_weights(model)
@@ -79,7 +86,9 @@ def open_source(name: Path | str, average: bool = False) -> ModelSource:
     manifest = checkpoint.manifest_of(directory)
     manifest = manifest.averaged() if average else manifest
     if "config" not in manifest.state:
-        raise CheckpointError(f"{directory} holds no configuration. Give one that megalite train or megalite convert wrote.")
+        raise CheckpointError(
+            f"{directory} holds no configuration. Give one that megalite train or megalite convert wrote."
+        )
     config = from_dict(manifest.state["config"])
     read = partial(checkpoint.load, manifest, convert=True)
     step, companions = manifest.state.get("step", 0), origin(directory, config.model)
@@ -87,7 +96,8 @@ def open_source(name: Path | str, average: bool = False) -> ModelSource:
 
 
 def _began_elsewhere(config: Config) -> bool:
-    """Whether a run's weights originate from a Hugging Face model, directly or through other runs whose checkpoints can still be read."""
+    """Whether a run's weights originate from a Hugging Face model, directly or through other runs whose
+    checkpoints can still be read."""
     while (start := config.model.initial_weights) is not None:
         if start.startswith(HF):
             return True
@@ -100,39 +110,62 @@ def _began_elsewhere(config: Config) -> bool:
     return False
 
 
-def for_inference(config: Config, *, tp: int = 1, pp: int = 1, cp: int = 1, precision: str = "fp32") -> Config:
-    """The configuration of the same model for forward passes only, on its own layout, independent of the layout of training. Modules of
-    multi-token prediction, which only training uses, are left out.
+def for_inference(
+    config: Config, *, tp: int = 1, pp: int = 1, cp: int = 1, precision: str = "fp32"
+) -> Config:
+    """The configuration of the same model for forward passes only, on its own layout, independent of the
+    layout of training. Modules of multi-token prediction, which only training uses, are left out.
 
     cp ranks gather keys and values: the key-value cache needs them whole in any case.
     """
-    train = replace(config.train, global_batch_size=1, micro_batch_size=1, recompute="none", compile=False, grad_dtype="wide")
+    train = replace(
+        config.train,
+        global_batch_size=1,
+        micro_batch_size=1,
+        recompute="none",
+        compile=False,
+        grad_dtype="wide",
+    )
     train.precision = precision  # type: ignore[assignment]
     saving = replace(config.checkpoint, async_save=False)
     ep = gcd(tp, config.model.num_experts or 1)  # experts too are split over tp ranks
     parallel = ParallelConfig(tp=tp, pp=pp, cp=cp, dp=1, context="gather", zero=0, ep=ep)
     model = replace(config.model, mtp_layers=0)
-    return replace(config, run=replace(config.run, timeout=TIMEOUT), model=model, parallel=parallel, train=train, checkpoint=saving)
+    return replace(
+        config,
+        run=replace(config.run, timeout=TIMEOUT),
+        model=model,
+        parallel=parallel,
+        train=train,
+        checkpoint=saving,
+    )
 
 
 def check_layout(config: Config) -> None:
     """Raise ConfigError if a model does not fit its layout."""
-    facts = RuleContext(model=config.model, parallel=config.parallel, world_size=ParallelDims.of(config).world)
+    facts = RuleContext(
+        model=config.model, parallel=config.parallel, world_size=ParallelDims.of(config).world
+    )
     for rule in (*numbers.RULES, *model_rules.RULES, *parallel_rules.RULES):
-        if rule.option == "parallel.sequence_parallel":  # every tp rank has the same rows, which is right without a backward
+        # every tp rank has the same rows, which is right without a backward
+        if rule.option == "parallel.sequence_parallel":
             continue
         if rule.broken(facts):
             raise ConfigError(rule.describe(facts))
 
 
 def tokenizer_of(
-    source: ModelSource, name: str | None, *, allow_change: bool = False, tell: Callable[[str], object] = lambda line: None
+    source: ModelSource,
+    name: str | None,
+    *,
+    allow_change: bool = False,
+    tell: Callable[[str], object] = lambda line: None,
 ) -> Tokenizer:
-    """The tokenizer given by name, else that of the training data, else the one that came with the weights. The training
-    data's is read from the run's copy where its own place does not hold it any more.
+    """The tokenizer given by name, else that of the training data, else the one that came with the weights.
+    The training data's is read from the run's copy where its own place does not hold it any more.
 
-    allow_change: accept another tokenizer than the weights were trained with; `tell` is called with a line about it. Raises ConfigError if
-    there is no tokenizer or it does not fit the model.
+    allow_change: accept another tokenizer than the weights were trained with; `tell` is called with a line
+    about it. Raises ConfigError if there is no tokenizer or it does not fit the model.
     """
     found = tokenizing.load(name) if name is not None else _own_tokenizer(source)
     vocabulary = source.config.model.vocabulary
@@ -142,11 +175,17 @@ def tokenizer_of(
             "Give the one that made its training data with --tokenizer."
         )
     if name is not None or source.tokenizer.can_be_known:
-        given = Tokenized("its training data's tokenizer" if name is None else f"--tokenizer {name}", of_tokenizer(found.name), itself=True)
+        given = Tokenized(
+            "its training data's tokenizer" if name is None else f"--tokenizer {name}",
+            of_tokenizer(found.name),
+            itself=True,
+        )
         then = "" if is_there(source.tokenizer) else " as it was then"
         trained = f", {source.tokenizer.name}{then}," if source.tokenizer.name else ""
         way_out = f"Give the tokenizer that the model was trained with{trained} with --tokenizer"
-        for line in compare(given, Tokenized(source.name, source.tokenizer), allow=allow_change, way_out=way_out, option=ALLOW):
+        for line in compare(
+            given, Tokenized(source.name, source.tokenizer), allow=allow_change, way_out=way_out, option=ALLOW
+        ):
             tell(line)
     return found
 
@@ -162,38 +201,52 @@ def _own_tokenizer(source: ModelSource) -> Tokenizer:
         return tokenizing.load(source.tokenizer.name)
     prefix = _training_data(source)
     if prefix is None and source.companions is None:
-        raise ConfigError("the checkpoint names no training data, so its tokenizer is unknown. Give it with --tokenizer.")
+        raise ConfigError(
+            "the checkpoint names no training data, so its tokenizer is unknown. Give it with --tokenizer."
+        )
     try:
         return tokenizing.load_for(prefix) if prefix is not None else tokenizing.load(source.companions or "")
     except ConfigError as error:
-        what = "the training data's tokenizer" if prefix is not None else f"the tokenizer in {source.companions}"
+        what = (
+            "the training data's tokenizer" if prefix is not None else f"the tokenizer in {source.companions}"
+        )
         raise ConfigError(f"{what} can not be read: {error} Or give another with --tokenizer.") from None
 
 
 def opening(source: ModelSource, tokenizer: Tokenizer) -> list[int]:
-    """The tokens before a prompt: BOS if the tokenizer adds one and the model was trained on texts that begin with it."""
-    return [tokenizer.bos] if tokenizer.adds_bos and tokenizer.bos is not None and not source.trained_here else []
+    """The tokens before a prompt: BOS if the tokenizer adds one and the model was trained on texts that begin
+    with it."""
+    return (
+        [tokenizer.bos]
+        if tokenizer.adds_bos and tokenizer.bos is not None and not source.trained_here
+        else []
+    )
 
 
 def end_tokens(source: ModelSource, tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that end a text: the tokenizer's EOS, and those in generation_config.json or else config.json."""
+    """The tokens that end a text: the tokenizer's EOS, and those in generation_config.json or else
+    config.json."""
     return frozenset((tokenizer.eos, *([] if source.companions is None else end_ids(source.companions))))
 
 
 def chat_template(source: ModelSource, tokenizer: Tokenizer, named: bool, file: Path | None) -> ChatTemplate:
-    """The model's chat template: that of the file, else of its training data, else of its tokenizer, else our default.
+    """The model's chat template: that of the file, else of its training data, else of its tokenizer, else our
+    default.
 
-    named: whether the tokenizer was given by name, whose own template then goes before that of the training data. Raises ConfigError if a
-    file cannot be read, or if the template of the training data is gone.
+    named: whether the tokenizer was given by name, whose own template then goes before that of the training
+    data. Raises ConfigError if a file cannot be read, or if the template of the training data is gone.
     """
     prefix = None if named else _training_data(source)
     if file is not None:
         return ChatTemplate(tokenizer, read_template(file))
-    found = ChatTemplate(tokenizer, None if prefix is None else metadata(prefix).get("chat", {}).get("template"))
+    found = ChatTemplate(
+        tokenizer, None if prefix is None else metadata(prefix).get("chat", {}).get("template")
+    )
     expected = None if named else source.tokenizer.template_hash
     if expected is not None and found.hash != expected:
         raise ConfigError(
-            f"the chat template that {source.name} was trained with (hash {expected}) is not in {prefix}.json any more. "
+            f"the chat template that {source.name} was trained with (hash {expected}) is not in "
+            f"{prefix}.json any more. "
             "Give it with --chat_template."
         )
     return found

@@ -10,7 +10,8 @@ from megalite.data.tokenizers import Tokenizer
 if TYPE_CHECKING:
     from megalite.generation.language_model import LanguageModel, Sampling
 
-CONTEXT = 8  # tokens of the prompt that are decoded with the first token: decoded alone it may lose its leading space
+# tokens of the prompt that are decoded with the first token: decoded alone it may lose its leading space
+CONTEXT = 8
 LONGEST_CHARACTER = 4  # bytes in UTF-8, and tokens if each is a byte
 UNFINISHED = "\ufffd"  # what the bytes of an incomplete character decode to
 
@@ -28,7 +29,13 @@ class Reply:
         ended: whether a token of `ends` has ended it; `stopped`: whether a text of `stops` has.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], ends: Collection[int] = (), stops: Sequence[str] = ()):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        ends: Collection[int] = (),
+        stops: Sequence[str] = (),
+    ):
         self._tokenizer, self._ends, self._stops = tokenizer, ends, stops
         self._read = list(prompt[-CONTEXT:])  # already decoded; context for the tokens after them
         self._unread: list[int] = []
@@ -41,7 +48,8 @@ class Reply:
         return self.ended or self.stopped
 
     def push(self, token: int) -> str:
-        """Add a token and return the text that can be shown now: mostly its own, less or more if text is or was held back."""
+        """Add a token and return the text that can be shown now: mostly its own, less or more if text is or
+        was held back."""
         self.tokens.append(token)
         if token in self._ends:
             self.ended = True
@@ -75,7 +83,10 @@ class Reply:
 
     def _beginning_of_stop(self, text: str) -> int:
         """Number of characters at the end of a text that are the beginning of a stop text."""
-        return max((size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0)
+        return max(
+            (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])),
+            default=0,
+        )
 
 
 def reply_to(
@@ -89,7 +100,8 @@ def reply_to(
     stops: Sequence[str] = (),
     show: Callable[[str], object] = lambda piece: None,
 ) -> list[Reply]:
-    """Replies of at most `count` tokens to a batch of non-empty prompts. `show` is called with the pieces of the first reply's text.
+    """Replies of at most `count` tokens to a batch of non-empty prompts. `show` is called with the pieces of
+    the first reply's text.
 
     Collective, with the same arguments on every rank.
     """

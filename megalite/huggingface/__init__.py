@@ -1,4 +1,6 @@
-"""Import and export of Hugging Face models: names.py maps tensors, convert.py converts checkpoints, adapters.py LoRA adapters of PEFT.
+"""Import and export of Hugging Face models: names.py maps tensors, convert.py converts checkpoints,
+adapters.py LoRA adapters of PEFT.
 
-May import megalite.assembly, checkpoint, model and what is below. Does not import transformers: its files are read and written directly.
+May import megalite.assembly, checkpoint, model and what is below. Does not import transformers: its files are
+read and written directly.
 """

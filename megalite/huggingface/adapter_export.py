@@ -23,7 +23,15 @@ from megalite.huggingface.files import ConversionError, NewFile
 from megalite.huggingface.merging import Adapters, saved
 from megalite.huggingface.model_card import write_card
 from megalite.huggingface.names import Place
-from megalite.huggingface.peft_modules import EMBEDDING, PREFIX, Experts, Module, module_of, modules_of, saved_keys
+from megalite.huggingface.peft_modules import (
+    EMBEDDING,
+    PREFIX,
+    Experts,
+    Module,
+    module_of,
+    modules_of,
+    saved_keys,
+)
 from megalite.huggingface.tokenizer_export import TokenizerChoice, choose, write_tokenizer
 from megalite.system.files import write_synced
 
@@ -39,25 +47,50 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
     model, adapters = model_of(manifest), Adapters(manifest)
     lora = adapters.lora
     if not adapters.pairs:
-        raise ConversionError(f"{directory} holds no adapters: it was trained without lora.rank. Export it with megalite convert export.")
+        raise ConversionError(
+            f"{directory} holds no adapters: it was trained without lora.rank. Export it with megalite "
+            "convert export."
+        )
     found = places_of(model, directory)
     modules = modules_of(found, adapters.pairs)
-    tensors = {key: value for each in modules for key, value in zip(each.keys(lora.dora), _tensors(each, adapters, found), strict=True)}
+    tensors = {
+        key: value
+        for each in modules
+        for key, value in zip(each.keys(lora.dora), _tensors(each, adapters, found), strict=True)
+    }
     head = head_of(model, directory)
     tensors |= dict(_saved(adapters, found, head))
     base = _base(model)
     settings = _settings(modules, found, adapters, head, base, family_of(model, directory))
     tokenizer = choose(manifest, TokenizerChoice(), converting.origin(directory, model))
-    parameters, dtypes = sum(value.numel() for value in tensors.values()), {name_of(value.dtype) for value in tensors.values()}
+    parameters, dtypes = (
+        sum(value.numel() for value in tensors.values()),
+        {name_of(value.dtype) for value in tensors.values()},
+    )
     with converting.new_directory(target) as temporary:
-        with closing(NewFile(temporary / ADAPTER[0], {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()})) as file:
+        with closing(
+            NewFile(
+                temporary / ADAPTER[0],
+                {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()},
+            )
+        ) as file:
             for name, value in tensors.items():
                 file.write(name, value)
         write_synced(temporary / ADAPTER_SETTINGS, json.dumps(settings, indent=2) + "\n")
         identity = write_tokenizer(temporary, tokenizer, manifest.state["step"])
-        facts = {"adapter": f"{'DoRA' if lora.dora else 'LoRA'} of rank {lora.rank}", "parameters": f"{parameters:,}"}
-        write_card(temporary, manifest, identity, facts | {"dtype": ", ".join(sorted(dtypes))}, base=base or "")
-    return {"rank": lora.rank, "parameters": parameters, "dtypes": sorted(dtypes), "modules": [each.name for each in modules]} | {
+        facts = {
+            "adapter": f"{'DoRA' if lora.dora else 'LoRA'} of rank {lora.rank}",
+            "parameters": f"{parameters:,}",
+        }
+        write_card(
+            temporary, manifest, identity, facts | {"dtype": ", ".join(sorted(dtypes))}, base=base or ""
+        )
+    return {
+        "rank": lora.rank,
+        "parameters": parameters,
+        "dtypes": sorted(dtypes),
+        "modules": [each.name for each in modules],
+    } | {
         "tokenizer": tokenizer.name,
         "notes": [*tokenizer.notes, *_without_dropout(lora, settings), *_on_a_larger_table(model)],
     }
@@ -67,7 +100,10 @@ def _on_a_larger_table(model: ModelConfig) -> list[str]:
     """A note that PEFT needs a base with the new rows."""
     if model.resize_embeddings is None:
         return []
-    return [f"tokens were added: call resize_token_embeddings({model.vocabulary}) on the base model before PEFT loads the adapter"]
+    return [
+        f"tokens were added: call resize_token_embeddings({model.vocabulary}) on the base model before PEFT "
+        "loads the adapter"
+    ]
 
 
 def _base(model: ModelConfig) -> str | None:
@@ -81,7 +117,8 @@ def _base(model: ModelConfig) -> str | None:
 
 
 def _tensors(module: Module, adapters: Adapters, found: dict[str, Place]) -> Iterator[Tensor]:
-    """PEFT's A [ranks, in], B [out, ranks] and, with `lora.dora`, magnitudes [out] of a module; ranks is the sum of our weights' ranks.
+    """PEFT's A [ranks, in], B [out, ranks] and, with `lora.dora`, magnitudes [out] of a module; ranks is the
+    sum of our weights' ranks.
 
     Where our factors on B A differ within a module, B has them, relative to the first one's.
     """
@@ -102,7 +139,9 @@ def _tensors(module: Module, adapters: Adapters, found: dict[str, Place]) -> Ite
         magnitudes = torch.empty(module.shape[0])
         for name, rows in module.all_weights(found).items():
             lengths, adapted = adapters.row_lengths(name), pairs.get(name)
-            magnitudes[rows] = (lengths if adapted is None or adapted.delta is None else lengths + adapted.delta).to(magnitudes.dtype)
+            magnitudes[rows] = (
+                lengths if adapted is None or adapted.delta is None else lengths + adapted.delta
+            ).to(magnitudes.dtype)
         yield magnitudes
 
 
@@ -112,13 +151,22 @@ def _saved(adapters: Adapters, found: dict[str, Place], head: str) -> Iterator[t
         place, value = found[name], adapters.read(name)
         whole = value.new_empty(place.shape)
         place.write(whole, (0,) * value.dim(), value)
-        pieces = whole.chunk(len(place.tensors)) if "{}" in place.theirs else [whole.view(shape) for shape in place.tensors.values()]
+        pieces = (
+            whole.chunk(len(place.tensors))
+            if "{}" in place.theirs
+            else [whole.view(shape) for shape in place.tensors.values()]
+        )
         for key, piece in zip(keys, [*pieces, whole], strict=False):  # the last one is a tied head
             yield key, piece.contiguous()
 
 
 def _settings(
-    modules: Sequence[Module], found: dict[str, Place], adapters: Adapters, head: str, base: str | None, family: str
+    modules: Sequence[Module],
+    found: dict[str, Place],
+    adapters: Adapters,
+    head: str,
+    base: str | None,
+    family: str,
 ) -> dict[str, Any]:
     """PEFT's adapter_config.json. Raises ConversionError if PEFT can not apply the adapters."""
     lora, model = adapters.lora, adapters.model
@@ -130,13 +178,24 @@ def _settings(
         return _target(name, others) + (".weight" if name in weights else "")
 
     def pattern(index: int, default: float) -> dict[str, float]:
-        """The modules where a number is not the default, by the shortest name that matches no module with another number."""
+        """The modules where a number is not the default, by the shortest name that matches no module with
+        another number."""
         given = {name: own[index] for name, own in numbers.items()}
-        return {target(name, {each for each in given if given[each] != own}): own for name, own in given.items() if own != default}
+        return {
+            target(name, {each for each in given if given[each] != own}): own
+            for name, own in given.items()
+            if own != default
+        }
 
     experts = {module.name for module in modules if isinstance(module, Experts)}
-    parameters = sorted({".".join(name.split(".")[-3:]) for name in experts} | {target(name, others) for name in weights})
-    full = {key.removeprefix(PREFIX).rpartition(".")[0] for keys in saved_keys(model, lora, found, head).values() for key in keys}
+    parameters = sorted(
+        {".".join(name.split(".")[-3:]) for name in experts} | {target(name, others) for name in weights}
+    )
+    full = {
+        key.removeprefix(PREFIX).rpartition(".")[0]
+        for keys in saved_keys(model, lora, found, head).values()
+        for key in keys
+    }
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -148,7 +207,9 @@ def _settings(
         "use_rslora": lora.scaling == "rslora",
         "use_dora": lora.dora,
         "lora_dropout": 0.0 if parameters else lora.dropout,  # PEFT has none on parameters
-        "target_modules": sorted({target(module.name, others) for module in modules if module.name not in weights | experts}),
+        "target_modules": sorted(
+            {target(module.name, others) for module in modules if module.name not in weights | experts}
+        ),
         "modules_to_save": sorted({_target(name, set(numbers) | others - full) for name in full}) or None,
         "ensure_weight_tying": model.tie_word_embeddings and EMBEDDING in saved(model, lora),
         "fan_in_fan_out": any(module.transposed for module in modules),
@@ -159,12 +220,15 @@ def _settings(
 
 
 def _as_weights(modules: Sequence[Module], family: str, dora: bool) -> set[str]:
-    """The modules of which PEFT is given the weight. Raises ConversionError with DoRA, which PEFT does not have on parameters."""
+    """The modules of which PEFT is given the weight. Raises ConversionError with DoRA, which PEFT does not
+    have on parameters."""
     found = {module.name for module in modules if module.as_weight(family)}
     if dora and found:
         raise ConversionError(
-            f"PEFT can not apply DoRA to {min(found)} of a {family} model, whose weight it has to be given instead of the module. "
-            "Export the merged model with megalite convert export, or leave gate, up and down out of lora.targets."
+            f"PEFT can not apply DoRA to {min(found)} of a {family} model, whose weight it has to be given "
+            "instead of the module. "
+            "Export the merged model with megalite convert export, or leave gate, up and down out of "
+            "lora.targets."
         )
     return found
 
@@ -173,11 +237,15 @@ def _without_dropout(lora: LoraConfig, settings: dict[str, Any]) -> list[str]:
     """A line if the settings do not have the run's dropout."""
     if settings["lora_dropout"] == lora.dropout:
         return []
-    return [f"lora_dropout is 0, and the run had {lora.dropout}: PEFT has no dropout with target_parameters. It matters in training only"]
+    return [
+        f"lora_dropout is 0, and the run had {lora.dropout}: PEFT has no dropout with target_parameters. It "
+        "matters in training only"
+    ]
 
 
 def _numbers(module: Module, adapters: Adapters) -> tuple[int, float]:
-    """Rank and alpha of a module: those of its first weight, whose factor on B A applies to all of it, for the rank of all."""
+    """Rank and alpha of a module: those of its first weight, whose factor on B A applies to all of it, for
+    the rank of all."""
     first = next(iter(module.weights))
     rank = sum(adapters.pairs[name].b.shape[1] for name in module.weights)
     divisor = rank**0.5 if adapters.lora.scaling == "rslora" else rank
@@ -191,7 +259,8 @@ def _plain(number: float) -> float:
 
 
 def _target(name: str, others: set[str]) -> str:
-    """The shortest suffix of a module's name that matches no module without an adapter: the last word, except for GPT-2's two c_proj."""
+    """The shortest suffix of a module's name that matches no module without an adapter: the last word, except
+    for GPT-2's two c_proj."""
     words = name.split(".")
     ends = (".".join(words[start:]) for start in reversed(range(len(words))))
     return next(end for end in ends if not any(other.endswith(f".{end}") for other in others))

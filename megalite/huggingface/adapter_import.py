@@ -27,16 +27,21 @@ from megalite.huggingface.peft_modules import EMBEDDING, Experts, Module, module
 from megalite.model.adapters import MAGNITUDE, A, name_of
 from megalite.parallel.spec import Rectangle
 
-OFF = """alora_invocation_tokens arrow_config kasa_config layer_replication lora_bias megatron_config monteclora_config
-    trainable_token_indices use_bdlora use_qalora velora_config"""
-"""Settings of PEFT's LoraConfig that change what an adapter computes, and must be off; PEFT ignores what is no setting of its own."""
+OFF = """alora_invocation_tokens arrow_config kasa_config layer_replication lora_bias megatron_config
+    monteclora_config trainable_token_indices use_bdlora use_qalora velora_config"""
+"""Settings of PEFT's LoraConfig that change what an adapter computes, and must be off; PEFT ignores what is
+no setting of its own."""
 STARTS_FROM_W = (True, False, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights that leave the base weights unchanged; others (pissa, olora …) change the weights that the adapter adapts."""
+"""Values of init_lora_weights that leave the base weights unchanged; others (pissa, olora …) change the
+weights that the adapter adapts."""
 
 
 def starting_weights(config: Config) -> Read:
-    """The function that fills a rank's rectangles when a run starts from hf:DIR or from an adapter; it raises CheckpointError."""
-    base = converting.starting_weights(config.model, config.run.seed, beside_adapter=config.lora.init_from is not None)
+    """The function that fills a rank's rectangles when a run starts from hf:DIR or from an adapter; it raises
+    CheckpointError."""
+    base = converting.starting_weights(
+        config.model, config.run.seed, beside_adapter=config.lora.init_from is not None
+    )
     if config.lora.init_from is not None:
         return partial(_fill, config, base)
     assert base is not None, "a checkpoint alone gives the weights"
@@ -56,13 +61,22 @@ def _fill(config: Config, base: Read | None, rectangles: Sequence[Rectangle]) ->
     for part in rectangles:
         if (name := part.name.removeprefix(WEIGHT)) in adapter.names:
             whole = adapter[name]
-            part.tensor.copy_(whole[tuple(slice(low, low + size) for low, size in zip(part.offsets, part.tensor.shape, strict=True))])
+            part.tensor.copy_(
+                whole[
+                    tuple(
+                        slice(low, low + size)
+                        for low, size in zip(part.offsets, part.tensor.shape, strict=True)
+                    )
+                ]
+            )
 
 
 class PeftAdapter:
-    """A PEFT directory read as the adapters of a run: our tensors by name. Raises ConversionError if it does not fit them.
+    """A PEFT directory read as the adapters of a run: our tensors by name. Raises ConversionError if it does
+    not fit them.
 
-    The product that it adds to the weights is preserved: if its factor on B A differs from the run's, B is scaled.
+    The product that it adds to the weights is preserved: if its factor on B A differs from the run's, B is
+    scaled.
 
     Args:
         start: the directory of the weights that it adapts.
@@ -89,21 +103,34 @@ class PeftAdapter:
 
     def check(self) -> None:
         """Raise ConversionError where the directory does not hold the run's adapters."""
-        expected = {key for module in self.modules for key in module.keys(self.lora.dora)}.union(*self.saved.values())
+        expected = {key for module in self.modules for key in module.keys(self.lora.dora)}.union(
+            *self.saved.values()
+        )
         head = self.saved[EMBEDDING][-1] if self.tied and EMBEDDING in self.saved else None
         why = {head: ": PEFT trains a tied head with the embedding only under ensure_weight_tying"}
-        problems = [f"{key} is missing{why.get(key, '')}" for key in sorted(expected) if key not in self.tensors]
-        problems += [f"{key} is part of neither lora.targets nor lora.modules_to_save" for key in self.tensors if key not in expected]
+        problems = [
+            f"{key} is missing{why.get(key, '')}" for key in sorted(expected) if key not in self.tensors
+        ]
+        problems += [
+            f"{key} is part of neither lora.targets nor lora.modules_to_save"
+            for key in self.tensors
+            if key not in expected
+        ]
         for module in () if problems else self.modules:
             problems += self._misfits(module)
         for name in () if problems else self.saved:
             problems += self._misfits_of_saved(name)
         if not problems:
-            reject(f"lora.init_from = {self.directory}", {key: nonfinite(tensor) for key, tensor in self.tensors.items()})
+            reject(
+                f"lora.init_from = {self.directory}",
+                {key: nonfinite(tensor) for key, tensor in self.tensors.items()},
+            )
         if problems:
             more = f"\n  … and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
             raise ConversionError(
-                f"lora.init_from = {self.directory} does not hold the adapters of this run:\n  " + "\n  ".join(problems[:NAMED]) + more
+                f"lora.init_from = {self.directory} does not hold the adapters of this run:\n  "
+                + "\n  ".join(problems[:NAMED])
+                + more
             )
 
     def _ranks(self, module: Module) -> list[int]:
@@ -123,15 +150,23 @@ class PeftAdapter:
                 has = f"has A {list(a.shape)} and B {list(b.shape)}"
                 yield f"{module.name} {has}, and the run {module.number} experts of rank {ranks[0]}"
         elif (*a.shape, *b.shape) != (rank, inputs, outputs, rank):
-            yield f"{module.name} has A {list(a.shape)} and B {list(b.shape)}, and the model {inputs} inputs and {outputs} outputs there"
+            yield (
+                f"{module.name} has A {list(a.shape)} and B {list(b.shape)}, and the model {inputs} inputs "
+                f"and {outputs} outputs there"
+            )
         elif not self._is_shared(module, rank) and (rank != sum(ranks) or self._outside(module, b, ranks)):
-            own = f"lora.rank = {self.lora.rank}" if set(ranks) == {self.lora.rank} else f"lora.ranks = {show(self.lora.ranks)}"
+            own = (
+                f"lora.rank = {self.lora.rank}"
+                if set(ranks) == {self.lora.rank}
+                else f"lora.ranks = {show(self.lora.ranks)}"
+            )
             yield f"{module.name} has rank {rank}, and {own}"
         elif self._outside(module, b) or any(self._is_changed(module, each) for each in magnitudes):
             yield f"{module.name} adapts outputs that are not among lora.targets"
 
     def _outside(self, module: Module, b: Tensor, ranks: Sequence[int] = ()) -> bool:
-        """Whether B is nonzero outside the rows of our projections or, with their `ranks`, outside their blocks on its diagonal."""
+        """Whether B is nonzero outside the rows of our projections or, with their `ranks`, outside their
+        blocks on its diagonal."""
         rest = b.clone()
         for index, name in enumerate(module.weights):
             start = sum(ranks[:index])
@@ -139,14 +174,20 @@ class PeftAdapter:
         return bool(rest.any())
 
     def _is_changed(self, module: Module, magnitudes: Tensor) -> bool:
-        """Whether rows without an adapter have another length than the weight's, up to the rounding of the stored magnitudes. The weight is
-        rounded as that of the run which trained the adapter, in any precision: the adapter does not say which."""
+        """Whether rows without an adapter have another length than the weight's, up to the rounding of the
+        stored magnitudes. The weight is rounded as that of the run which trained the adapter, in any
+        precision: the adapter does not say which."""
         tolerance = max(8 * torch.finfo(magnitudes.dtype).eps, 1e-5)
-        others = {name: rows for name, rows in module.all_weights(self.found).items() if name not in module.weights}
+        others = {
+            name: rows for name, rows in module.all_weights(self.found).items() if name not in module.weights
+        }
 
         def are_lengths(dtype: torch.dtype) -> bool:
             lengths = {name: self.row_lengths(name, dtype) for name in others}
-            return all(torch.allclose(magnitudes[others[name]].to(own.dtype), own, rtol=tolerance, atol=0) for name, own in lengths.items())
+            return all(
+                torch.allclose(magnitudes[others[name]].to(own.dtype), own, rtol=tolerance, atol=0)
+                for name, own in lengths.items()
+            )
 
         return not any(are_lengths(dtype) for dtype in (self.dtype, *DTYPES.values()))
 
@@ -157,7 +198,10 @@ class PeftAdapter:
             if self.tensors.shape(key) != shape:
                 yield f"{key} is {list(self.tensors.shape(key))}, and the model's {list(shape)}"
         if self.tied and name == EMBEDDING and not torch.equal(self.tensors[keys[0]], self.tensors[keys[1]]):
-            yield f"{keys[0]} and {keys[1]} differ, and the model's head is its embedding (model.tie_word_embeddings)"
+            yield (
+                f"{keys[0]} and {keys[1]} differ, and the model's head is its embedding "
+                "(model.tie_word_embeddings)"
+            )
 
     def _row_lengths(self, name: str, dtype: torch.dtype) -> Tensor:
         """Lengths of the rows of one of our weights as a run of this dtype stores it, in at least fp32."""
@@ -169,13 +213,16 @@ class PeftAdapter:
     def _scale(self, module: Module, rank: int) -> float:
         """PEFT's factor on a module's B A."""
         weight = f"{module.name}.weight"
-        by_weight = any(f".{weight}".endswith(f".{each}") for each in self.settings.get("target_parameters") or ())
+        by_weight = any(
+            f".{weight}".endswith(f".{each}") for each in self.settings.get("target_parameters") or ()
+        )
         name = weight if by_weight else module.name
         alpha = _by_pattern(self.settings.get("alpha_pattern"), name, self.settings["lora_alpha"])
         return float(alpha / (rank**0.5 if self.settings.get("use_rslora") else rank))
 
     def __getitem__(self, name: str) -> Tensor:
-        """One of our tensors: A [rank, in], B [out, rank], magnitudes [out], or one that is trained in full."""
+        """One of our tensors: A [rank, in], B [out, rank], magnitudes [out], or one that is trained in
+        full."""
         if name in self.saved:
             place = self.found[name]
             pieces = [self.tensors[key] for key in self.saved[name][: len(place.tensors)]]
@@ -187,7 +234,9 @@ class PeftAdapter:
             lengths = self.row_lengths(weight, self.dtype)
             return magnitudes[0][module.rows(weight)].to(lengths.dtype) - lengths
         if isinstance(module, Experts):
-            return a if part == A else self._scaled(module.from_peft(b), module, weight, len(a) // module.number)
+            return (
+                a if part == A else self._scaled(module.from_peft(b), module, weight, len(a) // module.number)
+            )
         ranks, index = self._ranks(module), list(module.weights).index(weight)
         start = sum(ranks[:index])
         own = slice(None) if self._is_shared(module, len(a)) else slice(start, start + ranks[index])
@@ -198,12 +247,20 @@ class PeftAdapter:
     def _scaled(self, values: Tensor, module: Module, weight: str, rank: int) -> Tensor:
         """A part of their B, of this rank, with the factor on B A that the run does not have."""
         factor = self._scale(module, rank) / self.lora.scale_of(self.roles[weight])
-        return values if abs(factor - 1) < 1e-12 else values.to(torch.promote_types(values.dtype, torch.float32)) * factor
+        return (
+            values
+            if abs(factor - 1) < 1e-12
+            else values.to(torch.promote_types(values.dtype, torch.float32)) * factor
+        )
 
 
 def _by_pattern(patterns: dict[str, Any] | None, module: str, default: Any) -> Any:
-    """The value of the first pattern that matches the end of the name of a module or parameter, as in PEFT."""
-    return next((value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", module)), default)
+    """The value of the first pattern that matches the end of the name of a module or parameter, as in
+    PEFT."""
+    return next(
+        (value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", module)),
+        default,
+    )
 
 
 def _read_settings(directory: Path, dora: bool) -> dict[str, Any]:
@@ -211,16 +268,29 @@ def _read_settings(directory: Path, dora: bool) -> dict[str, Any]:
     path = directory / ADAPTER_SETTINGS
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-        kind, start, bias = settings["peft_type"], settings.get("init_lora_weights", True), settings.get("bias", "none")
+        kind, start, bias = (
+            settings["peft_type"],
+            settings.get("init_lora_weights", True),
+            settings.get("bias", "none"),
+        )
         wrong = [f"{name} = {value}" for name, value in settings.items() if name in OFF.split() and value]
-        wrong += [f"{name} = {value}" for name, value, good in (("peft_type", kind, "LORA"), ("bias", bias, "none")) if value != good]
+        wrong += [
+            f"{name} = {value}"
+            for name, value, good in (("peft_type", kind, "LORA"), ("bias", bias, "none"))
+            if value != good
+        ]
         wrong += [] if start in STARTS_FROM_W else [f"init_lora_weights = {start}"]
         theirs = bool(settings.get("use_dora"))
         settings["lora_alpha"] / settings["r"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
-        raise ConversionError(f"{path} can not be read as the settings of a LoRA adapter: {type(error).__name__}: {error}") from None
+        raise ConversionError(
+            f"{path} can not be read as the settings of a LoRA adapter: {type(error).__name__}: {error}"
+        ) from None
     if wrong:
         raise ConversionError(f"{path} has {wrong[0]}, which is not handled: only LoRA, rslora and DoRA are.")
     if theirs != dora:
-        raise ConversionError(f"{path} has use_dora = {show(theirs)}, and lora.dora = {show(dora)}. Set lora.dora to {show(theirs)}.")
+        raise ConversionError(
+            f"{path} has use_dora = {show(theirs)}, and lora.dora = {show(dora)}. Set lora.dora to "
+            f"{show(theirs)}."
+        )
     return settings

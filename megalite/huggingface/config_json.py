@@ -1,4 +1,4 @@
-"""ModelConfig → Hugging Face config.json, for the families in `megalite.config.families`. Imports no torch."""
+"""ModelConfig → Hugging Face config.json, for the families in `megalite.config.families`."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,23 +14,33 @@ _TRAINING_ONLY = (
     *("router_aux_loss_coef", "router_z_loss_coef", "expert_capacity_factor", "mtp_layers"),
 )
 _MIXTURE = (
-    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "shared_expert_intermediate_size"),
+    *(
+        "num_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "shared_expert_intermediate_size",
+    ),
     *("shared_expert_gate", "decoder_sparse_step", "mlp_only_layers", "router_balance", "router_bias_rate"),
     *("router_scores", "routed_scaling_factor", "n_group", "topk_group"),
 )
 
 
 def to_hf_config(model: ModelConfig, family: str | None = None) -> dict[str, Any]:
-    """The config.json of a model, readable by every version of transformers. family: by default the first that can express the model.
+    """The config.json of a model, readable by every version of transformers. family: by default the first
+    that can express the model.
 
-    Raises ConfigError naming the first field that the family cannot express. Dropouts and auxiliary losses that a family does not have are
-    left out: they do not change what the trained model computes.
+    Raises ConfigError naming the first field that the family cannot express. Dropouts and auxiliary losses
+    that a family does not have are left out: they do not change what the trained model computes.
     """
     if family is None:
         reasons = {name: misfit(model, row) for name, row in families().rows.items()}
         family = next((name for name, reason in reasons.items() if reason is None), None)
         if family is None:
-            raise ConfigError("No Hugging Face family can express this model:\n" + "\n".join(f"  {n}: {r}" for n, r in reasons.items()))
+            raise ConfigError(
+                "No Hugging Face family can express this model:\n"
+                + "\n".join(f"  {n}: {r}" for n, r in reasons.items())
+            )
     row = families().rows[family]
     reason = misfit(model, row)
     if reason:
@@ -39,7 +49,8 @@ def to_hf_config(model: ModelConfig, family: str | None = None) -> dict[str, Any
 
 
 def misfit(model: ModelConfig, row: Family) -> str | None:
-    """Why a family cannot express a model: the first field that does not survive the round trip through its config.json. None if it can."""
+    """Why a family cannot express a model: the first field that does not survive the round trip through its
+    config.json. None if it can."""
     mapped = {ours for names in row.fields.values() for ours in names}
     try:
         again = ModelConfig(**from_hf_config(_write(model, row)))
@@ -68,11 +79,16 @@ def meaning(model: ModelConfig) -> dict[str, Any]:
         "sliding_window_layers": local,
     }
     values |= _mixture_meaning(model)
-    return {name: value for name, value in values.items() if name not in ("preset", "from_hf", "init_from", "resize_embeddings")}
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in ("preset", "from_hf", "init_from", "resize_embeddings")
+    }
 
 
 def _mixture_meaning(model: ModelConfig) -> dict[str, Any]:
-    """The fields of mixtures: null without experts; the dense layers listed; as balance only what a trained model still computes."""
+    """The fields of mixtures: null without experts; the dense layers listed; as balance only what a trained
+    model still computes."""
     if not model.num_experts:
         return dict.fromkeys(_MIXTURE)
     dense = [layer for layer in range(model.num_hidden_layers) if not model.is_mixture(layer)]
@@ -96,7 +112,11 @@ def _write(model: ModelConfig, row: Family) -> dict[str, Any]:
         config.pop("head_dim", None)  # transformers derives the same value; its Qwen2 does not have the field
     for name in row.computed:
         config |= _COMPUTED[name](values)
-    return config | (_write_rope(model, row) if model.position == "rope" and row.rope else {}) | _write_window(values, row)
+    return (
+        config
+        | (_write_rope(model, row) if model.position == "rope" and row.rope else {})
+        | _write_window(values, row)
+    )
 
 
 def _reciprocal(value: float) -> float:
@@ -106,11 +126,17 @@ def _reciprocal(value: float) -> float:
 
 
 def _falcon_block(values: dict[str, Any]) -> dict[str, Any]:
-    """Falcon's layout: its first architecture has one key-value head or no parallel block, all others are the new one."""
+    """Falcon's layout: its first architecture has one key-value head or no parallel block, all others are the
+    new one."""
     block, kv_heads = values["parallel_block"], values["num_key_value_heads"]
     new = block == "two_norms" or (block == "shared_norm" and kv_heads > 1)
     norms = {"num_ln_in_parallel_attn": 2 if block == "two_norms" else 1} if new else {}
-    return {"new_decoder_architecture": new, "multi_query": new or kv_heads == 1, "parallel_attn": block != "none", **norms}
+    return {
+        "new_decoder_architecture": new,
+        "multi_query": new or kv_heads == 1,
+        "parallel_attn": block != "none",
+        **norms,
+    }
 
 
 def _parallel(values: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +148,9 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "attention_scale": lambda values: {"query_pre_attn_scalar": round(values["attention_scale"] ** -2)},
     "logit_scale": lambda values: {"logits_scaling": _reciprocal(values["logit_scale"])},
     "no_rope_layers": lambda values: {
-        "no_rope_layers": [int(layer not in values["no_rope_layers"]) for layer in range(values["num_hidden_layers"])]
+        "no_rope_layers": [
+            int(layer not in values["no_rope_layers"]) for layer in range(values["num_hidden_layers"])
+        ]
     },
     "no_rope_layers=global": lambda values: {},
     "num_key_value_heads": lambda values: {"num_kv_heads": values["num_key_value_heads"]},
@@ -138,12 +166,17 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "mtp_layers": lambda values: {"num_nextn_predict_layers": values["mtp_layers"]},
     "router_scores=softmax": partial(latents.router_fields, "softmax"),
     "router_scores=sigmoid": partial(latents.router_fields, "sigmoid"),
-    "hidden_act=clamped_swiglu": lambda values: {"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    "hidden_act=clamped_swiglu": lambda values: {
+        "hidden_act": "silu",
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
     "parallel_block": _falcon_block,
     "parallel_block=shared_norm": _parallel,
     "parallel_block=two_norms": _parallel,
 }
-"""The fields of a config.json that a computed field is computed from: the reverse of the table in `megalite.config.families`."""
+"""The fields of a config.json that a computed field is computed from: the reverse of the table in
+`megalite.config.families`."""
 
 
 def _write_rope(model: ModelConfig, row: Family) -> dict[str, Any]:
@@ -157,13 +190,21 @@ def _write_rope(model: ModelConfig, row: Family) -> dict[str, Any]:
         found, scaling = found | own, scaling | own
     older: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": scaling}
     if "original_max_position_embeddings" in row.own.split() and model.longrope_context is not None:
-        older |= {"original_max_position_embeddings": model.longrope_context, "rope_scaling": {"type": "longrope", **found}}
+        older |= {
+            "original_max_position_embeddings": model.longrope_context,
+            "rope_scaling": {"type": "longrope", **found},
+        }
         del older["rope_scaling"]["rope_theta"]
     if row.local_rope_theta is None:
         return older | {"rope_parameters": found}
     local = model.rope_local_theta or model.rope_theta
     older |= {"rope_local_base_freq": local} if "rope_local_base_freq" in row.own.split() else {}
-    return older | {"rope_parameters": {"full_attention": found, "sliding_attention": {"rope_type": "default", "rope_theta": local}}}
+    return older | {
+        "rope_parameters": {
+            "full_attention": found,
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        }
+    }
 
 
 def _write_window(values: dict[str, Any], row: Family) -> dict[str, Any]:
@@ -175,6 +216,9 @@ def _write_window(values: dict[str, Any], row: Family) -> dict[str, Any]:
         return {}
     if row.window == "every_layer_if_switched":
         return {"use_sliding_window": True, "sliding_window": window}
-    types = ["sliding_attention" if layer in local else "full_attention" for layer in range(values["num_hidden_layers"])]
+    types = [
+        "sliding_attention" if layer in local else "full_attention"
+        for layer in range(values["num_hidden_layers"])
+    ]
     switch = {} if row.window == "pattern" else {"use_sliding_window": True, "max_window_layers": 0}
     return {**switch, "sliding_window": window or 4096, "layer_types": types}

@@ -1,10 +1,13 @@
-"""Hugging Face directory ↔ checkpoint, and runs that start from such a directory. One block of a tensor is in memory at a time.
+"""Hugging Face directory ↔ checkpoint, and runs that start from such a directory. One block of a tensor is in
+memory at a time.
 
-    import     the tensors, views of memory-mapped files, are appended block by block to one file, described by a manifest
+    import     the tensors, views of memory-mapped files, are appended block by block to one file, described
+    by a manifest
     export     each stored chunk is written to its place in a safetensors file
     start      each rank copies its parts out of the memory-mapped files
 
-An imported checkpoint stores config.json, tokenizer and generation settings in `huggingface/`, for a later export.
+An imported checkpoint stores config.json, tokenizer and generation settings in `huggingface/`, for a later
+export.
 """
 
 from __future__ import annotations
@@ -45,7 +48,13 @@ from megalite.huggingface.model_card import write_card
 from megalite.huggingface.names import Place, copies, places
 from megalite.huggingface.recorded import COMPANIONS
 from megalite.huggingface.router_bias import PREFIX, bias_names, fill, states, to_export
-from megalite.huggingface.tokenizer_export import TokenizerChoice, choose, token_ids, write_generation, write_tokenizer
+from megalite.huggingface.tokenizer_export import (
+    TokenizerChoice,
+    choose,
+    token_ids,
+    write_generation,
+    write_tokenizer,
+)
 from megalite.huggingface.vocabulary import check_vocabulary, copy_companions
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import Rectangle, parameter_count
@@ -58,11 +67,19 @@ BLOCK = 64 << 20  # maximum bytes of a chunk, as in checkpoints of training
 SHARD = 5_000_000_000  # maximum bytes of an exported file, unless one tensor is larger
 NAMED = 5  # problems listed in a message
 FREE_TO_CHANGE = (
-    *("max_position_embeddings", "rope_theta", "rope_local_theta", "rope_scaling", "sliding_window", "sliding_window_layers"),
+    *(
+        "max_position_embeddings",
+        "rope_theta",
+        "rope_local_theta",
+        "rope_scaling",
+        "sliding_window",
+        "sliding_window_layers",
+    ),
     *("initializer_range", "embedding_dropout", "attention_dropout", "residual_dropout"),
     *("router_balance", "router_aux_loss_coef", "router_z_loss_coef", "expert_capacity_factor"),
 )
-"""Fields in which a run may differ from the model whose weights it starts from: to extend the context, or to train with dropout."""
+"""Fields in which a run may differ from the model whose weights it starts from: to extend the context, or to
+train with dropout."""
 
 
 # ---- a Hugging Face directory
@@ -70,7 +87,8 @@ FREE_TO_CHANGE = (
 
 @dataclass(frozen=True)
 class Source:
-    """A complete Hugging Face directory: our model, its family, and the places of our tensors in its tensors."""
+    """A complete Hugging Face directory: our model, its family, and the places of our tensors in its
+    tensors."""
 
     directory: Path
     model: ModelConfig
@@ -85,9 +103,11 @@ class Source:
 
     @staticmethod
     def of(directory: Path, ahead: bool = True) -> Source:
-        """Open it without reading weights. Raises ConfigError if its model is not supported, ConversionError if a file is damaged.
+        """Open it without reading weights. Raises ConfigError if its model is not supported, ConversionError
+        if a file is damaged.
 
-        ahead: with its modules of multi-token prediction, if it has them: transformers keeps their number and drops their weights.
+        ahead: with its modules of multi-token prediction, if it has them: transformers keeps their number and
+        drops their weights.
         """
         config = hf_config(directory)
         model, family = ModelConfig(**from_hf_config(config)), str(config["model_type"])
@@ -96,7 +116,10 @@ class Source:
         _check(model)
         weights, names = _opened(directory), FAMILY_NAMES[family]
         stored = _prefix(weights, names)
-        further = tuple(stored(f"{names.layers}.{model.num_hidden_layers + index}.") for index in range(max(model.mtp_layers, 1)))
+        further = tuple(
+            stored(f"{names.layers}.{model.num_hidden_layers + index}.")
+            for index in range(max(model.mtp_layers, 1))
+        )
         if not ahead or not any(name.startswith(further) for name in weights):
             model = replace(model, mtp_layers=0)
         found = _bound(weights, model, family, further if names.ahead and not model.mtp_layers else ())
@@ -113,11 +136,13 @@ class Source:
         return states(self.model, self.biases, self.weights)
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A rectangle of one of our tensors; only its bytes are read, and those of tensors that should repeat it. `check_finite` tells of
-        values that are not finite."""
+        """A rectangle of one of our tensors; only its bytes are read, and those of tensors that should repeat
+        it. `check_finite` tells of values that are not finite."""
         found, tensors = self._read(name, offsets, sizes), self.places[name].tensors
         if self.nonfinite.keys().isdisjoint(tensors) and nonfinite(found):
-            self.nonfinite.update({theirs: number for theirs in tensors if (number := nonfinite(self.weights[theirs]))})
+            self.nonfinite.update(
+                {theirs: number for theirs in tensors if (number := nonfinite(self.weights[theirs]))}
+            )
         return found
 
     def check_finite(self) -> None:
@@ -130,17 +155,25 @@ class Source:
         for theirs in self.copies.get(name, ()):
             own, other = (place.read(self.weights[each], offsets, sizes) for each in (place.theirs, theirs))
             if not torch.equal(own, other):
-                raise ConversionError(f"{self.directory}: {theirs} is not equal to {place.theirs}, which the model shares with that module")
-        if number := len(place.pieces) or place.experts:  # a layer's experts are large: only those in the rectangle are read
+                raise ConversionError(
+                    f"{self.directory}: {theirs} is not equal to {place.theirs}, which the model shares with "
+                    "that module"
+                )
+        # a layer's experts are large: only those in the rectangle are read
+        if number := len(place.pieces) or place.experts:
             length = place.shape[0] // number
             first, last = offsets[0] // length, (offsets[0] + sizes[0] - 1) // length
             if place.pieces:
-                own = torch.cat([self.weights[place.theirs.format(*piece)] for piece in place.pieces[first : last + 1]])
+                own = torch.cat(
+                    [self.weights[place.theirs.format(*piece)] for piece in place.pieces[first : last + 1]]
+                )
             else:
                 own = place.flat(self.weights.experts(place.theirs, first, last + 1))
             return place.read(own, (offsets[0] - first * length, *offsets[1:]), sizes)
         pieces = [self.weights[theirs] for theirs in place.tensors]
-        return place.read(pieces[0].view(place.shape) if len(pieces) == 1 else torch.cat(pieces), offsets, sizes)
+        return place.read(
+            pieces[0].view(place.shape) if len(pieces) == 1 else torch.cat(pieces), offsets, sizes
+        )
 
 
 def _opened(directory: Path) -> Weights:
@@ -166,14 +199,15 @@ def _check(model: ModelConfig) -> None:
 
 
 def _bound(weights: Weights, model: ModelConfig, family: str, unread: tuple[str, ...]) -> dict[str, Place]:
-    """The places with the stored names. Raises ConversionError naming tensors that are missing, of another shape, or unknown. unread: how
-    names of tensors begin that have no place."""
+    """The places with the stored names. Raises ConversionError naming tensors that are missing, of another
+    shape, or unknown. unread: how names of tensors begin that have no place."""
     names, stored = FAMILY_NAMES[family], _prefix(weights, FAMILY_NAMES[family])
     found, tied = places(model, family), model.tie_word_embeddings
     if any(name.endswith("experts.gate_up_proj") for name in weights):
         found = {name: _fused(place) for name, place in found.items()}
     head = stored(f"{next(theirs for theirs, ours in names.ends.items() if ours == 'head')}.weight")
-    other_parts = (*unread, *(names.multimodal[1] if names.multimodal and stored("") else ()))  # of a file in which names have a prefix
+    # of a file in which names have a prefix
+    other_parts = (*unread, *(names.multimodal[1] if names.multimodal and stored("") else ()))
     expected = {stored(theirs): shape for place in found.values() for theirs, shape in place.tensors.items()}
     expected |= {stored(theirs): (model.num_experts or 0,) for theirs in bias_names(model, family).values()}
     problems = [f"{name} is missing" for name in expected if name not in weights]
@@ -182,19 +216,36 @@ def _bound(weights: Weights, model: ModelConfig, family: str, unread: tuple[str,
         shape = weights.shape(name)
         if name in expected and shape != expected[name]:
             problems.append(f"{name} is {list(shape)}, and config.json says {list(expected[name])}")
-        elif name not in expected and not (name.endswith(names.ignored) or name.startswith(other_parts) or (tied and name == head)):
+        elif name not in expected and not (
+            name.endswith(names.ignored) or name.startswith(other_parts) or (tied and name == head)
+        ):
             problems.append(f"{name} has no place in a {family} model")
     if problems:
         more = f"\n  … and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
-        raise ConversionError(f"{weights.directory} does not hold the model of its config.json:\n  " + "\n  ".join(problems[:NAMED]) + more)
-    if tied and head in weights and not torch.equal(weights[head], weights[stored(found["embedding.weight"].theirs)]):
-        raise ConversionError(f"{weights.directory}: {head} is not the embedding, though config.json says tie_word_embeddings")
+        raise ConversionError(
+            f"{weights.directory} does not hold the model of its config.json:\n  "
+            + "\n  ".join(problems[:NAMED])
+            + more
+        )
+    if (
+        tied
+        and head in weights
+        and not torch.equal(weights[head], weights[stored(found["embedding.weight"].theirs)])
+    ):
+        raise ConversionError(
+            f"{weights.directory}: {head} is not the embedding, though config.json says tie_word_embeddings"
+        )
     return {name: replace(place, theirs=stored(place.theirs)) for name, place in found.items()}
 
 
 def _fused(place: Place) -> Place:
-    """The place in a file that holds the experts of a layer as one tensor, and names what is next to them as transformers 5 does."""
-    return place.fused() if place.pieces else replace(place, theirs=place.theirs.replace("block_sparse_moe.", "mlp."))
+    """The place in a file that holds the experts of a layer as one tensor, and names what is next to them as
+    transformers 5 does."""
+    return (
+        place.fused()
+        if place.pieces
+        else replace(place, theirs=place.theirs.replace("block_sparse_moe.", "mlp."))
+    )
 
 
 def _prefix(weights: Iterable[str], names: Names) -> Callable[[str], str]:
@@ -211,8 +262,8 @@ def _prefix(weights: Iterable[str], names: Names) -> Callable[[str], str]:
 
 
 def starting_weights(model: ModelConfig, seed: int = 0, beside_adapter: bool = False) -> Read | None:
-    """The function that fills a rank's rectangles if model.init_from is hf:DIR, reading only their bytes; None if it is not. The directory
-    is opened and checked at the first call.
+    """The function that fills a rank's rectangles if model.init_from is hf:DIR, reading only their bytes;
+    None if it is not. The directory is opened and checked at the first call.
 
     Args:
         seed: of new rows that `model.resize_embeddings: init` draws.
@@ -229,8 +280,10 @@ def _check_no_adapter(directory: Path) -> None:
     """Raise ConversionError where transformers would add an adapter to the weights of a directory."""
     if (directory / ADAPTER_SETTINGS).is_file():
         raise ConversionError(
-            f"{directory} holds an adapter beside the weights ({ADAPTER_SETTINGS}), which transformers would add to them. Move its "
-            "files to a directory of their own, and give that as lora.init_from if the run starts from the adapter."
+            f"{directory} holds an adapter beside the weights ({ADAPTER_SETTINGS}), which transformers would "
+            "add to them. Move its "
+            "files to a directory of their own, and give that as lora.init_from if the run starts from the "
+            "adapter."
         )
 
 
@@ -239,11 +292,15 @@ def _own_shape(model: ModelConfig, directory: Path, different: Sequence[str]) ->
     shape = model.from_hf
     if shape is None or Path(shape).resolve() != directory.resolve():
         return f"Set model.from_hf = {directory}."
-    return f"model.from_hf has the right ones: remove {', '.join(f'model.{name}' for name in different)} beside it."
+    return (
+        f"model.from_hf has the right ones: remove {', '.join(f'model.{name}' for name in different)} beside "
+        "it."
+    )
 
 
 def _reader(model: ModelConfig, seed: int, directory: Path, beside_adapter: bool) -> Read:
-    """The function that fills a rank's rectangles. Raises ConversionError if the directory's model is not the run's, or cannot be read."""
+    """The function that fills a rank's rectangles. Raises ConversionError if the directory's model is not the
+    run's, or cannot be read."""
     if not beside_adapter:
         _check_no_adapter(directory)
     try:
@@ -258,17 +315,26 @@ def _reader(model: ModelConfig, seed: int, directory: Path, beside_adapter: bool
         different.remove("mtp_layers")
     if different == ["mtp_layers"]:
         has = f"has the weights of {theirs['mtp_layers'] or 'no'} modules. Set it to {theirs['mtp_layers']}"
-        raise ConversionError(f"model.mtp_layers = {ours['mtp_layers']}, but model.init_from = {HF}{directory} {has}.")
+        raise ConversionError(
+            f"model.mtp_layers = {ours['mtp_layers']}, but model.init_from = {HF}{directory} {has}."
+        )
     if different:
-        listed = ", ".join(f"model.{name} = {show(ours[name])} and there {show(theirs[name])}" for name in different[:NAMED])
-        raise ConversionError(f"model.init_from = {HF}{directory} is another model: {listed}. {_own_shape(model, directory, different)}")
+        listed = ", ".join(
+            f"model.{name} = {show(ours[name])} and there {show(theirs[name])}" for name in different[:NAMED]
+        )
+        raise ConversionError(
+            f"model.init_from = {HF}{directory} is another model: {listed}. "
+            f"{_own_shape(model, directory, different)}"
+        )
 
     def read(rectangles: Sequence[Rectangle]) -> None:
         for part in rectangles:
             if part.name.startswith(PREFIX):
                 fill(part.tensor, source.states.get(part.name), part.offsets)
             else:
-                part.tensor.copy_(source.read(part.name.removeprefix(WEIGHT), part.offsets, part.tensor.shape))
+                part.tensor.copy_(
+                    source.read(part.name.removeprefix(WEIGHT), part.offsets, part.tensor.shape)
+                )
 
     fill_all = resized(model, seed, source.model.vocabulary, read)
 
@@ -282,9 +348,11 @@ def _reader(model: ModelConfig, seed: int, directory: Path, beside_adapter: bool
 # ---- import
 
 
-def import_model(source: Path, directory: Path, progress: Report = silent, ahead: bool = True) -> dict[str, Any]:
-    """Write a Hugging Face directory's weights as a checkpoint, in their dtypes; returns a summary for display. ahead: with those of its
-    modules of multi-token prediction, if it has them.
+def import_model(
+    source: Path, directory: Path, progress: Report = silent, ahead: bool = True
+) -> dict[str, Any]:
+    """Write a Hugging Face directory's weights as a checkpoint, in their dtypes; returns a summary for
+    display. ahead: with those of its modules of multi-token prediction, if it has them.
 
     Raises ConfigError or CheckpointError; the checkpoint is published only when it is complete.
     """
@@ -297,7 +365,9 @@ def import_model(source: Path, directory: Path, progress: Report = silent, ahead
         stored = _store(temporary / "rank_00000.bin", theirs, progress)
         (temporary / COMPANIONS).mkdir()
         copy_companions(source, temporary / COMPANIONS)
-        directories.publish(temporary, directory, encode({"step": 0, "config": to_dict(Config(model=theirs.model))}, stored))
+        directories.publish(
+            temporary, directory, encode({"step": 0, "config": to_dict(Config(model=theirs.model))}, stored)
+        )
     except BaseException:
         directories.discard(temporary, directory)
         raise
@@ -314,12 +384,17 @@ def _store(path: Path, source: Source, progress: Report) -> dict[str, StoredTens
             dtype = source.weights[next(iter(source.places[name].tensors))].dtype
             rows = max(1, BLOCK // (prod(others) * dtype.itemsize))
             offsets = [(start, *(0 for _ in others)) for start in range(0, length, rows)]
-            chunks = [append(file, at, source.read(name, at, (min(rows, length - at[0]), *others)).contiguous()) for at in offsets]
+            chunks = [
+                append(file, at, source.read(name, at, (min(rows, length - at[0]), *others)).contiguous())
+                for at in offsets
+            ]
             stored[WEIGHT + name] = StoredTensor(name_of(dtype), (length, *others), chunks)
             done += sum(chunk.bytes for chunk in chunks)
             progress("importing", done, parameters * dtype.itemsize, "B")
         for name, state in source.states.items():
-            stored[name] = StoredTensor(name_of(state.dtype), tuple(state.shape), [append(file, (0, 0), state)])
+            stored[name] = StoredTensor(
+                name_of(state.dtype), tuple(state.shape), [append(file, (0, 0), state)]
+            )
         source.check_finite()
         progress("writing to disk")
         file.flush()
@@ -328,7 +403,11 @@ def _store(path: Path, source: Source, progress: Report) -> dict[str, StoredTens
 
 
 def _summary(model: ModelConfig, family: str, dtypes: Iterable[str]) -> dict[str, Any]:
-    return {"family": family, "parameters": parameter_count(model_specs(model)), "dtypes": sorted(set(dtypes))}
+    return {
+        "family": family,
+        "parameters": parameter_count(model_specs(model)),
+        "dtypes": sorted(set(dtypes)),
+    }
 
 
 # ---- export
@@ -346,13 +425,15 @@ def export_model(
     allow_tokenizer_change: bool = False,
     progress: Report = silent,
 ) -> dict[str, Any]:
-    """Write a checkpoint's weights and its tokenizer as a Hugging Face directory; returns a summary for display.
+    """Write a checkpoint's weights and its tokenizer as a Hugging Face directory; returns a summary for
+    display.
 
     source: the checkpoint's directory, or its manifest, such as one with averages in place of the weights.
-    like: a Hugging Face directory whose family, token ids, tokenizer and generation settings are exported with the weights; by default the
-    one that the checkpoint came from, if any. dtype: by default that of each stored tensor. shard: maximum bytes of a file.
-    tokenizer: byte, FILE.model or a directory; by default that of the training data, else that of `like`. allow_tokenizer_change: even if
-    the weights were trained with another. Raises ConfigError or CheckpointError; the directory gets its name only when it is complete.
+    like: a Hugging Face directory whose family, token ids, tokenizer and generation settings are exported
+    with the weights; by default the one that the checkpoint came from, if any. dtype: by default that of each
+    stored tensor. shard: maximum bytes of a file. tokenizer: byte, FILE.model or a directory; by default that
+    of the training data, else that of `like`. allow_tokenizer_change: even if the weights were trained with
+    another. Raises ConfigError or CheckpointError; the directory gets its name only when it is complete.
     """
     directories.check_free(target)
     manifest = source if isinstance(source, Manifest) else checkpoint.manifest_of(source)
@@ -382,23 +463,44 @@ def export_model(
         write_synced(temporary / "config.json", json.dumps(config, indent=2) + "\n")
         write_generation(temporary, found_tokenizer, like, ids)
         identity = write_tokenizer(temporary, found_tokenizer, manifest.state["step"])
-        write_card(temporary, manifest, identity, _shown(summary, config["architectures"][0]), reader=found_tokenizer.reader)
-    without = [f"without modules of multi-token prediction, which {config['model_type']} models do not have"] if left_out else []
-    notes = [*without, *found_tokenizer.notes, *_rounded(from_dict(manifest.state["config"]), dtypes.values(), like, base)]
+        write_card(
+            temporary,
+            manifest,
+            identity,
+            _shown(summary, config["architectures"][0]),
+            reader=found_tokenizer.reader,
+        )
+    without = (
+        [f"without modules of multi-token prediction, which {config['model_type']} models do not have"]
+        if left_out
+        else []
+    )
+    notes = [
+        *without,
+        *found_tokenizer.notes,
+        *_rounded(from_dict(manifest.state["config"]), dtypes.values(), like, base),
+    ]
     return summary | {"like": like and str(like), "tokenizer": found_tokenizer.name, "notes": notes}
 
 
-def _rounded(config: Config, dtypes: Iterable[torch.dtype], like: Path | None, base: dict[str, Any]) -> list[str]:
-    """A line if a run with adapters has rounded the frozen weights that it started from: they are stored in compute precision."""
+def _rounded(
+    config: Config, dtypes: Iterable[torch.dtype], like: Path | None, base: dict[str, Any]
+) -> list[str]:
+    """A line if a run with adapters has rounded the frozen weights that it started from: they are stored in
+    compute precision."""
     theirs, widest = stored_dtype(base), max(dtypes, key=lambda each: each.itemsize)
     if not config.lora.rank or theirs != "float32" or widest.itemsize >= torch.float32.itemsize:
         return []
-    return [f"the weights are in {name_of(widest)}: the run has rounded those of {like}, in {theirs}; adapter-export changes none"]
+    return [
+        f"the weights are in {name_of(widest)}: the run has rounded those of {like}, in {theirs}; "
+        "adapter-export changes none"
+    ]
 
 
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """A directory to write into, which gets its name when the block has ended without an error. Raises ConversionError where it cannot."""
+    """A directory to write into, which gets its name when the block has ended without an error. Raises
+    ConversionError where it cannot."""
     temporary = target.with_name(f".{target.name}.new")
     try:
         shutil.rmtree(temporary, ignore_errors=True)  # left by an interrupted export
@@ -413,21 +515,30 @@ def new_directory(target: Path) -> Iterator[Path]:
 
 def _shown(summary: dict[str, Any], architecture: str) -> dict[str, str]:
     """Rows of the model card."""
-    return {"architecture": architecture, "parameters": f"{summary['parameters']:,}", "dtype": ", ".join(summary["dtypes"])}
+    return {
+        "architecture": architecture,
+        "parameters": f"{summary['parameters']:,}",
+        "dtype": ", ".join(summary["dtypes"]),
+    }
 
 
 def model_of(manifest: Manifest) -> ModelConfig:
     """The model of a checkpoint. Raises CheckpointError if it holds no configuration."""
     if "config" not in manifest.state:
-        raise CheckpointError(f"{manifest.directory} holds no configuration. Give one that megalite train or megalite convert wrote.")
+        raise CheckpointError(
+            f"{manifest.directory} holds no configuration. Give one that megalite train or megalite convert "
+            "wrote."
+        )
     return from_dict(manifest.state["config"]).model
 
 
 def origin(directory: Path, model: ModelConfig) -> Path | None:
-    """The directory of a model's config.json and tokenizer: in the checkpoint, in the one that it started from, or the Hugging Face
-    directory. None if there is none."""
+    """The directory of a model's config.json and tokenizer: in the checkpoint, in the one that it started
+    from, or the Hugging Face directory. None if there is none."""
     start = model.initial_weights or ""
-    started = Path(start.removeprefix(HF)) if start.startswith(HF) else find(Path(start or directory)) / COMPANIONS
+    started = (
+        Path(start.removeprefix(HF)) if start.startswith(HF) else find(Path(start or directory)) / COMPANIONS
+    )
     places_to_look = [directory / COMPANIONS, started, *([Path(model.from_hf)] if model.from_hf else [])]
     return next((place for place in places_to_look if (place / "config.json").is_file()), None)
 
@@ -446,7 +557,9 @@ def places_of(model: ModelConfig, directory: Path) -> dict[str, Place]:
 
 def head_of(model: ModelConfig, directory: Path) -> str:
     """The name of the head's module in that family."""
-    return next(theirs for theirs, ours in names_of(model, family_of(model, directory)).ends.items() if ours == "head")
+    return next(
+        theirs for theirs, ours in names_of(model, family_of(model, directory)).ends.items() if ours == "head"
+    )
 
 
 def family_of(model: ModelConfig, directory: Path) -> str:
@@ -472,13 +585,22 @@ def _write_weights(
     limit: int,
     progress: Report,
 ) -> None:
-    """Write the safetensors files and, if there are several, their index. The biases of routers are in the last one."""
+    """Write the safetensors files and, if there are several, their index. The biases of routers are in the
+    last one."""
     adapters, shards = Adapters(manifest), list(_shards(found, dtypes, limit))
-    names = [SAFETENSORS] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    names = (
+        [SAFETENSORS]
+        if len(shards) == 1
+        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    )
     index: dict[str, str] = {}
     done, total = 0, sum(place.numel * dtypes[name].itemsize for name, place in found.items())
     for file_name, own in zip(names, shards, strict=True):
-        tensors = {theirs: (dtypes[parts[0]], shape) for parts in own.values() for theirs, shape in found[parts[0]].tensors.items()}
+        tensors = {
+            theirs: (dtypes[parts[0]], shape)
+            for parts in own.values()
+            for theirs, shape in found[parts[0]].tensors.items()
+        }
         more = biases if file_name == names[-1] else {}
         tensors |= {theirs: (bias.dtype, tuple(bias.shape)) for theirs, bias in more.items()}
         index |= dict.fromkeys(more, file_name)
@@ -491,12 +613,18 @@ def _write_weights(
                 done += sum(found[name].numel * dtypes[name].itemsize for name in parts)
                 progress("exporting", done, total, "B")
     if len(shards) > 1:
-        content = {"metadata": {"total_size": total + sum(bias.nbytes for bias in biases.values())}, "weight_map": index}
+        content = {
+            "metadata": {"total_size": total + sum(bias.nbytes for bias in biases.values())},
+            "weight_map": index,
+        }
         write_synced(directory / f"{SAFETENSORS}{INDEX}", json.dumps(content, indent=2) + "\n")
 
 
-def _shards(found: dict[str, Place], dtypes: dict[str, torch.dtype], limit: int) -> Iterator[dict[str, list[str]]]:
-    """The files, each of at most `limit` bytes: name of a Hugging Face tensor → names of our tensors in it."""
+def _shards(
+    found: dict[str, Place], dtypes: dict[str, torch.dtype], limit: int
+) -> Iterator[dict[str, list[str]]]:
+    """The files, each of at most `limit` bytes: name of a Hugging Face tensor → names of our tensors in
+    it."""
     joined: dict[str, list[str]] = {}
     for name, place in found.items():
         joined.setdefault(place.theirs, []).append(name)
@@ -511,8 +639,15 @@ def _shards(found: dict[str, Place], dtypes: dict[str, torch.dtype], limit: int)
     yield shard
 
 
-def _write_tensor(file: NewFile, adapters: Adapters, parts: dict[str, StoredTensor], found: dict[str, Place], dtype: torch.dtype) -> None:
-    """Write one Hugging Face tensor, adapters merged: chunk by chunk if all chunks are consecutive whole rows, else assembled first."""
+def _write_tensor(
+    file: NewFile,
+    adapters: Adapters,
+    parts: dict[str, StoredTensor],
+    found: dict[str, Place],
+    dtype: torch.dtype,
+) -> None:
+    """Write one Hugging Face tensor, adapters merged: chunk by chunk if all chunks are consecutive whole
+    rows, else assembled first."""
     place = found[next(iter(parts))]
     by_rows = (
         (place.theirs in place.tensors or bool(place.pieces))
@@ -526,7 +661,9 @@ def _write_tensor(file: NewFile, adapters: Adapters, parts: dict[str, StoredTens
     whole = None if by_rows else torch.empty(place.shape, dtype=dtype)
     for name, tensor in parts.items():
         for chunk, data in adapters.manifest.read(tensor.chunks):
-            values = adapters.merged(name, chunk, torch.from_numpy(data).view(getattr(torch, tensor.dtype)).view(chunk.sizes))
+            values = adapters.merged(
+                name, chunk, torch.from_numpy(data).view(getattr(torch, tensor.dtype)).view(chunk.sizes)
+            )
             if whole is None:
                 _write_rows(file, place, found[name].rows[0] + chunk.offsets[0], values.to(dtype))
             else:
@@ -543,5 +680,7 @@ def _write_rows(file: NewFile, place: Place, row: int, values: Tensor) -> None:
     while len(values):
         number, first = divmod(row, length)
         own = values[: length - first]
-        file.write(place.theirs.format(*place.pieces[number]) if place.pieces else place.theirs, own, first * width)
+        file.write(
+            place.theirs.format(*place.pieces[number]) if place.pieces else place.theirs, own, first * width
+        )
         row, values = row + len(own), values[len(own) :]

@@ -1,4 +1,5 @@
-"""Memory-mapped weights of a Hugging Face directory: a page of a file is read when it is accessed, and needs no memory of the process."""
+"""Memory-mapped weights of a Hugging Face directory: a page of a file is read when it is accessed, and needs
+no memory of the process."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ POINTER = b"version https://git-lfs"
 
 
 class SafetensorsFile:
-    """One safetensors file: 8 bytes with the length of a JSON header, the header, and the data of all tensors. Raises ConversionError."""
+    """One safetensors file: 8 bytes with the length of a JSON header, the header, and the data of all
+    tensors. Raises ConversionError."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -43,27 +45,40 @@ class SafetensorsFile:
             if not 2 <= length <= min(size - 8, LONGEST_HEADER):
                 file.seek(0)
                 if file.read(len(POINTER)) == POINTER:
-                    raise ConversionError(f"{path} is a pointer of Git LFS, not the weights. Fetch them: `git lfs pull` in that directory")
-                raise ConversionError(f"{path} is not a safetensors file, or it is cut off: it has {size:,} bytes")
+                    raise ConversionError(
+                        f"{path} is a pointer of Git LFS, not the weights. Fetch them: `git lfs pull` in "
+                        "that directory"
+                    )
+                raise ConversionError(
+                    f"{path} is not a safetensors file, or it is cut off: it has {size:,} bytes"
+                )
             try:
                 header = json.loads(file.read(length))
                 header.pop("__metadata__", None)
                 self._entries = {name: _entry(**fields) for name, fields in header.items()}
             except (ValueError, TypeError, AttributeError, KeyError) as error:
-                raise ConversionError(f"{path} is not a safetensors file: its header is damaged ({error})") from None
+                raise ConversionError(
+                    f"{path} is not a safetensors file: its header is damaged ({error})"
+                ) from None
         self._start = 8 + length
         self._check(size)
 
     def _check(self, size: int) -> None:
         expected = self._start + max((stop for _, _, _, stop in self._entries.values()), default=0)
         if size != expected:
-            raise ConversionError(f"{self.path} is damaged: its header describes {expected:,} bytes, and it has {size:,}")
+            raise ConversionError(
+                f"{self.path} is damaged: its header describes {expected:,} bytes, and it has {size:,}"
+            )
         for name, (letters, shape, start, stop) in self._entries.items():
             if letters not in STORED:
-                raise ConversionError(f"{self.path}: {name} is of type {letters}. Quantised weights are not handled; take those in bf16.")
+                raise ConversionError(
+                    f"{self.path}: {name} is of type {letters}. Quantised weights are not handled; take "
+                    "those in bf16."
+                )
             if not 0 <= start <= stop or stop - start != prod(shape) * STORED[letters].itemsize:
                 raise ConversionError(
-                    f"{self.path} is damaged: {name}, {letters} {list(shape)}, can not occupy bytes {start:,} to {stop:,}"
+                    f"{self.path} is damaged: {name}, {letters} {list(shape)}, can not occupy bytes "
+                    f"{start:,} to {stop:,}"
                 )
 
     @property
@@ -94,15 +109,19 @@ def _entry(dtype: str, shape: list[int], data_offsets: list[int]) -> tuple[str, 
 
 
 class PickledFile:
-    """A file written by torch.save, of which only tensors are read: a pickle could run any code. Raises ConversionError."""
+    """A file written by torch.save, of which only tensors are read: a pickle could run any code. Raises
+    ConversionError."""
 
     def __init__(self, path: Path):
         _size_of(path)
         try:
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError and others for a file that it cannot read
+        # torch raises RuntimeError, UnpicklingError, EOFError and others for a file that it cannot read
+        except Exception as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise ConversionError(f"{path} can not be read as tensors alone, and code is not run: {reason}") from None
+            raise ConversionError(
+                f"{path} can not be read as tensors alone, and code is not run: {reason}"
+            ) from None
         if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
             raise ConversionError(f"{path} holds something other than tensors by name")
         self._tensors: dict[str, Tensor] = found
@@ -122,24 +141,33 @@ class PickledFile:
 
 
 class Weights(Mapping[str, Tensor]):
-    """All tensors of a directory, from one file or from those listed in an index, as transformers reads them: a name that several files
-    have is that of the last one. names: files and indices, in order of preference."""
+    """All tensors of a directory, from one file or from those listed in an index, as transformers reads them:
+    a name that several files have is that of the last one. names: files and indices, in order of preference.
+    """
 
     def __init__(self, directory: Path, names: Sequence[str] = MODEL):
         self.directory = directory
         self._files: dict[str, SafetensorsFile | PickledFile] = {}
         listed = _files_of(directory, names)
         for file in sorted(listed):
-            opened = SafetensorsFile(directory / file) if file.endswith(".safetensors") else PickledFile(directory / file)
+            opened = (
+                SafetensorsFile(directory / file)
+                if file.endswith(".safetensors")
+                else PickledFile(directory / file)
+            )
             self._files |= dict.fromkeys(opened.names, opened)
-        if missing := [(file, name) for file, each in listed.items() for name in each if name not in self._files]:
+        if missing := [
+            (file, name) for file, each in listed.items() for name in each if name not in self._files
+        ]:
             file, name = missing[0]
             raise ConversionError(f"{directory / file} lacks {name}, which the index says it holds")
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._files[name][name]
         if not tensor.is_floating_point() or tensor.dtype not in LETTERS:
-            raise ConversionError(f"{self.directory}: {name} is of type {tensor.dtype}. Quantised weights are not handled.")
+            raise ConversionError(
+                f"{self.directory}: {name} is of type {tensor.dtype}. Quantised weights are not handled."
+            )
         return tensor
 
     def experts(self, name: str, first: int, stop: int) -> Tensor:
@@ -160,7 +188,9 @@ def _size_of(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError as error:
-        raise ConversionError(f"{path} can not be read: {error.strerror}. Is the download complete?") from None
+        raise ConversionError(
+            f"{path} can not be read: {error.strerror}. Is the download complete?"
+        ) from None
 
 
 def _files_of(directory: Path, names: Sequence[str]) -> dict[str, list[str]]:
@@ -169,10 +199,17 @@ def _files_of(directory: Path, names: Sequence[str]) -> dict[str, list[str]]:
     if found is None:
         whole = [name for name in names if not name.endswith(INDEX)]
         parts = ", nor an index of several files" if len(whole) < len(names) else ""
-        others = sorted(path.name for path in directory.iterdir() if path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf"))
+        others = sorted(
+            path.name
+            for path in directory.iterdir()
+            if path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+        )
         listed = f"{', '.join(others[:3])}{f' and {len(others) - 3} more' if len(others) > 3 else ''}"
         advice = (
-            f". It has {listed}: transformers reads only those names, and parts only with their index. Download the rest" if others else ""
+            f". It has {listed}: transformers reads only those names, and parts only with their index. "
+            "Download the rest"
+            if others
+            else ""
         )
         raise ConversionError(f"{directory} holds no weights: neither {' nor '.join(whole)}{parts}{advice}")
     return _shards(found) if found.name.endswith(INDEX) else {found.name: []}
@@ -196,9 +233,14 @@ class NewFile:
     def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]):
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end, starts = 0, {}
-        for name, (dtype, shape) in sorted(tensors.items(), key=lambda each: -each[1][0].itemsize):  # aligns every tensor
+        # aligns every tensor
+        for name, (dtype, shape) in sorted(tensors.items(), key=lambda each: -each[1][0].itemsize):
             starts[name], end = end, end + prod(shape) * dtype.itemsize
-            header[name] = {"dtype": LETTERS[dtype], "shape": list(shape), "data_offsets": [starts[name], end]}
+            header[name] = {
+                "dtype": LETTERS[dtype],
+                "shape": list(shape),
+                "data_offsets": [starts[name], end],
+            }
         text = json.dumps(header).encode()
         text += b" " * (-(8 + len(text)) % 64)
         self._starts = {name: 8 + len(text) + start for name, start in starts.items()}

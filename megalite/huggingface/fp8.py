@@ -1,8 +1,8 @@
 """Weights in fp8 with a scale for each block of 128 x 128, as DeepSeek-V3's files have them, read in bf16.
 
-A matrix NAME is two tensors in the files: NAME [rows, columns] in float8_e4m3fn, and NAME_scale_inv [⌈rows / 128⌉, ⌈columns / 128⌉], which
-its blocks are multiplied by. As in DeepSeek's own conversion the product is computed in fp32 and rounded to bf16. Other tensors
-are read as they are.
+A matrix NAME is two tensors in the files: NAME [rows, columns] in float8_e4m3fn, and NAME_scale_inv [⌈rows /
+128⌉, ⌈columns / 128⌉], which its blocks are multiplied by. As in DeepSeek's own conversion the product is
+computed in fp32 and rounded to bf16. Other tensors are read as they are.
 """
 
 from __future__ import annotations
@@ -24,28 +24,34 @@ _SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 def dequantized(weight: Tensor, scales: Tensor) -> Tensor:
     """[rows, columns] in fp8 and the scales of its blocks -> [rows, columns] in bf16."""
     out = torch.empty(weight.shape, dtype=torch.bfloat16)
-    factors = (scales.float() * 2**8).repeat_interleave(BLOCK, dim=1)[:, : weight.shape[1]]  # [blocks of rows, columns]
-    for into, rows, own in zip(out.split(BLOCK), weight.split(BLOCK), factors, strict=True):  # no copy of the whole matrix in fp32
+    # [blocks of rows, columns]
+    factors = (scales.float() * 2**8).repeat_interleave(BLOCK, dim=1)[:, : weight.shape[1]]
+    # no copy of the whole matrix in fp32
+    for into, rows, own in zip(out.split(BLOCK), weight.split(BLOCK), factors, strict=True):
         torch.mul(_scaled_down(rows), own, out=into)
     return out
 
 
 def _scaled_down(codes: Tensor) -> Tensor:
-    """fp8 numbers times 2 ** -8, in fp32. Faster than a cast: seven places to the left their bits are those of an fp16, whose
-    exponent has one bit more and a bias that is larger by 8. NaN becomes 480 * 2 ** -8."""
+    """fp8 numbers times 2 ** -8, in fp32. Faster than a cast: seven places to the left their bits are those
+    of an fp16, whose exponent has one bit more and a bias that is larger by 8. NaN becomes 480 * 2 ** -8."""
     bits = codes.view(torch.int8).to(torch.int16) << 7  # with the sign twice
     return (bits & ~(1 << 14)).view(torch.float16).float()
 
 
 class Dequantized(Weights):
-    """The tensors of a directory, those in fp8 under their own names. Raises ConversionError naming a matrix whose scales do not fit it."""
+    """The tensors of a directory, those in fp8 under their own names. Raises ConversionError naming a matrix
+    whose scales do not fit it."""
 
     def __init__(self, weights: Weights):
         self.directory, self._files = weights.directory, weights._files
         self._names = [name for name in weights if not name.endswith(SCALES)]
         self.quantized = {name.removesuffix(SCALES) for name in weights if name.endswith(SCALES)}
-        self._last = lru_cache(maxsize=1)(self._dequantized)  # an import reads a matrix in several blocks of rows
-        for name in sorted(self.quantized | {name for name in self._names if self._type(name) is torch.float8_e4m3fn}):
+        # an import reads a matrix in several blocks of rows
+        self._last = lru_cache(maxsize=1)(self._dequantized)
+        for name in sorted(
+            self.quantized | {name for name in self._names if self._type(name) is torch.float8_e4m3fn}
+        ):
             self._check(name)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -54,7 +60,9 @@ class Dequantized(Weights):
     def _dequantized(self, name: str) -> Tensor:
         scales = self._files[name + SCALES][name + SCALES].float()
         if not (scales.isfinite() & (scales >= 0)).all():
-            raise ConversionError(f"{self.directory} is damaged: a scale in {name}{SCALES} is negative or not a number")
+            raise ConversionError(
+                f"{self.directory} is damaged: a scale in {name}{SCALES} is negative or not a number"
+            )
         codes = self._files[name][name]
         if (codes.view(torch.int8) & NAN).eq(NAN).any():
             raise ConversionError(f"{self.directory} is damaged: {name} has elements that are NaN")
@@ -63,15 +71,24 @@ class Dequantized(Weights):
     def _check(self, name: str) -> None:
         for each in (name, name + SCALES):
             if each not in self._files:
-                raise ConversionError(f"{self.directory}: {each} is missing. A matrix in fp8 has scales, and scales have a matrix.")
+                raise ConversionError(
+                    f"{self.directory}: {each} is missing. A matrix in fp8 has scales, and scales have a "
+                    "matrix."
+                )
         shape, found = self.shape(name), self.shape(name + SCALES)
         if self._type(name) is not torch.float8_e4m3fn or self._type(name + SCALES) not in _SCALE_TYPES:
-            types = f"{name} is of type {self._type(name)}, and its scales are of type {self._type(name + SCALES)}"
-            raise ConversionError(f"{self.directory}: {types}. Only torch.float8_e4m3fn with scales in floating point is read.")
+            types = (
+                f"{name} is of type {self._type(name)}, and its scales are of type "
+                f"{self._type(name + SCALES)}"
+            )
+            raise ConversionError(
+                f"{self.directory}: {types}. Only torch.float8_e4m3fn with scales in floating point is read."
+            )
         blocks = tuple(-(-size // BLOCK) for size in shape)
         if len(shape) != 2 or found != blocks:
             raise ConversionError(
-                f"{self.directory}: {name}{SCALES} is {list(found)}, and {name} {list(shape)} has {list(blocks)} blocks of 128 x 128. "
+                f"{self.directory}: {name}{SCALES} is {list(found)}, and {name} {list(shape)} has "
+                f"{list(blocks)} blocks of 128 x 128. "
                 "Weights with other scales are not handled; take those in bf16."
             )
 

@@ -1,8 +1,10 @@
-"""The order of heads and of their channels in the rows of query, key and value matrices, where a family has another one than megalite.
+"""The order of heads and of their channels in the rows of query, key and value matrices, where a family has
+another one than megalite.
 
-megalite rotates channel i of a head with channel i + head_dim / 2; where only a part of the pairs rotates, the first ones do. Other
-families rotate neighbouring channels, or the first channels of a head among themselves. Attention scores do not depend on the order of
-channels as long as queries and keys have the same one, so a conversion reorders rows, and the model needs no other rotation.
+megalite rotates channel i of a head with channel i + head_dim / 2; where only a part of the pairs rotates,
+the first ones do. Other families rotate neighbouring channels, or the first channels of a head among
+themselves. Attention scores do not depend on the order of channels as long as queries and keys have the same
+one, so a conversion reorders rows, and the model needs no other rotation.
 """
 
 from __future__ import annotations
@@ -12,20 +14,30 @@ from functools import cache
 
 
 def rotated_channels(head_dim: int, rotary_dim: int, interleaved: bool) -> Sequence[int]:
-    """A head's channels in a Hugging Face file, in our order: the first channels of the pairs that rotate, then the second ones, each
-    followed by half of the channels that do not rotate. interleaved: neighbouring channels are pairs."""
+    """A head's channels in a Hugging Face file, in our order: the first channels of the pairs that rotate,
+    then the second ones, each followed by half of the channels that do not rotate. interleaved: neighbouring
+    channels are pairs."""
     half, middle = rotary_dim // 2, (rotary_dim + head_dim) // 2
-    first, second = (range(0, rotary_dim, 2), range(1, rotary_dim, 2)) if interleaved else (range(half), range(half, rotary_dim))
+    first, second = (
+        (range(0, rotary_dim, 2), range(1, rotary_dim, 2))
+        if interleaved
+        else (range(half), range(half, rotary_dim))
+    )
     return (*first, *range(rotary_dim, middle), *second, *range(middle, head_dim))
 
 
 def decoupled_channels(plain: int, rotary_dim: int, interleaved: bool) -> Sequence[int]:
-    """The same where the channels that rotate follow `plain` others, and are rotated by themselves (latent attention)."""
-    return (*range(plain), *(plain + channel for channel in rotated_channels(rotary_dim, rotary_dim, interleaved)))
+    """The same where the channels that rotate follow `plain` others, and are rotated by themselves (latent
+    attention)."""
+    return (
+        *range(plain),
+        *(plain + channel for channel in rotated_channels(rotary_dim, rotary_dim, interleaved)),
+    )
 
 
 def grouped_heads(part: str, heads: int, kv_heads: int) -> Sequence[int]:
-    """The heads of a part (q, k or v) in a matrix that has, for each key-value head, its query heads, then its key, then its value."""
+    """The heads of a part (q, k or v) in a matrix that has, for each key-value head, its query heads, then
+    its key, then its value."""
     queries = heads // kv_heads
     if part == "q":
         return [head // queries * (queries + 2) + head % queries for head in range(heads)]
@@ -34,5 +46,6 @@ def grouped_heads(part: str, heads: int, kv_heads: int) -> Sequence[int]:
 
 @cache
 def rows_of(heads: tuple[int, ...], channels: tuple[int, ...], start: int) -> tuple[int, ...]:
-    """The rows of the channels of some heads in a matrix whose first head begins at row `start`. Layers share one tuple."""
+    """The rows of the channels of some heads in a matrix whose first head begins at row `start`. Layers share
+    one tuple."""
     return tuple(start + head * len(channels) + channel for head in heads for channel in channels)

@@ -1,6 +1,7 @@
 """The adapters of a checkpoint (LoRA), and their merge into the adapted weights, in at least fp32.
 
-A weight becomes W + scale · B A; with trained row lengths (DoRA) each of its rows is then multiplied by (‖W‖ + δ) / ‖W + scale · B A‖.
+A weight becomes W + scale · B A; with trained row lengths (DoRA) each of its rows is then multiplied by (‖W‖
++ δ) / ‖W + scale · B A‖.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ from megalite.model.parameters import model_specs
 
 def adapted(model: ModelConfig, lora: LoraConfig) -> dict[str, str]:
     """The weights with adapters, in the order of the model: name → role."""
-    return {each.name: each.role for spec in model_specs(model) for each in spec.segments if lora.adapts(each.role)}
+    return {
+        each.name: each.role
+        for spec in model_specs(model)
+        for each in spec.segments
+        if lora.adapts(each.role)
+    }
 
 
 def saved(model: ModelConfig, lora: LoraConfig) -> list[str]:
@@ -38,7 +44,8 @@ def parts_of(lora: LoraConfig) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Pair:
-    """One weight's A [rank, in], B [out, rank] and factor on B A; δ [out] is what has been added to the rows' lengths (DoRA).
+    """One weight's A [rank, in], B [out, rank] and factor on B A; δ [out] is what has been added to the rows'
+    lengths (DoRA).
 
     Those of a layer's experts are stacked: A [experts · rank, in], B [experts · out, rank].
     """
@@ -69,7 +76,9 @@ class Adapters:
     def __init__(self, manifest: Manifest):
         config = from_dict(manifest.state["config"])
         self.manifest, self.model, self.lora = manifest, config.model, config.lora
-        self.pairs = {name: self._pair(name, role) for name, role in adapted(config.model, config.lora).items()}
+        self.pairs = {
+            name: self._pair(name, role) for name, role in adapted(config.model, config.lora).items()
+        }
         self.factors = cache(self._factors)
 
     def _pair(self, weight: str, role: str) -> Pair:
@@ -98,7 +107,9 @@ class Adapters:
         if name not in self.pairs:
             return values
         pair = self.pairs[name]
-        rows, columns = (slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        rows, columns = (
+            slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
+        )
         added = pair.added(values, rows, columns)
         if pair.delta is None:
             return added

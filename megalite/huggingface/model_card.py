@@ -55,15 +55,25 @@ def write_card(
     state, config = manifest.state, from_dict(manifest.state["config"])
     name = directory.name.removeprefix(".").removesuffix(".new")
     adapter = base is not None
-    about = {"library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation", "tags": ["megalite"]}
-    head = "".join(f"{key}: {json.dumps(value)}\n" for key, value in (about | ({"base_model": base} if base else {})).items())
+    about = {
+        "library_name": "peft" if adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["megalite"],
+    }
+    head = "".join(
+        f"{key}: {json.dumps(value)}\n"
+        for key, value in (about | ({"base_model": base} if base else {})).items()
+    )
     rows = dict(facts) | _trained(config, state) | _tokenizer(tokenizer) | {"megalite": _version(state)}
     table = "".join(f"| {key} | {value} |\n" for key, value in rows.items())
     reads = f'tokenizer = {reader}.from_pretrained("{name}")\n' if tokenizer is not None else ""
     usage = (_ADAPTER if adapter else _MODEL).format(name=name, base=base, tokenizer=reads, reader=reader)
     parts = [f"---\n{head}---\n\n# {name}\n", f"| | |\n|---|---|\n{table}", usage]
     if config.data.train is not None:
-        parts.append(f"## Configuration\n\nOptions that differ from megalite's defaults:\n\n```yaml\n{_options(config)}```\n")
+        parts.append(
+            "## Configuration\n\nOptions that differ from megalite's "
+            f"defaults:\n\n```yaml\n{_options(config)}```\n"
+        )
     write_synced(directory / CARD, "\n".join(parts))
 
 
@@ -76,7 +86,11 @@ def _options(config: Config) -> str:
         section: {name: value for name, value in values.items() if value != defaults[section][name]}
         for section, values in to_dict(config).items()
     }
-    return yaml.safe_dump({section: values for section, values in changed.items() if values}, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(
+        {section: values for section, values in changed.items() if values},
+        sort_keys=False,
+        allow_unicode=True,
+    )
 
 
 def _version(state: dict[str, Any]) -> str:
@@ -89,17 +103,25 @@ def _trained(config: Config, state: dict[str, Any]) -> dict[str, str]:
     if config.data.train is None:
         return {}
     optimizer, muon = config.optimizer, config.muon
-    matrices = f"Muon for matrices, learning rate {muon.lr:g}, weight decay {muon.weight_decay:g}; " if optimizer.name == "muon" else ""
+    matrices = (
+        f"Muon for matrices, learning rate {muon.lr:g}, weight decay {muon.weight_decay:g}; "
+        if optimizer.name == "muon"
+        else ""
+    )
     counts = {prefix: metadata(prefix).get("tokens") for prefix in prefixes(config.data.train)}
     samples, step, length = state.get("samples", 0), state.get("step", 0), config.data.sequence_length
-    seen = "positions seen" if any(map(is_chat, counts)) else "tokens seen"  # rows of conversations are padded
+    # rows of conversations are padded
+    seen = "positions seen" if any(map(is_chat, counts)) else "tokens seen"
     rows = {
-        "data": ", ".join(prefix + (f" ({count:,} tokens)" if count else "") for prefix, count in counts.items()),
+        "data": ", ".join(
+            prefix + (f" ({count:,} tokens)" if count else "") for prefix, count in counts.items()
+        ),
         "data fingerprint": str(state.get("fingerprint")),
         "steps": f"{step:,} of {config.train.steps:,}",
         seen: f"{samples * length:,} ({samples:,} samples of {length:,})",
         "global batch": f"{config.train.global_batch_size:,} samples",
-        "optimizer": f"{matrices}AdamW, learning rate {optimizer.lr:g} ({optimizer.decay}), weight decay {optimizer.weight_decay:g}",
+        "optimizer": f"{matrices}AdamW, learning rate {optimizer.lr:g} ({optimizer.decay}), weight decay "
+        f"{optimizer.weight_decay:g}",
         "precision": config.train.precision,
     }
     start = config.model.init_from

@@ -1,8 +1,9 @@
 """Weights in MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss stores its experts, read in bf16.
 
-32 consecutive inputs of a row share a scale, 2 ** (byte − 127); each is 4 bits of E2M1, two in a byte, the first one in the low bits. A
-tensor NAME is two in the files: NAME_blocks [experts, rows, groups, 16] and NAME_scales [experts, rows, groups], both uint8. What is read
-has the shape of the same tensor in bf16, [experts, columns, rows].
+32 consecutive inputs of a row share a scale, 2 ** (byte − 127); each is 4 bits of E2M1, two in a byte, the
+first one in the low bits. A tensor NAME is two in the files: NAME_blocks [experts, rows, groups, 16] and
+NAME_scales [experts, rows, groups], both uint8. What is read has the shape of the same tensor in bf16,
+[experts, columns, rows].
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from megalite.huggingface.files import Weights
 
 BLOCKS, SCALES = "_blocks", "_scales"
 _HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-VALUES = torch.tensor([*_HALF, *(-value for value in _HALF)], dtype=torch.bfloat16)  # of the 16 numbers that 4 bits are
+# of the 16 numbers that 4 bits are
+VALUES = torch.tensor([*_HALF, *(-value for value in _HALF)], dtype=torch.bfloat16)
 
 
 def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
-    """[…, groups, 16] and […, groups], uint8 -> […, groups · 32] in bf16. Exact: bf16 has more bits than E2M1, and the same exponents."""
+    """[…, groups, 16] and […, groups], uint8 -> […, groups · 32] in bf16. Exact: bf16 has more bits than
+    E2M1, and the same exponents."""
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).long()  # […, groups, 32]
     return torch.ldexp(VALUES[codes], scales.unsqueeze(-1).int() - 127).flatten(-2)
 
@@ -35,7 +38,11 @@ class Dequantized(Weights):
         self._names = [*(name for name in weights if name not in parts), *self.quantized]
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.experts(name, 0, self.shape(name)[0]) if name in self.quantized else super().__getitem__(name)
+        return (
+            self.experts(name, 0, self.shape(name)[0])
+            if name in self.quantized
+            else super().__getitem__(name)
+        )
 
     def experts(self, name: str, first: int, stop: int) -> Tensor:
         if name not in self.quantized:

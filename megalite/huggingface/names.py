@@ -1,7 +1,8 @@
 """The place of each of our tensors in a Hugging Face model: used by import, export and check.
 
-The names come from the family's table (`config.family_names`). In this package `theirs` is a Hugging Face name or tensor, `ours`
-megalite's. Families that order heads or their channels in another way than megalite have places that list rows: see head_order.py.
+The names come from the family's table (`config.family_names`). In this package `theirs` is a Hugging Face
+name or tensor, `ours` megalite's. Families that order heads or their channels in another way than megalite
+have places that list rows: see head_order.py.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ _ROTATED = ("q", "k", "q_norm", "k_norm")
 
 @dataclass(frozen=True)
 class Place:
-    """The place of one of our tensors: rows of a Hugging Face tensor, in our order, or columns if it is transposed.
+    """The place of one of our tensors: rows of a Hugging Face tensor, in our order, or columns if it is
+    transposed.
 
-    Norms of each head are one matrix there, of `columns` columns, or one tensor a head: then `theirs` has {} where their numbers are.
-    The experts of a layer are many tensors of equal shape, our rows in this order: `pieces` completes their names in `theirs`. In a fused
-    file they are one tensor [experts, rows, columns], with `experts` set; with `each_transposed` [experts, columns, rows].
+    Norms of each head are one matrix there, of `columns` columns, or one tensor a head: then `theirs` has {}
+    where their numbers are. The experts of a layer are many tensors of equal shape, our rows in this order:
+    `pieces` completes their names in `theirs`. In a fused file they are one tensor [experts, rows, columns],
+    with `experts` set; with `each_transposed` [experts, columns, rows].
     """
 
     theirs: str
@@ -49,7 +52,11 @@ class Place:
             return {self.theirs.format(*piece): shape for piece in self.pieces}
         if self.experts is not None:
             rows, *columns = self.shape[0] // self.experts, *self.shape[1:]
-            return {self.theirs: (self.experts, *columns, rows) if self.each_transposed else (self.experts, rows, *columns)}
+            return {
+                self.theirs: (self.experts, *columns, rows)
+                if self.each_transposed
+                else (self.experts, rows, *columns)
+            }
         if self.columns is None:
             return {self.theirs: self.shape}
         heads = self.shape[0] // self.columns
@@ -67,18 +74,29 @@ class Place:
         down = "{}.{}" not in self.theirs
         stem = self.theirs.partition("experts.{}")[0].replace("block_sparse_moe", "mlp")
         experts = len({piece[0] for piece in self.pieces})
-        return replace(self, theirs=f"{stem}experts.{'down_proj' if down else 'gate_up_proj'}", pieces=(), experts=experts)
+        return replace(
+            self,
+            theirs=f"{stem}experts.{'down_proj' if down else 'gate_up_proj'}",
+            pieces=(),
+            experts=experts,
+        )
 
     def flat(self, experts: Tensor) -> Tensor:
-        """Some experts of a tensor that holds all of a layer, with the rows of each expert one after the other."""
+        """Some experts of a tensor that holds all of a layer, with the rows of each expert one after the
+        other."""
         return (experts.transpose(1, 2) if self.each_transposed else experts).flatten(0, 1)
 
     def stored(self, whole: Tensor) -> Tensor:
         """The inverse of `flat`, contiguous; of any other place the tensor itself."""
-        return whole.unflatten(0, (self.experts, -1)).transpose(1, 2).contiguous() if self.each_transposed else whole
+        return (
+            whole.unflatten(0, (self.experts, -1)).transpose(1, 2).contiguous()
+            if self.each_transposed
+            else whole
+        )
 
     def read(self, theirs: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A rectangle of our tensor, given the Hugging Face tensor of this `shape`: a view of it if the rows are consecutive."""
+        """A rectangle of our tensor, given the Hugging Face tensor of this `shape`: a view of it if the rows
+        are consecutive."""
         rows, others = self._select(offsets, sizes)
         return (theirs.t() if self.transposed else theirs)[rows][(slice(None), *others)]
 
@@ -95,7 +113,8 @@ class Place:
 
 
 def places(model: ModelConfig, family: str) -> dict[str, Place]:
-    """Our global name → its place, for every weight of a model that the family can express, in the order of the model's units."""
+    """Our global name → its place, for every weight of a model that the family can express, in the order of
+    the model's units."""
     names = names_of(model, family)
     shapes = {segment.name: segment.shape for spec in model_specs(model) for segment in spec.segments}
     found: dict[str, Place] = {}
@@ -108,43 +127,58 @@ def places(model: ModelConfig, family: str) -> dict[str, Place]:
                     found |= _bare(theirs, own[0], shapes[own[0]], model)
                     continue
                 if "experts.{}" in theirs:
-                    found[own[0]] = _experts(f"{theirs}.{suffix}", shapes[own[0]], model.num_experts or 0, names)
+                    found[own[0]] = _experts(
+                        f"{theirs}.{suffix}", shapes[own[0]], model.num_experts or 0, names
+                    )
                     continue
                 joined = _joined(f"{theirs}.{suffix}", {name: shapes[name] for name in own}, transposed)
                 if theirs.endswith(EACH_HEAD) and model.qk_norm == "each_head":
                     joined = {name: replace(place, columns=model.head_size) for name, place in joined.items()}
-                found |= {name: _ordered(name.removesuffix(f".{suffix}"), place, model, names) for name, place in joined.items()}
+                found |= {
+                    name: _ordered(name.removesuffix(f".{suffix}"), place, model, names)
+                    for name, place in joined.items()
+                }
     if homeless := shapes.keys() - found.keys():
         raise AssertionError(f"the table of {family} has no place for {sorted(homeless)}")
     return {name: found[name] for name in shapes}
 
 
 def _experts(theirs: str, shape: tuple[int, ...], number: int, names: Names) -> Place:
-    """The place of a layer's experts: in each expert the modules of `names.expert` if `theirs` has a place for them."""
+    """The place of a layer's experts: in each expert the modules of `names.expert` if `theirs` has a place
+    for them."""
     parts = names.expert if "{}.{}" in theirs else ()
     pieces = product(range(number), parts) if parts else product(range(number))
     return Place(theirs, shape, range(shape[0]), False, pieces=tuple(pieces))
 
 
 def _bare(theirs: str, ours: str, shape: tuple[int, ...], model: ModelConfig) -> dict[str, Place]:
-    """The place of a tensor whose name has no .weight or .bias: experts that are stacked as [experts, in, out], gpt-oss's way, gate and up
-    in turns; or sinks."""
+    """The place of a tensor whose name has no .weight or .bias: experts that are stacked as [experts, in,
+    out], gpt-oss's way, gate and up in turns; or sinks."""
     name = f"{theirs}_bias" if ours.endswith(".bias") else theirs
     if "experts" not in theirs:
         return {ours: Place(name, shape, range(shape[0]), False)}
     experts, each = model.num_experts or 0, shape[0] // (model.num_experts or 1)
     turns = "gate_up" in theirs
-    rows = rows_of(tuple(range(experts)), (*range(0, each, 2), *range(1, each, 2)), 0) if turns else range(shape[0])
+    rows = (
+        rows_of(tuple(range(experts)), (*range(0, each, 2), *range(1, each, 2)), 0)
+        if turns
+        else range(shape[0])
+    )
     return {ours: Place(name, shape, rows, False, experts=experts, each_transposed=len(shape) == 2)}
 
 
 def copies(model: ModelConfig, family: str) -> dict[str, str]:
-    """Tensors that repeat a whole one of ours → its global name: what the modules of multi-token prediction share with the model."""
+    """Tensors that repeat a whole one of ours → its global name: what the modules of multi-token prediction
+    share with the model."""
     names = names_of(model, family)
     layers = range(model.num_hidden_layers, layer_count(model)) if names.ahead else ()
     head = "embedding" if model.tie_word_embeddings else "head"
     shared = {theirs: head if ours == "head" else ours for theirs, ours in AHEAD_COPIES.items()}
-    return {f"{names.layers}.{layer}.{theirs}.weight": f"{ours}.weight" for layer in layers for theirs, ours in shared.items()}
+    return {
+        f"{names.layers}.{layer}.{theirs}.weight": f"{ours}.weight"
+        for layer in layers
+        for theirs, ours in shared.items()
+    }
 
 
 def _modules(names: Names, model: ModelConfig) -> Iterator[tuple[str, list[str]]]:
@@ -172,7 +206,11 @@ def _ordered(name: str, place: Place, model: ModelConfig, names: Names) -> Place
     part = name.rpartition(".")[2]
     if model.kv_lora_rank is not None:
         return _decoupled(part, place, model, names)
-    channels = rotated_channels(model.head_size, model.rotary_dim, names.interleaved) if part in _ROTATED else range(model.head_size)
+    channels = (
+        rotated_channels(model.head_size, model.rotary_dim, names.interleaved)
+        if part in _ROTATED
+        else range(model.head_size)
+    )
     if names.grouped is not None and names.grouped in place.theirs:
         heads = grouped_heads(part, model.num_attention_heads, model.kv_heads)
     elif tuple(channels) != tuple(range(model.head_size)):
@@ -184,8 +222,11 @@ def _ordered(name: str, place: Place, model: ModelConfig, names: Names) -> Place
 
 
 def _decoupled(part: str, place: Place, model: ModelConfig, names: Names) -> Place:
-    """The same in latent attention: the rotating channels follow others, in each head of queries and, once, after the latent."""
-    plain = {"q": model.qk_nope_head_dim, "q_b": model.qk_nope_head_dim, "kv_a": model.kv_lora_rank or 0}.get(part)
+    """The same in latent attention: the rotating channels follow others, in each head of queries and, once,
+    after the latent."""
+    plain = {"q": model.qk_nope_head_dim, "q_b": model.qk_nope_head_dim, "kv_a": model.kv_lora_rank or 0}.get(
+        part
+    )
     if plain is None:
         return place
     channels = tuple(decoupled_channels(plain, model.qk_rope_head_dim, names.interleaved))

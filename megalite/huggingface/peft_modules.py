@@ -1,24 +1,28 @@
 """Where PEFT's files have the tensors of our adapters: common to export and import.
 
-PEFT has one A and one B for each module of a Hugging Face model, in any floating-point dtype; with DoRA also the lengths of the adapted
-rows; and modules that are trained in full:
+PEFT has one A and one B for each module of a Hugging Face model, in any floating-point dtype; with DoRA also
+the lengths of the adapted rows; and modules that are trained in full:
 
-    base_model.model.MODULE.lora_A.weight  [rank, in]        base_model.model.MODULE.lora_B.weight  [out, rank]
+    base_model.model.MODULE.lora_A.weight  [rank, in]        base_model.model.MODULE.lora_B.weight  [out,
+    rank]
     base_model.model.MODULE.lora_magnitude_vector  [out]     base_model.model.MODULE.weight
 
-If a module fuses n of our projections (Phi-3's qkv_proj, GPT-2's c_attn), the rank of its adapter is the sum of theirs: A is our A's
-concatenated by rows, and B is block-diagonal with our B's. An import also accepts a single A for all of them, which each of our projections
-copies.
+If a module fuses n of our projections (Phi-3's qkv_proj, GPT-2's c_attn), the rank of its adapter is the sum
+of theirs: A is our A's concatenated by rows, and B is block-diagonal with our B's. An import also accepts a
+single A for all of them, which each of our projections copies.
 
-The experts of a layer are two fused parameters there, gate and up together and down, each with an adapter of its own (target_parameters).
-Rows of B are those of the parameter, in gpt-oss gate and up in turns:
+The experts of a layer are two fused parameters there, gate and up together and down, each with an adapter of
+its own (target_parameters). Rows of B are those of the parameter, in gpt-oss gate and up in turns:
 
-    base_model.model.MODULE.base_layer.lora_A.weight  [experts · rank, in]      …lora_B.weight  [out, rank · experts], a column an expert
-    base_model.model.MODULE.lora_A.weight             the same of down, or of the only parameter that has an adapter
+    base_model.model.MODULE.base_layer.lora_A.weight  [experts · rank, in]      …lora_B.weight  [out, rank ·
+    experts], a column an expert
+    base_model.model.MODULE.lora_A.weight             the same of down, or of the only parameter that has an
+    adapter
 
-In families whose experts transformers 5 fuses, PEFT takes gate_proj, up_proj and down_proj in target_modules for those experts, whatever
-is before them, and adapts no module of these names (`_convert_peft_config_moe` in peft.utils.transformers_weight_conversion). Those of
-dense layers and of shared experts are therefore given as target_parameters, MODULE.weight: the tensors and their names are the same.
+In families whose experts transformers 5 fuses, PEFT takes gate_proj, up_proj and down_proj in target_modules
+for those experts, whatever is before them, and adapts no module of these names (`_convert_peft_config_moe` in
+peft.utils.transformers_weight_conversion). Those of dense layers and of shared experts are therefore given as
+target_parameters, MODULE.weight: the tensors and their names are the same.
 """
 
 from __future__ import annotations
@@ -49,7 +53,10 @@ class Module:
 
     def keys(self, dora: bool) -> list[str]:
         """PEFT's names of A, B and the magnitudes."""
-        return [f"{PREFIX}{self.name}.{part}" for part in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")[: 3 if dora else 2]]
+        return [
+            f"{PREFIX}{self.name}.{part}"
+            for part in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")[: 3 if dora else 2]
+        ]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -63,7 +70,8 @@ class Module:
         return any(place.transposed for place in self.weights.values())
 
     def as_weight(self, family: str) -> bool:
-        """Whether PEFT must be given the module's weight, since it takes the module's name for that of experts."""
+        """Whether PEFT must be given the module's weight, since it takes the module's name for that of
+        experts."""
         return family in FUSED_FAMILIES and self.name.rpartition(".")[2] in _TAKEN
 
     def rows(self, weight: str) -> list[int]:
@@ -72,12 +80,15 @@ class Module:
 
     def all_weights(self, found: dict[str, Place]) -> dict[str, list[int]]:
         """All our weights in the module, adapted or not, with their rows."""
-        return {name: list(place.rows) for name, place in found.items() if place.theirs == f"{self.name}.weight"}
+        return {
+            name: list(place.rows) for name, place in found.items() if place.theirs == f"{self.name}.weight"
+        }
 
 
 @dataclass(frozen=True)
 class Experts(Module):
-    """One fused parameter of a layer's experts. `inner`: the other one also has an adapter, which PEFT wraps around this one's."""
+    """One fused parameter of a layer's experts. `inner`: the other one also has an adapter, which PEFT wraps
+    around this one's."""
 
     inner: bool
 
@@ -139,10 +150,13 @@ def module_of(place: Place) -> str:
     return place.theirs.removesuffix(".weight").removesuffix(".bias")
 
 
-def saved_keys(model: ModelConfig, lora: LoraConfig, found: dict[str, Place], head: str) -> dict[str, list[str]]:
+def saved_keys(
+    model: ModelConfig, lora: LoraConfig, found: dict[str, Place], head: str
+) -> dict[str, list[str]]:
     """Our tensors that are trained in full → PEFT's names of them; those of a norm of each head are several.
 
-    head: the module of the model's head. A tied one is stored next to the embedding, with the same values, as PEFT does.
+    head: the module of the model's head. A tied one is stored next to the embedding, with the same values, as
+    PEFT does.
     """
     keys = {name: [PREFIX + theirs for theirs in found[name].tensors] for name in saved(model, lora)}
     if model.tie_word_embeddings and EMBEDDING in keys:

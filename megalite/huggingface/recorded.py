@@ -1,4 +1,4 @@
-"""Which tokenizer a checkpoint was made with. Imports no torch."""
+"""Which tokenizer a checkpoint was made with."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ COMPANIONS = "huggingface"
 
 
 def tokenizer_of(manifest: Manifest) -> TokenizerIdentity:
-    """The tokenizer recorded in a checkpoint, or stored in an imported one; nothing is known of other checkpoints.
+    """The tokenizer recorded in a checkpoint, or stored in an imported one; nothing is known of other
+    checkpoints.
 
     Its name is that of the run's copy where its own place does not hold it any more.
     """
     if "tokenizer" in manifest.state:
-        from megalite.data.tokenizer_copy import located  # a rank that starts from Hugging Face weights does not need it
+        # a rank that starts from Hugging Face weights does not need it
+        from megalite.data.tokenizer_copy import located
 
         return located(of_record(manifest.state["tokenizer"]), Path(manifest.directory))
     return of_tokenizer(Path(manifest.directory) / COMPANIONS)

@@ -1,7 +1,9 @@
-"""What routers add to their scores when they choose, in Hugging Face's files one tensor a mixture, in ours a state of all routers.
+"""What routers add to their scores when they choose, in Hugging Face's files one tensor a mixture, in ours a
+state of all routers.
 
-A checkpoint has the states `router/bias` and `router/load`, [layers, experts] fp64 each, and with modules of multi-token prediction the
-same of these; files have the first in fp32, and the second is equal at the start of a run. See `megalite.model.routers`.
+A checkpoint has the states `router/bias` and `router/load`, [layers, experts] fp64 each, and with modules of
+multi-token prediction the same of these; files have the first in fp32, and the second is equal at the start
+of a run. See `megalite.model.routers`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def bias_names(model: ModelConfig, family: str) -> dict[int, str]:
     """Layer → its tensor in Hugging Face's files; empty for a family that has none."""
     names = names_of(model, family)
     layers = range(layer_count(model)) if names.router_bias else ()
-    return {layer: f"{names.layers}.{layer}.{names.router_bias}" for layer in layers if model.is_mixture(layer)}
+    return {
+        layer: f"{names.layers}.{layer}.{names.router_bias}" for layer in layers if model.is_mixture(layer)
+    }
 
 
 def states(model: ModelConfig, biases: Mapping[int, str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -40,13 +44,18 @@ def states(model: ModelConfig, biases: Mapping[int, str], tensors: Mapping[str, 
     own, ahead = bias.split((model.num_hidden_layers, model.mtp_layers))
     found = {BIAS: own, LOAD: own} | ({AHEAD_BIAS: ahead, AHEAD_LOAD: ahead} if len(ahead) else {})
     equal = model.num_experts_per_tok / experts
-    return {name: torch.full_like(each, equal) if name in (LOAD, AHEAD_LOAD) else each for name, each in found.items()}
+    return {
+        name: torch.full_like(each, equal) if name in (LOAD, AHEAD_LOAD) else each
+        for name, each in found.items()
+    }
 
 
 def fill(tensor: Tensor, values: Tensor | None, offsets: Sequence[int]) -> None:
     """A rectangle of a state, from the whole; without one it keeps what a run begins with."""
     if values is not None:
-        tensor.copy_(values[tuple(slice(low, low + size) for low, size in zip(offsets, tensor.shape, strict=True))])
+        tensor.copy_(
+            values[tuple(slice(low, low + size) for low, size in zip(offsets, tensor.shape, strict=True))]
+        )
 
 
 def to_export(manifest: Manifest, biases: Mapping[int, str]) -> dict[str, Tensor]:
@@ -55,5 +64,7 @@ def to_export(manifest: Manifest, biases: Mapping[int, str]) -> dict[str, Tensor
         experts = manifest.state["config"]["model"].get("num_experts") or 0
         return {name: torch.zeros(experts) for name in biases.values()}
     stored = [manifest.tensors[name] for name in (BIAS, AHEAD_BIAS) if name in manifest.tensors]
-    bias = torch.cat([torch.from_numpy(whole(manifest, each)).view(torch.float64).squeeze(-1) for each in stored])
+    bias = torch.cat(
+        [torch.from_numpy(whole(manifest, each)).view(torch.float64).squeeze(-1) for each in stored]
+    )
     return {name: bias[layer].float() for layer, name in biases.items()}

@@ -1,7 +1,9 @@
-"""The tokenizer of an export, in transformers' form: the one that the weights were trained with, whatever the model came from.
+"""The tokenizer of an export, in transformers' form: the one that the weights were trained with, whatever the
+model came from.
 
-A Hugging Face tokenizer's files are copied; bytes and a sentencepiece model are converted (`tokenizer_json`). The chat template is the one
-that the conversations were rendered with, and the token with which it ends the assistant's turn is among the ids that end a generation.
+A Hugging Face tokenizer's files are copied; bytes and a sentencepiece model are converted (`tokenizer_json`).
+The chat template is the one that the conversations were rendered with, and the token with which it ends the
+assistant's turn is among the ids that end a generation.
 """
 
 from __future__ import annotations
@@ -35,7 +37,13 @@ from megalite.data.tokenizer_identity import (
     of_tokenizer,
     tokenizer_files,
 )
-from megalite.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer, load
+from megalite.data.tokenizers import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    load,
+)
 from megalite.huggingface.files import ConversionError
 from megalite.huggingface.recorded import tokenizer_of
 from megalite.huggingface.tokenizer_json import converted
@@ -49,7 +57,8 @@ TEMPLATE = "chat_template.jinja"
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """Which tokenizer is wanted: named, or that of a model's directory. allow_change: even if the weights were trained with another."""
+    """Which tokenizer is wanted: named, or that of a model's directory. allow_change: even if the weights
+    were trained with another."""
 
     named: str | None = None
     like: Path | None = None
@@ -61,12 +70,11 @@ class ExportedTokenizer:
     """What an export carries.
 
     Attributes:
-        identity: what is known of the tokenizer that the weights were trained with, or of the one that was chosen instead.
-        name: byte, FILE.model or a directory; None: the export has no tokenizer.
-        tokenizer: loaded if the weights were trained on data; None where its files are copied only.
-        template: the chat template of the training data; None: the tokenizer's own.
-        reader: the class of transformers that reads it, which for some types of models is not AutoTokenizer.
-        notes: lines for the user.
+        identity: what is known of the tokenizer that the weights were trained with, or of the one that was
+        chosen instead. name: byte, FILE.model or a directory; None: the export has no tokenizer. tokenizer:
+        loaded if the weights were trained on data; None where its files are copied only. template: the chat
+        template of the training data; None: the tokenizer's own. reader: the class of transformers that reads
+        it, which for some types of models is not AutoTokenizer. notes: lines for the user.
     """
 
     identity: TokenizerIdentity
@@ -77,7 +85,8 @@ class ExportedTokenizer:
     notes: list[str] = field(default_factory=list)
 
     def end_of_turn(self) -> list[int]:
-        """The token after the assistant's messages, if the training data is conversations and such a token ends them."""
+        """The token after the assistant's messages, if the training data is conversations and such a token
+        ends them."""
         if self.template is not None and self.tokenizer is not None:
             with suppress(DataError):  # a template in which the end of a turn cannot be located
                 end = ChatTemplate(self.tokenizer, self.template).end_of_turn()
@@ -92,7 +101,8 @@ def choose(manifest: Manifest, choice: TokenizerChoice, origin: Path | None) -> 
         origin: the directory of the model that the weights came from.
 
     Raises:
-        ConfigError: the chosen tokenizer is not the one that the weights were trained with, or has ids that the model does not have.
+        ConfigError: the chosen tokenizer is not the one that the weights were trained with, or has ids that
+        the model does not have.
     """
     config = from_dict(manifest.state["config"])
     trained = [] if config.data.train is None else prefixes(config.data.train)
@@ -104,13 +114,19 @@ def choose(manifest: Manifest, choice: TokenizerChoice, origin: Path | None) -> 
         try:
             found.tokenizer = load(found.name)
         except ImportError as error:
-            found.notes.append(f"the package {error.name} is not installed, so special ids and template are those of {found.name}")
+            found.notes.append(
+                f"the package {error.name} is not installed, so special ids and template are those of "
+                f"{found.name}"
+            )
     _check_size(found, config.model.vocabulary)
     return found
 
 
-def _found(manifest: Manifest, choice: TokenizerChoice, origin: Path | None, trained: list[str]) -> ExportedTokenizer:
-    """The tokenizer's name: as chosen, else the recorded one, else that of the directory that the weights came from if it is the same."""
+def _found(
+    manifest: Manifest, choice: TokenizerChoice, origin: Path | None, trained: list[str]
+) -> ExportedTokenizer:
+    """The tokenizer's name: as chosen, else the recorded one, else that of the directory that the weights
+    came from if it is the same."""
     recorded = tokenizer_of(manifest)
     asked = choice.named or (str(choice.like) if choice.like and tokenizer_files(choice.like) else None)
     if asked is not None:
@@ -121,15 +137,24 @@ def _found(manifest: Manifest, choice: TokenizerChoice, origin: Path | None, tra
         notes = compare(what, weights, allow=choice.allow_change, way_out=way_out, option=ALLOW)
         return ExportedTokenizer(given, asked, notes=notes)
     if not recorded.can_be_known and trained:
-        recorded = replace(of_token_file(trained[0]), fingerprint=None, digest=None)  # of now, which may not be what it was
+        # of now, which may not be what it was
+        recorded = replace(of_token_file(trained[0]), fingerprint=None, digest=None)
     for name in (recorded.name, None if origin is None else str(origin)):
         if name is not None and (name == "byte" or tokenizer_files(name)):
             identity = of_tokenizer(name)
             same = _is_same(identity, recorded)
             if same or (same is None and not recorded.can_be_known):
-                return ExportedTokenizer(replace(identity, fingerprint=identity.fingerprint or recorded.fingerprint), name)
-    why = f"{recorded.name} can not be read any more, or has changed" if recorded.name else "the checkpoint does not name one"
-    return ExportedTokenizer(recorded, notes=[f"there is no tokenizer in the export: {why}. Give it with --tokenizer."])
+                return ExportedTokenizer(
+                    replace(identity, fingerprint=identity.fingerprint or recorded.fingerprint), name
+                )
+    why = (
+        f"{recorded.name} can not be read any more, or has changed"
+        if recorded.name
+        else "the checkpoint does not name one"
+    )
+    return ExportedTokenizer(
+        recorded, notes=[f"there is no tokenizer in the export: {why}. Give it with --tokenizer."]
+    )
 
 
 def _is_same(one: TokenizerIdentity, other: TokenizerIdentity) -> bool | None:
@@ -142,10 +167,15 @@ def _is_same(one: TokenizerIdentity, other: TokenizerIdentity) -> bool | None:
 def _template(found: ExportedTokenizer, trained: list[str], expected: str | None) -> str | None:
     """The chat template of the training data; None for texts. expected: its recorded hash."""
     chats = [metadata(prefix).get("chat") for prefix in trained]
-    templates = [chat["template"] for chat in chats if isinstance(chat, dict) and isinstance(chat.get("template"), str)]
+    templates = [
+        chat["template"] for chat in chats if isinstance(chat, dict) and isinstance(chat.get("template"), str)
+    ]
     same = [each for each in templates if expected in (None, template_hash(each))]
     if expected is not None and not same:
-        found.notes.append(f"the chat template that the model was trained with (hash {expected}) is not in the data's files any more")
+        found.notes.append(
+            f"the chat template that the model was trained with (hash {expected}) is not in the data's files "
+            "any more"
+        )
     return next(iter(same), None)
 
 
@@ -155,7 +185,8 @@ def _check_size(found: ExportedTokenizer, vocabulary: int) -> None:
         check_vocabulary(Path(name), vocabulary)
     elif found.tokenizer is not None and found.tokenizer.vocab_size > vocabulary:
         raise ConversionError(
-            f"{name} has {found.tokenizer.vocab_size} tokens, but vocab_size is {vocabulary}: the tokenizer is larger than the model's "
+            f"{name} has {found.tokenizer.vocab_size} tokens, but vocab_size is {vocabulary}: the tokenizer "
+            "is larger than the model's "
             "vocabulary. Give the tokenizer that belongs to the model."
         )
 
@@ -164,9 +195,11 @@ def _check_size(found: ExportedTokenizer, vocabulary: int) -> None:
 
 
 def token_ids(found: ExportedTokenizer, config: Config, base: Path | None) -> dict[str, Any]:
-    """bos_token_id, eos_token_id (a list where several tokens end a text) and pad_token_id, None where there is none.
+    """bos_token_id, eos_token_id (a list where several tokens end a text) and pad_token_id, None where there
+    is none.
 
-    base: the directory that the weights came from, whose ids hold if its tokenizer is the one that is exported.
+    base: the directory that the weights came from, whose ids hold if its tokenizer is the one that is
+    exported.
     """
     tokenizer = found.tokenizer
     shape = {} if base is None else hf_config(base)
@@ -175,12 +208,17 @@ def token_ids(found: ExportedTokenizer, config: Config, base: Path | None) -> di
         own = {name: shape.get(name) for name in IDS}
         theirs = own["eos_token_id"]
         known = eos is None or eos == theirs or (isinstance(theirs, list) and eos in theirs)
-        return own | ({} if known else {"eos_token_id": eos})  # the documents that it was trained on ended in this one
+        # the documents that it was trained on ended in this one
+        return own | ({} if known else {"eos_token_id": eos})
     own = {name: (shape | _settings(base)).get(name) for name in IDS}
     if base is None or found.name is None or not _is_same(of_tokenizer(base), of_tokenizer(found.name)):
         own = dict.fromkeys(IDS)
     given = own["eos_token_id"]
-    ends = [*(given if isinstance(given, list) else [] if given is None else [given]), tokenizer.eos, *found.end_of_turn()]
+    ends = [
+        *(given if isinstance(given, list) else [] if given is None else [given]),
+        tokenizer.eos,
+        *found.end_of_turn(),
+    ]
     ends = list(dict.fromkeys(ends))
     pad = tokenizer.special_tokens.get("pad_token")
     pieces = tokenizer.structure().pieces if own["pad_token_id"] is None and pad else []
@@ -195,8 +233,11 @@ def _settings(base: Path | None) -> dict[str, Any]:
     return hf_config(base, GENERATION) if base is not None and (base / GENERATION).is_file() else {}
 
 
-def write_generation(directory: Path, found: ExportedTokenizer, base: Path | None, ids: dict[str, Any]) -> None:
-    """generation_config.json: that of the model that the weights came from, with the ids where the tokenizer gives them."""
+def write_generation(
+    directory: Path, found: ExportedTokenizer, base: Path | None, ids: dict[str, Any]
+) -> None:
+    """generation_config.json: that of the model that the weights came from, with the ids where the tokenizer
+    gives them."""
     if found.tokenizer is not None:
         content = _settings(base) | {name: value for name, value in ids.items() if value is not None}
         write_synced(directory / GENERATION, json.dumps(content, indent=2) + "\n")
@@ -208,7 +249,8 @@ def write_generation(directory: Path, found: ExportedTokenizer, base: Path | Non
 
 
 def write_tokenizer(directory: Path, found: ExportedTokenizer, step: int) -> TokenizerIdentity | None:
-    """Write the tokenizer's files, its template, and megalite.json, which records it. Returns its identity; None if there is none.
+    """Write the tokenizer's files, its template, and megalite.json, which records it. Returns its identity;
+    None if there is none.
 
     It is noted if transformers, which reads config.json too, does not read the same tokenizer from them.
     """
@@ -228,14 +270,22 @@ def write_tokenizer(directory: Path, found: ExportedTokenizer, step: int) -> Tok
 
 
 def _copy(directory: Path, found: ExportedTokenizer) -> None:
-    """Copy the files. A tokenizer.json without settings gets some, which name its EOS and the class that reads it alone."""
+    """Copy the files. A tokenizer.json without settings gets some, which name its EOS and the class that
+    reads it alone."""
     name = found.name or ""
     if Path(name).is_dir():
         copy_tokenizer(name, directory)
     else:
         shutil.copyfile(name, directory / TOKENIZER_JSON)
-    if found.tokenizer is not None and (directory / TOKENIZER_JSON).is_file() and not (directory / SETTINGS).is_file():
-        settings = {"eos_token": found.tokenizer.special_tokens["eos_token"], "tokenizer_class": "PreTrainedTokenizerFast"}
+    if (
+        found.tokenizer is not None
+        and (directory / TOKENIZER_JSON).is_file()
+        and not (directory / SETTINGS).is_file()
+    ):
+        settings = {
+            "eos_token": found.tokenizer.special_tokens["eos_token"],
+            "tokenizer_class": "PreTrainedTokenizerFast",
+        }
         write_synced(directory / SETTINGS, json.dumps(settings, indent=2) + "\n")
 
 
@@ -250,15 +300,21 @@ def _convert(directory: Path, found: ExportedTokenizer) -> None:
     if found.template is not None:
         files[SETTINGS].pop("bos_token", None)  # conversations were rendered without one
     for name, content in files.items():
-        write_synced(directory / name, json.dumps(content, indent=None if "model" in content else 2, ensure_ascii=False) + "\n")
+        write_synced(
+            directory / name,
+            json.dumps(content, indent=None if "model" in content else 2, ensure_ascii=False) + "\n",
+        )
 
 
 def _write_template(directory: Path, found: ExportedTokenizer) -> None:
     """The training data's template, in place of the tokenizer's default one; templates with other names stay.
 
-    As transformers writes them, each template is a file, and tokenizer_config.json has none: beside a file it would not be read.
+    As transformers writes them, each template is a file, and tokenizer_config.json has none: beside a file it
+    would not be read.
     """
-    if found.template is not None and (found.tokenizer is None or found.template != found.tokenizer.chat_template):
+    if found.template is not None and (
+        found.tokenizer is None or found.template != found.tokenizer.chat_template
+    ):
         write_synced(directory / TEMPLATE, found.template)
     settings = directory / SETTINGS
     content = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
@@ -282,7 +338,9 @@ def _write_named(folder: Path, templates: list[dict[str, str]]) -> None:
 
 def _checked(directory: Path, found: ExportedTokenizer) -> TokenizerIdentity:
     """The identity of the written files, after reading them again as transformers does."""
-    identity = replace(found.identity, digest=digest_of(directory, tokenizer_files(directory)), readable=False)
+    identity = replace(
+        found.identity, digest=digest_of(directory, tokenizer_files(directory)), readable=False
+    )
     if found.tokenizer is None or identity.digest == found.identity.digest:
         return identity
     identity = replace(identity, fingerprint=identity.fingerprint or fingerprint(found.tokenizer))
@@ -290,7 +348,10 @@ def _checked(directory: Path, found: ExportedTokenizer) -> TokenizerIdentity:
         if identity.fingerprint != fingerprint(HuggingFaceTokenizer(directory)):
             found.reader = "PreTrainedTokenizerFast"
             why = "transformers has other rules for models of this type, or none that are the same"
-            found.notes.append(f"AutoTokenizer gives some texts other ids than {found.name} ({why}); try {found.reader}, or --family")
+            found.notes.append(
+                f"AutoTokenizer gives some texts other ids than {found.name} ({why}); try {found.reader}, or "
+                "--family"
+            )
     except ImportError:
         pass  # without transformers its reading cannot be checked
     except DataError as error:

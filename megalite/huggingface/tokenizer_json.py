@@ -1,7 +1,9 @@
-"""Bytes and sentencepiece models as tokenizer.json, the form of transformers and the tokenizers library, with the same ids for every text.
+"""Bytes and sentencepiece models as tokenizer.json, the form of transformers and the tokenizers library, with
+the same ids for every text.
 
-A byte-pair encoding of sentencepiece gives a rank to each piece, and tokenizer.json to each pair of pieces: all pairs that make up a piece
-are listed, piece by piece. Control tokens and bytes are never made by a merge. Written as plain JSON: no library is needed.
+A byte-pair encoding of sentencepiece gives a rank to each piece, and tokenizer.json to each pair of pieces:
+all pairs that make up a piece are listed, piece by piece. Control tokens and bytes are never made by a merge.
+Written as plain JSON: no library is needed.
 """
 
 from __future__ import annotations
@@ -19,17 +21,26 @@ _LONGEST = int(1e30)  # transformers' value for a tokenizer without a maximum le
 
 
 def converted(tokenizer: ByteTokenizer | SentencePieceTokenizer) -> Files:
-    """tokenizer.json and tokenizer_config.json. Raises ConversionError if the tokenizers library cannot express the model."""
+    """tokenizer.json and tokenizer_config.json. Raises ConversionError if the tokenizers library cannot
+    express the model."""
     if isinstance(tokenizer, ByteTokenizer):
         return {"tokenizer.json": _of_bytes(), "tokenizer_config.json": _settings(eos_token=BYTE_EOS)}
     model = tokenizer.content
-    named = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos, "unk_token": _first(model, PieceType.UNKNOWN)}
+    named = {
+        "bos_token": tokenizer.bos,
+        "eos_token": tokenizer.eos,
+        "unk_token": _first(model, PieceType.UNKNOWN),
+    }
     settings = _settings(**{name: model.pieces[i] for name, i in named.items() if i is not None})
     return {"tokenizer.json": _of_sentencepiece(model), "tokenizer_config.json": settings}
 
 
 def _settings(**special: str) -> dict[str, Any]:
-    shared = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "model_max_length": _LONGEST}
+    shared = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": _LONGEST,
+    }
     return {**special, **shared, "model_input_names": ["input_ids", "attention_mask"]}
 
 
@@ -39,10 +50,17 @@ def _file(model: dict[str, Any], added: list[dict[str, Any]], **rules: Any) -> d
 
 
 def _token(i: int, content: str, special: bool) -> dict[str, Any]:
-    return {"id": i, "content": content, **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False), "special": special}
+    return {
+        "id": i,
+        "content": content,
+        **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
+        "special": special,
+    }
 
 
-def _bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], *, unk: str | None, byte_fallback: bool) -> dict[str, Any]:
+def _bpe(
+    vocabulary: dict[str, int], merges: list[tuple[str, str]], *, unk: str | None, byte_fallback: bool
+) -> dict[str, Any]:
     absent = dict.fromkeys(("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
     flags = {"unk_token": unk, "fuse_unk": True, "byte_fallback": byte_fallback, "ignore_merges": False}
     return {"type": "BPE", **absent, **flags, "vocab": vocabulary, "merges": merges}
@@ -56,8 +74,15 @@ def _of_bytes() -> dict[str, Any]:
 
 
 def _of_sentencepiece(model: SentencePieceModel) -> dict[str, Any]:
-    if model.whitespace_as_suffix or not model.escape_whitespaces or model.model_type not in (ModelType.BPE, ModelType.UNIGRAM):
-        raise ConversionError("transformers has no tokenizer of this kind (a sentencepiece model of words, characters or suffixes)")
+    if (
+        model.whitespace_as_suffix
+        or not model.escape_whitespaces
+        or model.model_type not in (ModelType.BPE, ModelType.UNIGRAM)
+    ):
+        raise ConversionError(
+            "transformers has no tokenizer of this kind (a sentencepiece model of words, characters or "
+            "suffixes)"
+        )
     unknown = _first(model, PieceType.UNKNOWN)
     special = (PieceType.CONTROL, PieceType.UNKNOWN)
     added = [
@@ -71,7 +96,12 @@ def _of_sentencepiece(model: SentencePieceModel) -> dict[str, Any]:
         content = _bpe(vocabulary, _merges(model), unk=unk, byte_fallback=model.byte_fallback)
     else:
         scored = list(zip(model.pieces, model.scores, strict=True))
-        content = {"type": "Unigram", "unk_id": unknown, "byte_fallback": model.byte_fallback, "vocab": scored}
+        content = {
+            "type": "Unigram",
+            "unk_id": unknown,
+            "byte_fallback": model.byte_fallback,
+            "vocab": scored,
+        }
     return _file(content, added, normalizer=_normalizer(model), decoder=_decoder(model))
 
 
@@ -87,10 +117,13 @@ def _merges(model: SentencePieceModel) -> list[tuple[str, str]]:
 
 
 def _normalizer(model: SentencePieceModel) -> dict[str, Any]:
-    """What happens to a text before it is split: rules of the model, white space, a space in front, and the spelling of spaces."""
+    """What happens to a text before it is split: rules of the model, white space, a space in front, and the
+    spelling of spaces."""
     steps: list[dict[str, Any]] = []
     if model.charsmap:
-        steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(model.charsmap).decode()})
+        steps.append(
+            {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(model.charsmap).decode()}
+        )
     if model.remove_extra_whitespaces:
         steps += [
             {"type": "Strip", "strip_left": True, "strip_right": True},
@@ -98,7 +131,10 @@ def _normalizer(model: SentencePieceModel) -> dict[str, Any]:
         ]
     if model.add_dummy_prefix:
         steps.append({"type": "Prepend", "prepend": SPACE})
-    return {"type": "Sequence", "normalizers": [*steps, {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]}
+    return {
+        "type": "Sequence",
+        "normalizers": [*steps, {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}],
+    }
 
 
 def _decoder(model: SentencePieceModel) -> dict[str, Any]:

@@ -14,7 +14,8 @@ GENERATION = "generation_config.json"
 
 
 def copy_companions(directory: Path, target: Path) -> None:
-    """Copy the files of a model that do not depend on its weights: config.json, tokenizer and generation settings."""
+    """Copy the files of a model that do not depend on its weights: config.json, tokenizer and generation
+    settings."""
     copy_tokenizer(directory, target)
     for file in (directory / "config.json", directory / GENERATION):
         if file.is_file():
@@ -22,7 +23,8 @@ def copy_companions(directory: Path, target: Path) -> None:
 
 
 def check_vocabulary(directory: Path, vocabulary: int) -> None:
-    """Raise ConversionError if the tokenizer in a model's directory has ids at or above the model's vocabulary size."""
+    """Raise ConversionError if the tokenizer in a model's directory has ids at or above the model's
+    vocabulary size."""
     whole = (directory / TOKENIZER_JSON).is_file()  # of which the other files are parts
     for name, read in ({TOKENIZER_JSON: _of_tokenizer} if whole else _LARGEST).items():
         path = directory / name
@@ -34,7 +36,8 @@ def check_vocabulary(directory: Path, vocabulary: int) -> None:
             raise ConversionError(f"{path} can not be read as a tokenizer: {error}") from None
         if largest >= vocabulary:
             raise ConversionError(
-                f"{path} knows token {largest}, but vocab_size is {vocabulary}: the tokenizer is larger than the model's vocabulary. "
+                f"{path} knows token {largest}, but vocab_size is {vocabulary}: the tokenizer is larger than "
+                "the model's vocabulary. "
                 "Remove those tokens, or give the tokenizer that belongs to the model."
             )
 
@@ -44,8 +47,8 @@ def _json(path: Path) -> Any:
 
 
 def _of_tokenizer(path: Path) -> int:
-    """The largest id that the tokenizers library gives: it numbers added tokens that are no pieces one after the other, after the pieces,
-    whatever ids the files have for them."""
+    """The largest id that the tokenizers library gives: it numbers added tokens that are no pieces one after
+    the other, after the pieces, whatever ids the files have for them."""
     content, settings = _json(path), path.with_name(SETTINGS)
     entries = content["model"].get("vocab", {})
     pieces = entries if isinstance(entries, dict) else {piece: i for i, (piece, *_) in enumerate(entries)}

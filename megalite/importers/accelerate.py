@@ -1,5 +1,5 @@
-"""Accelerate's default_config.yaml. Meanings and defaults are those of its commands/config/cluster.py, config_args.py and
-utils/dataclasses.py."""
+"""Accelerate's default_config.yaml. Meanings and defaults are those of its commands/config/cluster.py,
+config_args.py and utils/dataclasses.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,20 @@ from typing import Any
 
 from megalite.config.schema import ConfigError
 from megalite.importers import deepspeed
-from megalite.importers.verdict import Row, Source, Table, Verdict, each, harmless, honoured, lost, never, only, sets, word
+from megalite.importers.verdict import (
+    Row,
+    Source,
+    Table,
+    Verdict,
+    each,
+    harmless,
+    honoured,
+    lost,
+    never,
+    only,
+    sets,
+    word,
+)
 
 NAME = "Accelerate"
 PLUGIN, FSDP, SIZES = "deepspeed_config.", "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
@@ -18,12 +31,17 @@ LINKED = f"{PLUGIN}deepspeed_config_file"
 MEGATRON = "megatron_lm_config.megatron_lm_"
 TYPES = ("MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "NO", "FALSE")  # YAML reads an unquoted no as false
 STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
-STRATEGIES |= {"1": 3, "2": 2, "3": 0, "4": 3, "5": 2, "TRUE": 3, "FALSE": 2}  # by number, and FSDP2's reshard_after_forward
+# by number, and FSDP2's reshard_after_forward
+STRATEGIES |= {"1": 3, "2": 2, "3": 0, "4": 3, "5": 2, "TRUE": 3, "FALSE": 2}
 
 
 def linked_file(source: Source) -> str | None:
     """The DeepSpeed file named by a configuration, or None."""
-    return str(source.get(LINKED)) if source.word(MARK) == "DEEPSPEED" and source.word(LINKED) not in ("NONE", "") else None
+    return (
+        str(source.get(LINKED))
+        if source.word(MARK) == "DEEPSPEED" and source.word(LINKED) not in ("NONE", "")
+        else None
+    )
 
 
 def recognizes(leaves: dict[str, Any]) -> bool:
@@ -33,14 +51,17 @@ def recognizes(leaves: dict[str, Any]) -> bool:
 def ranks(source: Source) -> int | None:
     """Number of data-parallel ranks: the ranks that read different rows. None if it is not known.
 
-    Ranks of one tp, cp or sp group read the same rows. Raises ConfigError if the sizes of parallelism_config are not all processes, which
-    Accelerate refuses too.
+    Ranks of one tp, cp or sp group read the same rows. Raises ConfigError if the sizes of parallelism_config
+    are not all processes, which Accelerate refuses too.
     """
     processes = source.size("num_processes")
     if source.word(MARK) == "MEGATRON_LM":
         replica = math.prod(source.size(f"{MEGATRON}{name}") or 1 for name in ("tp_degree", "pp_degree"))
         if processes and processes % replica:
-            raise ConfigError(f"num_processes = {processes} is not a multiple of tp_degree * pp_degree = {replica}. Correct one of them.")
+            raise ConfigError(
+                f"num_processes = {processes} is not a multiple of tp_degree * pp_degree = {replica}. "
+                "Correct one of them."
+            )
         return processes // replica if processes else source.dp
     if source.word(MARK) not in TYPES:
         return source.dp
@@ -50,7 +71,10 @@ def ranks(source: Source) -> int | None:
     total = math.prod(sizes.values())
     if processes and total not in (1, processes):
         product = " * ".join(f"{name} {size}" for name, size in sizes.items())
-        raise ConfigError(f"num_processes = {processes} is not the product of parallelism_config: {product}. Correct one of them.")
+        raise ConfigError(
+            f"num_processes = {processes} is not the product of parallelism_config: {product}. Correct one "
+            "of them."
+        )
     return processes if total == 1 else sizes["dp_replicate"] * sizes["dp_shard"]
 
 
@@ -59,12 +83,20 @@ def _type(value: Any, source: Source) -> Verdict:
         return harmless("its section has the sizes")
     if word(value) not in TYPES:
         return lost("runs use CUDA GPUs or CPUs: set parallel.tp, pp, dp and zero")
-    return honoured({"parallel.zero": 0}) if word(value).startswith("MULTI") else harmless("its section, if there is one, determines it")
+    return (
+        honoured({"parallel.zero": 0})
+        if word(value).startswith("MULTI")
+        else harmless("its section, if there is one, determines it")
+    )
 
 
 def _processes(value: Any, source: Source) -> Verdict:
     known = source.dp
-    return honoured({"parallel.dp": known}) if known else lost("how many of them are data-parallel is not known: set parallel.dp")
+    return (
+        honoured({"parallel.dp": known})
+        if known
+        else lost("how many of them are data-parallel is not known: set parallel.dp")
+    )
 
 
 def _replicas(value: Any, source: Source) -> Verdict:
@@ -80,7 +112,9 @@ def _strategy(value: Any, source: Source) -> Verdict:
     if not name.startswith(("HYBRID", "4", "5")) or (source.dp and machines == 1):
         return honoured(zero)
     if source.dp is None or source.dp % machines:
-        return honoured(zero, "this is only its ZeRO stage: set parallel.dp_shard to the number of ranks on one machine")
+        return honoured(
+            zero, "this is only its ZeRO stage: set parallel.dp_shard to the number of ranks on one machine"
+        )
     return honoured(zero | {"parallel.dp_shard": source.dp // machines})
 
 
@@ -109,10 +143,15 @@ def _offload(prefix: str) -> Row:
             return lost(deepspeed.BOOLEAN)
         if word(value) == "FALSE":
             return honoured({"parallel.offload": "none"})
-        strategy = source.get(f"{prefix}reshard_after_forward", source.get(f"{prefix}sharding_strategy", "FULL_SHARD"))
+        strategy = source.get(
+            f"{prefix}reshard_after_forward", source.get(f"{prefix}sharding_strategy", "FULL_SHARD")
+        )
         if STRATEGIES.get(word(strategy)) == 3:
             return honoured({"parallel.offload": "cpu", "parallel.offload_parameters": True})
-        return honoured({"parallel.offload": "cpu"}, "only the optimizer state: weights are offloaded with parallel.zero: 3 only")
+        return honoured(
+            {"parallel.offload": "cpu"},
+            "only the optimizer state: weights are offloaded with parallel.zero: 3 only",
+        )
 
     return Row(judge, "parallel.offload")
 
@@ -121,25 +160,41 @@ def fsdp_rows(prefix: str) -> Table:
     """The rows of FSDP's own keys, which other projects take too."""
     return {
         **each(prefix, "sharding_strategy reshard_after_forward", Row(_strategy, "parallel.zero")),
-        f"{prefix}activation_checkpointing": sets("train.recompute", {"TRUE": "full", "FALSE": "none"}, deepspeed.BOOLEAN),
+        f"{prefix}activation_checkpointing": sets(
+            "train.recompute", {"TRUE": "full", "FALSE": "none"}, deepspeed.BOOLEAN
+        ),
         f"{prefix}offload_params": _offload(prefix),
-        f"{prefix}auto_wrap_policy": only("TRANSFORMER_BASED_WRAP", "whole layers are gathered: parallel.bucket_mb is nearest"),
+        f"{prefix}auto_wrap_policy": only(
+            "TRANSFORMER_BASED_WRAP", "whole layers are gathered: parallel.bucket_mb is nearest"
+        ),
         f"{prefix}min_num_params": only("", "whole layers are gathered: parallel.bucket_mb is nearest"),
         f"{prefix}transformer_layer_cls_to_wrap": never("whole layers are gathered, of any model"),
-        **each(prefix, "backward_prefetch backward_prefetch_policy forward_prefetch limit_all_gathers", never(deepspeed.GATHERING)),
-        **each(prefix, "state_dict_type final_state_dict_type sync_module_states cpu_ram_efficient_loading", never(deepspeed.WHOLE)),
+        **each(
+            prefix,
+            "backward_prefetch backward_prefetch_policy forward_prefetch limit_all_gathers",
+            never(deepspeed.GATHERING),
+        ),
+        **each(
+            prefix,
+            "state_dict_type final_state_dict_type sync_module_states cpu_ram_efficient_loading",
+            never(deepspeed.WHOLE),
+        ),
         **each(prefix, "use_orig_params version", never("it chooses FSDP's interface, not what is computed")),
     }
 
 
 WITHIN = "it is how the ranks of one sequence communicate"
-LAUNCH = "it is for the launcher: torchrun's --nnodes, --node-rank and --rdzv-endpoint, and CUDA_VISIBLE_DEVICES"
+LAUNCH = (
+    "it is for the launcher: torchrun's --nnodes, --node-rank and --rdzv-endpoint, and CUDA_VISIBLE_DEVICES"
+)
 TABLE: Table = {
     "compute_environment": only("LOCAL_MACHINE", "runs are started with torchrun"),
     MARK: Row(_type, "parallel.zero"),
     "num_processes": Row(_processes, "parallel.dp"),
     "mixed_precision": sets(
-        "train.precision", {"NO": "fp32", "FALSE": "fp32", "FP16": "fp16", "BF16": "bf16"}, "train.precision: bf16 is nearest"
+        "train.precision",
+        {"NO": "fp32", "FALSE": "fp32", "FP16": "fp16", "BF16": "bf16"},
+        "train.precision: bf16 is nearest",
     ),
     "downcast_bf16": only("NO FALSE", "it is for TPUs; train.precision: bf16 is nearest"),
     **fsdp_rows(FSDP),
@@ -151,9 +206,16 @@ TABLE: Table = {
     f"{PLUGIN}offload_param_device": deepspeed.offload_parameters(f"{PLUGIN}zero_stage", 2),
     f"{PLUGIN}offload_param_nvme_path": never("weights go to CPU memory, not to disk"),
     **each(PLUGIN, "zero3_init_flag zero3_save_16bit_model", never(deepspeed.WHOLE)),
-    **each(PLUGIN, "deepspeed_multinode_launcher deepspeed_hostfile deepspeed_inclusion_filter deepspeed_exclusion_filter", never(LAUNCH)),
+    **each(
+        PLUGIN,
+        "deepspeed_multinode_launcher deepspeed_hostfile deepspeed_inclusion_filter "
+        "deepspeed_exclusion_filter",
+        never(LAUNCH),
+    ),
     LINKED: only("NONE", "it is not read"),
-    "dynamo_config.dynamo_backend": sets("train.compile", {"INDUCTOR": True, "NO": False, "FALSE": False}, "train.compile uses inductor"),
+    "dynamo_config.dynamo_backend": sets(
+        "train.compile", {"INDUCTOR": True, "NO": False, "FALSE": False}, "train.compile uses inductor"
+    ),
     "dynamo_config.*": only("FALSE DEFAULT", "train.compile has no further choices"),
     f"{SIZES}tp_size": sets("parallel.tp"),
     f"{SIZES}dp_shard_size": Row(_shards, "parallel.dp_shard"),
@@ -164,26 +226,52 @@ TABLE: Table = {
     f"{MEGATRON}pp_degree": sets("parallel.pp"),
     f"{MEGATRON}num_micro_batches": Row(_microbatches, "train.global_batch_size"),
     f"{MEGATRON}sequence_parallelism": sets("parallel.sequence_parallel"),
-    f"{MEGATRON}recompute_activations": sets("train.recompute", {"TRUE": "selective", "FALSE": "none"}, deepspeed.BOOLEAN),
+    f"{MEGATRON}recompute_activations": sets(
+        "train.recompute", {"TRUE": "selective", "FALSE": "none"}, deepspeed.BOOLEAN
+    ),
     f"{MEGATRON}use_distributed_optimizer": sets("parallel.zero", {"TRUE": 1, "FALSE": 0}, deepspeed.BOOLEAN),
     f"{MEGATRON}gradient_clipping": deepspeed.TABLE["gradient_clipping"],
     "fp8_config.*": never("mixed_precision decides whether it is used; there is no float8 here"),
-    f"{SIZES}sp_size": only("1", "the ranks of one sequence are left out, the batch is the same: parallel.sequence_parallel is nearest"),
-    **each(SIZES, "cp_backend sp_backend sp_seq_length sp_seq_length_is_variable sp_attn_implementation", never(WITHIN)),
-    **each("", "gradient_accumulation_steps fsdp_config.gradient_accumulation_steps", deepspeed.TABLE["gradient_accumulation_steps"]),
-    "use_cpu": only("FALSE", "a run uses the GPUs that it sees: hide them with CUDA_VISIBLE_DEVICES= (empty)"),
-    **each("", "num_machines machine_rank main_process_ip main_process_port rdzv_backend same_network gpu_ids", never(LAUNCH)),
-    **each("", "main_training_function enable_cpu_affinity debug", never("it concerns Accelerate's own start")),
+    f"{SIZES}sp_size": only(
+        "1",
+        "the ranks of one sequence are left out, the batch is the same: parallel.sequence_parallel is "
+        "nearest",
+    ),
+    **each(
+        SIZES,
+        "cp_backend sp_backend sp_seq_length sp_seq_length_is_variable sp_attn_implementation",
+        never(WITHIN),
+    ),
+    **each(
+        "",
+        "gradient_accumulation_steps fsdp_config.gradient_accumulation_steps",
+        deepspeed.TABLE["gradient_accumulation_steps"],
+    ),
+    "use_cpu": only(
+        "FALSE", "a run uses the GPUs that it sees: hide them with CUDA_VISIBLE_DEVICES= (empty)"
+    ),
+    **each(
+        "",
+        "num_machines machine_rank main_process_ip main_process_port rdzv_backend same_network gpu_ids",
+        never(LAUNCH),
+    ),
+    **each(
+        "", "main_training_function enable_cpu_affinity debug", never("it concerns Accelerate's own start")
+    ),
     **each("", "tpu_use_cluster tpu_use_sudo", only("FALSE", "there are no TPUs here", "it is off")),
 }
 
 
 def table(source: Source) -> Table:
-    """The rows for this file's keys: a section is read only under its own distributed_type, and a named DeepSpeed file replaces the other
-    keys of its section."""
+    """The rows for this file's keys: a section is read only under its own distributed_type, and a named
+    DeepSpeed file replaces the other keys of its section."""
     rows = dict(TABLE)
     for key in source.leaves:
-        for section, kind in ((PLUGIN, "DEEPSPEED"), ("fsdp_config.", "FSDP"), ("megatron_lm_config.", "MEGATRON_LM")):
+        for section, kind in (
+            (PLUGIN, "DEEPSPEED"),
+            ("fsdp_config.", "FSDP"),
+            ("megatron_lm_config.", "MEGATRON_LM"),
+        ):
             if key.startswith(section) and source.word(MARK) != kind:
                 rows[key] = never(f"Accelerate reads it under distributed_type {kind} only")
             elif key.startswith(PLUGIN) and linked_file(source):

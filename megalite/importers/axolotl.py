@@ -1,4 +1,5 @@
-"""axolotl's YAML. Meanings and defaults are those of its utils/schemas/config.py, training.py, peft.py and transformers' Trainer."""
+"""axolotl's YAML. Meanings and defaults are those of its utils/schemas/config.py, training.py, peft.py and
+transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def recognizes(leaves: dict[str, Any]) -> bool:
 
 
 def ranks(source: Source) -> int | None:
-    """Shards times replicas times the ranks of experts, which read data of their own; without shards, all ranks that are left."""
+    """Shards times replicas times the ranks of experts, which read data of their own; without shards, all
+    ranks that are left."""
     shards, replicas = source.size("dp_shard_size"), source.size("dp_replicate_size") or 1
     return shards * replicas * (source.size("expert_parallel_size") or 1) if shards else source.dp
 
@@ -51,12 +53,21 @@ def _adapter(value: Any, source: Source) -> Verdict:
 def _with_adapter(row: Row) -> Row:
     """A row that counts only where the file chooses an adapter."""
     off = harmless("there is no adapter")
-    return Row(lambda value, source: row.judge(value, source) if source.word("adapter") in ("LORA", "QLORA") else off, row.option)
+    return Row(
+        lambda value, source: (
+            row.judge(value, source) if source.word("adapter") in ("LORA", "QLORA") else off
+        ),
+        row.option,
+    )
 
 
 def _targets(value: Any, source: Source) -> Verdict:
     """lora_target_linear adds all projections to those of the list."""
-    return harmless("lora_target_linear has all projections") if source.on("lora_target_linear") else finetuning.targets(value, source)
+    return (
+        harmless("lora_target_linear has all projections")
+        if source.on("lora_target_linear")
+        else finetuning.targets(value, source)
+    )
 
 
 def _precision(value: Any, source: Source) -> Verdict:
@@ -71,16 +82,23 @@ def _validation(value: Any, source: Source) -> Verdict:
     if not value:
         return harmless("nothing is validated, as here")
     return (
-        honoured({"data.validation": value}) if type(value) is float and value < 1 else lost("set data.validation to a share, or a prefix")
+        honoured({"data.validation": value})
+        if type(value) is float and value < 1
+        else lost("set data.validation to a share, or a prefix")
     )
 
 
 def _batch_size(value: Any, source: Source) -> Verdict:
-    """Sequences of one rank in a step: with the micro-batch it gives the accumulation steps, if the file does not have them."""
+    """Sequences of one rank in a step: with the micro-batch it gives the accumulation steps, if the file does
+    not have them."""
     if BATCH.steps in source.leaves:
         return harmless("gradient_accumulation_steps replaces it")
     steps = source.get(BATCH.steps)
-    return harmless(f"it gives {steps} gradient_accumulation_steps") if steps else lost("it is no multiple of micro_batch_size")
+    return (
+        harmless(f"it gives {steps} gradient_accumulation_steps")
+        if steps
+        else lost("it is no multiple of micro_batch_size")
+    )
 
 
 def _fsdp(value: Any, source: Source) -> Verdict:
@@ -98,7 +116,10 @@ def _fsdp(value: Any, source: Source) -> Verdict:
 
 def _recompute(value: Any, source: Source) -> Verdict:
     """FSDP's own switch checkpoints the layers, too."""
-    if any(source.on(f"fsdp_config.{prefix}activation_checkpointing") for prefix in ("", "fsdp_")) and word(value) == "FALSE":
+    if (
+        any(source.on(f"fsdp_config.{prefix}activation_checkpointing") for prefix in ("", "fsdp_"))
+        and word(value) == "FALSE"
+    ):
         return harmless("activation_checkpointing of fsdp_config turns it on")
     return finetuning.recompute(value, source)
 
@@ -115,7 +136,9 @@ def _context(value: Any, source: Source) -> Verdict:
 def _shards(value: Any, source: Source) -> Verdict:
     """Shards span the ranks of a sequence, too."""
     cp = source.size("context_parallel_size") or source.size("sequence_parallel_degree") or 1
-    return honoured({"parallel.dp": source.dp, "parallel.dp_shard": value * cp if type(value) is int else value})
+    return honoured(
+        {"parallel.dp": source.dp, "parallel.dp_shard": value * cp if type(value) is int else value}
+    )
 
 
 def _replicas(value: Any, source: Source) -> Verdict:
@@ -147,7 +170,8 @@ def _minimum(value: Any, source: Source) -> Verdict:
 
 
 def _packing(value: Any, source: Source) -> Verdict:
-    """Packed texts of pretraining_dataset attend to each other without pretrain_multipack_attn, which is on by default."""
+    """Packed texts of pretraining_dataset attend to each other without pretrain_multipack_attn, which is on
+    by default."""
     mask = source.get("pretrain_multipack_attn") is not False or "pretraining_dataset" not in source.leaves
     return data.packing(value, axolotl_data.is_text(source), mask)
 
@@ -156,12 +180,24 @@ WARMUP, LONGEST_WARMUP = 0.03, 100
 INTERNAL = "it changes nothing in a run here"
 TABLE: Table = {
     **finetuning.TRAINER,
-    **each("", "lora_layers_to_transform lora_layers_pattern peft_layers_to_transform", missing("every layer has adapters")),
-    **{key: row for prefix in ("fsdp_config.", "fsdp_config.fsdp_") for key, row in accelerate.fsdp_rows(prefix).items()},
+    **each(
+        "",
+        "lora_layers_to_transform lora_layers_pattern peft_layers_to_transform",
+        missing("every layer has adapters"),
+    ),
+    **{
+        key: row
+        for prefix in ("fsdp_config.", "fsdp_config.fsdp_")
+        for key, row in accelerate.fsdp_rows(prefix).items()
+    },
     **BATCH.table(),
     "batch_size": Row(_batch_size, "train.global_batch_size"),
     "base_model": Row(finetuning.base_model, "model.from_hf"),
-    **each("", "base_model_config tokenizer_config processor_type", to_do("model.from_hf is the model's directory, with its tokenizer")),
+    **each(
+        "",
+        "base_model_config tokenizer_config processor_type",
+        to_do("model.from_hf is the model's directory, with its tokenizer"),
+    ),
     **each(
         "",
         "model_type tokenizer_type is_*_derived_model trust_remote_code tokenizer_use_fast tokenizer_legacy",
@@ -169,11 +205,31 @@ TABLE: Table = {
     ),
     "is_*": never("config.json says it"),
     "revision_of_model": to_do("fetch that revision, and set model.from_hf to its directory"),
-    **each("", "load_in_8bit load_in_4bit gptq gptq_* bnb_config_kwargs.* qat.* llmcompressor.*", missing(finetuning.QUANTIZED)),
-    **each("", "quantize_moe_experts model_quantization_config model_quantization_config_kwargs.*", missing(finetuning.QUANTIZED)),
-    **each("", "model_config.* overrides_of_model_config.* overrides_of_model_kwargs.*", to_do("set model.* to change the shape")),
-    **each("", "resize_token_embeddings_to_32x tokenizer_use_mistral_common", missing("the vocabulary is that of model.from_hf")),
-    **each("", "low_cpu_mem_usage device_map hf_use_auth_token torch_dtype", never("the files of the model are read as they are")),
+    **each(
+        "",
+        "load_in_8bit load_in_4bit gptq gptq_* bnb_config_kwargs.* qat.* llmcompressor.*",
+        missing(finetuning.QUANTIZED),
+    ),
+    **each(
+        "",
+        "quantize_moe_experts model_quantization_config model_quantization_config_kwargs.*",
+        missing(finetuning.QUANTIZED),
+    ),
+    **each(
+        "",
+        "model_config.* overrides_of_model_config.* overrides_of_model_kwargs.*",
+        to_do("set model.* to change the shape"),
+    ),
+    **each(
+        "",
+        "resize_token_embeddings_to_32x tokenizer_use_mistral_common",
+        missing("the vocabulary is that of model.from_hf"),
+    ),
+    **each(
+        "",
+        "low_cpu_mem_usage device_map hf_use_auth_token torch_dtype",
+        never("the files of the model are read as they are"),
+    ),
     **each("", "datasets pretraining_dataset", Row(axolotl_data.training, "data.train")),
     "test_datasets": Row(axolotl_data.validation, "data.validation"),
     **each("", "chat_template chat_template_jinja default_system_message", finetuning.TEMPLATE),
@@ -193,9 +249,17 @@ TABLE: Table = {
     "val_set_size": Row(_validation, "data.validation"),
     "sequence_len": sets("data.sequence_length"),
     "sample_packing": Row(_packing, "data.packing"),
-    **each("", "sample_packing_* eval_sample_packing multipack_* pretrain_multipack_*", never("packing has no options")),
+    **each(
+        "",
+        "sample_packing_* eval_sample_packing multipack_* pretrain_multipack_*",
+        never("packing has no options"),
+    ),
     "pad_to_sequence_len": never("every row has the full length"),
-    **each("", "skip_prepare_dataset streaming streaming_* curriculum_sampling", never("`megalite prepare` makes the data beforehand")),
+    **each(
+        "",
+        "skip_prepare_dataset streaming streaming_* curriculum_sampling",
+        never("`megalite prepare` makes the data beforehand"),
+    ),
     "min_sample_len": missing("`megalite prepare` keeps short ones"),
     "reinit_weights": never("model.init_from: none is set for it"),
     "adapter": Row(_adapter, "lora.rank"),
@@ -208,17 +272,27 @@ TABLE: Table = {
     "peft_use_dora": _with_adapter(finetuning.DORA),
     "peft_use_rslora": _with_adapter(finetuning.RSLORA),
     "lora_model_dir": sets("lora.init_from"),
-    **each("", "lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel", never(finetuning.KERNELS)),
+    **each(
+        "", "lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel", never(finetuning.KERNELS)
+    ),
     "lora_target_parameters": missing("lora.targets has names for the matrices of experts, too"),
     "lora_fan_in_fan_out": never("the layout of the weights is that of model.from_hf"),
-    **each("", "unfrozen_parameters relora* lisa_* peft.*", missing("all weights are trained, or adapters with lora.modules_to_save")),
+    **each(
+        "",
+        "unfrozen_parameters relora* lisa_* peft.*",
+        missing("all weights are trained, or adapters with lora.modules_to_save"),
+    ),
     "loraplus_*": missing("A and B have the same learning rate"),
     "num_epochs": finetuning.epochs("max_steps"),
     "optimizer": Row(finetuning.optimizer),
     "lr_scheduler": Row(finetuning.decay, "optimizer.decay"),
     "cosine_constant_lr_ratio": missing("the cosine ends with train.steps"),
     "cosine_min_lr_ratio": Row(_minimum, "optimizer.min_lr"),
-    **each("", "embedding_lr embedding_lr_scale lr_groups", missing("all weights have the same rate: optimizer.lr")),
+    **each(
+        "",
+        "embedding_lr embedding_lr_scale lr_groups",
+        missing("all weights have the same rate: optimizer.lr"),
+    ),
     **each("", "bf16 bfloat16", Row(_precision, "train.precision")),
     **each("", "fp16 float16", finetuning.switch("train.precision", "fp16")),
     "float32": finetuning.switch("train.precision", "fp32"),
@@ -228,11 +302,16 @@ TABLE: Table = {
     "gradient_checkpointing_kwargs.*": never("train.recompute has no further choices"),
     **each(
         "",
-        "flash_attention xformers_attention sdp_attention flex_attention eager_attention attention flash_attn_*",
+        "flash_attention xformers_attention sdp_attention flex_attention eager_attention attention "
+        "flash_attn_*",
         never(finetuning.ATTENTION),
     ),
     **each("", "attn_implementation s2_attention", never(finetuning.ATTENTION)),
-    **each("", "use_kernels use_scattermoe use_sonicmoe fused_attn_kernel tiled_mlp* experts_implementation", never(finetuning.KERNELS)),
+    **each(
+        "",
+        "use_kernels use_scattermoe use_sonicmoe fused_attn_kernel tiled_mlp* experts_implementation",
+        never(finetuning.KERNELS),
+    ),
     **each("", "plugins liger_* unsloth_* cut_cross_entropy", never(finetuning.KERNELS)),
     "saves_per_epoch": finetuning.steps("checkpoint.interval", per_epoch=True),
     "evals_per_epoch": finetuning.steps("validation.interval", per_epoch=True),
@@ -250,24 +329,38 @@ TABLE: Table = {
     "wandb_name": sets("run.name"),
     "run_name": _unless("wandb_name"),
     "wandb_run_id": _unless("wandb_name", "run_name"),
-    **each("", "use_swanlab swanlab_* use_otel_metrics otel_* accelerator_config.* use_ray ray_*", never("metrics.jsonl has everything")),
+    **each(
+        "",
+        "use_swanlab swanlab_* use_otel_metrics otel_* accelerator_config.* use_ray ray_*",
+        never("metrics.jsonl has everything"),
+    ),
     **each("", "wandb_* mlflow_* use_wandb comet_* gc_steps", never("metrics.jsonl has everything")),
     "use_tensorboard": sets("logging.tensorboard"),
     **each("", "auto_resume_from_checkpoints strict debug device local_rank world_size ddp", never(INTERNAL)),
-    "ddp_bucket_cap_mb": sets("parallel.bucket_mb", roughly="here it is the maximum size of a bucket, in MB of fp32"),
-    "early_stopping_patience": missing("there is no validation data yet: set data.validation, and then train.early_stopping_patience"),
+    "ddp_bucket_cap_mb": sets(
+        "parallel.bucket_mb", roughly="here it is the maximum size of a bucket, in MB of fp32"
+    ),
+    "early_stopping_patience": missing(
+        "there is no validation data yet: set data.validation, and then train.early_stopping_patience"
+    ),
     "loss_watchdog_*": missing("faults.spike_sigma skips steps of a high loss"),
-    **each("", "process_reward_model num_labels ebft.* diffusion.* use_eaft eaft_*", missing(finetuning.OBJECTIVE)),
+    **each(
+        "",
+        "process_reward_model num_labels ebft.* diffusion.* use_eaft eaft_*",
+        missing(finetuning.OBJECTIVE),
+    ),
     **each("", "rl rl_* trl.* vllm.* reward_model orpo_* dpo_* kto_* simpo_*", missing(finetuning.OBJECTIVE)),
 }
 
 
 def table(source: Source) -> Table:
-    """The rows for this file's keys; the default warm-up has a limit, which a share of the steps does not have here."""
+    """The rows for this file's keys; the default warm-up has a limit, which a share of the steps does not
+    have here."""
     if "warmup_ratio" in source.leaves:
         return TABLE
     limited = Row(
-        lambda value, _: honoured(finetuning.share(value), f"it is at most {LONGEST_WARMUP} steps there"), "optimizer.warmup_steps"
+        lambda value, _: honoured(finetuning.share(value), f"it is at most {LONGEST_WARMUP} steps there"),
+        "optimizer.warmup_steps",
     )
     return TABLE | {"warmup_ratio": limited}
 
@@ -277,16 +370,31 @@ def defaults(source: Source) -> dict[str, Any]:
     sharded = source.get("fsdp") or any(key.startswith("fsdp_config.") for key in source.leaves)
     strategy = {"fsdp": ["full_shard"]} if sharded and "fsdp" not in source.leaves else {}
     trainer = {"num_epochs": 1.0, "weight_decay": 0.0, "lr_scheduler": "cosine", "adam_beta1": 0.9}
-    return {"bf16": "auto", "sequence_len": 512, **trainer, **strategy, **_default_warmup(source), **_default_accumulation(source)}
+    return {
+        "bf16": "auto",
+        "sequence_len": 512,
+        **trainer,
+        **strategy,
+        **_default_warmup(source),
+        **_default_accumulation(source),
+    }
 
 
 def _default_warmup(source: Source) -> dict[str, Any]:
     if source.get("warmup_steps") is not None or source.get("warmup_ratio") is not None:
         return {}
     steps = source.size("max_steps")
-    return {"warmup_ratio": WARMUP} if steps is None else {"warmup_steps": min(int(WARMUP * steps), LONGEST_WARMUP)}
+    return (
+        {"warmup_ratio": WARMUP}
+        if steps is None
+        else {"warmup_steps": min(int(WARMUP * steps), LONGEST_WARMUP)}
+    )
 
 
 def _default_accumulation(source: Source) -> dict[str, Any]:
     size, micro = source.size("batch_size"), source.size(BATCH.micro)
-    return {BATCH.steps: size // micro} if size and micro and size % micro == 0 and BATCH.steps not in source.leaves else {}
+    return (
+        {BATCH.steps: size // micro}
+        if size and micro and size % micro == 0 and BATCH.steps not in source.leaves
+        else {}
+    )

@@ -12,7 +12,17 @@ from megalite.importers.verdict import Source, Verdict, lost, word
 TEXTS = ("completion", "pretrain")
 KEYS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
-        ("chat_template", "sharegpt", "messages", "alpaca", "alpaca_w_system", "alpaca_instruct", "alpaca_chat", "orcamini"), ()
+        (
+            "chat_template",
+            "sharegpt",
+            "messages",
+            "alpaca",
+            "alpaca_w_system",
+            "alpaca_instruct",
+            "alpaca_chat",
+            "orcamini",
+        ),
+        (),
     ),
     "alpaca_chat.load_qa": ("instruction=question", "output=answer"),
     "alpaca_chat.load_camel_ai": ("instruction=message_1", "output=message_2"),
@@ -20,8 +30,25 @@ KEYS: dict[str, tuple[str, ...]] = {
 }
 """Type of conversations that can be prepared → names of the keys in its records."""
 EXPRESSED = {
-    *("path", "type", "split", "name", "data_files", "ds_type", "field", "text_column", "field_messages", "message_property_mappings"),
-    *("message_field_role", "message_field_content", "trust_remote_code", "conversation", "preprocess_shards"),
+    *(
+        "path",
+        "type",
+        "split",
+        "name",
+        "data_files",
+        "ds_type",
+        "field",
+        "text_column",
+        "field_messages",
+        "message_property_mappings",
+    ),
+    *(
+        "message_field_role",
+        "message_field_content",
+        "trust_remote_code",
+        "conversation",
+        "preprocess_shards",
+    ),
 }
 """Keys of an entry that the command has, or that change nothing."""
 USUAL = {
@@ -45,7 +72,9 @@ def validation(value: Any, source: Source) -> Verdict:
 def is_text(source: Source) -> bool:
     """Whether the training data is plain text."""
     entries = _entries(source.get("datasets"))
-    return bool(_entries(source.get("pretraining_dataset"))) or any(_type(entry) in TEXTS for entry in entries)
+    return bool(_entries(source.get("pretraining_dataset"))) or any(
+        _type(entry) in TEXTS for entry in entries
+    )
 
 
 def _prepared(value: Any, source: Source, option: str, output: str) -> Verdict:
@@ -54,7 +83,10 @@ def _prepared(value: Any, source: Source, option: str, output: str) -> Verdict:
     entries, pretraining = _entries(value), value == source.get("pretraining_dataset")
     unknown = [_type(entry) for entry in entries if not pretraining and not _is_known(entry)]
     if unknown:
-        return lost(f"data of type {', '.join(map(show, unknown))} can not be prepared here: make conversations or text of it first")
+        return lost(
+            f"data of type {', '.join(map(show, unknown))} can not be prepared here: make conversations or "
+            "text of it first"
+        )
     datasets = [_dataset(entry, source, pretraining) for entry in entries] or [Dataset()]
     return data.prepared(datasets, source.get("base_model"), _of_conversations(source), option, output)
 
@@ -79,7 +111,11 @@ def _dataset(entry: dict[str, Any], source: Source, pretraining: bool) -> Datase
     text = pretraining or _type(entry) in TEXTS
     text_key = entry.get("text_column" if "text_column" in entry else "field") or "text"
     inputs = data.located(entry.get("path"), entry.get("data_files"), entry.get("name"))
-    others = [f"{key} = {show(value)}" for key, value in entry.items() if key not in EXPRESSED and not _is_usual(key, value)]
+    others = [
+        f"{key} = {show(value)}"
+        for key, value in entry.items()
+        if key not in EXPRESSED and not _is_usual(key, value)
+    ]
     if isinstance(entry.get("type"), dict) and {"format", "no_input_format"} & entry["type"].keys():
         others.append("the format of its type, in whose place the tokenizer's chat template is")
     if entry.get("data_files") and inputs[0].startswith("hf:"):
@@ -100,7 +136,8 @@ def _is_usual(key: str, value: Any) -> bool:
 
 
 def _keys(entry: dict[str, Any]) -> tuple[str, ...]:
-    """Names of keys in the records and their messages, where they are not those that `megalite prepare` recognizes by itself."""
+    """Names of keys in the records and their messages, where they are not those that `megalite prepare`
+    recognizes by itself."""
     kind = entry.get("type")
     if isinstance(kind, dict):
         pairs = {ours: kind.get(f"field_{ours}") for ours in ("system", "instruction", "input", "output")}

@@ -1,6 +1,7 @@
 """Configurations of other projects → our options. Pure functions of the files' content.
 
-A table for each project has one row per key; a key without a row is unknown. Every key of a file sets options, or has a remark, or both.
+A table for each project has one row per key; a key without a row is unknown. Every key of a file sets
+options, or has a remark, or both.
 """
 
 from __future__ import annotations
@@ -23,14 +24,23 @@ from megalite.config.presets import preset
 from megalite.config.rule import Rule, RuleContext, show
 from megalite.config.rules import RULES
 from megalite.config.schema import OPTIONS, Config, ConfigError
-from megalite.importers import accelerate, axolotl, deepspeed, llama_factory, megatron, others, torchtitan, torchtune
+from megalite.importers import (
+    accelerate,
+    axolotl,
+    deepspeed,
+    llama_factory,
+    megatron,
+    others,
+    torchtitan,
+    torchtune,
+)
 from megalite.importers.reads import SHAPE, left_open, read_by
 from megalite.importers.verdict import Kind, Row, Source, Table, Verdict, harmless, left, lost, plain, row_of
 
 
 class Project(Protocol):
-    """What a module of this package has for one project. defaults: what the project gives to keys that the file does not have, where that
-    differs from ours."""
+    """What a module of this package has for one project. defaults: what the project gives to keys that the
+    file does not have, where that differs from ours."""
 
     NAME: str
 
@@ -51,7 +61,8 @@ PROJECTS: dict[str, Project] = {
 }
 """The name on the command line → its module, in the order in which they are tried on a file."""
 FILES = ("run.dir", "model.from_hf", "model.init_from", "data.train", "data.validation", "lora.init_from")
-"""Options that name files, which may be on another machine: they are kept, and what is missing is reported."""
+"""Options that name files, which may be on another machine: they are kept, and what is missing is reported.
+"""
 
 
 class Remark(NamedTuple):
@@ -65,8 +76,9 @@ class Remark(NamedTuple):
 
 @dataclass
 class Imported:
-    """The result for a file: our options, section.key → value; the options that each key sets; remarks on keys; the values of keys,
-    including defaults of keys that the file does not have; the options of keys that are `auto`; and those that keys ask the user to set."""
+    """The result for a file: our options, section.key → value; the options that each key sets; remarks on
+    keys; the values of keys, including defaults of keys that the file does not have; the options of keys that
+    are `auto`; and those that keys ask the user to set."""
 
     format: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -83,7 +95,10 @@ class Imported:
         for option, value in options.items():
             if self.options.setdefault(option, value) != value:
                 found = f"{show(self.options[option])} by {self.setter(option)} and {show(value)} by {key}"
-                raise ConfigError(f"{self.setter(option)} and {key} contradict each other: {option} would be {found}. Correct one of them.")
+                raise ConfigError(
+                    f"{self.setter(option)} and {key} contradict each other: {option} would be {found}. "
+                    "Correct one of them."
+                )
         self.honoured[key] = [*options]
 
     def setter(self, option: str) -> str:
@@ -91,14 +106,18 @@ class Imported:
         return next(key for key, names in self.honoured.items() if option in names)
 
     def add(self, key: str, verdict: Verdict, option: str | None, *, given: bool) -> None:
-        """Add a verdict. option: the one that corresponds to the key; given: whether the file has the key, or it is a default, which sets
-        only what no key sets."""
+        """Add a verdict. option: the one that corresponds to the key; given: whether the file has the key, or
+        it is a default, which sets only what no key sets."""
         kind, options, why = verdict
         if not given:
             options = {name: size for name, size in options.items() if name not in self.options}
             if kind == "harmless" or (kind == "honoured" and not options):
                 return
-            kind, why = ("assumed", "it is the default there") if kind == "honoured" else ("approximate", f"by default; {why}")
+            kind, why = (
+                ("assumed", "it is the default there")
+                if kind == "honoured"
+                else ("approximate", f"by default; {why}")
+            )
         if options:
             self.set(key, options)
         if kind != "honoured":
@@ -131,15 +150,16 @@ def leaves_of(tree: Any) -> dict[str, Any]:
 
 
 def linked_file(tree: Any) -> str | None:
-    """The DeepSpeed file named by an Accelerate configuration, a path relative to the configuration's directory; None if there is none."""
+    """The DeepSpeed file named by an Accelerate configuration, a path relative to the configuration's
+    directory; None if there is none."""
     return accelerate.linked_file(Source(leaves_of(tree)))
 
 
 def convert(tree: Any, dp: int | None = None, linked: Any = None, project: str | None = None) -> Imported:
     """Convert a file's content.
 
-    dp: number of data-parallel ranks, if the file does not have it; linked: content of the file that `linked_file` names; project: a name
-    of PROJECTS, otherwise the one whose keys the file has.
+    dp: number of data-parallel ranks, if the file does not have it; linked: content of the file that
+    `linked_file` names; project: a name of PROJECTS, otherwise the one whose keys the file has.
     Raises ConfigError if the content is of no known project, or contradicts itself.
     """
     leaves = leaves_of(tree)
@@ -161,24 +181,37 @@ def convert(tree: Any, dp: int | None = None, linked: Any = None, project: str |
 
 
 def _project(leaves: dict[str, Any]) -> str:
-    found = None if others.project(leaves) else next((name for name, module in PROJECTS.items() if module.recognizes(leaves)), None)
+    found = (
+        None
+        if others.project(leaves)
+        else next((name for name, module in PROJECTS.items() if module.recognizes(leaves)), None)
+    )
     if found is None:
         names = ", ".join(PROJECTS)
         if (other := others.project(leaves)) is not None:
-            raise ConfigError(f"the file is a configuration of {other}, which is not supported. Supported projects: {names}.")
+            raise ConfigError(
+                f"the file is a configuration of {other}, which is not supported. Supported projects: "
+                f"{names}."
+            )
         if any(key.replace("-", "_") == others.TRAINER for key in leaves):
             raise ConfigError(
-                "the file has arguments of transformers' Trainer or of TRL, which are not imported. Set the options by hand: "
+                "the file has arguments of transformers' Trainer or of TRL, which are not imported. Set the "
+                "options by hand: "
                 "docs/coming-from.md, under transformers Trainer, has ours beside theirs."
             )
-        raise ConfigError(f"the file has no keys by which its project is recognized. Name the project before the file, one of: {names}.")
+        raise ConfigError(
+            "the file has no keys by which its project is recognized. Name the project before the file, one "
+            f"of: {names}."
+        )
     return found
 
 
 def _judge(found: Imported, module: Project, source: Source, prefix: str = "") -> Source:
-    """Add every leaf of the file, and every default of a key that it does not have, to `found`; return the completed source."""
+    """Add every leaf of the file, and every default of a key that it does not have, to `found`; return the
+    completed source."""
     written = source.leaves
-    given = {key: value for key, value in written.items() if value is not None}  # an empty key has its default
+    # an empty key has its default
+    given = {key: value for key, value in written.items() if value is not None}
     if module is not megatron:  # whose arguments are typed
         given = {key: plain(value) for key, value in given.items()}
     source = replace(source, leaves=given)
@@ -207,7 +240,9 @@ def _verdict(value: Any, row: Row | None, module: Project, source: Source) -> Ve
     if value in (None, "", {}, []):
         return harmless("it is empty")
     if row is None:
-        return lost(f"it is not known as a key of {module.NAME}: look for its meaning in `megalite train --help`")
+        return lost(
+            f"it is not known as a key of {module.NAME}: look for its meaning in `megalite train --help`"
+        )
     if module not in (megatron, torchtune) and isinstance(value, str) and _is_from_outside(value):
         return left(f"its value is not in the file{f': set {row.option}' if row.option else ''}")
     return row.judge(value, source)
@@ -219,7 +254,8 @@ def _takes_text_only(option: str) -> bool:
 
 
 def _is_from_outside(value: str) -> bool:
-    """Whether a value is to be replaced by a variable's, ${NAME} or $NAME. A chat template has braces of its own."""
+    """Whether a value is to be replaced by a variable's, ${NAME} or $NAME. A chat template has braces of its
+    own."""
     return "{{" not in value and "{%" not in value and bool(re.search(r"\$(?:\{[^}]+\}|[A-Za-z_])", value))
 
 
@@ -227,11 +263,14 @@ def _doubt_defaults(found: Imported, unsettled: list[str]) -> None:
     """Add to the remarks on defaults what a script does not set, which may have those keys."""
     if unsettled:
         unless = f", unless {' or '.join(unsettled)} sets it"
-        found.remarks = [each._replace(why=each.why + unless) if each.kind == "assumed" else each for each in found.remarks]
+        found.remarks = [
+            each._replace(why=each.why + unless) if each.kind == "assumed" else each for each in found.remarks
+        ]
 
 
 def _settle_auto(found: Imported) -> None:
-    """Add the remarks on `auto`, which leaves an option to the program that reads the file: the user, unless another key sets it."""
+    """Add the remarks on `auto`, which leaves an option to the program that reads the file: the user, unless
+    another key sets it."""
     for key, option in found.auto.items():
         if not option:
             found.remark(key, "harmless", "it is left open, and nothing here depends on it")
@@ -242,9 +281,11 @@ def _settle_auto(found: Imported) -> None:
 
 
 def _check(found: Imported, dp: int | None) -> None:
-    """Drop options of a wrong type and those that violate a rule, so that a run accepts the rest; if the rule depends on options that the
-    file leaves open, report what is to be set."""
-    found.options |= {option: int(value) for option, value in found.options.items() if _is_whole(option, value)}
+    """Drop options of a wrong type and those that violate a rule, so that a run accepts the rest; if the rule
+    depends on options that the file leaves open, report what is to be set."""
+    found.options |= {
+        option: int(value) for option, value in found.options.items() if _is_whole(option, value)
+    }
     try:
         parsed = parse_values(found.options, "in it")
     except ConfigError:
@@ -262,8 +303,8 @@ def _check(found: Imported, dp: int | None) -> None:
 
 
 def _shape(found: Imported) -> dict[str, Any]:
-    """The options of the model that the file names: of a preset, or of a Hugging Face model that is here. A model that this program does
-    not train is marked as lost."""
+    """The options of the model that the file names: of a preset, or of a Hugging Face model that is here. A
+    model that this program does not train is marked as lost."""
     name, directory = found.options.get("model.preset"), found.options.get("model.from_hf")
     try:
         shape = preset(name) if name else _hf_shape(directory) if directory else {}
@@ -276,7 +317,8 @@ def _shape(found: Imported) -> dict[str, Any]:
 
 
 def _hf_shape(name: str) -> dict[str, Any]:
-    """The shape of a model's directory, or of a model in the Hub's cache; empty if it is on another machine, or still to be fetched."""
+    """The shape of a model's directory, or of a model in the Hub's cache; empty if it is on another machine,
+    or still to be fetched."""
     directory = hub.cached(name, "shape") if hub.is_id(name) else Path(name).expanduser()
     return hf_shape(str(directory)) if directory and (directory / "config.json").is_file() else {}
 
@@ -286,29 +328,44 @@ def _is_whole(option: str, value: Any) -> bool:
 
 
 def _check_rule(found: Imported, rule: Rule, known: dict[str, Any]) -> None:
-    """Drop the rule's option if it is violated. A rule that reads what the file leaves open does not judge: a run checks it with the model
-    and the data; what else is to be set is reported.
+    """Drop the rule's option if it is violated. A rule that reads what the file leaves open does not judge: a
+    run checks it with the model and the data; what else is to be set is reported.
 
     known: further options, of the model that the file names and its ranks."""
     options = known | found.options
     options |= with_own_names(options)
-    config = from_dict(nest({option: amounts.plain(option, value, "in it") for option, value in options.items()}))
+    config = from_dict(
+        nest({option: amounts.plain(option, value, "in it") for option, value in options.items()})
+    )
     amounts.resolve_steps(config)
     world, cp = ParallelDims.of(config).world, config.parallel.cp
-    context = RuleContext(**{section.name: getattr(config, section.name) for section in fields(Config)}, world_size=world)
+    context = RuleContext(
+        **{section.name: getattr(config, section.name) for section in fields(Config)}, world_size=world
+    )
     if not rule.broken(context):
         return
-    open_options = left_open(read_by(rule, context), options, found.asked, has_shape=not SHAPE.isdisjoint(options))
+    open_options = left_open(
+        read_by(rule, context), options, found.asked, has_shape=not SHAPE.isdisjoint(options)
+    )
     if rule.option in FILES and not isinstance(options[rule.option], float):
-        if not (rule.option in ("model.init_from", "model.from_hf") and hub.is_id(str(options[rule.option]).removeprefix("hf:"))):
+        if not (
+            rule.option in ("model.init_from", "model.from_hf")
+            and hub.is_id(str(options[rule.option]).removeprefix("hf:"))
+        ):
             found.remark(found.setter(rule.option), "open", rule.describe(context))
     elif open_options:
         if not any(option.startswith(("model.", "data.")) for option in open_options):
             ranks = f"{rule.option} has to fit parallel.dp, which the file does not have: --dp N checks it"
-            why = ranks if "parallel.dp" in open_options else f"set {' and '.join(open_options)} to fit: {rule.describe(context)}"
+            why = (
+                ranks
+                if "parallel.dp" in open_options
+                else f"set {' and '.join(open_options)} to fit: {rule.describe(context)}"
+            )
             found.remark(found.setter(rule.option), "open", why)
     elif rule.option == "parallel.cp" and cp > 1:
-        without = f"Without it the run has {world // cp} processes, not {world}: the same batch, in larger parts."
+        without = (
+            f"Without it the run has {world // cp} processes, not {world}: the same batch, in larger parts."
+        )
         found.drop(rule.option, f"{rule.describe(context)} {without}")
     else:
         found.drop(rule.option, rule.describe(context))

@@ -57,7 +57,8 @@ class Dataset:
 
 
 def located(name: object, files: object = None, configuration: object = None) -> tuple[str, ...]:
-    """Values of --input for a path or a dataset of the Hub, or for the files that a loader such as json reads."""
+    """Values of --input for a path or a dataset of the Hub, or for the files that a loader such as json
+    reads."""
     paths = [str(path) for path in (files if isinstance(files, list) else [files])] if files else []
     if name in (None, "", *LOADERS):
         return tuple(paths) or (FILE,)
@@ -71,13 +72,18 @@ def located(name: object, files: object = None, configuration: object = None) ->
     return (f"hf:{path}:{configuration}" if configuration else f"hf:{path}",)
 
 
-def commands(datasets: Sequence[Dataset], tokenizer: object, chat_options: Sequence[str] = (), output: str = "PREFIX") -> list[str]:
-    """A command for each group of datasets with the same options. chat_options: further options for conversations."""
+def commands(
+    datasets: Sequence[Dataset], tokenizer: object, chat_options: Sequence[str] = (), output: str = "PREFIX"
+) -> list[str]:
+    """A command for each group of datasets with the same options. chat_options: further options for
+    conversations."""
     groups = [[*group] for _, group in groupby(datasets, lambda dataset: dataset.options)]
     made = []
     for number, group in enumerate(groups, 1):
         inputs = [shlex.quote(name) for dataset in group for name in dataset.inputs]
-        options = [shlex.quote(part) for part in (*group[0].options, *(() if group[0].text else chat_options))]
+        options = [
+            shlex.quote(part) for part in (*group[0].options, *(() if group[0].text else chat_options))
+        ]
         prefix = output if len(groups) == 1 else f"{output}-{number}"
         known = HF_DIR if tokenizer is None or "$" in str(tokenizer) else shlex.quote(str(tokenizer))
         words = [*options, "--input", *inputs, "--tokenizer", known, "--output", prefix]
@@ -86,7 +92,11 @@ def commands(datasets: Sequence[Dataset], tokenizer: object, chat_options: Seque
 
 
 def prepared(
-    datasets: Sequence[Dataset], tokenizer: object, chat_options: Sequence[str] = (), option: str = "data.train", output: str = "PREFIX"
+    datasets: Sequence[Dataset],
+    tokenizer: object,
+    chat_options: Sequence[str] = (),
+    option: str = "data.train",
+    output: str = "PREFIX",
 ) -> Verdict:
     """The verdict on a key of the data: the commands, and what to set `option` to."""
     made = commands(datasets, tokenizer, chat_options, output)
@@ -94,16 +104,34 @@ def prepared(
     without = "; ".join(dict.fromkeys(dataset.without for dataset in datasets if dataset.without))
     remark = f"; {without}" if without else ""
     if len({dataset.text for dataset in datasets}) > 1:
-        return lost(f"a run has token files of conversations or of text, not both: choose between {shown}{remark}")
-    prefixes = output if len(made) == 1 else f"[{', '.join(f'{output}-{number}' for number in range(1, len(made) + 1))}]"
+        return lost(
+            f"a run has token files of conversations or of text, not both: choose between {shown}{remark}"
+        )
+    prefixes = (
+        output
+        if len(made) == 1
+        else f"[{', '.join(f'{output}-{number}' for number in range(1, len(made) + 1))}]"
+    )
     return left(f"make token files, {shown}, and set {option} to {prefixes}{remark}")
 
 
 def packing(value: object, text: bool, document_mask: bool = True) -> Verdict:
-    """The verdict on a switch of packing. document_mask: packed documents do not attend to each other there."""
+    """The verdict on a switch of packing. document_mask: packed documents do not attend to each other
+    there."""
     on = word(value) == "TRUE"
     if not text:
-        return honoured({"data.packing": on}, "" if document_mask or not on else "packed conversations do not attend to each other")
+        return honoured(
+            {"data.packing": on},
+            "" if document_mask or not on else "packed conversations do not attend to each other",
+        )
     if not on:
-        return Verdict("approximate", {}, "text fills every row here, one document after the other, instead of padding it")
-    return honoured({"data.reset_positions": True}) if document_mask else harmless("text fills every row here, too")
+        return Verdict(
+            "approximate",
+            {},
+            "text fills every row here, one document after the other, instead of padding it",
+        )
+    return (
+        honoured({"data.reset_positions": True})
+        if document_mask
+        else harmless("text fills every row here, too")
+    )

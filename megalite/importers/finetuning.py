@@ -1,4 +1,5 @@
-"""Rows that projects for fine-tuning share: the base model, adapters, epochs, and the names of transformers' Trainer."""
+"""Rows that projects for fine-tuning share: the base model, adapters, epochs, and the names of transformers'
+Trainer."""
 
 from __future__ import annotations
 
@@ -26,7 +27,15 @@ from megalite.importers.verdict import (
     word,
 )
 
-PROJECTIONS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "output_proj": "o", "gate_proj": "gate", "up_proj": "up"}
+PROJECTIONS = {
+    "q_proj": "q",
+    "k_proj": "k",
+    "v_proj": "v",
+    "o_proj": "o",
+    "output_proj": "o",
+    "gate_proj": "gate",
+    "up_proj": "up",
+}
 PROJECTIONS |= {"down_proj": "down", "w1": "gate", "w2": "down", "w3": "up"}
 DECAYS = {
     "COSINE": "cosine",
@@ -36,15 +45,32 @@ DECAYS = {
     "COSINE_WITH_MIN_LR": "cosine",
 }
 DECAYS |= {"WARMUP_STABLE_DECAY": "wsd"}
-ADAMS = ("ADAMW", "ADAMW_TORCH", "ADAMW_TORCH_FUSED", "ADAMW_HF", "ADAMW_APEX_FUSED", "ADAMW_TORCH_NPU_FUSED", "ADAMW_TORCH_XLA")
-SAVED = {"embed_tokens": "embedding", "wte": "embedding", "lm_head": "head", "output": "head", "norm": "norms"}
+ADAMS = (
+    "ADAMW",
+    "ADAMW_TORCH",
+    "ADAMW_TORCH_FUSED",
+    "ADAMW_HF",
+    "ADAMW_APEX_FUSED",
+    "ADAMW_TORCH_NPU_FUSED",
+    "ADAMW_TORCH_XLA",
+)
+SAVED = {
+    "embed_tokens": "embedding",
+    "wte": "embedding",
+    "lm_head": "head",
+    "output": "head",
+    "norm": "norms",
+}
 MODELS = ("base_model", "model_name_or_path", "checkpointer.checkpoint_dir")
 FROM_SCRATCH = ("reinit_weights", "train_from_scratch")
 HELD_OUT = ("val_set_size", "val_size")
 VALIDATED = ("test_datasets", "eval_dataset")
 QUANTIZED = "weights are not quantized: parallel.zero: 3 and parallel.offload save memory"
 ATTENTION = "one fused attention runs"
-ADDED_TOKENS = "add them to the tokenizer (add_tokens, save_pretrained), prepare the data with it, and set model.resize_embeddings = mean"
+ADDED_TOKENS = (
+    "add them to the tokenizer (add_tokens, save_pretrained), prepare the data with it, and set "
+    "model.resize_embeddings = mean"
+)
 KERNELS = "fused operations are train.kernels"
 OBJECTIVE = "training is on the next token alone: there is no reward, preference or teacher"
 VALIDATION = "there is no validation data yet: set data.validation, and then this"
@@ -59,7 +85,8 @@ def base_model(value: Any, source: Source) -> Verdict:
 def _named(option: str, value: Any, own: dict[str, str], source: Source) -> tuple[list[str], list[str]]:
     """Our names of those in a list, or separated by commas, and the names that an adapter can not have.
 
-    Names that only some families have, for example of fused projections, stay as they are: `megalite train` knows them.
+    Names that only some families have, for example of fused projections, stay as they are: `megalite train`
+    knows them.
     """
     model = next((source.leaves[key] for key in MODELS if isinstance(source.get(key), str)), None)
     found, unknown = [], []
@@ -109,7 +136,9 @@ def share(value: Any) -> dict[str, Any]:
 
 def warmup_steps(value: Any, source: Source) -> Verdict:
     """A number of steps, or below 1 a share of them."""
-    return honoured(share(value) if type(value) is float and 0 < value < 1 else {"optimizer.warmup_steps": value})
+    return honoured(
+        share(value) if type(value) is float and 0 < value < 1 else {"optimizer.warmup_steps": value}
+    )
 
 
 def warmup_ratio(value: Any, source: Source) -> Verdict:
@@ -118,7 +147,11 @@ def warmup_ratio(value: Any, source: Source) -> Verdict:
 
 def decay(value: Any, source: Source) -> Verdict:
     found = DECAYS.get(word(value))
-    return honoured({"optimizer.decay": found}) if found else lost("optimizer.decay is cosine, linear, wsd or constant: set the nearest")
+    return (
+        honoured({"optimizer.decay": found})
+        if found
+        else lost("optimizer.decay is cosine, linear, wsd or constant: set the nearest")
+    )
 
 
 def optimizer(value: Any, source: Source) -> Verdict:
@@ -133,8 +166,12 @@ def optimizer(value: Any, source: Source) -> Verdict:
 
 
 def muon(source: Source) -> dict[str, Any]:
-    """Muon as axolotl and LLaMA-Factory run it: one rate for all tensors, with updates of matrices as large as AdamW's."""
-    found = {"muon.lr": source.number("learning_rate"), "muon.weight_decay": source.number("weight_decay") or 0.0}
+    """Muon as axolotl and LLaMA-Factory run it: one rate for all tensors, with updates of matrices as large
+    as AdamW's."""
+    found = {
+        "muon.lr": source.number("learning_rate"),
+        "muon.weight_decay": source.number("weight_decay") or 0.0,
+    }
     given = {option: value for option, value in found.items() if value is not None}
     return {"optimizer.name": "muon", "muon.adjust_lr": "match_rms_adamw"} | given
 
@@ -161,7 +198,9 @@ def steps(option: str, per_epoch: bool = False) -> Row:
 
 def _holds_out(source: Source) -> bool:
     """Whether there is data for validation: a share of the training data, or other data."""
-    return any(0 < (source.number(key) or 0) < 1 for key in HELD_OUT) or any(source.get(key) for key in VALIDATED)
+    return any(0 < (source.number(key) or 0) < 1 for key in HELD_OUT) or any(
+        source.get(key) for key in VALIDATED
+    )
 
 
 def _eval_strategy(value: Any, source: Source) -> Verdict:
@@ -169,7 +208,11 @@ def _eval_strategy(value: Any, source: Source) -> Verdict:
         return harmless("nothing is validated without validation.interval")
     if not _holds_out(source):
         return left(f"validation.interval says when; {VALIDATION}")
-    return harmless("eval_steps says when") if word(value) == "STEPS" else left("set validation.interval to the steps of an epoch")
+    return (
+        harmless("eval_steps says when")
+        if word(value) == "STEPS"
+        else left("set validation.interval to the steps of an epoch")
+    )
 
 
 def _eval_steps(value: Any, source: Source) -> Verdict:
@@ -185,19 +228,27 @@ def _eval_steps(value: Any, source: Source) -> Verdict:
 
 def switch(option: str, on: Any) -> Row:
     """A row for a switch that sets the option to `on`."""
-    return Row(lambda value, source: honoured({option: on}) if word(value) == "TRUE" else harmless("it is off"), option)
+    return Row(
+        lambda value, source: honoured({option: on}) if word(value) == "TRUE" else harmless("it is off"),
+        option,
+    )
 
 
 def recompute(value: Any, source: Source) -> Verdict:
     """Activations can be offloaded there, too."""
     if word(value) in ("FALSE", "NONE"):
         return honoured({"train.recompute": "none"})
-    return honoured({"train.recompute": "full"}, "" if word(value) in ("TRUE", "UNSLOTH") else "activations are recomputed, not offloaded")
+    return honoured(
+        {"train.recompute": "full"},
+        "" if word(value) in ("TRUE", "UNSLOTH") else "activations are recomputed, not offloaded",
+    )
 
 
 DORA = sets("lora.dora")
 RSLORA = sets("lora.scaling", {"TRUE": "rslora", "FALSE": "standard"}, "lora.scaling is standard or rslora")
-TEMPLATE = to_do("the tokenizer's own template is used; `megalite prepare --chat_template FILE` gives another")
+TEMPLATE = to_do(
+    "the tokenizer's own template is used; `megalite prepare --chat_template FILE` gives another"
+)
 
 
 def _deepspeed(value: Any, source: Source) -> Verdict:
@@ -241,17 +292,28 @@ TRAINER: Table = {
     "logging_steps": steps("logging.interval"),
     "save_steps": steps("checkpoint.interval"),
     "save_total_limit": sets("checkpoint.keep"),
-    "save_strategy": never("checkpoint.interval says when, or checkpoint.minutes; a run always saves at its end"),
-    "save_only_model": missing("a checkpoint has all that a resume needs; `megalite convert export` writes the model alone"),
+    "save_strategy": never(
+        "checkpoint.interval says when, or checkpoint.minutes; a run always saves at its end"
+    ),
+    "save_only_model": missing(
+        "a checkpoint has all that a resume needs; `megalite convert export` writes the model alone"
+    ),
     "eval_steps": Row(_eval_steps, "validation.interval"),
     **each("", "eval_strategy evaluation_strategy", Row(_eval_strategy, "validation.interval")),
     "eval_on_start": missing("validation.interval says when"),
-    **each("", "per_device_eval_batch_size eval_batch_size eval_accumulation_steps", never("validation has the training's batch")),
+    **each(
+        "",
+        "per_device_eval_batch_size eval_batch_size eval_accumulation_steps",
+        never("validation has the training's batch"),
+    ),
     "resume_from_checkpoint": Row(
         lambda value, _: (
             harmless("checkpoint.load: auto resumes the run in its directory")
             if type(value) is bool
-            else left("its checkpoints can not be loaded: merge or export them there, and set model.init_from: hf:DIR")
+            else left(
+                "its checkpoints can not be loaded: merge or export them there, and set model.init_from: "
+                "hf:DIR"
+            )
         )
     ),
     "overwrite_output_dir": sets("run.overwrite"),
@@ -261,7 +323,11 @@ TRAINER: Table = {
         lambda value, _: (
             honoured({"logging.tensorboard": True})
             if "tensorboard" in str(value)
-            else (honoured({"logging.wandb": True}) if "wandb" in str(value) else harmless("metrics.jsonl has everything"))
+            else (
+                honoured({"logging.wandb": True})
+                if "wandb" in str(value)
+                else harmless("metrics.jsonl has everything")
+            )
         )
     ),
     "deepspeed": Row(_deepspeed),
@@ -269,9 +335,17 @@ TRAINER: Table = {
     "label_smoothing_factor": sets("train.label_smoothing"),
     "group_by_length": missing("data.packing fills rows whatever the lengths"),
     "tf32": never("torch's own setting holds"),
-    "torch_compile": Row(lambda value, _: honoured({"train.compile": word(value) in ("TRUE", "AUTO")}), "train.compile"),
+    "torch_compile": Row(
+        lambda value, _: honoured({"train.compile": word(value) in ("TRUE", "AUTO")}), "train.compile"
+    ),
     "torch_compile_*": never("train.compile has no further choices"),
-    **each("", "dataloader_* remove_unused_columns ddp_find_unused_parameters include_* push_to_hub hub_*", never("nothing here has it")),
-    "load_best_model_at_end": missing("there is no validation data yet: set data.validation, and then checkpoint.keep_best"),
+    **each(
+        "",
+        "dataloader_* remove_unused_columns ddp_find_unused_parameters include_* push_to_hub hub_*",
+        never("nothing here has it"),
+    ),
+    "load_best_model_at_end": missing(
+        "there is no validation data yet: set data.validation, and then checkpoint.keep_best"
+    ),
 }
 """Keys of transformers' TrainingArguments that the projects take unchanged."""

@@ -41,13 +41,20 @@ def ranks(source: Source) -> int | None:
 def _method(value: Any, source: Source) -> Verdict:
     if word(value) == "FULL":
         return honoured({"lora.rank": 0})
-    return honoured({"lora.rank": source.get("lora_rank")}) if word(value) == "LORA" else lost("full training and LoRA: set lora.rank")
+    return (
+        honoured({"lora.rank": source.get("lora_rank")})
+        if word(value) == "LORA"
+        else lost("full training and LoRA: set lora.rank")
+    )
 
 
 def _adapter(row: Row) -> Row:
     """A row that counts only for finetuning_type lora."""
     off = harmless("there is no adapter")
-    return Row(lambda value, source: row.judge(value, source) if source.word("finetuning_type") == "LORA" else off, row.option)
+    return Row(
+        lambda value, source: row.judge(value, source) if source.word("finetuning_type") == "LORA" else off,
+        row.option,
+    )
 
 
 def _stage(value: Any, source: Source) -> Verdict:
@@ -62,13 +69,20 @@ def _datasets(value: Any, source: Source) -> Verdict:
     """Names of dataset_info.json, which has their files."""
     if source.word("stage", "sft") not in ("SFT", "PT"):
         return lost("it has preferences or prompts for rewards, which are not trained on")
-    names = ", ".join(str(name).strip() for name in (value if isinstance(value, list) else str(value).split(",")))
-    chosen = [["--loss_on", kind] for key, kind in (("train_on_prompt", "all"), ("mask_history", "last")) if source.on(key)]
+    names = ", ".join(
+        str(name).strip() for name in (value if isinstance(value, list) else str(value).split(","))
+    )
+    chosen = [
+        ["--loss_on", kind]
+        for key, kind in (("train_on_prompt", "all"), ("mask_history", "last"))
+        if source.on(key)
+    ]
     options = [word for part in chosen[:1] for word in part]
     verdict = data.prepared([Dataset(text=_is_text(source))], source.get("model_name_or_path"), options)
     where = f"{source.get('dataset_dir', 'data')}/dataset_info.json"
     return verdict._replace(
-        why=f"{verdict.why}; FILE is the file, or hf:NAME, that {where} gives for {names}, several with a space between"
+        why=f"{verdict.why}; FILE is the file, or hf:NAME, that {where} gives for {names}, several with a "
+        "space between"
     )
 
 
@@ -77,12 +91,15 @@ def _validation(value: Any, source: Source) -> Verdict:
     if not value:
         return harmless("nothing is validated, as here")
     return (
-        honoured({"data.validation": value}) if type(value) is float and value < 1 else lost("set data.validation to a share, or a prefix")
+        honoured({"data.validation": value})
+        if type(value) is float and value < 1
+        else lost("set data.validation to a share, or a prefix")
     )
 
 
 def _packing(value: Any, source: Source) -> Verdict:
-    """packing lets conversations attend to each other; neat_packing, which turns packing on, does not. Text is packed by default."""
+    """packing lets conversations attend to each other; neat_packing, which turns packing on, does not. Text
+    is packed by default."""
     on = source.on("packing") or source.on("neat_packing")
     if word(value) != "TRUE" and on:
         return harmless("the other of packing and neat_packing turns it on")
@@ -119,16 +136,32 @@ TABLE: Table = {
     "adapter_name_or_path": sets("lora.init_from"),
     "model_revision": only("MAIN", "fetch that revision, and set model.from_hf to its directory"),
     "resize_vocab": Row(_resize, "model.resize_embeddings"),
-    **each("", "add_tokens add_special_tokens new_special_tokens new_special_tokens_config", to_do(finetuning.ADDED_TOKENS)),
-    **each("", "rope_scaling shift_attn mixture_of_depths", missing("the model is used as it is: model.rope_scaling")),
-    **each("", "flash_attn use_unsloth* enable_liger_kernel use_kv_cache use_v1_kernels", never(finetuning.KERNELS)),
+    **each(
+        "",
+        "add_tokens add_special_tokens new_special_tokens new_special_tokens_config",
+        to_do(finetuning.ADDED_TOKENS),
+    ),
+    **each(
+        "",
+        "rope_scaling shift_attn mixture_of_depths",
+        missing("the model is used as it is: model.rope_scaling"),
+    ),
+    **each(
+        "",
+        "flash_attn use_unsloth* enable_liger_kernel use_kv_cache use_v1_kernels",
+        never(finetuning.KERNELS),
+    ),
     "disable_gradient_checkpointing": Row(_recompute, "train.recompute"),
     "use_reentrant_gc": never("train.recompute has no further choices"),
     **each("", "upcast_layernorm upcast_lmhead_output", never("norms and the loss are computed in fp32")),
     "train_from_scratch": never("model.init_from: none is set for it"),
     **each("", "quantization_* double_quantization", missing(finetuning.QUANTIZED)),
     "stage": Row(_stage),
-    **each("", "do_train do_eval do_predict predict_with_generate", never("`megalite train` trains, `megalite evaluate` evaluates")),
+    **each(
+        "",
+        "do_train do_eval do_predict predict_with_generate",
+        never("`megalite train` trains, `megalite evaluate` evaluates"),
+    ),
     "finetuning_type": Row(_method, "lora.rank"),
     "lora_rank": _adapter(sets("lora.rank")),
     "lora_alpha": _adapter(sets("lora.alpha")),
@@ -142,11 +175,16 @@ TABLE: Table = {
         "loraplus_* pissa_* use_galore use_apollo use_badam use_adam_mini use_llama_pro",
         missing("AdamW trains, adapters start at zero"),
     ),
-    "use_muon": Row(lambda value, source: honoured(finetuning.muon(source)) if value is True else harmless("it is off"), "optimizer.name"),
+    "use_muon": Row(
+        lambda value, source: honoured(finetuning.muon(source)) if value is True else harmless("it is off"),
+        "optimizer.name",
+    ),
     "create_new_adapter": missing("one adapter is trained"),
     "pure_bf16": missing("master weights are fp32: train.precision: bf16"),
     "dataset": Row(_datasets, "data.train"),
-    "eval_dataset": Row(lambda *_: left("make token files of it in the same way, and set data.validation"), "data.validation"),
+    "eval_dataset": Row(
+        lambda *_: left("make token files of it in the same way, and set data.validation"), "data.validation"
+    ),
     **each("", "dataset_dir media_dir tokenized_path", never("data.train names token files")),
     "template": finetuning.TEMPLATE,
     **each("", "tool_format default_system enable_thinking", finetuning.TEMPLATE),
@@ -155,7 +193,9 @@ TABLE: Table = {
     "streaming": never("token files are mapped into memory"),
     **each("", "mix_strategy interleave_probs", to_do("a blend is data.train: {PREFIX: weight}")),
     **each(
-        "", "overwrite_cache preprocessing_* buffer_size ignore_pad_token_for_loss", never("`megalite prepare` makes the data beforehand")
+        "",
+        "overwrite_cache preprocessing_* buffer_size ignore_pad_token_for_loss",
+        never("`megalite prepare` makes the data beforehand"),
     ),
     "max_samples": missing("cut the input of `megalite prepare`"),
     "val_size": Row(_validation, "data.validation"),
@@ -166,20 +206,32 @@ TABLE: Table = {
     "bf16": finetuning.switch("train.precision", "bf16"),
     "fp16": finetuning.switch("train.precision", "fp16"),
     "fp8": missing("there is no float8: train.precision: bf16 is nearest"),
-    **each("", "plot_loss print_param_status disable_shuffling use_swanlab swanlab_*", never("`megalite report` draws the loss")),
+    **each(
+        "",
+        "plot_loss print_param_status disable_shuffling use_swanlab swanlab_*",
+        never("`megalite report` draws the loss"),
+    ),
     **each("", "pref_* dpo_* ppo_* kto_* simpo_* ref_model* reward_model*", missing(finetuning.OBJECTIVE)),
     **each("", "use_dft_loss use_asft_loss asft_* use_eaft_loss eaft_*", missing(finetuning.OBJECTIVE)),
     **each("", "image_* video_* audio_*", missing("data is text alone")),
     **each("", "freeze_*", missing("all weights are trained, or adapters")),
-    **each("", "oft_* apollo_* galore_* badam_* use_kt kt_* fp8_*", missing("AdamW trains all weights, or LoRA's")),
+    **each(
+        "",
+        "oft_* apollo_* galore_* badam_* use_kt kt_* fp8_*",
+        missing("AdamW trains all weights, or LoRA's"),
+    ),
     **each("", "export_* infer_backend ray_* use_mca", never("it changes nothing in a run here")),
     "tensor_model_parallel_size": sets("parallel.tp"),
     "pipeline_model_parallel_size": sets("parallel.pp"),
     "context_parallel_size": sets("parallel.cp"),
     "expert_model_parallel_size": sets("parallel.ep"),
     "sequence_parallel": sets("parallel.sequence_parallel"),
-    "use_distributed_optimizer": sets("parallel.zero", {"TRUE": 1, "FALSE": 0}, "parallel.zero is 0, 1, 2 or 3"),
-    **each("", "overlap_* bias_activation_fusion apply_rope_fusion moe_grouped_gemm", never(finetuning.KERNELS)),
+    "use_distributed_optimizer": sets(
+        "parallel.zero", {"TRUE": 1, "FALSE": 0}, "parallel.zero is 0, 1, 2 or 3"
+    ),
+    **each(
+        "", "overlap_* bias_activation_fusion apply_rope_fusion moe_grouped_gemm", never(finetuning.KERNELS)
+    ),
 }
 
 
@@ -190,7 +242,9 @@ def table(source: Source) -> Table:
 def defaults(source: Source) -> dict[str, Any]:
     """The defaults of LLaMA-Factory and of transformers' Trainer that differ from ours."""
     adapter = (
-        {"lora_rank": 8, "lora_alpha": 2 * (source.size("lora_rank") or 8)} if source.word("finetuning_type", "lora") == "LORA" else {}
+        {"lora_rank": 8, "lora_alpha": 2 * (source.size("lora_rank") or 8)}
+        if source.word("finetuning_type", "lora") == "LORA"
+        else {}
     )
     trainer = {
         "num_train_epochs": 3.0,

@@ -1,5 +1,6 @@
-"""Megatron-LM's command-line arguments. Meanings and defaults are those of its megatron/training/arguments.py, training.py and
-megatron/core/optimizer_param_scheduler.py. The model's shape is in megatron_model.py, with megatron_experts.py and megatron_latents.py."""
+"""Megatron-LM's command-line arguments. Meanings and defaults are those of its
+megatron/training/arguments.py, training.py and megatron/core/optimizer_param_scheduler.py. The model's shape
+is in megatron_model.py, with megatron_experts.py and megatron_latents.py."""
 
 from __future__ import annotations
 
@@ -39,17 +40,47 @@ BATCH = Batch("global-batch-size", "micro-batch-size", "")
 RAMP = "rampup-batch-size"
 MARKS = (TP, PP, "num-layers", BATCH.micro, "seq-length", "train-iters")
 SWITCHES = frozenset(
-    ("bf16", "fp16", "swiglu", "squared-relu", "qk-layernorm", "apply-layernorm-1p", "add-qkv-bias", "disable-bias-linear", "mock-data")
-    + ("group-query-attention", "untie-embeddings-and-output-weights", "use-rotary-position-embeddings", "use-rope-scaling")
-    + ("sequence-parallel", "use-distributed-optimizer", "overlap-grad-reduce", "overlap-param-gather", "recompute-activations")
-    + ("use-mcore-models", "use-flash-attn", "no-save-optim", "no-load-optim", "no-load-rng", "finetune", megatron_latents.SWITCH)
+    (
+        "bf16",
+        "fp16",
+        "swiglu",
+        "squared-relu",
+        "qk-layernorm",
+        "apply-layernorm-1p",
+        "add-qkv-bias",
+        "disable-bias-linear",
+        "mock-data",
+    )
+    + (
+        "group-query-attention",
+        "untie-embeddings-and-output-weights",
+        "use-rotary-position-embeddings",
+        "use-rope-scaling",
+    )
+    + (
+        "sequence-parallel",
+        "use-distributed-optimizer",
+        "overlap-grad-reduce",
+        "overlap-param-gather",
+        "recompute-activations",
+    )
+    + (
+        "use-mcore-models",
+        "use-flash-attn",
+        "no-save-optim",
+        "no-load-optim",
+        "no-load-rng",
+        "finetune",
+        megatron_latents.SWITCH,
+    )
     + tuple(megatron_experts.SWITCHES)
 )
 """Arguments without a value: a variable that follows is one of further arguments."""
 
 
 def parse(text: str, read: Callable[[str], str | None] = lambda path: None, name: str = "") -> dict[str, Any]:
-    """The arguments of a command, or of the training command in a script: name → value, true for a switch, a list for several values.
+    """The arguments of a command, or of the training command in a script: name → value, true for a switch, a
+    list for several values.
 
     read: the text of another script that this one names, None if there is none; name: the script's own path.
     """
@@ -57,7 +88,8 @@ def parse(text: str, read: Callable[[str], str | None] = lambda path: None, name
 
 
 def of_yaml(tree: Any) -> Any:
-    """The arguments in a YAML file that lists them under MODEL_ARGS, as Megatron-LM's functional tests do; other content unchanged."""
+    """The arguments in a YAML file that lists them under MODEL_ARGS, as Megatron-LM's functional tests do;
+    other content unchanged."""
     given = tree.get("MODEL_ARGS") if isinstance(tree, dict) else None
     return megatron_script.of_mapping(given) if isinstance(given, dict) else tree
 
@@ -76,7 +108,8 @@ def ranks(source: Source) -> int | None:
 
 
 def _world(source: Source) -> int | None:
-    """The number of processes: on each node times nodes, as torchrun or DeepSpeed have it, or in all, as Accelerate or Slurm."""
+    """The number of processes: on each node times nodes, as torchrun or DeepSpeed have it, or in all, as
+    Accelerate or Slurm."""
     for each_node, nodes in PROCESSES:
         on_a_node = source.size(f"{LAUNCH}{each_node}")
         if on_a_node:
@@ -85,11 +118,21 @@ def _world(source: Source) -> int | None:
     return None
 
 
-PROCESSES = (("nproc-per-node", "nnodes"), ("num-gpus", "num-nodes"), ("num-processes", ""), ("ntasks", ""), ("ntasks-per-node", "nodes"))
+PROCESSES = (
+    ("nproc-per-node", "nnodes"),
+    ("num-gpus", "num-nodes"),
+    ("num-processes", ""),
+    ("ntasks", ""),
+    ("ntasks-per-node", "nodes"),
+)
 
 
 def _processes(value: Any, source: Source) -> Verdict:
-    return honoured({"parallel.dp": source.dp}) if source.dp else left("parallel.dp is the number of processes / (tp * pp * cp)")
+    return (
+        honoured({"parallel.dp": source.dp})
+        if source.dp
+        else left("parallel.dp is the number of processes / (tp * pp * cp)")
+    )
 
 
 STRATEGIES = {"NO_SHARD": 0, "OPTIM": 1, "OPTIM_GRADS": 2, "OPTIM_GRADS_PARAMS": 3}
@@ -122,7 +165,11 @@ def _virtual(value: Any, source: Source) -> Verdict:
     if per_rank is None and layers and stages and per_stage and layers % (stages * per_stage) == 0:
         per_rank = layers // (stages * per_stage)
     if per_rank is None or per_rank == 1:
-        return lost("set parallel.schedule: interleaved and parallel.virtual_stages") if per_rank is None else harmless("it is so here")
+        return (
+            lost("set parallel.schedule: interleaved and parallel.virtual_stages")
+            if per_rank is None
+            else harmless("it is so here")
+        )
     return honoured({"parallel.schedule": "interleaved", "parallel.virtual_stages": per_rank})
 
 
@@ -134,7 +181,13 @@ def _partition(value: Any, source: Source) -> Verdict:
     rest = (layers or 0) - (first or 0) - (last or 0)
     if not layers or inner < 1 or rest % inner:
         return lost("set parallel.partition to the number of layers of each stage")
-    return honoured({"parallel.partition": [first] * (first is not None) + [rest // inner] * inner + [last] * (last is not None)})
+    return honoured(
+        {
+            "parallel.partition": [first] * (first is not None)
+            + [rest // inner] * inner
+            + [last] * (last is not None)
+        }
+    )
 
 
 def _ramp(source: Source) -> TrainConfig | None:
@@ -152,7 +205,10 @@ def _train_samples(value: Any, source: Source) -> Verdict:
     if ramp is None or type(value) is not int or value < 1:
         return _samples("train.steps").judge(value, source)
     steps = rampup.steps_for(ramp, value)
-    return honoured({"train.steps": steps}, "" if rampup.samples_after(ramp, steps) == value else "the last step reads a whole batch")
+    return honoured(
+        {"train.steps": steps},
+        "" if rampup.samples_after(ramp, steps) == value else "the last step reads a whole batch",
+    )
 
 
 def _steps(source: Source) -> int | None:
@@ -167,7 +223,9 @@ def _samples(option: str) -> Row:
         batch = source.size(BATCH.total)
         if not batch or type(value) is not int:
             return left(f"set {option} to {value} / train.global_batch_size")
-        return honoured({option: value // batch}, "" if value % batch == 0 else "it is no whole number of steps")
+        return honoured(
+            {option: value // batch}, "" if value % batch == 0 else "it is no whole number of steps"
+        )
 
     return Row(judge, option)
 
@@ -178,13 +236,18 @@ def _horizon(value: Any, source: Source) -> Verdict:
     end = source.size("lr-decay-iters") or (batch and (source.size("lr-decay-samples") or 0) // batch)
     if source.word("lr-decay-style", "linear") == "CONSTANT" or end == steps:
         return harmless("the schedule ends with train.steps")
-    return lost(f"the schedule ends with train.steps, not after {end} of them: at its end there the rate stays at optimizer.min_lr")
+    return lost(
+        f"the schedule ends with train.steps, not after {end} of them: at its end there the rate stays at "
+        "optimizer.min_lr"
+    )
 
 
 def _warmup_fraction(value: Any, source: Source) -> Verdict:
     """A share of the steps over which the rate decays."""
     batch, samples = source.size(BATCH.total), source.size("lr-decay-samples")
-    decay = source.size("lr-decay-iters") or (samples // batch if samples and batch else None) or _steps(source)
+    decay = (
+        source.size("lr-decay-iters") or (samples // batch if samples and batch else None) or _steps(source)
+    )
     if decay is None or type(value) not in (int, float):
         return honoured(finetuning.share(value))
     return honoured({"optimizer.warmup_steps": round(value * decay)})
@@ -200,9 +263,13 @@ def _style(value: Any, source: Source) -> Verdict:
     if style != "wsd":
         return honoured({"optimizer.decay": style})
     length = source.size("lr-wsd-decay-iters")
-    options: dict[str, Any] = {"optimizer.decay": "wsd"} | ({"optimizer.wsd_decay_fraction": length / steps} if length and steps else {})
+    options: dict[str, Any] = {"optimizer.decay": "wsd"} | (
+        {"optimizer.wsd_decay_fraction": length / steps} if length and steps else {}
+    )
     exact = source.word("lr-wsd-decay-style", "exponential") == "LINEAR" and len(options) == 2
-    return honoured(options, "" if exact else "the decay of wsd is linear, over optimizer.wsd_decay_fraction of the run")
+    return honoured(
+        options, "" if exact else "the decay of wsd is linear, over optimizer.wsd_decay_fraction of the run"
+    )
 
 
 def _betas(value: Any, source: Source) -> Verdict:
@@ -219,14 +286,22 @@ def _recompute(value: Any, source: Source) -> Verdict:
         return lost("set train.recompute: none, selective, full or every-K")
     every = method == "UNIFORM" and source.size("recompute-num-layers") in (1, None)
     return honoured(
-        {"train.recompute": "full"}, "" if every else "every layer is recomputed, one at a time: every-K recomputes fewer of them"
+        {"train.recompute": "full"},
+        "" if every else "every layer is recomputed, one at a time: every-K recomputes fewer of them",
     )
 
 
 def _modules(value: Any, source: Source) -> Verdict:
-    if not source.on("recompute-activations") and source.word("recompute-granularity", "none") in ("NONE", "FULL"):
+    if not source.on("recompute-activations") and source.word("recompute-granularity", "none") in (
+        "NONE",
+        "FULL",
+    ):
         return harmless("it is for selective recomputation")
-    return harmless("selective recomputes attention, as here") if word(value) in ("CORE_ATTN", "['CORE_ATTN']") else lost("attention only")
+    return (
+        harmless("selective recomputes attention, as here")
+        if word(value) in ("CORE_ATTN", "['CORE_ATTN']")
+        else lost("attention only")
+    )
 
 
 def _data(value: Any, source: Source) -> Verdict:
@@ -247,18 +322,28 @@ def _split(value: Any, source: Source) -> Verdict:
     if not sum(parts):
         return lost("set data.validation to a share of the data")
     if not parts[1] or "data-path" not in source.leaves:
-        return harmless("nothing is held out of data that is given by itself" if parts[1] else "nothing is validated, as here")
+        return harmless(
+            "nothing is held out of data that is given by itself"
+            if parts[1]
+            else "nothing is validated, as here"
+        )
     share = float(f"{parts[1] / sum(parts):.6g}")
-    return honoured({"data.validation": share}, "the share of the test data is trained on here" if parts[2] else "")
+    return honoured(
+        {"data.validation": share}, "the share of the test data is trained on here" if parts[2] else ""
+    )
 
 
 def _validated(source: Source) -> bool:
-    return "valid-data-path" in source.leaves or ("data-path" in source.leaves and bool(_split(source.get("split"), source).options))
+    return "valid-data-path" in source.leaves or (
+        "data-path" in source.leaves and bool(_split(source.get("split"), source).options)
+    )
 
 
 def _validation(option: str) -> Row:
     off = harmless("without validation data nothing is validated")
-    return Row(lambda value, source: honoured({option: value}) if _validated(source) and value else off, option)
+    return Row(
+        lambda value, source: honoured({option: value}) if _validated(source) and value else off, option
+    )
 
 
 def _documents(value: Any, source: Source) -> Verdict:
@@ -270,12 +355,18 @@ def _documents(value: Any, source: Source) -> Verdict:
 def _load(value: Any, source: Source) -> Verdict:
     if value == source.get("save"):
         return harmless("checkpoint.load: auto resumes the run, as here")
-    return left("such checkpoints are converted through Hugging Face: export it there, then `megalite convert import` and model.init_from")
+    return left(
+        "such checkpoints are converted through Hugging Face: export it there, then `megalite convert "
+        "import` and model.init_from"
+    )
 
 
 def _scale_power(value: Any, source: Source) -> Verdict:
     power = math.log2(value) if type(value) in (int, float) and value > 0 else 0.5
-    return honoured({"fp16.initial_scale_power": round(power)}, "" if power == round(power) else "it is a power of two here")
+    return honoured(
+        {"fp16.initial_scale_power": round(power)},
+        "" if power == round(power) else "it is a power of two here",
+    )
 
 
 def _has(source: Source, key: str) -> bool:
@@ -287,13 +378,15 @@ def _checkpoint_activations(value: Any, source: Source) -> Verdict:
     """The older names of full recomputation."""
     every = source.count("checkpoint-num-layers", 1) == 1
     return honoured(
-        {"train.recompute": "full"}, "" if every else "every layer is recomputed, one at a time: every-K recomputes fewer of them"
+        {"train.recompute": "full"},
+        "" if every else "every layer is recomputed, one at a time: every-K recomputes fewer of them",
     )
 
 
 OVERLAP, FUSED = "it is always on, without an option", "fused operations are train.kernels"
 TOKENS = (
-    "token files have their tokenizer beside them: `megalite prepare --tokenizer` wrote it, or write PREFIX.json with vocab_size and eos"
+    "token files have their tokenizer beside them: `megalite prepare --tokenizer` wrote it, or write "
+    "PREFIX.json with vocab_size and eos"
 )
 METRICS = "metrics.jsonl has it for each step"
 FP8 = "there is no float8: train.precision: bf16 is nearest"
@@ -314,15 +407,33 @@ TABLE: Table = {
         "one method serves all layers and ranks: parallel.context is ulysses, gather or ring",
     ),
     "sequence-parallel": Row(
-        lambda value, source: harmless("tp is 1") if source.count(TP) == 1 else honoured({"parallel.sequence_parallel": True})
+        lambda value, source: (
+            harmless("tp is 1") if source.count(TP) == 1 else honoured({"parallel.sequence_parallel": True})
+        )
     ),
-    **each("", "use-distributed-optimizer use-megatron-fsdp use-custom-fsdp use-torch-fsdp2", Row(_zero, "parallel.zero")),
+    **each(
+        "",
+        "use-distributed-optimizer use-megatron-fsdp use-custom-fsdp use-torch-fsdp2",
+        Row(_zero, "parallel.zero"),
+    ),
     "data-parallel-sharding-strategy": Row(_zero, "parallel.zero"),
     "num-distributed-optimizer-instances": Row(_instances, "parallel.dp_shard"),
-    **each("", "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank", Row(_virtual, "parallel.virtual_stages")),
-    **each("decoder-", "first-pipeline-num-layers last-pipeline-num-layers", Row(_partition, "parallel.partition")),
+    **each(
+        "",
+        "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank",
+        Row(_virtual, "parallel.virtual_stages"),
+    ),
+    **each(
+        "decoder-",
+        "first-pipeline-num-layers last-pipeline-num-layers",
+        Row(_partition, "parallel.partition"),
+    ),
     "pipeline-model-parallel-layout": missing("set parallel.partition to the number of layers of each stage"),
-    **each("account-for-", "embedding-in-pipeline-split loss-in-pipeline-split", never("stages are balanced by cost, head included")),
+    **each(
+        "account-for-",
+        "embedding-in-pipeline-split loss-in-pipeline-split",
+        never("stages are balanced by cost, head included"),
+    ),
     RAMP: sets("train.rampup_batch_size"),
     "train-iters": sets("train.steps"),
     "train-samples": Row(_train_samples, "train.steps"),
@@ -334,12 +445,20 @@ TABLE: Table = {
     "lr-warmup-samples": _samples("optimizer.warmup_steps"),
     "lr-warmup-fraction": Row(_warmup_fraction, "optimizer.warmup_steps"),
     "lr-warmup-init": only("0", "warm-up starts at 0"),
-    **each("decoupled-", "lr min-lr", missing("embedding and head have the same rate as the rest: optimizer.lr")),
-    "optimizer": only("ADAM", "set optimizer.name: muon for Muon, and muon.*; else AdamW, optimizer.*", "AdamW is the optimizer here"),
+    **each(
+        "decoupled-", "lr min-lr", missing("embedding and head have the same rate as the rest: optimizer.lr")
+    ),
+    "optimizer": only(
+        "ADAM",
+        "set optimizer.name: muon for Muon, and muon.*; else AdamW, optimizer.*",
+        "AdamW is the optimizer here",
+    ),
     **each("", "adam-beta1 adam-beta2", Row(_betas, "optimizer.betas")),
     "adam-eps": sets("optimizer.eps"),
     "weight-decay": sets("optimizer.weight_decay"),
-    **each("", "start-weight-decay end-weight-decay", missing("weight decay is constant: optimizer.weight_decay")),
+    **each(
+        "", "start-weight-decay end-weight-decay", missing("weight decay is constant: optimizer.weight_decay")
+    ),
     "weight-decay-incr-style": only("CONSTANT", "weight decay is constant: optimizer.weight_decay"),
     "clip-grad": sets("train.grad_clip"),
     "bf16": sets("train.precision", {"TRUE": "bf16"}),
@@ -350,60 +469,116 @@ TABLE: Table = {
     "hysteresis": sets("fp16.hysteresis"),
     "loss-scale": missing("the loss scale is always dynamic, from fp16.initial_scale_power on"),
     "grad-reduce-in-bf16": sets("train.grad_dtype", {"TRUE": "bf16"}),
-    "accumulate-allreduce-grads-in-fp32": never("gradients are accumulated in fp32 by default (train.grad_dtype)"),
+    "accumulate-allreduce-grads-in-fp32": never(
+        "gradients are accumulated in fp32 by default (train.grad_dtype)"
+    ),
     "fp8-format": missing(FP8),
     "fp8-*": Row(
-        lambda value, source: missing(FP8).judge(value, source) if _has(source, "fp8-format") else harmless("fp8-format is not set")
+        lambda value, source: (
+            missing(FP8).judge(value, source)
+            if _has(source, "fp8-format")
+            else harmless("fp8-format is not set")
+        )
     ),
-    "use-checkpoint-args": to_do("the model's shape is that of the checkpoint: export it to Hugging Face, and set model.from_hf"),
+    "use-checkpoint-args": to_do(
+        "the model's shape is that of the checkpoint: export it to Hugging Face, and set model.from_hf"
+    ),
     "yaml-cfg": to_do("arguments are in that file: give its values"),
-    **each("", "checkpoint-activations activations-checkpoint-method", Row(_checkpoint_activations, "train.recompute")),
+    **each(
+        "",
+        "checkpoint-activations activations-checkpoint-method",
+        Row(_checkpoint_activations, "train.recompute"),
+    ),
     "zero-stage": sets("parallel.zero"),
     "deepspeed-config": to_do("`megalite import-config` translates this file, too"),
-    **each("", "deepspeed deepspeed-activation-checkpointing DDP-impl no-pipeline-parallel", never("the other arguments say it")),
-    **each("", "recompute-activations recompute-granularity recompute-method recompute-num-layers", Row(_recompute, "train.recompute")),
+    **each(
+        "",
+        "deepspeed deepspeed-activation-checkpointing DDP-impl no-pipeline-parallel",
+        never("the other arguments say it"),
+    ),
+    **each(
+        "",
+        "recompute-activations recompute-granularity recompute-method recompute-num-layers",
+        Row(_recompute, "train.recompute"),
+    ),
     "recompute-modules": Row(_modules, "train.recompute"),
     "seed": sets("run.seed"),
     "deterministic-mode": sets("run.deterministic"),
     "data-path": Row(_data, "data.train"),
     "train-data-path": Row(_data, "data.train"),
-    "valid-data-path": Row(lambda value, source: honoured({"data.validation": _data(value, source).options["data.train"]})),
+    "valid-data-path": Row(
+        lambda value, source: honoured({"data.validation": _data(value, source).options["data.train"]})
+    ),
     "split": Row(_split, "data.validation"),
-    **each("", "test-data-path mock-data data-args-path per-split-data-args-path", to_do("set data.train and data.validation")),
+    **each(
+        "",
+        "test-data-path mock-data data-args-path per-split-data-args-path",
+        to_do("set data.train and data.validation"),
+    ),
     **each("", "reset-position-ids reset-attention-mask", Row(_documents, "data.reset_positions")),
     "eod-mask-loss": sets("data.eod_mask_loss"),
     **each("", "tokenizer-type tokenizer-model vocab-file merge-file tiktoken-*", never(TOKENS)),
     "save": sets("run.dir", roughly="the run's own directory is run.dir/run.name"),
     "load": Row(_load, "checkpoint.load"),
-    **each("", "finetune no-load-optim no-load-rng", to_do("model.init_from starts at step 0 with weights only")),
+    **each(
+        "", "finetune no-load-optim no-load-rng", to_do("model.init_from starts at step 0 with weights only")
+    ),
     "save-interval": sets("checkpoint.interval"),
     "async-save": sets("checkpoint.async_save"),
-    **each("", "ckpt-* auto-detect-ckpt-format use-dist-ckpt no-save-optim no-save-rng dist-ckpt-*", never(FORMAT)),
-    "exit-duration-in-mins": Row(lambda value, _: honoured({"train.stop_after": f"{value}m"}), "train.stop_after"),
+    **each(
+        "",
+        "ckpt-* auto-detect-ckpt-format use-dist-ckpt no-save-optim no-save-rng dist-ckpt-*",
+        never(FORMAT),
+    ),
+    "exit-duration-in-mins": Row(
+        lambda value, _: honoured({"train.stop_after": f"{value}m"}), "train.stop_after"
+    ),
     "exit-interval": missing("train.stop_after, a duration, is nearest"),
-    "distributed-timeout-minutes": Row(lambda value, _: honoured({"run.timeout": f"{value}m"}), "run.timeout"),
+    "distributed-timeout-minutes": Row(
+        lambda value, _: honoured({"run.timeout": f"{value}m"}), "run.timeout"
+    ),
     "eval-interval": _validation("validation.interval"),
     "eval-iters": _validation("validation.batches"),
     "log-interval": sets("logging.interval"),
-    "tensorboard-dir": Row(lambda value, _: honoured({"logging.tensorboard": True}, "it is in the run's directory"), "logging.tensorboard"),
+    "tensorboard-dir": Row(
+        lambda value, _: honoured({"logging.tensorboard": True}, "it is in the run's directory"),
+        "logging.tensorboard",
+    ),
     "wandb-project": sets("logging.wandb"),
     "wandb-exp-name": sets("run.name"),
-    **each("", "wandb-* tensorboard-* log-* timing-* no-one-logger one-logger-* logging-level", never(METRICS)),
+    **each(
+        "", "wandb-* tensorboard-* log-* timing-* no-one-logger one-logger-* logging-level", never(METRICS)
+    ),
     "profile*": missing("profiling.ranks and profiling.steps trace with torch.profiler"),
     "use-cpu-initialization": never("weights are the same wherever they are drawn"),
     "calculate-per-token-loss": never("the loss is always the mean over all tokens"),
     **each(
-        "", "overlap-* no-overlap-* delay-* align-* defer-* tp-comm-* ddp-* nccl-* use-nccl-ub high-priority-* batch-p2p-*", never(OVERLAP)
+        "",
+        "overlap-* no-overlap-* delay-* align-* defer-* tp-comm-* ddp-* nccl-* use-nccl-ub high-priority-* "
+        "batch-p2p-*",
+        never(OVERLAP),
     ),
-    **each("", "cross-entropy-* transformer-impl use-mcore-models use-flash-attn attention-backend no-persist-layer-norm", never(FUSED)),
-    **each("no-", "masked-softmax-fusion bias-swiglu-fusion bias-dropout-fusion rope-fusion gradient-accumulation-fusion", never(FUSED)),
+    **each(
+        "",
+        "cross-entropy-* transformer-impl use-mcore-models use-flash-attn attention-backend "
+        "no-persist-layer-norm",
+        never(FUSED),
+    ),
+    **each(
+        "no-",
+        "masked-softmax-fusion bias-swiglu-fusion bias-dropout-fusion rope-fusion "
+        "gradient-accumulation-fusion",
+        never(FUSED),
+    ),
     **each(
         "",
         "manual-gc* empty-unused-memory-level check-for-nan-* no-check-for-nan-* num-workers data-cache-path",
         never("nothing here has it"),
     ),
     **each(
-        "", "no-create-attention-mask-in-dataloader no-mmap-bin-files dataloader-type distributed-backend", never("nothing here has it")
+        "",
+        "no-create-attention-mask-in-dataloader no-mmap-bin-files dataloader-type distributed-backend",
+        never("nothing here has it"),
     ),
     "expert-*": missing("nothing here is its counterpart"),
 }
@@ -422,7 +597,13 @@ def table(source: Source) -> Table:
 def defaults(source: Source) -> dict[str, Any]:
     """Megatron-LM's defaults that differ from ours."""
     found = {
-        **{"use-distributed-optimizer": False, "adam-beta1": 0.9, "adam-beta2": 0.999, "weight-decay": 0.01, "lr-decay-style": "linear"},
+        **{
+            "use-distributed-optimizer": False,
+            "adam-beta1": 0.9,
+            "adam-beta2": 0.999,
+            "weight-decay": 0.01,
+            "lr-decay-style": "linear",
+        },
         **{"log-interval": 100, "eval-interval": 1000, "eval-iters": 100},
     }
     if source.size("mtp-num-layers"):

@@ -1,7 +1,7 @@
 """Megatron-LM's arguments for mixtures of experts.
 
-Its losses are summed over the layers, with shares that add up to 1; here they are averaged over the mixtures, with shares that add up to a
-token's number of experts.
+Its losses are summed over the layers, with shares that add up to 1; here they are averaged over the mixtures,
+with shares that add up to a token's number of experts.
 """
 
 from __future__ import annotations
@@ -35,14 +35,33 @@ SHARED, TOPK, GROUPS, BEST_GROUPS = (
 )
 BALANCES = {"AUX_LOSS": "global", "GLOBAL_AUX_LOSS": "global", "SEQ_AUX_LOSS": "sequence"}
 SWITCHES = frozenset(
-    (BIAS, "moe-router-pre-softmax", "moe-grouped-gemm", "moe-use-legacy-grouped-gemm", "moe-permute-fusion", "moe-router-fusion")
-    + ("moe-shared-expert-overlap", "moe-shared-expert-gate", "moe-per-layer-logging", "moe-layer-recompute", "moe-enable-deepep")
-    + ("moe-pad-expert-input-to-capacity", "moe-extended-tp", "moe-use-upcycling", "moe-router-force-load-balancing")
+    (
+        BIAS,
+        "moe-router-pre-softmax",
+        "moe-grouped-gemm",
+        "moe-use-legacy-grouped-gemm",
+        "moe-permute-fusion",
+        "moe-router-fusion",
+    )
+    + (
+        "moe-shared-expert-overlap",
+        "moe-shared-expert-gate",
+        "moe-per-layer-logging",
+        "moe-layer-recompute",
+        "moe-enable-deepep",
+    )
+    + (
+        "moe-pad-expert-input-to-capacity",
+        "moe-extended-tp",
+        "moe-use-upcycling",
+        "moe-router-force-load-balancing",
+    )
 )
 
 
 def pattern(value: Any, layers: int) -> list[bool] | None:
-    """Whether each layer is a mixture: every n-th from the first, or as a list such as ([0]*3+[1]*58) says; None if it says neither."""
+    """Whether each layer is a mixture: every n-th from the first, or as a list such as ([0]*3+[1]*58) says;
+    None if it says neither."""
     if type(value) is int and value > 0:
         return [layer % value == 0 for layer in range(layers)]
     try:
@@ -83,7 +102,9 @@ def _layers(value: Any, source: Source) -> Verdict:
     if found is None:
         return lost("set model.mlp_only_layers to the layers without experts")
     dense = [layer for layer, mixture in enumerate(found) if not mixture]
-    return honoured({"model.mlp_only_layers": dense}) if dense else harmless("every layer has experts, as here")
+    return (
+        honoured({"model.mlp_only_layers": dense}) if dense else harmless("every layer has experts, as here")
+    )
 
 
 def _kind(value: Any) -> str:
@@ -102,13 +123,20 @@ def _loss(value: Any, source: Source) -> Verdict:
     if kind not in BALANCES or type(value) not in (int, float):
         return lost("set model.router_aux_loss_coef, for one kind of model.router_balance")
     if layers is None:
-        return lost(f"set model.router_aux_loss_coef to {value} * the number of layers with experts / model.num_experts_per_tok")
+        return lost(
+            f"set model.router_aux_loss_coef to {value} * the number of layers with experts / "
+            "model.num_experts_per_tok"
+        )
     topk = source.count(TOPK, 2)
     if topk is None:
-        return lost(f"set model.router_aux_loss_coef to {rounded(value * layers)} / model.num_experts_per_tok")
+        return lost(
+            f"set model.router_aux_loss_coef to {rounded(value * layers)} / model.num_experts_per_tok"
+        )
     coefficient = rounded(value * layers / topk)
     options = {"model.router_aux_loss_coef": coefficient, "model.router_balance": BALANCES[kind]}
-    return honoured(options, "" if kind == "SEQ_AUX_LOSS" else "the load is that of the previous step, over all ranks")
+    return honoured(
+        options, "" if kind == "SEQ_AUX_LOSS" else "the load is that of the previous step, over all ranks"
+    )
 
 
 def _balance(value: Any, source: Source) -> Verdict:
@@ -136,11 +164,17 @@ def _z_loss(value: Any, source: Source) -> Verdict:
 def _shared(value: Any, source: Source) -> Verdict:
     if not value:
         return harmless("there is no shared expert, as here")
-    return honoured({"model.shared_expert_intermediate_size": value, "model.shared_expert_gate": source.on("moe-shared-expert-gate")})
+    return honoured(
+        {
+            "model.shared_expert_intermediate_size": value,
+            "model.shared_expert_gate": source.on("moe-shared-expert-gate"),
+        }
+    )
 
 
 def _probabilities(value: Any, source: Source) -> Verdict:
-    """Without it the softmax is over the experts that were chosen, which divides their probabilities by their sum."""
+    """Without it the softmax is over the experts that were chosen, which divides their probabilities by their
+    sum."""
     if source.word("moe-router-score-function", "softmax") == "SIGMOID":
         return harmless("scores are sigmoids")
     return honoured({"model.norm_topk_prob": value is not True})
@@ -151,11 +185,15 @@ def _groups(value: Any, source: Source) -> Verdict:
     best = (source.count(TOPK, 2) or 0) // (source.count(BEST_GROUPS) or 1)
     here = 2 if source.word("moe-router-score-function", "softmax") == "SIGMOID" else 1
     same = best == here or source.size(BEST_GROUPS) == source.size(GROUPS)
-    return honoured({"model.n_group": value}, "" if same else f"a group's score is that of its best {here}, not {best}, experts")
+    return honoured(
+        {"model.n_group": value},
+        "" if same else f"a group's score is that of its best {here}, not {best}, experts",
+    )
 
 
 def _with_experts(row: Row) -> Row:
-    """A row of experts, which has no effect without --num-experts, unless what a script does not set may have that."""
+    """A row of experts, which has no effect without --num-experts, unless what a script does not set may have
+    that."""
 
     def judge(value: Any, source: Source) -> Verdict:
         if source.get("num-experts", 0) in (0, None) and not source.unsettled():
@@ -174,14 +212,18 @@ _TABLE: Table = {
     "moe-expert-parallel-size": sets("parallel.ep"),
     "topk": sets("model.num_experts_per_tok"),
     "expert-model-parallel-size": sets("parallel.ep"),
-    "expert-tensor-parallel-size": only("1", "an expert is whole on its rank: parallel.ep splits the experts over tp ranks, too"),
+    "expert-tensor-parallel-size": only(
+        "1", "an expert is whole on its rank: parallel.ep splits the experts over tp ranks, too"
+    ),
     "moe-layer-freq": Row(_layers, "model.mlp_only_layers"),
     "moe-ffn-hidden-size": sets("model.moe_intermediate_size"),
     SHARED: Row(_shared, "model.shared_expert_intermediate_size"),
     "moe-shared-expert-gate": never("model.shared_expert_gate is set for it, if there is a shared expert"),
     TOPK: sets("model.num_experts_per_tok"),
     "moe-router-score-function": sets(
-        "model.router_scores", {"SOFTMAX": "softmax", "SIGMOID": "sigmoid"}, "model.router_scores is softmax or sigmoid"
+        "model.router_scores",
+        {"SOFTMAX": "softmax", "SIGMOID": "sigmoid"},
+        "model.router_scores is softmax or sigmoid",
     ),
     "moe-router-pre-softmax": Row(_probabilities, "model.norm_topk_prob"),
     GROUPS: Row(_groups, "model.n_group"),
@@ -192,18 +234,30 @@ _TABLE: Table = {
     "moe-z-loss-coeff": Row(_z_loss, "model.router_z_loss_coef"),
     BIAS: Row(_bias, "model.router_balance"),
     "moe-router-bias-update-rate": sets("model.router_bias_rate"),
-    "moe-router-dtype": only("FP32", "routers compute in fp32, or in fp64 with train.precision: fp64", "routers compute in fp32"),
+    "moe-router-dtype": only(
+        "FP32", "routers compute in fp32, or in fp64 with train.precision: fp64", "routers compute in fp32"
+    ),
     "moe-expert-capacity-factor": sets(
-        "model.expert_capacity_factor", roughly="capacity is counted for each sequence, and first choices come first, then by position"
+        "model.expert_capacity_factor",
+        roughly="capacity is counted for each sequence, and first choices come first, then by position",
     ),
     "moe-token-drop-policy": never("model.expert_capacity_factor says what is dropped, if it is set"),
     "moe-pad-expert-input-to-capacity": never("padding changes no result"),
     "moe-token-dispatcher-type": sets(
         "parallel.expert_dispatch",
-        {"ALLGATHER": "all_gather", "ALLTOALL": "all_to_all", "ALLTOALL_SEQ": "all_to_all", "FLEX": "all_to_all"},
+        {
+            "ALLGATHER": "all_gather",
+            "ALLTOALL": "all_to_all",
+            "ALLTOALL_SEQ": "all_to_all",
+            "FLEX": "all_to_all",
+        },
         "parallel.expert_dispatch is all_to_all or all_gather",
     ),
-    **each("moe-", "enable-deepep deepep-num-sms flex-dispatcher-backend", never("all_to_all is one implementation here")),
+    **each(
+        "moe-",
+        "enable-deepep deepep-num-sms flex-dispatcher-backend",
+        never("all_to_all is one implementation here"),
+    ),
     **each("moe-", "grouped-gemm use-legacy-grouped-gemm permute-fusion router-fusion", never(FUSED)),
     "moe-shared-expert-overlap": never(OVERLAP),
     "moe-per-layer-logging": never("metrics.jsonl has it for each step"),
@@ -221,7 +275,13 @@ def defaults(source: Source) -> dict[str, Any]:
     """Defaults of mixtures that differ from ours; nothing without experts."""
     if source.get("num-experts", 0) in (0, None):
         return {}
-    found: dict[str, Any] = {} if "topk" in source.leaves else {"topk": 1} if "moe-expert-parallel-size" in source.leaves else {TOPK: 2}
+    found: dict[str, Any] = (
+        {}
+        if "topk" in source.leaves
+        else {"topk": 1}
+        if "moe-expert-parallel-size" in source.leaves
+        else {TOPK: 2}
+    )
     if (source.size("expert-model-parallel-size") or 1) > 1:
         found |= {"moe-token-dispatcher-type": "allgather"}
     if (tp := source.size("tensor-model-parallel-size") or 1) > 1:

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalite.importers.verdict import Row, Source, Table, Verdict, each, harmless, honoured, never, only, sets
+from megalite.importers.verdict import (
+    Row,
+    Source,
+    Table,
+    Verdict,
+    each,
+    harmless,
+    honoured,
+    never,
+    only,
+    sets,
+)
 
 SWITCH = "multi-latent-attention"
 
@@ -13,7 +24,10 @@ def is_on(source: Source) -> bool:
     return source.on(SWITCH)
 
 
-YARN = "set model.rope_scaling to {rope_type: yarn, ...} and model.attention_scale, as in model.preset deepseek-v3"
+YARN = (
+    "set model.rope_scaling to {rope_type: yarn, ...} and model.attention_scale, as in model.preset "
+    "deepseek-v3"
+)
 DEFAULTS = {"kv-lora-rank": 32, "qk-head-dim": 128, "qk-pos-emb-head-dim": 64, "v-head-dim": 128}
 
 
@@ -29,14 +43,18 @@ def _switch(value: Any, source: Source) -> Verdict:
 
 
 def _scaling(value: Any, source: Source) -> Verdict:
-    """YaRN, which is the default of --rope-type: with rope nothing is scaled, except for attention by --mscale-all-dim."""
+    """YaRN, which is the default of --rope-type: with rope nothing is scaled, except for attention by
+    --mscale-all-dim."""
     if source.word("rope-type", "yarn") == "ROPE" and not source.get("mscale-all-dim"):
         return harmless("rope-type is rope: nothing is scaled")
     return only("1", YARN, "nothing is scaled, as here").judge(value, source)
 
 
 def _with_latents(row: Row) -> Row:
-    return Row(lambda value, source: row.judge(value, source) if is_on(source) else harmless(f"{SWITCH} is off"), row.option)
+    return Row(
+        lambda value, source: row.judge(value, source) if is_on(source) else harmless(f"{SWITCH} is off"),
+        row.option,
+    )
 
 
 TABLE: Table = {
@@ -47,6 +65,12 @@ TABLE: Table = {
     "qk-pos-emb-head-dim": _with_latents(sets("model.qk_rope_head_dim")),
     "v-head-dim": _with_latents(sets("model.v_head_dim")),
     "rotary-scaling-factor": _with_latents(Row(_scaling)),
-    **each("", "rope-type mscale mscale-all-dim beta-fast beta-slow", never("it has an effect only with rotary-scaling-factor")),
-    **each("", "original-max-position-embeddings cache-mla-latents", never("it has an effect only elsewhere")),
+    **each(
+        "",
+        "rope-type mscale mscale-all-dim beta-fast beta-slow",
+        never("it has an effect only with rotary-scaling-factor"),
+    ),
+    **each(
+        "", "original-max-position-embeddings cache-mla-latents", never("it has an effect only elsewhere")
+    ),
 }

@@ -1,4 +1,5 @@
-"""Megatron-LM's arguments for the model's shape. Defaults are those of GPT: learned positions, LayerNorm, GELU, biases, tied embeddings."""
+"""Megatron-LM's arguments for the model's shape. Defaults are those of GPT: learned positions, LayerNorm,
+GELU, biases, tied embeddings."""
 
 from __future__ import annotations
 
@@ -7,7 +8,19 @@ from typing import Any
 
 from megalite.importers import megatron_latents
 from megalite.importers.megatron_experts import pattern
-from megalite.importers.verdict import Row, Source, Table, Verdict, each, harmless, honoured, lost, missing, never, sets
+from megalite.importers.verdict import (
+    Row,
+    Source,
+    Table,
+    Verdict,
+    each,
+    harmless,
+    honoured,
+    lost,
+    missing,
+    never,
+    sets,
+)
 
 HIDDEN, FEED_FORWARD = "hidden-size", "ffn-hidden-size"
 
@@ -33,10 +46,15 @@ def _position(value: Any, source: Source) -> Verdict:
         learned = source.word("position-embedding-type", "learned_absolute") == "LEARNED_ABSOLUTE"
         rotary = not learned or source.on("use-rotary-position-embeddings")
         return honoured(
-            {"model.position": "rope"}, "" if rotary else "latent attention rotates positions, without learned ones beside that"
+            {"model.position": "rope"},
+            "" if rotary else "latent attention rotates positions, without learned ones beside that",
         )
     rotary = source.on("use-rotary-position-embeddings") or source.word("position-embedding-type") == "ROPE"
-    kind = "rope" if rotary else {"LEARNED_ABSOLUTE": "learned", "NONE": "none"}.get(source.word("position-embedding-type"))
+    kind = (
+        "rope"
+        if rotary
+        else {"LEARNED_ABSOLUTE": "learned", "NONE": "none"}.get(source.word("position-embedding-type"))
+    )
     return honoured({"model.position": kind}) if kind else lost("model.position is rope, learned or none")
 
 
@@ -65,11 +83,16 @@ def _rope_scaling(value: Any, source: Source) -> Verdict:
         return lost("set model.rope_scaling")
     scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     options = {"model.rope_scaling": scaling | {"original_max_position_embeddings": 8192}}
-    return honoured(options, "" if factor == 8 else "pretrain_gpt.py scales by 8, whatever rope-scaling-factor says")
+    return honoured(
+        options, "" if factor == 8 else "pretrain_gpt.py scales by 8, whatever rope-scaling-factor says"
+    )
 
 
 def _interpolation(value: Any, source: Source) -> Verdict:
-    if megatron_latents.is_on(source) or _position(None, source).options.get("model.position", "rope") != "rope":
+    if (
+        megatron_latents.is_on(source)
+        or _position(None, source).options.get("model.position", "rope") != "rope"
+    ):
         return harmless("it is for rotary positions outside of latent attention")
     return lost("model.rope_scaling {rope_type: linear, factor: F} is the same")
 
@@ -93,7 +116,9 @@ def _activation(value: Any, source: Source) -> Verdict:
         return honoured({"model.hidden_act": "relu2", "model.gated_mlp": False})
     if source.on("quick-geglu"):
         return lost("set model.hidden_act and model.gated_mlp")
-    exact = (source.on("disable-bias-linear") or source.on("no-bias-gelu-fusion")) and not source.on("openai-gelu")
+    exact = (source.on("disable-bias-linear") or source.on("no-bias-gelu-fusion")) and not source.on(
+        "openai-gelu"
+    )
     return honoured({"model.hidden_act": "gelu" if exact else "gelu_pytorch_tanh", "model.gated_mlp": False})
 
 
@@ -120,13 +145,17 @@ def _qk_norm(value: Any, source: Source) -> Verdict:
 def _without_latents(row: Row) -> Row:
     """A row of heads whose widths the arguments of latent attention give, if it is on."""
     off = harmless("qk-head-dim, qk-pos-emb-head-dim and v-head-dim say it")
-    return Row(lambda value, source: off if megatron_latents.is_on(source) else row.judge(value, source), row.option)
+    return Row(
+        lambda value, source: off if megatron_latents.is_on(source) else row.judge(value, source), row.option
+    )
 
 
 def _window(value: Any, source: Source) -> Verdict:
     """(left, right) positions beside the token's own; -1 is unlimited."""
     sizes = [
-        int(part) for part in str(value).replace("[", "").replace("]", "").strip("()").split(",") if part.strip().lstrip("-").isdigit()
+        int(part)
+        for part in str(value).replace("[", "").replace("]", "").strip("()").split(",")
+        if part.strip().lstrip("-").isdigit()
     ]
     if len(sizes) != 2 or sizes[0] < 0:
         return lost("set model.sliding_window to a number of positions")
@@ -134,13 +163,18 @@ def _window(value: Any, source: Source) -> Verdict:
 
 
 def _chosen_layers(option: str, chosen: Callable[[bool], bool], needs: Callable[[Source], str]) -> Row:
-    """A row for layers of a pattern: the last of every N, or a list such as ([0]*3+[1])*8. needs: why it has no effect, or nothing."""
+    """A row for layers of a pattern: the last of every N, or a list such as ([0]*3+[1])*8. needs: why it has
+    no effect, or nothing."""
 
     def judge(value: Any, source: Source) -> Verdict:
         if off := needs(source):
             return harmless(off)
         layers = source.size("num-layers")
-        marked = [(layer + 1) % value == 0 for layer in range(layers or 0)] if type(value) is int and value > 0 else None
+        marked = (
+            [(layer + 1) % value == 0 for layer in range(layers or 0)]
+            if type(value) is int and value > 0
+            else None
+        )
         if marked is None and layers:
             marked = pattern(value, layers)
         if not layers or marked is None:
@@ -162,7 +196,11 @@ def _full_layers(value: Any, source: Source) -> Verdict:
 
 
 def _no_rope(source: Source) -> str:
-    return "" if _position(None, source).options.get("model.position", "rope") == "rope" else "positions are not rotary"
+    return (
+        ""
+        if _position(None, source).options.get("model.position", "rope") == "rope"
+        else "positions are not rotary"
+    )
 
 
 PADDED = "the vocabulary is not padded: any size can be split over tp"
@@ -185,10 +223,16 @@ TABLE: Table = {
     "use-rope-scaling": _by_value("rope-scaling-factor", Row(_rope_scaling, "model.rope_scaling")),
     "rope-scaling-factor": Row(_rope_scaling, "model.rope_scaling"),
     "no-rope-freq": _chosen_layers("model.no_rope_layers", lambda marked: marked, _no_rope),
-    "normalization": sets("model.norm", {"LAYERNORM": "layer", "RMSNORM": "rms"}, "model.norm is rms or layer"),
+    "normalization": sets(
+        "model.norm", {"LAYERNORM": "layer", "RMSNORM": "rms"}, "model.norm is rms or layer"
+    ),
     **each("", "norm-epsilon layernorm-epsilon", sets("model.rms_norm_eps")),
     "apply-layernorm-1p": sets("model.norm_offset", {"TRUE": 1.0}),
-    **each("", "swiglu squared-relu quick-geglu openai-gelu no-bias-gelu-fusion", Row(_activation, "model.hidden_act")),
+    **each(
+        "",
+        "swiglu squared-relu quick-geglu openai-gelu no-bias-gelu-fusion",
+        Row(_activation, "model.hidden_act"),
+    ),
     **each("", "disable-bias-linear add-qkv-bias", Row(_biases, "model.attention_bias")),
     "untie-embeddings-and-output-weights": Row(
         lambda value, _: honoured({"model.tie_word_embeddings": not value}), "model.tie_word_embeddings"
@@ -228,7 +272,12 @@ def defaults(source: Source) -> dict[str, Any]:
     if HIDDEN not in source.leaves:
         return found
     return found | {
-        **{"position-embedding-type": "learned_absolute", "normalization": "LayerNorm", "swiglu": False, "disable-bias-linear": False},
+        **{
+            "position-embedding-type": "learned_absolute",
+            "normalization": "LayerNorm",
+            "swiglu": False,
+            "disable-bias-linear": False,
+        },
         **{
             "untie-embeddings-and-output-weights": False,
             "attention-dropout": 0.1,

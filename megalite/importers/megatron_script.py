@@ -14,19 +14,32 @@ from megalite.importers.verdict import Row, Source, Table, Verdict, left, never
 
 LAUNCH, SCRIPT = "torchrun.", "script."
 LAUNCHERS = frozenset(("torchrun", "deepspeed", "accelerate", "python", "python3", "mpirun", "srun"))
-MODULES = frozenset(("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "deepspeed.launcher.runner"))
+MODULES = frozenset(
+    (
+        "torch.distributed.run",
+        "torch.distributed.launch",
+        "accelerate.commands.launch",
+        "deepspeed.launcher.runner",
+    )
+)
 DATA_PATHS = frozenset(("data-path", "train-data-path", "valid-data-path", "test-data-path"))
-_FURTHER = re.compile(r"\[[@*]\]|\$[@*]|(ARGS?|ARGUMENTS?|OPTS?|OPTIONS?|PARAMS?|FLAGS?|EXTRAS?|MORE|CONFIGS?)\}?$", re.IGNORECASE)
+_FURTHER = re.compile(
+    r"\[[@*]\]|\$[@*]|(ARGS?|ARGUMENTS?|OPTS?|OPTIONS?|PARAMS?|FLAGS?|EXTRAS?|MORE|CONFIGS?)\}?$",
+    re.IGNORECASE,
+)
 """Variables that hold further arguments, by their names."""
 _SWITCH = ("no-", "use-", "disable-", "enable-", "overlap-")
 
 
-def parse(text: str, marks: Collection[str], switches: Collection[str], read: Callable[[str], str | None], name: str) -> dict[str, Any]:
+def parse(
+    text: str, marks: Collection[str], switches: Collection[str], read: Callable[[str], str | None], name: str
+) -> dict[str, Any]:
     """The arguments of the training command: name → value, true for a switch, a list for several values.
 
-    marks: arguments by which the training command is found; switches: arguments without a value; read, name: as in `shell.script.commands`.
-    A value with a part that is not known is a Word, which has the reason. Arguments that are not known at all are keys, such as ${MORE}.
-    Raises ConfigError if the text has no training command.
+    marks: arguments by which the training command is found; switches: arguments without a value; read, name:
+    as in `shell.script.commands`. A value with a part that is not known is a Word, which has the reason.
+    Arguments that are not known at all are keys, such as ${MORE}. Raises ConfigError if the text has no
+    training command.
     """
     found = commands(text, lambda words: _start(words, marks) is not None, read, name)
     runs = [run for run in found.runs if any(word.startswith("--") for word in run.words)]
@@ -34,20 +47,39 @@ def parse(text: str, marks: Collection[str], switches: Collection[str], read: Ca
         runs = _of_variables(found, marks)
     if not runs:
         sources = found.unread.get("source", [])
-        why = f" It runs {', '.join(sources)}, which can not be read from here: give that script." if sources else ""
+        why = (
+            f" It runs {', '.join(sources)}, which can not be read from here: give that script."
+            if sources
+            else ""
+        )
         given = ", ".join(part.source for run in found.runs for word in run.words for part in word.unknown)
         why += f" Its command takes {given} from outside." if given else ""
-        raise ConfigError(f"the text has no command that runs a .py file with --options.{why} Give the command, or the script that has it.")
+        raise ConfigError(
+            f"the text has no command that runs a .py file with --options.{why} Give the command, or the "
+            "script that has it."
+        )
     best = max(reversed(runs), key=lambda run: _score(run.words, marks))
     arguments = _arguments(best, marks, switches)
-    notes = {kind: texts for kind, texts in found.unread.items() if kind != "source" or any(word.unknown for word in best.words)}
+    notes = {
+        kind: texts
+        for kind, texts in found.unread.items()
+        if kind != "source" or any(word.unknown for word in best.words)
+    }
     others = [run for run in runs if 2 * _score(run.words, marks) >= _score(best.words, marks) > 0]
     kinds = [_arguments(run, marks, switches) for run in others]
-    differing = [key for key in {key: None for each in kinds for key in each} if any(each.get(key) != arguments.get(key) for each in kinds)]
+    differing = [
+        key
+        for key in {key: None for each in kinds for key in each}
+        if any(each.get(key) != arguments.get(key) for each in kinds)
+    ]
     if differing:
         lines = ", ".join(dict.fromkeys(str(run.line) for run in others if run is not best))
-        notes["command"] = [f"line {best.line}, and others in line {lines} that differ in {', '.join(differing[:8])}"]
-    return arguments | {f"{SCRIPT}{kind}": texts if len(texts) > 1 else texts[0] for kind, texts in notes.items()}
+        notes["command"] = [
+            f"line {best.line}, and others in line {lines} that differ in {', '.join(differing[:8])}"
+        ]
+    return arguments | {
+        f"{SCRIPT}{kind}": texts if len(texts) > 1 else texts[0] for kind, texts in notes.items()
+    }
 
 
 def _of_variables(found: Found, marks: Collection[str]) -> list[Run]:
@@ -62,7 +94,9 @@ def _of_variables(found: Found, marks: Collection[str]) -> list[Run]:
 def _arguments(run: Run, marks: Collection[str], switches: Collection[str]) -> dict[str, Any]:
     start = _start(run.words, marks) or 0
     launch = _options(run.words[: max(start - 1, 0)], switches)
-    arguments = {f"{LAUNCH}{name}": value[0] if isinstance(value, list) else value for name, value in launch.items()}
+    arguments = {
+        f"{LAUNCH}{name}": value[0] if isinstance(value, list) else value for name, value in launch.items()
+    }
     return arguments | _options(run.words[start:], switches)
 
 
@@ -77,20 +111,27 @@ def _name(word: str) -> str:
 def _start(words: list[str] | list[Word], marks: Collection[str]) -> int | None:
     """The place of the first argument of the program; None if the words are no training command.
 
-    The program is the last .py file that is no option's value, a module, or what a launcher starts from a variable.
+    The program is the last .py file that is no option's value, a module, or what a launcher starts from a
+    variable.
     """
     files = [place for place, word in enumerate(words) if word.endswith(".py")]
     files = [place for place in files if place == files[0] or not words[place - 1].startswith("-")]
     if files:
         start = files[-1] + 1
         return start if any(word.startswith("--") or _unknown(word) for word in words[start:]) else None
-    modules = [place for place, word in enumerate(words[:-1]) if word == "-m" and words[place + 1] not in MODULES]
+    modules = [
+        place for place, word in enumerate(words[:-1]) if word == "-m" and words[place + 1] not in MODULES
+    ]
     if modules and any(word.startswith("--") for word in words[modules[0] + 2 :]):
         return modules[0] + 2
     if words[0].startswith("--"):
         return 0
     if posixpath.basename(words[0]) in LAUNCHERS:
-        lone = [place for place, word in enumerate(words) if place and _unknown(word) and not words[place - 1].startswith("-")]
+        lone = [
+            place
+            for place, word in enumerate(words)
+            if place and _unknown(word) and not words[place - 1].startswith("-")
+        ]
         after = [place + 1 for place in lone if _score(words[place + 1 :], marks) or place == lone[-1]]
         if after and any(word.startswith("--") for word in words[after[0] :]):
             return after[0]
@@ -116,7 +157,10 @@ def _options(words: list[Word], switches: Collection[str]) -> dict[str, Any]:
             found[f"$({given[1:-1]})" if given.startswith("`") else given] = [given]
         elif name is not None:
             found[name].append(_value(given))
-    return {name: True if not values else values[0] if len(values) == 1 else values for name, values in found.items()}
+    return {
+        name: True if not values else values[0] if len(values) == 1 else values
+        for name, values in found.items()
+    }
 
 
 def _separated(words: list[Word]) -> list[Word]:
@@ -138,7 +182,12 @@ def _is_further(name: str, values: list[Any], given: Word, switches: Collection[
     """Whether a variable holds further arguments, and not the value of the argument before it."""
     if name in DATA_PATHS and values and type(values[-1]) in (int, float):
         return False
-    return bool(values) or name in switches or name.startswith(_SWITCH) or bool(_FURTHER.search(given.unknown[0].source))
+    return (
+        bool(values)
+        or name in switches
+        or name.startswith(_SWITCH)
+        or bool(_FURTHER.search(given.unknown[0].source))
+    )
 
 
 def _value(text: Word) -> Any:
@@ -151,12 +200,20 @@ def _value(text: Word) -> Any:
 
 
 def of_mapping(given: dict[Any, Any]) -> dict[str, Any]:
-    """The arguments --name: value of a mapping; false leaves a switch out. Other keys are kept, as unknown ones."""
+    """The arguments --name: value of a mapping; false leaves a switch out. Other keys are kept, as unknown
+    ones."""
     found: dict[str, Any] = {}
     for key, value in given.items():
         name = str(key)[2:].replace("_", "-") if str(key).startswith("--") else str(key)
         parts = [
-            _of_text(part) for part in (str(value).split() if isinstance(value, str) else value if isinstance(value, list) else [value])
+            _of_text(part)
+            for part in (
+                str(value).split()
+                if isinstance(value, str)
+                else value
+                if isinstance(value, list)
+                else [value]
+            )
         ]
         if value is not False:
             found[name] = parts[0] if len(parts) == 1 else parts
@@ -179,7 +236,10 @@ def unknown_parts(value: Any) -> tuple[Unknown, ...]:
 def explained(value: Any) -> str:
     """Why a value is not known."""
     parts = unknown_parts(value)
-    return "; ".join(part.why if part.source == value else f"{part.source}: {part.why}" for part in parts) or "it is not known"
+    return (
+        "; ".join(part.why if part.source == value else f"{part.source}: {part.why}" for part in parts)
+        or "it is not known"
+    )
 
 
 def open_row(row: Row, value: Any) -> Row:
@@ -190,7 +250,8 @@ def open_row(row: Row, value: Any) -> Row:
         if verdict.kind == "harmless" and row.option is None:
             return verdict
         return left(
-            f"{explained(value)}: " + (f"set {row.option}" if row.option else verdict.why or "its meaning here depends on its value")
+            f"{explained(value)}: "
+            + (f"set {row.option}" if row.option else verdict.why or "its meaning here depends on its value")
         )
 
     return Row(judge, row.option)
@@ -204,11 +265,23 @@ CUT = "a comment ends the command before it, so that bash does not pass these ar
 TABLE: Table = {
     **{f"{begin}*": Row(_further) for begin in "$<"},
     f"{SCRIPT}source": Row(
-        lambda value, source: left("this script is not read, and may set what is open: give its variables, or put it beside")
+        lambda value, source: left(
+            "this script is not read, and may set what is open: give its variables, or put it beside"
+        )
     ),
-    f"{SCRIPT}line": Row(lambda value, source: left("it can not be read as bash: check which arguments it sets")),
+    f"{SCRIPT}line": Row(
+        lambda value, source: left("it can not be read as bash: check which arguments it sets")
+    ),
     f"{SCRIPT}cut": Row(lambda value, source: left(CUT)),
-    f"{SCRIPT}variables": Row(lambda value, source: left("the script runs no training: the arguments in these variables are imported")),
-    f"{SCRIPT}command": Row(lambda value, source: left("the script has several training commands: this one is imported")),
-    f"{LAUNCH}*": never("it is for the launcher: megalite train's or torchrun's --nproc, --nnodes and --rdzv-endpoint"),
+    f"{SCRIPT}variables": Row(
+        lambda value, source: left(
+            "the script runs no training: the arguments in these variables are imported"
+        )
+    ),
+    f"{SCRIPT}command": Row(
+        lambda value, source: left("the script has several training commands: this one is imported")
+    ),
+    f"{LAUNCH}*": never(
+        "it is for the launcher: megalite train's or torchrun's --nproc, --nnodes and --rdzv-endpoint"
+    ),
 }

@@ -1,4 +1,5 @@
-"""Which options a rule reads, and which of them a file leaves open: a rule that reads one of those is judged by a default."""
+"""Which options a rule reads, and which of them a file leaves open: a rule that reads one of those is judged
+by a default."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ from typing import Any
 from megalite.config.rule import Rule, RuleContext
 from megalite.config.schema import Config
 
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
 """Fields of the model for which no default is meant: those of the default model are no one's choice."""
 SHAPE = frozenset(f"model.{name}" for name in SIZES)
 OPEN = frozenset({"parallel.dp", "train.steps", "train.micro_batch_size", "data.train"})
@@ -34,24 +42,35 @@ def read_by(rule: Rule, context: RuleContext) -> set[str]:
 def left_open(options: set[str], given: Container[str], asked: Container[str], has_shape: bool) -> list[str]:
     """Those of `options` that neither a file nor its model gives.
 
-    asked: options that the file asks the user to set; has_shape: whether there are sizes of a model, which is complete with its other
-    fields at their defaults.
+    asked: options that the file asks the user to set; has_shape: whether there are sizes of a model, which is
+    complete with its other fields at their defaults.
     """
 
     def is_open(option: str) -> bool:
         if option in given:
             return False
-        return option in SHAPE or not has_shape if option.startswith("model.") else option in OPEN or option in asked
+        return (
+            option in SHAPE or not has_shape
+            if option.startswith("model.")
+            else option in OPEN or option in asked
+        )
 
     return sorted(filter(is_open, options))
 
 
 def _recording(context: RuleContext, reads: set[str]) -> RuleContext:
-    """The context as an object that adds to `reads` what is read of it; sizes of the mesh count as the options that they depend on."""
+    """The context as an object that adds to `reads` what is read of it; sizes of the mesh count as the
+    options that they depend on."""
     names = [section.name for section in fields(Config)]
-    dims, shards = context.dims, ("parallel.dp_shard",) if context.parallel.dp_shard else ("parallel.dp", "parallel.cp")
+    dims, shards = (
+        context.dims,
+        ("parallel.dp_shard",) if context.parallel.dp_shard else ("parallel.dp", "parallel.cp"),
+    )
     parts: dict[str, Any] = {
-        name: _watched(getattr(context, name), {key: (f"{name}.{key}",) for key in vars(getattr(context, name))}, reads) for name in names
+        name: _watched(
+            getattr(context, name), {key: (f"{name}.{key}",) for key in vars(getattr(context, name))}, reads
+        )
+        for name in names
     }
     parts["dims"] = _watched(dims, {**_OF_DIMS, "dp_shard": (*shards, "parallel.zero")}, reads)
     whole = _watched(context, {"world_size": ("parallel.dp",)}, reads, parts)
@@ -59,8 +78,11 @@ def _recording(context: RuleContext, reads: set[str]) -> RuleContext:
     return whole
 
 
-def _watched(value: Any, names: Mapping[str, tuple[str, ...]], reads: set[str], parts: Mapping[str, Any] | None = None) -> Any:
-    """A copy of an object that adds names[attribute] to `reads` when the attribute is read. parts: attributes with other values."""
+def _watched(
+    value: Any, names: Mapping[str, tuple[str, ...]], reads: set[str], parts: Mapping[str, Any] | None = None
+) -> Any:
+    """A copy of an object that adds names[attribute] to `reads` when the attribute is read. parts: attributes
+    with other values."""
 
     class Watched(type(value)):  # type: ignore[misc]
         def __getattribute__(self, attribute: str) -> Any:

@@ -1,5 +1,5 @@
-"""torchtitan's TOML. Meanings and defaults are those of its config/job_config.py, distributed/parallel_dims.py and
-components/lr_scheduler.py; older names of a key have the same row."""
+"""torchtitan's TOML. Meanings and defaults are those of its config/job_config.py,
+distributed/parallel_dims.py and components/lr_scheduler.py; older names of a key have the same row."""
 
 from __future__ import annotations
 
@@ -35,10 +35,19 @@ NAME = "torchtitan"
 PARALLEL, TRAINING, SCHEDULE = "parallelism.", "training.", "lr_scheduler."
 DEGREES = {axis: f"{PARALLEL}{axis}_parallel_degree" for axis in ("tensor", "pipeline", "context")}
 SHARD, REPLICATE = f"{PARALLEL}data_parallel_shard_degree", f"{PARALLEL}data_parallel_replicate_degree"
-LOCAL, GLOBAL, MICRO = f"{TRAINING}local_batch_size", f"{TRAINING}global_batch_size", f"{PARALLEL}pipeline_parallel_microbatch_size"
+LOCAL, GLOBAL, MICRO = (
+    f"{TRAINING}local_batch_size",
+    f"{TRAINING}global_batch_size",
+    f"{PARALLEL}pipeline_parallel_microbatch_size",
+)
 MARKS = ("job.dump_folder", "model.flavor", PARALLEL, f"{TRAINING}local_batch_size", "activation_checkpoint.")
 SCHEDULES = {"1F1B": "1f1b", "GPIPE": "gpipe", "INTERLEAVED1F1B": "interleaved", "ZBVZEROBUBBLE": "zb-v"}
-SWITCHES = {"profiling": "enable_profiling", "validation": "enable", "fault_tolerance": "enable", "memory_estimation": "enabled"}
+SWITCHES = {
+    "profiling": "enable_profiling",
+    "validation": "enable",
+    "fault_tolerance": "enable",
+    "memory_estimation": "enabled",
+}
 """Section → the key that turns it on; newer or older files also have enable or enabled."""
 
 
@@ -54,7 +63,10 @@ def ranks(source: Source) -> int | None:
 
 def _shards(value: Any, source: Source) -> Verdict:
     """Sharding is over these ranks; without them weights are replicated (DDP)."""
-    reshard, pipeline = source.word(f"{PARALLEL}fsdp_reshard_after_forward", "default"), source.size(DEGREES["pipeline"]) or 1
+    reshard, pipeline = (
+        source.word(f"{PARALLEL}fsdp_reshard_after_forward", "default"),
+        source.size(DEGREES["pipeline"]) or 1,
+    )
     if value == 1:
         return honoured({"parallel.zero": 0, **({"parallel.dp": source.dp} if source.dp else {})})
     options: dict[str, Any] = {"parallel.zero": 3}
@@ -64,14 +76,17 @@ def _shards(value: Any, source: Source) -> Verdict:
         return honoured(options, "parallel.dp is what is left of the ranks, as there")
     replicas = source.size(REPLICATE) or 1
     if source.dp % replicas == 0 and replicas > 1:
-        options["parallel.dp_shard"] = source.dp // replicas * (source.size(DEGREES["context"]) or 1)  # its shards span cp too
+        # its shards span cp too
+        options["parallel.dp_shard"] = source.dp // replicas * (source.size(DEGREES["context"]) or 1)
     return honoured(options | {"parallel.dp": source.dp})
 
 
 def _replicas(value: Any, source: Source) -> Verdict:
     if source.dp:
         return _shards(source.get(SHARD), source)
-    return harmless("it is so here") if value == 1 else left(f"set parallel.dp_shard to parallel.dp / {value}")
+    return (
+        harmless("it is so here") if value == 1 else left(f"set parallel.dp_shard to parallel.dp / {value}")
+    )
 
 
 def _batch(value: Any, source: Source) -> Verdict:
@@ -86,7 +101,8 @@ def _batch(value: Any, source: Source) -> Verdict:
     if total:
         if local and source.dp and total % (local * source.dp):
             raise ConfigError(
-                f"{GLOBAL} = {total} is not a multiple of {LOCAL} * data-parallel ranks = {local} * {source.dp}. Correct one of them."
+                f"{GLOBAL} = {total} is not a multiple of {LOCAL} * data-parallel ranks = {local} * "
+                f"{source.dp}. Correct one of them."
             )
         return honoured(options | {"train.global_batch_size": total})
     if local and source.dp:
@@ -102,7 +118,11 @@ def _decay(value: Any, source: Source) -> Verdict:
         return honoured(options, "" if kind == "LINEAR" else "the decay of wsd is linear here")
     if kind == "SQRT":
         return lost("set optimizer.decay: linear is nearest")
-    return honoured({"optimizer.decay": kind.lower()}) if kind in ("LINEAR", "COSINE") else lost("set optimizer.decay")
+    return (
+        honoured({"optimizer.decay": kind.lower()})
+        if kind in ("LINEAR", "COSINE")
+        else lost("set optimizer.decay")
+    )
 
 
 def _minimum(value: Any, source: Source) -> Verdict:
@@ -117,14 +137,20 @@ def _betas(value: Any, source: Source) -> Verdict:
 
 
 def _recompute(value: Any, source: Source) -> Verdict:
-    """Per-layer selective checkpointing recomputes every n-th layer; per-operation checkpointing saves the expensive products."""
-    mode, option = source.word("activation_checkpoint.mode"), source.word("activation_checkpoint.selective_ac_option")
+    """Per-layer selective checkpointing recomputes every n-th layer; per-operation checkpointing saves the
+    expensive products."""
+    mode, option = (
+        source.word("activation_checkpoint.mode"),
+        source.word("activation_checkpoint.selective_ac_option"),
+    )
     if mode in ("NONE", "FULL"):
         return honoured({"train.recompute": mode.lower()})
     if mode == "SELECTIVE" and option.isdecimal() and option != "0":
         return honoured({"train.recompute": "full" if option == "1" else f"every-{option}"})
     if mode == "SELECTIVE":
-        return honoured({"train.recompute": "selective"}, "selective recomputes attention here, not a list of operations")
+        return honoured(
+            {"train.recompute": "selective"}, "selective recomputes attention here, not a list of operations"
+        )
     return lost("set train.recompute: none, selective, full or every-K")
 
 
@@ -133,7 +159,9 @@ def flavors() -> dict[str, dict[str, Any]]:
     """name/flavor → options of the section model."""
     import yaml
 
-    table: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("torchtitan_flavors.yaml").read_text(encoding="utf-8"))
+    table: dict[str, dict[str, Any]] = yaml.safe_load(
+        Path(__file__).with_name("torchtitan_flavors.yaml").read_text(encoding="utf-8")
+    )
     return table
 
 
@@ -141,19 +169,29 @@ def _flavor(value: Any, source: Source) -> Verdict:
     name = f"{source.get('model.name')}/{source.get('model.flavor')}"
     shape = flavors().get(name)
     if shape is None:
-        return lost(f"there is no table of its shape here ({', '.join(flavors())} are known): set model.preset or model.from_hf")
+        return lost(
+            f"there is no table of its shape here ({', '.join(flavors())} are known): set model.preset or "
+            "model.from_hf"
+        )
     options = {f"model.{key}": size for key, size in shape.items()}
     remarks = {
-        "llama": "earlier versions of torchtitan have no rope_scaling there" if "rope_scaling" in shape else "",
-        "deepseek": "there rotary embeddings are scaled above 4,096 tokens only, and the bias on the choice of experts is centred",
-        "qwen": "there the bias on the choice of experts is centred after each step" if "router_balance" in shape else "",
+        "llama": "earlier versions of torchtitan have no rope_scaling there"
+        if "rope_scaling" in shape
+        else "",
+        "deepseek": "there rotary embeddings are scaled above 4,096 tokens only, and the bias on the choice "
+        "of experts is centred",
+        "qwen": "there the bias on the choice of experts is centred after each step"
+        if "router_balance" in shape
+        else "",
     }
     return honoured(options, next(text for family, text in remarks.items() if family in name))
 
 
 def _tensor(value: Any, source: Source) -> Verdict:
     """Tensor parallelism there always splits the activations between its regions along the sequence."""
-    return honoured({"parallel.tp": value, "parallel.sequence_parallel": True} if value != 1 else {"parallel.tp": 1})
+    return honoured(
+        {"parallel.tp": value, "parallel.sequence_parallel": True} if value != 1 else {"parallel.tp": 1}
+    )
 
 
 def _pipeline(value: Any, source: Source) -> Verdict:
@@ -172,12 +210,19 @@ def _context(value: Any, source: Source) -> Verdict:
 
 
 def _layers_per_stage(value: Any, source: Source) -> Verdict:
-    return left(f"set parallel.partition to stages of {show(value)} layers, or leave it out: stages are balanced by cost")
+    return left(
+        f"set parallel.partition to stages of {show(value)} layers, or leave it out: stages are balanced by "
+        "cost"
+    )
 
 
 def _checkpoint_interval(value: Any, source: Source) -> Verdict:
     on = source.on("checkpoint.enable") or source.on("checkpoint.enable_checkpoint")
-    return honoured({"checkpoint.interval": value}) if on else harmless("off there; here checkpoint.minutes says when")
+    return (
+        honoured({"checkpoint.interval": value})
+        if on
+        else harmless("off there; here checkpoint.minutes says when")
+    )
 
 
 DATASETS = {"c4": ("hf:allenai/c4:en", "train"), "c4_validation": ("hf:allenai/c4:en", "validation")}
@@ -196,7 +241,9 @@ def _data(option: str) -> Row:
         if name == "c4_test" and inputs[0].endswith("/*"):
             inputs = (f"{inputs[0]}.json",)  # lines of JSON
         dataset = Dataset(inputs, text=True, split="train" if path else split)
-        return data.prepared([dataset], assets, (), option, "PREFIX" if option == "data.train" else "VALIDATION")
+        return data.prepared(
+            [dataset], assets, (), option, "PREFIX" if option == "data.train" else "VALIDATION"
+        )
 
     return Row(judge, option)
 
@@ -205,7 +252,9 @@ FLOAT8 = "there is no float8: train.precision: bf16 is nearest"
 TABLE: Table = {
     "job.dump_folder": sets("run.dir"),
     **each(
-        "job.", "description config_file print_args use_for_integration_test custom_config_module", never("it changes nothing in a run")
+        "job.",
+        "description config_file print_args use_for_integration_test custom_config_module",
+        never("it changes nothing in a run"),
     ),
     "profiling.*": missing("profiling.steps, ranks and timeline are nearest"),
     "metrics.log_freq": sets("logging.interval"),
@@ -214,13 +263,19 @@ TABLE: Table = {
     "metrics.*": never("metrics are in the run's directory, of all ranks together"),
     **each("model.", "name flavor", Row(_flavor, "model.preset")),
     "model.hf_assets_path": never("the command that prepares the data has it"),
-    "model.tokenizer_path": to_do("give the Hugging Face directory of that tokenizer to `megalite prepare --tokenizer`"),
+    "model.tokenizer_path": to_do(
+        "give the Hugging Face directory of that tokenizer to `megalite prepare --tokenizer`"
+    ),
     **each("model.", "converters print_after_conversion", missing(FLOAT8)),
-    "optimizer.name": optimizer("ADAMW", "set muon.lr: optimizer.lr is that of the tensors which AdamW updates"),
+    "optimizer.name": optimizer(
+        "ADAMW", "set muon.lr: optimizer.lr is that of the tensors which AdamW updates"
+    ),
     **{f"optimizer.{key}": sets(f"optimizer.{key}") for key in ("lr", "eps", "weight_decay")},
     **each("optimizer.", "beta1 beta2", Row(_betas, "optimizer.betas")),
     **each("optimizer.", "implementation fused foreach", never("one fused AdamW runs, over flat shards")),
-    "optimizer.early_step_in_backward": missing("the step follows the backward, since clipping needs the global norm"),
+    "optimizer.early_step_in_backward": missing(
+        "the step follows the backward, since clipping needs the global norm"
+    ),
     f"{SCHEDULE}warmup_steps": sets("optimizer.warmup_steps"),
     **each(SCHEDULE, "decay_type decay_ratio", Row(_decay, "optimizer.decay")),
     **each(SCHEDULE, "lr_min min_lr_factor", Row(_minimum, "optimizer.min_lr")),
@@ -233,14 +288,18 @@ TABLE: Table = {
     **each(TRAINING, "dataset dataset_path", _data("data.train")),
     f"{TRAINING}enable_cpu_offload": Row(
         lambda value, _: honoured(
-            {"parallel.offload": "cpu", "parallel.offload_parameters": True} if value else {"parallel.offload": "none"}
+            {"parallel.offload": "cpu", "parallel.offload_parameters": True}
+            if value
+            else {"parallel.offload": "none"}
         )
     ),
     f"{TRAINING}mixed_precision_param": sets(
         "train.precision", {"BFLOAT16": "bf16", "FLOAT32": "fp32"}, "train.precision: bf16 is nearest"
     ),
     f"{TRAINING}mixed_precision_reduce": sets(
-        "parallel.reduce_dtype", {"FLOAT32": "wide", "BFLOAT16": "bf16"}, "parallel.reduce_dtype is wide or bf16"
+        "parallel.reduce_dtype",
+        {"FLOAT32": "wide", "BFLOAT16": "bf16"},
+        "parallel.reduce_dtype is wide or bf16",
     ),
     f"{TRAINING}dtype": only("FLOAT32", "master weights are fp32"),
     **each("", f"{TRAINING}compile compile.enable", sets("train.compile")),
@@ -255,32 +314,61 @@ TABLE: Table = {
     DEGREES["tensor"]: Row(_tensor, "parallel.tp"),
     DEGREES["pipeline"]: Row(_pipeline, "parallel.pp"),
     DEGREES["context"]: Row(_context, "parallel.cp"),
-    f"{PARALLEL}context_parallel_rotate_method": never("parallel.context is set for it, if there are ranks of a sequence"),
+    f"{PARALLEL}context_parallel_rotate_method": never(
+        "parallel.context is set for it, if there are ranks of a sequence"
+    ),
     f"{PARALLEL}context_parallel_*": never("it is how the ranks of one sequence communicate"),
     f"{PARALLEL}pipeline_parallel_schedule": never("parallel.schedule is set for it, if there is a pipeline"),
     **each(
-        PARALLEL, "pipeline_parallel_layers_per_stage pipeline_parallel_split_points module_fqns_per_model_part", Row(_layers_per_stage)
+        PARALLEL,
+        "pipeline_parallel_layers_per_stage pipeline_parallel_split_points module_fqns_per_model_part",
+        Row(_layers_per_stage),
     ),
     **each(
-        PARALLEL, "pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers", never("stages are balanced by cost")
+        PARALLEL,
+        "pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers",
+        never("stages are balanced by cost"),
     ),
-    f"{PARALLEL}pipeline_parallel_schedule_csv": only("", "parallel.schedule has the schedules that run here"),
+    f"{PARALLEL}pipeline_parallel_schedule_csv": only(
+        "", "parallel.schedule has the schedules that run here"
+    ),
     f"{PARALLEL}expert_parallel_degree": sets("parallel.ep"),
     f"{PARALLEL}expert_tensor_parallel_degree": only(
         "1", "an expert is whole on its rank: parallel.ep splits the experts over tp ranks, too"
     ),
-    **each(PARALLEL, "expert_parallel_comm_backend expert_parallel_a2a_impl", never("parallel.expert_dispatch is one implementation")),
-    **each(PARALLEL, "disable_loss_parallel enable_async_tensor_parallel enable_compiled_autograd", never("it is one implementation here")),
+    **each(
+        PARALLEL,
+        "expert_parallel_comm_backend expert_parallel_a2a_impl",
+        never("parallel.expert_dispatch is one implementation"),
+    ),
+    **each(
+        PARALLEL,
+        "disable_loss_parallel enable_async_tensor_parallel enable_compiled_autograd",
+        never("it is one implementation here"),
+    ),
     **each("checkpoint.", "enable enable_checkpoint", never("checkpoint.interval is set, if it is on")),
     "checkpoint.interval": Row(_checkpoint_interval, "checkpoint.interval"),
-    "checkpoint.async_mode": Row(lambda value, _: honoured({"checkpoint.async_save": word(value) != "DISABLED"}), "checkpoint.async_save"),
-    "checkpoint.keep_latest_k": Row(lambda value, _: honoured({"checkpoint.keep": value}) if value else harmless("all are kept, as here")),
-    "checkpoint.initial_load_path": to_do("convert its weights through Hugging Face (`megalite convert import`) and set model.init_from"),
-    "checkpoint.load_step": only("-1", "set checkpoint.load to that step's directory", "the newest is loaded, as here"),
+    "checkpoint.async_mode": Row(
+        lambda value, _: honoured({"checkpoint.async_save": word(value) != "DISABLED"}),
+        "checkpoint.async_save",
+    ),
+    "checkpoint.keep_latest_k": Row(
+        lambda value, _: honoured({"checkpoint.keep": value}) if value else harmless("all are kept, as here")
+    ),
+    "checkpoint.initial_load_path": to_do(
+        "convert its weights through Hugging Face (`megalite convert import`) and set model.init_from"
+    ),
+    "checkpoint.load_step": only(
+        "-1", "set checkpoint.load to that step's directory", "the newest is loaded, as here"
+    ),
     "checkpoint.*": never("a checkpoint holds the whole model, and any layout loads it"),
     **each("activation_checkpoint.", "mode selective_ac_option", Row(_recompute, "train.recompute")),
     "activation_checkpoint.*": never("train.recompute has no further choices"),
-    **each("", "float8.* mx.* quantize.*", never("converters decides whether it is used; there is no float8 here")),
+    **each(
+        "",
+        "float8.* mx.* quantize.*",
+        never("converters decides whether it is used; there is no float8 here"),
+    ),
     "comm.init_timeout_seconds": Row(lambda value, _: honoured({"run.timeout": f"{value}s"}), "run.timeout"),
     "comm.*": never("run.timeout and the watchdog are all that there is"),
     "memory_estimation.*": missing("`megalite train --dry_run` estimates memory"),
@@ -288,10 +376,16 @@ TABLE: Table = {
     "experimental.*": missing("what it imports runs in torchtitan only"),
     "validation.freq": sets("validation.interval"),
     "validation.steps": Row(
-        lambda value, _: harmless("all of the data, as here") if value == -1 else honoured({"validation.batches": value})
+        lambda value, _: (
+            harmless("all of the data, as here") if value == -1 else honoured({"validation.batches": value})
+        )
     ),
     **each("validation.", "dataset dataset_path", _data("data.validation")),
-    **each("validation.", "enable enabled local_batch_size seq_len", never("validation has the training's batch and sequence length")),
+    **each(
+        "validation.",
+        "enable enabled local_batch_size seq_len",
+        never("validation has the training's batch and sequence length"),
+    ),
 }
 
 
@@ -300,7 +394,9 @@ def table(source: Source) -> Table:
     rows = dict(TABLE)
     for section, switch in SWITCHES.items():
         if not any(source.on(f"{section}.{name}") for name in (switch, "enable", "enabled")):
-            rows |= {key: never(f"{section} is off") for key in source.leaves if key.startswith(f"{section}.")}
+            rows |= {
+                key: never(f"{section} is off") for key in source.leaves if key.startswith(f"{section}.")
+            }
     return rows
 
 
@@ -309,10 +405,24 @@ def defaults(source: Source) -> dict[str, Any]:
     factor = "lr_min" if f"{SCHEDULE}lr_min" in source.leaves else "min_lr_factor"
     batch = {} if f"{TRAINING}batch_size" in source.leaves else {LOCAL: 8}
     return {
-        **{"optimizer.lr": 8e-4, "optimizer.beta1": 0.9, "optimizer.beta2": 0.95, "optimizer.weight_decay": 0.1},
+        **{
+            "optimizer.lr": 8e-4,
+            "optimizer.beta1": 0.9,
+            "optimizer.beta2": 0.95,
+            "optimizer.weight_decay": 0.1,
+        },
         **{f"{SCHEDULE}warmup_steps": 200, f"{SCHEDULE}decay_type": "linear", f"{SCHEDULE}{factor}": 0.0},
-        **{f"{TRAINING}seq_len": 2048, f"{TRAINING}steps": 10000, f"{TRAINING}mixed_precision_param": "bfloat16", **batch},
+        **{
+            f"{TRAINING}seq_len": 2048,
+            f"{TRAINING}steps": 10000,
+            f"{TRAINING}mixed_precision_param": "bfloat16",
+            **batch,
+        },
         **{SHARD: -1, MICRO: 1, f"{PARALLEL}pipeline_parallel_schedule": "1F1B"},
-        **{"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "2", "metrics.log_freq": 10},
+        **{
+            "activation_checkpoint.mode": "selective",
+            "activation_checkpoint.selective_ac_option": "2",
+            "metrics.log_freq": 10,
+        },
         **{"model.name": "llama3", "model.flavor": "debugmodel"},
     }

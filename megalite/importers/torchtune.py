@@ -1,4 +1,5 @@
-"""torchtune's recipe YAML. Meanings and defaults are those of its recipes/*_distributed.py and of the components that it names."""
+"""torchtune's recipe YAML. Meanings and defaults are those of its recipes/*_distributed.py and of the
+components that it names."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def _directory(value: Any, source: Source) -> Verdict:
 
 
 def _model(value: Any, source: Source) -> Verdict:
-    """The builder of the model, whose shape is that of the checkpoint here. Those of adapters begin with lora_, qlora_ or dora_."""
+    """The builder of the model, whose shape is that of the checkpoint here. Those of adapters begin with
+    lora_, qlora_ or dora_."""
     name = component(source, "model")
     if name.startswith("qlora"):
         return lost(finetuning.QUANTIZED)
@@ -78,12 +80,18 @@ def _targets(value: Any, source: Source) -> Verdict:
 
 
 def _optimizer(value: Any, source: Source) -> Verdict:
-    return finetuning.optimizer("AdamW" if component(source, "optimizer") == "AdamW" else component(source, "optimizer"), source)
+    return finetuning.optimizer(
+        "AdamW" if component(source, "optimizer") == "AdamW" else component(source, "optimizer"), source
+    )
 
 
 def _schedule(value: Any, source: Source) -> Verdict:
     found = SCHEDULES.get(component(source, "lr_scheduler").upper())
-    return honoured({"optimizer.decay": found}) if found else lost("optimizer.decay is cosine, linear, wsd or constant")
+    return (
+        honoured({"optimizer.decay": found})
+        if found
+        else lost("optimizer.decay is cosine, linear, wsd or constant")
+    )
 
 
 def _loss(value: Any, source: Source) -> Verdict:
@@ -102,7 +110,8 @@ REFERENCE = re.compile(r"\$\{([^${}]+)\}")
 
 
 def resolved(source: Source) -> Source:
-    """The file with references to other keys, such as ${output_dir}/logs, replaced by their values; those that lead nowhere stay."""
+    """The file with references to other keys, such as ${output_dir}/logs, replaced by their values; those
+    that lead nowhere stay."""
 
     def value(given: Any, depth: int = 0) -> Any:
         if not isinstance(given, str) or depth > DEPTH:
@@ -110,7 +119,12 @@ def resolved(source: Source) -> Source:
         whole = REFERENCE.fullmatch(given)
         if whole and whole[1] in source.leaves:
             return value(source.leaves[whole[1]], depth + 1)
-        return REFERENCE.sub(lambda found: str(value(source.leaves[found[1]], depth + 1)) if found[1] in source.leaves else found[0], given)
+        return REFERENCE.sub(
+            lambda found: (
+                str(value(source.leaves[found[1]], depth + 1)) if found[1] in source.leaves else found[0]
+            ),
+            given,
+        )
 
     return replace(source, leaves={key: value(given) for key, given in source.leaves.items()})
 
@@ -160,7 +174,12 @@ def _replicas(value: Any, source: Source) -> Verdict:
     if value == 1:
         return harmless("it is so here")
     if source.dp and type(value) is int and value > 0 and source.dp % value == 0:
-        return honoured({"parallel.dp": source.dp, "parallel.dp_shard": source.dp // value * (source.size("context_parallel_dim") or 1)})
+        return honoured(
+            {
+                "parallel.dp": source.dp,
+                "parallel.dp_shard": source.dp // value * (source.size("context_parallel_dim") or 1),
+            }
+        )
     return left(f"set parallel.dp_shard to parallel.dp / {value}")
 
 
@@ -171,7 +190,9 @@ def _context(value: Any, source: Source) -> Verdict:
 
 def _offload(value: Any, source: Source) -> Verdict:
     return honoured(
-        {"parallel.zero": 3, "parallel.offload": "cpu", "parallel.offload_parameters": True} if value else {"parallel.offload": "none"}
+        {"parallel.zero": 3, "parallel.offload": "cpu", "parallel.offload_parameters": True}
+        if value
+        else {"parallel.offload": "none"}
     )
 
 
@@ -193,7 +214,9 @@ TABLE: Table = {
     "model.*": to_do("the shape is that of model.from_hf: set model.* to change it"),
     f"checkpointer.{COMPONENT}": never("weights are read from Hugging Face files"),
     "checkpointer.checkpoint_dir": Row(_directory, "model.from_hf"),
-    "checkpointer.*": never("model.init_from reads all files of the directory; `megalite convert export` writes them"),
+    "checkpointer.*": never(
+        "model.init_from reads all files of the directory; `megalite convert export` writes them"
+    ),
     "tokenizer.max_seq_len": Row(_length, "data.sequence_length"),
     "tokenizer.prompt_template": finetuning.TEMPLATE,
     "tokenizer.*": never("the tokenizer is that of model.from_hf, given to `megalite prepare`"),
@@ -223,9 +246,15 @@ TABLE: Table = {
     "clip_grad_norm": Row(_clip, "train.grad_clip"),
     "compile": sets("train.compile"),
     "compile.*": to_do("train.compile compiles the pure functions between linears"),
-    "dtype": sets("train.precision", {"BF16": "bf16", "FP32": "fp32", "FP16": "fp16"}, "train.precision is bf16, fp16 or fp32"),
+    "dtype": sets(
+        "train.precision",
+        {"BF16": "bf16", "FP32": "fp32", "FP16": "fp16"},
+        "train.precision is bf16, fp16 or fp32",
+    ),
     "enable_activation_checkpointing": Row(finetuning.recompute, "train.recompute"),
-    "enable_activation_offloading": missing("activations are recomputed, not offloaded: train.recompute: full"),
+    "enable_activation_offloading": missing(
+        "activations are recomputed, not offloaded: train.recompute: full"
+    ),
     **each("ac_", "mode option", to_do("set train.recompute: selective, or every-K")),
     "fsdp_cpu_offload": Row(_offload, "parallel.offload"),
     "fsdp_reshard_after_forward": Row(_sharded, "parallel.zero"),
@@ -238,7 +267,11 @@ TABLE: Table = {
     "tensor_parallel_plan.*": never("the model is split in one way"),
     "output_dir": sets("run.dir", roughly="the run's own directory is run.dir/run.name"),
     f"metric_logger.{COMPONENT}": Row(
-        lambda value, _: honoured({"logging.tensorboard": True}) if "TensorBoard" in str(value) else harmless("metrics.jsonl")
+        lambda value, _: (
+            honoured({"logging.tensorboard": True})
+            if "TensorBoard" in str(value)
+            else harmless("metrics.jsonl")
+        )
     ),
     "metric_logger.project": sets("logging.wandb"),
     "metric_logger.*": never("metrics are in the run's directory"),
@@ -249,8 +282,16 @@ TABLE: Table = {
     "save_every_n_steps": sets("checkpoint.interval"),
     "low_cpu_ram": never("weights are read as they are"),
     "fsdp.cpu_offload": Row(_offload, "parallel.offload"),
-    **each("", "resume_from_checkpoint should_load_recipe_state", never("checkpoint.load: auto resumes the run in its directory")),
-    **each("", "save_adapter_weights_only save_last_epoch_only", never("`megalite convert adapter-export` writes the adapters alone")),
+    **each(
+        "",
+        "resume_from_checkpoint should_load_recipe_state",
+        never("checkpoint.load: auto resumes the run in its directory"),
+    ),
+    **each(
+        "",
+        "save_adapter_weights_only save_last_epoch_only",
+        never("`megalite convert adapter-export` writes the adapters alone"),
+    ),
     "enable_async_checkpointing": sets("checkpoint.async_save"),
     "profiler.*": never("profiling.ranks and profiling.steps trace with torch.profiler"),
     "device": only("CUDA", "a run uses the GPUs that it sees: hide them with CUDA_VISIBLE_DEVICES= (empty)"),
@@ -275,12 +316,25 @@ def table(source: Source) -> Table:
 
 
 def _following(row: Row, value: Any) -> Row:
-    return never("it is empty") if value in (None, []) else Row(lambda _, source: row.judge(value, resolved(source)), row.option)
+    return (
+        never("it is empty")
+        if value in (None, [])
+        else Row(lambda _, source: row.judge(value, resolved(source)), row.option)
+    )
 
 
 def defaults(source: Source) -> dict[str, Any]:
-    """torchtune's defaults that differ from ours; those of torch's AdamW, and FSDP in a distributed recipe."""
+    """torchtune's defaults that differ from ours; those of torch's AdamW, and FSDP in a distributed
+    recipe."""
     source = resolved(source)
-    adam = {"optimizer.weight_decay": 0.01, "optimizer.betas": [0.9, 0.999]} if component(source, "optimizer") == "AdamW" else {}
-    schedule = {} if f"lr_scheduler.{COMPONENT}" in source.leaves else {f"lr_scheduler.{COMPONENT}": "torch.optim.lr_scheduler.ConstantLR"}
+    adam = (
+        {"optimizer.weight_decay": 0.01, "optimizer.betas": [0.9, 0.999]}
+        if component(source, "optimizer") == "AdamW"
+        else {}
+    )
+    schedule = (
+        {}
+        if f"lr_scheduler.{COMPONENT}" in source.leaves
+        else {f"lr_scheduler.{COMPONENT}": "torch.optim.lr_scheduler.ConstantLR"}
+    )
     return {**adam, **schedule, "clip_grad_norm": 0, "fsdp_reshard_after_forward": True}

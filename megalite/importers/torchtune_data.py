@@ -11,7 +11,11 @@ from megalite.importers.verdict import Source, Verdict, lost
 
 TEXTS: dict[str, dict[str, Any]] = {
     "text_completion_dataset": {"column": "text"},
-    "wikitext_dataset": {"source": "EleutherAI/wikitext_document_level", "subset": "wikitext-103-v1", "column": "page"},
+    "wikitext_dataset": {
+        "source": "EleutherAI/wikitext_document_level",
+        "subset": "wikitext-103-v1",
+        "column": "page",
+    },
     "cnn_dailymail_articles_dataset": {"source": "ccdv/cnn_dailymail", "column": "article"},
 }
 CHATS: dict[str, dict[str, Any]] = {
@@ -84,14 +88,27 @@ def _name(section: dict[str, Any]) -> str:
 def _prepared(sections: list[dict[str, Any]], source: Source, option: str, output: str) -> Verdict:
     others = [_name(section) for section in sections if _name(section) not in TEXTS | CHATS]
     if others:
-        return lost(f"data of {', '.join(map(show, others))} can not be prepared here: make conversations or text of it first")
-    return data.prepared([*map(_dataset, sections)] or [Dataset()], source.get("checkpointer.checkpoint_dir"), (), option, output)
+        return lost(
+            f"data of {', '.join(map(show, others))} can not be prepared here: make conversations or text of "
+            "it first"
+        )
+    return data.prepared(
+        [*map(_dataset, sections)] or [Dataset()],
+        source.get("checkpointer.checkpoint_dir"),
+        (),
+        option,
+        output,
+    )
 
 
 def _dataset(section: dict[str, Any]) -> Dataset:
     name, text = _name(section), _name(section) in TEXTS
     given = (TEXTS | CHATS)[name] | {key: value for key, value in section.items() if value is not None}
-    others = [f"{key} = {show(value)}" for key, value in section.items() if key not in EXPRESSED and value not in (None, False, {}, [])]
+    others = [
+        f"{key} = {show(value)}"
+        for key, value in section.items()
+        if key not in EXPRESSED and value not in (None, False, {}, [])
+    ]
     return Dataset(
         data.located(given.get("source"), given.get("data_files"), given.get("subset") or given.get("name")),
         text=text,
@@ -104,7 +121,8 @@ def _dataset(section: dict[str, Any]) -> Dataset:
 
 
 def _keys(name: str, given: dict[str, Any]) -> tuple[str, ...]:
-    """Names of keys in the records: of a conversation's messages, or of instructions, whose names are those of Alpaca here."""
+    """Names of keys in the records: of a conversation's messages, or of instructions, whose names are those
+    of Alpaca here."""
     if name == "chat_dataset":
         ours = "messages" if given.get("conversation_style") == "openai" else "conversations"
         column = given.get("conversation_column", ours)
@@ -113,5 +131,7 @@ def _keys(name: str, given: dict[str, Any]) -> tuple[str, ...]:
     if name in ALPACA:
         return tuple(f"{ours}={theirs}" for ours, theirs in columns.items() if ours != theirs)
     return tuple(
-        f"{ours}={columns[key]}" for ours, key in (("instruction", "input"), ("output", "output")) if columns.get(key, ours) != ours
+        f"{ours}={columns[key]}"
+        for ours, key in (("instruction", "input"), ("output", "output"))
+        if columns.get(key, ours) != ours
     )

@@ -1,4 +1,5 @@
-"""How a key of another project's configuration is converted: the rows of the tables in the files beside this one."""
+"""How a key of another project's configuration is converted: the rows of the tables in the files beside this
+one."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 _INTEGER = re.compile(r"[-+]?(?:0|[1-9]\d{0,17})")
 _NUMBER = re.compile(r"[-+]?(?:(?:0|[1-9]\d*)\.\d*|\.\d+|(?:0|[1-9]\d*)(?=[eE]))(?:[eE][-+]?\d{1,3})?")
 Kind = Literal["honoured", "approximate", "assumed", "open", "lost", "harmless"]
-"""assumed: the file does not have the key, and its default differs from ours; open: the file leaves it to the user."""
+"""assumed: the file does not have the key, and its default differs from ours; open: the file leaves it to the
+user."""
 
 
 class Verdict(NamedTuple):
@@ -40,8 +42,8 @@ def row_of(table: Table, key: str) -> Row | None:
 
 @dataclass(frozen=True)
 class Source:
-    """The leaves of a file, section.key → value, its number of data-parallel ranks, if that is known, and the values that its program
-    gives to keys that the file does not have."""
+    """The leaves of a file, section.key → value, its number of data-parallel ranks, if that is known, and the
+    values that its program gives to keys that the file does not have."""
 
     leaves: dict[str, Any]
     dp: int | None = None
@@ -79,7 +81,8 @@ class Source:
 
 
 def plain(value: Any) -> Any:
-    """Text that reads as a number, true or false as that value, in lists too: many projects convert a quoted "2e-5" themselves."""
+    """Text that reads as a number, true or false as that value, in lists too: many projects convert a quoted
+    "2e-5" themselves."""
     if isinstance(value, list):
         return [plain(each) for each in value]
     if not isinstance(value, str):
@@ -119,12 +122,18 @@ def left(why: str) -> Verdict:
     return Verdict("open", {}, why)
 
 
-def sets(option: str, values: dict[str, Any] | None = None, why: str = "", roughly: str = "", scale: float = 1) -> Row:
-    """A row that sets the option to the value: times `scale`, or mapped by `values`, in which case other values are lost."""
+def sets(
+    option: str, values: dict[str, Any] | None = None, why: str = "", roughly: str = "", scale: float = 1
+) -> Row:
+    """A row that sets the option to the value: times `scale`, or mapped by `values`, in which case other
+    values are lost."""
 
     def judge(value: Any, source: Source) -> Verdict:
         if values is None:
-            return honoured({option: rounded(value * scale) if scale != 1 and type(value) in (int, float) else value}, roughly)
+            return honoured(
+                {option: rounded(value * scale) if scale != 1 and type(value) in (int, float) else value},
+                roughly,
+            )
         return honoured({option: values[word(value)]}, roughly) if word(value) in values else lost(why)
 
     return Row(judge, option)
@@ -137,8 +146,17 @@ def only(words: str, why: str, here: str = "it is so here") -> Row:
 
 def optimizer(adams: str, roughly: str = "") -> Row:
     """The row of the optimizer's name, which is Muon or one of these names of AdamW."""
-    others = sets("optimizer.name", {"MUON": "muon"}, "optimizer.name is adamw or muon: set optimizer.* for the nearest", roughly)
-    return Row(lambda value, source: harmless("AdamW is the default") if word(value) in adams.split() else others.judge(value, source))
+    others = sets(
+        "optimizer.name",
+        {"MUON": "muon"},
+        "optimizer.name is adamw or muon: set optimizer.* for the nearest",
+        roughly,
+    )
+    return Row(
+        lambda value, source: (
+            harmless("AdamW is the default") if word(value) in adams.split() else others.judge(value, source)
+        )
+    )
 
 
 def never(reason: str) -> Row:
@@ -153,7 +171,11 @@ def to_do(why: str) -> Row:
 
 def missing(why: str) -> Row:
     """A row for a key that is lost with any value that turns something on."""
-    return Row(lambda value, source: harmless("it is off") if word(value) in ("FALSE", "0", "NONE", "NO") else lost(why))
+    return Row(
+        lambda value, source: (
+            harmless("it is off") if word(value) in ("FALSE", "0", "NONE", "NO") else lost(why)
+        )
+    )
 
 
 def each(prefix: str, keys: str, row: Row) -> Table:

@@ -1,8 +1,10 @@
-"""`megalite train --nproc N`: starts the ranks of a run on this machine by torchrun's agent, and ends as the run does.
+"""`megalite train --nproc N`: starts the ranks of a run on this machine by torchrun's agent, and ends as the
+run does.
 
-The agent is the one that torchrun runs: it meets the agents of other nodes, starts the ranks and restarts them. Around it is what torchrun
-lacks: signals are forwarded and the ranks get the time to save, the exit status is the run's, a failure is one line after what the ranks
-have printed, and a rank that was refused is not started again.
+The agent is the one that torchrun runs: it meets the agents of other nodes, starts the ranks and restarts
+them. Around it is what torchrun lacks: signals are forwarded and the ranks get the time to save, the exit
+status is the run's, a failure is one line after what the ranks have printed, and a rank that was refused is
+not started again.
 """
 
 from __future__ import annotations
@@ -39,12 +41,10 @@ from megalite.system.messages import say
 from megalite.system.processes import blocked, marked
 
 MEETING_FAILED = (DistError, RendezvousError, SignalException, OSError)  # no meeting with the other nodes
-REFUSED = (ExitStatus.CONFIGURATION, ExitStatus.IN_USE)  # the same again after a restart; the rank has said why
-ENDED_BY_AGENT = (
-    -signal.SIGTERM,
-    -signal.SIGKILL,
-    ExitStatus.STOPPED,
-)  # before the first step a rank ends at SIGTERM with a status of its own
+# the same again after a restart; the rank has said why
+REFUSED = (ExitStatus.CONFIGURATION, ExitStatus.IN_USE)
+# before the first step a rank ends at SIGTERM with a status of its own
+ENDED_BY_AGENT = (-signal.SIGTERM, -signal.SIGKILL, ExitStatus.STOPPED)
 AT_ONCE_S = 5.0  # from a second Ctrl-C to SIGKILL
 
 
@@ -54,12 +54,12 @@ class Launch:
 
     Attributes:
         ranks: on this machine.
-        node_rank: the place of this node; None: places are given as nodes arrive.
-        endpoint: HOST:PORT of the node where all meet; None with one node.
-        restarts: how often the ranks are started again after one has failed.
-        patience_s: seconds for the ranks to save and end after a signal, and for the other nodes to arrive.
-        newest: returns the newest checkpoint, for the message about a failure.
-        crashed: called with how each rank ended, the message, and as keywords when they were started, and the directory with their last
+        node_rank: the place of this node; None: places are given as nodes arrive. endpoint: HOST:PORT of the
+        node where all meet; None with one node. restarts: how often the ranks are started again after one has
+        failed. patience_s: seconds for the ranks to save and end after a signal, and for the other nodes to
+        arrive. newest: returns the newest checkpoint, for the message about a failure. crashed: called with
+        how each rank ended, the message, and as keywords when they were started, and the directory with their
+        last
             lines.
     """
 
@@ -107,10 +107,13 @@ def _environment(options: Launch, end_file: Path) -> dict[str, str]:
 
 
 def _meeting(options: Launch) -> RendezvousParameters:
-    """How the agents of all nodes meet: with node ranks at a fixed store, without them in the order of arrival."""
+    """How the agents of all nodes meet: with node ranks at a fixed store, without them in the order of
+    arrival."""
     job = os.environ.get("SLURM_JOB_ID", "megalite")
     common: dict[str, Any] = {"run_id": job, "min_nodes": options.nodes, "max_nodes": options.nodes}
-    waits: dict[str, Any] = dict.fromkeys(("timeout", "join_timeout", "read_timeout"), int(options.patience_s))
+    waits: dict[str, Any] = dict.fromkeys(
+        ("timeout", "join_timeout", "read_timeout"), int(options.patience_s)
+    )
     if options.nodes == 1:
         common["run_id"] = str(uuid.uuid4())
         return RendezvousParameters("c10d", "localhost:0", **common, local_addr="localhost", **waits)
@@ -168,10 +171,11 @@ class _Agent(LocalElasticAgent):
         return result
 
     def _note_ended(self, worker_group: WorkerGroup) -> bool:
-        """Record when ranks were first seen to have ended. torch's own record has whole seconds, those of messages included.
+        """Record when ranks were first seen to have ended. torch's own record has whole seconds, those of
+        messages included.
 
-        Returns whether one has failed or all have ended. Only then the agent looks, who ends the others: a rank that has ended by itself is
-        always recorded before.
+        Returns whether one has failed or all have ended. Only then the agent looks, who ends the others: a
+        rank that has ended by itself is always recorded before.
         """
         assert isinstance(self._pcontext, SubprocessContext)
         statuses = []
@@ -197,7 +201,8 @@ class _Agent(LocalElasticAgent):
         return End(rank, status, kind, at, lost, self._kills.found(failure.pid) if killed else "")
 
     def forward(self, number: int) -> None:
-        """Pass a signal on to the ranks, and end those that have not ended after a time. Called on the listener's thread."""
+        """Pass a signal on to the ranks, and end those that have not ended after a time. Called on the
+        listener's thread."""
         if not self.pids:
             end(f"{line_of(number)} before the first step: nothing was changed", training_status(number))
         again = number == signal.SIGINT and self._second()
@@ -226,21 +231,30 @@ class _Agent(LocalElasticAgent):
             self._rdzv_handler.shutdown()
 
     def outcome(self, result: RunResult | None) -> int:
-        """The exit status of the run. Prints a line about a rank that has failed, unless it has said itself why."""
+        """The exit status of the run. Prints a line about a rank that has failed, unless it has said itself
+        why."""
         if result is None:  # another node has closed the meeting
             say("the other nodes have ended")
             return int(ExitStatus.FAILED)
         if not result.is_failed():
-            return int(self.end_file.read_text(encoding="utf-8")) if self.end_file.exists() else int(ExitStatus.DONE)
+            return (
+                int(self.end_file.read_text(encoding="utf-8"))
+                if self.end_file.exists()
+                else int(ExitStatus.DONE)
+            )
         first = self._ends[0]
-        if first.status in REFUSED or (self.received and (first.status > 0 or -first.status in self.received)):
+        if first.status in REFUSED or (
+            self.received and (first.status > 0 or -first.status in self.received)
+        ):
             return first.status if first.status > 0 else int(training_status(self.received[0]))
         newest = self.options.newest()
         place = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint"
         line = f"{first}; {place}"
         say(line)
         failed = {end.rank for end in self._ends}
-        others = [each.global_rank for each in self.get_worker_group().workers if each.global_rank not in failed]
+        others = [
+            each.global_rank for each in self.get_worker_group().workers if each.global_rank not in failed
+        ]
         ends = [*self._ends, *(End(rank, 0, Kind.ENDED, time.time()) for rank in others)]
         self.options.crashed(ends, line, since=self.started, logs=self.end_file.parent)
         return exit_status(first.status)

@@ -1,7 +1,9 @@
-"""Which of several ranks failed first: a rank that is killed, or fails by itself, makes the ranks that wait for it fail as well.
+"""Which of several ranks failed first: a rank that is killed, or fails by itself, makes the ranks that wait
+for it fail as well.
 
-Kinds count before times: the operating system tells of several ends in no order, and the clocks of hosts differ. For the same reason what
-ranks say that they have lost counts before times of different hosts. Imports no torch.
+Kinds count before times: the operating system tells of several ends in no order, and the clocks of hosts
+differ. For the same reason what ranks say that they have lost counts before times of different hosts. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from typing import Any, Protocol, TypeVar
 
 CONNECTION = re.compile(r"Connection (reset|closed|refused)|Socket Timeout|operation timeout")
 LIBRARY = re.compile(r"gloo/transport|ncclRemoteError")
-"""What errors of torch.distributed say about a rank that has gone, where they are no CommunicationError, and what its libraries say in any
-RuntimeError. The first alone is also said of a data set on a server that is gone."""
+"""What errors of torch.distributed say about a rank that has gone, where they are no CommunicationError, and
+what its libraries say in any RuntimeError. The first alone is also said of a data set on a server that is
+gone."""
 
 
 class Kind(IntEnum):
@@ -83,7 +86,11 @@ class End:
 
     def __str__(self) -> str:
         if self.kind is Kind.LOST:
-            return self.lost.reason if self.lost and self.lost.reason else f"rank {self.rank} {ended(self.status)}: it lost another rank"
+            return (
+                self.lost.reason
+                if self.lost and self.lost.reason
+                else f"rank {self.rank} {ended(self.status)}: it lost another rank"
+            )
         return f"rank {self.rank} {ended(self.status)}" + (f": {self.note}" if self.note else "")
 
 
@@ -115,8 +122,8 @@ _H = TypeVar("_H", bound=_CauseOnHost)
 def across_hosts(ends: Iterable[_H], losses: Iterable[int | None] = ()) -> list[_H]:
     """As `by_cause`, of ends on several hosts, whose clocks may differ by minutes.
 
-    Times tell which of a host's ends is its first. Of the first ones the cause is, within a kind, the one on the host whose ranks most
-    others have lost; times of different hosts count only if that tells nothing.
+    Times tell which of a host's ends is its first. Of the first ones the cause is, within a kind, the one on
+    the host whose ranks most others have lost; times of different hosts count only if that tells nothing.
 
     losses: the rank that was lost first by what each rank says that has lost one.
     """
@@ -149,7 +156,8 @@ def exit_status(status: int) -> int:
 
 
 def lost_in(content: Any) -> Lost | None:
-    """What `Lost` says as plain data, read from a file that a rank has written; None if it is no such data."""
+    """What `Lost` says as plain data, read from a file that a rank has written; None if it is no such
+    data."""
     try:
         return None if content is None else Lost(**content)
     except TypeError:

@@ -1,9 +1,9 @@
 """crash.md in a run's directory: what one needs to know about a run that has failed, in one file to paste.
 
-Each rank that fails writes its part to .crash/. The launcher (`train --nproc`) adds those of ranks that could not, from the lines that they
-printed, and writes crash.md from all parts; without it, each rank does, so that the last one has all. The reason is that of the rank that
-failed first (`launch.causes`), on whichever node. All of this is best effort: it takes a few seconds at most, raises nothing, and leaves
-the error as it is.
+Each rank that fails writes its part to .crash/. The launcher (`train --nproc`) adds those of ranks that could
+not, from the lines that they printed, and writes crash.md from all parts; without it, each rank does, so that
+the last one has all. The reason is that of the rank that failed first (`launch.causes`), on whichever node.
+All of this is best effort: it takes a few seconds at most, raises nothing, and leaves the error as it is.
 """
 
 from __future__ import annotations
@@ -40,11 +40,46 @@ PATIENCE_S = 5.0
 UNKNOWN = "unknown"
 PACKAGES = ("megalite", "torch", "triton", "numpy", "safetensors", "transformers")
 VARIABLES = (
-    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES"),
-    *("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS"),
-    *("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_IB_GID_INDEX", "NCCL_IB_TIMEOUT", "NCCL_P2P_DISABLE"),
-    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_SHM_DISABLE", "NCCL_NET", "NCCL_NVLS_ENABLE", "GLOO_SOCKET_IFNAME", "TORCH_NCCL_BLOCKING_WAIT"),
-    *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_DISTRIBUTED_DEBUG", "TRITON_INTERPRET", "TORCHINDUCTOR_CACHE_DIR", "LD_PRELOAD"),
+    *(
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "TORCHELASTIC_RESTART_COUNT",
+        "SLURM_JOB_ID",
+        "SLURM_JOB_NUM_NODES",
+    ),
+    *(
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_LAUNCH_BLOCKING",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "OMP_NUM_THREADS",
+    ),
+    *(
+        "NCCL_DEBUG",
+        "NCCL_SOCKET_IFNAME",
+        "NCCL_IB_HCA",
+        "NCCL_IB_DISABLE",
+        "NCCL_IB_GID_INDEX",
+        "NCCL_IB_TIMEOUT",
+        "NCCL_P2P_DISABLE",
+    ),
+    *(
+        "NCCL_ALGO",
+        "NCCL_PROTO",
+        "NCCL_SHM_DISABLE",
+        "NCCL_NET",
+        "NCCL_NVLS_ENABLE",
+        "GLOO_SOCKET_IFNAME",
+        "TORCH_NCCL_BLOCKING_WAIT",
+    ),
+    *(
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "TORCH_DISTRIBUTED_DEBUG",
+        "TRITON_INTERPRET",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "LD_PRELOAD",
+    ),
 )
 """The environment variables that a report names. Others may hold passwords and keys."""
 
@@ -90,8 +125,8 @@ def rank_failed(
     """Report this rank's failure.
 
     Args:
-        since: when the job began, in seconds since the epoch: older parts are another job's, where they do not say whose they are.
-        job: identifies it.
+        since: when the job began, in seconds since the epoch: older parts are another job's, where they do
+        not say whose they are. job: identifies it.
         lost: what this rank has lost; None: it failed by itself.
         kills: made when the job began.
     """
@@ -99,9 +134,24 @@ def rank_failed(
     def write() -> None:
         directory, kind = config.run.directory, Kind.OWN if lost is None else Kind.LOST
         seen = lost
-        if lost is not None and lost.silent and lost.host == platform.node() and kills is not None and (killed := kills.found()):
+        if (
+            lost is not None
+            and lost.silent
+            and lost.host == platform.node()
+            and kills is not None
+            and (killed := kills.found())
+        ):
             seen = replace(lost, reason=f"{lost.reason}; {killed}")
-        part = Part(rank, reason.strip(), str(activity), _own_memory(), RECENT.lines()[-MOST_LINES:], trace, kind=kind, job=job)
+        part = Part(
+            rank,
+            reason.strip(),
+            str(activity),
+            _own_memory(),
+            RECENT.lines()[-MOST_LINES:],
+            trace,
+            kind=kind,
+            job=job,
+        )
         _write_part(directory, replace(part, lost=None if seen is None else asdict(seen)))
         if LOGS not in os.environ:
             _compose(config, since, job, reason=None)
@@ -112,7 +162,8 @@ def rank_failed(
 
 
 def launcher_failed(config: Config, ends: Sequence[End], reason: str, *, since: float, logs: Path) -> Part:
-    """Report the failure of the ranks of this node. Returns what is known of the rank of all nodes that failed first.
+    """Report the failure of the ranks of this node. Returns what is known of the rank of all nodes that
+    failed first.
 
     Args:
         ends: how each rank has ended.
@@ -176,7 +227,8 @@ def _write_part(directory: Path, part: Part, always: bool = False) -> None:
 
 
 def _parts(directory: Path, since: float, job: str) -> list[Part]:
-    """The parts of this job, the earliest first. Times of other hosts count only where a part does not say of which job it is."""
+    """The parts of this job, the earliest first. Times of other hosts count only where a part does not say of
+    which job it is."""
     found = []
     for path in sorted((directory / PARTS).glob("rank_*.json")):
         with suppress(OSError, ValueError, TypeError):
@@ -186,7 +238,8 @@ def _parts(directory: Path, since: float, job: str) -> list[Part]:
 
 
 def _replace(path: Path, text: str) -> None:
-    with replacing(path, path.with_name(f".{path.name}.{os.getpid()}.new")) as fresh:  # several processes may write one report
+    # several processes may write one report
+    with replacing(path, path.with_name(f".{path.name}.{os.getpid()}.new")) as fresh:
         fresh.write_text(text, encoding="utf-8")
 
 
@@ -202,7 +255,8 @@ def _compose(config: Config, since: float, job: str, reason: str | None) -> None
 
 
 def completed(parts: Iterable[Part]) -> list[Part]:
-    """The parts, what caused the others first; with what they say of a rank that they have lost and that has said nothing itself."""
+    """The parts, what caused the others first; with what they say of a rank that they have lost and that has
+    said nothing itself."""
     found = {part.rank: part for part in parts}
     for part in by_cause(found.values()):
         lost = lost_in(part.lost)
@@ -211,10 +265,16 @@ def completed(parts: Iterable[Part]) -> list[Part]:
         own = found.get(lost.rank)
         if own is None or own.kind == Kind.ENDED:
             lines = [] if own is None else own.lines
-            found[lost.rank] = Part(lost.rank, lost.reason, lost.place, lines=lines, host=lost.host, written=part.written)
+            found[lost.rank] = Part(
+                lost.rank, lost.reason, lost.place, lines=lines, host=lost.host, written=part.written
+            )
         elif own.activity == UNKNOWN:
             found[lost.rank] = replace(own, activity=lost.place)
-    losses = [lost.rank for part in found.values() if part.kind == Kind.LOST and (lost := lost_in(part.lost)) is not None]
+    losses = [
+        lost.rank
+        for part in found.values()
+        if part.kind == Kind.LOST and (lost := lost_in(part.lost)) is not None
+    ]
     return across_hosts(found.values(), losses)
 
 
@@ -226,7 +286,11 @@ def report(config: Config, parts: Sequence[Part], reason: str | None = None) -> 
         f"| {part.rank} | {part.host} | {_cell(part.reason)} | {_cell(part.activity)} |"
         for part in sorted(ordered, key=lambda part: part.rank)
     ]
-    logs = [_section(f"Rank {part.rank}: its last lines", "\n".join(part.lines)) for part in ordered[:MOST_LOGS] if part.lines]
+    logs = [
+        _section(f"Rank {part.rank}: its last lines", "\n".join(part.lines))
+        for part in ordered[:MOST_LOGS]
+        if part.lines
+    ]
     memory = [f"rank {part.rank}: {line}" for part in ordered for line in part.memory]
     more = f"\n\nAt most {MOST_PARTS} ranks are listed." if len(parts) >= MOST_PARTS else ""
     return (
@@ -236,11 +300,23 @@ def report(config: Config, parts: Sequence[Part], reason: str | None = None) -> 
                 time.strftime("%Y-%m-%d %H:%M:%S %z"),
                 _section("Reason", "\n".join([*said, *([reason] if reason else [])])),
                 "## Ranks\n\n| rank | host | ended | was in |\n|---|---|---|---|\n" + "\n".join(rows) + more,
-                *(_section(f"Rank {part.rank}: traceback", part.trace) for part in ordered[:MOST_LOGS] if part.trace),
+                *(
+                    _section(f"Rank {part.rank}: traceback", part.trace)
+                    for part in ordered[:MOST_LOGS]
+                    if part.trace
+                ),
                 *logs,
                 _section("Memory", "\n".join([*memory, *_host_memory(config.run.directory)])),
-                _section("Environment", yaml.safe_dump(_environment(config.run.directory), sort_keys=False, allow_unicode=True), "yaml"),
-                _section("Options that differ from the defaults", yaml.safe_dump(changed_options(config), sort_keys=False), "yaml"),
+                _section(
+                    "Environment",
+                    yaml.safe_dump(_environment(config.run.directory), sort_keys=False, allow_unicode=True),
+                    "yaml",
+                ),
+                _section(
+                    "Options that differ from the defaults",
+                    yaml.safe_dump(changed_options(config), sort_keys=False),
+                    "yaml",
+                ),
             ]
         )
         + "\n"
@@ -259,13 +335,16 @@ def _cell(text: str) -> str:
 
 
 def changed_options(config: Config) -> dict[str, dict[str, Any]]:
-    """The options that differ from their defaults, by section. Of network.variables only known ones have their values."""
+    """The options that differ from their defaults, by section. Of network.variables only known ones have
+    their values."""
     usual, found = to_dict(from_dict({})), dict[str, dict[str, Any]]()
     for section, options in to_dict(config).items():
         if changed := {name: value for name, value in options.items() if value != usual[section].get(name)}:
             found[section] = changed
     if variables := found.get("network", {}).get("variables"):
-        found["network"]["variables"] = {name: value if name in VARIABLES else "not shown" for name, value in variables.items()}
+        found["network"]["variables"] = {
+            name: value if name in VARIABLES else "not shown" for name, value in variables.items()
+        }
     return found
 
 
@@ -296,16 +375,23 @@ def _own_memory() -> list[str]:
     with suppress(OSError):
         wanted = {"VmHWM": "peak", "VmRSS": "now"}
         pairs = (
-            line.split(":") for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if line.split(":")[0] in wanted
+            line.split(":")
+            for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+            if line.split(":")[0] in wanted
         )
-        lines.append("host memory " + ", ".join(f"{wanted[name]} {int(value.split()[0]) / 2**20:.2f} GiB" for name, value in pairs))
+        lines.append(
+            "host memory "
+            + ", ".join(f"{wanted[name]} {int(value.split()[0]) / 2**20:.2f} GiB" for name, value in pairs)
+        )
     if torch.cuda.is_initialized():
         figures = {
             "peak": torch.cuda.max_memory_allocated(),
             "now": torch.cuda.memory_allocated(),
             "reserved": torch.cuda.memory_reserved(),
         }
-        lines.append("GPU memory " + ", ".join(f"{name} {value / 2**30:.2f} GiB" for name, value in figures.items()))
+        lines.append(
+            "GPU memory " + ", ".join(f"{name} {value / 2**30:.2f} GiB" for name, value in figures.items())
+        )
     return lines
 
 
@@ -313,9 +399,13 @@ def _host_memory(directory: Path) -> list[str]:
     """What this host has: memory, that of its container, and room on its disks."""
     lines = []
     with suppress(OSError):
-        found = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
+        found = dict(
+            line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        )
         lines += [
-            f"{name}: {int(found[name].split()[0]) / 2**20:.1f} GiB" for name in ("MemTotal", "MemAvailable", "SwapFree") if name in found
+            f"{name}: {int(found[name].split()[0]) / 2**20:.1f} GiB"
+            for name in ("MemTotal", "MemAvailable", "SwapFree")
+            if name in found
         ]
     lines += memory_kills.describe()
     for place in (Path("/dev/shm"), directory):

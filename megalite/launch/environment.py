@@ -1,6 +1,8 @@
-"""The environment of the ranks: variables of network and allocator, and a check that all ranks have the same software and hardware.
+"""The environment of the ranks: variables of network and allocator, and a check that all ranks have the same
+software and hardware.
 
-Imports no torch: the variables must be set before it is imported, since CUDA and torch read some of them once, at the first use.
+Imports no torch: the variables must be set before it is imported, since CUDA and torch read some of them
+once, at the first use.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ RankEnvironment = dict[str, Any]
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """The names, new and old, of the variable with the settings of torch's allocator."""
 EQUAL = ("kind", "megalite", "torch", "NCCL", "train.precision")
-"""Must be equal on all ranks: other versions and precisions compute other numbers, and a GPU cannot communicate with a CPU."""
+"""Must be equal on all ranks: other versions and precisions compute other numbers, and a GPU cannot
+communicate with a CPU."""
 ALIKE = ("driver", "device")
 """Should be equal on all ranks: rank 0 notes a difference."""
 
@@ -54,10 +57,12 @@ def variables(network: NetworkConfig) -> dict[str, str]:
 
 
 def set_variables(network: NetworkConfig, environment: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Set the variables that are not set yet. Returns a line for each that has another value, which is kept. Call before importing torch.
+    """Set the variables that are not set yet. Returns a line for each that has another value, which is kept.
+    Call before importing torch.
 
-    Values of variables that others than these libraries read may be secret, and are not part of the line. Without settings of torch's
-    allocator its segments are expandable: activations of varying sizes then fragment no memory.
+    Values of variables that others than these libraries read may be secret, and are not part of the line.
+    Without settings of torch's allocator its segments are expandable: activations of varying sizes then
+    fragment no memory.
     """
     notes = [
         f"{name} = {found} in the environment overrides {value} from the section network"
@@ -93,7 +98,10 @@ def software() -> dict[str, str]:
     """Versions of what computes."""
     import torch
 
-    return {"megalite": f"{megalite.__version__} (sources {_digest(Path(megalite.__file__).parent)})", "torch": torch.__version__}
+    return {
+        "megalite": f"{megalite.__version__} (sources {_digest(Path(megalite.__file__).parent)})",
+        "torch": torch.__version__,
+    }
 
 
 @cache
@@ -112,19 +120,26 @@ def _free_shared_memory() -> int | None:
 
 
 def odd_ranks(found: Sequence[RankEnvironment], names: Sequence[str]) -> list[str]:
-    """A line for each name whose value differs between ranks: the most common value, and the ranks with another one."""
+    """A line for each name whose value differs between ranks: the most common value, and the ranks with
+    another one."""
     lines = []
     for name in names:
         counts = Counter(each.get(name) for each in found)
         (usual, count), *others = counts.most_common()
         if others:
-            odd = (f"{value} on rank{_listed([rank for rank, each in enumerate(found) if each.get(name) == value])}" for value, _ in others)
+            odd = (
+                f"{value} on "
+                f"rank{_listed([rank for rank, each in enumerate(found) if each.get(name) == value])}"
+                for value, _ in others
+            )
             lines.append(f"{name}: {usual} on {count} of {len(found)} ranks, but {', '.join(odd)}")
     return lines
 
 
 def _listed(ranks: Sequence[int], most: int = 8) -> str:
-    named = ", ".join(map(str, ranks[:most])) + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
+    named = ", ".join(map(str, ranks[:most])) + (
+        f" and {len(ranks) - most} more" if len(ranks) > most else ""
+    )
     return f" {named}" if len(ranks) == 1 else f"s {named}"
 
 
@@ -140,12 +155,17 @@ def short_of_memory(found: Sequence[RankEnvironment]) -> list[str]:
 
 
 def on_one_gpu(found: Sequence[RankEnvironment]) -> list[str]:
-    """A line for each GPU that several ranks have. NCCL tells hosts apart by NCCL_HOSTID, and so does this."""
+    """A line for each GPU that several ranks have. NCCL tells hosts apart by NCCL_HOSTID, and so does
+    this."""
     users: dict[tuple[str, str], list[int]] = {}
     for rank, each in enumerate(found):
         if each["gpu"] is not None:
             users.setdefault((each["host"], each["gpu"]), []).append(rank)
-    return [f"ranks{_listed(ranks)[1:]} have the same GPU of {host}" for (host, _), ranks in users.items() if len(ranks) > 1]
+    return [
+        f"ranks{_listed(ranks)[1:]} have the same GPU of {host}"
+        for (host, _), ranks in users.items()
+        if len(ranks) > 1
+    ]
 
 
 def across_hosts(found: Sequence[RankEnvironment], tp: int) -> list[str]:
@@ -155,8 +175,10 @@ def across_hosts(found: Sequence[RankEnvironment], tp: int) -> list[str]:
     if not spread:
         return []
     return [
-        f"parallel.tp = {tp}: {len(spread)} of {len(groups)} tp groups span several hosts, the first of them ranks"
-        f" {spread[0] * tp} to {spread[0] * tp + tp - 1}: every layer waits for the network. Choose a tp that divides the ranks of a host."
+        f"parallel.tp = {tp}: {len(spread)} of {len(groups)} tp groups span several hosts, the first of them "
+        "ranks"
+        f" {spread[0] * tp} to {spread[0] * tp + tp - 1}: every layer waits for the network. Choose a tp "
+        "that divides the ranks of a host."
     ]
 
 
@@ -183,12 +205,16 @@ def compare_ranks(own: RankEnvironment, store: Store, rank: int, size: int, *, t
     verdict = json.loads(store.get("facts/verdict"))
     if verdict["different"]:
         listed = "\n  ".join(verdict["different"])
-        way_out = "Install the same everywhere, give train.precision a value if it is auto, or exclude these machines."
+        way_out = (
+            "Install the same everywhere, give train.precision a value if it is auto, or exclude these "
+            "machines."
+        )
         raise ConfigError(f"Ranks differ where they must not:\n  {listed}\n{way_out}")
     if verdict["shared"]:
         listed = "\n  ".join(verdict["shared"])
         raise ConfigError(
-            f"NCCL gives no GPU to two ranks:\n  {listed}\nStart as many ranks per machine as it has GPUs, or set CUDA_VISIBLE_DEVICES="
+            f"NCCL gives no GPU to two ranks:\n  {listed}\nStart as many ranks per machine as it has GPUs, "
+            "or set CUDA_VISIBLE_DEVICES="
             " (empty) to compute on the CPU."
         )
     return verdict["notes"]

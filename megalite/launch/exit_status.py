@@ -9,8 +9,8 @@ from enum import IntEnum
 from pathlib import Path
 
 END_FILE = "MEGALITE_END_FILE"
-"""Environment variable: the file in which local rank 0 tells the launcher how the run ended. A launcher that restarts every process that
-exits with another status than 0 cannot learn it from the process."""
+"""Environment variable: the file in which local rank 0 tells the launcher how the run ended. A launcher that
+restarts every process that exits with another status than 0 cannot learn it from the process."""
 
 
 class ExitStatus(IntEnum):

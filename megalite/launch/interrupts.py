@@ -1,12 +1,15 @@
-"""SIGINT, SIGTERM and SIGHUP from the first line of a command to its last. No signal makes a process print a traceback.
+"""SIGINT, SIGTERM and SIGHUP from the first line of a command to its last. No signal makes a process print a
+traceback.
 
     train, before its first step    the process ends at once with one line: `ending`
     train, from then on             the run saves and ends: `megalite.training.signals`
-    other commands                  KeyboardInterrupt in the main thread, so that `finally` removes what is half-written: `raising`
+    other commands                  KeyboardInterrupt in the main thread, so that `finally` removes what is
+    half-written: `raising`
     ranks of other commands         end at once and silently; the command that started them decides: `ending`
 
-After a first signal a second one always ends the process at once. A signal handler of Python runs only between two instructions of the main
-thread, which may be inside a collective or a save; so a thread learns of every signal, too, and can end the process meanwhile.
+After a first signal a second one always ends the process at once. A signal handler of Python runs only
+between two instructions of the main thread, which may be inside a collective or a save; so a thread learns of
+every signal, too, and can end the process meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from megalite.system.processes import launched
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STACK = 1 << 19  # bytes
 SAME_PRESS_S = 1.0
-"""Under a launcher, repeats within this time of the first signal are the same Ctrl-C: from the terminal, and forwarded by the launcher."""
+"""Under a launcher, repeats within this time of the first signal are the same Ctrl-C: from the terminal, and
+forwarded by the launcher."""
 _SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it
 
 Handler = Callable[[int, FrameType | None], None]
@@ -40,7 +44,8 @@ class Interrupt(KeyboardInterrupt):
 
 
 class Listener:
-    """Calls `react` with the number of each signal, on a thread. Created and closed by the main thread; `close` restores what was before.
+    """Calls `react` with the number of each signal, on a thread. Created and closed by the main thread;
+    `close` restores what was before.
 
     Args:
         react: must be brief; the next signal waits for it.
@@ -48,9 +53,18 @@ class Listener:
         handler: called by the main thread, when it can.
     """
 
-    def __init__(self, react: Callable[[int], None], signals: Sequence[int] = SIGNALS, handler: Handler = lambda number, frame: None):
+    def __init__(
+        self,
+        react: Callable[[int], None],
+        signals: Sequence[int] = SIGNALS,
+        handler: Handler = lambda number, frame: None,
+    ):
         self._react = react
-        self._heard = [each for each in signals if not (each == signal.SIGHUP and signal.getsignal(each) is signal.SIG_IGN)]
+        self._heard = [
+            each
+            for each in signals
+            if not (each == signal.SIGHUP and signal.getsignal(each) is signal.SIG_IGN)
+        ]
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         before = stack_size(STACK)  # not the usual 8 MB, which counts where a process may not allocate more
@@ -150,13 +164,15 @@ def ending(
 
 
 def training_signals() -> list[int]:
-    """What ends a training process before and after its steps. The SLURM script starts it with SIGUSR1 ignored until it can save."""
+    """What ends a training process before and after its steps. The SLURM script starts it with SIGUSR1
+    ignored until it can save."""
     return [*SIGNALS, *([] if signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN else [signal.SIGUSR1])]
 
 
 @contextmanager
 def raising() -> Iterator[list[int]]:
-    """The first signal raises Interrupt in the main thread, the second one ends the process at once. Yields those that have arrived."""
+    """The first signal raises Interrupt in the main thread, the second one ends the process at once. Yields
+    those that have arrived."""
     second = Second()
     arrived: list[int] = []
 
@@ -177,5 +193,6 @@ def raising() -> Iterator[list[int]]:
 
 
 def unblock() -> None:
-    """Let the signals through that the launcher has blocked (`processes.blocked`) while this process could not handle them."""
+    """Let the signals through that the launcher has blocked (`processes.blocked`) while this process could
+    not handle them."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

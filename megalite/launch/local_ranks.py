@@ -1,8 +1,9 @@
 """Starts a command on several ranks of this machine, without torchrun.
 
-The first rank to fail ends the others, and its exit status is the command's: bad input found by a rank is one message, without a launcher's
-report around it. Ranks share the terminal; their rendezvous store is in the process that started them. They end with it, and ignore Ctrl-C:
-it interrupts the process that started them, which ends them.
+The first rank to fail ends the others, and its exit status is the command's: bad input found by a rank is one
+message, without a launcher's report around it. Ranks share the terminal; their rendezvous store is in the
+process that started them. They end with it, and ignore Ctrl-C: it interrupts the process that started them,
+which ends them.
 """
 
 from __future__ import annotations
@@ -49,9 +50,12 @@ def run_ranks(
     try:
         for rank in range(count):
             own = _environment(rank, count, store.port) | dict(variables or {})
-            # -P: `-m` would import from the current directory first, where a user's file may have the name of a package.
+            # -P: `-m` would import from the current directory first, where a user's file may have the name of
+            # a package.
             with blocked([signal.SIGINT]):  # the terminal sends it to the ranks as well
-                ranks.append(subprocess.Popen([sys.executable, "-P", *command], env=own, stdout=output, stderr=output))
+                ranks.append(
+                    subprocess.Popen([sys.executable, "-P", *command], env=own, stdout=output, stderr=output)
+                )
         status = _wait(ranks, poll, kills)
         given_up = time.monotonic() + patience
         while any(rank.poll() is None for rank in ranks) and time.monotonic() < given_up:
@@ -63,11 +67,28 @@ def run_ranks(
 
 def _environment(rank: int, count: int, port: int) -> dict[str, str]:
     """The environment that torchrun would set."""
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
-    own = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    numbers = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": count,
+        "LOCAL_WORLD_SIZE": count,
+        "MASTER_PORT": port,
+    }
+    own = {
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
     path = {"PYTHONPATH": package_path()}
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    return {**os.environ, **own, **path, **threads, **marked(), **{name: str(number) for name, number in numbers.items()}}
+    return {
+        **os.environ,
+        **own,
+        **path,
+        **threads,
+        **marked(),
+        **{name: str(number) for name, number in numbers.items()},
+    }
 
 
 def package_path() -> str:
@@ -76,12 +97,14 @@ def package_path() -> str:
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], poll: Callable[[], object], kills: MemoryKills) -> int:
-    """Wait until all ranks have ended, or one has failed. Returns its status, 128 + the signal's number after a signal; else 0."""
+    """Wait until all ranks have ended, or one has failed. Returns its status, 128 + the signal's number after
+    a signal; else 0."""
     while True:
         statuses = [rank.poll() for rank in ranks]
         failed = [(rank, status) for rank, status in enumerate(statuses) if status]
         if failed:
-            rank, status = min(failed, key=lambda each: each[1] > 0)  # a rank that was killed makes others fail
+            # a rank that was killed makes others fail
+            rank, status = min(failed, key=lambda each: each[1] > 0)
             if status < 0:  # it could not print a message itself
                 why = kills.found(ranks[rank].pid) if -status == signal.SIGKILL else ""
                 print(f"rank {rank} {ended(status)}{why and f': {why}'}", file=sys.stderr, flush=True)

@@ -1,4 +1,5 @@
-"""This machine, without importing torch: its GPUs, cores and memory, and the versions of what is installed."""
+"""This machine, without importing torch: its GPUs, cores and memory, and the versions of what is
+installed."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from pathlib import Path
 
 DRIVER = Path("/proc/driver/nvidia")
 SHARED_MEMORY = {"cuda": 64 << 20, "cpu": 4 << 20}
-"""Bytes of /dev/shm per rank: NCCL's buffers within a machine, or messages between tensor-parallel ranks. Docker's default is 64 MB."""
+"""Bytes of /dev/shm per rank: NCCL's buffers within a machine, or messages between tensor-parallel ranks.
+Docker's default is 64 MB."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ def gpus() -> list[Gpu]:
     chosen = [each.strip() for each in visible.split(",") if each.strip()]
     if chosen and re.match(r"[A-Za-z]", chosen[0]):  # names of devices
         return found[: len(chosen)]
-    valid = takewhile(lambda each: each.isdecimal() and int(each) < len(found), chosen)  # CUDA hides all from the first invalid index on
+    # CUDA hides all from the first invalid index on
+    valid = takewhile(lambda each: each.isdecimal() and int(each) < len(found), chosen)
     return [found[int(each)] for each in valid]
 
 
@@ -47,7 +50,10 @@ def _from_nvml() -> list[Gpu] | None:
     try:
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return [Gpu(str(pynvml.nvmlDeviceGetName(each)), int(pynvml.nvmlDeviceGetMemoryInfo(each).total)) for each in handles]
+        return [
+            Gpu(str(pynvml.nvmlDeviceGetName(each)), int(pynvml.nvmlDeviceGetMemoryInfo(each).total))
+            for each in handles
+        ]
     except pynvml.NVMLError:
         return None
 

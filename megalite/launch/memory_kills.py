@@ -1,7 +1,9 @@
-"""Whether the kernel has killed a process of this host for lack of memory, from its log and from the counters of the control group.
+"""Whether the kernel has killed a process of this host for lack of memory, from its log and from the counters
+of the control group.
 
-A process that is ended by SIGKILL says nothing itself. The log (/dev/kmsg) names the process, where it may be read; the control group of a
-container or of a job counts kills (memory.events of version 2, memory.oom_control and memory.failcnt of version 1). Imports no torch.
+A process that is ended by SIGKILL says nothing itself. The log (/dev/kmsg) names the process, where it may be
+read; the control group of a container or of a job counts kills (memory.events of version 2,
+memory.oom_control and memory.failcnt of version 1).
 """
 
 from __future__ import annotations
@@ -15,16 +17,19 @@ from time import monotonic
 
 OWN, GROUPS, LOG = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"), Path("/dev/kmsg")
 KILLS = {"memory.events": "oom_kill", "memory.oom_control": "oom_kill", "memory.failcnt": ""}
-"""Files of a control group → what their counter is called; the last one has nothing but its counter: how often the limit was reached."""
+"""Files of a control group → what their counter is called; the last one has nothing but its counter: how
+often the limit was reached."""
 LIMITS = ("memory.max", "memory.current", "memory.limit_in_bytes", "memory.usage_in_bytes")
 RECORD = 8192  # bytes, at least the longest record of the kernel's log
 
 
 class MemoryKills:
-    """What the counters say now, for a comparison later. Processes that are started afterwards are children of this one.
+    """What the counters say now, for a comparison later. Processes that are started afterwards are children
+    of this one.
 
     Args:
-        own, groups, log: where the kernel says in which group this process is, has the groups, and has its log.
+        own, groups, log: where the kernel says in which group this process is, has the groups, and has its
+        log.
     """
 
     def __init__(self, own: Path = OWN, groups: Path = GROUPS, log: Path = LOG):
@@ -32,9 +37,11 @@ class MemoryKills:
         self._since, self._before = monotonic(), self._counts()
 
     def found(self, pid: int | None = None) -> str:
-        """That the kernel has killed a process since then for lack of memory, in words; empty if nothing says so.
+        """That the kernel has killed a process since then for lack of memory, in words; empty if nothing says
+        so.
 
-        The log names the process. The counters are those of all processes of the group: what they say may be true of another one.
+        The log names the process. The counters are those of all processes of the group: what they say may be
+        true of another one.
 
         pid: of the process that was killed; None: only the counters are read.
         """
@@ -43,13 +50,17 @@ class MemoryKills:
         for name, count in self._counts().items():
             more = count - self._before.get(name, 0)
             if more > 0:
-                killed = f"the kernel has killed {more} process{'es' * (more > 1)} of its container for that ({name}, oom_kill)"
+                killed = (
+                    f"the kernel has killed {more} process{'es' * (more > 1)} of its container for that "
+                    f"({name}, oom_kill)"
+                )
                 limit = f"its container has reached its memory limit ({name})"
                 return f"it may have been out of memory: since the start {killed if KILLS[name] else limit}"
         return ""
 
     def _counts(self) -> dict[str, int]:
-        """The counters by file. `memory.failcnt` counts only where nothing counts kills: a limit may be reached without one."""
+        """The counters by file. `memory.failcnt` counts only where nothing counts kills: a limit may be
+        reached without one."""
         counts: dict[str, int] = {}
         for group in groups(self._own, self._groups):
             for name, key in KILLS.items():
@@ -61,7 +72,8 @@ class MemoryKills:
         return counts
 
     def _messages(self) -> str:
-        """The kernel's log since the beginning; empty where it may not be read. A record is `priority,number,microseconds,…;message`."""
+        """The kernel's log since the beginning; empty where it may not be read. A record is
+        `priority,number,microseconds,…;message`."""
         text = ""
         with suppress(OSError):
             log = os.open(self._log, os.O_RDONLY | os.O_NONBLOCK)
@@ -92,7 +104,8 @@ def _microseconds(line: str) -> float:
 
 
 def groups(own: Path = OWN, root: Path = GROUPS) -> list[Path]:
-    """The directories that may have the memory's counters of this process's control group; the most exact one first."""
+    """The directories that may have the memory's counters of this process's control group; the most exact one
+    first."""
     return list(dict.fromkeys(place for place in _places(own, root) if place.is_dir()))
 
 
@@ -113,5 +126,9 @@ def describe() -> list[str]:
     for group in groups():
         for name in (*LIMITS, *KILLS):
             with suppress(OSError):
-                lines.setdefault(name, f"container, {name}: {', '.join((group / name).read_text(encoding='utf-8').splitlines())}")
+                lines.setdefault(
+                    name,
+                    f"container, {name}: "
+                    + ", ".join((group / name).read_text(encoding="utf-8").splitlines()),
+                )
     return list(lines.values())

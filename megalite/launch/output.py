@@ -1,9 +1,12 @@
-"""Standard output and error that may go away: a reader such as `head` has seen enough, or Ctrl-C ended `tee` together with the run.
+"""Standard output and error that may go away: a reader such as `head` has seen enough, or Ctrl-C ended `tee`
+together with the run.
 
-What is written then is dropped. A run must save its last step although nobody listens, and no command prints a traceback for it.
-Nor does one for a character that the terminal's encoding lacks: in ASCII × is x, and what has no such form is a question mark.
+What is written then is dropped. A run must save its last step although nobody listens, and no command prints
+a traceback for it. Nor does one for a character that the terminal's encoding lacks: in ASCII × is x, and what
+has no such form is a question mark.
 
-The last lines are kept for a crash report. Under the launcher they are in a file, too, where they outlive a rank that is killed.
+The last lines are kept for a crash report. Under the launcher they are in a file, too, where they outlive a
+rank that is killed.
 """
 
 from __future__ import annotations
@@ -75,14 +78,27 @@ def job_of(directory: Path) -> str:
     return ""
 
 
-PLAIN = {"×": "x", "–": "-", "—": "-", "…": "...", "·": "*", "→": "->", "±": "+-", "█": "#", "“": '"', "”": '"'}
+PLAIN = {
+    "×": "x",
+    "–": "-",
+    "—": "-",
+    "…": "...",
+    "·": "*",
+    "→": "->",
+    "±": "+-",
+    "█": "#",
+    "“": '"',
+    "”": '"',
+}
 """Character that a terminal's encoding may lack → what is printed instead."""
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:
     """The error handler of codecs for what can not be encoded."""
     assert isinstance(error, UnicodeEncodeError)
-    return "".join(PLAIN.get(character, "?") for character in error.object[error.start : error.end]), error.end
+    return "".join(
+        PLAIN.get(character, "?") for character in error.object[error.start : error.end]
+    ), error.end
 
 
 codecs.register_error("megalite.plain", _plain)
@@ -110,8 +126,8 @@ class _Descriptor(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """From now on a reader of stdout or stderr that ends costs only what it does not read, and an encoding only the characters that it
-    lacks. Streams that were replaced are left alone."""
+    """From now on a reader of stdout or stderr that ends costs only what it does not read, and an encoding
+    only the characters that it lacks. Streams that were replaced are left alone."""
     if LOGS in os.environ and "RANK" in os.environ:
         RECENT.keep_in(_log(Path(os.environ[LOGS]), os.environ["RANK"]))
     for name in ("stdout", "stderr"):
@@ -128,4 +144,6 @@ def _reopened(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     descriptor = _Descriptor(stream.fileno(), "w", closefd=False)
     descriptor.name = stream.name
     buffer, line = io.BufferedWriter(descriptor), stream.line_buffering or stream.write_through
-    return io.TextIOWrapper(buffer, stream.encoding, "megalite.plain", line_buffering=line, write_through=stream.write_through)
+    return io.TextIOWrapper(
+        buffer, stream.encoding, "megalite.plain", line_buffering=line, write_through=stream.write_through
+    )

@@ -1,15 +1,19 @@
-"""Which other ranks are alive, and where they are: over the rendezvous store and plain sockets, so also where communication hangs.
+"""Which other ranks are alive, and where they are: over the rendezvous store and plain sockets, so also where
+communication hangs.
 
-Every `BEAT_S` a thread of each rank stores the rank's place, and looks at that of the next rank and at a verdict of others. A second thread
-answers a socket with the rank's place. A rank whose stored place has not changed for `SILENT_S` is asked there:
+Every `BEAT_S` a thread of each rank stores the rank's place, and looks at that of the next rank and at a
+verdict of others. A second thread answers a socket with the rank's place. A rank whose stored place has not
+changed for `SILENT_S` is asked there:
 
-- the connection is refused: its process has ended, which is final: the verdict is stored, and every rank learns it with its next beat;
+- the connection is refused: its process has ended, which is final: the verdict is stored, and every rank
+  learns it with its next beat;
 - no answer comes: its process is stopped (SIGSTOP, a debugger, a frozen container). It may go on;
 - there is no connection: its host is lost, or the network to it. Both may come back;
 - it answers: it is alive, and its place tells what it does.
 
-A store that does not answer means its host: the rank that holds it is asked in the same way. (Under torchrun and `--nproc` the launcher
-holds it, and the ranks end with the launcher.) With many ranks the beat is slower, so that the store has at most `MOST_BEATS` per second.
+A store that does not answer means its host: the rank that holds it is asked in the same way. (Under torchrun
+and `--nproc` the launcher holds it, and the ranks end with the launcher.) With many ranks the beat is slower,
+so that the store has at most `MOST_BEATS` per second.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ ANSWER_S = 3.0  # for one answer
 ATTEMPTS = 3  # to get an answer: a loaded host is slow, not lost
 
 Place = dict[str, Any]
-"""Where a rank is, as plain data: `step`, `action`, what it waits for and for which rank; `lost`, `failed` and `left` once it ends."""
+"""Where a rank is, as plain data: `step`, `action`, what it waits for and for which rank; `lost`, `failed`
+and `left` once it ends."""
 _T = TypeVar("_T")
 
 
@@ -68,7 +73,10 @@ class Verdict:
         return self.state in (State.ENDED, State.FAILED)
 
     def __str__(self) -> str:
-        return f"rank {self.rank} {'is awaited' if self.state is State.STUCK else 'was lost first'}: {self._reason()}"
+        return (
+            f"rank {self.rank} {'is awaited' if self.state is State.STUCK else 'was lost first'}: "
+            f"{self._reason()}"
+        )
 
     def lost(self) -> Lost:
         """What a rank has lost that ends because of it."""
@@ -91,7 +99,9 @@ def described(place: Place) -> str:
     if place.get("number") is not None:
         words += f", action {place['number'] + 1} of {place['actions']}"
     if place.get("waits"):
-        words += f", awaiting {place['waits']}" + ("" if place.get("peer") is None else f", rank {place['peer']}")
+        words += f", awaiting {place['waits']}" + (
+            "" if place.get("peer") is None else f", rank {place['peer']}"
+        )
     return words
 
 
@@ -104,17 +114,20 @@ class Peers:
         store_rank: the rank whose process holds the store; None: another process does.
 
     Attributes:
-        own: how this rank ends, part of its place: `lost` is a rank that it waited for, `failed` a reason of its own, `left` a planned end.
-        verdict: the one that ends the run, the same on every rank; or None.
+        own: how this rank ends, part of its place: `lost` is a rank that it waited for, `failed` a reason of
+        its own, `left` a planned end. verdict: the one that ends the run, the same on every rank; or None.
         start: the same on every rank, and another one for every start of the ranks.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, place: Callable[[], Place], store_rank: int | None):
+    def __init__(
+        self, store: Store, rank: int, size: int, place: Callable[[], Place], store_rank: int | None
+    ):
         self.rank, self.size, self._place, self._store_rank = rank, size, place, store_rank
         self.token = secrets.token_hex(8)
         self.own: dict[str, Any] = {}
         self.verdict: Verdict | None = None
-        self._prefix = f"peers/{store.add(f'peers/{rank}', 1)}"  # every rank counts its monitors in this store: they agree
+        # every rank counts its monitors in this store: they agree
+        self._prefix = f"peers/{store.add(f'peers/{rank}', 1)}"
         self._store = store.clone()  # type: ignore[attr-defined]
         self.start = store.compare_set("peers/start", "", self.token).decode()
         self._listener = socket.create_server(("", 0), backlog=64)
@@ -122,13 +135,19 @@ class Peers:
         store.set(f"{self._prefix}/address/{rank}", json.dumps(address))
         self._watched, self._seen, self._changed = (rank + 1) % size, "", monotonic()
         wanted = {self._watched, *(() if store_rank is None else (store_rank,))}
-        self._addresses = {each: json.loads(store.get(f"{self._prefix}/address/{each}")) for each in sorted(wanted)}
+        self._addresses = {
+            each: json.loads(store.get(f"{self._prefix}/address/{each}")) for each in sorted(wanted)
+        }
         self._places: dict[int, Place] = {}
         self._beats, self.heard = 0, monotonic()
         self.beat_s = max(BEAT_S, size / MOST_BEATS)
         self._closed, self._wake = Event(), Event()
-        self._answering: set[int] = set()  # a firewall may refuse connections: only a rank that has answered has ended if it refuses them
-        self._threads = [Thread(target=each, name=f"megalite-peers{each.__name__}", daemon=True) for each in (self._exchange, self._answer)]
+        # a firewall may refuse connections: only a rank that has answered has ended if it refuses them
+        self._answering: set[int] = set()
+        self._threads = [
+            Thread(target=each, name=f"megalite-peers{each.__name__}", daemon=True)
+            for each in (self._exchange, self._answer)
+        ]
         for thread in self._threads:
             thread.start()
         for each in wanted - {rank}:
@@ -137,7 +156,8 @@ class Peers:
     # ---- threads
 
     def _exchange(self) -> None:
-        """Store this rank's place, and read the watched rank's and the verdict, until the store fails or `close`."""
+        """Store this rank's place, and read the watched rank's and the verdict, until the store fails or
+        `close`."""
         with suppress(RuntimeError):  # the store is gone: `heard` stays as it is
             while True:
                 closed = self._closed.is_set()
@@ -155,7 +175,9 @@ class Peers:
         return {**self._place(), **self.own, "beat": self._beats}
 
     def _look_at_watched(self) -> None:
-        for rank in {self._watched, self.rank if self._store_rank is None else self._store_rank} - {self.rank}:
+        for rank in {self._watched, self.rank if self._store_rank is None else self._store_rank} - {
+            self.rank
+        }:
             key = f"{self._prefix}/place/{rank}"
             text = self._store.get(key).decode() if self._store.check([key]) else ""
             if rank == self._watched and text != self._seen:
@@ -185,7 +207,8 @@ class Peers:
     # ---- questions
 
     def ask(self, rank: int) -> tuple[State, Place]:
-        """Whether a rank is alive, and its place: the present one if it answers, else the last one that is known."""
+        """Whether a rank is alive, and its place: the present one if it answers, else the last one that is
+        known."""
         address = self._address(rank)
         if address is None:
             return State.UNREACHABLE, self._places.get(rank, {})
@@ -218,7 +241,8 @@ class Peers:
         return self._addresses[rank]
 
     def look(self) -> Verdict | None:
-        """A rank that is lost or silent, as far as this rank knows; None: nothing is wrong. Takes seconds if something is."""
+        """A rank that is lost or silent, as far as this rank knows; None: nothing is wrong. Takes seconds if
+        something is."""
         if self.verdict is not None:
             return self.verdict
         now = monotonic()
@@ -237,10 +261,15 @@ class Peers:
         state, place = self.ask(self._store_rank)
         if state is State.ENDED and self._store_rank not in self._answering:
             state = State.UNREACHABLE
-        return None if state is State.ANSWERS or {"left", "lost"} & place.keys() else self._found(self._store_rank, state, place)
+        return (
+            None
+            if state is State.ANSWERS or {"left", "lost"} & place.keys()
+            else self._found(self._store_rank, state, place)
+        )
 
     def _next_lost(self) -> Verdict | None:
-        """Ask the watched rank. If it has left, or is lost as well as those after it, watch the next one that is there."""
+        """Ask the watched rank. If it has left, or is lost as well as those after it, watch the next one that
+        is there."""
         silent = None
         for step in range(self.size - 1):
             rank = (self._watched + step) % self.size
@@ -253,7 +282,9 @@ class Peers:
                 break
             if state is State.ENDED and rank not in self._answering:
                 state = State.UNREACHABLE
-            if not {"left", "lost"} & place.keys() and (silent is None or state in (State.ENDED, State.FAILED)):
+            if not {"left", "lost"} & place.keys() and (
+                silent is None or state in (State.ENDED, State.FAILED)
+            ):
                 silent = self._found(rank, state, place)
                 if silent.final:
                     break
@@ -275,29 +306,36 @@ class Peers:
         return self.verdict
 
     def origin(self, peer: int | None) -> Verdict | None:
-        """The rank that failed first, or is stuck, from one that this rank waited for: follows those that others have lost or wait for.
+        """The rank that failed first, or is stuck, from one that this rank waited for: follows those that
+        others have lost or wait for.
 
-        None: it is not known, since ranks wait for each other in a cycle, or the one at the end is alive and moves.
+        None: it is not known, since ranks wait for each other in a cycle, or the one at the end is alive and
+        moves.
         """
         self.own = {"lost": peer}
         self._wake.set()
         seen, deadline, first = {self.rank}, monotonic() + SILENT_S, dict[int, Place]()
         while self.verdict is None and peer is not None and peer not in seen:
             state, place = self.ask(peer)
-            if place.get("lost") is not None or (state is State.ANSWERS and place.get("peer") is not None and monotonic() > deadline):
+            if place.get("lost") is not None or (
+                state is State.ANSWERS and place.get("peer") is not None and monotonic() > deadline
+            ):
                 seen.add(peer)
                 peer = place["peer"] if place.get("lost") is None else place["lost"]
             elif state is not State.ANSWERS or place.get("failed"):
                 return self.agree(self._found(peer, State.FAILED if place.get("failed") else state, place))
             elif peer in first and monotonic() > deadline:
-                return self.agree(self._found(peer, State.STUCK, place)) if _equal(first[peer], place) else None
+                return (
+                    self.agree(self._found(peer, State.STUCK, place)) if _equal(first[peer], place) else None
+                )
             else:
                 first.setdefault(peer, place)
                 Event().wait(self.beat_s / 4)  # it is alive, and may be about to learn what it has lost
         return self.verdict
 
     def followed(self, peer: int | None, verdict: Verdict | None = None) -> dict[int, dict[str, Any]]:
-        """What is known of the ranks that this one waits for, each for the next one, and of a lost one; by rank, as plain data."""
+        """What is known of the ranks that this one waits for, each for the next one, and of a lost one; by
+        rank, as plain data."""
         found: dict[int, dict[str, Any]] = {}
         if verdict is not None:
             found[verdict.rank] = {"state": verdict.state.value, "host": verdict.host, "place": verdict.place}
@@ -327,7 +365,8 @@ class Peers:
 
     @staticmethod
     def _in_time(question: Callable[[], _T]) -> _T | None:
-        """The store's answer, or None if it fails or takes too long: a store whose host is stopped never answers."""
+        """The store's answer, or None if it fails or takes too long: a store whose host is stopped never
+        answers."""
         found: list[_T] = []
 
         def run() -> None:
@@ -365,7 +404,12 @@ def _question(address: list[Any]) -> tuple[State, Place]:
         return (State.ANSWERS, found["place"]) if found["token"] == token else (State.ENDED, {})
     except TimeoutError:
         return State.STOPPED, {}
-    except (OSError, ValueError, KeyError, TypeError):  # it ended while it answered, or another process has its port
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # it ended while it answered, or another process has its port
         return State.ENDED, {}
 
 

@@ -1,7 +1,7 @@
 """Settings of a training process, its device, its process group, and its end.
 
-The backend depends on the local GPU count: NCCL if a GPU is visible, one for each local rank (NCCL refuses two ranks on one), else gloo on
-the CPU.
+The backend depends on the local GPU count: NCCL if a GPU is visible, one for each local rank (NCCL refuses
+two ranks on one), else gloo on the CPU.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def local_rank() -> int:
 def choose_device() -> torch.device:
     """The local rank's own GPU; the CPU if no GPU is visible.
 
-    If one GPU is visible it is this rank's: some launchers show each rank its own only (SLURM's --gpus-per-task=1). `compare_ranks` finds
-    out if it is the same one for several ranks.
+    If one GPU is visible it is this rank's: some launchers show each rank its own only (SLURM's
+    --gpus-per-task=1). `compare_ranks` finds out if it is the same one for several ranks.
 
     Raises:
         ConfigError: several GPUs are visible, but fewer than local ranks.
@@ -55,14 +55,16 @@ def choose_device() -> torch.device:
     visible, ranks = torch.cuda.device_count(), local_world_size()
     if 1 < visible < ranks:
         raise ConfigError(
-            f"This machine has {ranks} ranks, but {visible} visible GPUs: each rank needs a GPU of its own. Start at most {visible} ranks"
+            f"This machine has {ranks} ranks, but {visible} visible GPUs: each rank needs a GPU of its own. "
+            f"Start at most {visible} ranks"
             " per machine, or set CUDA_VISIBLE_DEVICES= (empty) to compute on the CPU."
         )
     return torch.device("cuda", 0 if visible == 1 else local_rank())
 
 
 def configure_process(device: torch.device, deterministic: bool = False) -> None:
-    """Set what makes it fast without changing results beyond rounding, and deterministic algorithms on request."""
+    """Set what makes it fast without changing results beyond rounding, and deterministic algorithms on
+    request."""
     if device.type == "cpu":
         configure_cpu()
     else:
@@ -76,9 +78,10 @@ def configure_process(device: torch.device, deterministic: bool = False) -> None
 def configure_cpu() -> None:
     """Use oneDNN's fp32 products, batch scheduling and memory that stays mapped.
 
-    oneDNN's fp32 products are up to twice as fast as MKL's and as accurate, except where they round to bf16; a training run measures which
-    library it uses (`training.product_choice`). Batch scheduling keeps ranks that share cores from preempting each other at every message.
-    Freed memory stays with the process: otherwise the kernel maps and zeroes every large activation again, a tenth to a quarter of a step.
+    oneDNN's fp32 products are up to twice as fast as MKL's and as accurate, except where they round to bf16;
+    a training run measures which library it uses (`training.product_choice`). Batch scheduling keeps ranks
+    that share cores from preempting each other at every message. Freed memory stays with the process:
+    otherwise the kernel maps and zeroes every large activation again, a tenth to a quarter of a step.
     """
     products.use(products.default())
     with suppress(AttributeError, OSError):  # not Linux, or not permitted: only slower
@@ -94,7 +97,8 @@ def start_process_group(device: torch.device, timeout: str, meet: Callable[..., 
 
     Args:
         timeout: a duration, see run.timeout.
-        meet: called before the process group exists, with the rendezvous store, this rank and the number of ranks; without them if there
+        meet: called before the process group exists, with the rendezvous store, this rank and the number of
+        ranks; without them if there
             is one process.
     """
     if world_size() == 1:
@@ -104,7 +108,10 @@ def start_process_group(device: torch.device, timeout: str, meet: Callable[..., 
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
-    backend, limit = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=duration_seconds(timeout) or 0)
+    backend, limit = (
+        "nccl" if device.type == "cuda" else "gloo",
+        timedelta(seconds=duration_seconds(timeout) or 0),
+    )
     options: dict[str, Any] = {}
     if device.type == "cuda":
         from megalite.system import nccl
@@ -114,8 +121,9 @@ def start_process_group(device: torch.device, timeout: str, meet: Callable[..., 
         options = {"device_id": device, "pg_options": urgent}
     store, rank, size = next(rendezvous("env://", timeout=limit))
     store.set_timeout(limit)
-    # torchrun's store survives a restart, with the addresses of dead ranks: a prefix for each start hides them. On several nodes the
-    # counts may differ between nodes, so the prefix is constant there (docs/faults.md).
+    # torchrun's store survives a restart, with the addresses of dead ranks: a prefix for each start hides
+    # them. On several nodes the counts may differ between nodes, so the prefix is constant there
+    # (docs/faults.md).
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if world_size() == local_world_size() else "0"
     store = dist.PrefixStore(f"start_{start}", store)  # type: ignore[attr-defined]
     if meet is not None:
@@ -129,23 +137,28 @@ def exit_after_failure(
     report: Callable[[str, Lost | None], None] = lambda message, lost: None,
     lost: Lost | None = None,
 ) -> NoReturn:
-    """End the process with status 1 after a failure of communication, offloaded state, memory or data: nothing collective is possible.
+    """End the process with status 1 after a failure of communication, offloaded state, memory or data:
+    nothing collective is possible.
 
-    A failed rank makes the ranks that wait for it fail as well. In training the watchdog has told the error which rank failed first
-    (`lost`). Otherwise ranks store which one they lost, and the `reason` that it gave. `report` is called with the message, and with what
-    this rank has lost; None: it failed by itself.
+    A failed rank makes the ranks that wait for it fail as well. In training the watchdog has told the error
+    which rank failed first (`lost`). Otherwise ranks store which one they lost, and the `reason` that it
+    gave. `report` is called with the message, and with what this rank has lost; None: it failed by itself.
 
-    torchrun takes the failure with the earliest time for the cause, in whole seconds: a rank that has lost another one tells it later.
+    torchrun takes the failure with the earliest time for the cause, in whole seconds: a rank that has lost
+    another one tells it later.
     """
     from megalite.launch.causes import lost_by
 
     with suppress(ValueError):  # on the watchdog's thread, which must not set it
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher terminates all ranks once one has ended; this one ends by itself
+        # the launcher terminates all ranks once one has ended; this one ends by itself
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     lost = lost or lost_by(error)
     origin = "" if lost and lost.reason else _origin(error, reason)
     if lost and origin:
         lost = replace(lost, reason=origin)
-    message = f"{error}{f' ({lost.reason})' if lost and lost.reason and lost.reason not in str(error) else ''}"
+    message = (
+        f"{error}{f' ({lost.reason})' if lost and lost.reason and lost.reason not in str(error) else ''}"
+    )
     say(message)
     if lost is None:
         tell_torchrun(message)
@@ -157,7 +170,8 @@ def exit_after_failure(
 
 
 def _origin(error: object, reason: str) -> str:
-    """Names the rank that failed first, as far as the ranks have stored it. `reason`: why this rank failed, if it is the first."""
+    """Names the rank that failed first, as far as the ranks have stored it. `reason`: why this rank failed,
+    if it is the first."""
     import torch.distributed as dist
 
     if world_size() == 1 or not (reason or hasattr(error, "peer")):
@@ -181,7 +195,8 @@ def _origin(error: object, reason: str) -> str:
 def shutdown() -> NoReturn:
     """End the process together with the other ranks, without destroying the process group.
 
-    The teardown of torch takes seconds per rank and has no effect any more; a rank that destroys gloo while another still sends may abort.
+    The teardown of torch takes seconds per rank and has no effect any more; a rank that destroys gloo while
+    another still sends may abort.
     """
     import torch.distributed as dist
 

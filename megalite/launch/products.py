@@ -1,8 +1,10 @@
-"""The library that computes fp32 matrix products on a CPU: MKL, or oneDNN, which is faster on some processors and slower on others.
+"""The library that computes fp32 matrix products on a CPU: MKL, or oneDNN, which is faster on some processors
+and slower on others.
 
-torch has one setting for both questions, which library and how precise: "highest" selects MKL, "medium" oneDNN, which on processors with
-matrix units rounds the factors to bf16 and elsewhere computes in fp32. `rounds` therefore asks the result, not the processor's flags.
-Setting and measuring need no process group; `training.product_choice` chooses for all ranks of a run.
+torch has one setting for both questions, which library and how precise: "highest" selects MKL, "medium"
+oneDNN, which on processors with matrix units rounds the factors to bf16 and elsewhere computes in fp32.
+`rounds` therefore asks the result, not the processor's flags. Setting and measuring need no process group;
+`training.product_choice` chooses for all ranks of a run.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ MOST_FLOPS = 1e8  # of a measured product, about 1 ms on one core: a larger one 
 
 
 class Product(NamedTuple):
-    """`times` equal products of a step: [batch, rows, inner] · [batch, inner, columns], or two-dimensional ones if `batch` is 0.
+    """`times` equal products of a step: [batch, rows, inner] · [batch, inner, columns], or two-dimensional
+    ones if `batch` is 0.
 
     Attributes:
         transposed: which factors are transposed views, as a linear layer's weight is in its forward pass.
@@ -87,10 +90,12 @@ def candidates(option: str, rounded: bool) -> tuple[Path, ...]:
 
 
 def measure(products: Sequence[Product], paths: Sequence[Path]) -> dict[Path, float]:
-    """Processor seconds of a step's products in each library. Takes about two tenths of one, whatever the model.
+    """Processor seconds of a step's products in each library. Takes about two tenths of one, whatever the
+    model.
 
-    The libraries alternate product by product, the list is repeated, and the best time of each counts, in seconds of all threads that the
-    process was running: ranks that share cores and other programs then change little.
+    The libraries alternate product by product, the list is repeated, and the best time of each counts, in
+    seconds of all threads that the process was running: ranks that share cores and other programs then change
+    little.
     """
     best: dict[tuple[int, Path], float] = {}
     operands = [_operands(product) for product in products]
@@ -105,12 +110,17 @@ def measure(products: Sequence[Product], paths: Sequence[Path]) -> dict[Path, fl
                 torch.matmul(first, second)
                 seconds = scale * (process_time() - started)
                 best[number, path] = min(seconds, best.get((number, path), seconds))
-    return {path: sum(product.times * best[number, path] for number, product in enumerate(products)) for path in paths}
+    return {
+        path: sum(product.times * best[number, path] for number, product in enumerate(products))
+        for path in paths
+    }
 
 
 def _operands(product: Product) -> tuple[Tensor, Tensor, float]:
     """Two factors, and the ratio of the whole product's FLOPs to theirs: those of a large product are cut."""
-    batch, rows, inner, columns = (min(size, 2048) for size in (product.batch, product.rows, product.inner, product.columns))
+    batch, rows, inner, columns = (
+        min(size, 2048) for size in (product.batch, product.rows, product.inner, product.columns)
+    )
     while 2.0 * max(batch, 1) * rows * inner * columns > MOST_FLOPS and max(batch, rows, inner, columns) > 64:
         if batch > 1:
             batch = -(-batch // 2)

@@ -1,4 +1,5 @@
-"""Runs a module in a process that a launcher has started: `python -m megalite.launch.rank MODULE [ARGUMENT …]`.
+"""Runs a module in a process that a launcher has started: `python -m megalite.launch.rank MODULE [ARGUMENT
+…]`.
 
 It ends with the launcher, from its first import on, and prints nothing at a signal: the launcher does.
 """

@@ -1,12 +1,14 @@
 """The lock of a run's directory: one job at a time writes into it.
 
-The lock is the file RUN_DIR/lock with the holder's host, process, job and start. It is created by a hard link, which is atomic on NFS as
-well, and its modification time is renewed while the job lives. It is stale, and the next job takes it over, if
+The lock is the file RUN_DIR/lock with the holder's host, process, job and start. It is created by a hard
+link, which is atomic on NFS as well, and its modification time is renewed while the job lives. It is stale,
+and the next job takes it over, if
 
-- the holder was a process of this host that has ended (a process with its number that started at another time is another process),
+- the holder was a process of this host that has ended (a process with its number that started at another time
+  is another process),
 - the holder was an earlier start of the same job of the scheduler, which the scheduler has ended, or
-- it has not been renewed for `STALE_S`, by the clock of the file system, and is not renewed during `2 * REFRESH_S` either: the clocks of
-  hosts may differ, and a clock may jump.
+- it has not been renewed for `STALE_S`, by the clock of the file system, and is not renewed during `2 *
+  REFRESH_S` either: the clocks of hosts may differ, and a clock may jump.
 
 Commands that only read a run need no lock.
 """
@@ -40,10 +42,11 @@ class Holder:
     """The job that holds a lock.
 
     Attributes:
-        machine: identifies the running kernel and the namespace of its process numbers; containers of one host have several.
-        pid, started: number and start of the process, the latter in ticks since the kernel's start; None where /proc does not exist.
-        job, restart: the scheduler's name of the job, None without one, and how often the scheduler has started it again.
-        since: when the lock was taken, for people.
+        machine: identifies the running kernel and the namespace of its process numbers; containers of one
+        host have several. pid, started: number and start of the process, the latter in ticks since the
+        kernel's start; None where /proc does not exist. job, restart: the scheduler's name of the job, None
+        without one, and how often the scheduler has started it again. since: when the lock was taken, for
+        people.
     """
 
     host: str
@@ -58,23 +61,41 @@ class Holder:
     @staticmethod
     def own() -> Holder:
         scheduler = os.environ.get("SLURM_JOB_ID")
-        job, restart = f"SLURM {scheduler}" if scheduler else None, int(os.environ.get("SLURM_RESTART_COUNT", 0))
+        job, restart = (
+            f"SLURM {scheduler}" if scheduler else None,
+            int(os.environ.get("SLURM_RESTART_COUNT", 0)),
+        )
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        return Holder(os.uname().nodename, _machine(), os.getpid(), start_of(os.getpid()), job, restart, since, uuid.uuid4().hex)
+        return Holder(
+            os.uname().nodename,
+            _machine(),
+            os.getpid(),
+            start_of(os.getpid()),
+            job,
+            restart,
+            since,
+            uuid.uuid4().hex,
+        )
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}{f', job {self.job}' if self.job else ''}, since {self.since}"
+        return (
+            f"process {self.pid} on {self.host}{f', job {self.job}' if self.job else ''}, since {self.since}"
+        )
 
 
 def _machine() -> str:
     with suppress(OSError):
-        boot, namespace = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip(), os.stat("/proc/self/ns/pid").st_ino
+        boot, namespace = (
+            Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip(),
+            os.stat("/proc/self/ns/pid").st_ino,
+        )
         return f"{os.uname().nodename} {boot} {namespace}"
     return os.uname().nodename
 
 
 def start_of(pid: int) -> int | None:
-    """When a process of this machine started, in ticks since the kernel's start; None if it has ended, or without /proc."""
+    """When a process of this machine started, in ticks since the kernel's start; None if it has ended, or
+    without /proc."""
     process = look(pid)
     return None if process is None else process.started
 
@@ -87,7 +108,14 @@ class RunLock:
         refresh_s, stale_s: seconds between renewals, and without one until the lock counts as stale.
     """
 
-    def __init__(self, directory: Path, holder: Holder | None = None, *, refresh_s: float = REFRESH_S, stale_s: float = STALE_S):
+    def __init__(
+        self,
+        directory: Path,
+        holder: Holder | None = None,
+        *,
+        refresh_s: float = REFRESH_S,
+        stale_s: float = STALE_S,
+    ):
         self.path, self.holder = directory / FILE, holder or Holder.own()
         self._refresh_s, self._stale_s = refresh_s, stale_s
         self._over, self._moving = Event(), Lock()
@@ -122,15 +150,18 @@ class RunLock:
                 continue
             if why is None:
                 raise InUseError(
-                    f"{self.path.parent} is in use by {found}. Give this run another run.name, or end that job first. "
-                    f"If it is gone, wait until its lock is stale ({self._stale_s:.0f} s), or remove {self.path}."
+                    f"{self.path.parent} is in use by {found}. Give this run another run.name, or end that "
+                    "job first. "
+                    f"If it is gone, wait until its lock is stale ({self._stale_s:.0f} s), or remove "
+                    f"{self.path}."
                 )
             if self._remove_stale(found):
                 note = f"took over the lock of {found}: {why}"
         return note
 
     def move_directory(self, target: Path) -> None:
-        """Rename the locked directory, and lock a new one in its place. Raises InUseError if another job locks that first."""
+        """Rename the locked directory, and lock a new one in its place. Raises InUseError if another job
+        locks that first."""
         with self._moving:
             self.path.parent.rename(target)
             self.path.parent.mkdir()
@@ -161,7 +192,8 @@ class RunLock:
                 os.link(own, path)
             except FileExistsError:
                 return own.stat().st_nlink == 2  # a reply of NFS that was lost and asked for again
-            except OSError:  # a file system without hard links: still exclusive, but a reader may find it empty for a moment
+            # a file system without hard links: still exclusive, but a reader may find it empty for a moment
+            except OSError:
                 return _create_exclusively(path, text)
         finally:
             own.unlink(missing_ok=True)
@@ -181,14 +213,16 @@ class RunLock:
             return None, None
         if before[0] <= self._stale_s:
             return holder, None
-        self._over.wait(2 * self._refresh_s)  # a clock may have jumped: a living holder renews its lock meanwhile
+        # a clock may have jumped: a living holder renews its lock meanwhile
+        self._over.wait(2 * self._refresh_s)
         after = self._age()
         if after is None:
             return None, None
         return holder, None if after[1] != before[1] else f"it has not been renewed for {after[0]:.0f} s"
 
     def _age(self) -> tuple[float, int] | None:
-        """Seconds since the last renewal, by the clock of the file system, and the time of that renewal; None: there is no lock."""
+        """Seconds since the last renewal, by the clock of the file system, and the time of that renewal;
+        None: there is no lock."""
         probe = self.path.with_name(f".{FILE}.{self.holder.token}")
         probe.touch()
         try:
@@ -200,7 +234,8 @@ class RunLock:
             probe.unlink()
 
     def _remove_stale(self, stale: Holder) -> bool:
-        """Remove a stale lock; returns whether this job did. One at a time, so that none removes the lock that another has just taken."""
+        """Remove a stale lock; returns whether this job did. One at a time, so that none removes the lock
+        that another has just taken."""
         guard = self.path.with_name(f"{FILE}.takeover")
         if not self._create(guard):
             with suppress(FileNotFoundError):  # left by a job that was killed at this very point
@@ -218,7 +253,8 @@ class RunLock:
             guard.unlink(missing_ok=True)
 
     def _renew(self) -> None:
-        """Renew the lock until `release`; says once if another job has taken it, or if it has gone with its directory."""
+        """Renew the lock until `release`; says once if another job has taken it, or if it has gone with its
+        directory."""
         said = False
         while not self._over.wait(self._refresh_s):
             with self._moving:
@@ -234,8 +270,12 @@ class RunLock:
             if holder is None:
                 self._create(self.path)
                 return "was removed, and was created again"
-            if holder.token not in ("", self.holder.token):  # this process was suspended for longer than a lock lives
-                say(f"the lock of this run, {self.path}, is now held by {holder}: this job ends without saving")
+            # this process was suspended for longer than a lock lives
+            if holder.token not in ("", self.holder.token):
+                say(
+                    f"the lock of this run, {self.path}, is now held by {holder}: this job ends without "
+                    "saving"
+                )
                 os._exit(ExitStatus.IN_USE)
             os.utime(self.path)
         except OSError as error:
@@ -258,7 +298,8 @@ def _create_exclusively(path: Path, text: str) -> bool:
 
 
 def read(path: Path) -> Holder | None:
-    """The holder named in a lock; None if there is no lock. A damaged one has an unknown holder, and is judged by its age."""
+    """The holder named in a lock; None if there is no lock. A damaged one has an unknown holder, and is
+    judged by its age."""
     try:
         return Holder(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:

@@ -1,4 +1,5 @@
-"""`python -m megalite.mesh --tp 2 --pp 2 --dp 2` prints the coordinates of all ranks and the groups of the mesh."""
+"""`python -m megalite.mesh --tp 2 --pp 2 --dp 2` prints the coordinates of all ranks and the groups of the
+mesh."""
 
 from megalite.mesh.map import main
 

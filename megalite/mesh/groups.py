@@ -1,4 +1,5 @@
-"""The process groups of a mesh: each made once, in the same order on every rank, and connected before the first step."""
+"""The process groups of a mesh: each made once, in the same order on every rank, and connected before the
+first step."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class ProcessGroups:
         return self._shared[ranks]
 
     def own(self, ranks: tuple[int, ...]) -> ProcessGroup:
-        """An urgent group that is not shared with other axes over these ranks: its collectives wait for none of theirs."""
+        """An urgent group that is not shared with other axes over these ranks: its collectives wait for none
+        of theirs."""
         self._own.append(self.new(ranks, kind="urgent"))
         return self._own[-1]
 
@@ -47,11 +49,15 @@ class ProcessGroups:
         self._on_cpu.append(self.new(ranks, "gloo"))
         return self._on_cpu[-1]
 
-    def new(self, ranks: tuple[int, ...], backend: str | None = None, kind: Kind | None = None) -> ProcessGroup:
-        """Make a group. On gloo only its members synchronise: at a thousand ranks no rank waits for groups that it is not in.
+    def new(
+        self, ranks: tuple[int, ...], backend: str | None = None, kind: Kind | None = None
+    ) -> ProcessGroup:
+        """Make a group. On gloo only its members synchronise: at a thousand ranks no rank waits for groups
+        that it is not in.
 
-        On NCCL every group is split off the world's communicator (ncclCommSplit), in which the whole world takes part. So every rank makes
-        its groups axis by axis in the same order, and equally many; otherwise ranks could wait for each other in a cycle.
+        On NCCL every group is split off the world's communicator (ncclCommSplit), in which the whole world
+        takes part. So every rank makes its groups axis by axis in the same order, and equally many; otherwise
+        ranks could wait for each other in a cycle.
         """
         import torch.distributed as dist
 
@@ -61,10 +67,19 @@ class ProcessGroups:
 
             options = nccl.options(kind)
             options._timeout = self._timeout or options._timeout
-        return dist.new_group(list(ranks), timeout=self._timeout, backend=backend, pg_options=options, use_local_synchronization=True)
+        return dist.new_group(
+            list(ranks),
+            timeout=self._timeout,
+            backend=backend,
+            pg_options=options,
+            use_local_synchronization=True,
+        )
 
-    def connect(self, channels: Mapping[str, ProcessGroup], edges: Mapping[str, Edges], ranks: Sequence[int], own: int) -> None:
-        """Connect every communicator now, in the same order on every rank: lazy connection at the first use in the pipeline can hang.
+    def connect(
+        self, channels: Mapping[str, ProcessGroup], edges: Mapping[str, Edges], ranks: Sequence[int], own: int
+    ) -> None:
+        """Connect every communicator now, in the same order on every rank: lazy connection at the first use
+        in the pipeline can hang.
 
         Args:
             channels: point-to-point groups over the same ranks, by name.
@@ -78,7 +93,8 @@ class ProcessGroups:
             return
         cuda = dist.get_backend() == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        # On NCCL a collective over a channel would connect all its ranks in both directions, and each connection takes memory.
+        # On NCCL a collective over a channel would connect all its ranks in both directions, and each
+        # connection takes memory.
         for group in (*self._shared.values(), *self._own, *(() if cuda else channels.values())):
             dist.all_reduce(torch.ones(1, device=device), group=group)
         for group in self._on_cpu:

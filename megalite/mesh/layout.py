@@ -1,6 +1,7 @@
-"""The coordinates of every rank: the arithmetic of the mesh, for any world size. Imports no torch.
+"""The coordinates of every rank: the arithmetic of the mesh, for any world size.
 
-tp is innermost, then cp, dp, pp: rank = ((pp·DP + dp)·CP + cp)·TP + tp, so that the ranks that communicate most are neighbours on one node.
+tp is innermost, then cp, dp, pp: rank = ((pp·DP + dp)·CP + cp)·TP + tp, so that the ranks that communicate
+most are neighbours on one node.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class Layout(ParallelDims):
 
     def coordinates(self, rank: int) -> Coordinates:
         """The rank's index on each axis, with the axes' sizes."""
-        return Coordinates({axis: AxisPlace(index, getattr(self, axis)) for axis, index in self.position(rank).items()})
+        return Coordinates(
+            {axis: AxisPlace(index, getattr(self, axis)) for axis, index in self.position(rank).items()}
+        )
 
     def rank(self, position: dict[str, int]) -> int:
         """The rank with these indices: the inverse of `position`."""

@@ -13,28 +13,42 @@ Groups = list[tuple[int, ...]]
 
 def describe(layout: Layout) -> str:
     """The mesh as text: a row per (pp, dp, cp), with its tp ranks."""
-    sizes = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in AXES) + (f", ep {layout.ep}" if layout.ep > 1 else "")
+    sizes = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in AXES) + (
+        f", ep {layout.ep}" if layout.ep > 1 else ""
+    )
     lines = [f"{layout.world} rank{'s' * (layout.world > 1)}: {sizes}"]
     for pp, dp, cp in product(range(layout.pp), range(layout.dp), range(layout.cp)):
         ranks = [layout.rank({"pp": pp, "dp": dp, "cp": cp, "tp": tp}) for tp in range(layout.tp)]
-        lines.append(f"  stage {pp}  replica {dp}" + (f"  context {cp}" if layout.cp > 1 else "") + f"  tp ranks {ranks}")
+        lines.append(
+            f"  stage {pp}  replica {dp}"
+            + (f"  context {cp}" if layout.cp > 1 else "")
+            + f"  tp ranks {ranks}"
+        )
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m megalite.mesh", description="Print the ranks of a mesh and their process groups.")
+    parser = argparse.ArgumentParser(
+        prog="python -m megalite.mesh", description="Print the ranks of a mesh and their process groups."
+    )
     for axis in reversed(AXES):
         parser.add_argument(f"--{axis}", type=int, default=1, help=f"size of the {axis} axis")
-    parser.add_argument("--ep", type=int, default=1, help="number of ranks over which the experts of a layer are split")
+    parser.add_argument(
+        "--ep", type=int, default=1, help="number of ranks over which the experts of a layer are split"
+    )
     sizes = vars(parser.parse_args(argv))
     for axis, size in sizes.items():
         if size < 1:
             parser.error(f"--{axis} = {size}: an axis has at least one rank")
     layout = Layout(**sizes)
     if layout.stage_ranks % layout.ep:
-        parser.error(f"--ep = {layout.ep} does not divide the {layout.stage_ranks} ranks of a stage, dp * cp * tp")
+        parser.error(
+            f"--ep = {layout.ep} does not divide the {layout.stage_ranks} ranks of a stage, dp * cp * tp"
+        )
     print(describe(layout))
-    groups = {axis: _peers(layout, axis) for axis in reversed(AXES)} | {name: _peers(layout, *axes) for name, axes in PRODUCTS.items()}
+    groups = {axis: _peers(layout, axis) for axis in reversed(AXES)} | {
+        name: _peers(layout, *axes) for name, axes in PRODUCTS.items()
+    }
     if layout.ep > 1:
         groups |= _of_experts(layout, groups["stage"])
     for name, ranks in groups.items():
@@ -46,7 +60,8 @@ def _peers(layout: Layout, *axes: str) -> Groups:
 
 
 def _of_experts(layout: Layout, stages: Groups) -> dict[str, Groups]:
-    """The ranks that share a layer's experts, and those that hold the same ones, over which their gradients are summed."""
+    """The ranks that share a layer's experts, and those that hold the same ones, over which their gradients
+    are summed."""
     ep = layout.ep
     return {
         "ep": [stage[first : first + ep] for stage in stages for first in range(0, len(stage), ep)],

@@ -1,8 +1,9 @@
-"""Where all ranks wait for each other, however long work of the host takes on one of them: a save, a load, a disk that flushes.
+"""Where all ranks wait for each other, however long work of the host takes on one of them: a save, a load, a
+disk that flushes.
 
-Communication fails if a rank is later than `run.timeout`: gloo raises, and torch ends a process whose NCCL collective takes as long. So
-ranks meet through the rendezvous store first, which neither limits, and communicate when all have come. Meanwhile the watchdog tells
-whether the others are alive.
+Communication fails if a rank is later than `run.timeout`: gloo raises, and torch ends a process whose NCCL
+collective takes as long. So ranks meet through the rendezvous store first, which neither limits, and
+communicate when all have come. Meanwhile the watchdog tells whether the others are alive.
 """
 
 from __future__ import annotations
@@ -34,17 +35,19 @@ class Meeting:
     """A barrier of all ranks through a store. Called by one thread at a time, on every rank.
 
     Args:
-        name: of the ranks' meetings; those of another thread need another name.
-        timeout: seconds to wait for the others where nothing tells whether they are alive (`Activity.watched`).
+        name: of the ranks' meetings; those of another thread need another name. timeout: seconds to wait for
+        the others where nothing tells whether they are alive (`Activity.watched`).
     """
 
     def __init__(self, name: str, store: Store, rank: int, size: int, activity: Activity, timeout: float):
         self._store, self._size, self._activity, self._timeout = store, size, activity, timeout
-        self._prefix = f"meeting/{name}/{store.add(f'meeting/{name}/{rank}', 1)}"  # every rank counts its own in this store: they agree
+        # every rank counts its own in this store: they agree
+        self._prefix = f"meeting/{name}/{store.add(f'meeting/{name}/{rank}', 1)}"
         self._count = 0
 
     def __call__(self) -> None:
-        """Wait until all ranks have called this as often. Raises Late, also if one has ended, or the store's RuntimeError."""
+        """Wait until all ranks have called this as often. Raises Late, also if one has ended, or the store's
+        RuntimeError."""
         self._count += 1
         key = f"{self._prefix}/{self._count}"
         if self._store.add(key, 1) == self._size:
@@ -83,12 +86,18 @@ class Meetings:
             dist.distributed_c10d._get_default_store().set(ENDED, "")
 
     def __call__(self, name: str, group: ProcessGroup | None) -> None:
-        """Wait for all ranks before a collective over this group of theirs. Collective. Raises a RuntimeError, as that would."""
+        """Wait for all ranks before a collective over this group of theirs. Collective. Raises a
+        RuntimeError, as that would."""
         import torch.distributed as dist
 
         if group is None or dist.get_backend() == "fake":
             return
         if name not in self._by_name:
-            store, limit = dist.distributed_c10d._get_default_store(), self._timeout or dist.default_pg_timeout
-            self._by_name[name] = Meeting(name, store, dist.get_rank(), dist.get_world_size(), self._activity, limit.total_seconds())
+            store, limit = (
+                dist.distributed_c10d._get_default_store(),
+                self._timeout or dist.default_pg_timeout,
+            )
+            self._by_name[name] = Meeting(
+                name, store, dist.get_rank(), dist.get_world_size(), self._activity, limit.total_seconds()
+            )
         self._by_name[name]()

@@ -1,9 +1,10 @@
 """The pp × dp × cp × tp mesh of ranks and its process groups.
 
-tp is innermost, then cp, dp, pp: rank = ((pp·DP + dp)·CP + cp)·TP + tp, so that the ranks that communicate most are neighbours on one node.
-`ParallelDims` has the sizes; `Layout` adds the coordinates of every rank (pure, for any world size); `Mesh` adds this process's groups,
-created once, eagerly, in the same order on every rank. Groups over equal lists of ranks are shared.
-`python -m megalite.mesh --tp 2 --pp 2 --dp 2` prints the coordinates of all ranks.
+tp is innermost, then cp, dp, pp: rank = ((pp·DP + dp)·CP + cp)·TP + tp, so that the ranks that communicate
+most are neighbours on one node. `ParallelDims` has the sizes; `Layout` adds the coordinates of every rank
+(pure, for any world size); `Mesh` adds this process's groups, created once, eagerly, in the same order on
+every rank. Groups over equal lists of ranks are shared. `python -m megalite.mesh --tp 2 --pp 2 --dp 2` prints
+the coordinates of all ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class MeshAxis:
 
 @dataclass(frozen=True)
 class Domain:
-    """The ranks that hold a kind of parameters: of dense ones all data ranks of a stage, of an expert's the ranks that hold this expert.
+    """The ranks that hold a kind of parameters: of dense ones all data ranks of a stage, of an expert's the
+    ranks that hold this expert.
 
     Attributes:
         shard: ranks that a bucket's weights, gradients and optimizer state are sharded over (ZeRO).
@@ -71,7 +73,8 @@ class Domain:
 
     @property
     def share(self) -> int:
-        return self.shard.rank * self.replicate.size + self.replicate.rank  # a shard is divided among its replicas
+        # a shard is divided among its replicas
+        return self.shard.rank * self.replicate.size + self.replicate.rank
 
 
 def neighbours(ranks: tuple[int, ...], rank: int, size: int) -> tuple[int, ...]:
@@ -84,18 +87,22 @@ class Mesh:
     """This process's axes and channels.
 
     Args:
-        dims: sizes of the axes; their product is the world size. Weights, gradients and optimizer state are sharded over groups of
+        dims: sizes of the axes; their product is the world size. Weights, gradients and optimizer state are
+        sharded over groups of
             `dims.shard` neighbours of the data axis; the groups are replicas of each other.
         kv_replicas: number of tp ranks that hold the same key-value head (1 if there are at least tp heads).
-        tied: the pipeline ranks that hold the two copies of a tied embedding, or None.
-        channels: the point-to-point communicators over the pp axis by name, in the order of creation, each with the pairs of pipeline
+        tied: the pipeline ranks that hold the two copies of a tied embedding, or None. channels: the
+        point-to-point communicators over the pp axis by name, in the order of creation, each with the pairs
+        of pipeline
             ranks (source, target) that use it.
-        staggered_end: whether totals are summed along the pipeline, not over the world: adds their channels and the axis of a stage.
-        stage_axis: whether the ranks of a stage have an axis also without that.
-        counts_tokens: whether the data ranks sum valid tokens in every step: on NCCL gives `counting` a gloo group of its own,
+        staggered_end: whether totals are summed along the pipeline, not over the world: adds their channels
+        and the axis of a stage. stage_axis: whether the ranks of a stage have an axis also without that.
+        counts_tokens: whether the data ranks sum valid tokens in every step: on NCCL gives `counting` a gloo
+        group of its own,
             so that the count needs no device; otherwise it is the data axis.
-        background_saves: whether saves communicate during training: gives `saving` a gloo group of its own; otherwise it is the world.
-        timeout: time after which an operation fails if its peers do not answer; default: torch's.
+        background_saves: whether saves communicate during training: gives `saving` a gloo group of its own;
+        otherwise it is the world. timeout: time after which an operation fails if its peers do not answer;
+        default: torch's.
 
     Raises:
         ValueError: the number of processes is not the product of the axes' sizes.
@@ -123,38 +130,71 @@ class Mesh:
             raise ValueError(f"the mesh {dims} needs {dims.world} ranks, but {available} were started")
         self.traffic: Counter[tuple[str, str]] = Counter()
         self.activity = Activity()
-        urgent = {dims.peers(self.rank, ("tp",)), neighbours(dims.peers(self.rank, PRODUCTS["data"]), self.rank, dims.shard)}
+        urgent = {
+            dims.peers(self.rank, ("tp",)),
+            neighbours(dims.peers(self.rank, PRODUCTS["data"]), self.rank, dims.shard),
+        }
         self._groups = ProcessGroups(timeout, urgent.__contains__)
         self.world = self._axis("world", dims.peers(self.rank, AXES))
-        # cp has a communicator of its own: at dp = 1 what attention exchanges would queue behind reductions over the same ranks.
-        self.tp, self.cp, self.dp = (self._axis(name, dims.peers(self.rank, (name,)), own=name == "cp") for name in ("tp", "cp", "dp"))
+        # cp has a communicator of its own: at dp = 1 what attention exchanges would queue behind reductions
+        # over the same ranks.
+        self.tp, self.cp, self.dp = (
+            self._axis(name, dims.peers(self.rank, (name,)), own=name == "cp") for name in ("tp", "cp", "dp")
+        )
         # Neighbours that exchange heads, and the ranks at this one's index in every such group.
-        self.cp_levels = self._split(self.cp, dims.context_inner, ("cp_inner", "cp_outer"), own=True) if dims.context_inner > 1 else None
+        self.cp_levels = (
+            self._split(self.cp, dims.context_inner, ("cp_inner", "cp_outer"), own=True)
+            if dims.context_inner > 1
+            else None
+        )
         self.data = self._axis("data", dims.peers(self.rank, PRODUCTS["data"]))
         self.shard, self.replicate = self._split(self.data, dims.shard)
-        stage = dims.peers(self.rank, PRODUCTS["stage"]) if dims.experts else (self.rank,)  # without experts none of these axes has peers
-        self.expert = self._axis("expert", neighbours(stage, self.rank, dims.ep), own=True)  # as cp: rows must not wait
+        # without experts none of these axes has peers
+        stage = dims.peers(self.rank, PRODUCTS["stage"]) if dims.experts else (self.rank,)
+        # as cp: rows must not wait
+        self.expert = self._axis("expert", neighbours(stage, self.rank, dims.ep), own=True)
         self.expert_data = self._axis("expert_data", stage[stage.index(self.rank) % dims.ep :: dims.ep])
         names = "expert_shard", "expert_replicate"
-        self.expert_split = self._split(self.expert_data, min(dims.expert_shard, self.expert_data.size), names)
-        self.sequence = self._axis("sequence", dims.peers(self.rank, ("cp", "tp")) if dims.experts else (self.rank,))
+        self.expert_split = self._split(
+            self.expert_data, min(dims.expert_shard, self.expert_data.size), names
+        )
+        self.sequence = self._axis(
+            "sequence", dims.peers(self.rank, ("cp", "tp")) if dims.experts else (self.rank,)
+        )
         pp_ranks = dims.peers(self.rank, ("pp",))
         # No group of its own: stages communicate only through the channels.
         self.pp = MeshAxis("pp", pp_ranks.index(self.rank), dims.pp, pp_ranks, None, self.traffic)
         self.kv_replica = self._axis("kv_replica", neighbours(self.tp.ranks, self.rank, kv_replicas))
         self.tied_pair = self._tied_pair(tied)
         up = [(rank, rank + 1) for rank in range(dims.pp - 1)]
-        totals = dict(zip(TOTALS, (up, [(target, source) for source, target in up]), strict=True)) if staggered_end else {}
+        totals = (
+            dict(zip(TOTALS, (up, [(target, source) for source, target in up]), strict=True))
+            if staggered_end
+            else {}
+        )
         edges = {**(channels or {}), **totals} if dims.pp > 1 else {}
         self.channels = {name: self._groups.new(self.pp.ranks, kind="channel") for name in edges}
-        self.stage = self._axis("stage", dims.peers(self.rank, PRODUCTS["stage"])) if staggered_end or stage_axis else None
+        self.stage = (
+            self._axis("stage", dims.peers(self.rank, PRODUCTS["stage"]))
+            if staggered_end or stage_axis
+            else None
+        )
         own = background_saves and self.world.size > 1
-        self.saving = replace(self.world, name="saving", group=self._groups.on_cpu(self.world.ranks)) if own else self.world
+        self.saving = (
+            replace(self.world, name="saving", group=self._groups.on_cpu(self.world.ranks))
+            if own
+            else self.world
+        )
         own = counts_tokens and self.data.size > 1 and dist.get_backend() == "nccl"
-        self.counting = replace(self.data, name="counting", group=self._groups.on_cpu(self.data.ranks)) if own else self.data
+        self.counting = (
+            replace(self.data, name="counting", group=self._groups.on_cpu(self.data.ranks))
+            if own
+            else self.data
+        )
         self.meet = Meetings(self.activity, timeout)
         self._groups.connect(self.channels, edges, self.pp.ranks, self.pp.rank)
-        self.tp = self._with_shared_memory(self.tp)  # only tp: its collectives are on the critical path of every layer
+        # only tp: its collectives are on the critical path of every layer
+        self.tp = self._with_shared_memory(self.tp)
 
     @property
     def coordinates(self) -> Coordinates:
@@ -180,11 +220,18 @@ class Mesh:
             return axis
         from megalite.system.shared_memory import SharedMemory
 
-        return replace(axis, shared=SharedMemory.open(axis.ranks, axis.group, self.timeout or dist.default_pg_timeout))
+        return replace(
+            axis, shared=SharedMemory.open(axis.ranks, axis.group, self.timeout or dist.default_pg_timeout)
+        )
 
-    def _split(self, axis: MeshAxis, size: int, names: Sequence[str] = SHARDS, own: bool = False) -> tuple[MeshAxis, MeshAxis]:
-        """Split an axis into groups of `size` neighbours. Returns this rank's group, and the ranks at its index in every group."""
-        group = axis if size == axis.size else self._axis(names[0], neighbours(axis.ranks, self.rank, size), own)
+    def _split(
+        self, axis: MeshAxis, size: int, names: Sequence[str] = SHARDS, own: bool = False
+    ) -> tuple[MeshAxis, MeshAxis]:
+        """Split an axis into groups of `size` neighbours. Returns this rank's group, and the ranks at its
+        index in every group."""
+        group = (
+            axis if size == axis.size else self._axis(names[0], neighbours(axis.ranks, self.rank, size), own)
+        )
         return group, axis if size == 1 else self._axis(names[1], axis.ranks[axis.rank % size :: size], own)
 
     def _tied_pair(self, tied: tuple[int, int] | None) -> MeshAxis | None:
@@ -192,8 +239,9 @@ class Mesh:
             return None
         if self.pp.rank in tied:
             return self._axis("tied_pair", tuple(sorted(self.pp.ranks[stage] for stage in tied)))
-        # torch names a locally synchronised group after its ranks and the number of groups that the process has made: members agree on the
-        # name only if every rank has made equally many. With two pipeline ranks all are in the pair.
+        # torch names a locally synchronised group after its ranks and the number of groups that the process
+        # has made: members agree on the name only if every rank has made equally many. With two pipeline
+        # ranks all are in the pair.
         if self.pp.size > 2:
             self._groups.new((self.rank,))
         return None

@@ -1,7 +1,8 @@
 """Causal self-attention with grouped key-value heads; each tp rank computes its own heads.
 
-Column-parallel query-key-value projection, attention over this rank's heads, row-parallel output projection. Communication: that of the two
-linears, of a query-key norm over the full width (`FullWidthRMSNorm`), and with parts of sequences that of `parallel.context`.
+Column-parallel query-key-value projection, attention over this rank's heads, row-parallel output projection.
+Communication: that of the two linears, of a query-key norm over the full width (`FullWidthRMSNorm`), and with
+parts of sequences that of `parallel.context`.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from megalite.parallel.weight import Weight
 
 
 class _Split(torch.autograd.Function):
-    """Split the packed projection into queries, keys and values, and rotate queries and keys. Backward returns one packed gradient.
+    """Split the packed projection into queries, keys and values, and rotate queries and keys. Backward
+    returns one packed gradient.
 
-    [seq, batch, (heads + 2 · kv_heads) · head_dim] -> [seq, batch, heads, head_dim] and twice [seq, batch, kv_heads, head_dim], all of this
-    rank's heads. Without tables nothing is rotated. No communication.
+    [seq, batch, (heads + 2 · kv_heads) · head_dim] -> [seq, batch, heads, head_dim] and twice [seq, batch,
+    kv_heads, head_dim], all of this rank's heads. Without tables nothing is rotated. No communication.
     """
 
     @staticmethod
@@ -37,7 +39,9 @@ class _Split(torch.autograd.Function):
         cos, sin = rotary if rotary is not None else (None, None)
         ctx.save_for_backward(cos, sin)
         ctx.ops = layer.options.ops
-        return ctx.ops.split_rotary(packed, layer.heads, layer.kv_heads, layer.model_config.head_size, cos, sin)
+        return ctx.ops.split_rotary(
+            packed, layer.heads, layer.kv_heads, layer.model_config.head_size, cos, sin
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -46,7 +50,8 @@ class _Split(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotary embedding of [seq, batch, heads, head_dim]; the gradient is rotated by the opposite angle. No communication."""
+    """Rotary embedding of [seq, batch, heads, head_dim]; the gradient is rotated by the opposite angle. No
+    communication."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -60,7 +65,8 @@ class _Rotate(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """softmax(q kᵀ · scale + mask) v over this rank's heads: [seq, batch, heads, head_dim]. No communication."""
+    """softmax(q kᵀ · scale + mask) v over this rank's heads: [seq, batch, heads, head_dim]. No
+    communication."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
@@ -76,9 +82,12 @@ class _Attention(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    """Self-attention: [seq, batch, hidden] -> the same shape; [seq/tp, batch, hidden] under sequence parallelism."""
+    """Self-attention: [seq, batch, hidden] -> the same shape; [seq/tp, batch, hidden] under sequence
+    parallelism."""
 
-    def __init__(self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions):
+    def __init__(
+        self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions
+    ):
         super().__init__()
         name = f"layers.{layer}.attention"
         tp, sequence_parallel = mesh.tp, options.sequence_parallel
@@ -86,17 +95,24 @@ class Attention(nn.Module):
         self.heads = model.num_attention_heads // tp.size
         self.first_head = self.heads * tp.rank  # global index: part of the key of attention dropout
         self.uses_rope, self.local_rope = model.uses_rope(layer), model.local_rope(layer)
-        self.out = RowParallelLinear(weights[f"{name}.out.weight"], weights.get(f"{name}.out.bias"), tp, sequence_parallel)
+        self.out = RowParallelLinear(
+            weights[f"{name}.out.weight"], weights.get(f"{name}.out.bias"), tp, sequence_parallel
+        )
         self.attend = options.attention_over(mesh) or _Attention.apply
         self.make_projections(name, weights, mesh)
 
     def make_projections(self, name: str, weights: Mapping[str, Weight], mesh: Mesh) -> None:
         """The modules of `project`."""
         model, tp = self.model_config, mesh.tp
-        self.kv_heads = model.kv_heads * kv_replicas(model, tp.size) // tp.size  # at least 1: tp ranks beyond the kv heads hold replicas
+        # at least 1: tp ranks beyond the kv heads hold replicas
+        self.kv_heads = model.kv_heads * kv_replicas(model, tp.size) // tp.size
         bias = weights.get(f"{name}.qkv.bias")
-        self.qkv = ColumnParallelLinear(weights[f"{name}.qkv.weight"], bias, tp, self.options.sequence_parallel)
-        self.q_norm, self.k_norm = (self._qk_norm(weights, f"{name}.{part}.weight", mesh) for part in ("q_norm", "k_norm"))
+        self.qkv = ColumnParallelLinear(
+            weights[f"{name}.qkv.weight"], bias, tp, self.options.sequence_parallel
+        )
+        self.q_norm, self.k_norm = (
+            self._qk_norm(weights, f"{name}.{part}.weight", mesh) for part in ("q_norm", "k_norm")
+        )
 
     def _qk_norm(self, weights: Mapping[str, Weight], name: str, mesh: Mesh) -> nn.Module | None:
         model = self.model_config
@@ -109,14 +125,18 @@ class Attention(nn.Module):
         return FullWidthRMSNorm(weights[name], model.rms_norm_eps, model.norm_offset, mesh.tp)
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
-        q, k, v = self.project(x, state)  # [seq, batch, heads/tp, head_dim]; k and v with this rank's key-value heads
+        # [seq, batch, heads/tp, head_dim]; k and v with this rank's key-value heads
+        q, k, v = self.project(x, state)
         out = self.attend(q, k, v, self.operation(state))  # [seq, batch, heads/tp, head_dim]
-        return self.out(out.flatten(-2), state.adapter_mask(Site.OUT_ADAPTER, self.layer))  # row-parallel: summed over tp
+        # row-parallel: summed over tp
+        return self.out(out.flatten(-2), state.adapter_mask(Site.OUT_ADAPTER, self.layer))
 
     def project(self, x: Tensor, state: ForwardState) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of this rank's heads, [seq, batch, heads, head_dim] each, normalized and rotated."""
+        """Queries, keys and values of this rank's heads, [seq, batch, heads, head_dim] each, normalized and
+        rotated."""
         rotary = (state.local_rotary if self.local_rope else state.rotary) if self.uses_rope else None
-        packed = self.qkv(x, state.adapter_mask(Site.QKV_ADAPTER, self.layer))  # [seq, batch, (heads + 2 · kv_heads) · head_dim]
+        # [seq, batch, (heads + 2 · kv_heads) · head_dim]
+        packed = self.qkv(x, state.adapter_mask(Site.QKV_ADAPTER, self.layer))
         if self.q_norm is None or self.k_norm is None:
             return _Split.apply(packed, self, rotary)  # split and rotation in one pass over memory
         q, k, v = _Split.apply(packed, self, None)  # norms are applied before the rotation
@@ -132,7 +152,9 @@ class Attention(nn.Module):
         dropout = None
         if model.attention_dropout and state.training:
             key = state.dropout_key(Site.ATTENTION, self.layer)
-            dropout = AttentionDropout(key, state.samples, model.attention_dropout, self.first_head, state.first_position)
+            dropout = AttentionDropout(
+                key, state.samples, model.attention_dropout, self.first_head, state.first_position
+            )
         return {
             "scale": model.attention_scale or model.head_size**-0.5,
             "window": model.window(self.layer),
@@ -140,6 +162,7 @@ class Attention(nn.Module):
             "softcap": model.attention_softcap,
             "dropout": dropout,
             "boundaries": state.boundaries,
-            "recompute": self.options.recomputes_scores or not torch.is_grad_enabled(),  # without a backward nothing is saved
+            # without a backward nothing is saved
+            "recompute": self.options.recomputes_scores or not torch.is_grad_enabled(),
             **({} if state.part is None else {"part": state.part}),
         }

@@ -1,7 +1,9 @@
-"""Attention whose heads have a sink each (gpt-oss): a learned score that joins the softmax over the keys and has no value.
+"""Attention whose heads have a sink each (gpt-oss): a learned score that joins the softmax over the keys and
+has no value.
 
-A head may attend to nothing: its output is then nearly zero. Each tp rank has the sinks of its own heads, and their gradient is complete on
-it; over dp and cp it is summed as every other one is. No communication but that of `Attention`.
+A head may attend to nothing: its output is then nearly zero. Each tp rank has the sinks of its own heads, and
+their gradient is complete on it; over dp and cp it is summed as every other one is. No communication but that
+of `Attention`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from megalite.parallel.weight import Weight
 
 
 class _AttentionWithSinks(torch.autograd.Function):
-    """Attention over this rank's heads, [seq, batch, heads, head_dim]; the sinks' gradient goes to its bucket. No communication."""
+    """Attention over this rank's heads, [seq, batch, heads, head_dim]; the sinks' gradient goes to its
+    bucket. No communication."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
@@ -35,7 +38,9 @@ class _AttentionWithSinks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, lse = ctx.saved_tensors
-        dq, dk, dv, dsinks = attention_with_sinks_backward(grads[0], q, k, v, out, lse, ctx.sinks.tensor, **ctx.options)
+        dq, dk, dv, dsinks = attention_with_sinks_backward(
+            grads[0], q, k, v, out, lse, ctx.sinks.tensor, **ctx.options
+        )
         ctx.sinks.accumulate(dsinks)
         return dq, dk, dv, None
 
@@ -43,7 +48,9 @@ class _AttentionWithSinks(torch.autograd.Function):
 class SinkAttention(Attention):
     """As `Attention`."""
 
-    def __init__(self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions):
+    def __init__(
+        self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions
+    ):
         super().__init__(model, layer, weights, mesh, options)
         self.sinks = weights[f"layers.{layer}.attention.sinks.weight"]  # [heads/tp]
         self.attend = options.attention_over(mesh) or _AttentionWithSinks.apply

@@ -1,4 +1,5 @@
-"""What a forward pass needs besides its input: positions, documents, and the key of dropout. No communication."""
+"""What a forward pass needs besides its input: positions, documents, and the key of dropout. No
+communication."""
 
 from __future__ import annotations
 
@@ -37,15 +38,15 @@ class ForwardState:
     """What the units need to know about one microbatch: the same on every stage and tp rank.
 
     Attributes:
-        samples, step, seed: [batch] global sample indices, the step and the seed: with the positions, the key of dropout.
-        training: False in evaluation: no dropout.
+        samples, step, seed: [batch] global sample indices, the step and the seed: with the positions, the key
+        of dropout. training: False in evaluation: no dropout.
         positions, runs, document_start, part, boundaries: those of the `Microbatch`.
         rotary: (cos, sin) tables of `document_positions`; None where the model has no rotary embedding.
         local_rotary: those of rope_local_theta, for the layers with a sliding window.
         lora_dropout: probability of dropout in front of adapters.
-        targets, loss_scale: those of the microbatch's loss, which auxiliary losses of the layers are scaled like; None: there is no loss.
-        statistics: what the layers report, in addition to the loss (`StageOutput`).
-        choices: by layer, the experts that recomputation must choose again.
+        targets, loss_scale: those of the microbatch's loss, which auxiliary losses of the layers are scaled
+        like; None: there is no loss. statistics: what the layers report, in addition to the loss
+        (`StageOutput`). choices: by layer, the experts that recomputation must choose again.
     """
 
     samples: Tensor
@@ -70,42 +71,58 @@ class ForwardState:
         return dropout_key(self.seed, self.step, int(site), layer)
 
     def adapter_mask(self, site: Site, layer: int) -> Mask | None:
-        """Dropout of an adapter's input, which is the whole sequence also under sequence parallelism; None: no dropout."""
+        """Dropout of an adapter's input, which is the whole sequence also under sequence parallelism; None:
+        no dropout."""
         if not self.lora_dropout or not self.training:
             return None
-        return partial(dropout, key=self.dropout_key(site, layer), samples=self.samples, positions=self.positions, p=self.lora_dropout)
+        return partial(
+            dropout,
+            key=self.dropout_key(site, layer),
+            samples=self.samples,
+            positions=self.positions,
+            p=self.lora_dropout,
+        )
 
     @property
     def document_positions(self) -> Tensor:
-        """Position of each token in its document, [seq, batch] or [seq, 1]: the positions for rotary and learned embeddings."""
+        """Position of each token in its document, [seq, batch] or [seq, 1]: the positions for rotary and
+        learned embeddings."""
         return self.positions if self.document_start is None else self.positions - self.document_start
 
     @property
     def length(self) -> int:
-        """Number of positions of a row, from its first token on; where rows differ, of the longest, read from the device."""
+        """Number of positions of a row, from its first token on; where rows differ, of the longest, read from
+        the device."""
         if self.part is not None:  # its last position may be on another rank
             return self.part.length
-        return max(start + length for start, length in self.runs) if self.runs else int(self.positions.max()) + 1
+        return (
+            max(start + length for start, length in self.runs) if self.runs else int(self.positions.max()) + 1
+        )
 
     @property
     def first_position(self) -> int:
-        """Position from which attention counts: that of the first token, or with parts of rows, whose runs it is given, 0."""
+        """Position from which attention counts: that of the first token, or with parts of rows, whose runs it
+        is given, 0."""
         assert self.part or len(self.runs) == 1, "positions must be consecutive"
         return 0 if self.part else self.runs[0][0]
 
     @property
     def first_visible(self) -> Tensor | None:
-        """`document_start` relative to the first token, as attention counts its keys; None: all keys are of one document."""
+        """`document_start` relative to the first token, as attention counts its keys; None: all keys are of
+        one document."""
         if self.document_start is None or self.first_position == 0:
             return self.document_start
-        return (self.document_start - self.first_position).clamp(min=0)  # a document may start before the first token
+        # a document may start before the first token
+        return (self.document_start - self.first_position).clamp(min=0)
 
 
 class _Dropout(torch.autograd.Function):
     """Dropout whose mask is computed again in backward instead of kept: it depends only on its key."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, key: int, samples: Tensor, positions: Tensor, probability: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, key: int, samples: Tensor, positions: Tensor, probability: float
+    ) -> Tensor:
         ctx.key, ctx.probability = key, probability
         ctx.save_for_backward(samples, positions)
         return dropout(x, key, samples, positions, probability)

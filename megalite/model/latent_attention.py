@@ -1,16 +1,23 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024): a narrow latent of each token gives the keys and values of all heads.
+"""Multi-head latent attention (DeepSeek-V2, 2024): a narrow latent of each token gives the keys and values of
+all heads.
 
-    [c | r] = x Wᵃ          c: latent, normalised      r: the part of a key that rotates, the same in all heads
-    [k | v] = c Wᵇ          for each head;  its key is [k | rotated r], its query [q | rotated q′], from x or from a latent of their own
+    [c | r] = x Wᵃ          c: latent, normalised      r: the part of a key that rotates, the same in all
+    heads
+    [k | v] = c Wᵇ          for each head;  its key is [k | rotated r], its query [q | rotated q′], from x or
+    from a latent of their own
 
-All tp ranks compute the latents, each the heads that it has. Communication, besides that of the linears that read latents:
+All tp ranks compute the latents, each the heads that it has. Communication, besides that of the linears that
+read latents:
 
-                      without sequence parallelism       with it: latents are of each rank's own part of the sequence
-    rotated key       backward: all-reduce               forward: all-gather along the sequence;  backward: reduce-scatter
+                      without sequence parallelism       with it: latents are of each rank's own part of the
+                      sequence
+    rotated key       backward: all-reduce               forward: all-gather along the sequence;  backward:
+    reduce-scatter
 
-Keys, values and what follows are those of ordinary attention with as many key-value heads as query heads, whose values have another width.
-Under context parallelism by gather or ring latents travel instead, where they are fewer (`parallel.context.latents`): then the projections
-give queries, latents and rotated keys, and attention itself computes the keys and values.
+Keys, values and what follows are those of ordinary attention with as many key-value heads as query heads,
+whose values have another width. Under context parallelism by gather or ring latents travel instead, where
+they are fewer (`parallel.context.latents`): then the projections give queries, latents and rotated keys, and
+attention itself computes the keys and values.
 """
 
 from __future__ import annotations
@@ -40,9 +47,11 @@ EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is: that of the pub
 
 
 class _SharedKey(torch.autograd.Function):
-    """The rotated key, which each tp rank uses in its own heads: [seq (/tp), batch, dim] -> [seq, batch, dim].
+    """The rotated key, which each tp rank uses in its own heads: [seq (/tp), batch, dim] -> [seq, batch,
+    dim].
 
-    Forward: all-gather along the sequence under sequence parallelism.  Backward: its gradient is summed over tp.
+    Forward: all-gather along the sequence under sequence parallelism.  Backward: its gradient is summed over
+    tp.
     """
 
     @staticmethod
@@ -53,11 +62,16 @@ class _SharedKey(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         grad = grads[0].contiguous()
-        return (reduce_scatter(grad, ctx.tp) if ctx.sequence_parallel else all_reduce(grad, ctx.tp)).wait(), None, None
+        return (
+            (reduce_scatter(grad, ctx.tp) if ctx.sequence_parallel else all_reduce(grad, ctx.tp)).wait(),
+            None,
+            None,
+        )
 
 
 class _Queries(torch.autograd.Function):
-    """Rotates the last channels of each head, those after `plain`: [seq, batch, heads, head_size]. No communication."""
+    """Rotates the last channels of each head, those after `plain`: [seq, batch, heads, head_size]. No
+    communication."""
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, plain: int, cos: Tensor, sin: Tensor) -> Tensor:
@@ -69,13 +83,19 @@ class _Queries(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (grad,), plain = grads, ctx.plain
         cos, sin = ctx.saved_tensors
-        return torch.cat((grad[..., :plain], rotate(grad[..., plain:], cos, sin, inverse=True)), -1), None, None, None
+        return (
+            torch.cat((grad[..., :plain], rotate(grad[..., plain:], cos, sin, inverse=True)), -1),
+            None,
+            None,
+            None,
+        )
 
 
 class _KeysAndValues(torch.autograd.Function):
     """Keys and values of this rank's heads, from the projection and the shared key. No communication.
 
-    [seq, batch, heads · (plain + value)], [seq, batch, rotating] -> [seq, batch, heads, plain + rotating], [seq, batch, heads, value]
+    [seq, batch, heads · (plain + value)], [seq, batch, rotating] -> [seq, batch, heads, plain + rotating],
+    [seq, batch, heads, value]
     """
 
     @staticmethod
@@ -101,7 +121,9 @@ class LatentAttention(Attention):
         self.kv_heads, self.tp, self.sequence_parallel = self.heads, tp, options.sequence_parallel
 
         def own(part: str) -> ColumnParallelLinear:  # of the tokens that it is given, without communication
-            return ColumnParallelLinear(weights[f"{name}.{part}.weight"], None, MeshAxis("alone", 0, 1, (mesh.rank,)), False)
+            return ColumnParallelLinear(
+                weights[f"{name}.{part}.weight"], None, MeshAxis("alone", 0, 1, (mesh.rank,)), False
+            )
 
         def column(part: str) -> ColumnParallelLinear:
             return ColumnParallelLinear(weights[f"{name}.{part}.weight"], None, tp, options.sequence_parallel)
@@ -109,19 +131,27 @@ class LatentAttention(Attention):
         def norm(part: str) -> RMSNorm:
             return RMSNorm(weights[f"{name}.{part}_norm.weight"], EPS, model.norm_offset, options.ops)
 
-        context = "ulysses" if mesh.cp_levels is not None else options.context  # two levels exchange heads first
+        # two levels exchange heads first
+        context = "ulysses" if mesh.cp_levels is not None else options.context
         self.latents_travel = latents_travel(model, context, mesh.cp.size, tp.size, options.sequence_parallel)
-        self.kv_down, self.kv_norm, self.kv_up = own("kv_a"), norm("kv_a"), (own if self.latents_travel else column)("kv_b")
+        self.kv_down, self.kv_norm, self.kv_up = (
+            own("kv_a"),
+            norm("kv_a"),
+            (own if self.latents_travel else column)("kv_b"),
+        )
         if self.latents_travel:
             from megalite.parallel.context.latents import Latents, expanding
 
-            self.attend = expanding(Latents(mesh.cp, tp, options.sequence_parallel, context == "ring", self.kv_up.weight))
+            self.attend = expanding(
+                Latents(mesh.cp, tp, options.sequence_parallel, context == "ring", self.kv_up.weight)
+            )
         self.q_down = None if model.q_lora_rank is None else own("q_a")
         self.q_norm = None if model.q_lora_rank is None else norm("q_a")
         self.q_up = column("q" if model.q_lora_rank is None else "q_b")
 
     def project(self, x: Tensor, state: ForwardState) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of this rank's heads; or queries, and latents and rotated keys of this rank's tokens."""
+        """Queries, keys and values of this rank's heads; or queries, and latents and rotated keys of this
+        rank's tokens."""
         queries, (latent, key) = self.queries(x, state), self.latent(x, state)
         if self.latents_travel:
             return queries, latent, key
@@ -132,31 +162,44 @@ class LatentAttention(Attention):
     def queries(self, x: Tensor, state: ForwardState) -> Tensor:
         """[seq, batch, heads, head_size] of this rank's heads, rotated."""
         if self.q_down is not None and self.q_norm is not None:
-            x = self.q_norm(self.q_down(x, self._own_mask(Site.Q_DOWN_ADAPTER, state)))  # [seq (/tp), batch, q_lora_rank]
+            # [seq (/tp), batch, q_lora_rank]
+            x = self.q_norm(self.q_down(x, self._own_mask(Site.Q_DOWN_ADAPTER, state)))
         found = self.q_up(x, state.adapter_mask(Site.QKV_ADAPTER, self.layer)).unflatten(-1, (self.heads, -1))
         tables = self._tables(state)
         return found if tables is None else _Queries.apply(found, self.model_config.qk_nope_head_dim, *tables)
 
     def latent(self, x: Tensor, state: ForwardState) -> tuple[Tensor, Tensor]:
-        """The normalised latent and the rotated shared key, [seq (/tp), batch, kv_lora_rank] and [seq (/tp), batch, qk_rope_head_dim]."""
+        """The normalised latent and the rotated shared key, [seq (/tp), batch, kv_lora_rank] and [seq (/tp),
+        batch, qk_rope_head_dim]."""
         both = self.kv_down(x, self._own_mask(Site.KV_DOWN_ADAPTER, state))
-        latent, key = both.split((both.shape[-1] - self.model_config.qk_rope_head_dim, self.model_config.qk_rope_head_dim), dim=-1)
+        latent, key = both.split(
+            (both.shape[-1] - self.model_config.qk_rope_head_dim, self.model_config.qk_rope_head_dim), dim=-1
+        )
         if (tables := self._tables(state)) is not None:
             key = _Rotate.apply(key.unsqueeze(2), *(self._own(table) for table in tables)).squeeze(2)
         return self.kv_norm(latent.contiguous()), key
 
     def keys_and_values(self, latent: Tensor, key: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor]:
-        """Those of this rank's heads, [seq, batch, heads, head_size] and [seq, batch, heads, value_size]; `key` of the whole sequence."""
-        found: tuple[Tensor, Tensor] = _KeysAndValues.apply(self.kv_up(latent, mask), key, self.heads, self.model_config.qk_nope_head_dim)
+        """Those of this rank's heads, [seq, batch, heads, head_size] and [seq, batch, heads, value_size];
+        `key` of the whole sequence."""
+        found: tuple[Tensor, Tensor] = _KeysAndValues.apply(
+            self.kv_up(latent, mask), key, self.heads, self.model_config.qk_nope_head_dim
+        )
         return found
 
     def operation(self, state: ForwardState) -> dict[str, Any]:
         made = super().operation(state)
-        return {**made, "expand": partial(self._expand, state)} if self.latents_travel and state.part is not None else made
+        return (
+            {**made, "expand": partial(self._expand, state)}
+            if self.latents_travel and state.part is not None
+            else made
+        )
 
     def _expand(self, state: ForwardState, latent: Tensor, key: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
         """`keys_and_values` of other ranks' positions."""
-        return self.keys_and_values(latent, key, self._mask(Site.KV_UP_ADAPTER, state, lambda: positions_of(runs, latent.device)))
+        return self.keys_and_values(
+            latent, key, self._mask(Site.KV_UP_ADAPTER, state, lambda: positions_of(runs, latent.device))
+        )
 
     def _tables(self, state: ForwardState) -> tuple[Tensor, Tensor] | None:
         """cos and sin of the positions of the whole sequence, under context parallelism of the cp rank's."""

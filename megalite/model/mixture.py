@@ -1,8 +1,11 @@
-"""A mixture of experts in place of the dense feed-forward: each token is processed by the k experts that its router chooses.
+"""A mixture of experts in place of the dense feed-forward: each token is processed by the k experts that its
+router chooses.
 
-    logits = router(x);  p = softmax(logits);  y = Σ over the k largest p_e of  w_e · expert_e(x)  +  gate(x) · shared(x)
+    logits = router(x);  p = softmax(logits);  y = Σ over the k largest p_e of  w_e · expert_e(x)  +  gate(x)
+    · shared(x)
 
-With `router_scores: sigmoid` p is the sigmoid of the logits; with groups the k are chosen within the token's best groups (DeepSeek-V3).
+With `router_scores: sigmoid` p is the sigmoid of the logits; with groups the k are chosen within the token's
+best groups (DeepSeek-V3).
 
 Communication: that of the dispatch over the expert axis, of the balance, and of the shared expert's linears.
 """
@@ -34,12 +37,15 @@ TINY = 1e-20  # sigmoid scores may all be 0; sums of probabilities are too large
 class Mixture(nn.Module):
     """[seq (/tp), batch, hidden] -> the same shape, as `FeedForward`. With tp > 1 the sequence is split."""
 
-    def __init__(self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions):
+    def __init__(
+        self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions
+    ):
         super().__init__()
         name = f"layers.{layer}.mlp"
         into = weights[f"{name}.experts.in.weight"]
         self.model, self.layer, self.keeps_choice = model, layer, options.recompute == "full"
-        self.part = mesh.tp.rank if options.sequence_parallel else 0  # which part of the sequence this rank has
+        # which part of the sequence this rank has
+        self.part = mesh.tp.rank if options.sequence_parallel else 0
         self.router = Router(weights[f"{name}.router.weight"], weights.get(f"{name}.router.bias"))
         own = (model.num_experts or 0) // mesh.expert.size
         activation = Activation(model.hidden_act, model.gated_mlp, options.ops)
@@ -63,7 +69,9 @@ class Mixture(nn.Module):
         rows = x.flatten(0, 1)  # [tokens, hidden] of this rank
         logits = self.router(rows)  # [tokens, experts], at least fp32
         scores = logits.sigmoid() if self.model.router_scores == "sigmoid" else logits.softmax(-1)
-        targets = None if state.targets is None else state.targets.narrow(0, x.shape[0] * self.part, x.shape[0])
+        targets = (
+            None if state.targets is None else state.targets.narrow(0, x.shape[0] * self.part, x.shape[0])
+        )
         choice = self._choice(scores, targets, state)
         self.dispatch.begin(choice)
         weights = scores.gather(1, choice.experts)  # [tokens, k]
@@ -72,10 +80,15 @@ class Mixture(nn.Module):
         if self.model.routed_scaling_factor != 1.0:
             weights = weights * self.model.routed_scaling_factor
         if state.training and targets is not None:
-            probabilities = scores / scores.sum(-1, keepdim=True) if self.model.router_scores == "sigmoid" else scores
-            weights, statistics = self.balance.with_losses(weights, logits, probabilities, choice, targets, state.loss_scale)
+            probabilities = (
+                scores / scores.sum(-1, keepdim=True) if self.model.router_scores == "sigmoid" else scores
+            )
+            weights, statistics = self.balance.with_losses(
+                weights, logits, probabilities, choice, targets, state.loss_scale
+            )
             self._report(state, statistics)
-        shared = None if self.shared is None else self._shared(x, rows, state)  # before the host waits for the sizes of the dispatch
+        # before the host waits for the sizes of the dispatch
+        shared = None if self.shared is None else self._shared(x, rows, state)
         out = self.dispatch.run(rows, weights, choice, self.experts).view_as(x)
         return out if shared is None else out + shared
 
@@ -86,15 +99,17 @@ class Mixture(nn.Module):
         state.statistics["router"][self.layer] = statistics
 
     def _choice(self, scores: Tensor, targets: Tensor | None, state: ForwardState) -> Choice:
-        """The choice of this forward, in training without what exceeds the capacity. Recomputation uses that of the first forward: another
-        one would change shapes."""
+        """The choice of this forward, in training without what exceeds the capacity. Recomputation uses that
+        of the first forward: another one would change shapes."""
         if (kept := state.choices.pop(self.layer, None)) is not None:
             return kept
         model = self.model
         if model.biased_choice:
             scores = scores + self.balance.state.bias.to(scores.dtype)
         if model.n_group is not None:
-            scores = in_best_groups(scores, model.n_group, model.topk_group, 2 if model.router_scores == "sigmoid" else 1)
+            scores = in_best_groups(
+                scores, model.n_group, model.topk_group, 2 if model.router_scores == "sigmoid" else 1
+            )
         choice = choose(scores, model.num_experts_per_tok)
         if self.capacity is not None and state.training and targets is not None:
             choice = self.capacity.limit(choice, targets != IGNORE_INDEX, state.part)
@@ -105,4 +120,8 @@ class Mixture(nn.Module):
     def _shared(self, x: Tensor, rows: Tensor, state: ForwardState) -> Tensor:
         assert self.shared is not None
         out: Tensor = self.shared(x, state)
-        return out if self.shared_gate is None else out * self.shared_gate(rows).sigmoid().to(x.dtype).view(*x.shape[:-1], 1)
+        return (
+            out
+            if self.shared_gate is None
+            else out * self.shared_gate(rows).sigmoid().to(x.dtype).view(*x.shape[:-1], 1)
+        )

@@ -34,7 +34,13 @@ class LayerOptions:
     def of(config: Config, layer: int, ops: CompiledOps) -> LayerOptions:
         parallel = config.parallel
         sequence_parallel = parallel.sequence_parallel and parallel.tp > 1
-        return LayerOptions(sequence_parallel, config.train.recompute_of(layer), parallel.expert_dispatch, parallel.context, ops)
+        return LayerOptions(
+            sequence_parallel,
+            config.train.recompute_of(layer),
+            parallel.expert_dispatch,
+            parallel.context,
+            ops,
+        )
 
     @property
     def recomputes_scores(self) -> bool:
@@ -42,7 +48,8 @@ class LayerOptions:
         return self.recompute == "selective" or "scores" in self.recompute.split("+")
 
     def attention_over(self, mesh: Mesh) -> Callable[..., Tensor] | None:
-        """Attention of this rank's part of every sequence to the whole (`parallel.context`). None: the rank has whole sequences."""
+        """Attention of this rank's part of every sequence to the whole (`parallel.context`). None: the rank
+        has whole sequences."""
         if mesh.cp.size == 1:
             return None
         from megalite.parallel.context.attend import attention_over

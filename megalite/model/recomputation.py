@@ -1,12 +1,14 @@
 """Layers whose backward computes again what their forward has not kept.
 
-`full` keeps a layer's input, and runs its whole forward again. Otherwise a set of operations is recomputed (`config.recomputation` names
-them, `planning.budget` chooses them): forward runs once and builds its graph as ever, but of these operations the graph keeps a `Value` in
-place of each tensor. The first backward that needs one runs the operation again from its inputs, which may be such values themselves. Each
-operation runs at most once more, and only what was dropped is computed; the backward itself is that of a layer that keeps everything.
+`full` keeps a layer's input, and runs its whole forward again. Otherwise a set of operations is recomputed
+(`config.recomputation` names them, `planning.budget` chooses them): forward runs once and builds its graph as
+ever, but of these operations the graph keeps a `Value` in place of each tensor. The first backward that needs
+one runs the operation again from its inputs, which may be such values themselves. Each operation runs at most
+once more, and only what was dropped is computed; the backward itself is that of a layer that keeps
+everything.
 
-The second run repeats the communication of the first, in the order of the backward, which is the same on every rank that takes part, and
-computes the same dropout masks, which depend only on their keys.
+The second run repeats the communication of the first, in the order of the backward, which is the same on
+every rank that takes part, and computes the same dropout masks, which depend only on their keys.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ Run = Callable[[Tensor, ForwardState], Tensor]
 def recomputing(layer: Layer, mode: str, exchanged: bool) -> Run | None:
     """What runs a layer's forward in training, with a mode of train.recompute; None: its own `compute`.
 
-    exchanged: attention keeps what it has exchanged over cp, not its inputs (ulysses): these are useful only together.
+    exchanged: attention keeps what it has exchanged over cp, not its inputs (ulysses): these are useful only
+    together.
     """
     if mode == "full":
         return lambda x, state: _Recompute.apply(x, layer, state)
@@ -43,7 +46,8 @@ def recomputing(layer: Layer, mode: str, exchanged: bool) -> Run | None:
 
 
 class _Recompute(torch.autograd.Function):
-    """Keep only a layer's input; run its forward again in backward. Weight gradients reach their buckets from the inner backward."""
+    """Keep only a layer's input; run its forward again in backward. Weight gradients reach their buckets from
+    the inner backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Layer, state: ForwardState) -> Tensor:
@@ -139,7 +143,8 @@ class View(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """A tensor argument of an operation, and whether it had a gradient: without one, autograd functions keep other tensors."""
+    """A tensor argument of an operation, and whether it had a gradient: without one, autograd functions keep
+    other tensors."""
 
     view: View
     requires_grad: bool
@@ -149,7 +154,8 @@ class Argument(NamedTuple):
 
 
 class Call:
-    """One call of an operation, and the values that it computes. These are not held: what nobody needs any more is not computed for them.
+    """One call of an operation, and the values that it computes. These are not held: what nobody needs any
+    more is not computed for them.
 
     Attributes:
         outputs: by place among its outputs.
@@ -170,7 +176,8 @@ class Call:
             saved.append(tensor.detach())
             return len(saved) - 1
 
-        with torch.enable_grad(), saved_tensors_hooks(keep, saved.__getitem__):  # a graph for what it keeps, which no backward passes
+        # a graph for what it keeps, which no backward passes
+        with torch.enable_grad(), saved_tensors_hooks(keep, saved.__getitem__):
             outputs = _tensors(self.function(*arguments))
         for found, values in ((outputs, self.outputs), (saved, self.saved)):
             for place, value in values.items():
@@ -209,13 +216,15 @@ class Recorder:
             self._values = None
 
     def wrap(self, owner: Any, name: str) -> None:
-        """Replace an operation, a method of a module, by one that is recorded while the layer runs in training."""
+        """Replace an operation, a method of a module, by one that is recorded while the layer runs in
+        training."""
         function = getattr(owner, name)
         setattr(owner, name, lambda *arguments: self._recorded(function, arguments))
         self.wrapped += 1
 
     def wrap_norm_of_sum(self, layer: Layer) -> None:
-        """Drop only the norm's output of `join`, which is fused with the sum: it is computed from the sum again."""
+        """Drop only the norm's output of `join`, which is fused with the sum: it is computed from the sum
+        again."""
         join = layer.join
 
         def recorded(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -231,7 +240,9 @@ class Recorder:
     def _recorded(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         if self._values is None:  # the layer does not run in training
             return function(*arguments)
-        call = Call(function, tuple(self._argument(each) if isinstance(each, Tensor) else each for each in arguments))
+        call = Call(
+            function, tuple(self._argument(each) if isinstance(each, Tensor) else each for each in arguments)
+        )
         places = count()
 
         def pack(tensor: Tensor) -> View:

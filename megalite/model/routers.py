@@ -1,10 +1,11 @@
 """What the routers of a model have learned from earlier steps, and the metrics of their balance.
 
-The sums over all ranks of a step's statistics (`parallel.expert.balance`) arrive with the gradient norm. Every rank learns from them the
-same for all layers, so a checkpoint stores them once. A skipped step changes nothing.
+The sums over all ranks of a step's statistics (`parallel.expert.balance`) arrive with the gradient norm.
+Every rank learns from them the same for all layers, so a checkpoint stores them once. A skipped step changes
+nothing.
 
-The host computes what is learned, since it has read the sums, and copies it to the device: it does not wait for the optimizer, which the
-device runs at that time.
+The host computes what is learned, since it has read the sums, and copies it to the device: it does not wait
+for the optimizer, which the device runs at that time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ AHEAD = "mtp_"  # begins the names of the states of modules of multi-token predi
 class Routers:
     """The states of all routers, [layers, experts] fp64 each, of which a layer's own state is a view.
 
-    What is given out as rectangles may be overwritten, by a checkpoint: the next step then reads it from the device once.
+    What is given out as rectangles may be overwritten, by a checkpoint: the next step then reads it from the
+    device once.
     """
 
     def __init__(self, model: ModelConfig, stages: Iterable[Stage], device: torch.device):
@@ -69,15 +71,19 @@ class Routers:
             for host, new, device in zip(self._host, learned, (self.load, self.bias), strict=True):
                 host[self.layers] = new
                 copy_later(host, device)
-        own = [layer for layer in self.layers if layer < self.model.num_hidden_layers]  # the others count tokens further ahead
+        # the others count tokens further ahead
+        own = [layer for layer in self.layers if layer < self.model.num_hidden_layers]
         return self._metrics(rows[own], self._host.bias, max(tokens, 1))
 
     def _metrics(self, rows: Tensor, bias: Tensor, tokens: int) -> dict[str, Any]:
-        """Means over the mixtures: rows [mixtures, experts + 3], and the biases of all layers, in CPU memory."""
+        """Means over the mixtures: rows [mixtures, experts + 3], and the biases of all layers, in CPU
+        memory."""
         counts, experts = rows[:, :AUXILIARY], rows.shape[1] + AUXILIARY
         shares = counts / counts.sum(1, keepdim=True).clamp(min=1)  # [mixtures, experts]
         peaks = shares.amax(1) * experts
-        entropy = -(shares * shares.clamp(min=1e-12).log()).sum(1) / torch.tensor(float(experts)).log().clamp(min=1e-12)
+        entropy = -(shares * shares.clamp(min=1e-12).log()).sum(1) / torch.tensor(float(experts)).log().clamp(
+            min=1e-12
+        )
         found = {
             "expert_load_peak": peaks.mean().item(),
             "expert_load_entropy": entropy.mean().item(),
@@ -95,7 +101,8 @@ class Routers:
         return list(self.rectangles()) if self.model.biased_choice else []
 
     def rectangles(self) -> Iterator[Rectangle]:
-        """The states, to save or to fill: those of the modules by themselves, for a run may leave the modules out."""
+        """The states, to save or to fill: those of the modules by themselves, for a run may leave the modules
+        out."""
         self._host = None
         for name, values in (("load", self.load), ("bias", self.bias)):
             own, ahead = values.split((self.model.num_hidden_layers, self.model.mtp_layers))

@@ -1,7 +1,8 @@
-"""A pipeline stage: consecutive units of the model. The first stage has the embedding, the last one the head and the loss.
+"""A pipeline stage: consecutive units of the model. The first stage has the embedding, the last one the head
+and the loss.
 
-A stage communicates only through the modules of `parallel.tensor` (over tp) and its `WeightGatherer` (over the shard axis); the runtime
-sends activations between stages.
+A stage communicates only through the modules of `parallel.tensor` (over tp) and its `WeightGatherer` (over
+the shard axis); the runtime sends activations between stages.
 """
 
 from __future__ import annotations
@@ -30,23 +31,32 @@ from megalite.parallel.weight import Weight
 if TYPE_CHECKING:
     from megalite.model.multi_token import MultiTokenPrediction
 
-CHUNK_ON_GPU = 4096  # tokens: adding a chunk to the fp32 weight gradient then takes 1/20 of the time of the chunk's products
+# tokens: adding a chunk to the fp32 weight gradient then takes 1/20 of the time of the chunk's products
+CHUNK_ON_GPU = 4096
 
 
 class Head(nn.Module):
     """Final norm, vocabulary projection and loss.
 
     Args:
-        chunk: tokens whose logits are computed at a time, so that the whole logits never exist; 0: all at once. None: CHUNK_ON_GPU on a
+        chunk: tokens whose logits are computed at a time, so that the whole logits never exist; 0: all at
+        once. None: CHUNK_ON_GPU on a
             GPU, 0 on a CPU.
     """
 
     def __init__(
-        self, model: ModelConfig, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions, loss: CrossEntropy, chunk: int | None
+        self,
+        model: ModelConfig,
+        weights: Mapping[str, Weight],
+        mesh: Mesh,
+        options: LayerOptions,
+        loss: CrossEntropy,
+        chunk: int | None,
     ):
         super().__init__()
         norm = make_norm(model, weights, "norm", options.ops)
-        self.norm = norm if model.logit_scale is None else nn.Sequential(norm, Scale(model.logit_scale))  # cheaper than scaling the logits
+        # cheaper than scaling the logits
+        self.norm = norm if model.logit_scale is None else nn.Sequential(norm, Scale(model.logit_scale))
         name = "embedding.weight" if model.tie_word_embeddings else "head.weight"
         self.project = ColumnParallelLinear(weights[name], None, mesh.tp, options.sequence_parallel)
         self.softcap, self.loss = model.logit_softcap, loss
@@ -61,7 +71,8 @@ class Head(nn.Module):
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def forward(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:
-        """Sum of the token losses times `scale`, a scalar. x: [seq (/tp), batch, hidden], targets: [seq, batch]."""
+        """Sum of the token losses times `scale`, a scalar. x: [seq (/tp), batch, hidden], targets: [seq,
+        batch]."""
         return self.loss_of(self.norm(x), targets, scale, self.loss)
 
     def loss_of(self, normed: Tensor, targets: Tensor, scale: float, of_logits: CrossEntropy) -> Tensor:
@@ -71,23 +82,27 @@ class Head(nn.Module):
             return of_logits(self._logits(part).flatten(0, 1), its, scale)  # logits [tokens, vocabulary/tp]
 
         weight = self.project.weight
-        # Chunks compute weight gradients in the forward. With a split backward these belong to the W pass, which needs the gradient of
-        # all logits: so no chunks.
+        # Chunks compute weight gradients in the forward. With a split backward these belong to the W pass,
+        # which needs the gradient of all logits: so no chunks.
         if not self.chunk or weight.deferred:
             return loss(normed, targets.reshape(-1))
-        # The length of a chunk is counted in positions of this rank: over the tp ranks that split the sequence, `chunk` tokens.
-        return loss_in_chunks(loss, normed, targets, weight, max(self.chunk * len(normed) // targets.numel(), 1))
+        # The length of a chunk is counted in positions of this rank: over the tp ranks that split the
+        # sequence, `chunk` tokens.
+        return loss_in_chunks(
+            loss, normed, targets, weight, max(self.chunk * len(normed) // targets.numel(), 1)
+        )
 
 
 class Stage(nn.Module):
     """The units `units` of the model on this rank: 0 is the embedding, 1 … L the layers, L + 1 the head.
 
-    `forward` takes tokens [seq, batch] (first stage) or the previous stage's activations [seq (/tp), batch, hidden]. It returns
-    activations, or the scaled sum of the token losses (last stage).
+    `forward` takes tokens [seq, batch] (first stage) or the previous stage's activations [seq (/tp), batch,
+    hidden]. It returns activations, or the scaled sum of the token losses (last stage).
 
     Args:
         weights: this rank's stored tensors by name.
-        gatherer: called before and after each unit: under ZeRO-3 it gathers and frees the unit's weights, otherwise it waits until the
+        gatherer: called before and after each unit: under ZeRO-3 it gathers and frees the unit's weights,
+        otherwise it waits until the
             weights of the last update have arrived.
         dtype: compute precision.
     """
@@ -111,11 +126,18 @@ class Stage(nn.Module):
         self.embedding = None
         if 0 in units:
             positions = weights.get("positions.weight")
-            self.embedding = ParallelEmbedding(weights["embedding.weight"], positions, mesh.tp, sequence_parallel, model.embedding_scale)
-        self.embedding_dropout = Dropout(model.embedding_dropout, Site.EMBEDDING, 0, mesh.tp, sequence_parallel)
+            self.embedding = ParallelEmbedding(
+                weights["embedding.weight"], positions, mesh.tp, sequence_parallel, model.embedding_scale
+            )
+        self.embedding_dropout = Dropout(
+            model.embedding_dropout, Site.EMBEDDING, 0, mesh.tp, sequence_parallel
+        )
         layers = [unit - 1 for unit in units if 0 < unit < last]
         self.layers = nn.ModuleDict(
-            {str(layer + 1): make_layer(model, layer, weights, mesh, LayerOptions.of(config, layer, ops)) for layer in layers}
+            {
+                str(layer + 1): make_layer(model, layer, weights, mesh, LayerOptions.of(config, layer, ops))
+                for layer in layers
+            }
         )
         loss = CrossEntropy(mesh.tp, model.vocabulary, train.label_smoothing, train.z_loss)
         self.head = Head(model, weights, mesh, options, loss, train.loss_chunk) if last in units else None
@@ -124,10 +146,12 @@ class Stage(nn.Module):
             from megalite.model.multi_token import MultiTokenPrediction
 
             self.ahead = MultiTokenPrediction(config, weights, mesh, ops, loss)
-        self._rotary: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}  # (cos, sin) by `runs`, length and frequencies
+        # (cos, sin) by `runs`, length and frequencies
+        self._rotary: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
     def forward_state(self, microbatch: Microbatch, step: int, training: bool) -> ForwardState:
-        """What every unit needs to know about a microbatch; `step` is part of the key of the dropout masks."""
+        """What every unit needs to know about a microbatch; `step` is part of the key of the dropout
+        masks."""
         state = ForwardState(
             samples=microbatch.samples,
             step=step,
@@ -147,47 +171,69 @@ class Stage(nn.Module):
             state.local_rotary = self._rotary_tables(state, model.rope_local_theta, None)
         return state
 
-    def _rotary_tables(self, state: ForwardState, theta: float, scaling: dict[str, Any] | None) -> tuple[Tensor, Tensor]:
-        """cos and sin of the positions. Cached where all rows have the same positions, which the host knows from `runs`."""
+    def _rotary_tables(
+        self, state: ForwardState, theta: float, scaling: dict[str, Any] | None
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin of the positions. Cached where all rows have the same positions, which the host knows
+        from `runs`."""
         model, positions = self.model_config, state.document_positions  # [seq, 1] or [seq, batch]
         alike = state.runs if state.document_start is None else ()  # empty: positions differ between rows
         key = (alike, len(positions), theta, scaling is None)
         tables = self._rotary.get(key) if alike else None
         if tables is None:
-            positions = positions.squeeze(1)  # [seq] where rows share positions (or batch is 1), else [seq, batch]
+            # [seq] where rows share positions (or batch is 1), else [seq, batch]
+            positions = positions.squeeze(1)
             length = 0 if model.longrope_context is None else state.length
-            tables = rotary_tables(positions, model.rotary_width, theta, scaling, self.dtype, positions.device, model.rotary_dim, length)
+            tables = rotary_tables(
+                positions,
+                model.rotary_width,
+                theta,
+                scaling,
+                self.dtype,
+                positions.device,
+                model.rotary_dim,
+                length,
+            )
             if alike:
                 self._rotary[key] = tables
         return tables
 
     def trunk(self, x: Tensor, state: ForwardState) -> Tensor:
-        """All units except the head: tokens [seq, batch] or activations in, activations [seq (/tp), batch, hidden] out."""
+        """All units except the head: tokens [seq, batch] or activations in, activations [seq (/tp), batch,
+        hidden] out."""
         if self.embedding is not None:
             x = self.gatherer.pre_forward(0, x)  # [seq, batch] token ids
-            x = self.embedding(x, state.document_positions if self.embedding.positions is not None else None)  # [seq (/tp), batch, hidden]
+            # [seq (/tp), batch, hidden]
+            x = self.embedding(x, state.document_positions if self.embedding.positions is not None else None)
             x = self.embedding_dropout(self.gatherer.post_forward(0, x), state)
         for name, layer in self.layers.items():
             unit = int(name)
-            # Both calls are part of the autograd graph under ZeRO-3: in backward post_forward gathers the weights, pre_forward frees them.
+            # Both calls are part of the autograd graph under ZeRO-3: in backward post_forward gathers the
+            # weights, pre_forward frees them.
             x = self.gatherer.post_forward(unit, layer(self.gatherer.pre_forward(unit, x), state))
         return x
 
-    def forward(self, x: Tensor, microbatch: Microbatch, state: ForwardState, loss_scale: float) -> StageOutput:
+    def forward(
+        self, x: Tensor, microbatch: Microbatch, state: ForwardState, loss_scale: float
+    ) -> StageOutput:
         state.targets, state.loss_scale = microbatch.targets, loss_scale
         x = self.trunk(x, state)
         if self.head is None:
             return StageOutput(x, state.statistics)
         x = self.gatherer.pre_forward(self.head_unit, x)
         if self.ahead is not None and state.training:
-            own, loss = self.ahead(x, self.head, microbatch, state)  # [], the next token's loss, and with that of further ones
+            # [], the next token's loss, and with that of further ones
+            own, loss = self.ahead(x, self.head, microbatch, state)
         else:
             own = loss = self.head(x, microbatch.targets, loss_scale)  # []
-        statistics = {"loss": own.detach(), **state.statistics}  # detached: the sum over microbatches must not keep their graphs
+        # detached: the sum over microbatches must not keep their graphs
+        statistics = {"loss": own.detach(), **state.statistics}
         return StageOutput(self.gatherer.post_forward(self.head_unit, loss), statistics)
 
     def logits(self, x: Tensor, state: ForwardState) -> Tensor:
         """Logits of the last stage, [seq, batch, vocabulary/tp]."""
         assert self.head is not None, "only the last stage has logits"
         unit = self.head_unit
-        return self.gatherer.post_forward(unit, self.head.logits(self.gatherer.pre_forward(unit, self.trunk(x, state))))
+        return self.gatherer.post_forward(
+            unit, self.head.logits(self.gatherer.pre_forward(unit, self.trunk(x, state)))
+        )

@@ -1,7 +1,8 @@
 """One transformer layer.
 
-The model is written once. What varies between families (norm kind and placement, biases, gating, positions) is decided in `__init__`
-from the fields of `ModelConfig`; `forward` has no conditions on parallelism. Communication: that of the linears (`parallel.tensor.linear`).
+The model is written once. What varies between families (norm kind and placement, biases, gating, positions)
+is decided in `__init__` from the fields of `ModelConfig`; `forward` has no conditions on parallelism.
+Communication: that of the linears (`parallel.tensor.linear`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from megalite.parallel.weight import Weight
 def make_norm(model: ModelConfig, weights: Mapping[str, Weight], name: str, ops: CompiledOps) -> nn.Module:
     if model.norm == "rms":
         return RMSNorm(weights[f"{name}.weight"], model.rms_norm_eps, model.norm_offset, ops)
-    return LayerNorm(weights[f"{name}.weight"], weights.get(f"{name}.bias"), model.rms_norm_eps, model.norm_offset, ops)
+    return LayerNorm(
+        weights[f"{name}.weight"], weights.get(f"{name}.bias"), model.rms_norm_eps, model.norm_offset, ops
+    )
 
 
 class Scale(nn.Module):
@@ -42,24 +45,43 @@ class Scale(nn.Module):
 class FeedForward(nn.Module):
     """down(act(gate) · up), or down(act(up)): [seq (/tp), batch, hidden] -> the same shape.
 
-    `up` is column-parallel and holds gate and up packed; `down` is row-parallel and applies the activation to its input, so that the
-    activation's output is not kept for backward.
+    `up` is column-parallel and holds gate and up packed; `down` is row-parallel and applies the activation to
+    its input, so that the activation's output is not kept for backward.
     """
 
-    def __init__(self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions, part: str = "mlp"):
+    def __init__(
+        self,
+        model: ModelConfig,
+        layer: int,
+        weights: Mapping[str, Weight],
+        mesh: Mesh,
+        options: LayerOptions,
+        part: str = "mlp",
+    ):
         super().__init__()
         name = f"layers.{layer}.{part}"
         self.layer, optional, sequence_parallel = layer, weights.get, options.sequence_parallel
         activation = Activation(model.hidden_act, model.gated_mlp, options.ops)
-        self.up = ColumnParallelLinear(weights[f"{name}.in.weight"], optional(f"{name}.in.bias"), mesh.tp, sequence_parallel)
-        self.down = RowParallelLinear(weights[f"{name}.down.weight"], optional(f"{name}.down.bias"), mesh.tp, sequence_parallel, activation)
+        self.up = ColumnParallelLinear(
+            weights[f"{name}.in.weight"], optional(f"{name}.in.bias"), mesh.tp, sequence_parallel
+        )
+        self.down = RowParallelLinear(
+            weights[f"{name}.down.weight"],
+            optional(f"{name}.down.bias"),
+            mesh.tp,
+            sequence_parallel,
+            activation,
+        )
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
-        inner = self.up(x, state.adapter_mask(Site.UP_ADAPTER, self.layer))  # [seq, batch, (2 ·) intermediate/tp]
+        # [seq, batch, (2 ·) intermediate/tp]
+        inner = self.up(x, state.adapter_mask(Site.UP_ADAPTER, self.layer))
         return self.down(inner, state.adapter_mask(Site.DOWN_ADAPTER, self.layer))
 
 
-def make_attention(model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions) -> Attention:
+def make_attention(
+    model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions
+) -> Attention:
     if model.kv_lora_rank is None and not model.attention_sinks:
         return Attention(model, layer, weights, mesh, options)
     from megalite.model.attention_sinks import SinkAttention
@@ -68,7 +90,9 @@ def make_attention(model: ModelConfig, layer: int, weights: Mapping[str, Weight]
     return (SinkAttention if model.attention_sinks else LatentAttention)(model, layer, weights, mesh, options)
 
 
-def make_feed_forward(model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions) -> nn.Module:
+def make_feed_forward(
+    model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions
+) -> nn.Module:
     if not model.is_mixture(layer):
         return FeedForward(model, layer, weights, mesh, options)
     from megalite.model.mixture import Mixture
@@ -79,10 +103,13 @@ def make_feed_forward(model: ModelConfig, layer: int, weights: Mapping[str, Weig
 class Layer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): [seq (/tp), batch, hidden] -> the same shape.
 
-    `norm_placement` decides whether norms are in front of attention and mlp (pre), behind them (post), or both.
+    `norm_placement` decides whether norms are in front of attention and mlp (pre), behind them (post), or
+    both.
     """
 
-    def __init__(self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions):
+    def __init__(
+        self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions
+    ):
         super().__init__()
         name = f"layers.{layer}"
         before = model.norm_placement != "post"
@@ -97,12 +124,18 @@ class Layer(nn.Module):
 
         self.attention = make_attention(model, layer, weights, mesh, options)
         self.mlp = make_feed_forward(model, layer, weights, mesh, options)
-        self.attention_input_norm, self.attention_output = norm("input_norm", before), output("attention.output_norm")
+        self.attention_input_norm, self.attention_output = (
+            norm("input_norm", before),
+            output("attention.output_norm"),
+        )
         self.mlp_input_norm, self.mlp_output = norm("mlp_norm", two), output("mlp.output_norm")
         probability, sequence_parallel = model.residual_dropout, options.sequence_parallel
-        self.attention_dropout = Dropout(probability, Site.ATTENTION_OUTPUT, layer, mesh.tp, sequence_parallel)
+        self.attention_dropout = Dropout(
+            probability, Site.ATTENTION_OUTPUT, layer, mesh.tp, sequence_parallel
+        )
         self.mlp_dropout = Dropout(probability, Site.MLP_OUTPUT, layer, mesh.tp, sequence_parallel)
-        self.recomputed: Callable[[Tensor, ForwardState], Tensor] | None = None  # `compute`, whose backward computes some of it again
+        # `compute`, whose backward computes some of it again
+        self.recomputed: Callable[[Tensor, ForwardState], Tensor] | None = None
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
         run = self.compute if self.recomputed is None or not torch.is_grad_enabled() else self.recomputed
@@ -122,9 +155,12 @@ class Layer(nn.Module):
 
 
 class ParallelLayer(Layer):
-    """x + attention(norm(x)) + mlp(norm(x)): both read the layer's input. With a shared norm `mlp_input_norm` is the identity."""
+    """x + attention(norm(x)) + mlp(norm(x)): both read the layer's input. With a shared norm `mlp_input_norm`
+    is the identity."""
 
-    def __init__(self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions):
+    def __init__(
+        self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions
+    ):
         super().__init__(model, layer, weights, mesh, options)
         self.shared_norm = model.parallel_block == "shared_norm"
 
@@ -135,11 +171,15 @@ class ParallelLayer(Layer):
         return x + attended + self.mlp_dropout(self.mlp_output(transformed), state)
 
 
-def make_layer(model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions) -> Layer:
+def make_layer(
+    model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions
+) -> Layer:
     kind = Layer if model.parallel_block == "none" else ParallelLayer
     made = kind(model, layer, weights, mesh, options)
     if options.recompute not in ("none", "selective"):
         from megalite.model.recomputation import recomputing
 
-        made.recomputed = recomputing(made, options.recompute, exchanged=mesh.cp.size > 1 and options.context == "ulysses")
+        made.recomputed = recomputing(
+            made, options.recompute, exchanged=mesh.cp.size > 1 and options.context == "ulysses"
+        )
     return made

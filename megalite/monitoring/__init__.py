@@ -1,4 +1,5 @@
 """Instruments of a run: metrics, console, phases, sensors, traces, timelines and the report page.
 
-observers.py lists the instruments, observer.py is their protocol. May import megalite.planning, launch, build and the packages below them.
+observers.py lists the instruments, observer.py is their protocol. May import megalite.planning, launch, build
+and the packages below them.
 """

@@ -1,7 +1,8 @@
-"""Console output of a run: one line per step, and on a terminal a progress bar with the remaining time. Only rank 0 prints.
+"""Console output of a run: one line per step, and on a terminal a progress bar with the remaining time. Only
+rank 0 prints.
 
-A loss that is not finite, or that jumps, gets a marker word at the end of its line, which is red on a terminal, and is printed whatever the
-interval.
+A loss that is not finite, or that jumps, gets a marker word at the end of its line, which is red on a
+terminal, and is printed whatever the interval.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ PACE_STEPS = 100
 SPIKE_WINDOW, SPIKE_MINIMUM = 50, 20
 """Number of last losses that a loss is compared with, and the smallest number at which it is."""
 SPIKE_SPREADS, SPIKE_RISE = 5.0, 0.1
-"""A spike exceeds the median of these by more than 5 times their spread (from the median to the 90th percentile) and by more than 10 %."""
+"""A spike exceeds the median of these by more than 5 times their spread (from the median to the 90th
+percentile) and by more than 10 %."""
 
 
 class Console(ExitStack):
@@ -32,9 +34,9 @@ class Console(ExitStack):
 
     Args:
         total_steps: number of steps of the whole run.
-        interval: print every `interval` steps; the first and the last step and skipped ones are always printed.
-        start_step: number of steps completed before this process started.
-        enabled: False on every rank but 0.
+        interval: print every `interval` steps; the first and the last step and skipped ones are always
+        printed. start_step: number of steps completed before this process started. enabled: False on every
+        rank but 0.
         clock: seconds, from which the time left is estimated.
     """
 
@@ -52,7 +54,12 @@ class Console(ExitStack):
         self._clock, self._times = clock, deque[float](maxlen=PACE_STEPS + 1)
         self._watch, self._marked = LossWatch(), False
         self._losses: dict[str, float] = {}
-        self.total_steps, self.interval, self.start_step, self.enabled = total_steps, interval, start_step, enabled
+        self.total_steps, self.interval, self.start_step, self.enabled = (
+            total_steps,
+            interval,
+            start_step,
+            enabled,
+        )
         self._stream = stream or sys.stdout
         self._bar: Any = _bar(self._stream) if enabled and self._stream.isatty() else None
         if self._bar is not None:
@@ -60,14 +67,25 @@ class Console(ExitStack):
             self._bar.start()
             self.callback(self._bar.stop)
 
-    def step(self, metrics: StepMetrics, fault: str | None = None, numbers: Mapping[str, Any] | None = None) -> None:
-        """Print a step's line. `fault` says why a step was skipped; `numbers` are further measurements of the step."""
+    def step(
+        self, metrics: StepMetrics, fault: str | None = None, numbers: Mapping[str, Any] | None = None
+    ) -> None:
+        """Print a step's line. `fault` says why a step was skipped; `numbers` are further measurements of the
+        step."""
         self._times.append(self._clock())
         marker = self._watch.marker(metrics)
         begins, self._marked = marker != "" and not self._marked, marker != ""
-        shown = metrics.step % self.interval == 0 or metrics.step in (self.start_step + 1, self.total_steps) or metrics.skipped
+        shown = (
+            metrics.step % self.interval == 0
+            or metrics.step in (self.start_step + 1, self.total_steps)
+            or metrics.skipped
+        )
         if shown or begins:
-            parts = [*self._parts(metrics, numbers or {}), marker, f"skipped: {fault}" if metrics.skipped else ""]
+            parts = [
+                *self._parts(metrics, numbers or {}),
+                marker,
+                f"skipped: {fault}" if metrics.skipped else "",
+            ]
             self.message("  ".join(filter(None, parts)), alarm=marker != "")
         self._show("loss", metrics.loss, metrics.step)
 
@@ -76,7 +94,10 @@ class Console(ExitStack):
         sets = (f"{name} {each:.4f}" for name, each in (by_set or {}).items())
         beside = f"training loss {self._losses['loss']:.4f}" if "loss" in self._losses else ""
         marker = "" if isfinite(loss) else "VALIDATION LOSS NaN"
-        self.message("  ".join(filter(None, [self._step(step), f"validation loss {loss:.4f}", *sets, beside, marker])), alarm=marker != "")
+        self.message(
+            "  ".join(filter(None, [self._step(step), f"validation loss {loss:.4f}", *sets, beside, marker])),
+            alarm=marker != "",
+        )
         self._show("validation", loss, step)
 
     def _show(self, name: str, loss: float, step: int) -> None:
@@ -93,7 +114,8 @@ class Console(ExitStack):
         if self._bar is not None:
             from rich.text import Text
 
-            line = Text(text, style="bold red" if alarm else "")  # a style of print would colour the bar below it, too
+            # a style of print would colour the bar below it, too
+            line = Text(text, style="bold red" if alarm else "")
             self._bar.console.print(line, soft_wrap=True)
         else:
             say(text, self._stream)
@@ -117,23 +139,35 @@ class Console(ExitStack):
         for phase in ("data", "communication"):  # shown only if they take a visible share of the step
             share = numbers.get(f"time_{phase}_s", 0.0) / metrics.step_time_s
             parts += [f"{phase} {share:.0%}"] if share >= 0.005 else []
-        return [*parts, *_read(numbers), f"{1000 * metrics.step // self.total_steps / 10:g}% done", *self._left(metrics)]
+        return [
+            *parts,
+            *_read(numbers),
+            f"{1000 * metrics.step // self.total_steps / 10:g}% done",
+            *self._left(metrics),
+        ]
 
     def _left(self, metrics: StepMetrics) -> list[str]:
-        """The time left at the pace of the last steps, with the validations and saves between them; before there are two, at the step's."""
+        """The time left at the pace of the last steps, with the validations and saves between them; before
+        there are two, at the step's."""
         steps = self.total_steps - metrics.step
-        pace = (self._times[-1] - self._times[0]) / (len(self._times) - 1) if len(self._times) > 1 else metrics.step_time_s
+        pace = (
+            (self._times[-1] - self._times[0]) / (len(self._times) - 1)
+            if len(self._times) > 1
+            else metrics.step_time_s
+        )
         return [f"{duration(steps * pace)} left"] if steps else []
 
 
 class LossWatch:
-    """Recognises a loss that is not finite, or that jumps: by the median of the last ones, which noise and single outliers do not move."""
+    """Recognises a loss that is not finite, or that jumps: by the median of the last ones, which noise and
+    single outliers do not move."""
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
 
     def marker(self, metrics: StepMetrics) -> str:
-        """The marker of a step; empty for an ordinary one. Gradients that overflow while fp16 looks for its loss scale are ordinary."""
+        """The marker of a step; empty for an ordinary one. Gradients that overflow while fp16 looks for its
+        loss scale are ordinary."""
         if not isfinite(metrics.loss):
             return "LOSS NaN"
         if not isfinite(metrics.grad_norm) and metrics.loss_scale == 1:
@@ -143,7 +177,8 @@ class LossWatch:
         if len(last) < SPIKE_MINIMUM:
             return ""
         middle = median(last)
-        spread = last[9 * len(last) // 10] - middle  # five of them are more than six standard deviations of normal noise
+        # five of them are more than six standard deviations of normal noise
+        spread = last[9 * len(last) // 10] - middle
         if metrics.loss - middle <= max(SPIKE_SPREADS * spread, SPIKE_RISE * abs(middle)):
             return ""
         return f"LOSS SPIKE, the median of the last {len(last)} steps is {middle:.4f}"
@@ -170,11 +205,26 @@ def _read(numbers: Mapping[str, Any]) -> list[str]:
 
 def _bar(stream: TextIO) -> Any:
     from rich.console import Console as RichConsole
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+    )
     console = RichConsole(file=stream, force_terminal=True)
-    return Progress(*columns, TimeRemainingColumn(), console=console, refresh_per_second=2, speed_estimate_period=300)
+    return Progress(
+        *columns, TimeRemainingColumn(), console=console, refresh_per_second=2, speed_estimate_period=300
+    )
 
 
 def _thousands(value: float) -> str:

@@ -1,4 +1,5 @@
-"""How unevenly the documents of a step load the context-parallel ranks: predicted from the tiles of attention of each rank.
+"""How unevenly the documents of a step load the context-parallel ranks: predicted from the tiles of attention
+of each rank.
 
 The measured counterpart, from the ranks' working times, is written by `rank_times`.
 """

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class Epochs(Observer):
-    """Adds to a step `tokens_seen`, `epoch` (of the member that is read most often) and, for a blend, the epoch of each member.
+    """Adds to a step `tokens_seen`, `epoch` (of the member that is read most often) and, for a blend, the
+    epoch of each member.
 
     They count what the run has read since its first step: skipped steps too, and positions without loss.
     """
@@ -25,34 +26,55 @@ class Epochs(Observer):
     def numbers(self, metrics: StepMetrics) -> dict[str, Any]:
         samples = self._samples(metrics.step)
         epochs = {member.name: samples * member.share / member.samples for member in self.members}
-        found = {"tokens_seen": samples * self.trainer.config.data.sequence_length, "epoch": max(epochs.values())}
+        found = {
+            "tokens_seen": samples * self.trainer.config.data.sequence_length,
+            "epoch": max(epochs.values()),
+        }
         if self.trainer.config.train.rampup_batch_size is not None:
             found["global_batch_size"] = samples - self._samples(metrics.step - 1)
-        return found | ({f"{MEMBER}{name}": epoch for name, epoch in epochs.items()} if len(epochs) > 1 else {})
+        return found | (
+            {f"{MEMBER}{name}": epoch for name, epoch in epochs.items()} if len(epochs) > 1 else {}
+        )
 
     def lines(self, metrics: StepMetrics) -> list[str]:
-        """Members that have been read to their end: after 1, 2, …, 9, 10, 20, … epochs, so that a small one does not fill the log."""
+        """Members that have been read to their end: after 1, 2, …, 9, 10, 20, … epochs, so that a small one
+        does not fill the log."""
         config = self.trainer.config
-        before, after, all_samples = self._samples(metrics.step - 1), self._samples(metrics.step), planned_samples(self.trainer)
+        before, after, all_samples = (
+            self._samples(metrics.step - 1),
+            self._samples(metrics.step),
+            planned_samples(self.trainer),
+        )
         found = []
         for name, size, share in self.members:
             ended = int(after * share // size)
-            if ended > int(before * share // size) and not str(ended)[1:].strip("0") and metrics.step < config.train.steps:
+            if (
+                ended > int(before * share // size)
+                and not str(ended)[1:].strip("0")
+                and metrics.step < config.train.steps
+            ):
                 whole = in_words(all_samples * share / size)
                 found.append(
-                    f"{name} has been read to its end after step {metrics.step}, and begins again: epoch {ended} of {whole} is done"
+                    f"{name} has been read to its end after step {metrics.step}, and begins again: epoch "
+                    f"{ended} of {whole} is done"
                 )
         return found
 
     def _samples(self, step: int) -> int:
         """Samples read until the end of a step; the trainer may be a step ahead."""
         trainer = self.trainer
-        return trainer.samples + samples_after(trainer.config.train, step) - samples_after(trainer.config.train, trainer.step_done)
+        return (
+            trainer.samples
+            + samples_after(trainer.config.train, step)
+            - samples_after(trainer.config.train, trainer.step_done)
+        )
 
 
 def repeated(trainer: Trainer) -> list[str]:
     """A line for each member of the data that is read more than once."""
-    return repeats(trainer.train_data.members, planned_samples(trainer), trainer.config.train.global_batch_size)
+    return repeats(
+        trainer.train_data.members, planned_samples(trainer), trainer.config.train.global_batch_size
+    )
 
 
 def planned_samples(trainer: Trainer) -> int:

@@ -1,4 +1,5 @@
-"""Metrics of rank 0's GPU: its memory, from torch's allocator, and its sensors, from the driver if nvidia-ml-py is installed.
+"""Metrics of rank 0's GPU: its memory, from torch's allocator, and its sensors, from the driver if
+nvidia-ml-py is installed.
 
 The throughput per rank is reported with them, on a CPU too.
 """
@@ -29,14 +30,19 @@ MEMORY = {
     "memory_reserved_bytes": "reserved_bytes.all.current",
     "allocation_retries": "num_alloc_retries",
 }
-"""Name in metrics.jsonl → name in torch's statistics. A retry frees cached memory and allocates again, which synchronizes the device."""
+"""Name in metrics.jsonl → name in torch's statistics. A retry frees cached memory and allocates again, which
+synchronizes the device."""
 
 
 class Gpu(Observer):
     """Reports memory and sensors at `logging.interval`; on a CPU only the throughput per rank."""
 
     def __init__(self, trainer: Trainer):
-        self.device, self.interval, self.world = trainer.device, trainer.config.logging.interval, trainer.mesh.world.size
+        self.device, self.interval, self.world = (
+            trainer.device,
+            trainer.config.logging.interval,
+            trainer.mesh.world.size,
+        )
         self.sensors = dict(SENSORS) if find_spec("pynvml") else {}
 
     def numbers(self, metrics: StepMetrics) -> dict[str, Any]:
@@ -47,11 +53,14 @@ class Gpu(Observer):
         return found | {name: statistics.get(key, 0) for name, key in MEMORY.items()} | self._sense()
 
     def _sense(self) -> dict[str, float]:
-        """The reading of each sensor. A sensor that this GPU does not have, or that may not be read, is dropped."""
+        """The reading of each sensor. A sensor that this GPU does not have, or that may not be read, is
+        dropped."""
         found = {}
         for name, read in list(self.sensors.items()):
             try:
                 found[name] = float(read(self.device))
-            except Exception:  # pynvml has an error class for each code of the library, and need not be importable
+            except (
+                Exception
+            ):  # pynvml has an error class for each code of the library, and need not be importable
                 del self.sensors[name]
         return found

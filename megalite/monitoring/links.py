@@ -1,8 +1,8 @@
 """Measures the bandwidth of the links between ranks: `network.test`.
 
-In each round every rank sends to the rank `stride` places further, for strides 1, 2, 4, …, so neighbours on one machine as well as ranks
-on other machines are tested. All ranks start a round together, and the best round of each link counts, so a slow link does not make others
-look slow.
+In each round every rank sends to the rank `stride` places further, for strides 1, 2, 4, …, so neighbours on
+one machine as well as ranks on other machines are tested. All ranks start a round together, and the best
+round of each link counts, so a slow link does not make others look slow.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def describe(links: Sequence[Link]) -> str:
 
 
 def measure(mesh: Mesh, device: torch.device, seconds: float = 3.0) -> list[Link]:
-    """Bandwidths between ranks, the same list on every rank. Collective; takes about `seconds`, with all links busy at once."""
+    """Bandwidths between ranks, the same list on every rank. Collective; takes about `seconds`, with all
+    links busy at once."""
     strides = [2**power for power in range((mesh.world.size - 1).bit_length())]
     best: dict[int, float] = {}
     deadline = perf_counter() + seconds
@@ -48,9 +49,13 @@ def measure(mesh: Mesh, device: torch.device, seconds: float = 3.0) -> list[Link
             took = _send_on(mesh, device, stride)
             best[stride] = min(took, best.get(stride, took))
         vote: list[Any] = [perf_counter() < deadline]
-        dist.broadcast_object_list(vote, src=0)  # rank 0's clock decides for all ranks: they must leave the loop together
+        # rank 0's clock decides for all ranks: they must leave the loop together
+        dist.broadcast_object_list(vote, src=0)
         going_on = vote[0]
-    own = [Link((mesh.rank - stride) % mesh.world.size, mesh.rank, MESSAGE_BYTES / took) for stride, took in best.items()]
+    own = [
+        Link((mesh.rank - stride) % mesh.world.size, mesh.rank, MESSAGE_BYTES / took)
+        for stride, took in best.items()
+    ]
     everyone: list[Any] = [None] * mesh.world.size
     dist.all_gather_object(everyone, own)
     return list(_flat(everyone))
@@ -61,16 +66,23 @@ def _flat(lists: Iterable[Iterable[Link]]) -> Iterable[Link]:
 
 
 def _send_on(mesh: Mesh, device: torch.device, stride: int) -> float:
-    """Send to the rank `stride` places further; returns the seconds until the message of the rank `stride` places before has arrived."""
+    """Send to the rank `stride` places further; returns the seconds until the message of the rank `stride`
+    places before has arrived."""
     world, group = mesh.world, mesh.world.group
-    target, source = world.ranks[(world.rank + stride) % world.size], world.ranks[(world.rank - stride) % world.size]
+    target, source = (
+        world.ranks[(world.rank + stride) % world.size],
+        world.ranks[(world.rank - stride) % world.size],
+    )
     outgoing, incoming = (torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     dist.barrier()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = perf_counter()
     if device.type == "cuda":  # NCCL pairs messages of one batch only
-        batch = [dist.P2POp(dist.isend, outgoing, target, group), dist.P2POp(dist.irecv, incoming, source, group)]
+        batch = [
+            dist.P2POp(dist.isend, outgoing, target, group),
+            dist.P2POp(dist.irecv, incoming, source, group),
+        ]
         for work in dist.batch_isend_irecv(batch):
             work.wait()
         torch.cuda.synchronize(device)

@@ -1,7 +1,8 @@
-"""The training loss of each member of a blend (`logging.loss_by_source`): the mean over the tokens of its samples in the global batch.
+"""The training loss of each member of a blend (`logging.loss_by_source`): the mean over the tokens of its
+samples in the global batch.
 
-The rank with the head adds up the token losses of each row while it computes the loss, and the table of the blend says which member a row
-is from. Communication: one all-reduce of two numbers a member after each step.
+The rank with the head adds up the token losses of each row while it computes the loss, and the table of the
+blend says which member a row is from. Communication: one all-reduce of two numbers a member after each step.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ class LossBySource(Observer):
         assert isinstance(trainer.train_data, Blend), "a rule asks for a blend"
         self.world, self.names = trainer.mesh.world, [member.name for member in trainer.train_data.members]
         self._source = torch.from_numpy(trainer.train_data.period).long().to(trainer.device)  # [period]
-        self._zero = torch.zeros(2, len(self.names), dtype=torch.float64, device=trainer.device)  # losses, tokens
-        self._found: dict[int, Tensor] = {}  # by microbatch: one that is computed again, under optimistic steps, counts once
+        # losses, tokens
+        self._zero = torch.zeros(2, len(self.names), dtype=torch.float64, device=trainer.device)
+        # by microbatch: one that is computed again, under optimistic steps, counts once
+        self._found: dict[int, Tensor] = {}
         self._now: Microbatch | None = None
         self._totals: dict[int, Tensor] = {}  # by step
         for stage in trainer.parts.stages.values():
@@ -49,9 +52,12 @@ class LossBySource(Observer):
             self._found[id(microbatch)] = torch.stack([self._zero[0], self._by_member(tokens)])
 
     def _add(self, losses: Tensor) -> None:
-        """Token losses of a microbatch, or of a chunk of its positions: [positions · batch], rows next to each other."""
+        """Token losses of a microbatch, or of a chunk of its positions: [positions · batch], rows next to
+        each other."""
         if self._now is not None:
-            self._found[id(self._now)][0] += self._by_member(losses.detach().view(-1, len(self._now.samples)).sum(0, dtype=torch.float64))
+            self._found[id(self._now)][0] += self._by_member(
+                losses.detach().view(-1, len(self._now.samples)).sum(0, dtype=torch.float64)
+            )
 
     def _by_member(self, rows: Tensor) -> Tensor:
         """The sums over the rows of each member: [batch] to [members]."""
@@ -60,9 +66,15 @@ class LossBySource(Observer):
 
     def after(self, step: int) -> None:
         total = all_reduce(sum(self._found.values(), self._zero.clone()), self.world).wait()
-        self._totals = {known: each for known, each in self._totals.items() if step - AHEAD <= known < step} | {step: total}
+        self._totals = {
+            known: each for known, each in self._totals.items() if step - AHEAD <= known < step
+        } | {step: total}
         self._found, self._now = {}, None
 
     def numbers(self, metrics: StepMetrics) -> dict[str, Any]:
         losses, tokens = self._totals[metrics.step].tolist()
-        return {f"{SOURCE}{name}": loss / count for name, loss, count in zip(self.names, losses, tokens, strict=True) if count}
+        return {
+            f"{SOURCE}{name}": loss / count
+            for name, loss, count in zip(self.names, losses, tokens, strict=True)
+            if count
+        }

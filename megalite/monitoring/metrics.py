@@ -1,4 +1,5 @@
-"""Writes a run's metrics: to metrics.jsonl always, to TensorBoard and Weights & Biases by option. Only rank 0 writes."""
+"""Writes a run's metrics: to metrics.jsonl always, to TensorBoard and Weights & Biases by option. Only rank 0
+writes."""
 
 from __future__ import annotations
 
@@ -46,27 +47,43 @@ class StepMetrics:
     tokens_per_second: float  # over all ranks, masked tokens included
     tflops_per_gpu: float  # model FLOPs
     mfu: float | None  # fraction of the device's peak, if that is known
-    bubble_fraction: float | None  # measured: fraction of the pipeline's time in which its ranks do not compute; on a GPU only if requested
+    # measured: fraction of the pipeline's time in which its ranks do not compute; on a GPU only if requested
+    bubble_fraction: float | None
     peak_memory_bytes: int
     loss_scale: float
     skipped: bool  # weights and optimizer state were not updated
 
 
-def throughput(config: Config, seconds: float, ranks: int, device_name: str, batch: int | None = None) -> dict[str, Any]:
-    """The throughput of a step of `seconds`, under its keys in metrics.jsonl. Masked tokens count too, because they are computed.
-    batch: its samples; default: train.global_batch_size."""
+def throughput(
+    config: Config, seconds: float, ranks: int, device_name: str, batch: int | None = None
+) -> dict[str, Any]:
+    """The throughput of a step of `seconds`, under its keys in metrics.jsonl. Masked tokens count too,
+    because they are computed. batch: its samples; default: train.global_batch_size."""
     tokens_per_second = (batch or config.train.global_batch_size) * config.data.sequence_length / seconds
-    per_rank = tokens_per_second * model_flops_per_token(config.model, config.data.sequence_length, config.lora) / ranks
+    per_rank = (
+        tokens_per_second
+        * model_flops_per_token(config.model, config.data.sequence_length, config.lora)
+        / ranks
+    )
     peak = peak_flops(device_name, config.train.precision)
-    return {"tokens_per_second": tokens_per_second, "tflops_per_gpu": per_rank / 1e12, "mfu": None if peak is None else per_rank / peak}
+    return {
+        "tokens_per_second": tokens_per_second,
+        "tflops_per_gpu": per_rank / 1e12,
+        "mfu": None if peak is None else per_rank / peak,
+    }
 
 
 def check_packages(options: LoggingConfig) -> None:
-    """Raise ConfigError if an option needs a package that is not installed. Every rank can check this before the run starts."""
-    for name, value, package in (("tensorboard", options.tensorboard, "tensorboard"), ("wandb", options.wandb, "wandb")):
+    """Raise ConfigError if an option needs a package that is not installed. Every rank can check this before
+    the run starts."""
+    for name, value, package in (
+        ("tensorboard", options.tensorboard, "tensorboard"),
+        ("wandb", options.wandb, "wandb"),
+    ):
         if value and find_spec(package) is None:
             raise ConfigError(
-                f"logging.{name} = {show(value)} needs the package {package}: pip install {package}, or leave the option out."
+                f"logging.{name} = {show(value)} needs the package {package}: pip install {package}, or "
+                "leave the option out."
             )
 
 
@@ -97,7 +114,8 @@ class MetricsWriter(ExitStack):
         self._start_file(resume_step)
 
     def rewind(self, step: int) -> None:
-        """Continue after a step: lines of later steps are removed from metrics.jsonl, and TensorBoard no longer shows them."""
+        """Continue after a step: lines of later steps are removed from metrics.jsonl, and TensorBoard no
+        longer shows them."""
         self._start_file(step)
         for recipient in self._recipients:
             recipient.rewind(step)
@@ -113,14 +131,22 @@ class MetricsWriter(ExitStack):
 
     def validation(self, step: int, loss: float, by_set: Mapping[str, float] | None = None) -> None:
         """Write a validation's line. by_set: the losses of validation sets by name."""
-        self._write({"step": step, "val_loss": loss} | {f"{VALIDATED}{name}": each for name, each in (by_set or {}).items()})
+        self._write(
+            {"step": step, "val_loss": loss}
+            | {f"{VALIDATED}{name}": each for name, each in (by_set or {}).items()}
+        )
 
     def _write(self, record: dict[str, Any]) -> None:
         """Non-finite numbers are written as null, because JSON has none."""
-        finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
         self._append(json.dumps(finite, allow_nan=False) + "\n")
         scalars = {
-            name: float(value) for name, value in record.items() if value is not None and not isinstance(value, list) and name != "step"
+            name: float(value)
+            for name, value in record.items()
+            if value is not None and not isinstance(value, list) and name != "step"
         }
         for recipient in self._recipients:
             recipient.log(scalars, record["step"])
@@ -129,7 +155,8 @@ class MetricsWriter(ExitStack):
         self._unwritten += line.encode()
         try:
             self._restore_directory()
-            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]  # a write may be partial before one fails
+            # a write may be partial before one fails
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
             self._refused = False
         except OSError as error:
             if not self._refused:
@@ -137,7 +164,8 @@ class MetricsWriter(ExitStack):
                 say(f"{self._path} can not be written: {error.strerror}; its lines are kept until it can")
 
     def _restore_directory(self) -> None:
-        """Create the run's directory again if it has been removed or moved: a write to a removed file is lost without an error."""
+        """Create the run's directory again if it has been removed or moved: a write to a removed file is lost
+        without an error."""
         with suppress(FileNotFoundError):
             if os.stat(self._path).st_ino == os.fstat(self._file.fileno()).st_ino:
                 return
@@ -149,7 +177,8 @@ class MetricsWriter(ExitStack):
 
 
 def cut_after(file: Path, step: int) -> None:
-    """Remove the lines of later steps, and an incomplete last line of a killed run. The file is replaced atomically."""
+    """Remove the lines of later steps, and an incomplete last line of a killed run. The file is replaced
+    atomically."""
     if not file.exists():
         return
     with replacing(file) as fresh:
@@ -157,10 +186,15 @@ def cut_after(file: Path, step: int) -> None:
 
 
 def lines_up_to(file: Path, step: int) -> list[str]:
-    """The complete lines of a file of JSON objects whose `step` is at most this one; none if there is no such file."""
+    """The complete lines of a file of JSON objects whose `step` is at most this one; none if there is no such
+    file."""
     if not file.exists():
         return []
-    return [line for line in file.read_text(encoding="utf-8").splitlines() if (found := _step_of(line)) is not None and found <= step]
+    return [
+        line
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if (found := _step_of(line)) is not None and found <= step
+    ]
 
 
 def _step_of(line: str) -> int | None:
@@ -173,7 +207,8 @@ def _step_of(line: str) -> int | None:
 def peak_memory_bytes(device: torch.device) -> int:
     """Peak memory of this rank: allocated tensors on a GPU; on a CPU the resident set, mapped files included.
 
-    VmHWM on Linux counts this program only; getrusage, used elsewhere, may still hold the peak of the process that started it.
+    VmHWM on Linux counts this program only; getrusage, used elsewhere, may still hold the peak of the process
+    that started it.
     """
     if device.type == "cuda":
         import torch

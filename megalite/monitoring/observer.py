@@ -8,7 +8,8 @@ from megalite.monitoring.metrics import StepMetrics
 
 
 class Observer:
-    """Base class of instruments; does nothing. Every rank has the same observers and calls them alike, except `numbers`."""
+    """Base class of instruments; does nothing. Every rank has the same observers and calls them alike, except
+    `numbers`."""
 
     def before(self, step: int) -> None:
         """Called before a step."""
@@ -17,7 +18,8 @@ class Observer:
         """Called after a step has ended on this rank."""
 
     def numbers(self, metrics: StepMetrics) -> dict[str, Any]:
-        """Further keys of a step's line in metrics.jsonl. Called on rank 0 only, when the step's result is known."""
+        """Further keys of a step's line in metrics.jsonl. Called on rank 0 only, when the step's result is
+        known."""
         return {}
 
     def lines(self, metrics: StepMetrics) -> list[str]:

@@ -1,9 +1,10 @@
 """The list of a run's instruments, which the command `train` passes to the training loop as observers.
 
-epochs.py counts tokens and epochs, loss_by_source.py tells the losses of a blend's members, phases.py times each step by phase,
-rank_times.py compares the ranks, context_imbalance.py predicts how unequal context parallelism makes them, gpu.py reads the device's memory
-and sensors, timeline_recorder.py and timeline.py record and compare the pipeline's timeline, tracing.py runs torch's profiler,
-prediction.py reports at the end the prediction's error. Not observers: links.py tests the network before the first step, out_of_memory.py
+epochs.py counts tokens and epochs, loss_by_source.py tells the losses of a blend's members, phases.py times
+each step by phase, rank_times.py compares the ranks, context_imbalance.py predicts how unequal context
+parallelism makes them, gpu.py reads the device's memory and sensors, timeline_recorder.py and timeline.py
+record and compare the pipeline's timeline, tracing.py runs torch's profiler, prediction.py reports at the end
+the prediction's error. Not observers: links.py tests the network before the first step, out_of_memory.py
 suggests changes when memory runs out.
 """
 
@@ -36,14 +37,20 @@ class ComparedTimeline(TimelineRecorder):
         lines, run = super().finish(), self.trainer.run_dir
         try:
             return [*lines, *describe(compare(run)), written(run)] if self.summary else lines
-        except (ConfigError, OSError) as error:  # the disk is full, or the directory gone: the run itself is done
+        except (
+            ConfigError,
+            OSError,
+        ) as error:  # the disk is full, or the directory gone: the run itself is done
             return [*lines, f"no comparison with the simulator: {error}"]
 
 
-def observers(trainer: Trainer, own: RankEnvironment, device: Device | None = None, kernels: Sequence[str] = ()) -> Sequence[Observer]:
+def observers(
+    trainer: Trainer, own: RankEnvironment, device: Device | None = None, kernels: Sequence[str] = ()
+) -> Sequence[Observer]:
     """All instruments of a run, the same on every rank.
 
-    own: this rank's environment; device: the planner's description of its device; kernels: the chosen implementations, in words.
+    own: this rank's environment; device: the planner's description of its device; kernels: the chosen
+    implementations, in words.
     """
     phases = PhaseTimes(trainer)
     ranks = RankTimes(trainer, phases)

@@ -1,7 +1,9 @@
-"""Suggestions when memory runs out: the changes that this run allows, with the memory that each saves by the planner's estimate.
+"""Suggestions when memory runs out: the changes that this run allows, with the memory that each saves by the
+planner's estimate.
 
-The ladder is ordered from changes that cost little time to those that cost much: smaller microbatches, recomputation, sequence
-parallelism, a higher ZeRO stage, more tensor or pipeline parallelism at the cost of data parallelism, offloading.
+The ladder is ordered from changes that cost little time to those that cost much: smaller microbatches,
+recomputation, sequence parallelism, a higher ZeRO stage, more tensor or pipeline parallelism at the cost of
+data parallelism, offloading.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def candidates(config: Config) -> Iterator[Changes]:
     smaller = [size for size in range(1, train.micro_batch_size) if train.micro_batch_size % size == 0]
     for size in reversed(smaller):
         yield {"train.micro_batch_size": size}
-    for mode in ("selective", "full") if train.recompute == "none" else ("full",) if train.recompute != "full" else ():
+    for mode in (
+        ("selective", "full") if train.recompute == "none" else ("full",) if train.recompute != "full" else ()
+    ):
         yield {"train.recompute": mode}
     if parallel.tp > 1 and not parallel.sequence_parallel:
         yield {"parallel.sequence_parallel": True}
@@ -85,7 +89,10 @@ def describe(place: str, error: BaseException, rungs: list[Rung]) -> str:
     """The message for the user. place: which rank, and what it was doing."""
     lines = [f"{place}: out of memory: {str(error).strip().splitlines()[0]}"]
     if not rungs:
-        return f"{lines[0]}\nNo change of this run's options needs less memory: use more GPUs or a smaller model."
+        return (
+            f"{lines[0]}\nNo change of this run's options needs less memory: use more GPUs or a smaller "
+            "model."
+        )
     lines.append("Each of these by itself lowers the memory of the fullest rank, by the planner's estimate:")
     return "\n".join([*lines, *(f"  {rung}" for rung in rungs)])
 
@@ -103,4 +110,7 @@ def out_of_memory(error: torch.OutOfMemoryError, config: Config, device: torch.d
     message = describe(place, error, ladder(config, world_size, int(gpu), peak))
     if not gpu:
         return f"{message}\nA memory snapshot is available on a GPU only."
-    return f"{message}\nWhat fills the memory: {write_snapshot(Path(config.run.dir, config.run.name), mesh.rank, 'out_of_memory')}"
+    return (
+        f"{message}\nWhat fills the memory: "
+        f"{write_snapshot(Path(config.run.dir, config.run.name), mesh.rank, 'out_of_memory')}"
+    )

@@ -1,11 +1,12 @@
 """The time of each step by phase.
 
-A rank notifies its listeners whenever it begins another activity: an action of its pipeline, reading its batch, waiting for a message.
-A clock marks each of these moments, and the time from one mark to the next belongs to the activity that began at the first. The phases of a
-step therefore add up to the step.
+A rank notifies its listeners whenever it begins another activity: an action of its pipeline, reading its
+batch, waiting for a message. A clock marks each of these moments, and the time from one mark to the next
+belongs to the activity that began at the first. The phases of a step therefore add up to the step.
 
-On a CPU a mark is a reading of the host's clock. On a GPU it is an event in the stream, read once the stream has passed it: the events of a
-step's update are passed only after the next step has begun, and count there. Reading never synchronizes the device.
+On a CPU a mark is a reading of the host's clock. On a GPU it is an event in the stream, read once the stream
+has passed it: the events of a step's update are passed only after the next step has begun, and count there.
+Reading never synchronizes the device.
 """
 
 from __future__ import annotations
@@ -27,8 +28,16 @@ PHASES = ("data", "forward", "backward", "pipeline", "communication", "optimizer
 WORKING = ("data", "forward", "backward", "optimizer")
 """The phases in which a rank does not wait for another."""
 _OF_KIND = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "backward"}
-_OF_WORDS = {READING: "data", REDUCING: "communication", UPDATING: "optimizer", BETWEEN: None, REPORTING: None}
-_KEPT = 4  # steps whose phases are kept until `numbers` reads them: results are a step late under some schedules, and read on rank 0 only
+_OF_WORDS = {
+    READING: "data",
+    REDUCING: "communication",
+    UPDATING: "optimizer",
+    BETWEEN: None,
+    REPORTING: None,
+}
+# steps whose phases are kept until `numbers` reads them: results are a step late under some schedules, and
+# read on rank 0 only
+_KEPT = 4
 
 Lap = tuple[Any, Any]
 """The activity that a rank began, and the clock's mark of that moment."""
@@ -37,8 +46,8 @@ Lap = tuple[Any, Any]
 def phase_of(place: Any) -> str | None:
     """The phase of a rank's activity; None if it is not part of a step.
 
-    `pipeline` is waiting for another stage, which is the bubble as one rank sees it; `communication` is every other wait, the work of
-    sending, and the data-parallel reduction of gradients.
+    `pipeline` is waiting for another stage, which is the bubble as one rank sees it; `communication` is every
+    other wait, the work of sending, and the data-parallel reduction of gradients.
     """
     if isinstance(place, Action):
         return _OF_KIND.get(place.kind, "communication")
@@ -58,7 +67,8 @@ def add_up(laps: Sequence[Lap], clock: HostClock) -> dict[str, float]:
 
 
 class PhaseTimes(Observer):
-    """Times this rank's steps: every step on a CPU; on a GPU, where an event costs microseconds, those of `logging.interval`."""
+    """Times this rank's steps: every step on a CPU; on a GPU, where an event costs microseconds, those of
+    `logging.interval`."""
 
     def __init__(self, trainer: Trainer, clock: HostClock | None = None):
         gpu = trainer.device.type == "cuda"

@@ -28,36 +28,47 @@ if TYPE_CHECKING:
 
 
 def stage_costs(config: Config) -> list[float]:
-    """The work of each stage relative to the mean over ranks: measured (parallel.layer_costs) or else estimated. Sums to pp."""
+    """The work of each stage relative to the mean over ranks: measured (parallel.layer_costs) or else
+    estimated. Sums to pp."""
     costs = stage_sums(config, config.parallel.layer_costs or estimated_costs(config))
     mean = sum(costs) / config.parallel.pp
     return [cost / mean for cost in costs]
 
 
 def predicted_bubble(config: Config) -> float | None:
-    """The simulated bubble of the run's own schedule, in the measure that the run uses; None without a pipeline."""
+    """The simulated bubble of the run's own schedule, in the measure that the run uses; None without a
+    pipeline."""
     if config.parallel.pp == 1:
         return None
     costs, plan = stage_costs(config), build.schedule(config, build.layout(config).microbatches)
-    forward, backward, weight = ([each * cost for cost in costs] for each in config.parallel.schedule_costs[:3])
+    forward, backward, weight = (
+        [each * cost for cost in costs] for each in config.parallel.schedule_costs[:3]
+    )
     timeline = simulate(plan, forward, backward, weight, config.parallel.schedule_costs[3])
     return timeline.bubble_rate if build.staggered_end(config) else timeline.bubble_fraction
 
 
 def describe(
-    times: list[float], bubbles: list[float], predicted_time: float | None, predicted_bubble: float | None, device: Device | None = None
+    times: list[float],
+    bubbles: list[float],
+    predicted_time: float | None,
+    predicted_bubble: float | None,
+    device: Device | None = None,
 ) -> list[str]:
-    """The line, or an empty list if nothing was predicted. The first step, a warm-up, is left out if there are others. device: that the
-    time is predicted for."""
+    """The line, or an empty list if nothing was predicted. The first step, a warm-up, is left out if there
+    are others. device: that the time is predicted for."""
     parts = []
     if times and predicted_time is not None:
         sure = ""
         if device is not None:
             low, high = interval(predicted_time)
-            sure = f" for {device.name}" + (f" ({low:.4g} to {high:.4g} s in 80 % of published runs)" if device.compared else "")
+            sure = f" for {device.name}" + (
+                f" ({low:.4g} to {high:.4g} s in 80 % of published runs)" if device.compared else ""
+            )
         found = median(times[1:] or times)
         parts.append(
-            f"step time {predicted_time:.4g} s predicted{sure}, {found:.4g} s measured (median), {found / predicted_time - 1:+.1%}"
+            f"step time {predicted_time:.4g} s predicted{sure}, {found:.4g} s measured (median), "
+            f"{found / predicted_time - 1:+.1%}"
         )
     if predicted_bubble is not None:
         measured = f"{fmean(bubbles[1:] or bubbles):.1%} measured" if bubbles else "not measured"
@@ -66,7 +77,8 @@ def describe(
 
 
 def predictions(config: Config, device: Device | None) -> dict[str, Any]:
-    """The step time in seconds, its interval and the bubble of a configuration; None where nothing is predicted.
+    """The step time in seconds, its interval and the bubble of a configuration; None where nothing is
+    predicted.
 
     device: the planner's description of the run's device; None if unknown.
     """
@@ -76,23 +88,37 @@ def predictions(config: Config, device: Device | None) -> dict[str, Any]:
 
 
 class Outcome(Observer):
-    """Records the start of a run, and at its end compares rank 0's measurements with the simulator's bubble and the planner's step time.
+    """Records the start of a run, and at its end compares rank 0's measurements with the simulator's bubble
+    and the planner's step time.
 
-    Writes environment.json and a line of starts.jsonl at the start, prediction.json at the end. `own` is this rank's environment, `device`
-    the planner's description of its device, None if unknown; `kernels` names the implementations that were chosen.
+    Writes environment.json and a line of starts.jsonl at the start, prediction.json at the end. `own` is this
+    rank's environment, `device` the planner's description of its device, None if unknown; `kernels` names the
+    implementations that were chosen.
     """
 
-    def __init__(self, trainer: Trainer, own: RankEnvironment, device: Device | None = None, kernels: Sequence[str] = ()):
+    def __init__(
+        self,
+        trainer: Trainer,
+        own: RankEnvironment,
+        device: Device | None = None,
+        kernels: Sequence[str] = (),
+    ):
         self.trainer, self.device = trainer, device
         self.times: list[float] = []
         self.bubbles: list[float] = []
         self.predicted: dict[str, Any] = {}
         if trainer.mesh.rank == 0:
-            environment = {"ranks": trainer.mesh.world.size, "python": platform.python_version(), "cores": os.cpu_count()}
+            environment = {
+                "ranks": trainer.mesh.world.size,
+                "python": platform.python_version(),
+                "cores": os.cpu_count(),
+            }
             environment |= {name: own[name] for name in (*EQUAL, *ALIKE) if own.get(name) is not None}
             self._keep("environment.json", environment)
             self.predicted = predictions(trainer.config, device)
-            start = starts.Start(trainer.step_done, to_dict(trainer.config), environment, list(kernels), self.predicted)
+            start = starts.Start(
+                trainer.step_done, to_dict(trainer.config), environment, list(kernels), self.predicted
+            )
             starts.add(trainer.run_dir, start)
 
     def numbers(self, metrics: StepMetrics) -> dict[str, Any]:
@@ -104,8 +130,19 @@ class Outcome(Observer):
     def finish(self) -> list[str]:
         if not self.times:
             return []
-        self._keep("prediction.json", {**self.predicted, "measured_step_time_s": median(self.times[1:] or self.times)})
-        return describe(self.times, self.bubbles, self.predicted["step_time_s"], self.predicted["bubble_fraction"], self.device)
+        self._keep(
+            "prediction.json",
+            {**self.predicted, "measured_step_time_s": median(self.times[1:] or self.times)},
+        )
+        return describe(
+            self.times,
+            self.bubbles,
+            self.predicted["step_time_s"],
+            self.predicted["bubble_fraction"],
+            self.device,
+        )
 
     def _keep(self, name: str, content: dict[str, Any]) -> None:
-        write_or_say(self.trainer.run_dir / name, lambda path: write_synced(path, json.dumps(content, indent=2) + "\n"))
+        write_or_say(
+            self.trainer.run_dir / name, lambda path: write_synced(path, json.dumps(content, indent=2) + "\n")
+        )

@@ -1,7 +1,8 @@
-"""Finds the slowest rank. Ranks wait for each other, so all have the same step time; they differ in how much of it they work.
+"""Finds the slowest rank. Ranks wait for each other, so all have the same step time; they differ in how much
+of it they work.
 
-At `logging.interval` the ranks all-gather the seconds in which each worked. The all-gather overlaps with the next step, and its result is
-read after that step.
+At `logging.interval` the ranks all-gather the seconds in which each worked. The all-gather overlaps with the
+next step, and its result is read after that step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 
 def compare(step: int, working: Sequence[float]) -> dict[str, Any]:
-    """The slowest and the fastest rank of a step, under their keys in metrics.jsonl. working: seconds in which each rank worked."""
+    """The slowest and the fastest rank of a step, under their keys in metrics.jsonl. working: seconds in
+    which each rank worked."""
     order = sorted(range(len(working)), key=working.__getitem__)
     fastest, slowest = order[0], order[-1]
     return {
@@ -33,7 +35,8 @@ def compare(step: int, working: Sequence[float]) -> dict[str, Any]:
 
 
 def context_imbalance(working: Sequence[float], ranks: Sequence[int]) -> dict[str, Any]:
-    """The working time of the slowest of some context-parallel ranks over their mean, under its key in metrics.jsonl."""
+    """The working time of the slowest of some context-parallel ranks over their mean, under its key in
+    metrics.jsonl."""
     if len(ranks) == 1:
         return {}
     own = [working[rank] for rank in ranks]
@@ -41,10 +44,16 @@ def context_imbalance(working: Sequence[float], ranks: Sequence[int]) -> dict[st
 
 
 class RankTimes(Observer):
-    """Compares the ranks. Nothing is in flight while torch's profiler runs: torch crashes if a message outlives the profiler."""
+    """Compares the ranks. Nothing is in flight while torch's profiler runs: torch crashes if a message
+    outlives the profiler."""
 
     def __init__(self, trainer: Trainer, phases: PhaseTimes):
-        self.world, self.cp, self.device, self.phases = trainer.mesh.world, trainer.mesh.cp, trainer.device, phases
+        self.world, self.cp, self.device, self.phases = (
+            trainer.mesh.world,
+            trainer.mesh.cp,
+            trainer.device,
+            phases,
+        )
         self.interval, profiling = trainer.config.logging.interval, trainer.config.profiling
         first, last = profiling.steps
         self.quiet = range(first - 1, last + 1) if profiling.ranks else range(0)
@@ -62,13 +71,17 @@ class RankTimes(Observer):
             self.sent = step, all_gather(own, self.world)
 
     def _receive(self) -> None:
-        """Receive the all-gather started a step ago; on a GPU start an asynchronous copy of it to the host."""
+        """Receive the all-gather started a step ago; on a GPU start an asynchronous copy of it to the
+        host."""
         if self.sent is None:
             return
         (step, pending), self.sent = self.sent, None
         everyone = pending.wait()
         if everyone.is_cuda:
-            there, event = torch.empty(everyone.shape, dtype=everyone.dtype, pin_memory=True), torch.cuda.Event()
+            there, event = (
+                torch.empty(everyone.shape, dtype=everyone.dtype, pin_memory=True),
+                torch.cuda.Event(),
+            )
             there.copy_(everyone, non_blocking=True)
             event.record()
             self.arriving = step, there, event.query
@@ -80,7 +93,10 @@ class RankTimes(Observer):
         if self.arriving is not None and self.arriving[2]():
             step, everyone, _ = self.arriving
             working = everyone.tolist()
-            self.found, self.arriving = compare(step, working) | context_imbalance(working, self.cp.ranks), None
+            self.found, self.arriving = (
+                compare(step, working) | context_imbalance(working, self.cp.ranks),
+                None,
+            )
 
     def numbers(self, metrics: StepMetrics) -> dict[str, Any]:
         found, self.found = self.found, {}

@@ -1,7 +1,8 @@
-"""starts.jsonl in a run's directory: a line for each start, with what a resume may change: options, hardware, kernels, predictions.
+"""starts.jsonl in a run's directory: a line for each start, with what a resume may change: options, hardware,
+kernels, predictions.
 
-Everything else in the directory that names them (config.yaml, environment.json, prediction.json) describes the newest start alone, and
-metrics.jsonl has the steps of all. Imports no torch.
+Everything else in the directory that names them (config.yaml, environment.json, prediction.json) describes
+the newest start alone, and metrics.jsonl has the steps of all.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Start:
         options: the resolved configuration by section.
         environment: what environment.json has: ranks, device, versions.
         kernels: which implementations were chosen, in words.
-        prediction: `step_time_s` (seconds), `step_time_interval_s` and `bubble_fraction`; None where nothing is predicted.
-        started: UTC.
+        prediction: `step_time_s` (seconds), `step_time_interval_s` and `bubble_fraction`; None where nothing
+        is predicted. started: UTC.
     """
 
     step: int
@@ -48,7 +49,8 @@ class Start:
 
 
 def add(directory: Path, start: Start) -> None:
-    """Append a start. Starts after later steps are removed: those steps are done again. A file that cannot be written is one line."""
+    """Append a start. Starts after later steps are removed: those steps are done again. A file that cannot be
+    written is one line."""
     lines = [*lines_up_to(directory / FILE, start.step), json.dumps(asdict(start))]
     write_or_say(directory / FILE, lambda path: write_synced(path, "".join(f"{line}\n" for line in lines)))
 
@@ -59,7 +61,11 @@ def read(directory: Path) -> list[Start]:
     with suppress(OSError):
         for line in (directory / FILE).read_text(encoding="utf-8").splitlines():
             with suppress(ValueError, TypeError, KeyError):
-                known = {name: value for name, value in json.loads(line).items() if name in Start.__dataclass_fields__}
+                known = {
+                    name: value
+                    for name, value in json.loads(line).items()
+                    if name in Start.__dataclass_fields__
+                }
                 found.append(Start(**known))
     return sorted((start for start in found if isinstance(start.step, int)), key=lambda start: start.step)
 

@@ -15,7 +15,9 @@ from megalite.config.load import to_dict
 from megalite.config.schema import WANDB_PROJECT, Config
 from megalite.system.messages import say
 
-RETRY_S = 60.0  # from the first failure until the next attempt; doubled by each further one, since an attempt may take as long
+# from the first failure until the next attempt; doubled by each further one, since an attempt may take as
+# long
+RETRY_S = 60.0
 
 
 class Client(Protocol):
@@ -27,7 +29,8 @@ class Client(Protocol):
 
 
 class Recipient:
-    """Passes metrics to a client. If it fails, one line says so, its numbers are dropped, and it is opened again later.
+    """Passes metrics to a client. If it fails, one line says so, its numbers are dropped, and it is opened
+    again later.
 
     Args:
         name: for messages.
@@ -65,7 +68,9 @@ class Recipient:
     def _guard(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # of any type: it is another library's, and a run is worth more than its curves
+        except (
+            Exception
+        ) as error:  # of any type: it is another library's, and a run is worth more than its curves
             reason = str(error).split("\n")[0] or type(error).__name__
             say(f"{self._name} gets no numbers for the next {self._pause:.0f} s: {reason}")
             self._client, self._retry_at, self._pause = None, monotonic() + self._pause, 2 * self._pause
@@ -89,7 +94,8 @@ class TensorBoard:
 
 
 def _silence_threads_of(package: str) -> None:
-    """Let no thread of a package print a traceback: its next call raises the same error, which `Recipient` reports in a line."""
+    """Let no thread of a package print a traceback: its next call raises the same error, which `Recipient`
+    reports in a line."""
     usual = threading.excepthook
 
     def report(failed: threading.ExceptHookArgs) -> None:
@@ -100,13 +106,18 @@ def _silence_threads_of(package: str) -> None:
 
 
 class WeightsAndBiases:
-    """A run on Weights & Biases: a resumed run keeps the identity that it was started with, in RUN_DIR/wandb_id."""
+    """A run on Weights & Biases: a resumed run keeps the identity that it was started with, in
+    RUN_DIR/wandb_id."""
 
     def __init__(self, run_dir: Path, step: int, config: Config, identity: str):
         import wandb
 
         options = config.logging
-        project = options.wandb if isinstance(options.wandb, str) else os.environ.get("WANDB_PROJECT") or WANDB_PROJECT
+        project = (
+            options.wandb
+            if isinstance(options.wandb, str)
+            else os.environ.get("WANDB_PROJECT") or WANDB_PROJECT
+        )
         self._run = wandb.init(
             project=project,
             entity=options.wandb_entity,
@@ -135,7 +146,9 @@ def open_recipients(config: Config, run_dir: Path, step: int) -> list[Recipient]
         directory = Path(asked) if isinstance(asked, str) else run_dir / "tensorboard"
         recipients.append(Recipient("TensorBoard", partial(TensorBoard, directory), step))
     if config.logging.wandb:
-        recipients.append(Recipient("Weights & Biases", _open_wandb(run_dir, step, config), step, rewinds=False))
+        recipients.append(
+            Recipient("Weights & Biases", _open_wandb(run_dir, step, config), step, rewinds=False)
+        )
     return recipients
 
 

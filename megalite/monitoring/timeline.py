@@ -1,9 +1,12 @@
-"""Compares the timeline that a run recorded of a few steps (profiling.timeline), on one clock, with the simulator's.
+"""Compares the timeline that a run recorded of a few steps (profiling.timeline), on one clock, with the
+simulator's.
 
-Reads traces/records.json of a run's directory and writes traces/timeline.json: the durations by stage, the measured bubble and the one
-predicted from these durations, and a trace for ui.perfetto.dev or chrome://tracing, in which the prediction is below the measurement.
+Reads traces/records.json of a run's directory and writes traces/timeline.json: the durations by stage, the
+measured bubble and the one predicted from these durations, and a trace for ui.perfetto.dev or
+chrome://tracing, in which the prediction is below the measurement.
 
-Processes of one host share its monotonic clock. Clocks of other hosts are aligned by their readings right after a few barriers.
+Processes of one host share its monotonic clock. Clocks of other hosts are aligned by their readings right
+after a few barriers.
 """
 
 from __future__ import annotations
@@ -60,15 +63,20 @@ def compare(run_dir: Path) -> dict[str, Any]:
     """
     try:
         options = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-        records = [read_record(found) for found in json.loads((run_dir / RECORDS).read_text(encoding="utf-8"))]
+        records = [
+            read_record(found) for found in json.loads((run_dir / RECORDS).read_text(encoding="utf-8"))
+        ]
     except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}. A run writes it if profiling.timeline is set.") from None
+        raise ConfigError(
+            f"{error.filename}: {error.strerror}. A run writes it if profiling.timeline is set."
+        ) from None
     recorded_by = start_of(starts.read(run_dir), min(records[0].steps))
     config = from_dict(options if recorded_by is None else recorded_by.options)
     layout = Layout.of(config)
     if layout.world != len(records):
         raise ConfigError(
-            f"{run_dir / RECORDS} has records of {len(records)} ranks, and its steps were done again on {layout.world}. "
+            f"{run_dir / RECORDS} has records of {len(records)} ranks, and its steps were done again on "
+            f"{layout.world}. "
             f"Record them again with profiling.timeline = true."
         )
     schedule = schedule_of(config, layout.microbatches)
@@ -89,7 +97,9 @@ def read_record(found: Mapping[str, Any]) -> Record:
         int(step): [ActionTiming(Action(Kind(kind), *place), *times) for (kind, *place), *times in actions]
         for step, actions in found["steps"].items()
     }
-    transfers = {int(step): [Transfer(*each) for each in arrived] for step, arrived in found["transfers"].items()}
+    transfers = {
+        int(step): [Transfer(*each) for each in arrived] for step, arrived in found["transfers"].items()
+    }
     return Record(found["host"], found["clock"], steps, transfers)
 
 
@@ -104,7 +114,8 @@ def offsets(records: Sequence[Record]) -> list[float]:
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """One step of one pipeline: the ranks that differ only in pp, each with its timed actions and transfers, on one clock."""
+    """One step of one pipeline: the ranks that differ only in pp, each with its timed actions and transfers,
+    on one clock."""
 
     name: str
     step: int
@@ -121,7 +132,12 @@ class PipelineStep:
     def measured(self) -> Timeline:
         """The measured step as a simulator's Timeline, so that both use the same formulas."""
         start = self.start
-        return Timeline(tuple(tuple(Span(one.action, one.start - start, one.end - start) for one in actions) for actions in self.ran))
+        return Timeline(
+            tuple(
+                tuple(Span(one.action, one.start - start, one.end - start) for one in actions)
+                for actions in self.ran
+            )
+        )
 
 
 def pipelines(layout: Layout, records: Sequence[Record]) -> list[PipelineStep]:
@@ -129,14 +145,24 @@ def pipelines(layout: Layout, records: Sequence[Record]) -> list[PipelineStep]:
     ahead, made = offsets(records), []
     for lead in range(layout.world // layout.pp):  # pp is the outermost axis: these are the ranks with pp = 0
         ranks = layout.peers(lead, ("pp",))
-        place = ", ".join(f"{axis} {index}" for axis, index in layout.position(lead).items() if axis != "pp" and getattr(layout, axis) > 1)
+        place = ", ".join(
+            f"{axis} {index}"
+            for axis, index in layout.position(lead).items()
+            if axis != "pp" and getattr(layout, axis) > 1
+        )
         for step in records[lead].steps:
             ran = tuple(
-                tuple(ActionTiming(action, *(time - ahead[rank] for time in times)) for action, *times in records[rank].steps[step])
+                tuple(
+                    ActionTiming(action, *(time - ahead[rank] for time in times))
+                    for action, *times in records[rank].steps[step]
+                )
                 for rank in ranks
             )
             transfers = tuple(
-                tuple(Transfer(name, *(time - ahead[rank] for time in times)) for name, *times in records[rank].transfers.get(step, ()))
+                tuple(
+                    Transfer(name, *(time - ahead[rank] for time in times))
+                    for name, *times in records[rank].transfers.get(step, ())
+                )
                 for rank in ranks
             )
             made.append(PipelineStep(f"measured {place}".rstrip(), step, ranks, ran, transfers))
@@ -172,19 +198,23 @@ def timeline(schedule: Schedule, layout: Layout, records: Sequence[Record]) -> d
 
 
 def stage_durations(schedule: Schedule, steps: Iterable[PipelineStep]) -> dict[str, list[float] | None]:
-    """For each pass, the median seconds of one microbatch on each stage; None for a pass that the schedule does not have."""
+    """For each pass, the median seconds of one microbatch on each stage; None for a pass that the schedule
+    does not have."""
     seconds: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
     for actions in (actions for step in steps for actions in step.ran):
         for action, _, start, end in actions:
             seconds[action.kind, action.stage].append(end - start)
     return {
-        name: [median(seconds[kind, stage]) for stage in range(schedule.stages)] if kind in schedule.passes else None
+        name: [median(seconds[kind, stage]) for stage in range(schedule.stages)]
+        if kind in schedule.passes
+        else None
         for kind, name in PASSES.items()
     }
 
 
 def data_parallel(steps: Sequence[PipelineStep]) -> dict[str, float]:
-    """Means over ranks and steps: number of transfers, seconds with at least one in flight, and seconds of waiting for one."""
+    """Means over ranks and steps: number of transfers, seconds with at least one in flight, and seconds of
+    waiting for one."""
     ranks = [transfers for step in steps for transfers in step.transfers]
     under_way = waited = 0.0
     for transfers in ranks:
@@ -193,13 +223,18 @@ def data_parallel(steps: Sequence[PipelineStep]) -> dict[str, float]:
             under_way += max(end - max(start, reached), 0.0)
             waited += end - awaited
             reached = max(reached, end)
-    return {"transfers": fmean(map(len, ranks)), "under_way": under_way / len(ranks), "waited": waited / len(ranks)}
+    return {
+        "transfers": fmean(map(len, ranks)),
+        "under_way": under_way / len(ranks),
+        "waited": waited / len(ranks),
+    }
 
 
 def message_seconds(schedule: Schedule, steps: Iterable[PipelineStep]) -> float:
     """The median latency of the messages for which a rank was already waiting; 0 if there were none.
 
-    The latency is from the end of the action that produces the message to the start of the action that needs it.
+    The latency is from the end of the action that produces the message to the start of the action that needs
+    it.
     """
     latencies = []
     for step in steps:
@@ -213,14 +248,23 @@ def message_seconds(schedule: Schedule, steps: Iterable[PipelineStep]) -> float:
 def received(action: Action, schedule: Schedule) -> list[Action]:
     """The actions on other ranks whose results an action needs."""
     placement = schedule.placement
-    return [source for source in dependencies(action, schedule.stages) if placement[source.stage] != placement[action.stage]]
+    return [
+        source
+        for source in dependencies(action, schedule.stages)
+        if placement[source.stage] != placement[action.stage]
+    ]
 
 
-def trace_events(schedule: Schedule, steps: Sequence[PipelineStep], predicted: Timeline) -> list[dict[str, Any]]:
-    """Chrome's trace events: a process for each pipeline, a thread for each of its ranks; the last process is the prediction."""
+def trace_events(
+    schedule: Schedule, steps: Sequence[PipelineStep], predicted: Timeline
+) -> list[dict[str, Any]]:
+    """Chrome's trace events: a process for each pipeline, a thread for each of its ranks; the last process is
+    the prediction."""
     origin = min(actions[0].free for step in steps for actions in step.ran)
     names = list(dict.fromkeys(step.name for step in steps))
-    events = [event for pid, name in enumerate([*names, "predicted"]) for event in _names(pid, name, schedule.ranks)]
+    events = [
+        event for pid, name in enumerate([*names, "predicted"]) for event in _names(pid, name, schedule.ranks)
+    ]
     events += [event for step in steps for event in _transfer_events(step, names.index(step.name), origin)]
     for step in steps:
         pid, shift = names.index(step.name), step.start - origin
@@ -231,21 +275,32 @@ def trace_events(schedule: Schedule, steps: Sequence[PipelineStep], predicted: T
                 events.append(_action(one.action, step.step, pid, tid, one.start - origin, one.end - origin))
             if pid == 0:
                 events += [
-                    _action(action, step.step, len(names), tid, start + shift, end + shift) for action, start, end in predicted.spans[tid]
+                    _action(action, step.step, len(names), tid, start + shift, end + shift)
+                    for action, start, end in predicted.spans[tid]
                 ]
     return events
 
 
 def _names(pid: int, name: str, ranks: int) -> list[dict[str, Any]]:
-    threads = [{"ph": "M", "name": "thread_name", "pid": pid, "tid": rank, "args": {"name": f"pp {rank}"}} for rank in range(ranks)]
+    threads = [
+        {"ph": "M", "name": "thread_name", "pid": pid, "tid": rank, "args": {"name": f"pp {rank}"}}
+        for rank in range(ranks)
+    ]
     return [{"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}, *threads]
 
 
 def _transfer_events(step: PipelineStep, pid: int, origin: float) -> Iterable[dict[str, Any]]:
-    """Data-parallel transfers, on tracks of their own because several may overlap, and the rank's waits for them."""
+    """Data-parallel transfers, on tracks of their own because several may overlap, and the rank's waits for
+    them."""
     for tid, transfers in enumerate(step.transfers):
         for place, (name, start, awaited, end) in enumerate(transfers):
-            track = {"name": f"pp {tid}: {name}", "cat": "data parallel", "id": f"{step.step}.{pid}.{tid}.{place}", "pid": pid, "tid": tid}
+            track = {
+                "name": f"pp {tid}: {name}",
+                "cat": "data parallel",
+                "id": f"{step.step}.{pid}.{tid}.{place}",
+                "pid": pid,
+                "tid": tid,
+            }
             args = {"step": step.step, "waited_ms": (end - awaited) * 1000}
             yield {"ph": "b", **track, "ts": (start - origin) * MICROSECONDS, "args": args}
             yield {"ph": "e", **track, "ts": (end - origin) * MICROSECONDS}
@@ -265,13 +320,21 @@ def _slice(name: str, category: str, pid: int, tid: int, start: float, end: floa
 def describe(found: Mapping[str, Any]) -> list[str]:
     """Lines for the user: measured and predicted, and the durations behind the prediction."""
     measured, predicted, steps = found["measured"], found["predicted"], found["steps"]
-    compared = "; ".join(f"{name} {measured[name]:.1%} measured, {predicted[name]:.1%} predicted" for name in MEASURES)
+    compared = "; ".join(
+        f"{name} {measured[name]:.1%} measured, {predicted[name]:.1%} predicted" for name in MEASURES
+    )
     spans = (f"{name} {_range(values)} ms" for name, values in found["durations"].items() if values)
     head = f"{found['schedule']}, steps {steps[0]} to {steps[-1]}: {compared}"
-    lines = [head, f"  predicted from the median {', '.join(spans)} a stage, and {found['comm'] * 1000:.2f} ms a message"]
+    lines = [
+        head,
+        f"  predicted from the median {', '.join(spans)} a stage, and "
+        f"{found['comm'] * 1000:.2f} ms a message",
+    ]
     count, under_way, waited = found["data_parallel"].values()
     if count:
-        each = f"{under_way * 1000:.2f} ms with a transfer in flight, {waited * 1000:.2f} ms of waiting for one"
+        each = (
+            f"{under_way * 1000:.2f} ms with a transfer in flight, {waited * 1000:.2f} ms of waiting for one"
+        )
         lines.append(f"  over data parallelism, per rank and step: {count:.4g} transfers, {each}")
     return lines
 

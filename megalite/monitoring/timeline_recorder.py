@@ -1,7 +1,9 @@
-"""Records the measured timeline: the times of every compute action and data-parallel transfer of a few steps, on every rank.
+"""Records the measured timeline: the times of every compute action and data-parallel transfer of a few steps,
+on every rank.
 
-The runtime times its actions in every step. Those of `profiling.steps` are kept here, gathered after the last of these steps, and written
-by rank 0, as measured, to traces/records.json. `timeline.py` aligns them to one clock and compares them with the simulator.
+The runtime times its actions in every step. Those of `profiling.steps` are kept here, gathered after the last
+of these steps, and written by rank 0, as measured, to traces/records.json. `timeline.py` aligns them to one
+clock and compares them with the simulator.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ BARRIERS = 5  # readings of each clock: hosts are aligned by the median of their
 
 
 class TimelineRecorder(Observer):
-    """Records `profiling.steps` on this rank if `profiling.timeline` is set. Every rank must make the same calls."""
+    """Records `profiling.steps` on this rank if `profiling.timeline` is set. Every rank must make the same
+    calls."""
 
     def __init__(self, trainer: Trainer):
         options = trainer.config.profiling
@@ -68,12 +71,16 @@ class TimelineRecorder(Observer):
         """If the run ended early, write the steps recorded until then. Collective."""
         self.collect()
         if self.wanted and not self.summary and self.trainer.mesh.rank == 0:
-            return [f"no timeline: the run has done none of profiling.steps = {self.trainer.config.profiling.steps}"]
+            return [
+                "no timeline: the run has done none of profiling.steps = "
+                f"{self.trainer.config.profiling.steps}"
+            ]
         return self.summary
 
 
 def host_name() -> str:
-    """An identity shared by processes with one monotonic clock: the kernel's boot id, or else the host name."""
+    """An identity shared by processes with one monotonic clock: the kernel's boot id, or else the host
+    name."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return socket.gethostname()

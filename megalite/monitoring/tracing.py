@@ -1,4 +1,5 @@
-"""torch's profiler on chosen steps and ranks, with the pipeline's actions by name, and snapshots of GPU memory."""
+"""torch's profiler on chosen steps and ranks, with the pipeline's actions by name, and snapshots of GPU
+memory."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ MOST_ENTRIES = 100_000  # newest allocations and frees that a memory snapshot co
 
 
 class Tracer(Observer):
-    """Traces `profiling.steps` on `profiling.ranks`, into traces/profile_rank_00000.json of the run's directory."""
+    """Traces `profiling.steps` on `profiling.ranks`, into traces/profile_rank_00000.json of the run's
+    directory."""
 
     def __init__(self, trainer: Trainer):
         options, self.trainer, self.activity = trainer.config.profiling, trainer, trainer.mesh.activity
@@ -61,13 +63,17 @@ class Tracer(Observer):
     def _start(self) -> None:
         from torch.profiler import ProfilerActivity, profile
 
-        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.trainer.device.type == "cuda" else [])]
+        kinds = [
+            ProfilerActivity.CPU,
+            *([ProfilerActivity.CUDA] if self.trainer.device.type == "cuda" else []),
+        ]
         self.profile = profile(activities=kinds)
         self.profile.start()
         self.activity.listeners += (self,)
 
     def _stop(self) -> None:
-        """End the trace and write it. Collective: everything in flight ends first, as torch crashes if a message outlives its profiler."""
+        """End the trace and write it. Collective: everything in flight ends first, as torch crashes if a
+        message outlives its profiler."""
         self.running = False
         self.activity.listeners = tuple(each for each in self.activity.listeners if each is not self)
         self._end_range()
@@ -82,7 +88,8 @@ class Tracer(Observer):
 
 
 class MemorySnapshot(Observer):
-    """Writes a snapshot of GPU memory after the step `profiling.memory_snapshot`; pytorch.org/memory_viz displays it."""
+    """Writes a snapshot of GPU memory after the step `profiling.memory_snapshot`; pytorch.org/memory_viz
+    displays it."""
 
     def __init__(self, trainer: Trainer):
         options, self.trainer = trainer.config.profiling, trainer
@@ -97,7 +104,8 @@ class MemorySnapshot(Observer):
 
 
 def write_snapshot(run_dir: Path, rank: int, moment: str) -> Path:
-    """Write a snapshot of this process's GPU memory, with stack traces of allocations as far as they were recorded."""
+    """Write a snapshot of this process's GPU memory, with stack traces of allocations as far as they were
+    recorded."""
     path = run_dir / "traces" / f"memory_rank_{rank:05d}_{moment}.pickle"
     write_or_say(path, lambda path: torch.cuda.memory._dump_snapshot(str(path)))
     return path

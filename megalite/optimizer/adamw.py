@@ -1,7 +1,8 @@
 """AdamW (Loshchilov and Hutter 2019) over the owned ranges of flat buckets.
 
-Each bucket consists of at most two ranges, one with weight decay and one without, so a step is a few fused calls for any number of tensors.
-Ranges start and end on multiples of 32 elements: the place where a shard is cut changes no rounding. No communication.
+Each bucket consists of at most two ranges, one with weight decay and one without, so a step is a few fused
+calls for any number of tensors. Ranges start and end on multiples of 32 elements: the place where a shard is
+cut changes no rounding. No communication.
 """
 
 from __future__ import annotations
@@ -25,16 +26,20 @@ class AdamW:
         self._ranges = [span.range(ADAMW) for span in state.spans(*ADAMW)]
 
     def step(self, step: int, lr: float, divisor: Tensor | None) -> None:
-        """Update this rank's master weights, and its weights from them. `step` is 1-based; gradients are divided by `divisor`, a scalar."""
+        """Update this rank's master weights, and its weights from them. `step` is 1-based; gradients are
+        divided by `divisor`, a scalar."""
         options, memory = self.options, self.state.store.state
-        scale = None if divisor is None else divisor.to(memory.device, non_blocking=True)  # stays on the device: no wait for it
-        for window in memory.windows(self._ranges):  # under offload a window at a time, its copies overlapped with updates
+        # stays on the device: no wait for it
+        scale = None if divisor is None else divisor.to(memory.device, non_blocking=True)
+        # under offload a window at a time, its copies overlapped with updates
+        for window in memory.windows(self._ranges):
             adamw_(
                 [each.master for each in window],
                 [each.grads for each in window],
                 [each.state[0] for each in window],
                 [each.state[1] for each in window],
-                [each.weights for each in window if each.separate],  # written in compute precision; else the masters are the weights
+                # written in compute precision; else the masters are the weights
+                [each.weights for each in window if each.separate],
                 step=step,
                 lr=lr,
                 beta1=options.betas[0],

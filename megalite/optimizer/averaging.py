@@ -1,10 +1,11 @@
 """An exponential moving average of the weights (`train.ema_decay`), a kind of state next to any optimizer's.
 
-    average ← decay · average + (1 − decay) · weights        after each applied step; at the start: the weights
+    average ← decay · average + (1 − decay) · weights        after each applied step; at the start: the
+    weights
 
-The average is kept of this rank's master weights, with their dtype, in their memory and sharded as they are: a skipped step does not move
-it, and an undone step takes it back with the optimizer's state. Frozen weights have none: they would be their own average.
-No communication, but where the average is used.
+The average is kept of this rank's master weights, with their dtype, in their memory and sharded as they are:
+a skipped step does not move it, and an undone step takes it back with the optimizer's state. Frozen weights
+have none: they would be their own average. No communication, but where the average is used.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, divisor: Tensor | None) -> None:
-        """Follow a step of the optimizer with this divisor. The device decides whether it is skipped: the host does not wait for it."""
+        """Follow a step of the optimizer with this divisor. The device decides whether it is skipped: the
+        host does not wait for it."""
         skip = None if divisor is None else divisor.to(self.store.state.device, non_blocking=True).isnan()
         for master, average in self._spans:
             for part, weights in zip(average.split(PIECE), master.split(PIECE), strict=True):
@@ -53,8 +55,8 @@ class WeightAverage:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Inside, the model computes with the averages; afterwards again with its weights, bit for bit. No step may be pending. Collective:
-        weights are gathered."""
+        """Inside, the model computes with the averages; afterwards again with its weights, bit for bit. No
+        step may be pending. Collective: weights are gathered."""
         self._exchange()
         try:
             yield

@@ -15,8 +15,9 @@ class Optimizer(Protocol):
     state: OptimizerState
 
     def step(self, step: int, lr: float, divisor: Tensor | None) -> None:
-        """Update this rank's master weights, and its weights from them. `step` is 1-based; gradients are divided by `divisor`, a scalar.
-        If that is NaN nothing changes: the step is skipped. All ranks of a stage call it together: some optimizers communicate.
+        """Update this rank's master weights, and its weights from them. `step` is 1-based; gradients are
+        divided by `divisor`, a scalar. If that is NaN nothing changes: the step is skipped. All ranks of a
+        stage call it together: some optimizers communicate.
 
         Gradients are not passed: an optimizer holds views of `GradientBucket.owned` from its construction.
         """

@@ -1,8 +1,9 @@
-"""Dynamic loss scaling for fp16, by DeepSpeed's rules. Imports no torch.
+"""Dynamic loss scaling for fp16, by DeepSpeed's rules.
 
-Small gradients underflow in fp16: the loss is multiplied by a scale before the backward, and gradients are divided by it before the update.
-A step with gradients that are not finite is skipped; after `hysteresis` such steps the scale is halved, down to a minimum. After
-`loss_scale_window` steps without one it is doubled. All ranks see the same norm, so the scale is the same on all.
+Small gradients underflow in fp16: the loss is multiplied by a scale before the backward, and gradients are
+divided by it before the update. A step with gradients that are not finite is skipped; after `hysteresis` such
+steps the scale is halved, down to a minimum. After `loss_scale_window` steps without one it is doubled. All
+ranks see the same norm, so the scale is the same on all.
 """
 
 from __future__ import annotations
@@ -50,10 +51,16 @@ class LossScale:
 
     def state(self) -> dict[str, float | int]:
         """The state as stored in a checkpoint."""
-        return {"value": self.value, "tolerance": self.tolerance, "step": self.step, "last_overflow": self.last_overflow}
+        return {
+            "value": self.value,
+            "tolerance": self.tolerance,
+            "step": self.step,
+            "last_overflow": self.last_overflow,
+        }
 
     def load(self, state: dict[str, float | int]) -> None:
-        """Continue from a checkpoint's state; that of a run in another precision has counted no step and is ignored."""
+        """Continue from a checkpoint's state; that of a run in another precision has counted no step and is
+        ignored."""
         if self.active and state["step"] > 0:
             self.value, self.tolerance = float(state["value"]), int(state["tolerance"])
             self.step, self.last_overflow = int(state["step"]), int(state["last_overflow"])

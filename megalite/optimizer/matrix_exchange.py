@@ -1,4 +1,5 @@
-"""One rank's side of a round in which parts of matrices travel to their owners, and results back: one all-to-all each over the stage."""
+"""One rank's side of a round in which parts of matrices travel to their owners, and results back: one
+all-to-all each over the stage."""
 
 from __future__ import annotations
 
@@ -20,23 +21,32 @@ class Round:
         like: an empty tensor of the device and dtype of all values.
 
     Attributes:
-        kept: this rank's pieces of matrices, with their matrices, at most one of each: values are given and returned in this order.
-        own: the matrix that this rank orthogonalises, if any.
+        kept: this rank's pieces of matrices, with their matrices, at most one of each: values are given and
+        returned in this order. own: the matrix that this rank orthogonalises, if any.
     """
 
     def __init__(self, matrices: Sequence[Matrix], axis: MeshAxis | None, like: Tensor):
         self._like, self.rank = like, 0 if axis is None else axis.rank
         self.axis = axis if any(matrix.travels for matrix in matrices) else None
         self.own = next((matrix for matrix in matrices if matrix.owner == self.rank), None)
-        self.kept = [(matrix, piece) for matrix in matrices for piece in matrix.kept if piece.rank == self.rank]
-        # Both ends list the pieces of a message in one order: matrices are sorted by owner, pieces of a matrix by rank.
-        self._sends = [(matrix, piece) for matrix in matrices for piece in matrix.sent if self.rank == piece.rank != matrix.owner]
+        self.kept = [
+            (matrix, piece) for matrix in matrices for piece in matrix.kept if piece.rank == self.rank
+        ]
+        # Both ends list the pieces of a message in one order: matrices are sorted by owner, pieces of a
+        # matrix by rank.
+        self._sends = [
+            (matrix, piece)
+            for matrix in matrices
+            for piece in matrix.sent
+            if self.rank == piece.rank != matrix.owner
+        ]
         self._receives = [piece for piece in self.own.sent if piece.rank != self.rank] if self.own else []
         self._returns = [piece for piece in self.own.kept if piece.rank != self.rank] if self.own else []
         self._results = [(matrix, piece) for matrix, piece in self.kept if matrix.owner != self.rank]
 
     def gather(self, values: Sequence[Tensor]) -> Callable[[], Tensor | None]:
-        """Start sending flat values of the kept pieces to the owners. Returns a function that waits for the own matrix, a new tensor."""
+        """Start sending flat values of the kept pieces to the owners. Returns a function that waits for the
+        own matrix, a new tensor."""
         held = {id(matrix): (piece, value) for (matrix, piece), value in zip(self.kept, values, strict=True)}
 
         def part_of(matrix: Matrix, wanted: Piece) -> Tensor:
@@ -59,7 +69,8 @@ class Round:
         return finish
 
     def scatter(self, result: Tensor | None) -> Callable[[], list[Tensor]]:
-        """Start sending the result to the ranks that keep pieces. Returns a function that waits for those of the kept pieces.
+        """Start sending the result to the ranks that keep pieces. Returns a function that waits for those of
+        the kept pieces.
 
         `result`: the own matrix, orthogonalised.
         """
@@ -73,12 +84,18 @@ class Round:
 
         def finish() -> list[Tensor]:
             results = iter(arrived())
-            return [part_of(matrix, piece) if matrix.owner == self.rank else next(results) for matrix, piece in self.kept]
+            return [
+                part_of(matrix, piece) if matrix.owner == self.rank else next(results)
+                for matrix, piece in self.kept
+            ]
 
         return finish
 
-    def _exchange(self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Piece]]) -> Callable[[], Sequence[Tensor]]:
-        """Start sending values to ranks, and receiving pieces from ranks. Returns a function that waits for these."""
+    def _exchange(
+        self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Piece]]
+    ) -> Callable[[], Sequence[Tensor]]:
+        """Start sending values to ranks, and receiving pieces from ranks. Returns a function that waits for
+        these."""
         if self.axis is None:
             return list
         sizes, received = [0] * self.axis.size, [0] * self.axis.size

@@ -1,16 +1,19 @@
-"""Which rank orthogonalises which matrix, and which parts of it travel to and from it: a pure function of the buckets. Imports no torch.
+"""Which rank orthogonalises which matrix, and which parts of it travel to and from it: a pure function of the
+buckets.
 
     rank 0   rank 1   rank 2   rank 3        the shards of a bucket; q spans two of them, k one, down three
     [ q          |  k ][ down         ...
       → owner of q: rank 0 or 1    → owner of down: rank 1, 2 or 3
 
-Every matrix has one owner among the ranks that hold a part of it. Longest processing time first (Graham 1969): the most expensive matrix
-goes to the least loaded of its ranks. Each element reaches the owner from exactly one rank, itself if it holds it; the result goes to every
-rank that keeps state of it. Matrices are exchanged in rounds, in which every rank owns at most one, so buffers are few.
+Every matrix has one owner among the ranks that hold a part of it. Longest processing time first (Graham
+1969): the most expensive matrix goes to the least loaded of its ranks. Each element reaches the owner from
+exactly one rank, itself if it holds it; the result goes to every rank that keeps state of it. Matrices are
+exchanged in rounds, in which every rank owns at most one, so buffers are few.
 
-A part of a matrix is what the ranks with one tp coordinate hold; key-value heads may have fewer parts than there are ranks. Ranges are
-elements of the bucket, in which a part lies at the same place on every tp rank. Gate, up and down of each expert are matrices of their own,
-whole on the ranks that hold this expert; other ranks have other experts at the same place.
+A part of a matrix is what the ranks with one tp coordinate hold; key-value heads may have fewer parts than
+there are ranks. Ranges are elements of the bucket, in which a part lies at the same place on every tp rank.
+Gate, up and down of each expert are matrices of their own, whole on the ranks that hold this expert; other
+ranks have other experts at the same place.
 """
 
 from __future__ import annotations
@@ -65,7 +68,8 @@ class Matrix:
 
 
 class _Peer(NamedTuple):
-    """A rank of the stage: its tp coordinate, the shard of each bucket that it keeps, and the share of it that only it counts."""
+    """A rank of the stage: its tp coordinate, the shard of each bucket that it keeps, and the share of it
+    that only it counts."""
 
     tp: int
     shard: int
@@ -73,8 +77,8 @@ class _Peer(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """A matrix, and elements [start, stop) of a bucket, where every rank of a group has a part of it: all ranks of the stage, or those that
-    hold the same experts."""
+    """A matrix, and elements [start, stop) of a bucket, where every rank of a group has a part of it: all
+    ranks of the stage, or those that hold the same experts."""
 
     segment: Segment
     bucket: int
@@ -120,7 +124,8 @@ class _Group:
 
     def __init__(self, peers: Mapping[int, _Peer], shards: int, shares: int):
         self.peers, self.shards, self.shares = peers, shards, shares
-        self.of_shard, self.of_share = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)  # a stage may have thousands
+        # a stage may have thousands
+        self.of_shard, self.of_share = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
         for rank, peer in peers.items():
             self.of_shard[peer.shard].append(rank)
             self.of_share[peer.share].append(rank)
@@ -132,8 +137,13 @@ class _Stage:
     def __init__(self, layouts: Sequence[BucketLayout], layout: Layout):
         self.layouts, self.layout = layouts, layout
         ranks = layout.peers(0, PRODUCTS["stage"])  # in the order of their axis
-        self.dense = _Group({index: self._peer(layout.position(rank)) for index, rank in enumerate(ranks)}, layout.shard, layout.data)
-        self.experts = [self._holders(index) for index in range(layout.ep)]  # those of the first experts, the next ones, …
+        self.dense = _Group(
+            {index: self._peer(layout.position(rank)) for index, rank in enumerate(ranks)},
+            layout.shard,
+            layout.data,
+        )
+        # those of the first experts, the next ones, …
+        self.experts = [self._holders(index) for index in range(layout.ep)]
 
     def _peer(self, position: dict[str, int]) -> _Peer:
         replica, shard = divmod(position["dp"] * self.layout.cp + position["cp"], self.layout.shard)
@@ -163,7 +173,8 @@ class _Stage:
                     start = stop
 
     def _of_experts(self, segment: Segment, bucket: int, start: int, stop: int) -> Iterator[_Place]:
-        """The matrices of all experts of a stored tensor, of which each rank has some at [start, stop) of its bucket."""
+        """The matrices of all experts of a stored tensor, of which each rank has some at [start, stop) of its
+        bucket."""
         rows, inputs = segment.shape
         shape = (rows // (segment.experts * segment.fused), inputs)
         size = shape[0] * inputs
@@ -175,7 +186,8 @@ class _Stage:
 
     def parts(self, segment: Segment) -> tuple[tuple[LocalPart, ...], list[int]]:
         """The different parts of a matrix, and for each tp coordinate which of them it has."""
-        held = [segment.local(self.layout.coordinates(rank)) for rank in range(self.layout.tp)]  # tp is innermost
+        # tp is innermost
+        held = [segment.local(self.layout.coordinates(rank)) for rank in range(self.layout.tp)]
         parts = tuple(dict.fromkeys(held))
         return parts, [parts.index(part) for part in held]
 
@@ -190,7 +202,11 @@ class _Stage:
     def _touching(self, place: _Place, parts: int, ranks: Mapping[int, Sequence[int]]) -> list[int]:
         """The ranks whose part of the bucket, one of `parts` equal ones, has elements of a matrix."""
         length = self.layouts[place.bucket].size // parts
-        return sorted(chain.from_iterable(ranks[part] for part in range(place.start // length, (place.stop - 1) // length + 1)))
+        return sorted(
+            chain.from_iterable(
+                ranks[part] for part in range(place.start // length, (place.stop - 1) // length + 1)
+            )
+        )
 
     def missing(self, place: _Place, own: Piece, part_of: Sequence[int]) -> Iterator[Piece]:
         """What the owner, which has `own`, needs from others: from the ranks that count these elements."""

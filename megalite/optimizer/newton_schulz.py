@@ -1,7 +1,9 @@
-"""Orthogonalisation of a matrix by Newton-Schulz iterations (Jordan et al. 2024, "Muon: An optimizer for hidden layers").
+"""Orthogonalisation of a matrix by Newton-Schulz iterations (Jordan et al. 2024, "Muon: An optimizer for
+hidden layers").
 
-With the singular value decomposition U S V' of a matrix, the result is close to U V': each iteration applies the polynomial
-a x + b x³ + c x⁵ to the singular values, which after a few iterations lie between 0.7 and 1.2. In bf16 the bits are torch.optim.Muon's.
+With the singular value decomposition U S V' of a matrix, the result is close to U V': each iteration applies
+the polynomial a x + b x³ + c x⁵ to the singular values, which after a few iterations lie between 0.7 and 1.2.
+In bf16 the bits are torch.optim.Muon's.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ EPS = 1e-7
 
 
 def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
-    """The orthogonalised matrix, [A, B], in the dtype in which the iterations run: the argument's, which is overwritten.
+    """The orthogonalised matrix, [A, B], in the dtype in which the iterations run: the argument's, which is
+    overwritten.
 
     torch.optim.Muon is not called: importing torch.optim imports torch._dynamo, and it always runs in bf16.
     """

@@ -1,10 +1,12 @@
-"""The global gradient norm: each global element is squared once, summed in chunks, and the chunks are combined in fp64.
+"""The global gradient norm: each global element is squared once, summed in chunks, and the chunks are
+combined in fp64.
 
-Chunks of at most 65,536 elements are cut at segment boundaries. Each dp rank counts its own shard (under every ZeRO stage), and each
-segment counts on its owning tp rank and stage, so that the sum over the world has each element exactly once.
+Chunks of at most 65,536 elements are cut at segment boundaries. Each dp rank counts its own shard (under
+every ZeRO stage), and each segment counts on its owning tp rank and stage, so that the sum over the world has
+each element exactly once.
 
-Communication: one all-reduce over the world (`AllReduceNorm`), or an all-reduce over the ranks of a stage and one message each way between
-neighbouring pipeline ranks (`ChainedNorm`).
+Communication: one all-reduce over the world (`AllReduceNorm`), or an all-reduce over the ranks of a stage and
+one message each way between neighbouring pipeline ranks (`ChainedNorm`).
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ CHUNK = 65_536  # elements: longer fp32 sums lose accuracy on a CPU
 
 
 class NormReduction(Protocol):
-    """Sums the squares of gradients over all ranks, and other numbers with them. Call `total` exactly once for each `start`.
+    """Sums the squares of gradients over all ranks, and other numbers with them. Call `total` exactly once
+    for each `start`.
 
     Attributes:
-        chunks: the gradients that this rank counts: each global element on exactly one rank.
-        knows_total: whether the total is on this rank when `start` returns, so that `total` waits for no other rank.
+        chunks: the gradients that this rank counts: each global element on exactly one rank. knows_total:
+        whether the total is on this rank when `start` returns, so that `total` waits for no other rank.
     """
 
     chunks: list[Tensor]
@@ -39,7 +42,8 @@ class NormReduction(Protocol):
         """Add this rank's squares and `others`."""
 
     def total(self) -> Tensor:
-        """The norm, then the sums of the other numbers over the world: [1 + len(others)] fp64, on the device."""
+        """The norm, then the sums of the other numbers over the world: [1 + len(others)] fp64, on the
+        device."""
 
     def finish(self) -> None:
         """Wait until all messages are delivered."""
@@ -53,18 +57,23 @@ class LocalSquares:
         self.chunks: list[Tensor] = []
         for bucket, rectangle, offset in store.owned_rectangles():
             if bucket.gradients is not None:
-                flat = bucket.owned_grads[offset + rectangle.start - bucket.start : offset + rectangle.stop - bucket.start]
-                self.chunks.extend(flat.split(CHUNK) if flat.is_cpu else [flat])  # on a GPU more launches cost more than accuracy gains
+                flat = bucket.owned_grads[
+                    offset + rectangle.start - bucket.start : offset + rectangle.stop - bucket.start
+                ]
+                # on a GPU more launches cost more than accuracy gains
+                self.chunks.extend(flat.split(CHUNK) if flat.is_cpu else [flat])
 
     def followed_by(self, others: Sequence[float | Tensor]) -> Tensor:
-        """The sum of squares, then `others`, each a number or a tensor of several: [1 + their number] fp64."""
+        """The sum of squares, then `others`, each a number or a tensor of several: [1 + their number]
+        fp64."""
         squares = squared_sum(self.chunks) if self.chunks else 0.0  # a shard may be all padding
         return torch.cat([self._number(value).flatten() for value in (squares, *others)])
 
     def _number(self, value: float | Tensor) -> Tensor:
         if isinstance(value, Tensor):
             return value.to(self.device, torch.float64)
-        return torch.full((), value, dtype=torch.float64, device=self.device)  # unlike a copy from the host, this does not synchronize
+        # unlike a copy from the host, this does not synchronize
+        return torch.full((), value, dtype=torch.float64, device=self.device)
 
 
 class AllReduceNorm:
@@ -93,7 +102,8 @@ class AllReduceNorm:
 class ChainedNorm:
     """Sums along the pipeline: partial sums go up to the last pipeline rank, the total comes back down.
 
-    In `start` a rank waits only for the ranks before it; those after it may still be computing. `total` waits for all.
+    In `start` a rank waits only for the ranks before it; those after it may still be computing. `total` waits
+    for all.
     """
 
     def __init__(self, store: ParameterStore, mesh: Mesh):
@@ -108,7 +118,8 @@ class ChainedNorm:
 
     def start(self, others: Sequence[float | Tensor]) -> None:
         self.finish()  # the previous step's messages: their buffers may be freed afterwards
-        sums = all_reduce(self._own.followed_by(others), self.stage).wait()  # [1 + len(others)], over the ranks of this stage
+        # [1 + len(others)], over the ranks of this stage
+        sums = all_reduce(self._own.followed_by(others), self.stage).wait()
         if self.pp.rank > 0:
             before = torch.empty_like(sums)
             self._message(dist.irecv, before, -1, "totals_up").wait()
@@ -117,7 +128,8 @@ class ChainedNorm:
         if not self.knows_total:
             self._sends.append((self._message(dist.isend, sums, 1, "totals_up"), sums))
             self._total = torch.empty_like(sums)
-            self._arriving = self._message(dist.irecv, self._total, 1, "totals_down")  # posted now, awaited in `total`
+            # posted now, awaited in `total`
+            self._arriving = self._message(dist.irecv, self._total, 1, "totals_down")
 
     def total(self) -> Tensor:
         if self._arriving is not None:
@@ -128,7 +140,8 @@ class ChainedNorm:
         return torch.cat([self._total[:1].sqrt(), self._total[1:]])
 
     def finish(self) -> None:
-        """Wait until all messages are delivered. Until then the sent tensors are held: a freed one would be lost."""
+        """Wait until all messages are delivered. Until then the sent tensors are held: a freed one would be
+        lost."""
         for work, _ in self._sends:
             work.wait()
         self._sends = []
@@ -136,11 +149,14 @@ class ChainedNorm:
     def _message(self, operation: Callable[..., Any], x: Tensor, step: int, channel: str) -> Work:
         peer = self.pp.ranks[self.pp.rank + step]
         self.mesh.traffic[operation.__name__, "totals"] += 1
-        return message(operation, x, peer, self.channels[channel], f"gradient norm, {channel}", self.mesh.activity)
+        return message(
+            operation, x, peer, self.channels[channel], f"gradient norm, {channel}", self.mesh.activity
+        )
 
 
 def read_later(x: Tensor) -> Callable[[], Tensor]:
-    """A function that returns the tensor in CPU memory: it waits for a copy that is started now, not for what the device is given later."""
+    """A function that returns the tensor in CPU memory: it waits for a copy that is started now, not for what
+    the device is given later."""
     if x.is_cpu:
         return lambda: x
     from megalite.system import pinned_memory  # which only a GPU needs
@@ -149,7 +165,8 @@ def read_later(x: Tensor) -> Callable[[], Tensor]:
 
 
 def update_divisor(norm: Tensor, loss: Tensor, limit: float, highest: float) -> Tensor:
-    """The divisor of gradients, [] fp32, decided on the device: that of `clip_divisor`, or NaN if the update must be skipped.
+    """The divisor of gradients, [] fp32, decided on the device: that of `clip_divisor`, or NaN if the update
+    must be skipped.
 
     Args:
         norm, loss: [] fp64 each; a step is skipped if one of them is not finite.
@@ -161,7 +178,8 @@ def update_divisor(norm: Tensor, loss: Tensor, limit: float, highest: float) -> 
 
 
 def clip_divisor(norm: Tensor, limit: float) -> Tensor | None:
-    """The divisor of gradients that limits their norm to `limit`: [] fp32, at least 1, on the device of `norm`; None: clipping is off.
+    """The divisor of gradients that limits their norm to `limit`: [] fp32, at least 1, on the device of
+    `norm`; None: clipping is off.
 
     As in torch, gradients are multiplied by limit / (norm + 1e-6).
     """

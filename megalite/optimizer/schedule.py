@@ -1,7 +1,8 @@
-"""The learning rate as a pure function of the step. Imports no torch.
+"""The learning rate as a pure function of the step.
 
-Scaling with the global batch size: linear (Goyal et al. 2017) or square root (Krizhevsky 2014; the usual choice with Adam).
-wsd: warmup, stable, decay (Hu et al. 2024). A new schedule is a branch here and a value of `optimizer.decay` in config/optimizers.py.
+Scaling with the global batch size: linear (Goyal et al. 2017) or square root (Krizhevsky 2014; the usual
+choice with Adam). wsd: warmup, stable, decay (Hu et al. 2024). A new schedule is a branch here and a value of
+`optimizer.decay` in config/optimizers.py.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from megalite.config.schema import Config
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """The learning rate of a 1-based step: warm-up reaches the peak at step warmup_steps, decay reaches the minimum at the last step. With
-    a ramp-up of the batch size, or other batches since a resume, all three are counted in whole batches."""
+    """The learning rate of a 1-based step: warm-up reaches the peak at step warmup_steps, decay reaches the
+    minimum at the last step. With a ramp-up of the batch size, or other batches since a resume, all three are
+    counted in whole batches."""
     options, train = config.optimizer, config.train
     several = train.rampup_batch_size is not None or train.finished is not None  # batches of several sizes
     at, steps = (position(train, step), position(train, train.steps)) if several else (step, train.steps)
@@ -27,14 +29,16 @@ def learning_rate(config: Config, step: int) -> float:
     start = steps - options.wsd_decay_fraction * steps if options.decay == "wsd" else warmup
     if options.decay == "constant":
         return peak
-    length = steps - start  # may be a part of a step, which still ends at the minimum; 0 if the whole run is warm-up
+    # may be a part of a step, which still ends at the minimum; 0 if the whole run is warm-up
+    length = steps - start
     done = min(max((at - start) / length, 0.0), 1.0) if length > 0 else 0.0
     share = 0.5 * (1 + cos(pi * done)) if options.decay == "cosine" else 1 - done
     return low + (peak - low) * share
 
 
 def batch_scale(config: Config) -> float:
-    """Factor on the learning rate for a global batch size other than the one it was chosen for (`base_batch_size`)."""
+    """Factor on the learning rate for a global batch size other than the one it was chosen for
+    (`base_batch_size`)."""
     base = config.optimizer.base_batch_size
     if config.optimizer.lr_scaling == "none" or base is None:
         return 1.0

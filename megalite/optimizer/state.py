@@ -1,12 +1,17 @@
-"""Optimizer state, sharded: flat tensors over this rank's owned ranges of the buckets, next to the store's master weights.
+"""Optimizer state, sharded: flat tensors over this rank's owned ranges of the buckets, next to the store's
+master weights.
 
     bucket of a rank   [ q k v o gate up down | norms | padding ]
-    owned range                  [ o gate up  | norms ]             this rank's shard under ZeRO 1 to 3, all of it under ZeRO 0
-    spans                        [ matrices   ][ norms]             cut where weight decay or the kinds of state change
-    tensors of a span            exp_avg, exp_avg_sq, …             one for each kind, in at least fp32, in the memory of the masters
+    owned range                  [ o gate up  | norms ]             this rank's shard under ZeRO 1 to 3, all
+    of it under ZeRO 0
+    spans                        [ matrices   ][ norms]             cut where weight decay or the kinds of
+    state change
+    tensors of a span            exp_avg, exp_avg_sq, …             one for each kind, in at least fp32, in
+    the memory of the masters
 
-Which kinds a segment has is decided by the optimizer and the options of the run (`optimizer.table.kinds_of`). Saving, loading, copying and
-restoring treat all kinds alike, so a new optimizer is a list of kinds and a `step`. No communication.
+Which kinds a segment has is decided by the optimizer and the options of the run (`optimizer.table.kinds_of`).
+Saving, loading, copying and restoring treat all kinds alike, so a new optimizer is a list of kinds and a
+`step`. No communication.
 """
 
 from __future__ import annotations
@@ -54,12 +59,19 @@ class Span:
         """The span as one call of an elementwise optimizer with state of these kinds reads it."""
         bucket, own = self.bucket, self.owned
         state = [self.state[kind] for kind in kinds]
-        return StateRange(self.decays, bucket.owned_weights[own], bucket.owned_grads[own], bucket.master[own], state)
+        return StateRange(
+            self.decays, bucket.owned_weights[own], bucket.owned_grads[own], bucket.master[own], state
+        )
 
     def rectangle(self, kind: str, flat: FlatRectangle, offset: int) -> Rectangle:
         """The state of one kind that `flat`, in the stored tensor at `offset` of the bucket, describes."""
         own = slice(offset + flat.start - self.start, offset + flat.stop - self.start)
-        return Rectangle(f"{kind}/{flat.segment.name}", flat.segment.shape, flat.offsets, self.state[kind][own].view(flat.sizes))
+        return Rectangle(
+            f"{kind}/{flat.segment.name}",
+            flat.segment.shape,
+            flat.offsets,
+            self.state[kind][own].view(flat.sizes),
+        )
 
 
 class OptimizerState:
@@ -71,12 +83,20 @@ class OptimizerState:
 
     def __init__(self, store: ParameterStore, kinds: Kinds):
         self.store = store
-        self._spans = {bucket: self._allocate(bucket, kinds) for bucket in store.buckets if bucket.layout.trainable}
+        self._spans = {
+            bucket: self._allocate(bucket, kinds) for bucket in store.buckets if bucket.layout.trainable
+        }
 
     def _allocate(self, bucket: BucketBuffers, kinds: Kinds) -> list[Span]:
         zeros, dtype = self.store.state.zeros, bucket.master.dtype
         return [
-            Span(bucket, span.start, span.stop, span.decays, {kind: zeros(span.stop - span.start, dtype) for kind in span.kinds})
+            Span(
+                bucket,
+                span.start,
+                span.stop,
+                span.decays,
+                {kind: zeros(span.stop - span.start, dtype) for kind in span.kinds},
+            )
             for span in state_spans(bucket.layout, bucket.start, bucket.stop, kinds)
         ]
 
@@ -92,14 +112,18 @@ class OptimizerState:
 
     def changing(self) -> list[Tensor]:
         """All tensors that a step changes: master weights and state."""
-        return [*(bucket.master for bucket in self._spans), *(tensor for span in self.spans() for tensor in span.state.values())]
+        return [
+            *(bucket.master for bucket in self._spans),
+            *(tensor for span in self.spans() for tensor in span.state.values()),
+        ]
 
     def copy(self) -> list[Tensor]:
         """Copies of all tensors that a step changes."""
         return [tensor.clone() for tensor in self.changing()]
 
     def restore(self, copies: Sequence[Tensor]) -> None:
-        """Undo all steps since `copy`. The weights follow with the next step, or with `ParameterStore.publish`."""
+        """Undo all steps since `copy`. The weights follow with the next step, or with
+        `ParameterStore.publish`."""
         for tensor, copy in zip(self.changing(), copies, strict=True):
             tensor.copy_(copy)
 
@@ -133,7 +157,9 @@ class OptimizerState:
             if kind not in without
         ]
 
-    def _rectangles(self, bucket: BucketBuffers, flat: FlatRectangle, offset: int) -> Iterator[tuple[str, Rectangle]]:
+    def _rectangles(
+        self, bucket: BucketBuffers, flat: FlatRectangle, offset: int
+    ) -> Iterator[tuple[str, Rectangle]]:
         yield WEIGHT, bucket.rectangle(WEIGHT, bucket.master, flat, offset)
         if bucket in self._spans:  # a frozen bucket has no state
             span = self.span_at(bucket, offset + flat.start)

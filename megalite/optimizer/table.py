@@ -1,7 +1,7 @@
-"""The optimizers by name (`optimizer.name`): their classes, and the state that they keep of each parameter. Imports no torch.
+"""The optimizers by name (`optimizer.name`): their classes, and the state that they keep of each parameter.
 
-Offload, planner, memory reports and checkpoints read the kinds of state here. Each kind has the shape of its segment, in at least fp32. The
-master weight is not one of them: the store holds it.
+Offload, planner, memory reports and checkpoints read the kinds of state here. Each kind has the shape of its
+segment, in at least fp32. The master weight is not one of them: the store holds it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ if TYPE_CHECKING:
 ADAMW = ("exp_avg", "exp_avg_sq")
 MOMENTUM = "momentum_buffer"
 EMA = "ema"
-"""The kind of the average of the weights (`optimizer.averaging`), which may be kept next to any optimizer's state."""
+"""The kind of the average of the weights (`optimizer.averaging`), which may be kept next to any optimizer's
+state."""
 
 Kinds = Callable[[Segment], tuple[str, ...]]
-"""The names of the state that a run keeps of a segment, each of the segment's shape; none where the segment is frozen."""
+"""The names of the state that a run keeps of a segment, each of the segment's shape; none where the segment
+is frozen."""
 
 
 def is_matrix(segment: Segment) -> bool:
-    """Whether Muon updates a segment: a trained weight of a layer's projections or experts. All others (embedding, head, norms, biases,
-    routers, adapters) stay with AdamW."""
+    """Whether Muon updates a segment: a trained weight of a layer's projections or experts. All others
+    (embedding, head, norms, biases, routers, adapters) stay with AdamW."""
     return segment.trainable and segment.role in (*PROJECTIONS, *EXPERTS) and len(segment.shape) == 2
 
 
@@ -55,7 +57,12 @@ class Row:
 
 OPTIMIZERS = {
     "adamw": Row("megalite.optimizer.adamw:AdamW", lambda segment: ADAMW, uniform=True),
-    "muon": Row("megalite.optimizer.muon:Muon", lambda segment: (MOMENTUM,) if is_matrix(segment) else ADAMW, section="muon", over="stage"),
+    "muon": Row(
+        "megalite.optimizer.muon:Muon",
+        lambda segment: (MOMENTUM,) if is_matrix(segment) else ADAMW,
+        section="muon",
+        over="stage",
+    ),
 }
 """optimizer.name → the optimizer."""
 
@@ -70,7 +77,8 @@ def create(config: Config, state: OptimizerState) -> Optimizer:
 
 
 def kinds_of(config: Config) -> Kinds:
-    """The state that a run keeps: that of its optimizer, and the average of the weights if `train.ema_decay` is set."""
+    """The state that a run keeps: that of its optimizer, and the average of the weights if `train.ema_decay`
+    is set."""
     row, averages = OPTIMIZERS[config.optimizer.name], () if config.train.ema_decay is None else (EMA,)
     return lambda segment: (*row.kinds(segment), *averages) if segment.trainable else ()
 
@@ -86,7 +94,8 @@ class StateSpan:
 
 
 def state_spans(layout: BucketLayout, start: int, stop: int, kinds: Kinds) -> Iterator[StateSpan]:
-    """[start, stop) of a bucket, split where weight decay or the kinds of state change; padding belongs to the span that precedes it."""
+    """[start, stop) of a bucket, split where weight decay or the kinds of state change; padding belongs to
+    the span that precedes it."""
     slots = layout.slots
     ends = [*(slot.start for slot in slots[1:]), layout.size]
     last: StateSpan | None = None

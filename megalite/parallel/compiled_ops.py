@@ -1,8 +1,9 @@
 """The pure functions between linears, eager or compiled (`train.compile`).
 
-Compilation is regional: a region contains no collective, no weight-gradient queue and no gather, so compiling it changes neither the
-communication nor its order. Linears, attention and the loss stay eager: they are matrix products with communication around them.
-A region that cannot be compiled stays eager, and prints one line. Compiled code fuses additions: results agree within 1e-4, not bitwise.
+Compilation is regional: a region contains no collective, no weight-gradient queue and no gather, so compiling
+it changes neither the communication nor its order. Linears, attention and the loss stay eager: they are
+matrix products with communication around them. A region that cannot be compiled stays eager, and prints one
+line. Compiled code fuses additions: results agree within 1e-4, not bitwise.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class _Compiled:
 
 
 class CompiledOps:
-    """The regions of a model by name, as the layers call them: compiled or eager functions with the same arguments."""
+    """The regions of a model by name, as the layers call them: compiled or eager functions with the same
+    arguments."""
 
     def __init__(self, compiled: bool = False):
         def region(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,10 @@
-"""Parameter specs: the global tensors that a stored parameter consists of, and the part of them that each rank holds. Imports no torch.
+"""Parameter specs: the global tensors that a stored parameter consists of, and the part of them that each
+rank holds.
 
-A stored tensor is an ordered list of *segments* along dim 0: the fused query-key-value projection is one tensor for the matrix product,
-but three segments for initialisation, gradient norm, checkpoints, conversion and counting, which never use the fused form.
-Everything here is plain data computed from sizes, so a planner can evaluate it for 16,384 ranks without starting one.
+A stored tensor is an ordered list of *segments* along dim 0: the fused query-key-value projection is one
+tensor for the matrix product, but three segments for initialisation, gradient norm, checkpoints, conversion
+and counting, which never use the fused form. Everything here is plain data computed from sizes, so a planner
+can evaluate it for 16,384 ranks without starting one.
 """
 
 from __future__ import annotations
@@ -41,17 +43,18 @@ class Segment:
         shape: global shape, without padding.
         split: the dimension that is split over `axis`; None if every rank of the axis holds the whole tensor.
         axis: the mesh axis that the tensor is split or replicated over.
-        replicas: number of neighbouring ranks of the axis that hold the same part (key-value heads if tp exceeds their number).
-        padded: length of the split dimension in memory, summed over the ranks, if it is padded (vocabulary); else 0.
-        grad_partial_axis: the mesh axis whose ranks each compute a partial gradient, which must be summed over the axis.
-        decay: whether weight decay applies.
+        replicas: number of neighbouring ranks of the axis that hold the same part (key-value heads if tp
+        exceeds their number). padded: length of the split dimension in memory, summed over the ranks, if it
+        is padded (vocabulary); else 0. grad_partial_axis: the mesh axis whose ranks each compute a partial
+        gradient, which must be summed over the axis. decay: whether weight decay applies.
         trainable: whether it has a gradient and optimizer state.
-        copy: whether this is the second copy of a tied tensor, which is neither counted nor stored.
-        init_std, init_value: initialised from normal(0, init_std), or to the constant init_value if init_std is 0.
-        role: q, k, v, o, gate, up or down for the weights of a layer's projections, experts.in and experts.down for those of its experts;
+        copy: whether this is the second copy of a tied tensor, which is neither counted nor stored. init_std,
+        init_value: initialised from normal(0, init_std), or to the constant init_value if init_std is 0.
+        role: q, k, v, o, gate, up or down for the weights of a layer's projections, experts.in and
+        experts.down for those of its experts;
             embedding, head, norms, adapter; empty for others.
-        experts: number of experts, whose equal parts of the tensor are stacked along dim 0; 1: it is a single matrix.
-        fused: number of equal matrices that each of these parts consists of (gate and up).
+        experts: number of experts, whose equal parts of the tensor are stacked along dim 0; 1: it is a single
+        matrix. fused: number of equal matrices that each of these parts consists of (gate and up).
     """
 
     name: str
@@ -87,7 +90,9 @@ class Segment:
         length = self.padded or self.shape[self.split]
         parts = size // self.replicas
         if length % parts:
-            raise ValueError(f"{self.name}: dimension {self.split} of {length} does not split into {parts} equal parts")
+            raise ValueError(
+                f"{self.name}: dimension {self.split} of {length} does not split into {parts} equal parts"
+            )
         per_rank = length // parts
         # The last ranks may hold fewer elements than per_rank, or none: the rest is padding.
         start = min(rank // self.replicas * per_rank, self.shape[self.split])
@@ -100,7 +105,8 @@ class Segment:
         return LocalPart(replaced(zeros, start), replaced(self.shape, count), replaced(self.shape, per_rank))
 
     def is_owner(self, at: Coordinates) -> bool:
-        """Whether the rank at these coordinates counts its part in norms and stores it in checkpoints: each element has one owner."""
+        """Whether the rank at these coordinates counts its part in norms and stores it in checkpoints: each
+        element has one owner."""
         if self.copy:
             return False
         rank = at[self.axis].rank
@@ -114,7 +120,8 @@ class ParamSpec:
     Attributes:
         unit: the unit of the model that it belongs to: 0 embedding, 1 … L layers, L+1 head.
         segments: its global tensors, concatenated along dim 0.
-        tied: whether the first and the last stage use the same values: the embedding, if it is the head too or the last stage looks up
+        tied: whether the first and the last stage use the same values: the embedding, if it is the head too
+        or the last stage looks up
             further tokens.
         both_ends: whether they share the tensor on this rank.
         contributions: gradient contributions per microbatch: one for each use.
@@ -150,7 +157,8 @@ def parameter_count(specs: Sequence[ParamSpec]) -> int:
 
 @dataclass(frozen=True)
 class FlatRectangle:
-    """A rectangle of a segment that is contiguous in memory: elements [start, stop) of the stored tensor, at global offsets and sizes."""
+    """A rectangle of a segment that is contiguous in memory: elements [start, stop) of the stored tensor, at
+    global offsets and sizes."""
 
     segment: Segment
     start: int
@@ -177,9 +185,11 @@ class Rectangle:
 
 
 def rectangles(spec: ParamSpec, at: Coordinates, start: int, stop: int) -> Iterator[FlatRectangle]:
-    """The rectangles of the global tensors that cover elements [start, stop) of the flattened stored tensor, without padding.
+    """The rectangles of the global tensors that cover elements [start, stop) of the flattened stored tensor,
+    without padding.
 
-    A range of a row-major matrix is at most three rectangles of each segment: the end of a row, whole rows, the start of a row.
+    A range of a row-major matrix is at most three rectangles of each segment: the end of a row, whole rows,
+    the start of a row.
     """
     base = 0
     for segment in spec.segments:
@@ -195,7 +205,10 @@ def rectangles(spec: ParamSpec, at: Coordinates, start: int, stop: int) -> Itera
             else:  # a part of one row
                 end = min(high, (row + 1) * width)
                 sizes = (1, end - low)
-            offsets = (part.offsets[0] + row, *(offset + (column if dim == 0 else 0) for dim, offset in enumerate(part.offsets[1:])))
+            offsets = (
+                part.offsets[0] + row,
+                *(offset + (column if dim == 0 else 0) for dim, offset in enumerate(part.offsets[1:])),
+            )
             yield FlatRectangle(segment, base + low, base + end, offsets, sizes[: len(part.shape)])
             low = end
         base += prod(part.shape)
@@ -210,7 +223,8 @@ class Held(NamedTuple):
 
 
 def holders(spec: ParamSpec, layout: Layout, pp_rank: int) -> list[Held]:
-    """The ranks that hold each part of a stored tensor of a pipeline rank, before ZeRO, which divides the parts further."""
+    """The ranks that hold each part of a stored tensor of a pipeline rank, before ZeRO, which divides the
+    parts further."""
     found: dict[tuple[Segment, LocalPart], list[int]] = {}
     for rank in range(layout.world):
         if layout.position(rank)["pp"] == pp_rank:

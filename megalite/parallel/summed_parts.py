@@ -1,4 +1,5 @@
-"""A reduce-scatter on NCCL whose sum is added in rank order in fp32, on a stream beside that of the computation.
+"""A reduce-scatter on NCCL whose sum is added in rank order in fp32, on a stream beside that of the
+computation.
 
 Communication: an all-to-all in the dtype of the values that are sent.
 """
@@ -25,12 +26,15 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def summed_parts(x: Tensor, axis: MeshAxis, dtype: torch.dtype) -> Pending:
     """This rank's part (along dim 0) of the sum of x over the axis, in `dtype`.
 
-    On a GPU a stream waits for the collective and adds, while the computation goes on; it waits for the sum only in `wait`. All memory is
-    allocated on the stream of the computation and held until then, so it cannot be reused too early.
+    On a GPU a stream waits for the collective and adds, while the computation goes on; it waits for the sum
+    only in `wait`. All memory is allocated on the stream of the computation and held until then, so it cannot
+    be reused too early.
     """
     received = torch.empty_like(x)
     total = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]), dtype=dtype)
-    work = group_work(lambda: dist.all_to_all_single(received, x, group=axis.group, async_op=True), "all_to_all", axis)
+    work = group_work(
+        lambda: dist.all_to_all_single(received, x, group=axis.group, async_op=True), "all_to_all", axis
+    )
 
     def add() -> Tensor:
         ordered_sum(received.view(axis.size, -1), total.view(-1))
@@ -39,7 +43,8 @@ def summed_parts(x: Tensor, axis: MeshAxis, dtype: torch.dtype) -> Pending:
     if not x.is_cuda:
         return Pending([work], add, x)
     stream = _stream(x.device)
-    stream.wait_stream(torch.cuda.current_stream(x.device))  # the memory of `total` may just have been freed there
+    # the memory of `total` may just have been freed there
+    stream.wait_stream(torch.cuda.current_stream(x.device))
     with torch.cuda.stream(stream):
         work.wait()
         add()

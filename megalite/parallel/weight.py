@@ -1,12 +1,13 @@
 """A stored parameter with its memory, and where its gradient accumulates.
 
-Weight gradients bypass autograd. The backward of each operation passes its contribution to the `Weight`, which adds it to the gradient's
-slice of a flat bucket, in at least fp32. This saves a copy and an addition per tensor, keeps microbatches in ascending order, starts the
-reduction of a bucket as soon as it is complete, and allows a schedule to defer weight gradients to its W passes.
+Weight gradients bypass autograd. The backward of each operation passes its contribution to the `Weight`,
+which adds it to the gradient's slice of a flat bucket, in at least fp32. This saves a copy and an addition
+per tensor, keeps microbatches in ascending order, starts the reduction of a bucket as soon as it is complete,
+and allows a schedule to defer weight gradients to its W passes.
 
-The life of a gradient: a contribution is added (`accumulate`, `accumulate_rows`, or `accumulate_product` through the `WeightGradQueue`);
-the last one of a reduction completes the weight in its bucket (`GradientBucket.complete`); the bucket's last weight starts the reduction.
-This module does no communication.
+The life of a gradient: a contribution is added (`accumulate`, `accumulate_rows`, or `accumulate_product`
+through the `WeightGradQueue`); the last one of a reduction completes the weight in its bucket
+(`GradientBucket.complete`); the bucket's last weight starts the reduction. This module does no communication.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 
 class GradientSink(Protocol):
-    """The interface of a weight to the bucket that its gradient accumulates in (`parallel.sharding.gradient_bucket`)."""
+    """The interface of a weight to the bucket that its gradient accumulates in
+    (`parallel.sharding.gradient_bucket`)."""
 
     def open(self) -> None:
         """Allocate the buffer that gradients accumulate in, and set `grad` of every weight in the bucket."""
@@ -39,21 +41,28 @@ class GradientSink(Protocol):
 
 
 class Weight:
-    """A stored tensor: what it is (`spec`), its value (`tensor`), and where its gradient accumulates (`grad`).
+    """A stored tensor: what it is (`spec`), its value (`tensor`), and where its gradient accumulates
+    (`grad`).
 
-    Contributions are counted per weight and reduction. The first contribution to a buffer overwrites it, the others are added: zeroing the
-    buffer first would round differently and cost one more pass over the memory.
+    Contributions are counted per weight and reduction. The first contribution to a buffer overwrites it, the
+    others are added: zeroing the buffer first would round differently and cost one more pass over the memory.
 
     Attributes:
         tensor: a leaf in compute precision, a view of a flat bucket, of the spec's local shape.
         grad: a view of a flat gradient bucket, of the same shape; None while the bucket has no buffer.
         grad_dtype: accumulate dtype of the gradient; None if the weight is not trained.
         bucket: reduces completed gradients; None: they are not reduced.
-        adapter: low-rank matrices added to its products (LoRA); expert_adapter: those of the experts that are stacked in it.
+        adapter: low-rank matrices added to its products (LoRA); expert_adapter: those of the experts that are
+        stacked in it.
     """
 
     def __init__(
-        self, spec: ParamSpec, tensor: Tensor, grad_dtype: torch.dtype | None, queue: WeightGradQueue, bucket: GradientSink | None = None
+        self,
+        spec: ParamSpec,
+        tensor: Tensor,
+        grad_dtype: torch.dtype | None,
+        queue: WeightGradQueue,
+        bucket: GradientSink | None = None,
     ):
         self.spec = spec
         self.tensor = tensor
@@ -66,7 +75,8 @@ class Weight:
         self._expected = self._arrived = 0  # contributions of the step
         self._per_reduction = 1  # contributions to one reduction
         self._one_contribution = False
-        self._uninitialized = True  # nothing has been added to `grad` in this reduction: its content is undefined
+        # nothing has been added to `grad` in this reduction: its content is undefined
+        self._uninitialized = True
         self._separate_embedding_grad: Tensor | None = None
 
     @property
@@ -79,7 +89,8 @@ class Weight:
         return self._queue.deferred
 
     def begin_step(self, microbatches: int, reductions: int) -> None:
-        """Expect the contributions of a step: microbatches · spec.contributions, in `reductions` equal groups."""
+        """Expect the contributions of a step: microbatches · spec.contributions, in `reductions` equal
+        groups."""
         self._expected, self._arrived = microbatches * self.spec.contributions, 0
         self._per_reduction = self._expected // reductions
         self._uninitialized = True
@@ -87,15 +98,18 @@ class Weight:
             self._separate_embedding_grad.zero_()
 
     def release_grad(self) -> None:
-        """Drop `grad`, zeroed if it has no contribution: its buffer is being reduced. The next contribution opens a new one."""
+        """Drop `grad`, zeroed if it has no contribution: its buffer is being reduced. The next contribution
+        opens a new one."""
         if self._uninitialized and self.grad is not None:
             self.grad.zero_()
         self.grad, self._uninitialized = None, True
 
     def separate_embedding_grad(self, buffer: Tensor) -> None:
-        """Accumulate the embedding's gradient of a tied tensor in a buffer that is reduced separately and added at the end of the step.
+        """Accumulate the embedding's gradient of a tied tensor in a buffer that is reduced separately and
+        added at the end of the step.
 
-        The order of the sum is then that of two pipeline stages, head + embedding: bitwise equal under every pp.
+        The order of the sum is then that of two pipeline stages, head + embedding: bitwise equal under every
+        pp.
         """
         self._separate_embedding_grad = buffer
 
@@ -107,7 +121,8 @@ class Weight:
         self._count()
 
     def accumulate_product(self, grad_output: Tensor, inputs: Tensor, groups: Groups | None = None) -> None:
-        """Add grad_outputᵀ · inputs ([tokens, out], [tokens, in]), now or in the schedule's W pass. `groups`: the tokens of each expert."""
+        """Add grad_outputᵀ · inputs ([tokens, out], [tokens, in]), now or in the schedule's W pass. `groups`:
+        the tokens of each expert."""
         if self.trainable:
             self._queue.put(WeightProduct(self, grad_output, inputs, groups))
 
@@ -142,9 +157,13 @@ class Weight:
         if groups is not None:  # one product for each of the experts that are stacked in this weight
             from megalite_kernels.grouped_weight_grad import add_grouped_gradient
 
-            add_grouped_gradient(grad.view(len(groups), -1, grad.shape[1]), grad_output, inputs, groups, self._uninitialized)
+            add_grouped_gradient(
+                grad.view(len(groups), -1, grad.shape[1]), grad_output, inputs, groups, self._uninitialized
+            )
             self._uninitialized = False
-        elif left.dtype != grad.dtype and left.is_cuda:  # the product's fp32 accumulators are added to grad without being rounded first
+        elif (
+            left.dtype != grad.dtype and left.is_cuda
+        ):  # the product's fp32 accumulators are added to grad without being rounded first
             from megalite_kernels.weight_grad import add_product
 
             add_product(grad, left, inputs, overwrite=self._uninitialized)
@@ -159,13 +178,17 @@ class Weight:
         self._count()
 
     def finish_step(self) -> None:
-        """Complete a weight that the step did not use, with a zero gradient: its bucket would otherwise never be reduced.
+        """Complete a weight that the step did not use, with a zero gradient: its bucket would otherwise never
+        be reduced.
 
         Raises:
             RuntimeError: only some of the contributions have arrived, so the gradient is wrong.
         """
         if 0 < self._arrived < self._expected:
-            raise RuntimeError(f"{self.spec.name}: {self._arrived} of {self._expected} gradient contributions arrived in this step")
+            raise RuntimeError(
+                f"{self.spec.name}: {self._arrived} of {self._expected} gradient contributions arrived in "
+                "this step"
+            )
         while self._arrived < self._expected:
             self._arrived += self._per_reduction
             self._complete()
@@ -191,12 +214,15 @@ class Weight:
             return
         self._arrived += 1
         if self._arrived > self._expected:
-            raise RuntimeError(f"{self.spec.name}: more than {self._expected} gradient contributions in one step")
+            raise RuntimeError(
+                f"{self.spec.name}: more than {self._expected} gradient contributions in one step"
+            )
         if self._arrived % self._per_reduction == 0:
             self._complete()
 
     def _complete(self) -> None:
-        if self._uninitialized and self.grad is not None:  # no contribution, or all went to the separate buffer: reduce zeros, not garbage
+        # no contribution, or all went to the separate buffer: reduce zeros, not garbage
+        if self._uninitialized and self.grad is not None:
             self.grad.zero_()
             self._uninitialized = False
         if self.bucket is not None:

@@ -1,7 +1,7 @@
 """The queue of weight-gradient products, which allows a schedule to defer them to its W passes.
 
-One queue per rank: `ParameterStore` gives it to its weights, which put products in; the pipeline runtime runs it in a W action.
-This module does no communication.
+One queue per rank: `ParameterStore` gives it to its weights, which put products in; the pipeline runtime runs
+it in a W action. This module does no communication.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class WeightProduct(NamedTuple):
 
 
 class WeightGradQueue:
-    """Weight-gradient products: computed at once, or kept until the schedule's W pass of their (stage, microbatch).
+    """Weight-gradient products: computed at once, or kept until the schedule's W pass of their (stage,
+    microbatch).
 
     Keyed by both, since a schedule may run other backwards between a backward and its W pass.
 
@@ -57,6 +58,7 @@ class WeightGradQueue:
             product.weight.add_product(*product[1:])
 
     def run(self, stage: int, microbatch: int) -> None:
-        """Compute the products of one backward, in the order in which they were put: that of a backward that is not split."""
+        """Compute the products of one backward, in the order in which they were put: that of a backward that
+        is not split."""
         for product in self._products.pop((stage, microbatch), ()):
             product.weight.add_product(*product[1:])

@@ -1,7 +1,8 @@
-"""Bytes that each unit of the model keeps per microbatch on one rank, from forward to backward, and on to a weight pass.
+"""Bytes that each unit of the model keeps per microbatch on one rank, from forward to backward, and on to a
+weight pass.
 
-The units' description (`megalite.model.cost`) lists the tensors; this module applies the configuration of a run: dtypes, kernels,
-recomputation, and how the loss is computed. Imports no torch.
+The units' description (`megalite.model.cost`) lists the tensors; this module applies the configuration of a
+run: dtypes, kernels, recomputation, and how the loss is computed.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ class Held:
 
     Attributes:
         saved: kept from the forward to the backward.
-        recomputed: additional while its own backward runs, which recomputes it.
-        stash: kept from a split backward to the weight pass; `stash_first` of it is allocated before anything saved is freed.
-        logits, logits_stash: the same as `saved` and `stash`, for the logits and their gradient; `logits_chunk`: while the forward runs.
-        workspace: an estimate of the largest temporaries of its backward: gradients of activations, gathered inputs.
+        recomputed: additional while its own backward runs, which recomputes it. stash: kept from a split
+        backward to the weight pass; `stash_first` of it is allocated before anything saved is freed. logits,
+        logits_stash: the same as `saved` and `stash`, for the logits and their gradient; `logits_chunk`:
+        while the forward runs. workspace: an estimate of the largest temporaries of its backward: gradients
+        of activations, gathered inputs.
     """
 
     saved: int = 0
@@ -56,12 +58,20 @@ class Activations:
         lora: adapters; by default all parameters are trained.
     """
 
-    def __init__(self, config: Config, device: Device = "cuda", splits: bool = False, lora: LoraConfig | None = None):
+    def __init__(
+        self, config: Config, device: Device = "cuda", splits: bool = False, lora: LoraConfig | None = None
+    ):
         model, parallel, train, widths = config.model, config.parallel, config.train, Widths.of(config)
         self.config, self.model, self.device, self.splits = config, model, device, splits
         self.width, self.accumulate = widths.compute, widths.accumulate
-        self.widths: dict[Dtype, int] = {"compute": widths.compute, "accumulate": widths.accumulate, "index": INDEX, "mask": 1}
-        self.documents = config.data.reset_positions or any(map(is_chat, prefixes(config.data.train)))  # positions depend on documents
+        self.widths: dict[Dtype, int] = {
+            "compute": widths.compute,
+            "accumulate": widths.accumulate,
+            "index": INDEX,
+            "mask": 1,
+        }
+        # positions depend on documents
+        self.documents = config.data.reset_positions or any(map(is_chat, prefixes(config.data.train)))
         sizes = parallel.tp, parallel.sequence_parallel, parallel.cp, parallel.context
         self.share = Share(
             part_length(config),
@@ -104,7 +114,8 @@ class Activations:
         unit = self.units.layer(index)
         if mode in MODES:
             saved = self._size(unit.kept, mode)
-            recomputed = self._size(unit.kept) - saved if mode == "full" else 0  # selective recomputes probabilities one block at a time
+            # selective recomputes probabilities one block at a time
+            recomputed = self._size(unit.kept) - saved if mode == "full" else 0
         else:
             operations = chosen(groups(self.units, index), mode)
             saved = self._size(unit.kept) - sum(self._size(each.buffers) for each in operations)
@@ -114,8 +125,9 @@ class Activations:
         return Held(saved, recomputed, stash, first, workspace=workspace)
 
     def _stash(self, unit: UnitCost) -> tuple[int, int]:
-        """Bytes that a layer's weight pass needs, and the part allocated before anything saved is freed: the last product's stash, except
-        tensors that are also saved, and except what the norm after the product frees."""
+        """Bytes that a layer's weight pass needs, and the part allocated before anything saved is freed: the
+        last product's stash, except tensors that are also saved, and except what the norm after the product
+        frees."""
         if not self.splits:
             return 0, 0
         last = unit.blocks[-1]
@@ -125,12 +137,22 @@ class Activations:
 
     @property
     def flash(self) -> bool:
-        """Whether attention runs in a kernel that keeps one number per query (the log-sum-exp) instead of probabilities."""
+        """Whether attention runs in a kernel that keeps one number per query (the log-sum-exp) instead of
+        probabilities."""
         model, train = self.model, self.config.train
         if self.device == "cpu" or train.precision not in ("bf16", "fp16"):
             return False
-        options = (model.sliding_window, model.attention_softcap, model.attention_dropout or None, self.documents or None)
-        plain = all(option is None for option in options) and not self.config.run.deterministic and model.head_size % 8 == 0
+        options = (
+            model.sliding_window,
+            model.attention_softcap,
+            model.attention_dropout or None,
+            self.documents or None,
+        )
+        plain = (
+            all(option is None for option in options)
+            and not self.config.run.deterministic
+            and model.head_size % 8 == 0
+        )
         return model.head_size <= WIDEST_HEAD and (plain or train.kernels != "torch")
 
     @property
@@ -145,11 +167,13 @@ class Activations:
         return min(max(chunk * positions // tokens, 1), positions) * ranks * batch
 
     def head(self) -> Held:
-        """The final norm's input and output (or the gradient computed together with the loss), and the logits."""
+        """The final norm's input and output (or the gradient computed together with the loss), and the
+        logits."""
         (block,) = self.units.head().blocks
         (product,) = block.products
         kept = self._size(block.before.kept)
-        one = product.outputs * self.width * (1 if self.model.logit_softcap is None else 2)  # tanh keeps its output
+        # tanh keeps its output
+        one = product.outputs * self.width * (1 if self.model.logit_softcap is None else 2)
         if chunk := self.loss_chunk:
             gradient = 0 if product.keeps_input else self.own
             return Held(kept + gradient, logits_chunk=chunk * one, workspace=self.own)
@@ -163,8 +187,8 @@ class Activations:
         )
 
     def _joined(self, lookup: UnitCost, joining: UnitCost) -> Held:
-        """The first part of a module of multi-token prediction. The output of a norm that it reads is kept for it alone where the loss is
-        computed in chunks, which keep a gradient in its place."""
+        """The first part of a module of multi-token prediction. The output of a norm that it reads is kept
+        for it alone where the loss is computed in chunks, which keep a gradient in its place."""
         before = self.own if self.loss_chunk else 0
         stash = sum(self._size(each.stashed) for each in joining.products) if self.splits else 0
         return Held(
@@ -174,8 +198,8 @@ class Activations:
         )
 
     def stage(self, numbers: Sequence[int]) -> list[Held]:
-        """The units of a stage, first to last, the parts of modules of multi-token prediction as if they were units. If positions depend on
-        documents, each microbatch keeps its own rotary tables."""
+        """The units of a stage, first to last, the parts of modules of multi-token prediction as if they were
+        units. If positions depend on documents, each microbatch keeps its own rotary tables."""
         units = [self.unit(number) for number in numbers]
         if head_unit(self.model) in numbers:
             for index, parts in enumerate(modules(self.units), self.model.num_hidden_layers):
@@ -189,6 +213,8 @@ class Activations:
         return 0 if self.documents else self._rotary(numbers)
 
     def _rotary(self, numbers: Sequence[int]) -> int:
-        rotates = any(self.model.uses_rope(number - 1) for number in numbers if 0 < number < head_unit(self.model))
+        rotates = any(
+            self.model.uses_rope(number - 1) for number in numbers if 0 < number < head_unit(self.model)
+        )
         tables = 1 if self.model.rope_local_theta is None else 2  # of cos and sin
         return tables * 2 * self.share.sequence * self.model.rotary_width * self.width if rotates else 0

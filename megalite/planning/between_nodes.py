@@ -1,7 +1,8 @@
-"""A hint for ZeRO-2 whose ranks are on several nodes: each microbatch's gradients cross the network. Imports no torch.
+"""A hint for ZeRO-2 whose ranks are on several nodes: each microbatch's gradients cross the network. Imports
+no torch.
 
-Between nodes there are as many rings as a group has ranks on a node (`links`), so of a collective over a group each network card sends the
-ring's bytes divided by these ranks.
+Between nodes there are as many rings as a group has ranks on a node (`links`), so of a collective over a
+group each network card sends the ring's bytes divided by these ranks.
 """
 
 from __future__ import annotations
@@ -21,19 +22,26 @@ from megalite.planning.traffic import ring
 def hint(config: Config, world_size: int, per_node: int) -> str | None:
     """A line if ZeRO-2 reduces several microbatches between nodes; per_node: ranks of a node."""
     parallel, dims = config.parallel, ParallelDims.of(config, world_size)
-    local = per_node // parallel.tp  # ranks of a group of data = dp · cp on a node: tp is innermost, then cp, then dp
+    # ranks of a group of data = dp · cp on a node: tp is innermost, then cp, then dp
+    local = per_node // parallel.tp
     alone = parallel.zero != 2 or dims.microbatches < 2
     if alone or world_size <= per_node or local < 1 or min(dims.shard, dims.data) <= local:
         return None
     config = settled(config, world_size)
-    options = {"ZeRO-2": _sent(config, local), "parallel.zero: 1": _sent(with_parallel(config, zero=1), local)}
+    options = {
+        "ZeRO-2": _sent(config, local),
+        "parallel.zero: 1": _sent(with_parallel(config, zero=1), local),
+    }
     if local > 1 and dims.data % local == 0:
         options[f"parallel.dp_shard: {local}"] = _sent(with_parallel(config, dp_shard=local), local)
     (_, now), *others = options.items()
     cheaper = " and ".join(f"with {name} {amount(sent)}" for name, sent in others if sent < now)
     if not cheaper:
         return None
-    return f"ZeRO-2 reduces each of {dims.microbatches} microbatches between nodes: {amount(now)} a step and network card, {cheaper}"
+    return (
+        f"ZeRO-2 reduces each of {dims.microbatches} microbatches between nodes: {amount(now)} a step and "
+        f"network card, {cheaper}"
+    )
 
 
 def with_parallel(config: Config, **changed: object) -> Config:
@@ -58,6 +66,10 @@ def _rank(config: Config, pp_rank: int, local: int) -> float:
             ranks = max(local * dims.tp // dims.ep, 1)  # of a group, on a node
         rounds = dims.microbatches if sharing.gradients_sharded(bucket, config.run.deterministic) else 1
         if sharing.shard > ranks:  # reductions and the gathering of weights leave the node
-            total += (rounds * ring(bucket.size * width, sharing.shard) + ring(bucket.size * widths.compute, sharing.shard)) / ranks
-        total += 2 * ring(sharing.kept(bucket) * width, sharing.replicate)  # each rank sums its shard with those of other nodes
+            total += (
+                rounds * ring(bucket.size * width, sharing.shard)
+                + ring(bucket.size * widths.compute, sharing.shard)
+            ) / ranks
+        # each rank sums its shard with those of other nodes
+        total += 2 * ring(sharing.kept(bucket) * width, sharing.replicate)
     return total

@@ -1,5 +1,6 @@
-"""Lower bounds of what a layout needs on a few of its pipeline ranks, before it is looked at in detail: memory, and the time to recompute
-what does not fit. Part of the search, which rules out or puts off layouts by them. Imports no torch."""
+"""Lower bounds of what a layout needs on a few of its pipeline ranks, before it is looked at in detail:
+memory, and the time to recompute what does not fit. Part of the search, which rules out or puts off layouts
+by them."""
 
 from __future__ import annotations
 
@@ -31,13 +32,14 @@ from megalite.planning.states import Widths
 from megalite.planning.step import Choice, Stepper
 
 BOUND = 0.97
-"""Factor on the memory bound that keeps it below the estimate: it counts a layer's largest tensors as if they existed at once."""
+"""Factor on the memory bound that keeps it below the estimate: it counts a layer's largest tensors as if they
+existed at once."""
 AHEAD = 2  # memory is followed for this many times pp microbatches in flight: no rank holds more
 
 
 class _Stage(NamedTuple):
-    """Bytes of a stage and one microbatch: kept until its backward, kept until its weight pass, and at most needed during a layer's
-    backward."""
+    """Bytes of a stage and one microbatch: kept until its backward, kept until its weight pass, and at most
+    needed during a layer's backward."""
 
     saved: float
     stash: float
@@ -45,14 +47,16 @@ class _Stage(NamedTuple):
 
 
 class _Peak(NamedTuple):
-    """The largest load of a rank: bytes, and of how many microbatches each of its stages then holds what its backward needs."""
+    """The largest load of a rank: bytes, and of how many microbatches each of its stages then holds what its
+    backward needs."""
 
     bytes: float
     held: tuple[int, ...]
 
 
 class _Rank(NamedTuple):
-    """A pipeline rank: its number, its parameters, those of its layers, and the layers of each of its stages."""
+    """A pipeline rank: its number, its parameters, those of its layers, and the layers of each of its
+    stages."""
 
     number: int
     parameters: Parameters
@@ -65,7 +69,8 @@ class _Rank(NamedTuple):
 
 
 class Bounds:
-    """Lower bounds for the choices of one job, on the first and the last pipeline rank and on that with the most parameters.
+    """Lower bounds for the choices of one job, on the first and the last pipeline rank and on that with the
+    most parameters.
 
     Args:
         base: the configuration that all choices share.
@@ -83,10 +88,13 @@ class Bounds:
 
     def memory(self, choice: Choice) -> float:
         """Bytes of states and activations; a budget recomputes everything."""
-        return BOUND * max(self._states(choice, rank) + self._least_peak(choice, rank) for rank in self._ranks(choice))
+        return BOUND * max(
+            self._states(choice, rank) + self._least_peak(choice, rank) for rank in self._ranks(choice)
+        )
 
     def roomy(self, variants: Sequence[Choice], room: float) -> list[Choice]:
-        """Those of some choices whose `memory` is within `room` bytes. They differ only in ZeRO and offload."""
+        """Those of some choices whose `memory` is within `room` bytes. They differ only in ZeRO and
+        offload."""
         left = list(variants)
         for rank in self._ranks(variants[0]):
             states = [(choice, self._states(choice, rank)) for choice in left]
@@ -97,27 +105,35 @@ class Bounds:
         return left
 
     def alone(self, choice: Choice) -> float:
-        """Seconds of a step from the rank with the most parameters alone, see `Stepper.alone`: less than `time`, and found faster."""
-        return self.stepper.alone(choice, max(self._ranks(choice), key=lambda rank: rank.parameters.stored).number)
+        """Seconds of a step from the rank with the most parameters alone, see `Stepper.alone`: less than
+        `time`, and found faster."""
+        return self.stepper.alone(
+            choice, max(self._ranks(choice), key=lambda rank: rank.parameters.stored).number
+        )
 
     def time(self, choice: Choice, again: Mapping[int, float] = MappingProxyType({})) -> float:
-        """Seconds of a step: as `Stepper.least`, and of the first, the last and the recomputing pipeline ranks what they at least wait for
-        gradients. again: pipeline rank → seconds per microbatch that it recomputes at least, besides what the choice names."""
+        """Seconds of a step: as `Stepper.least`, and of the first, the last and the recomputing pipeline
+        ranks what they at least wait for gradients. again: pipeline rank → seconds per microbatch that it
+        recomputes at least, besides what the choice names."""
         passes, ranks = self.stepper.slowed(choice), {0, choice.pp - 1, *again}
         longest = max(self._span(choice, passes, rank, again) for rank in ranks)
         return self.stepper.least(choice, self.stepper.slow(choice) * longest)
 
     def _span(self, choice: Choice, passes: Sequence[Passes], rank: int, again: Mapping[int, float]) -> float:
-        """A lower bound of the pipeline's time, before devices' slowdown, from the order of one rank's passes.
+        """A lower bound of the pipeline's time, before devices' slowdown, from the order of one rank's
+        passes.
 
-        Its first backward follows the forwards before it in the order and, of one microbatch, all forwards and the backwards of later
-        stages. After its last forward, one microbatch has all later forwards and all backwards ahead. What it computes in between takes
-        its time.
+        Its first backward follows the forwards before it in the order and, of one microbatch, all forwards
+        and the backwards of later stages. After its last forward, one microbatch has all later forwards and
+        all backwards ahead. What it computes in between takes its time.
         """
         forwards, backwards = [each.forward for each in passes], [each.backward for each in passes]
         if not choice.splits:
             backwards = [each.backward + each.weight for each in passes]
-        count, order = self.job.microbatches(choice), self._orders(followed(choice, self.job.microbatches(choice)), rank)
+        count, order = (
+            self.job.microbatches(choice),
+            self._orders(followed(choice, self.job.microbatches(choice)), rank),
+        )
         own, again_here = order.own, again.get(rank, 0.0)
         warmup = sum(number * forwards[stage] for stage, number in zip(own, order.warmup, strict=True))
         work = count * (sum(passes[stage].total for stage in own) + again_here)
@@ -127,19 +143,33 @@ class Bounds:
             return begun - start + work - warmup
         if choice.splits:  # weight passes may run after the last backward
             return begun + work - warmup
-        drained = sum(number * (backwards[stage] + again_here) for stage, number in zip(own, order.drained, strict=True))
+        drained = sum(
+            number * (backwards[stage] + again_here) for stage, number in zip(own, order.drained, strict=True)
+        )
         returned = sum(forwards[order.last_forward + 1 :]) + sum(backwards) + sum(again.values())
         ended = begun if order.alternates else start + warmup  # plus what is between: the last forward
-        return max(begun + work - warmup + sum(backwards[: order.last_backward]), ended + work - warmup - drained + returned)
+        return max(
+            begun + work - warmup + sum(backwards[: order.last_backward]),
+            ended + work - warmup - drained + returned,
+        )
 
     def recomputation(self, choice: Choice, room: float) -> dict[int, float]:
-        """Pipeline rank → seconds per microbatch that it recomputes at least to need at most `room` bytes; infinite if that is not enough.
+        """Pipeline rank → seconds per microbatch that it recomputes at least to need at most `room` bytes;
+        infinite if that is not enough.
 
-        The relaxation of the programme that `budget` solves, with fractions of layers; empty for choices that do not leave it to a budget.
+        The relaxation of the programme that `budget` solves, with fractions of layers; empty for choices that
+        do not leave it to a budget.
         """
         found: dict[int, float] = {}
         for rank in self._ranks(choice) if shown(choice.recompute) == BUDGET else ():
-            key = *self._key(choice), choice.schedule, choice.pp, choice.virtual_stages, self.job.microbatches(choice), rank.number
+            key = (
+                *self._key(choice),
+                choice.schedule,
+                choice.pp,
+                choice.virtual_stages,
+                self.job.microbatches(choice),
+                rank.number,
+            )
             if key not in self._kept:
                 peak = self._peak(choice, rank.number, rank.stages, "none")
                 self._kept[key] = peak.bytes, self._relaxation(choice, rank, peak)
@@ -150,14 +180,22 @@ class Bounds:
         return found
 
     def _relaxation(self, choice: Choice, rank: _Rank, peak: _Peak) -> Relaxation | None:
-        """What the layers of a rank can recompute: what it frees at the peak. None if these bytes do not add up."""
-        counts = Counter((self.stepper.kinds[index], held) for layers, held in zip(rank.stages, peak.held, strict=True) for index in layers)
+        """What the layers of a rank can recompute: what it frees at the peak. None if these bytes do not add
+        up."""
+        counts = Counter(
+            (self.stepper.kinds[index], held)
+            for layers, held in zip(rank.stages, peak.held, strict=True)
+            for index in layers
+        )
         found: list[Kind] = []
         for (kind, held), count in counts.items():
             groups = self._groups(choice, kind)
             if groups is None:
                 return None
-            found += [Kind(count, tuple(Option(each.cost, (each.frees[0] * held,)) for each in group)) for group in groups]
+            found += [
+                Kind(count, tuple(Option(each.cost, (each.frees[0] * held,)) for each in group))
+                for group in groups
+            ]
         return Relaxation(found)
 
     def ranks(self, choice: Choice) -> list[int]:
@@ -165,9 +203,18 @@ class Bounds:
         return [rank.number for rank in self._ranks(choice)]
 
     def _least_peak(self, choice: Choice, rank: _Rank) -> float:
-        """Bytes of activations at a rank's peak if it recomputes as the choice says (a budget: everything)."""
+        """Bytes of activations at a rank's peak if it recomputes as the choice says (a budget:
+        everything)."""
         recompute = "full" if choice.recompute == BUDGET else choice.recompute
-        key = *self._key(choice), choice.schedule, choice.pp, choice.virtual_stages, self.job.microbatches(choice), recompute, rank.number
+        key = (
+            *self._key(choice),
+            choice.schedule,
+            choice.pp,
+            choice.virtual_stages,
+            self.job.microbatches(choice),
+            recompute,
+            rank.number,
+        )
         if key not in self._peaks:
             self._peaks[key] = self._peak(choice, rank.number, rank.stages, recompute).bytes
         return self._peaks[key]
@@ -176,7 +223,10 @@ class Bounds:
         key = *self._key(choice), choice.schedule, choice.pp, choice.virtual_stages
         if key not in self._known:
             _, sizes, _ = self.stepper.stages(choice)
-            split, placed = self.stepper.layers_of_stages(len(sizes)), placement(choice.schedule, choice.pp, choice.asked_stages)
+            split, placed = (
+                self.stepper.layers_of_stages(len(sizes)),
+                placement(choice.schedule, choice.pp, choice.asked_stages),
+            )
             starts, parameters = [0, *accumulate(split)], self.stepper.held(choice, sizes)
             found = []
             largest = max(range(choice.pp), key=lambda rank: parameters[rank].stored)
@@ -191,7 +241,9 @@ class Bounds:
     def _peak(self, choice: Choice, number: int, layers: Sequence[tuple[int, ...]], recompute: str) -> _Peak:
         """The largest load along a rank's list of actions, as `memory.Profile` follows it."""
         stages, peak = [self._stage(choice, recompute, indices) for indices in layers], _Peak(0.0, ())
-        for kind, place, held, deferred in self._orders(followed(choice, self.job.microbatches(choice)), number).moments:
+        for kind, place, held, deferred in self._orders(
+            followed(choice, self.job.microbatches(choice)), number
+        ).moments:
             stage, now = stages[place], 0.0
             for each, count, waiting in zip(stages, held, deferred, strict=True):
                 now += count * each.saved + waiting * each.stash
@@ -205,22 +257,34 @@ class Bounds:
         return peak
 
     def _stage(self, choice: Choice, recompute: str, layers: tuple[int, ...]) -> _Stage:
-        count, numbers = self.job.model.num_hidden_layers, [index + 1 for index in layers if index < self.job.model.num_hidden_layers]
+        count, numbers = (
+            self.job.model.num_hidden_layers,
+            [index + 1 for index in layers if index < self.job.model.num_hidden_layers],
+        )
         ends = [0] * (layers[0] == 0), [head_unit(self.job.model)] * (count in numbers)
         units = self._activations(choice, recompute).stage([*ends[0], *numbers, *ends[1]])
-        saved, stash = sum(unit.saved + unit.logits for unit in units), sum(unit.stash + unit.logits_stash for unit in units)
-        return _Stage(saved, stash, max(unit.saved + unit.logits + unit.recomputed + unit.workspace for unit in units))
+        saved, stash = (
+            sum(unit.saved + unit.logits for unit in units),
+            sum(unit.stash + unit.logits_stash for unit in units),
+        )
+        return _Stage(
+            saved, stash, max(unit.saved + unit.logits + unit.recomputed + unit.workspace for unit in units)
+        )
 
     def _states(self, choice: Choice, rank: _Rank) -> float:
-        """Bytes on the device: weights, and of those that are trained gradients, master weights and moments, sharded by the choice's ZeRO
-        stage; the gradients that fill until they are reduced, of two layers, or of all whose weight passes are deferred; and the weights of
-        two layers that are gathered."""
+        """Bytes on the device: weights, and of those that are trained gradients, master weights and moments,
+        sharded by the choice's ZeRO stage; the gradients that fill until they are reduced, of two layers, or
+        of all whose weight passes are deferred; and the weights of two layers that are gathered."""
         size, width = self.stepper.operations.size, self._gradient
         master, moments = 0 if size == 4 else 4, 8 if self.job.muon is None else 4
         two = min(2 / rank.layers, 1.0)
         total = 0.0
-        for share, whole, layers in zip(shares(choice), rank.parameters.domains, rank.of_layers.domains, strict=False):
-            weights_share, gradients_share, state_share = (share if choice.zero >= level else 1 for level in (3, 2, 1))
+        for share, whole, layers in zip(
+            shares(choice), rank.parameters.domains, rank.of_layers.domains, strict=False
+        ):
+            weights_share, gradients_share, state_share = (
+                share if choice.zero >= level else 1 for level in (3, 2, 1)
+            )
             weights = 0.0 if choice.offload_parameters else size / weights_share
             state = (moments + master) / state_share if choice.offload == "none" else 0.0
             total += whole[0] * weights + whole[1] * (width / gradients_share + state)
@@ -230,19 +294,31 @@ class Bounds:
 
     @staticmethod
     def _key(choice: Choice) -> tuple[object, ...]:
-        split = choice.tp, choice.cp, choice.context, choice.context_inner, choice.context_parts, choice.sequence_parallel
+        split = (
+            choice.tp,
+            choice.cp,
+            choice.context,
+            choice.context_inner,
+            choice.context_parts,
+            choice.sequence_parallel,
+        )
         return *split, choice.ep, choice.expert_dispatch, choice.micro_batch_size, choice.splits
 
     def _activations(self, choice: Choice, recompute: str) -> Activations:
         """Of a choice's share, on one stage."""
         key = *self._key(choice), recompute
         if key not in self._units:
-            config = configured(self.base, replace(choice, pp=1, schedule="1f1b", virtual_stages=1, recompute=recompute))
-            self._units[key] = Activations(config, "cpu" if self.job.device.cpu else "cuda", choice.splits, config.lora)
+            config = configured(
+                self.base, replace(choice, pp=1, schedule="1f1b", virtual_stages=1, recompute=recompute)
+            )
+            self._units[key] = Activations(
+                config, "cpu" if self.job.device.cpu else "cuda", choice.splits, config.lora
+            )
         return self._units[key]
 
     def _groups(self, choice: Choice, kind: Hashable) -> tuple[tuple[Option, ...], ...] | None:
-        """What a layer of a kind can recompute: each group of alternatives with their seconds and the bytes that they free."""
+        """What a layer of a kind can recompute: each group of alternatives with their seconds and the bytes
+        that they free."""
         key = *self._key(choice), kind
         if key not in self._options:
             activations, operations = self._activations(choice, "none"), self.stepper.operations
@@ -250,12 +326,17 @@ class Bounds:
             found = groups(activations.units, index)
             options = [
                 tuple(
-                    Option(sum(of_operation(operations, activations.share, index, each)), (activations.bytes_of(each.buffers),))
+                    Option(
+                        sum(of_operation(operations, activations.share, index, each)),
+                        (activations.bytes_of(each.buffers),),
+                    )
                     for each in group
                 )
                 for group in found
             ]
-            self._options[key] = None if any(each.scores for group in found for each in group) else tuple(options)
+            self._options[key] = (
+                None if any(each.scores for group in found for each in group) else tuple(options)
+            )
         return self._options[key]
 
 
@@ -264,16 +345,18 @@ class _Order:
 
     Attributes:
         own: the stages of the rank.
-        warmup, drained: for each of them, the forwards before the first backward, and the backwards after the last forward.
-        first_backward, last_forward, last_backward: the stages of these passes.
-        alternates: whether a forward follows the first backward.
+        warmup, drained: for each of them, the forwards before the first backward, and the backwards after the
+        last forward. first_backward, last_forward, last_backward: the stages of these passes. alternates:
+        whether a forward follows the first backward.
         moments: at which its memory can be largest.
     """
 
     def __init__(self, pipeline: Pipeline, rank: int):
         name, ranks, microbatches, virtual_stages = pipeline
         recipe = RECIPES[name]
-        self.own = [stage for stage, each in enumerate(placement(name, ranks, virtual_stages)) if each == rank]
+        self.own = [
+            stage for stage, each in enumerate(placement(name, ranks, virtual_stages)) if each == rank
+        ]
         if recipe.splits:
             actions = schedule_of(pipeline).compute(rank)
         else:

@@ -1,18 +1,22 @@
-"""train.recompute: budget. Which operations of each layer backward computes again, so that no rank needs more than train.memory_budget and
-the time of recomputation is least. A pure function of the configuration, the device and the bytes. Imports no torch.
+"""train.recompute: budget. Which operations of each layer backward computes again, so that no rank needs more
+than train.memory_budget and the time of recomputation is least. A pure function of the configuration, the
+device and the bytes.
 
-A pipeline rank's peak is the largest of its loads along its list of actions (`memory.Profile`). With m_v the number of microbatches of
-which layer v holds what it keeps at that moment, kept_v the bytes that it keeps although they could be computed again, and a constant for
-everything else, the layer in whose backward the rank is included,
+A pipeline rank's peak is the largest of its loads along its list of actions (`memory.Profile`). With m_v the
+number of microbatches of which layer v holds what it keeps at that moment, kept_v the bytes that it keeps
+although they could be computed again, and a constant for everything else, the layer in whose backward the
+rank is included,
 
     load = constant + Σ_v m_v · kept_v
 
-so a load within the budget is a linear constraint on the choices of the layers, whose costs add up: an integer programme for each rank,
-solved exactly by `keeping`. Layers with equal descriptions and equal m_v in all constraints are exchangeable. Loads that others exceed
-whatever is chosen are left out; one or two remain for a stage.
+so a load within the budget is a linear constraint on the choices of the layers, whose costs add up: an
+integer programme for each rank, solved exactly by `keeping`. Layers with equal descriptions and equal m_v in
+all constraints are exchangeable. Loads that others exceed whatever is chosen are left out; one or two remain
+for a stage.
 
-Where attention keeps probabilities (on CPUs, in fp32), the constant includes those of the layer in its backward, unless every layer of the
-rank computes them a block at a time: both are solved, and the better one is taken.
+Where attention keeps probabilities (on CPUs, in fp32), the constant includes those of the layer in its
+backward, unless every layer of the rank computes them a block at a time: both are solved, and the better one
+is taken.
 """
 
 from __future__ import annotations
@@ -44,16 +48,34 @@ from megalite.planning.states import Device
 from megalite.system.text import aligned
 
 CPU = {
-    **{"tflops": {"fp32": 0.2, "bf16": 0.2, "fp16": 0.2, "fp64": 0.1}, "sustained": 1.0, "multiprocessors": 1, "memory_gib": 8.0},
-    **{"memory_gbs": 12.7, "within": {"gbs": 2.2, "latency_us": 120}, "between": {"gbs": 1, "latency_us": 120}, "gpus_per_node": 8},
-    **{"host": {"gbs": 12.7, "latency_us": 1}, "attention_gflops": [80.0, 107.0], "cpu": True, "measured": True, "kernel_us": 3},
+    **{
+        "tflops": {"fp32": 0.2, "bf16": 0.2, "fp16": 0.2, "fp64": 0.1},
+        "sustained": 1.0,
+        "multiprocessors": 1,
+        "memory_gib": 8.0,
+    },
+    **{
+        "memory_gbs": 12.7,
+        "within": {"gbs": 2.2, "latency_us": 120},
+        "between": {"gbs": 1, "latency_us": 120},
+        "gpus_per_node": 8,
+    },
+    **{
+        "host": {"gbs": 12.7, "latency_us": 1},
+        "attention_gflops": [80.0, 107.0],
+        "cpu": True,
+        "measured": True,
+        "kernel_us": 3,
+    },
 }
-"""A CPU that is not named: a core with AVX-512 as `megalite plan --calibrate` measured it. Only the proportions count."""
+"""A CPU that is not named: a core with AVX-512 as `megalite plan --calibrate` measured it. Only the
+proportions count."""
 GPU = "h100"  # of a GPU that profiling.hardware does not name
 
 
 def bytes_of(config: Config, memory: float | None = None) -> int:
-    """train.memory_budget in bytes. memory: bytes of the device, of which it may be a share. Raises ConfigError if they are unknown."""
+    """train.memory_budget in bytes. memory: bytes of the device, of which it may be a share. Raises
+    ConfigError if they are unknown."""
     budget = config.train.memory_budget
     assert budget is not None
     if budget > 1:
@@ -69,7 +91,8 @@ def bytes_of(config: Config, memory: float | None = None) -> int:
 
 
 def resolved(config: Config, device: Device = "cuda", memory: float | None = None) -> Config:
-    """The configuration of a run whose dp is resolved, with operations in place of a budget. Raises ConfigError.
+    """The configuration of a run whose dp is resolved, with operations in place of a budget. Raises
+    ConfigError.
 
     memory: bytes of the device.
     """
@@ -126,7 +149,8 @@ def decide(
     costs: hardware.Device | None = None,
     schedule: Schedule | None = None,
 ) -> Decision:
-    """What to recompute so that every rank needs at most `budget` bytes. Raises ConfigError, naming the smallest budget, if nothing does.
+    """What to recompute so that every rank needs at most `budget` bytes. Raises ConfigError, naming the
+    smallest budget, if nothing does.
 
     Args:
         costs: the device whose times are minimized; default: that of profiling.hardware, or a usual one.
@@ -140,13 +164,20 @@ def decide(
 
 
 def problem_of(
-    config: Config, world_size: int, device: Device, costs: hardware.Device, schedule: Schedule, buckets: dict[Hashable, list[BucketLayout]]
+    config: Config,
+    world_size: int,
+    device: Device,
+    costs: hardware.Device,
+    schedule: Schedule,
+    buckets: dict[Hashable, list[BucketLayout]],
 ) -> Problem:
     """The problem of a configuration; arguments as for `decide`. buckets: as for `Standing`."""
     return Problem(_keeping_all(config, world_size), device, costs, schedule, buckets)
 
 
-def recompute_within(problem: Problem, budget: int, exact: bool = True, ranks: Iterable[int] | None = None) -> str | None:
+def recompute_within(
+    problem: Problem, budget: int, exact: bool = True, ranks: Iterable[int] | None = None
+) -> str | None:
     """The train.recompute that `decide` finds, without what else is known of it; None if nothing fits.
 
     Args:
@@ -164,7 +195,10 @@ def recompute_within(problem: Problem, budget: int, exact: bool = True, ranks: I
 
 def _keeping_all(config: Config, world_size: int | None) -> Config:
     """The configuration without recomputation, and with its sizes filled in."""
-    return settled(replace(config, train=replace(config.train, recompute="none")), world_size or ParallelDims.of(config).world)
+    return settled(
+        replace(config, train=replace(config.train, recompute="none")),
+        world_size or ParallelDims.of(config).world,
+    )
 
 
 @lru_cache(maxsize=8)
@@ -181,7 +215,10 @@ def _costs(name: str | None, device: Device) -> hardware.Device:
 @lru_cache(maxsize=8)  # a start asks several times: to check, to build, to print
 def _decided(asked: _Asked, budget: int, device: Device) -> Decision:
     config = asked.config
-    return decision(Problem(config, device, asked.costs, plan.schedule(config, ParallelDims.of(config).microbatches)), budget)
+    return decision(
+        Problem(config, device, asked.costs, plan.schedule(config, ParallelDims.of(config).microbatches)),
+        budget,
+    )
 
 
 def decision(problem: Problem, budget: int) -> Decision:
@@ -195,8 +232,15 @@ def decision(problem: Problem, budget: int) -> Decision:
         modes |= each.modes
     recompute = _written(config, modes)
     chosen = replace(config, train=replace(config.train, recompute=recompute))
-    totals = [each.total for each in estimate(chosen, ParallelDims.of(chosen).world, problem.device, problem.schedule)]
-    return Decision(budget, recompute, tuple(replace(each, total=total) for each, total in zip(ranks, totals, strict=True)))
+    totals = [
+        each.total
+        for each in estimate(chosen, ParallelDims.of(chosen).world, problem.device, problem.schedule)
+    ]
+    return Decision(
+        budget,
+        recompute,
+        tuple(replace(each, total=total) for each, total in zip(ranks, totals, strict=True)),
+    )
 
 
 def _written(config: Config, modes: Mapping[int, str]) -> str:
@@ -207,7 +251,11 @@ def _written(config: Config, modes: Mapping[int, str]) -> str:
 def _too_small(config: Config, budget: int, ranks: Sequence[RankDecision]) -> str:
     given = config.train.memory_budget
     value = f"{given:g}" if given is not None and given <= 1 else amount(budget)
-    each = ", ".join(f"{amount(rank.everything, up=True)} for pipeline rank {rank.pp_rank}" for rank in ranks if rank.everything > budget)
+    each = ", ".join(
+        f"{amount(rank.everything, up=True)} for pipeline rank {rank.pp_rank}"
+        for rank in ranks
+        if rank.everything > budget
+    )
     least = amount(max(rank.everything for rank in ranks), up=True)
     return (
         f"train.memory_budget = {value} is less than a rank needs that recomputes everything: {each}. "
@@ -227,8 +275,8 @@ def amount(size: float, up: bool = False) -> str:
 
 
 class _Load(NamedTuple):
-    """A load of a rank: bytes that no choice changes, and for each stage (m, first): its layers from index `first` of the stage on keep
-    their results of m microbatches, those before of m + 1."""
+    """A load of a rank: bytes that no choice changes, and for each stage (m, first): its layers from index
+    `first` of the stage on keep their results of m microbatches, those before of m + 1."""
 
     constant: int
     held: tuple[tuple[int, int], ...]
@@ -238,7 +286,8 @@ class _Load(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """A layer on a rank: its number, its stage's place on the rank, and its own place in the stage, the embedding included."""
+    """A layer on a rank: its number, its stage's place on the rank, and its own place in the stage, the
+    embedding included."""
 
     number: int
     stage: int
@@ -289,7 +338,8 @@ class Problem:
         self.besides = Standing(config, schedule, self.kept, self._buckets)
 
     def stored(self, config: Config, schedule: Schedule) -> Problem:
-        """The problem of a configuration that differs in what ZeRO shards and where states are stored: its programmes are these.
+        """The problem of a configuration that differs in what ZeRO shards and where states are stored: its
+        programmes are these.
 
         schedule: has the same passes.
         """
@@ -305,19 +355,24 @@ class Problem:
         return self._made[recompute]
 
     def solved(self, rank: int, budget: int, exact: bool = True) -> tuple[int, _Solution | None]:
-        """Bytes that a rank needs if it recomputes everything, and what it recomputes; None if nothing fits."""
+        """Bytes that a rank needs if it recomputes everything, and what it recomputes; None if nothing
+        fits."""
         besides = self.besides.of(rank)
         room = budget - besides.total
         scores = sorted({self._has_scores(self._layers(self.schedule.stages_of(rank))), False})
         programmes = [(each, self._programme(rank, each)) for each in scores]
         least = besides.total + max(min(each.least for _, each in programmes), besides.exchanging)
         found = [self._solution(programme, room, each, exact) for each, programme in programmes]
-        return least, min((each for each in found if each is not None), key=lambda each: each.seconds, default=None)
+        return least, min(
+            (each for each in found if each is not None), key=lambda each: each.seconds, default=None
+        )
 
     def rank(self, rank: int, budget: int) -> RankDecision:
         """What a rank recomputes; everything if nothing else fits, or even that does not."""
         stages, (least, best) = self.schedule.stages_of(rank), self.solved(rank, budget)
-        (nothing,) = estimate(self.config, ParallelDims.of(self.config).world, self.device, self.schedule, [rank])
+        (nothing,) = estimate(
+            self.config, ParallelDims.of(self.config).world, self.device, self.schedule, [rank]
+        )
         return RankDecision(
             rank,
             tuple((stage, range(*self._span(stage))) for stage in stages),
@@ -336,8 +391,12 @@ class Problem:
         found = []
         for place, stage in enumerate(stages):
             for index, unit in enumerate(self.units[stage]):
-                first = index + 2 if unit == head_unit(self.config.model) else index  # of the parts of a module the layer is the second
-                found += [_Layer(layer, place, first + 3 * k) for k, layer in enumerate(layers_in(self.config.model, unit))]
+                # of the parts of a module the layer is the second
+                first = index + 2 if unit == head_unit(self.config.model) else index
+                found += [
+                    _Layer(layer, place, first + 3 * k)
+                    for k, layer in enumerate(layers_in(self.config.model, unit))
+                ]
         return found
 
     def _has_scores(self, layers: Sequence[_Layer]) -> bool:
@@ -345,7 +404,9 @@ class Problem:
             kind = self.kept.units.alike(layer.number)
             if kind not in self._scores:
                 found = groups(self.kept.units, layer.number)
-                self._scores[kind] = any("scores" in operation.names for group in found for operation in group)
+                self._scores[kind] = any(
+                    "scores" in operation.names for group in found for operation in group
+                )
         return any(self._scores[self.kept.units.alike(layer.number)] for layer in layers)
 
     def _choices(self, layer: int, scores: bool) -> list[_Choice]:
@@ -357,7 +418,8 @@ class Problem:
         return self._known[key]
 
     def _programme(self, rank: int, scores: bool) -> _Programme:
-        """The programme of a rank; `scores`: every layer recomputes the probabilities of attention a block at a time."""
+        """The programme of a rank; `scores`: every layer recomputes the probabilities of attention a block at
+        a time."""
         if (rank, scores) not in self._programmes:
             self._programmes[rank, scores] = self._posed(self.schedule.stages_of(rank), scores)
         return self._programmes[rank, scores]
@@ -365,22 +427,38 @@ class Problem:
     def _posed(self, stages: Sequence[int], scores: bool) -> _Programme:
         everything = self._activations("+".join(name for name in OPERATIONS if scores or name != "scores"))
         tables = sum(everything.tables(self.units[stage]) for stage in stages)
-        loads = _loads(self.schedule, [everything.stage(self.units[stage]) for stage in stages], tables, stages)
+        loads = _loads(
+            self.schedule, [everything.stage(self.units[stage]) for stage in stages], tables, stages
+        )
         layers, columns = self._layers(stages), dict[tuple[object, ...], list[_Layer]]()
         for layer in layers:
             key = self.kept.units.alike(layer.number), *(layer.multiple(load) for load in loads)
             columns.setdefault(key, []).append(layer)
-        choices = [(alike, group) for alike in columns.values() for group in self._choices(alike[0].number, scores)]
-        kept = [sum(len(alike) * group.kept * alike[0].multiple(load) for alike, group in choices) for load in loads]
+        choices = [
+            (alike, group) for alike in columns.values() for group in self._choices(alike[0].number, scores)
+        ]
+        kept = [
+            sum(len(alike) * group.kept * alike[0].multiple(load) for alike, group in choices)
+            for load in loads
+        ]
         kinds = [
             Kind(
                 len(alike),
-                tuple(Option(cost, tuple(freed * alike[0].multiple(load) for load in loads)) for _, cost, freed in group.options),
+                tuple(
+                    Option(cost, tuple(freed * alike[0].multiple(load) for load in loads))
+                    for _, cost, freed in group.options
+                ),
             )
             for alike, group in choices
         ]
         least = max((load.constant for load in loads), default=0)
-        return _Programme(least, layers, choices, kinds, [load.constant + more for load, more in zip(loads, kept, strict=True)])
+        return _Programme(
+            least,
+            layers,
+            choices,
+            kinds,
+            [load.constant + more for load, more in zip(loads, kept, strict=True)],
+        )
 
     def _solution(self, programme: _Programme, room: int, scores: bool, exact: bool) -> _Solution | None:
         """The best choice within `room` bytes, or a good one unless `exact`; None if nothing fits."""
@@ -390,7 +468,8 @@ class Problem:
         return None if counts is None else self._written(programme, counts, scores)
 
     def _choice(self, group: Group, layer: int, scores: bool) -> _Choice:
-        """The alternatives of a group. With `scores`, those that recompute the probabilities, relative to doing only that."""
+        """The alternatives of a group. With `scores`, those that recompute the probabilities, relative to
+        doing only that."""
         size, share = self.kept.bytes_of, self.kept.share
         found = [
             (each.names, sum(of_operation(self.operations, share, layer, each)), size(each.buffers))
@@ -404,7 +483,11 @@ class Problem:
     def _written(self, programme: _Programme, counts: Sequence[tuple[int, ...]], scores: bool) -> _Solution:
         layers = programme.layers
         names: dict[int, set[str]] = {layer.number: {"scores"} if scores else set() for layer in layers}
-        seconds = sum(self.operations.attention_again(self.kept.share, layer.number) for layer in layers) if scores else 0.0
+        seconds = (
+            sum(self.operations.attention_again(self.kept.share, layer.number) for layer in layers)
+            if scores
+            else 0.0
+        )
         for (alike, group), taken in zip(programme.choices, counts, strict=True):
             first = 0
             for (operations, cost, _), count in zip(group.options, taken, strict=True):
@@ -412,12 +495,17 @@ class Problem:
                     names[layer.number] |= set(operations)
                 seconds, first = seconds + count * cost, first + count
         order = list(OPERATIONS)
-        modes = {number: "+".join(sorted(found, key=order.index)) or "none" for number, found in names.items()}
-        return _Solution({number: "selective" if mode == "scores" else mode for number, mode in modes.items()}, seconds)
+        modes = {
+            number: "+".join(sorted(found, key=order.index)) or "none" for number, found in names.items()
+        }
+        return _Solution(
+            {number: "selective" if mode == "scores" else mode for number, mode in modes.items()}, seconds
+        )
 
 
 class _Choice(NamedTuple):
-    """Alternatives of keeping a group: (operations, seconds, bytes freed); and the bytes that it keeps if none is taken."""
+    """Alternatives of keeping a group: (operations, seconds, bytes freed); and the bytes that it keeps if
+    none is taken."""
 
     options: tuple[tuple[tuple[str, ...], float, int], ...]
     kept: int
@@ -436,8 +524,11 @@ def _alternatives(group: Group, scores: bool) -> list[Operation]:
     return list(group)
 
 
-def _loads(schedule: Schedule, stages: Sequence[Sequence[Held]], tables: int, numbers: Sequence[int]) -> list[_Load]:
-    """The loads of a rank that no other one covers, given what its stages keep if everything is recomputed. As `memory.Profile`."""
+def _loads(
+    schedule: Schedule, stages: Sequence[Sequence[Held]], tables: int, numbers: Sequence[int]
+) -> list[_Load]:
+    """The loads of a rank that no other one covers, given what its stages keep if everything is recomputed.
+    As `memory.Profile`."""
     found = dict[tuple[tuple[int, int], ...], int]()
 
     def note(full: Sequence[int], stage: int, first: int, constant: int) -> None:
@@ -448,7 +539,10 @@ def _loads(schedule: Schedule, stages: Sequence[Sequence[Held]], tables: int, nu
         stage, units = moment.place, stages[moment.place]
         held = tables
         for each, count, deferred in zip(stages, moment.held, moment.deferred, strict=True):
-            held += sum(count * (unit.saved + unit.logits) + deferred * (unit.stash + unit.logits_stash) for unit in each)
+            held += sum(
+                count * (unit.saved + unit.logits) + deferred * (unit.stash + unit.logits_stash)
+                for unit in each
+            )
         if moment.kind is Pass.FORWARD:
             for index, unit in enumerate(units):
                 held += unit.saved + unit.logits
@@ -472,7 +566,9 @@ def _uncovered(loads: list[_Load]) -> list[_Load]:
 
 def table(decision: Decision) -> list[str]:
     """The decision as lines of text: what each stage recomputes, and each rank's peak."""
-    rows: list[tuple[str, ...]] = [("pp rank", "stage", "layers", "recomputed", "peak", "without", "at least")]
+    rows: list[tuple[str, ...]] = [
+        ("pp rank", "stage", "layers", "recomputed", "peak", "without", "at least")
+    ]
     for rank in decision.ranks:
         peaks = [amount(size) for size in (rank.total, rank.nothing, rank.everything)]
         for stage, span in rank.stages:
@@ -482,7 +578,8 @@ def table(decision: Decision) -> list[str]:
                 peaks = ["", "", ""]
     slowest = max(rank.seconds for rank in decision.ranks)
     return [
-        f"recomputation within {amount(decision.budget)} per rank, at most {slowest * 1e3:.3g} ms per microbatch (predicted):",
+        f"recomputation within {amount(decision.budget)} per rank, at most {slowest * 1e3:.3g} ms per "
+        "microbatch (predicted):",
         *aligned(rows, left=len(rows[0])),
     ]
 

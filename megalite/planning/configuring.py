@@ -1,4 +1,5 @@
-"""Turns a choice of layout into the configuration of a run: for the rules, for the memory estimate, and for --write."""
+"""Turns a choice of layout into the configuration of a run: for the rules, for the memory estimate, and for
+--write."""
 
 from __future__ import annotations
 
@@ -18,9 +19,19 @@ from megalite.config.schema import Config, ModelConfig, ParallelConfig
 from megalite.planning.step import Choice
 
 USABLE = 0.93
-"""Fraction of a device's memory that a plan may use: the driver's context, NCCL's buffers and fragmentation take the rest."""
+"""Fraction of a device's memory that a plan may use: the driver's context, NCCL's buffers and fragmentation
+take the rest."""
 COLUMN, WIDTH = 38, 140
-ELSEWHERE = ("data.train", "data.validation", "run.", "checkpoint.", "faults.", "validation.", "logging.", "profiling.")
+ELSEWHERE = (
+    "data.train",
+    "data.validation",
+    "run.",
+    "checkpoint.",
+    "faults.",
+    "validation.",
+    "logging.",
+    "profiling.",
+)
 """Options that a plan does not decide: their rules are checked only when the run starts."""
 
 
@@ -49,12 +60,15 @@ def configured(base: Config, choice: Choice) -> Config:
         virtual_stages=choice.asked_stages,
     )
     budget = USABLE if choice.recompute == BUDGET else None
-    train = replace(base.train, micro_batch_size=choice.micro_batch_size, recompute=choice.recompute, memory_budget=budget)
+    train = replace(
+        base.train, micro_batch_size=choice.micro_batch_size, recompute=choice.recompute, memory_budget=budget
+    )
     return replace(base, parallel=parallel, train=train)
 
 
 def runnable(base: Config, choice: Choice, room: float) -> Config:
-    """The configuration of a choice as a run takes it: a budget of `room` bytes in place of the operations that it has led to."""
+    """The configuration of a choice as a run takes it: a budget of `room` bytes in place of the operations
+    that it has led to."""
     config = configured(base, choice)
     if shown(choice.recompute) != BUDGET:
         return config
@@ -63,7 +77,9 @@ def runnable(base: Config, choice: Choice, room: float) -> Config:
 
 def broken_rule(config: Config, world_size: int) -> str | None:
     """The message of the first broken rule about options that a plan decides; None if no rule is broken."""
-    facts = RuleContext(**{section.name: getattr(config, section.name) for section in fields(Config)}, world_size=world_size)
+    facts = RuleContext(
+        **{section.name: getattr(config, section.name) for section in fields(Config)}, world_size=world_size
+    )
     for rule in RULES:
         if not rule.option.startswith(ELSEWHERE) and rule.broken(facts):
             return rule.describe(facts)
@@ -76,11 +92,19 @@ def nodes_for(gpus: int, per_node: int) -> int:
 
 
 def tree_of(config: Config) -> dict[str, dict[str, Any]]:
-    """Section → key → value of everything that differs from the defaults; a preset or model.from_hf replaces the shape that it gives."""
+    """Section → key → value of everything that differs from the defaults; a preset or model.from_hf replaces
+    the shape that it gives."""
     defaults, tree = asdict(Config()), to_dict(config)
     defaults["model"] = {**_shape(config.model), "preset": None, "from_hf": None}
-    defaults["parallel"] = {**asdict(ParallelConfig()), **dict.fromkeys(("tp", "pp", "dp", "zero", "schedule"))}  # always written
-    found = {name: {key: value for key, value in section.items() if value != defaults[name][key]} for name, section in tree.items()}
+    # always written
+    defaults["parallel"] = {
+        **asdict(ParallelConfig()),
+        **dict.fromkeys(("tp", "pp", "dp", "zero", "schedule")),
+    }
+    found = {
+        name: {key: value for key, value in section.items() if value != defaults[name][key]}
+        for name, section in tree.items()
+    }
     return {name: section for name, section in found.items() if section}
 
 
@@ -88,12 +112,19 @@ def _shape(model: ModelConfig) -> dict[str, Any]:
     from megalite.config.families import hf_shape
     from megalite.config.presets import preset
 
-    given = preset(model.preset) if model.preset is not None else hf_shape(model.from_hf) if model.from_hf is not None else {}
+    given = (
+        preset(model.preset)
+        if model.preset is not None
+        else hf_shape(model.from_hf)
+        if model.from_hf is not None
+        else {}
+    )
     return asdict(ModelConfig(**given))
 
 
 def to_yaml(config: Config, heading: str) -> str:
-    """A file for `megalite train --config`: the heading as comments, then all options that differ from the defaults."""
+    """A file for `megalite train --config`: the heading as comments, then all options that differ from the
+    defaults."""
     import yaml
 
     comments = "".join(f"# {line}".rstrip() + "\n" for line in heading.splitlines())
@@ -115,7 +146,9 @@ def commented(config: Config, heading: str, replaced: Mapping[str, str] = Mappin
             remark = f"# {_first_sentence(docs[name])}"
             beside = f"{text:{COLUMN}}  {remark}"
             lines += (
-                [beside] if len(beside) <= WIDTH else [*(f"  {line}" for line in wrap(remark, WIDTH - 4, subsequent_indent="# ")), text]
+                [beside]
+                if len(beside) <= WIDTH
+                else [*(f"  {line}" for line in wrap(remark, WIDTH - 4, subsequent_indent="# ")), text]
             )
     return "\n".join(lines) + "\n"
 
@@ -124,7 +157,11 @@ def _flow(value: Any) -> str:
     """A value on one line."""
     import yaml
 
-    return str(yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)).removesuffix("...\n").strip()
+    return (
+        str(yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True))
+        .removesuffix("...\n")
+        .strip()
+    )
 
 
 def _first_sentence(doc: str) -> str:

@@ -1,6 +1,7 @@
 """Constants of the time model that published runs determine, within what their own sources leave open.
 
-`benchmarks/held_out.py` fits them together with `sustained` of A100 and H100 in hardware.yaml; docs/planner.md states sources and errors.
+`benchmarks/held_out.py` fits them together with `sustained` of A100 and H100 in hardware.yaml;
+docs/planner.md states sources and errors.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ class Constants:
     """None belongs to a model or a layout.
 
     Attributes:
-        stream: fraction of the data sheet's bandwidth that memory-bound kernels reach; a plain copy of gigabytes reaches 0.9.
-        overlap: slowdown of computation while communication runs beside it: NCCL's kernels take multiprocessors, bandwidth and power
+        stream: fraction of the data sheet's bandwidth that memory-bound kernels reach; a plain copy of
+        gigabytes reaches 0.9. overlap: slowdown of computation while communication runs beside it: NCCL's
+        kernels take multiprocessors, bandwidth and power
             (Lee et al. 2025, arXiv 2507.03114: 0.19 on average, 0.4 at most).
-        attention: speed of attention kernels relative to products at the sustained rate with half of the softmax hidden.
-        links: bandwidth of collectives in a run relative to nccl-tests with large messages on an idle network.
-        slowest: speed of the slowest of many devices, for which all others wait, relative to a typical one: devices of one kind differ by
+        attention: speed of attention kernels relative to products at the sustained rate with half of the
+        softmax hidden. links: bandwidth of collectives in a run relative to nccl-tests with large messages on
+        an idle network. slowest: speed of the slowest of many devices, for which all others wait, relative to
+        a typical one: devices of one kind differ by
             8 % on average (Sinha et al. 2022, "Not All GPUs Are Created Equal").
-        delay: seconds that a node is late in a step, on average: at the step's collectives all wait for the latest node.
+        delay: seconds that a node is late in a step, on average: at the step's collectives all wait for the
+        latest node.
     """
 
     stream: float = 0.78
@@ -33,12 +37,14 @@ class Constants:
 
 CONSTANTS = Constants()
 INTERVAL = 0.1
-"""A measured speed lies within this relative distance of a prediction in 80 % of published runs, each predicted by constants fitted without
-its table."""
+"""A measured speed lies within this relative distance of a prediction in 80 % of published runs, each
+predicted by constants fitted without its table."""
 ALIKE = 0.07
-"""The ratio of two layouts' times is predicted within this relative distance in 80 % of the pairs of one table's rows."""
+"""The ratio of two layouts' times is predicted within this relative distance in 80 % of the pairs of one
+table's rows."""
 
 
 def interval(seconds: float) -> tuple[float, float]:
-    """The times between which a measured step lies in 80 % of runs on devices whose published runs have been compared."""
+    """The times between which a measured step lies in 80 % of runs on devices whose published runs have been
+    compared."""
     return seconds / (1 + INTERVAL), seconds * (1 + INTERVAL)

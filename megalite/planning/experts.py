@@ -1,5 +1,5 @@
-"""What the experts of a configuration cost: bytes that their tokens travel, and for how long, and the memory of the worst imbalance.
-Imports no torch."""
+"""What the experts of a configuration cost: bytes that their tokens travel, and for how long, and the memory
+of the worst imbalance."""
 
 from __future__ import annotations
 
@@ -21,10 +21,15 @@ WIDE = 4  # bytes of a weight with which an expert's output is summed
 
 
 def sent(config: Config, units: Iterable[int], microbatches: int) -> float:
-    """Bytes that a rank sends to the others of its expert group in a step, if all are equally loaded. See `parallel.expert.dispatch`."""
+    """Bytes that a rank sends to the others of its expert group in a step, if all are equally loaded. See
+    `parallel.expert.dispatch`."""
     model, ep, width = config.model, config.parallel.ep, Widths.of(config)
     layers = [layer for unit in units for layer in layers_in(model, unit) if model.is_mixture(layer)]
-    tokens, k, experts = Activations(config).share.own_tokens, model.num_experts_per_tok, model.num_experts or 0
+    tokens, k, experts = (
+        Activations(config).share.own_tokens,
+        model.num_experts_per_tok,
+        model.num_experts or 0,
+    )
     others = (ep - 1) / ep
     total = 0.0
     for layer in layers:
@@ -32,7 +37,8 @@ def sent(config: Config, units: Iterable[int], microbatches: int) -> float:
         again = mode == "full" or "experts" in operations_of(mode)
         if config.parallel.expert_dispatch == "all_to_all":
             rows = tokens * k * model.hidden_size * width.compute * others
-            total += (4 + 2 * again) * rows + experts * COUNT * (ep - 1)  # there and back, in forward and backward; counts once
+            # there and back, in forward and backward; counts once
+            total += (4 + 2 * again) * rows + experts * COUNT * (ep - 1)
         else:
             rows = tokens * ep * model.hidden_size * width.compute * others
             weights = tokens * ep * k * width.accumulate * others
@@ -41,7 +47,8 @@ def sent(config: Config, units: Iterable[int], microbatches: int) -> float:
 
 
 def exposed(fabric: Fabric, model: ModelConfig, share: Share, width: int) -> tuple[float, float]:
-    """Seconds of one mixture and microbatch in forward and in backward. Experts wait for their rows, so nothing runs beside them.
+    """Seconds of one mixture and microbatch in forward and in backward. Experts wait for their rows, so
+    nothing runs beside them.
 
     width: bytes of an element of the rows.
     """
@@ -56,14 +63,18 @@ def exposed(fabric: Fabric, model: ModelConfig, share: Share, width: int) -> tup
 
 
 def worst_rows(config: Config) -> float:
-    """How many times the equal share of rows a rank computes if all tokens of its expert group choose its experts. A capacity limits what
-    its experts keep of each sequence of which the group has tokens."""
+    """How many times the equal share of rows a rank computes if all tokens of its expert group choose its
+    experts. A capacity limits what its experts keep of each sequence of which the group has tokens."""
     model, ep, experts = config.model, config.parallel.ep, config.model.num_experts or 0
     most = ep * min(model.num_experts_per_tok, experts // ep) / model.num_experts_per_tok
     if model.expert_capacity_factor is None:
         return most
     share, length = Activations(config).share, config.data.sequence_length
-    kept = rows_per_expert(model.expert_capacity_factor, length, model.num_experts_per_tok, experts) * experts // ep
+    kept = (
+        rows_per_expert(model.expert_capacity_factor, length, model.num_experts_per_tok, experts)
+        * experts
+        // ep
+    )
     dims = ParallelDims.of(config)
     ranks = dims.replica // dims.pp  # that share a sequence
     sequences = share.batch * (max(ep // ranks, 1) if ep % ranks == 0 or ranks % ep == 0 else ep // ranks + 2)
@@ -71,25 +82,33 @@ def worst_rows(config: Config) -> float:
 
 
 def worst_bytes(config: Config) -> int:
-    """Bytes that one mixture then keeps of one microbatch, in addition to those of an equal share: rows, and input of the activation."""
+    """Bytes that one mixture then keeps of one microbatch, in addition to those of an equal share: rows, and
+    input of the activation."""
     model = config.model
     rows = Activations(config).share.own_tokens * model.num_experts_per_tok
     packed = (2 if model.gated_mlp else 1) * model.expert_width
-    return round(max(worst_rows(config) - 1, 0.0) * rows * (model.hidden_size + packed) * Widths.of(config).compute)
+    return round(
+        max(worst_rows(config) - 1, 0.0) * rows * (model.hidden_size + packed) * Widths.of(config).compute
+    )
 
 
 def all_on_one_rank(config: Config) -> str:
     """The worst load in words: its condition, and the rows that a rank then computes."""
     factor = config.model.expert_capacity_factor
     limited = "" if factor is None else f", within model.expert_capacity_factor = {factor:g}"
-    return f"if all tokens choose the experts of one rank{limited}, it computes {worst_rows(config):.4g} times the rows"
+    return (
+        f"if all tokens choose the experts of one rank{limited}, it computes {worst_rows(config):.4g} times "
+        "the rows"
+    )
 
 
 def worst_total(config: Config, schedule: Schedule) -> int:
-    """Bytes that the fullest rank keeps in addition if that happens in all mixtures and microbatches in flight. The partition is set."""
+    """Bytes that the fullest rank keeps in addition if that happens in all mixtures and microbatches in
+    flight. The partition is set."""
     units = plan.units_of(config)
     kept = {
-        stage: sum(_keeps(config, layer) for unit in numbers for layer in layers_in(config.model, unit)) for stage, numbers in units.items()
+        stage: sum(_keeps(config, layer) for unit in numbers for layer in layers_in(config.model, unit))
+        for stage, numbers in units.items()
     }
     return worst_bytes(config) * max(_most_kept(schedule, rank, kept) for rank in range(config.parallel.pp))
 
@@ -103,7 +122,8 @@ def _keeps(config: Config, layer: int) -> bool:
 
 
 def _most_kept(schedule: Schedule, rank: int, kept: dict[int, int]) -> int:
-    """The largest number of mixtures of microbatches whose rows a rank keeps at once; a recomputed one is kept alone."""
+    """The largest number of mixtures of microbatches whose rows a rank keeps at once; a recomputed one is
+    kept alone."""
     ends = Kind.WEIGHT if Kind.WEIGHT in schedule.passes else Kind.BACKWARD
     now, most = 0, 1
     for action in schedule.compute(rank):

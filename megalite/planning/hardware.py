@@ -1,4 +1,5 @@
-"""Devices and their links, read from hardware.yaml or from a user's file. Units are bytes, seconds and FLOP/s throughout."""
+"""Devices and their links, read from hardware.yaml or from a user's file. Units are bytes, seconds and FLOP/s
+throughout."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class HardwareError(ValueError):
 
 @dataclass(frozen=True)
 class Link:
-    """A link between devices. bandwidth: bytes/s in one direction that large messages reach; latency: seconds per hop."""
+    """A link between devices. bandwidth: bytes/s in one direction that large messages reach; latency: seconds
+    per hop."""
 
     name: str
     bandwidth: float
@@ -42,20 +44,20 @@ class Device:
     Attributes:
         peaks: precision → dense peak, FLOP/s.
         sustained: fraction of the peak that large products reach.
-        multiprocessors: number of units that a product's tiles are assigned to.
-        memory: bytes; bandwidth: bytes/s of the memory, from the data sheet or measured.
-        within, between: links inside a node and between nodes; per_node: devices per node.
-        host: the link to the host; host_memory: bytes/s of the host's memory, host_size: its bytes, disk: bytes/s, each per device.
-        price: US dollars per hour, None if unknown.
-        rates: measured products, (cube root of m·n·k, FLOP/s) in ascending order; if present, they replace the model of tiles.
-        attention: if measured, FLOP/s of its forward and of its backward.
-        loss: if measured, bytes/s of the loss and its gradient, which read the logits once and overwrite them with their gradient.
-        kernel: seconds of overhead per kernel; host_time: seconds of the host per operation.
-        tensor, messages: if measured, separate links inside a node for tensor parallelism and for messages between stages.
-        cpu: whether it is a CPU, whose cores do not overlap communication and computation, and for which there are no custom kernels.
-        constants: of the time model.
-        measured: whether the bandwidth was reached by kernels, not taken from a data sheet.
-        compared: whether published runs on it have been compared with predictions, so that their error is known.
+        multiprocessors: number of units that a product's tiles are assigned to. memory: bytes; bandwidth:
+        bytes/s of the memory, from the data sheet or measured. within, between: links inside a node and
+        between nodes; per_node: devices per node. host: the link to the host; host_memory: bytes/s of the
+        host's memory, host_size: its bytes, disk: bytes/s, each per device. price: US dollars per hour, None
+        if unknown.
+        rates: measured products, (cube root of m·n·k, FLOP/s) in ascending order; if present, they replace
+        the model of tiles. attention: if measured, FLOP/s of its forward and of its backward. loss: if
+        measured, bytes/s of the loss and its gradient, which read the logits once and overwrite them with
+        their gradient. kernel: seconds of overhead per kernel; host_time: seconds of the host per operation.
+        tensor, messages: if measured, separate links inside a node for tensor parallelism and for messages
+        between stages. cpu: whether it is a CPU, whose cores do not overlap communication and computation,
+        and for which there are no custom kernels. constants: of the time model.
+        measured: whether the bandwidth was reached by kernels, not taken from a data sheet. compared: whether
+        published runs on it have been compared with predictions, so that their error is known.
     """
 
     name: str
@@ -86,13 +88,17 @@ class Device:
 
     @property
     def own_precision(self) -> str:
-        """The precision to train in if nothing else is said: of 16 bits, which bf16 uses without a loss scale; fp32 on a CPU."""
+        """The precision to train in if nothing else is said: of 16 bits, which bf16 uses without a loss
+        scale; fp32 on a CPU."""
         return "fp32" if self.cpu else next((each for each in ("bf16", "fp16") if each in self.peaks), "fp32")
 
     def peak(self, precision: str) -> float:
         """Dense peak in FLOP/s. Raises HardwareError if the device has no peak at that precision."""
         if precision not in self.peaks:
-            raise HardwareError(f"--precision {precision} has no peak on {self.name}. {describe_legal(precision, list(self.peaks))}")
+            raise HardwareError(
+                f"--precision {precision} has no peak on {self.name}. "
+                f"{describe_legal(precision, list(self.peaks))}"
+            )
         return self.peaks[precision]
 
 
@@ -112,14 +118,19 @@ def find(name: str) -> Device:
     if name.lower() in _table()["devices"]:
         return read_device(name.lower(), _table()["devices"][name.lower()])
     if not name.endswith((".yaml", ".yml")):
-        legal = f"Legal values: {', '.join(known_devices())}, or FILE.yaml.{suggestion(name, known_devices())}"
+        legal = (
+            f"Legal values: {', '.join(known_devices())}, or FILE.yaml.{suggestion(name, known_devices())}"
+        )
         raise HardwareError(f"--gpu {name} is not in the table. {legal}")
     try:
         tree = read_tree(name, "--gpu")
     except ConfigError as error:
         raise HardwareError(str(error)) from None
     if not isinstance(tree, dict):
-        raise HardwareError(f"--gpu {name} does not describe a device: write `key: value` lines, as for a device of {TABLE.name}.")
+        raise HardwareError(
+            f"--gpu {name} does not describe a device: write `key: value` lines, as for a device of "
+            f"{TABLE.name}."
+        )
     return read_device(Path(name).stem, tree)
 
 
@@ -131,14 +142,20 @@ def found_as(driver_name: str) -> Device | None:
 
 def read_device(name: str, row: Mapping[str, Any]) -> Device:
     """A device from its row of the table or file. Raises HardwareError."""
-    if wrong := next((key for key, value in _numbers(row) if value < 0 or (value == 0 and key not in MAY_BE_ZERO)), None):
+    if wrong := next(
+        (key for key, value in _numbers(row) if value < 0 or (value == 0 and key not in MAY_BE_ZERO)), None
+    ):
         raise HardwareError(f"--gpu {name}: {wrong} must be above 0. {TABLE.name} explains every key.")
     try:
         return _read(name, dict(row))
     except KeyError as error:
-        raise HardwareError(f"--gpu {name} does not say {error.args[0]}: {TABLE.name} explains every key.") from None
+        raise HardwareError(
+            f"--gpu {name} does not say {error.args[0]}: {TABLE.name} explains every key."
+        ) from None
     except (TypeError, ValueError, AttributeError) as error:
-        raise HardwareError(f"--gpu {name} has a value of the wrong type: {error}. {TABLE.name} explains every key.") from None
+        raise HardwareError(
+            f"--gpu {name} has a value of the wrong type: {error}. {TABLE.name} explains every key."
+        ) from None
 
 
 def _read(name: str, row: dict[str, Any]) -> Device:
@@ -158,7 +175,9 @@ def _read(name: str, row: dict[str, Any]) -> Device:
         if key in row:
             optional[key] = bool(row.pop(key))
     if "products" in row:
-        optional["rates"] = tuple(sorted((float(size), 1e9 * float(gflops)) for size, gflops in row.pop("products").items()))
+        optional["rates"] = tuple(
+            sorted((float(size), 1e9 * float(gflops)) for size, gflops in row.pop("products").items())
+        )
     if "attention_gflops" in row:
         forward, backward = row.pop("attention_gflops")
         optional["attention"] = (1e9 * float(forward), 1e9 * float(backward))
@@ -181,7 +200,9 @@ def _read(name: str, row: dict[str, Any]) -> Device:
         **optional,
     )
     if row:
-        raise HardwareError(f"--gpu {name}: {next(iter(row))} is not a known key. {TABLE.name} explains every key.")
+        raise HardwareError(
+            f"--gpu {name}: {next(iter(row))} is not a known key. {TABLE.name} explains every key."
+        )
     return device
 
 
@@ -192,7 +213,11 @@ def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield from _numbers(value)
         else:
             found = value if isinstance(value, list) else [value]
-            yield from ((key, number) for number in found if isinstance(number, int | float) and not isinstance(number, bool))
+            yield from (
+                (key, number)
+                for number in found
+                if isinstance(number, int | float) and not isinstance(number, bool)
+            )
 
 
 def _peaks(row: dict[str, Any]) -> dict[str, float]:
@@ -206,13 +231,15 @@ def _peaks(row: dict[str, Any]) -> dict[str, float]:
         peaks["fp32"] = float(row.pop("fp32_tflops")) * 1e12
     peaks |= {precision: float(tera) * 1e12 for precision, tera in given.items()}
     if not peaks:
-        raise HardwareError(f"device {device!r} is not in peaks.yaml. Give tflops: {{bf16: N}} too, its dense peak.")
+        raise HardwareError(
+            f"device {device!r} is not in peaks.yaml. Give tflops: {{bf16: N}} too, its dense peak."
+        )
     return peaks
 
 
 def read_link(value: str | Mapping[str, Any], in_runs: bool = False) -> Link:
-    """A link of the table by its name, or one described in place. in_runs: at the bandwidth that collectives reach in a run, if it is the
-    table's; one that is described is measured."""
+    """A link of the table by its name, or one described in place. in_runs: at the bandwidth that collectives
+    reach in a run, if it is the table's; one that is described is measured."""
     links = _table()["links"]
     if isinstance(value, str) and value not in links:
         legal = f"Legal values: {', '.join(links)}, or {{gbs: N, latency_us: N}}."

@@ -1,8 +1,9 @@
-"""The passes of a pipeline rank at which its memory can be largest, whatever its stages keep. Imports no torch.
+"""The passes of a pipeline rank at which its memory can be largest, whatever its stages keep.
 
-What a rank holds during a pass is a sum over its stages: the microbatches between their forward and their backward, times what one keeps,
-and those whose weight pass is to come, times what that needs. A pass can therefore be the fullest only if no other pass of its kind and
-stage runs while at least as many microbatches are held everywhere: a handful of hundreds.
+What a rank holds during a pass is a sum over its stages: the microbatches between their forward and their
+backward, times what one keeps, and those whose weight pass is to come, times what that needs. A pass can
+therefore be the fullest only if no other pass of its kind and stage runs while at least as many microbatches
+are held everywhere: a handful of hundreds.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ class Moment(NamedTuple):
 
     Attributes:
         place: of its stage among those of the rank.
-        held: for each stage, the microbatches between forward and backward, with that of a backward, without that of a forward.
-        deferred: for each stage, those between backward and weight pass.
+        held: for each stage, the microbatches between forward and backward, with that of a backward, without
+        that of a forward. deferred: for each stage, those between backward and weight pass.
     """
 
     kind: Kind
@@ -35,7 +36,8 @@ class Moment(NamedTuple):
 
 
 def fullest(passes: Iterable[tuple[Kind, int]], stages: int, splits: bool) -> tuple[Moment, ...]:
-    """The moments that no other one covers, given the passes of a rank in order, each with the place of its stage among `stages`.
+    """The moments that no other one covers, given the passes of a rank in order, each with the place of its
+    stage among `stages`.
 
     splits: whether backwards defer a weight pass.
     """

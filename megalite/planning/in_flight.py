@@ -1,6 +1,6 @@
 """Communication buffers: messages between stages, weights gathered for use, gradient buckets not yet reduced.
 
-Computed by following a rank's list of actions as the runtime does, so they hold for any schedule. Imports no torch.
+Computed by following a rank's list of actions as the runtime does, so they hold for any schedule.
 """
 
 from __future__ import annotations
@@ -10,7 +10,14 @@ from functools import lru_cache
 
 from megalite.assembly.plan import staggered_end
 from megalite.config.schema import Config
-from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, Edge, chain, channel_of, connection_bytes, receive_before
+from megalite.parallel.pipeline.communication import (
+    OUTSTANDING_SENDS,
+    Edge,
+    chain,
+    channel_of,
+    connection_bytes,
+    receive_before,
+)
 from megalite.parallel.pipeline.gathering import uses
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
 from megalite.parallel.sharding.buckets import BucketLayout
@@ -20,8 +27,9 @@ NARROW = 2  # bytes of a bf16 element: gradients may be reduced in bf16
 
 
 def message_bytes(schedule: Schedule, rank: int, size: int) -> int:
-    """Peak bytes of tensors in flight between stages: received ahead of use, sent and not yet known to have arrived, or handed over within
-    the rank. Every message has `size` bytes. A received tensor that is in use counts as an activation or as workspace instead."""
+    """Peak bytes of tensors in flight between stages: received ahead of use, sent and not yet known to have
+    arrived, or handed over within the rank. Every message has `size` bytes. A received tensor that is in use
+    counts as an activation or as workspace instead."""
     return _messages(schedule, rank) * size
 
 
@@ -53,7 +61,8 @@ def _messages(schedule: Schedule, rank: int) -> int:
 
 
 def channel_bytes(config: Config, schedule: Schedule, rank: int) -> int:
-    """Bytes of NCCL's connections to neighbours in the pipeline, allocated at the start: one for each channel and peer."""
+    """Bytes of NCCL's connections to neighbours in the pipeline, allocated at the start: one for each channel
+    and peer."""
     totals = [chain(schedule.ranks), chain(schedule.ranks, down=True)] if staggered_end(config) else []
     return sum(connection_bytes(each, rank) for each in [_connections(schedule, rank), *totals])
 
@@ -61,12 +70,17 @@ def channel_bytes(config: Config, schedule: Schedule, rank: int) -> int:
 @lru_cache(maxsize=4096)
 def _connections(schedule: Schedule, rank: int) -> tuple[Edge, ...]:
     """The edges over which a rank sends and receives in its pipeline."""
-    messages = {(channel_of(each, rank), each.peer, each.is_send) for each in schedule.actions[rank] if each.peer is not None}
+    messages = {
+        (channel_of(each, rank), each.peer, each.is_send)
+        for each in schedule.actions[rank]
+        if each.peer is not None
+    }
     return tuple((rank, peer) if sends else (peer, rank) for _, peer, sends in messages)
 
 
 def gathered_bytes(schedule: Schedule, rank: int, buckets: Sequence[BucketLayout], width: int) -> int:
-    """Peak bytes of gathered weights under ZeRO-3: those of the unit that computes and of the next one, which is prefetched."""
+    """Peak bytes of gathered weights under ZeRO-3: those of the unit that computes and of the next one, which
+    is prefetched."""
     if not schedule.units:
         return 0
     announced: list[Action] = []
@@ -90,27 +104,38 @@ def gathered_bytes(schedule: Schedule, rank: int, buckets: Sequence[BucketLayout
     return most * width
 
 
-def open_gradients(config: Config, schedule: Schedule, buckets: Sequence[BucketLayout], device: Device) -> int:
-    """Peak bytes of gradients in addition to those that are kept: whole buckets that fill or wait for their reduction (ZeRO-2 and 3), and
-    buffers of the reduction itself: copies in bf16; on gloo, the other ranks' parts."""
+def open_gradients(
+    config: Config, schedule: Schedule, buckets: Sequence[BucketLayout], device: Device
+) -> int:
+    """Peak bytes of gradients in addition to those that are kept: whole buckets that fill or wait for their
+    reduction (ZeRO-2 and 3), and buffers of the reduction itself: copies in bf16; on gloo, the other ranks'
+    parts."""
     width = Widths.of(config).gradient
     shared = [(bucket, Sharing.of(config, bucket.domain)) for bucket in buckets if bucket.trainable]
     shared = [(bucket, sharing) for bucket, sharing in shared if sharing.data > 1]
-    two = config.parallel.reduce_dtype == "bf16" and device == "cuda"  # reductions at a time, see `sharding.reducer`
-    sizes = sorted((_reduction(config, bucket.size, sharing, device) for bucket, sharing in shared), reverse=True)
+    # reductions at a time, see `sharding.reducer`
+    two = config.parallel.reduce_dtype == "bf16" and device == "cuda"
+    sizes = sorted(
+        (_reduction(config, bucket.size, sharing, device) for bucket, sharing in shared), reverse=True
+    )
     reducing = sum(sizes[: 2 if two else 1])
-    opened = [(bucket.size, sharing.shard) for bucket, sharing in shared if sharing.gradients_sharded(bucket, config.run.deterministic)]
+    opened = [
+        (bucket.size, sharing.shard)
+        for bucket, sharing in shared
+        if sharing.gradients_sharded(bucket, config.run.deterministic)
+    ]
     if not opened:
         return reducing
-    # A backward fills one bucket after the other, and a full one may still wait for its reduction. If weight gradients are deferred, every
-    # bucket of a stage stays open between a backward and its weight pass.
+    # A backward fills one bucket after the other, and a full one may still wait for its reduction. If weight
+    # gradients are deferred, every bucket of a stage stays open between a backward and its weight pass.
     largest, whole = max(size for size, _ in opened), sum(size for size, _ in opened)
     filling = whole if Kind.WEIGHT in schedule.passes else min(2 * largest, whole)
     return filling * width + max(reducing, max(size // shard for size, shard in opened) * width)
 
 
 def _reduction(config: Config, size: int, sharing: Sharing, device: Device) -> int:
-    """Bytes of the buffers that the reduction of a bucket of `size` elements needs in addition to the bucket."""
+    """Bytes of the buffers that the reduction of a bucket of `size` elements needs in addition to the
+    bucket."""
     width = Widths.of(config).gradient
     if config.parallel.reduce_dtype == "bf16":
         return 2 * size * NARROW + size // sharing.data * width

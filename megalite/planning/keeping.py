@@ -1,15 +1,18 @@
-"""Which results to keep: a solution of the integer programme that `planning.budget` states. Imports no torch.
+"""Which results to keep: a solution of the integer programme that `planning.budget` states.
 
-Every kind has a number of equal items (layers), and each item takes one of the kind's options: to keep everything, which costs nothing, or
-an option that costs some time and frees some bytes of every constraint. Wanted is the choice of least cost that frees at least what each
-constraint needs: a covering knapsack with alternatives.
+Every kind has a number of equal items (layers), and each item takes one of the kind's options: to keep
+everything, which costs nothing, or an option that costs some time and frees some bytes of every constraint.
+Wanted is the choice of least cost that frees at least what each constraint needs: a covering knapsack with
+alternatives.
 
-Kinds are decided one after the other, and after each only those partial choices are followed on that can still become the best: which
-another one does not dominate (at most its cost, and nothing more left to free), and whose lower bound is below the cost of the best choice
-known. The bound is that of the linear relaxation, for each constraint by itself.
+Kinds are decided one after the other, and after each only those partial choices are followed on that can
+still become the best: which another one does not dominate (at most its cost, and nothing more left to free),
+and whose lower bound is below the cost of the best choice known. The bound is that of the linear relaxation,
+for each constraint by itself.
 
-That is exact, and fast for a few kinds or constraints. A rank with dozens of virtual stages has hundreds of both, all nearly alike, and
-proving the last thousandth takes minutes: such programmes are solved by HiGHS, to within `GAP` of the least cost.
+That is exact, and fast for a few kinds or constraints. A rank with dozens of virtual stages has hundreds of
+both, all nearly alike, and proving the last thousandth takes minutes: such programmes are solved by HiGHS, to
+within `GAP` of the least cost.
 """
 
 from __future__ import annotations
@@ -56,7 +59,8 @@ Counts = tuple[tuple[int, ...], ...]
 
 
 class _States(NamedTuple):
-    """Choices for the kinds so far, one in a row: costs, what is left to free of each constraint, the choice before, and the counts."""
+    """Choices for the kinds so far, one in a row: costs, what is left to free of each constraint, the choice
+    before, and the counts."""
 
     costs: Array
     left: Array  # [states, constraints]
@@ -65,22 +69,35 @@ class _States(NamedTuple):
 
 
 def solve(kinds: Sequence[Kind], needs: Sequence[int], exact: bool = True) -> Counts | None:
-    """The choice of least cost that frees what every constraint needs, or of a large programme one within `GAP` of it; None if there is
-    none.
+    """The choice of least cost that frees what every constraint needs, or of a large programme one within
+    `GAP` of it; None if there is none.
 
     exact: False takes a good choice, and is fast.
     """
     wanted = [index for index, need in enumerate(needs) if need > 0]
     if not wanted:
         return tuple((0,) * len(kind.options) for kind in kinds)
-    narrow = [Kind(kind.items, tuple(Option(each.cost, tuple(each.frees[i] for i in wanted)) for each in kind.options)) for kind in kinds]
+    narrow = [
+        Kind(
+            kind.items,
+            tuple(Option(each.cost, tuple(each.frees[i] for i in wanted)) for each in kind.options),
+        )
+        for kind in kinds
+    ]
     need = tuple(needs[index] for index in wanted)
     known = _greedy(narrow, need)
     if known is not None and not exact:
         return known
     limit = math.inf if known is None else sum(map(_cost, narrow, known)) * (1 - 1e-12)
     bounds = _Bounds(narrow, len(need))
-    levels = [_States(np.zeros(1), np.array([need], dtype=np.int64), np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))]
+    levels = [
+        _States(
+            np.zeros(1),
+            np.array([need], dtype=np.int64),
+            np.zeros(1, dtype=np.int64),
+            np.zeros(1, dtype=np.int64),
+        )
+    ]
     possible: list[list[tuple[int, ...]]] = []
     followed = 0
     for number, kind in enumerate(narrow):
@@ -108,35 +125,45 @@ def _branched(kinds: Sequence[Kind], needs: tuple[int, ...], known: Counts | Non
 
     options = [option for kind in kinds for option in kind.options]
     first = [0, *accumulate(len(kind.options) for kind in kinds)]
-    frees = np.array([[freed / need for freed, need in zip(option.frees, needs, strict=True)] for option in options]).T
+    frees = np.array(
+        [[freed / need for freed, need in zip(option.frees, needs, strict=True)] for option in options]
+    ).T
     taken = np.zeros((len(kinds), len(options)))
     for row, (start, stop) in enumerate(zip(first, first[1:], strict=False)):
         taken[row, start:stop] = 1
     costs = np.array([option.cost for option in options])
-    limits = LinearConstraint(frees, 1 + SLACK, np.inf), LinearConstraint(taken, -np.inf, [kind.items for kind in kinds])
+    limits = (
+        LinearConstraint(frees, 1 + SLACK, np.inf),
+        LinearConstraint(taken, -np.inf, [kind.items for kind in kinds]),
+    )
     with _silenced():
         found = milp(
             costs / max(costs.max(), 1e-30),
             constraints=limits,
             integrality=np.ones(len(options)),
             bounds=Bounds(0, np.inf),
-            options={"mip_rel_gap": GAP, "node_limit": MOST_NODES, "presolve": False},  # presolving takes longer than it saves
+            # presolving takes longer than it saves
+            options={"mip_rel_gap": GAP, "node_limit": MOST_NODES, "presolve": False},
         )
     if found.x is None:
         return known
     counts = [round(count) for count in found.x]
     chosen = tuple(tuple(counts[start:stop]) for start, stop in zip(first, first[1:], strict=False))
     frees_enough = all(
-        sum(count * option.frees[index] for count, option in zip(counts, options, strict=True)) >= need for index, need in enumerate(needs)
+        sum(count * option.frees[index] for count, option in zip(counts, options, strict=True)) >= need
+        for index, need in enumerate(needs)
     )
-    if not frees_enough or (known is not None and sum(map(_cost, kinds, known)) <= sum(map(_cost, kinds, chosen))):
+    if not frees_enough or (
+        known is not None and sum(map(_cost, kinds, known)) <= sum(map(_cost, kinds, chosen))
+    ):
         return known
     return chosen
 
 
 @contextmanager
 def _silenced() -> Iterator[None]:
-    """Discard what C code writes to stdout: HiGHS prints a line for debugging, which would end up beside the object of --json."""
+    """Discard what C code writes to stdout: HiGHS prints a line for debugging, which would end up beside the
+    object of --json."""
     flush = ctypes.CDLL(None).fflush  # its buffer is written when it is full, or at exit
     sys.stdout.flush()
     flush(None)
@@ -152,7 +179,8 @@ def _silenced() -> Iterator[None]:
 
 
 class Relaxation:
-    """A lower bound of the least cost at which items free a number of bytes of one constraint: fractions of items may take an option."""
+    """A lower bound of the least cost at which items free a number of bytes of one constraint: fractions of
+    items may take an option."""
 
     def __init__(self, kinds: Sequence[Kind]):
         self._bound = _Bounds(kinds, 1).after(-1)
@@ -162,10 +190,13 @@ class Relaxation:
         return float(self._bound.least(np.array([need])))
 
 
-def _followed(states: _States, kind: Kind, possible: Sequence[tuple[int, ...]], after: _Bound, limit: float) -> _States:
+def _followed(
+    states: _States, kind: Kind, possible: Sequence[tuple[int, ...]], after: _Bound, limit: float
+) -> _States:
     """The states after one more kind that can still become the best choice."""
     choices = np.array(possible, dtype=np.int64)  # [counts, options]
-    frees = choices @ np.array([option.frees for option in kind.options], dtype=np.int64)  # [counts, constraints]
+    # [counts, constraints]
+    frees = choices @ np.array([option.frees for option in kind.options], dtype=np.int64)
     costs = states.costs[:, None] + choices @ np.array([option.cost for option in kind.options])
     left = np.maximum(states.left[:, None, :] - frees, 0)  # [states, counts, constraints]
     parents, taken = np.nonzero(costs + after.least(left) < limit)
@@ -176,7 +207,8 @@ def _followed(states: _States, kind: Kind, possible: Sequence[tuple[int, ...]], 
 
 
 def _undominated(left: Array) -> Array:
-    """Indices of rows, given in order of their cost, without those that leave no less of every constraint than an earlier one."""
+    """Indices of rows, given in order of their cost, without those that leave no less of every constraint
+    than an earlier one."""
     if left.shape[1] == 1:
         before = np.minimum.accumulate(np.concatenate(([np.iinfo(np.int64).max], left[:-1, 0])))
         return np.flatnonzero(left[:, 0] < before[: len(left)])
@@ -218,7 +250,8 @@ class _Step:
 
 
 class _Bounds:
-    """The linear relaxations of some kinds, which leave out more and more of them: their steps are sorted once.
+    """The linear relaxations of some kinds, which leave out more and more of them: their steps are sorted
+    once.
 
     Arrays are [constraints, steps], filled up with steps that free nothing.
     """
@@ -226,13 +259,21 @@ class _Bounds:
     def __init__(self, kinds: Sequence[Kind], constraints: int):
         hulls = [[_hull(kind, index) for kind in kinds] for index in range(constraints)]
         most = max((sum(map(len, hull)) for hull in hulls), default=0)
-        self._kinds, self._frees = np.zeros((constraints, most), dtype=np.int64), np.zeros((constraints, most), dtype=np.int64)
+        self._kinds, self._frees = (
+            np.zeros((constraints, most), dtype=np.int64),
+            np.zeros((constraints, most), dtype=np.int64),
+        )
         self._rates = np.zeros((constraints, most))
         for index, hull in enumerate(hulls):
-            steps = sorted(((step.rate, number, step.frees) for number, each in enumerate(hull) for step in each), key=itemgetter(0))
+            steps = sorted(
+                ((step.rate, number, step.frees) for number, each in enumerate(hull) for step in each),
+                key=itemgetter(0),
+            )
             if steps:
                 own = slice(len(steps))
-                self._rates[index, own], self._kinds[index, own], self._frees[index, own] = zip(*steps, strict=True)
+                self._rates[index, own], self._kinds[index, own], self._frees[index, own] = zip(
+                    *steps, strict=True
+                )
 
     def after(self, number: int) -> _Bound:
         """The bound of the kinds after one of them."""
@@ -240,7 +281,8 @@ class _Bounds:
 
 
 class _Bound:
-    """The least cost at which some kinds free a number of bytes, constraint by constraint, with fractions of items.
+    """The least cost at which some kinds free a number of bytes, constraint by constraint, with fractions of
+    items.
 
     Args:
         rates, frees: of steps in ascending order of their rates, [constraints, steps].
@@ -253,9 +295,12 @@ class _Bound:
         self._rates = np.concatenate((nothing, rates), axis=1)
 
     def least(self, left: Array) -> Array:
-        """A lower bound of the cost of freeing what is left, [..., constraints]; infinite where it can not be freed."""
+        """A lower bound of the cost of freeing what is left, [..., constraints]; infinite where it can not be
+        freed."""
         bound = np.zeros(left.shape[:-1])
-        for index, (freed, costs, rates) in enumerate(zip(self._freed, self._costs, self._rates, strict=True)):
+        for index, (freed, costs, rates) in enumerate(
+            zip(self._freed, self._costs, self._rates, strict=True)
+        ):
             need = left[..., index]
             step = np.searchsorted(freed, need)  # freed[step - 1] < need ≤ freed[step]
             inside = np.minimum(step, len(freed) - 1)
@@ -266,18 +311,26 @@ class _Bound:
 
 def _hull(kind: Kind, index: int) -> list[_Step]:
     """The lower convex hull of a kind's options for one constraint, from keeping everything on."""
-    points, at, steps = [(option.frees[index], option.cost) for option in kind.options], (0, 0.0), list[_Step]()
+    points, at, steps = (
+        [(option.frees[index], option.cost) for option in kind.options],
+        (0, 0.0),
+        list[_Step](),
+    )
     while further := [point for point in points if point[0] > at[0]]:
         start = at
-        rate, frees, cost = min(((cost - start[1]) / (frees - start[0]), -frees, cost) for frees, cost in further)
+        rate, frees, cost = min(
+            ((cost - start[1]) / (frees - start[0]), -frees, cost) for frees, cost in further
+        )
         steps.append(_Step(max(rate, 0.0), kind.items * (-frees - start[0])))
         at = (-frees, cost)
     return steps
 
 
 def _greedy(kinds: Sequence[Kind], needs: tuple[int, ...]) -> Counts | None:
-    """A good choice: items by items, the cheapest for what is still needed, then all that turn out to be needless taken back."""
-    first = [0, *accumulate(1 + len(kind.options) for kind in kinds)]  # of each kind, the place of keeping everything, before its options
+    """A good choice: items by items, the cheapest for what is still needed, then all that turn out to be
+    needless taken back."""
+    # of each kind, the place of keeping everything, before its options
+    first = [0, *accumulate(1 + len(kind.options) for kind in kinds)]
     moves = [  # from one place to another of the same kind
         (start + other, start + option)
         for start, kind in zip(first, kinds, strict=False)
@@ -300,7 +353,11 @@ def _greedy(kinds: Sequence[Kind], needs: tuple[int, ...]) -> Counts | None:
         if gains.max(initial=0.0) <= 0:
             return None
         best = int(np.argmin(np.where(gains > 0, costs / np.where(gains > 0, gains, 1.0), np.inf)))
-        useful = [-(-need // freed) for need, freed in zip(left.tolist(), frees[best].tolist(), strict=True) if need > 0 and freed > 0]
+        useful = [
+            -(-need // freed)
+            for need, freed in zip(left.tolist(), frees[best].tolist(), strict=True)
+            if need > 0 and freed > 0
+        ]
         count = 1 if (frees[best] < 0).any() else min(int(items[sources[best]]), *useful)
         items[targets[best]] += count
         items[sources[best]] -= count
@@ -312,10 +369,16 @@ def _greedy(kinds: Sequence[Kind], needs: tuple[int, ...]) -> Counts | None:
 
 def _take_back(kinds: Sequence[Kind], taken: list[list[int]], left: list[int]) -> None:
     """Keep everything again in items that are not needed, the costly ones first."""
-    every = [(option.cost, number, index) for number, kind in enumerate(kinds) for index, option in enumerate(kind.options)]
+    every = [
+        (option.cost, number, index)
+        for number, kind in enumerate(kinds)
+        for index, option in enumerate(kind.options)
+    ]
     for _, number, index in sorted(every, reverse=True):
         frees = kinds[number].options[index].frees
-        while taken[number][index] and all(need + freed <= 0 for need, freed in zip(left, frees, strict=True)):
+        while taken[number][index] and all(
+            need + freed <= 0 for need, freed in zip(left, frees, strict=True)
+        ):
             taken[number][index] -= 1
             for i, freed in enumerate(frees):
                 left[i] += freed

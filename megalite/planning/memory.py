@@ -1,11 +1,15 @@
-"""The memory of each rank of a run, computed from a configuration and a number of ranks; a second for 16,384 ranks. Imports no torch.
+"""The memory of each rank of a run, computed from a configuration and a number of ranks; a second for 16,384
+ranks.
 
-    states          weights, gradients, master weights, moments: as the store's buckets allocate them (`states.py`)
-    activations     what each unit keeps per microbatch (`activations.py`), summed along the schedule's list of actions
-    communication   gradient buckets in flight, gathered weights (ZeRO-3), pipeline messages, NCCL's connections (`in_flight.py`)
+    states          weights, gradients, master weights, moments: as the store's buckets allocate them
+    (`states.py`)
+    activations     what each unit keeps per microbatch (`activations.py`), summed along the schedule's list
+    of actions
+    communication   gradient buckets in flight, gathered weights (ZeRO-3), pipeline messages, NCCL's
+    connections (`in_flight.py`)
 
-tp and dp ranks of one pipeline rank use equal memory, because vocabularies and buckets are padded to equal parts, so there is one result
-per pipeline rank. See `docs/memory.md` for the formulas and measurements.
+tp and dp ranks of one pipeline rank use equal memory, because vocabularies and buckets are padded to equal
+parts, so there is one result per pipeline rank. See `docs/memory.md` for the formulas and measurements.
 """
 
 from __future__ import annotations
@@ -88,7 +92,12 @@ class RankMemory:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON: the range of ranks as its start and length, every part in bytes."""
         names = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "total")
-        tree = {"states": asdict(self.states), "communicating": asdict(self.communicating), "workspace": self.workspace, "step": self.step}
+        tree = {
+            "states": asdict(self.states),
+            "communicating": asdict(self.communicating),
+            "workspace": self.workspace,
+            "step": self.step,
+        }
         tree |= {"exchanging": self.exchanging}
         return {
             "pp_rank": self.pp_rank,
@@ -100,14 +109,18 @@ class RankMemory:
 
 
 def estimate(
-    config: Config, world_size: int, device: Device = "cuda", schedule: Schedule | None = None, pp_ranks: Sequence[int] | None = None
+    config: Config,
+    world_size: int,
+    device: Device = "cuda",
+    schedule: Schedule | None = None,
+    pp_ranks: Sequence[int] | None = None,
 ) -> list[RankMemory]:
     """The memory of every rank, one entry per pipeline rank.
 
     Args:
         config: complete and validated for this number of ranks.
-        device: what the ranks compute on. It determines the attention kernel, the default loss chunk, and where offloaded state is stored.
-        schedule: `plan.schedule(config, …)`, if the caller has it already.
+        device: what the ranks compute on. It determines the attention kernel, the default loss chunk, and
+        where offloaded state is stored. schedule: `plan.schedule(config, …)`, if the caller has it already.
         pp_ranks: the pipeline ranks to compute, by default all.
     """
     config = settled(config, world_size)
@@ -120,16 +133,22 @@ def estimate(
     activations = Activations(config, device, Kind.WEIGHT in schedule.passes, config.lora)
     standing, count = Standing(config, schedule, activations), dims.stage_ranks
     wanted = range(dims.pp) if pp_ranks is None else pp_ranks
-    return [_rank(schedule, pp_rank, range(pp_rank * count, (pp_rank + 1) * count), activations, standing) for pp_rank in wanted]
+    return [
+        _rank(schedule, pp_rank, range(pp_rank * count, (pp_rank + 1) * count), activations, standing)
+        for pp_rank in wanted
+    ]
 
 
 def settled(config: Config, world_size: int) -> Config:
-    """The configuration with dp and the partition filled in; the partition is expensive to compute and is read often."""
+    """The configuration with dp and the partition filled in; the partition is expensive to compute and is
+    read often."""
     config = replace(config, parallel=replace(config.parallel, dp=ParallelDims.of(config, world_size).dp))
     return replace(config, parallel=replace(config.parallel, partition=plan.partition(config)))
 
 
-def _rank(schedule: Schedule, pp_rank: int, ranks: range, activations: Activations, standing: Standing) -> RankMemory:
+def _rank(
+    schedule: Schedule, pp_rank: int, ranks: range, activations: Activations, standing: Standing
+) -> RankMemory:
     units = {stage: standing.units[stage] for stage in schedule.stages_of(pp_rank)}
     tables = sum(map(activations.tables, units.values()))
     profile = Profile({stage: activations.stage(numbers) for stage, numbers in units.items()}, tables)
@@ -149,7 +168,8 @@ def _rank(schedule: Schedule, pp_rank: int, ranks: range, activations: Activatio
 
 
 class Besides(NamedTuple):
-    """What a rank holds besides activations: states, communication buffers, and buffers of Muon's exchange."""
+    """What a rank holds besides activations: states, communication buffers, and buffers of Muon's
+    exchange."""
 
     states: States
     communicating: Communication
@@ -164,15 +184,20 @@ class Besides(NamedTuple):
 class Standing:
     """What the pipeline ranks of a settled configuration hold besides activations.
 
-    Ranks with the same ends of the model and alike layers have equal buckets, so these and what follows from them are found once.
+    Ranks with the same ends of the model and alike layers have equal buckets, so these and what follows from
+    them are found once.
 
     Args:
-        activations: of the configuration; their device is that of the ranks.
-        buckets: those of configurations that split parameters over as many ranks, tensor, expert and data parallel, if the caller has them.
+        activations: of the configuration; their device is that of the ranks. buckets: those of configurations
+        that split parameters over as many ranks, tensor, expert and data parallel, if the caller has them.
     """
 
     def __init__(
-        self, config: Config, schedule: Schedule, activations: Activations, buckets: dict[Hashable, list[BucketLayout]] | None = None
+        self,
+        config: Config,
+        schedule: Schedule,
+        activations: Activations,
+        buckets: dict[Hashable, list[BucketLayout]] | None = None,
     ):
         self.config, self.schedule, self.activations = config, schedule, activations
         self.units = plan.units_of(config)
@@ -188,7 +213,11 @@ class Standing:
         buckets, key = self.buckets[alike], (alike, pp_rank == config.parallel.pp - 1)
         if key not in self._known:
             states = model_states(config, buckets, pp_rank, device)
-            self._known[key] = states, open_gradients(config, schedule, buckets, device), exchange(config, buckets).buffers
+            self._known[key] = (
+                states,
+                open_gradients(config, schedule, buckets, device),
+                exchange(config, buckets).buffers,
+            )
         states, gradients, exchanging = self._known[key]
         communication = Communication(
             message_bytes(schedule, pp_rank, self.activations.message),
@@ -209,8 +238,8 @@ class Standing:
 class Profile:
     """Memory of a rank's stages while it runs its list of actions; after `follow`, the peak of each kind.
 
-    A forward adds what its units save. A backward goes through them in reverse: a recomputed unit temporarily needs more, then its saved
-    bytes are freed, except what a weight pass needs.
+    A forward adds what its units save. A backward goes through them in reverse: a recomputed unit temporarily
+    needs more, then its saved bytes are freed, except what a weight pass needs.
     """
 
     def __init__(self, stages: dict[int, list[Held]], tables: int):
@@ -231,7 +260,10 @@ class Profile:
     def _note(self, more: int = 0, logits: int = 0, workspace: int = 0) -> None:
         activations, logits = self._held + more, self._logits + logits
         self.activations, self.logits = max(self.activations, activations), max(self.logits, logits)
-        self.workspace, self.step = max(self.workspace, workspace), max(self.step, activations + logits + workspace)
+        self.workspace, self.step = (
+            max(self.workspace, workspace),
+            max(self.step, activations + logits + workspace),
+        )
 
     def _forward(self, units: Sequence[Held]) -> None:
         for unit in units:

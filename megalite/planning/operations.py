@@ -1,7 +1,9 @@
-"""The time of one microbatch on each unit of the model (embedding, layer, head) on one rank, in seconds: the sum of its kernels.
+"""The time of one microbatch on each unit of the model (embedding, layer, head) on one rank, in seconds: the
+sum of its kernels.
 
-Each step of a unit's description (`megalite.model.cost`) is a kernel, with the memory traffic that docs/kernels.md states. `Software`
-describes how other training codes differ, so that their published speeds can be predicted too.
+Each step of a unit's description (`megalite.model.cost`) is a kernel, with the memory traffic that
+docs/kernels.md states. `Software` describes how other training codes differ, so that their published speeds
+can be predicted too.
 """
 
 from __future__ import annotations
@@ -13,7 +15,17 @@ from typing import NamedTuple
 
 from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.model.cost.ahead import joining
-from megalite.model.cost.steps import Attention, Block, Elementwise, Expansion, Lookup, OwnProduct, Product, Share, Step
+from megalite.model.cost.steps import (
+    Attention,
+    Block,
+    Elementwise,
+    Expansion,
+    Lookup,
+    OwnProduct,
+    Product,
+    Share,
+    Step,
+)
 from megalite.model.cost.units import Units
 from megalite.planning import context, experts
 from megalite.planning.hardware import Device
@@ -32,10 +44,12 @@ class Software:
     Attributes:
         flash: attention never writes its scores; otherwise every score goes to memory, several times.
         attention: speed of its attention relative to ours.
-        products: speed of the layers' matrix products relative to those of the run's precision; the head's are not meant.
-        masks: dropout writes its masks to memory, and its forward adds to the residual stream in the same kernel. Ours does neither.
-        loss_bytes: memory traffic of the loss per logit, forward and backward. Ours reads and overwrites 16-bit logits; PyTorch's casts to
-            fp32 and takes a log-softmax; Megatron-LM's subtracts, exponentiates, sums and divides in passes of their own.
+        products: speed of the layers' matrix products relative to those of the run's precision; the head's
+        are not meant. masks: dropout writes its masks to memory, and its forward adds to the residual stream
+        in the same kernel. Ours does neither. loss_bytes: memory traffic of the loss per logit, forward and
+        backward. Ours reads and overwrites 16-bit logits; PyTorch's casts to
+            fp32 and takes a log-softmax; Megatron-LM's subtracts, exponentiates, sums and divides in passes
+            of their own.
         fp32_accumulation: weight gradients are added to fp32 accumulators.
         hides_tensor: the input gradient's reduction overlaps with the weight gradient's product.
         async_tensor: forward collectives overlap with their own product, part by part.
@@ -69,8 +83,9 @@ OURS = Software()
 
 
 class Passes(NamedTuple):
-    """Seconds of one microbatch on one unit or stage: forward, gradient of the input, gradient of the weights; the waits are the exposed
-    communication of tensor, context and expert parallelism contained in forward and backward."""
+    """Seconds of one microbatch on one unit or stage: forward, gradient of the input, gradient of the
+    weights; the waits are the exposed communication of tensor, context and expert parallelism contained in
+    forward and backward."""
 
     forward: float
     backward: float
@@ -101,7 +116,14 @@ class Operations:
         lora: LoraConfig | None = None,
         rows: context.Rows = context.WHOLE,
     ):
-        self.device, self.model, self.precision, self.software, self.lora, self.rows = device, model, precision, software, lora, rows
+        self.device, self.model, self.precision, self.software, self.lora, self.rows = (
+            device,
+            model,
+            precision,
+            software,
+            lora,
+            rows,
+        )
         self.size = ELEMENTWISE_BYTES[precision]
         self.fabric = Fabric(device)
         self.tensor = Fabric(device if device.tensor is None else replace(device, within=device.tensor))
@@ -113,7 +135,14 @@ class Operations:
         return product(self.device, m, n, k, self.precision, batch)
 
     def _weight_gradient(self, n: float, k: float, rows: float) -> float:
-        return product(self.device, n, k, rows, self.precision, written=ACCUMULATED if self.software.fp32_accumulation else None)
+        return product(
+            self.device,
+            n,
+            k,
+            rows,
+            self.precision,
+            written=ACCUMULATED if self.software.fp32_accumulation else None,
+        )
 
     def _move(self, *values: float) -> float:
         """Kernels that move the given numbers of values."""
@@ -134,7 +163,9 @@ class Operations:
         units = self.units(share)
         key = share, units.alike(index)
         if key not in self._layers:
-            passes = functools.reduce(Passes.plus, [self._block(share, block) for block in units.layer(index).blocks])
+            passes = functools.reduce(
+                Passes.plus, [self._block(share, block) for block in units.layer(index).blocks]
+            )
             for forward_wait, backward_wait in (self.exchange(share, index), self.dispatch(share, index)):
                 passes = passes.plus(Passes(forward_wait, backward_wait, 0.0, forward_wait, backward_wait))
             operation = self.device.host_time * self.software.host
@@ -144,12 +175,20 @@ class Operations:
             self._layers[key] = passes._replace(forward=forward, backward=passes.backward + idle)
         return self._layers[key]
 
-    # --- blocks ------------------------------------------------------------------------------------------------------------
+    # --- blocks
+    # --------------------------------------------------------------------------------------------------------
 
     def _block(self, share: Share, block: Block) -> Passes:
-        steps = [self._step(step).times(1 / self.software.products if isinstance(step, Product) else 1) for step in block.steps]
+        steps = [
+            self._step(step).times(1 / self.software.products if isinstance(step, Product) else 1)
+            for step in block.steps
+        ]
         last = steps[::-1]  # backward runs from the last step to the first
-        passes = Passes(sum(step.forward for step in steps), sum(step.backward for step in last), sum(step.weight for step in last))
+        passes = Passes(
+            sum(step.forward for step in steps),
+            sum(step.backward for step in last),
+            sum(step.weight for step in last),
+        )
         return passes.plus(self._around(share, block))
 
     def _step(self, step: Step) -> Passes:
@@ -171,35 +210,50 @@ class Operations:
                 return Passes(self._move(2 * values), 0.0, weight)
 
     def _product(self, step: Product) -> Passes:
-        forward, backward = self._gemm(step.rows, step.outputs, step.inputs), self._gemm(step.rows, step.inputs, step.outputs)
+        forward, backward = (
+            self._gemm(step.rows, step.outputs, step.inputs),
+            self._gemm(step.rows, step.inputs, step.outputs),
+        )
         weight = 0.0 if step.frozen else self._weight_gradient(step.outputs, step.inputs, step.rows)
         return Passes(forward, backward, weight).plus(self._adapters(step)).plus(self._adapter_dropout(step))
 
     def _own_product(self, step: OwnProduct) -> Passes:
-        """A product for each expert, of equally many rows; or one of this rank's own tokens, a router's in fp32."""
+        """A product for each expert, of equally many rows; or one of this rank's own tokens, a router's in
+        fp32."""
         precision = "fp32" if step.at_least_fp32 and "fp32" in self.device.peaks else self.precision
         rows, outputs, inputs, batch = step.rows / step.matrices, step.outputs, step.inputs, step.matrices
         forward = product(self.device, rows, outputs, inputs, precision, batch)
         backward = product(self.device, rows, inputs, outputs, precision, batch)
         written = ACCUMULATED if self.software.fp32_accumulation else None
-        weight = 0.0 if step.frozen else product(self.device, outputs, inputs, rows, precision, batch, written)
+        weight = (
+            0.0 if step.frozen else product(self.device, outputs, inputs, rows, precision, batch, written)
+        )
         return Passes(forward, backward, weight).plus(self._adapters(step))
 
     def _adapters(self, step: Product) -> Passes:
-        """The products with the two factors of a product's adapters, and with trained row lengths (DoRA) the rows of the whole weight."""
+        """The products with the two factors of a product's adapters, and with trained row lengths (DoRA) the
+        rows of the whole weight."""
         rows, rank, outputs, inputs = step.rows, step.adapter_rank, step.outputs, step.inputs
         if not rank:
             return Passes(0.0, 0.0, 0.0)
-        forward = self._gemm(rows, rank, inputs) + self._gemm(rows, outputs, rank) + self._move(rows * outputs)
-        backward = self._gemm(rows, rank, outputs) + self._gemm(rows, inputs, rank) + self._move(3 * rows * inputs)
+        forward = (
+            self._gemm(rows, rank, inputs) + self._gemm(rows, outputs, rank) + self._move(rows * outputs)
+        )
+        backward = (
+            self._gemm(rows, rank, outputs) + self._gemm(rows, inputs, rank) + self._move(3 * rows * inputs)
+        )
         weight = self._weight_gradient(outputs, rank, rows) + self._weight_gradient(rank, inputs, rows)
         if step.adapter_outputs:
             lengths = self._gemm(outputs, inputs, rank) + self._move(2 * step.local_weights)
-            forward, backward = forward + lengths + self._move(2 * rows * outputs), backward + self._move(3 * rows * outputs)
+            forward, backward = (
+                forward + lengths + self._move(2 * rows * outputs),
+                backward + self._move(3 * rows * outputs),
+            )
         return Passes(forward, backward, weight)
 
     def _adapter_dropout(self, step: Product) -> Passes:
-        """Dropout of an adapter's input: in forward, of the input's gradient, and again for the weight gradient. Experts have none."""
+        """Dropout of an adapter's input: in forward, of the input's gradient, and again for the weight
+        gradient. Experts have none."""
         if not step.adapter_rank or self.lora is None or not self.lora.dropout:
             return Passes(0.0, 0.0, 0.0)
         once = self._move(DROPOUT * step.rows * step.inputs)
@@ -210,35 +264,47 @@ class Operations:
         forward = self._pointwise(*block.before.forward, *block.after.forward)
         backward = self._pointwise(*block.before.backward, *block.after.backward)
         if values := block.dropped:
-            dropped = (1.5 * values, 2.5 * values) if self.software.masks else (DROPOUT * values, DROPOUT * values)
+            dropped = (
+                (1.5 * values, 2.5 * values) if self.software.masks else (DROPOUT * values, DROPOUT * values)
+            )
             forward, backward = forward + self._move(dropped[0]), backward + self._move(dropped[1])
-        columns = [each for each in block.products if each.split == "outputs" and not isinstance(each, OwnProduct)]
+        columns = [
+            each for each in block.products if each.split == "outputs" and not isinstance(each, OwnProduct)
+        ]
         waits = [self._tensor_parallel(share, product) for product in columns]
         forward_wait, backward_wait = (sum(times) for times in zip((0.0, 0.0), *waits, strict=True))
         return Passes(forward + forward_wait, backward + backward_wait, 0.0, forward_wait, backward_wait)
 
     def _tensor_parallel(self, share: Share, column: Product) -> tuple[float, float]:
-        """Exposed communication, forward and backward, of a column-parallel product and the row-parallel product after it
-        (Shoeybi et al. 2019; Korthikanti et al. 2022)."""
+        """Exposed communication, forward and backward, of a column-parallel product and the row-parallel
+        product after it (Shoeybi et al. 2019; Korthikanti et al. 2022)."""
         if share.tp == 1:
             return 0.0, 0.0
         ranks = group(self.device, share.tp, 1)
         if isinstance(column, Expansion):
             latents = column.travelling * self.size
             half = self.tensor.half(latents, ranks)
-            return (half, 2 * half) if share.sequence_parallel else (0.0, self.tensor.all_reduce(latents, ranks))
+            return (
+                (half, 2 * half) if share.sequence_parallel else (0.0, self.tensor.all_reduce(latents, ranks))
+            )
         size = column.rows * column.inputs * self.size
         hides = self.software.hides_tensor and not self.device.cpu
-        beside = self._weight_gradient(column.outputs, column.inputs, column.rows) if hides and not column.frozen else 0.0
+        beside = (
+            self._weight_gradient(column.outputs, column.inputs, column.rows)
+            if hides and not column.frozen
+            else 0.0
+        )
         if not share.sequence_parallel:
             reduce = self.tensor.all_reduce(size, ranks)
             return reduce, max(0.0, reduce - beside)
         half = self.tensor.half(size, ranks)
         product = self._gemm(column.rows, column.inputs, column.outputs) if hides else 0.0
-        again = max(0.0, half - product) if column.keeps_input else 0.0  # the input is gathered again for the weight gradient
+        # the input is gathered again for the weight gradient
+        again = max(0.0, half - product) if column.keeps_input else 0.0
         if not self.software.async_tensor:
             return 2 * half, half + again + max(0.0, half - beside)
-        hidden = (share.tp - 1) / share.tp * self._gemm(column.rows, column.outputs, column.inputs)  # a rank's own part needs no transfer
+        # a rank's own part needs no transfer
+        hidden = (share.tp - 1) / share.tp * self._gemm(column.rows, column.outputs, column.inputs)
         exposed = max(0.0, half - hidden)
         return 2 * exposed, exposed + again + max(0.0, half - beside)
 
@@ -257,12 +323,20 @@ class Operations:
     def _attention(self, step: Attention) -> tuple[float, float]:
         if not self.software.flash:
             return self._written_scores(step)
-        times = attention(self.device, step.heads / step.cp, step.head_size, step.sequence, step.batch, step.window, self.precision)
+        times = attention(
+            self.device,
+            step.heads / step.cp,
+            step.head_size,
+            step.sequence,
+            step.batch,
+            step.window,
+            self.precision,
+        )
         return times[0] / self.software.attention, times[1] / self.software.attention
 
     def attention_again(self, share: Share, index: int) -> float:
-        """Seconds of a layer that `selective` recomputes: attention's forward. 0 for kernels that never write their scores, whose backward
-        recomputes them in any case."""
+        """Seconds of a layer that `selective` recomputes: attention's forward. 0 for kernels that never write
+        their scores, whose backward recomputes them in any case."""
         if self.software.flash and not self.device.cpu:
             return 0.0
         return sum(self._attention(step)[0] for step in self.units(share).layer(index).attentions)
@@ -272,7 +346,8 @@ class Operations:
         return self._step(step).forward
 
     def again(self, share: Share, index: int, mode: str) -> tuple[float, float]:
-        """Seconds of a layer's backward that are recomputed under a mode of train.recompute: kernels, and exposed communication."""
+        """Seconds of a layer's backward that are recomputed under a mode of train.recompute: kernels, and
+        exposed communication."""
         if mode in ("none", "full"):
             forward, wait = self.layer(share, index).forward, self.layer(share, index).forward_wait
             return (forward - wait, wait) if mode == "full" else (0.0, 0.0)
@@ -286,17 +361,24 @@ class Operations:
         return self._again[key]
 
     def _written_scores(self, step: Attention) -> tuple[float, float]:
-        """Attention that writes its scores to memory: two batched products, softmax and dropout; the masked half is computed too."""
+        """Attention that writes its scores to memory: two batched products, softmax and dropout; the masked
+        half is computed too."""
         sequence, width, batch = step.sequence, step.head_size, step.heads * step.batch / step.cp
         scores = batch * sequence**2
         dropped = bool(self.model.attention_dropout)
         mask = (0.5 if self.software.masks else 0.0) * scores
-        query_key, by_value = self._gemm(sequence, sequence, width, batch), self._gemm(sequence, width, sequence, batch)
+        query_key, by_value = (
+            self._gemm(sequence, sequence, width, batch),
+            self._gemm(sequence, width, sequence, batch),
+        )
         forward = query_key + self._move(2 * scores, *([2 * scores + mask] if dropped else [])) + by_value
-        backward = query_key + 3 * by_value + self._move(3 * scores, *([2 * scores + mask] if dropped else []))
+        backward = (
+            query_key + 3 * by_value + self._move(3 * scores, *([2 * scores + mask] if dropped else []))
+        )
         return forward, backward
 
-    # --- embedding and head ------------------------------------------------------------------------------------------------
+    # --- embedding and head
+    # ------------------------------------------------------------------------------------------------
 
     def embedding(self, share: Share) -> Passes:
         """Rows are looked up and summed over tp; backward adds them to fp32 accumulators."""
@@ -308,14 +390,16 @@ class Operations:
         return passes.plus(Passes(wait, gather, 0.0, wait, gather))
 
     def head(self, share: Share, splits: bool) -> Passes:
-        """Final norm, logits and loss, and what modules of multi-token prediction have besides their layers."""
+        """Final norm, logits and loss, and what modules of multi-token prediction have besides their
+        layers."""
         (block,) = joining(self.units(share)).blocks
         module = self.embedding(share).plus(self._block(share, block))
         logits = self._logits(share, splits)
         return logits.plus(module.plus(logits).times(self.model.mtp_layers))
 
     def _logits(self, share: Share, splits: bool) -> Passes:
-        """A norm, logits and loss. With loss chunks, the forward also computes the gradients; a split backward does not use chunks."""
+        """A norm, logits and loss. With loss chunks, the forward also computes the gradients; a split
+        backward does not use chunks."""
         (block,) = self.units(share).head().blocks
         (logits,) = block.products
         chunked = self.software.loss_bytes == OURS.loss_bytes and not splits and not self.device.cpu
@@ -323,10 +407,14 @@ class Operations:
         parts = logits.rows / chunk
         product = self._step(replace(logits, rows=chunk))
         memory = self.device if self.device.loss is None else replace(self.device, bandwidth=self.device.loss)
-        loss = tuple(stream(memory, size * chunk * logits.outputs * self.size / 2) for size in self.software.loss_bytes)
+        loss = tuple(
+            stream(memory, size * chunk * logits.outputs * self.size / 2) for size in self.software.loss_bytes
+        )
         ranks = group(self.device, share.tp, 1)
         statistics = self.tensor.half(16 * chunk * share.tp, ranks)
-        gather = (self.tensor.half if share.sequence_parallel else self.tensor.all_reduce)(chunk * logits.inputs * self.size, ranks)
+        gather = (self.tensor.half if share.sequence_parallel else self.tensor.all_reduce)(
+            chunk * logits.inputs * self.size, ranks
+        )
         before = gather if share.sequence_parallel else 0.0
         norm = self._step(block.before)
         forward = parts * (product.forward + loss[0] + before + statistics) + norm.forward

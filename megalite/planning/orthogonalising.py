@@ -1,7 +1,7 @@
-"""What Muon's matrices take on the busiest rank of a stage: bytes sent, buffers and time. Imports no torch.
+"""What Muon's matrices take on the busiest rank of a stage: bytes sent, buffers and time.
 
-Bytes are those of the plan that runs (`megalite.optimizer.matrix_owners`); time is that of a search, which knows only how many ranks share
-the matrices.
+Bytes are those of the plan that runs (`megalite.optimizer.matrix_owners`); time is that of a search, which
+knows only how many ranks share the matrices.
 """
 
 from __future__ import annotations
@@ -53,23 +53,31 @@ def exchange(config: Config, buckets: Sequence[BucketLayout]) -> Exchange:
                 rounds[piece.rank] += piece.stop - piece.start
         kept = max(rounds)
         # Of the pieces: what is sent, its copy in one buffer, and the results; in fp32 one piece's update.
-        buffers = max(buffers, width * (2 * before + 3 * kept) + 2 * accumulate * kept + width * max(map(_worked, matrices)))
+        buffers = max(
+            buffers,
+            width * (2 * before + 3 * kept) + 2 * accumulate * kept + width * max(map(_worked, matrices)),
+        )
     return Exchange(max(sent) * width, buffers)
 
 
 def _worked(matrix: Matrix) -> int:
-    """Elements that the iterations hold at the owner: the received parts, the matrix twice, two products of the short side, the result."""
+    """Elements that the iterations hold at the owner: the received parts, the matrix twice, two products of
+    the short side, the result."""
     short, long = sorted(matrix.segment.shape)
     return 4 * short * long + 2 * short * short
 
 
-def seconds(model: ModelConfig, muon: MuonConfig, device: Device, precision: str, layers: float, ranks: int) -> float:
-    """The iterations of one rank, if `ranks` share the matrices of some layers; at least those of one matrix."""
+def seconds(
+    model: ModelConfig, muon: MuonConfig, device: Device, precision: str, layers: float, ranks: int
+) -> float:
+    """The iterations of one rank, if `ranks` share the matrices of some layers; at least those of one
+    matrix."""
     wanted = "bf16" if muon.ns_dtype == "bf16" else "fp32"
     dtype = wanted if wanted in device.peaks else precision
     shapes = [sorted(shape) for shape in matrix_shapes(model)]
     each = [
-        muon.ns_steps * sum(product(device, *sizes, dtype) for sizes in ((m, m, n), (m, m, m), (m, n, m)))  # m: the short side
+        # m: the short side
+        muon.ns_steps * sum(product(device, *sizes, dtype) for sizes in ((m, m, n), (m, m, m), (m, n, m)))
         for m, n in shapes
     ]
     return max(layers * sum(each) / ranks, max(each))
@@ -82,6 +90,12 @@ def matrix_elements(model: ModelConfig) -> int:
 
 def matrix_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
     """The shapes of a layer's matrices."""
-    segments = [segment for spec in model_specs(model, units=[1]) for segment in spec.segments if is_matrix(segment)]
+    segments = [
+        segment for spec in model_specs(model, units=[1]) for segment in spec.segments if is_matrix(segment)
+    ]
     counts = [segment.experts * segment.fused for segment in segments]  # each expert's gate, up and down
-    return [(segment.shape[0] // count, segment.shape[1]) for segment, count in zip(segments, counts, strict=True) for _ in range(count)]
+    return [
+        (segment.shape[0] // count, segment.shape[1])
+        for segment, count in zip(segments, counts, strict=True)
+        for _ in range(count)
+    ]

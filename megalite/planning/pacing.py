@@ -1,12 +1,15 @@
-"""The time of a schedule with given stage durations: simulated, and extrapolated from the steady state for many microbatches.
+"""The time of a schedule with given stage durations: simulated, and extrapolated from the steady state for
+many microbatches.
 
-A schedule with fixed durations is a system of sums and maxima, and such a system becomes periodic: from some number of microbatches on,
-each further `cycle` of them adds the same time. A step of thousands of microbatches is therefore simulated at a few small sizes. Two equal
-increments in a row count as settled if they are no less than the busiest rank's work: if they are less, another rank is still the
-bottleneck, and the busiest one becomes it later. Otherwise the sizes grow, up to the whole step, so a schedule that does not settle is
-simulated in full.
+A schedule with fixed durations is a system of sums and maxima, and such a system becomes periodic: from some
+number of microbatches on, each further `cycle` of them adds the same time. A step of thousands of
+microbatches is therefore simulated at a few small sizes. Two equal increments in a row count as settled if
+they are no less than the busiest rank's work: if they are less, another rank is still the bottleneck, and the
+busiest one becomes it later. Otherwise the sizes grow, up to the whole step, so a schedule that does not
+settle is simulated in full.
 
-One schedule is timed with the durations of many layouts, so what its actions wait for is found once (`_Replay`).
+One schedule is timed with the durations of many layouts, so what its actions wait for is found once
+(`_Replay`).
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, dependencies
 
-SETTLED = 1e-9  # relative difference of two increments that count as equal: sums of floats differ in their last digits
+# relative difference of two increments that count as equal: sums of floats differ in their last digits
+SETTLED = 1e-9
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ class Pipeline(NamedTuple):
 
 
 class Durations(NamedTuple):
-    """Seconds of the passes of one microbatch, stage by stage, and the latency of one message between two ranks."""
+    """Seconds of the passes of one microbatch, stage by stage, and the latency of one message between two
+    ranks."""
 
     forward: Sequence[float]
     backward: Sequence[float]
@@ -76,7 +81,8 @@ def pace(pipeline: Pipeline, durations: Durations) -> ScheduleTime:
     if ranks == 1 and len(durations.forward) == 1:
         busy = microbatches * (durations.forward[0] + durations.backward[0] + durations.weight[0])
         return ScheduleTime(busy, busy, (0.0,), (0.0,), (busy,))
-    cycle, rest = ranks, microbatches % ranks  # messages make waves as long as the pipeline; interleaved works in groups of pp microbatches
+    # messages make waves as long as the pipeline; interleaved works in groups of pp microbatches
+    cycle, rest = ranks, microbatches % ranks
     few = rest + cycle * max(3, rest + 1 if RECIPES[name].chunks is None else 0)
 
     def simulated(count: int) -> ScheduleTime:
@@ -91,13 +97,18 @@ def pace(pipeline: Pipeline, durations: Durations) -> ScheduleTime:
 
 
 class _Replay:
-    """The actions of a schedule in an order in which each one follows those that it waits for, to time them as `simulate` does."""
+    """The actions of a schedule in an order in which each one follows those that it waits for, to time them
+    as `simulate` does."""
 
     def __init__(self, schedule: Schedule):
         self.ranks, self.stages = schedule.ranks, schedule.stages
         self._ranks, self._slots, self._sources = list[int](), list[int](), list[int]()
         kinds = list(schedule.passes)
-        self.passes = {(kind, stage): kinds.index(kind) * self.stages + stage for kind in kinds for stage in range(self.stages)}
+        self.passes = {
+            (kind, stage): kinds.index(kind) * self.stages + stage
+            for kind in kinds
+            for stage in range(self.stages)
+        }
         elsewhere = {each: self._elsewhere(schedule, *each) for each in self.passes}
         todo, at = [schedule.compute(rank) for rank in range(self.ranks)], [0] * self.ranks
         numbers, waiting = dict[tuple[Kind, int, int], int](), dict[tuple[Kind, int, int], int]()
@@ -119,15 +130,22 @@ class _Replay:
                 if (kind, stage, microbatch) in waiting:
                     runnable.append(waiting.pop((kind, stage, microbatch)))
         self._counts = [
-            [(self.passes[kind, stage], schedule.microbatches) for kind in kinds for stage in schedule.stages_of(rank)]
+            [
+                (self.passes[kind, stage], schedule.microbatches)
+                for kind in kinds
+                for stage in schedule.stages_of(rank)
+            ]
             for rank in range(self.ranks)
         ]
 
     @staticmethod
     def _elsewhere(schedule: Schedule, kind: Kind, stage: int) -> tuple[Kind, int] | None:
-        """The input of a pass that another rank computes, if there is one: inputs of its own rank come earlier in its list."""
+        """The input of a pass that another rank computes, if there is one: inputs of its own rank come
+        earlier in its list."""
         found = [(other.kind, other.stage) for other in dependencies(Action(kind, stage, 0), schedule.stages)]
-        return next((source for source in found if schedule.placement[source[1]] != schedule.placement[stage]), None)
+        return next(
+            (source for source in found if schedule.placement[source[1]] != schedule.placement[stage]), None
+        )
 
     def time(self, durations: Sequence[float], message: float) -> ScheduleTime:
         """durations: of each pass, in the order of `passes`."""
@@ -144,7 +162,11 @@ class _Replay:
         first, makespan = tuple(start or 0.0 for start in starts), max(free)
         busy = tuple(sum(count * durations[slot] for slot, count in own) for own in self._counts)
         return ScheduleTime(
-            makespan, max(end - start for start, end in zip(first, free, strict=True)), first, tuple(makespan - end for end in free), busy
+            makespan,
+            max(end - start for start, end in zip(first, free, strict=True)),
+            first,
+            tuple(makespan - end for end in free),
+            busy,
         )
 
 
@@ -161,8 +183,8 @@ def _simulated(pipeline: Pipeline, durations: Durations) -> ScheduleTime:
 
 
 def _settled(one: ScheduleTime, two: ScheduleTime, three: ScheduleTime) -> bool:
-    """Whether both increments add the same to the makespan and to the longest span, at least the busiest rank's work, and do not change
-    the ends."""
+    """Whether both increments add the same to the makespan and to the longest span, at least the busiest
+    rank's work, and do not change the ends."""
 
     def equal(a: float, b: float) -> bool:
         return abs(a - b) <= SETTLED * three.makespan
@@ -170,7 +192,9 @@ def _settled(one: ScheduleTime, two: ScheduleTime, three: ScheduleTime) -> bool:
     first = (two.makespan - one.makespan, two.longest_span - one.longest_span, *one.ends, *two.ends)
     second = (three.makespan - two.makespan, three.longest_span - two.longest_span, *two.ends, *three.ends)
     work = max(after - before for before, after in zip(two.busy, three.busy, strict=True))
-    return min(first[:2]) >= work - SETTLED * three.makespan and all(equal(a, b) for a, b in zip(first, second, strict=True))
+    return min(first[:2]) >= work - SETTLED * three.makespan and all(
+        equal(a, b) for a, b in zip(first, second, strict=True)
+    )
 
 
 def _continued(one: ScheduleTime, two: ScheduleTime, cycles: int) -> ScheduleTime:

@@ -1,4 +1,4 @@
-"""Peak FLOP/s of known devices, from peaks.yaml. Imports no torch."""
+"""Peak FLOP/s of known devices, from peaks.yaml."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def _peaks() -> dict[str, float]:
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """The device's dense peak in FLOP/s, or None if unknown: CPUs, and precisions other than bf16 and fp16."""
+    """The device's dense peak in FLOP/s, or None if unknown: CPUs, and precisions other than bf16 and
+    fp16."""
     if precision not in ("bf16", "fp16"):
         return None
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))

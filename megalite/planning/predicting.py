@@ -51,7 +51,8 @@ def stage_sums(config: Config, costs: Sequence[float]) -> list[float]:
 
 
 def device_of(config: Config, driver_name: str) -> Device | None:
-    """The device that profiling.hardware names, otherwise the table's device with the driver's name; None if there is neither.
+    """The device that profiling.hardware names, otherwise the table's device with the driver's name; None if
+    there is neither.
 
     Raises ConfigError if the planner does not know the device that the option names.
     """

@@ -1,10 +1,13 @@
-"""Finds the fastest layouts of a job that fit, among all legal ones, without evaluating most of them in detail (best-first search).
+"""Finds the fastest layouts of a job that fit, among all legal ones, without evaluating most of them in
+detail (best-first search).
 
-A heap orders layouts by a lower bound of their step time. The layout at the top is refined and pushed back: first the work divided by the
-ranks, the same for all schedules; then the busiest rank of the real partition, with the filling and draining of its pipeline; then, with
-each ZeRO and offload that memory allows, one rank by itself; then all ranks, with what at least must be recomputed for lack of memory
-(`bounds`); then with what makes a few ranks fit, and all; then the simulated step; then the same with the best of what it may recompute;
-then memory, estimated for every rank, and every rule of a run. Plans therefore come out fastest first, and none is missed.
+A heap orders layouts by a lower bound of their step time. The layout at the top is refined and pushed back:
+first the work divided by the ranks, the same for all schedules; then the busiest rank of the real partition,
+with the filling and draining of its pipeline; then, with each ZeRO and offload that memory allows, one rank
+by itself; then all ranks, with what at least must be recomputed for lack of memory (`bounds`); then with what
+makes a few ranks fit, and all; then the simulated step; then the same with the best of what it may recompute;
+then memory, estimated for every rank, and every rule of a run. Plans therefore come out fastest first, and
+none is missed.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ from megalite.system.progress import Report, silent
 RECOMPUTE = (BUDGET,)
 """A budget keeps all that fits, so no mode is faster; other modes are followed where the user fixes them."""
 MOST_MICROBATCHES = 4096  # per step on one rank: layouts with more are skipped, as nobody would run them
-SHORTEST_PART = 8192  # tokens of a row on a cp rank: below it, data parallelism or shorter pipelines use the same ranks better
+# tokens of a row on a cp rank: below it, data parallelism or shorter pipelines use the same ranks better
+SHORTEST_PART = 8192
 
 
 @dataclass(frozen=True)
@@ -108,10 +112,12 @@ class Search:
         self._buckets: dict[tuple[int, int, bool, int], dict[Hashable, list[BucketLayout]]] = {}
         self._gathered: dict[Choice, tuple[tuple[Unit, ...], ...]] = {}
         self._legal: dict[Choice, list[tuple[str, int]]] = {}
-        self._too_large: dict[Choice, list[tuple[int, float]]] = {}  # micro-batch sizes and negated recomputed fractions that did not fit
+        # micro-batch sizes and negated recomputed fractions that did not fit
+        self._too_large: dict[Choice, list[tuple[int, float]]] = {}
 
     def plans(self) -> list[Plan]:
-        """The fastest plans that fit, fastest first; at most `wanted`. Each is in `found` as soon as it is known."""
+        """The fastest plans that fit, fastest first; at most `wanted`. Each is in `found` as soon as it is
+        known."""
         number = count()
         heap: list[Entry] = []
         for layout in self.layouts():
@@ -144,7 +150,9 @@ class Search:
         except KeyboardInterrupt:
             return list(self.found.values()), False
 
-    def _refined(self, time: float, level: Level, choice: Choice) -> Iterator[tuple[float, Level, Choice, StepTime | None]]:
+    def _refined(
+        self, time: float, level: Level, choice: Choice
+    ) -> Iterator[tuple[float, Level, Choice, StepTime | None]]:
         """What takes the place of an entry that is not complete yet."""
         if level is Level.DIVIDED:
             for core in self.scheduled(choice):
@@ -152,14 +160,18 @@ class Search:
         elif level is Level.PARTITIONED:
             variants = list(self.variants(choice))
             roomy = self.bounds.roomy(variants, self.room)
-            self.rejected = self.rejected or next((variant for variant in variants if variant not in roomy), None)
+            self.rejected = self.rejected or next(
+                (variant for variant in variants if variant not in roomy), None
+            )
             for variant in roomy:
                 yield max(time, self.bounds.alone(variant)), Level.VARIED, variant, None
         elif level is Level.FITTED:
             self.timed += 1
             step = self.stepper.step(choice)
             yield step.total, Level.TIMED, choice, step
-        elif level is Level.TIMED:  # the best of what it may recompute, with messages, may take a little more or less time
+        elif (
+            level is Level.TIMED
+        ):  # the best of what it may recompute, with messages, may take a little more or less time
             best = self._within_budget(choice, exact=True)
             step = self.stepper.step(best)
             yield step.total, Level.DECIDED, best, step
@@ -174,21 +186,32 @@ class Search:
         else:
             yield from self._fitted(time, level, choice)
 
-    def _fitted(self, time: float, level: Level, choice: Choice) -> Iterator[tuple[float, Level, Choice, StepTime | None]]:
-        """A choice that recomputes what makes it fit: first on the few ranks that need most, which most often are too slow already."""
+    def _fitted(
+        self, time: float, level: Level, choice: Choice
+    ) -> Iterator[tuple[float, Level, Choice, StepTime | None]]:
+        """A choice that recomputes what makes it fit: first on the few ranks that need most, which most often
+        are too slow already."""
         ends = self.bounds.ranks(choice) if level is Level.BOUNDED else None
         fitted = self._within_budget(choice, ranks=ends)
         if fitted.recompute == BUDGET:
             return
         bound = max(time, self.bounds.time(fitted))
-        yield (bound, Level.FITTED, fitted, None) if ends is None or len(ends) == choice.pp else (bound, Level.BEGUN, choice, None)
+        yield (
+            (bound, Level.FITTED, fitted, None)
+            if ends is None or len(ends) == choice.pp
+            else (bound, Level.BEGUN, choice, None)
+        )
 
-    def _within_budget(self, choice: Choice, exact: bool = False, ranks: Iterable[int] | None = None) -> Choice:
-        """A choice of a budget with what it must recompute to fit, on all pipeline ranks or on some: of those that are listed the best, of
-        the others a good solution. As it is, and rejected, if it does not fit."""
+    def _within_budget(
+        self, choice: Choice, exact: bool = False, ranks: Iterable[int] | None = None
+    ) -> Choice:
+        """A choice of a budget with what it must recompute to fit, on all pipeline ranks or on some: of those
+        that are listed the best, of the others a good solution. As it is, and rejected, if it does not fit.
+        """
         if shown(choice.recompute) != BUDGET:
             return choice
-        problem = self._problem(choice, messages=exact)  # a good solution leaves out messages, which take little memory and long to place
+        # a good solution leaves out messages, which take little memory and long to place
+        problem = self._problem(choice, messages=exact)
         recompute = recompute_within(problem, int(self.room), exact, ranks)
         if recompute is not None:
             return replace(choice, recompute=recompute)
@@ -197,19 +220,25 @@ class Search:
         return choice
 
     def _problem(self, choice: Choice, messages: bool) -> Problem:
-        """What a choice may recompute. Choices that differ only in ZeRO and offload share all but the bytes that they have for it."""
+        """What a choice may recompute. Choices that differ only in ZeRO and offload share all but the bytes
+        that they have for it."""
         key = replace(choice, zero=0, dp_shard=None, offload="none", offload_parameters=False, recompute="")
         config, device = self._run(choice)
         schedule = self._carried_out(choice, config, messages)
         if key not in self._problems:
-            buckets = self._buckets.setdefault((choice.tp, choice.ep, choice.sequence_parallel, choice.data), {})
+            buckets = self._buckets.setdefault(
+                (choice.tp, choice.ep, choice.sequence_parallel, choice.data), {}
+            )
             self._problems[key] = problem_of(config, choice.gpus, device, self.job.device, schedule, buckets)
         return self._problems[key].stored(config, schedule)
 
     @staticmethod
     def _holds(choice: Choice) -> tuple[int, float]:
-        """Micro-batch size, and the negated share of the layers that are recomputed: at most all within a budget."""
-        return choice.micro_batch_size, -1.0 if shown(choice.recompute) == BUDGET else -recomputed_share(choice.recompute)
+        """Micro-batch size, and the negated share of the layers that are recomputed: at most all within a
+        budget."""
+        return choice.micro_batch_size, -1.0 if shown(choice.recompute) == BUDGET else -recomputed_share(
+            choice.recompute
+        )
 
     def _did_not_fit(self, choice: Choice) -> bool:
         """Whether a choice that holds no more did not fit."""
@@ -222,7 +251,8 @@ class Search:
         return replace(choice, micro_batch_size=0, recompute="")
 
     def plan(self, choice: Choice, step: StepTime | None = None) -> Plan:
-        """The plan of any choice, with its time and memory; the choice may use fewer devices than the search."""
+        """The plan of any choice, with its time and memory; the choice may use fewer devices than the
+        search."""
         fullest = max(self.memory(choice), key=lambda rank: rank.total)
         inside = fullest.total <= self.room and fullest.states.host <= USABLE * self.job.device.host_size
         if not inside:
@@ -230,7 +260,8 @@ class Search:
         fits = inside and broken_rule(configured(self.base, choice), choice.gpus) is None
         return Plan(choice, step or self.stepper.step(choice), fullest, fits)
 
-    # --- candidates ----------------------------------------------------------------------------------------------------------
+    # --- candidates
+    # --------------------------------------------------------------------------------------------------------
 
     def cores(self) -> Iterator[Choice]:
         """Choices of everything except ZeRO and offload."""
@@ -238,7 +269,8 @@ class Search:
             yield from self.scheduled(layout)
 
     def layouts(self) -> Iterator[Choice]:
-        """Choices of everything except schedule, ZeRO and offload: legal sizes, micro-batch sizes, recomputation."""
+        """Choices of everything except schedule, ZeRO and offload: legal sizes, micro-batch sizes,
+        recomputation."""
         sizes = self._sizes("pp", _divisors(self.gpus))
         for done, pp in enumerate(sizes):
             self.progress("listing the legal layouts", done, len(sizes), "pipeline sizes")
@@ -249,41 +281,57 @@ class Search:
                     dp, rest = divmod(self.gpus, tp * pp * context.cp)
                     if rest == 0 and dp in self._sizes("dp", [dp]):
                         even = context.cp > 1 or self.job.sequence_length % tp == 0
-                        yield from self._microbatches(replace(context, tp=tp, pp=pp, dp=dp, zero=0, sequence_parallel=tp > 1 and even))
+                        yield from self._microbatches(
+                            replace(context, tp=tp, pp=pp, dp=dp, zero=0, sequence_parallel=tp > 1 and even)
+                        )
 
     def scheduled(self, layout: Choice) -> Iterator[Choice]:
         """A layout with each legal schedule."""
-        return (replace(layout, schedule=schedule, virtual_stages=stages) for schedule, stages in self._schedules(layout))
+        return (
+            replace(layout, schedule=schedule, virtual_stages=stages)
+            for schedule, stages in self._schedules(layout)
+        )
 
     def _schedules(self, layout: Choice) -> list[tuple[str, int]]:
-        """(schedule, stages per rank) pairs with which a layout breaks no rule; its micro-batch size and experts do not matter."""
+        """(schedule, stages per rank) pairs with which a layout breaks no rule; its micro-batch size and
+        experts do not matter."""
         frame = replace(layout, micro_batch_size=1, recompute="none", ep=1, expert_dispatch="all_to_all")
         if frame not in self._legal:
-            each = ((pair, replace(frame, schedule=pair[0], virtual_stages=pair[1])) for pair in self._schedules_of(frame.pp))
-            self._legal[frame] = [pair for pair, core in each if broken_rule(configured(self.base, core), self.gpus) is None]
+            each = (
+                (pair, replace(frame, schedule=pair[0], virtual_stages=pair[1]))
+                for pair in self._schedules_of(frame.pp)
+            )
+            self._legal[frame] = [
+                pair for pair, core in each if broken_rule(configured(self.base, core), self.gpus) is None
+            ]
         return self._legal[frame]
 
     def _contexts(self, tp: int) -> Iterator[Choice]:
-        """Choices of context parallelism: powers of two that leave every rank enough of a row, unless the user has fixed cp. If legal,
-        ulysses is a candidate, which is balanced whatever the documents, and one method that takes any number of heads; a ring only if it
-        is balanced, over all ranks or between the groups of a node. Rows that hold documents have balanced parts."""
+        """Choices of context parallelism: powers of two that leave every rank enough of a row, unless the
+        user has fixed cp. If legal, ulysses is a candidate, which is balanced whatever the documents, and one
+        method that takes any number of heads; a ring only if it is balanced, over all ranks or between the
+        groups of a node. Rows that hold documents have balanced parts."""
         longest, rows = max(1, self.job.sequence_length // SHORTEST_PART), self.job.rows
         (parts,) = self._names("context_parts", ("balanced" if rows.documents else "zigzag",))
         for cp in self._sizes("cp", [1 << power for power in range(longest.bit_length())]):
             if cp == 1:
                 yield Choice()
                 continue
-            inside = tp * cp <= self.job.device.per_node  # one collective there, hops beside attention across nodes
+            # one collective there, hops beside attention across nodes
+            inside = tp * cp <= self.job.device.per_node
             gathers = inside or rows.imbalance("ring", parts) > UNEVEN
             for context in self._names("context", ("ulysses", "gather" if gathers else "ring")):
-                found = Choice(cp=cp, context=context, context_parts="zigzag" if context == "ulysses" else parts)
+                found = Choice(
+                    cp=cp, context=context, context_parts="zigzag" if context == "ulysses" else parts
+                )
                 yield found
                 inner = math.gcd(cp, self.job.device.per_node // tp)
                 if context == "ring" and 1 < inner < cp:
                     yield replace(found, context_inner=inner)
 
     def _cuts_nodes(self, size: int) -> bool:
-        """Whether some groups of consecutive ranks would span nodes unevenly, so that every layer waits for the network."""
+        """Whether some groups of consecutive ranks would span nodes unevenly, so that every layer waits for
+        the network."""
         node = self.job.device.per_node
         return self.gpus > node and node % size != 0 and size % node != 0
 
@@ -299,7 +347,9 @@ class Search:
         shards: Sequence[int | None] = self._shards(layout)
         unsharded: Sequence[int | None] = [] if "dp_shard" in self.fixed else [None]
         found: list[tuple[int, int | None, str, bool]] = []
-        for offload in self._names("offload", ("none", "disk") if self.job.device.cpu else ("none", "cpu", "disk")):
+        for offload in self._names(
+            "offload", ("none", "disk") if self.job.device.cpu else ("none", "cpu", "disk")
+        ):
             own = shards if offload == "none" else shards[:1]
             for zero in self._sizes("zero", (1, 0, 2, 3) if layout.data > 1 else (1,)):
                 found += [(zero, shard, offload, False) for shard in (own if zero else unsharded)]
@@ -308,8 +358,9 @@ class Search:
         return found
 
     def _shards(self, core: Choice) -> Sequence[int | None]:
-        """Numbers of data ranks over which ZeRO may shard: all (None), and where they are on several nodes those of a node, whose shards
-        are replicated over the nodes. An expert group is inside a shard group."""
+        """Numbers of data ranks over which ZeRO may shard: all (None), and where they are on several nodes
+        those of a node, whose shards are replicated over the nodes. An expert group is inside a shard group.
+        """
         local = int(self.fixed.get("dp_shard", self.job.device.per_node // core.tp))
         whole = local > 0 and core.data % local == 0 and local * core.tp % core.ep == 0
         if "dp_shard" in self.fixed:
@@ -324,19 +375,24 @@ class Search:
         return [str(self.fixed[name])] if name in self.fixed else otherwise
 
     def _schedules_of(self, pp: int) -> Iterator[tuple[str, int]]:
-        """(schedule, stages per rank) pairs that give each stage at least one layer; on one rank only 1f1b."""
+        """(schedule, stages per rank) pairs that give each stage at least one layer; on one rank only
+        1f1b."""
         for name in self._names("schedule", SCHEDULES if pp > 1 else ("1f1b",)):
             free = RECIPES[name].chunks is None
-            for stages in self._sizes("virtual_stages", self._even_stages(pp) if free else (chunks_of(name),)):
+            for stages in self._sizes(
+                "virtual_stages", self._even_stages(pp) if free else (chunks_of(name),)
+            ):
                 if (free or stages == chunks_of(name)) and pp * stages <= self.job.model.num_hidden_layers:
                     yield name, stages
 
     def _even_stages(self, pp: int) -> list[int]:
-        """Numbers of virtual stages that split evenly the layers, or the layers plus embedding and head as one layer each; else the two
-        smallest."""
+        """Numbers of virtual stages that split evenly the layers, or the layers plus embedding and head as
+        one layer each; else the two smallest."""
         layers = self.job.model.num_hidden_layers
         most = range(2, layers // pp + 1)
-        return [stages for stages in most if layers % (pp * stages) == 0 or (layers + 2) % (pp * stages) == 0] or list(most[:2])
+        return [
+            stages for stages in most if layers % (pp * stages) == 0 or (layers + 2) % (pp * stages) == 0
+        ] or list(most[:2])
 
     def _microbatches(self, frame: Choice) -> Iterator[Choice]:
         each, rest = divmod(self.job.global_batch_size, frame.dp)
@@ -348,39 +404,53 @@ class Search:
                 continue
             for recompute in self._names("recompute", RECOMPUTE):
                 for ep, dispatch in self._expert_groups(frame):
-                    yield replace(frame, micro_batch_size=size, recompute=recompute, ep=ep, expert_dispatch=dispatch)
+                    yield replace(
+                        frame, micro_batch_size=size, recompute=recompute, ep=ep, expert_dispatch=dispatch
+                    )
 
     def _expert_groups(self, frame: Choice) -> Iterator[tuple[int, str]]:
-        """(ep, dispatcher) pairs: sizes that divide the experts and a stage's ranks and, unless the user has fixed ep, leave no group cut
-        by nodes. Gathering all rows is a candidate where it moves no more bytes than sending each to its experts."""
+        """(ep, dispatcher) pairs: sizes that divide the experts and a stage's ranks and, unless the user has
+        fixed ep, leave no group cut by nodes. Gathering all rows is a candidate where it moves no more bytes
+        than sending each to its experts."""
         model, ranks = self.job.model, frame.data * frame.tp
         for ep in self._sizes("ep", _divisors(model.num_experts or 1)):
-            if (model.num_experts or 1) % ep or ranks % ep or ("ep" not in self.fixed and self._cuts_nodes(ep)):
+            if (
+                (model.num_experts or 1) % ep
+                or ranks % ep
+                or ("ep" not in self.fixed and self._cuts_nodes(ep))
+            ):
                 continue
             gathers = 1 < ep <= model.num_experts_per_tok
-            for dispatch in self._names("expert_dispatch", ("all_to_all", "all_gather") if gathers else ("all_to_all",)):
+            for dispatch in self._names(
+                "expert_dispatch", ("all_to_all", "all_gather") if gathers else ("all_to_all",)
+            ):
                 yield ep, dispatch
 
-    # --- memory --------------------------------------------------------------------------------------------------------------
+    # --- memory
+    # --------------------------------------------------------------------------------------------------------
 
     def memory(self, choice: Choice) -> list[RankMemory]:
-        """The memory of every pipeline rank. What is in flight stops growing after a few microbatches, so only those are followed."""
+        """The memory of every pipeline rank. What is in flight stops growing after a few microbatches, so
+        only those are followed."""
         if choice.recompute == BUDGET:  # the least that it may need
             choice = replace(choice, recompute="full")
         config, device = self._run(choice)
         found = estimate(config, choice.gpus, device, self._schedule(choice))
         if choice.zero < 3 or max(rank.total for rank in found) > self.room:
             return found
-        return estimate(config, choice.gpus, device, self._carried_out(choice, config))  # with gathered weights
+        # with gathered weights
+        return estimate(config, choice.gpus, device, self._carried_out(choice, config))
 
     def imbalance(self, choice: Choice) -> int:
-        """Bytes that the fullest rank needs in addition if all tokens choose the experts of one rank, in all mixtures and microbatches."""
+        """Bytes that the fullest rank needs in addition if all tokens choose the experts of one rank, in all
+        mixtures and microbatches."""
         return worst_total(self._run(choice)[0], self._schedule(choice))
 
     def _run(self, choice: Choice) -> tuple[Config, Literal["cpu", "cuda"]]:
         """The configuration of a choice, and what it runs on."""
         config = configured(self.base, choice)
-        config.parallel.partition = self.stepper.layers_of_stages(choice.pp * choice.virtual_stages)  # already known, and expensive to find
+        # already known, and expensive to find
+        config.parallel.partition = self.stepper.layers_of_stages(choice.pp * choice.virtual_stages)
         return config, "cpu" if self.job.device.cpu else "cuda"
 
     def _carried_out(self, choice: Choice, config: Config, messages: bool = True) -> Schedule:
@@ -393,7 +463,9 @@ class Search:
             return self._gathering(key, units, config.parallel.zero3_reshard == "step", messages)
         return self._schedule(choice) if messages else schedule_of(key)
 
-    def _with_gathers(self, key: Pipeline, units: tuple[tuple[Unit, ...], ...], keep: bool, messages: bool) -> Schedule:
+    def _with_gathers(
+        self, key: Pipeline, units: tuple[tuple[Unit, ...], ...], keep: bool, messages: bool
+    ) -> Schedule:
         return with_gathering(self._communicating(key) if messages else schedule_of(key), units, keep)
 
     def _schedule(self, choice: Choice) -> Schedule:
@@ -405,8 +477,9 @@ def _communicating(pipeline: Pipeline) -> Schedule:
 
 
 def _family(choice: Choice) -> Choice:
-    """The key by which listed plans differ: plans that differ only in their schedule, their method of context parallelism, their dispatcher
-    or what they must recompute count as one, as do those that offload needlessly."""
+    """The key by which listed plans differ: plans that differ only in their schedule, their method of context
+    parallelism, their dispatcher or what they must recompute count as one, as do those that offload
+    needlessly."""
     plain = replace(choice, context="", context_inner=1, context_parts="", expert_dispatch="")
     return replace(plain, schedule="", virtual_stages=0, recompute="")
 

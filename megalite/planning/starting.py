@@ -1,4 +1,5 @@
-"""A first configuration of a run, for `megalite init`: defaults by the size of the model, and the planner's layout for the devices."""
+"""A first configuration of a run, for `megalite init`: defaults by the size of the model, and the planner's
+layout for the devices."""
 
 from __future__ import annotations
 
@@ -68,13 +69,18 @@ def first_config(wanted: Wanted) -> tuple[Config, Plan]:
     search = Search(Job.of(base, wanted.device), base, max(1, wanted.gpus), {}, 1)
     plans = search.plans()
     if not plans:
-        raise ConfigError(explaining.nothing_fits(search) if search.considered else f"No layout is legal: {explaining.illegal(search)}")
+        raise ConfigError(
+            explaining.nothing_fits(search)
+            if search.considered
+            else f"No layout is legal: {explaining.illegal(search)}"
+        )
     return runnable(base, plans[0].choice, search.room), plans[0]
 
 
 def with_sizes(wanted: Wanted) -> Config:
     """The configuration without its layout."""
-    base, prefix = wanted.base, (prefixes(wanted.data) or [""])[0]  # only a configuration has several: it says the rest itself
+    # only a configuration has several: it says the rest itself
+    base, prefix = wanted.base, (prefixes(wanted.data) or [""])[0]
     given, facts = Path(f"{prefix}.idx").is_file(), metadata(prefix)
     model = replace(base.model, init_from=wanted.weights or base.model.init_from)
     if model.vocab_size is None and facts.get("vocab_size") is None:
@@ -85,12 +91,20 @@ def with_sizes(wanted: Wanted) -> Config:
     batch = wanted.global_batch_size or _batch(wanted, parameters, length)
     chat = given and is_chat(prefix)
     held_out = 0.01 if given and 0.01 * facts.get("tokens", 0) > 2 * batch * length else None
-    data = replace(base.data, train=wanted.data, sequence_length=length, packing=base.data.packing or (chat and not wanted.complete))
+    data = replace(
+        base.data,
+        train=wanted.data,
+        sequence_length=length,
+        packing=base.data.packing or (chat and not wanted.complete),
+    )
     data.validation = base.data.validation if wanted.complete else held_out
     train = replace(base.train, global_batch_size=batch)
     if not wanted.complete:
         asked = wanted.steps is not None or wanted.tokens is not None
-        train.steps, train.tokens = _steps(wanted, parameters, batch * length, facts.get("tokens") if given else None), None
+        train.steps, train.tokens = (
+            _steps(wanted, parameters, batch * length, facts.get("tokens") if given else None),
+            None,
+        )
         if chat and not asked:  # the rows that conversations fill do not follow from their tokens
             train.steps, train.epochs = Config().train.steps, 1.0
     train.precision = _precision(wanted)  # type: ignore[assignment]
@@ -139,10 +153,22 @@ def _with_schedule(config: Config, wanted: Wanted, parameters: int) -> Config:
     counted = replace(config, train=replace(config.train))
     resolve_steps(counted)
     steps = counted.train.steps
-    rate = FINE_TUNING_RATE if wanted.weights else next(rate for most, rate in LEARNING_RATES if parameters <= most)
-    optimizer = replace(config.optimizer, lr=rate, min_lr=float(f"{rate / 10:.3g}"), warmup_steps=min(MOST_WARMUP, steps // 20))
+    rate = (
+        FINE_TUNING_RATE
+        if wanted.weights
+        else next(rate for most, rate in LEARNING_RATES if parameters <= most)
+    )
+    optimizer = replace(
+        config.optimizer,
+        lr=rate,
+        min_lr=float(f"{rate / 10:.3g}"),
+        warmup_steps=min(MOST_WARMUP, steps // 20),
+    )
     interval = max(1, min(1000, steps // 10))
-    changed: dict[str, Any] = {"optimizer": optimizer, "checkpoint": replace(config.checkpoint, interval=interval, keep=3)}
+    changed: dict[str, Any] = {
+        "optimizer": optimizer,
+        "checkpoint": replace(config.checkpoint, interval=interval, keep=3),
+    }
     if config.data.validation is not None:
         changed["validation"] = replace(config.validation, interval=interval)
     return replace(config, **changed)

@@ -1,7 +1,8 @@
-"""Bytes of the model's states on one rank: weights, accumulated gradients and optimizer state. Imports no torch.
+"""Bytes of the model's states on one rank: weights, accumulated gradients and optimizer state.
 
-Computed from the buckets that the store allocates (`megalite.parallel.sharding`), padding included, so the numbers are exact:
-`megalite train --dry_run` builds the same buckets on the meta device and fails if one byte differs.
+Computed from the buckets that the store allocates (`megalite.parallel.sharding`), padding included, so the
+numbers are exact: `megalite train --dry_run` builds the same buckets on the meta device and fails if one byte
+differs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes per element of the compute dtype, the accumulate dtype (at least fp32) and an accumulated gradient."""
+    """Bytes per element of the compute dtype, the accumulate dtype (at least fp32) and an accumulated
+    gradient."""
 
     compute: int
     accumulate: int
@@ -39,12 +41,17 @@ class Widths:
     def of(config: Config) -> Widths:
         compute = WIDTH[config.train.precision]
         accumulate = max(compute, WIDTH["fp32"])
-        return Widths(compute, accumulate, accumulate if config.train.grad_dtype == "wide" else WIDTH[config.train.grad_dtype])
+        return Widths(
+            compute,
+            accumulate,
+            accumulate if config.train.grad_dtype == "wide" else WIDTH[config.train.grad_dtype],
+        )
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """How the buckets of a domain are sharded: the number of ranks that share them, and the effective ZeRO stage (0 if none do)."""
+    """How the buckets of a domain are sharded: the number of ranks that share them, and the effective ZeRO
+    stage (0 if none do)."""
 
     data: int
     shard: int
@@ -65,7 +72,8 @@ class Sharing:
         return Sharing(dims.expert_data, dims.expert_shard, dims.expert_data // dims.expert_shard, zero)
 
     def kept(self, bucket: BucketLayout) -> int:
-        """Elements of a bucket whose optimizer state one rank keeps; for a frozen bucket, elements of its weights."""
+        """Elements of a bucket whose optimizer state one rank keeps; for a frozen bucket, elements of its
+        weights."""
         return bucket.size // self.shard if bucket.trainable or self.weights_sharded else bucket.size
 
     @property
@@ -88,21 +96,33 @@ def _state(config: Config, bucket: BucketLayout, shard: int) -> int:
 
 
 def fullest_shard(config: Config, buckets: Sequence[BucketLayout]) -> int:
-    """The shard with the most optimizer state: all have as much, unless the optimizer keeps more of some tensors than of others."""
+    """The shard with the most optimizer state: all have as much, unless the optimizer keeps more of some
+    tensors than of others."""
     if OPTIMIZERS[config.optimizer.name].uniform:
         return 0
-    return max(range(Sharing.of(config).shard), key=lambda shard: sum(_state(config, bucket, shard) for bucket in buckets))
+    return max(
+        range(Sharing.of(config).shard),
+        key=lambda shard: sum(_state(config, bucket, shard) for bucket in buckets),
+    )
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Bytes of the tensors in a checkpoint, all ranks together: weights (masters where they are trained) and the optimizer's state of them.
+    """Bytes of the tensors in a checkpoint, all ranks together: weights (masters where they are trained) and
+    the optimizer's state of them.
 
     What PowerSGD and routers keep besides is left out.
     """
     widths, kinds = Widths.of(config), kinds_of(config)
-    segments = (each for spec in with_adapters(model_specs(config.model), config.lora) for each in spec.segments if not each.copy)
+    segments = (
+        each
+        for spec in with_adapters(model_specs(config.model), config.lora)
+        for each in spec.segments
+        if not each.copy
+    )
     return sum(
-        math.prod(each.shape) * widths.accumulate * (1 + len(kinds(each))) if each.trainable else math.prod(each.shape) * widths.compute
+        math.prod(each.shape) * widths.accumulate * (1 + len(kinds(each)))
+        if each.trainable
+        else math.prod(each.shape) * widths.compute
         for each in segments
     )
 
@@ -120,9 +140,10 @@ class States:
         weights: in the compute dtype.
         gradients: in the dtype they accumulate in.
         master: master weights, 0 if the weights themselves are updated.
-        moments: the optimizer's state besides them: AdamW's two moments, Muon's one of matrices, and the average of the weights.
-        powersgd: errors and factors of compressed gradients.
-        copies: transient: copies of the optimizer state under schedules that update before the norm is known, and PowerSGD's new errors
+        moments: the optimizer's state besides them: AdamW's two moments, Muon's one of matrices, and the
+        average of the weights. powersgd: errors and factors of compressed gradients.
+        copies: transient: copies of the optimizer state under schedules that update before the norm is known,
+        and PowerSGD's new errors
             and factors.
         host, disk: the part of the above that is stored in CPU memory or in a file instead of on the device.
     """
@@ -151,18 +172,26 @@ class States:
 
 
 def model_states(
-    config: Config, buckets: Sequence[BucketLayout], pp_rank: int, device: Device = "cuda", shard: int | None = None
+    config: Config,
+    buckets: Sequence[BucketLayout],
+    pp_rank: int,
+    device: Device = "cuda",
+    shard: int | None = None,
 ) -> States:
     """The states of a pipeline rank that has these buckets.
 
     Args:
-        device: the device that computes; offloading to CPU memory moves state off the device only if this is "cuda".
-        shard: its index on the shard axis; default: that with the most state.
+        device: the device that computes; offloading to CPU memory moves state off the device only if this is
+        "cuda". shard: its index on the shard axis; default: that with the most state.
     """
     shard = fullest_shard(config, buckets) if shard is None else shard
     total = sum((_bucket(config, bucket, device, shard) for bucket in buckets), States())
     if optimistic_step(config) and pp_rank < config.parallel.pp - 1:
-        kept = sum(Sharing.of(config, bucket.domain).kept(bucket) + _state(config, bucket, shard) for bucket in buckets if bucket.trainable)
+        kept = sum(
+            Sharing.of(config, bucket.domain).kept(bucket) + _state(config, bucket, shard)
+            for bucket in buckets
+            if bucket.trainable
+        )
         total += States(copies=kept * Widths.of(config).accumulate)
     return total
 
@@ -201,7 +230,8 @@ def _gradients(config: Config, bucket: BucketLayout) -> int:
 
 
 def matrices(config: Config, bucket: BucketLayout) -> list[tuple[int, int]]:
-    """Shapes of the bucket's matrices whose gradients PowerSGD compresses, see `megalite.parallel.sharding.powersgd`."""
+    """Shapes of the bucket's matrices whose gradients PowerSGD compresses, see
+    `megalite.parallel.sharding.powersgd`."""
     parallel = config.parallel
     alone = Sharing.of(config).data == 1 or Sharing.of(config, bucket.domain).data == 1
     if not parallel.powersgd_rank or alone or not bucket.trainable:

@@ -1,4 +1,5 @@
-"""The time of a training step under one layout, in seconds: stages, the pipeline schedule, data parallelism, the optimizer."""
+"""The time of a training step under one layout, in seconds: stages, the pipeline schedule, data parallelism,
+the optimizer."""
 
 from __future__ import annotations
 
@@ -35,15 +36,17 @@ from megalite.planning.pacing import Durations, Pipeline, ScheduleTime, pace
 STATE_BYTES = 4.0 * (1 + len(ADAMW))
 """The fp32 master weight and the optimizer's state of a parameter."""
 HOST_BYTES = 4.0 + 2 * STATE_BYTES + 4.0
-"""What an update moves in CPU memory for a parameter: the gradient read, master weight and state read and written, the weight written."""
+"""What an update moves in CPU memory for a parameter: the gradient read, master weight and state read and
+written, the weight written."""
 OFFLOAD_WIRE = (4.0, 2.0)
 """Bytes sent per parameter to the host (its fp32 gradient) and back (its 16-bit weight)."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One layout of a model over ranks. virtual_stages: stages per rank; the names of methods are as in `parallel`, those of context count
-    with cp > 1 and that of experts with ep > 1; dp_shard: as there, too."""
+    """One layout of a model over ranks. virtual_stages: stages per rank; the names of methods are as in
+    `parallel`, those of context count with cp > 1 and that of experts with ep > 1; dp_shard: as there, too.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -95,7 +98,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A predicted step. `total` is the time of the pipeline and of what follows it; the other fields break it down for the busiest rank.
+    """A predicted step. `total` is the time of the pipeline and of what follows it; the other fields break it
+    down for the busiest rank.
 
     Attributes:
         compute: kernels of the busiest rank, except those counted below.
@@ -122,7 +126,18 @@ class StepTime:
 
     def parts(self) -> dict[str, float]:
         """Name → seconds; the sum is the total."""
-        names = ("compute", "recompute", "tensor", "context", "experts", "bubble", "gradients", "weights", "optimizer", "nodes")
+        names = (
+            "compute",
+            "recompute",
+            "tensor",
+            "context",
+            "experts",
+            "bubble",
+            "gradients",
+            "weights",
+            "optimizer",
+            "nodes",
+        )
         return {name: getattr(self, name) for name in names}
 
 
@@ -165,9 +180,13 @@ class Job:
         return self.global_batch_size * self.sequence_length / seconds / choice.gpus
 
     def mfu(self, choice: Choice, seconds: float) -> tuple[float, float]:
-        """Fraction of the device's dense peak: by PaLM's convention, which counts every pair of positions, and by the causal half only."""
+        """Fraction of the device's dense peak: by PaLM's convention, which counts every pair of positions,
+        and by the causal half only."""
         rate = self.tokens_per_second_per_gpu(choice, seconds) / self.device.peak(self.precision)
-        palm, causal = (per_token(self.model, self.sequence_length, name, lora=self.lora).model for name in ("palm", "causal"))
+        palm, causal = (
+            per_token(self.model, self.sequence_length, name, lora=self.lora).model
+            for name in ("palm", "causal")
+        )
         return rate * palm, rate * causal
 
 
@@ -179,7 +198,8 @@ def recomputed_share(recompute: str) -> float:
 
 
 class _Left(NamedTuple):
-    """Seconds of a rank's gradient reduction after its last backward, and of its weights' gathering at the start of its first forward."""
+    """Seconds of a rank's gradient reduction after its last backward, and of its weights' gathering at the
+    start of its first forward."""
 
     gradients: float
     weights: float
@@ -237,8 +257,9 @@ class Stepper:
         return [(own[kinds.index(kind)], kinds.count(kind)) for kind in dict.fromkeys(kinds)]
 
     def least(self, choice: Choice, pipeline: float = 0.0) -> float:
-        """A lower bound of the step time: that of the pipeline (`filled`, or `pipeline` if that is larger), then what no rank can hide of
-        gradients and weights, and the optimizer. Exact with one pipeline rank and without recomputation."""
+        """A lower bound of the step time: that of the pipeline (`filled`, or `pipeline` if that is larger),
+        then what no rank can hide of gradients and weights, and the optimizer. Exact with one pipeline rank
+        and without recomputation."""
         _, sizes, _ = self.stages(choice)
         plain = replace(choice, offload="none")
         filled = self.filled(plain if choice.zero >= 2 else replace(plain, zero=0, dp_shard=None))
@@ -246,12 +267,15 @@ class Stepper:
         least, weights, slow = max(filled, pipeline), 0.0, self.slow(choice)
         busy = self._by_rank(choice, [each.total for each in passes])
         between = self._message(choice) + self._blocking(choice)
-        before = [0.0, *accumulate(slow * each.forward + between for each in passes)]  # a rank's first pass waits for these
+        # a rank's first pass waits for these
+        before = [0.0, *accumulate(slow * each.forward + between for each in passes)]
         hides, own = self._hides, placement(choice.schedule, choice.pp, choice.asked_stages)
         ended = least
         for rank, left in enumerate(self._left(choice, passes, held)):
             first = before[own.index(rank)]
-            alone = least if self.in_turn(choice) else first + slow * self.job.microbatches(choice) * busy[rank]
+            alone = (
+                least if self.in_turn(choice) else first + slow * self.job.microbatches(choice) * busy[rank]
+            )
             ended = max(ended, alone + left.gradients)
             weights = max(weights, left.weights - (first if hides else 0.0))
         return ended + self._tied(choice) + weights + self._optimizer(choice, held) + self._late(choice)
@@ -262,24 +286,31 @@ class Stepper:
         return self._with_data(choice, passes, sizes, self.layers_of_stages(len(passes)))[0]
 
     def alone(self, choice: Choice, rank: int) -> float:
-        """A lower bound of the step time from one pipeline rank: its work, with the communication of ZeRO-2 and 3 that it waits for, and
-        its part of the optimizer."""
+        """A lower bound of the step time from one pipeline rank: its work, with the communication of ZeRO-2
+        and 3 that it waits for, and its part of the optimizer."""
         passes, sizes, _ = self.stages(choice)
-        layers, placed = self.layers_of_stages(len(passes)), placement(choice.schedule, choice.pp, choice.asked_stages)
-        own = [(passes[stage], sizes[stage], layers[stage]) for stage, each in enumerate(placed) if each == rank]
+        layers, placed = (
+            self.layers_of_stages(len(passes)),
+            placement(choice.schedule, choice.pp, choice.asked_stages),
+        )
+        own = [
+            (passes[stage], sizes[stage], layers[stage]) for stage, each in enumerate(placed) if each == rank
+        ]
         its_passes, its_sizes, its_layers = map(list, zip(*own, strict=True))
         slowed, _ = self._with_data(choice, its_passes, its_sizes, its_layers)
         work = self.slow(choice) * self.job.microbatches(choice) * sum(each.total for each in slowed)
         return work + self._optimizer(choice, [Parameters(*map(sum, zip(*its_sizes, strict=True)))])
 
     def _filled(self, choice: Choice) -> float:
-        """A lower bound of the pipeline's time: a rank's work, after the forwards of the stages before it and before their backwards."""
+        """A lower bound of the pipeline's time: a rank's work, after the forwards of the stages before it and
+        before their backwards."""
         passes = self.slowed(choice)
         own = placement(choice.schedule, choice.pp, choice.asked_stages)
         busy = self._by_rank(choice, [each.total for each in passes])
         before = [0.0, *accumulate(each.forward for each in passes)]
         after = [0.0, *accumulate(each.backward for each in passes)]
-        put_off = self._by_rank(choice, [each.weight if choice.splits else 0.0 for each in passes])  # may run after a rank's last backward
+        # may run after a rank's last backward
+        put_off = self._by_rank(choice, [each.weight if choice.splits else 0.0 for each in passes])
         count, least = self.job.microbatches(choice), 0.0
         for rank in range(choice.pp):
             first = own.index(rank)
@@ -292,8 +323,8 @@ class Stepper:
         return 1 / self.device.constants.slowest if choice.gpus > 1 and not self.device.cpu else 1.0
 
     def _late(self, choice: Choice) -> float:
-        """Seconds of a step that nodes wait for the latest of them. The expected maximum of independent delays, exponentially distributed,
-        grows with the logarithm of their number."""
+        """Seconds of a step that nodes wait for the latest of them. The expected maximum of independent
+        delays, exponentially distributed, grows with the logarithm of their number."""
         nodes = math.ceil(choice.gpus / self.device.per_node)
         return 0.0 if self.device.cpu else self.device.constants.delay * math.log(nodes)
 
@@ -304,13 +335,19 @@ class Stepper:
         own = choice.ep, choice.context_inner, choice.expert_dispatch, choice.context_parts
         return Share(part, *sizes, *own)
 
-    # --- stages ------------------------------------------------------------------------------------------------------------
+    # --- stages
+    # --------------------------------------------------------------------------------------------------------
 
     def stages(self, choice: Choice) -> tuple[list[Passes], list[Parameters], list[float]]:
-        """For each stage: its passes, its parameters on one rank, and the seconds of its backward that are recomputed forward kernels."""
-        return self._all_stages(self._share(choice), choice.pp * choice.virtual_stages, choice.recompute, choice.splits)
+        """For each stage: its passes, its parameters on one rank, and the seconds of its backward that are
+        recomputed forward kernels."""
+        return self._all_stages(
+            self._share(choice), choice.pp * choice.virtual_stages, choice.recompute, choice.splits
+        )
 
-    def _stages(self, share: Share, stages: int, recompute: str, splits: bool) -> tuple[list[Passes], list[Parameters], list[float]]:
+    def _stages(
+        self, share: Share, stages: int, recompute: str, splits: bool
+    ) -> tuple[list[Passes], list[Parameters], list[float]]:
         split, whole = self.layers_of_stages(stages), recomputed_share(recompute)
         found = []
         for stage, (start, stop) in enumerate(zip([0, *accumulate(split)], accumulate(split), strict=False)):
@@ -322,24 +359,45 @@ class Stepper:
         return list(passes), list(sizes), list(again)
 
     def _stage_of(
-        self, share: Share, layers: Sequence[tuple[Hashable, str]], whole: float, first: bool, last: bool, splits: bool
+        self,
+        share: Share,
+        layers: Sequence[tuple[Hashable, str]],
+        whole: float,
+        first: bool,
+        last: bool,
+        splits: bool,
     ) -> tuple[Passes, Parameters, float]:
-        """One stage, given the kind of each of its layers and what it recomputes. whole: as `recomputed_share`."""
-        model, own = self.job.model, [self.kinds.index(kind) for kind, _ in layers]  # layers of the model that are alike
-        total = functools.reduce(Passes.plus, [self.operations.layer(share, index).times(count) for index, count in Counter(own).items()])
+        """One stage, given the kind of each of its layers and what it recomputes. whole: as
+        `recomputed_share`."""
+        # layers of the model that are alike
+        model, own = self.job.model, [self.kinds.index(kind) for kind, _ in layers]
+        total = functools.reduce(
+            Passes.plus,
+            [self.operations.layer(share, index).times(count) for index, count in Counter(own).items()],
+        )
         kernels, wait = whole * (total.forward - total.forward_wait), whole * total.forward_wait
         if not whole:
-            times = [self.operations.again(share, index, mode) for index, (_, mode) in zip(own, layers, strict=True)]
+            times = [
+                self.operations.again(share, index, mode)
+                for index, (_, mode) in zip(own, layers, strict=True)
+            ]
             kernels, wait = (sum(each) for each in zip(*times, strict=True))
-        total = total._replace(backward=total.backward + kernels + wait, backward_wait=total.backward_wait + wait)
+        total = total._replace(
+            backward=total.backward + kernels + wait, backward_wait=total.backward_wait + wait
+        )
         if first:
             total = total.plus(self.operations.embedding(share))
         if last:
             total = total.plus(self.operations.head(share, splits))
         alone = last and (not model.tie_word_embeddings or not first)
-        copied = last and not first and model.mtp_layers > 0 and not model.tie_word_embeddings  # its embedding, which modules look up
+        # its embedding, which modules look up
+        copied = last and not first and model.mtp_layers > 0 and not model.tie_word_embeddings
         modules = model.mtp_layers if last else 0
-        return total, self._parameters(share.tp, share.ep, tuple(own), first or copied, alone, modules), kernels
+        return (
+            total,
+            self._parameters(share.tp, share.ep, tuple(own), first or copied, alone, modules),
+            kernels,
+        )
 
     def own(self, start: int, stop: int) -> list[int]:
         """The layers of a stage: the last one has those of modules of multi-token prediction too."""
@@ -368,14 +426,17 @@ class Stepper:
         """Seconds that a pass waits until its result is sent."""
         return 0.0 if self.job.software.hides_messages and not self.device.cpu else self._message(choice)
 
-    # --- data parallelism --------------------------------------------------------------------------------------------------
+    # --- data parallelism
+    # --------------------------------------------------------------------------------------------------
 
     def _with_data(
         self, choice: Choice, passes: list[Passes], sizes: list[Parameters], layers: list[int]
     ) -> tuple[list[Passes], list[float]]:
-        """Passes of some stages with the exposed communication of ZeRO-2 and 3 per microbatch added, and its seconds per stage. layers: the
-        number of each stage."""
-        if choice.zero < 2 or (choice.data == 1 and choice.expert_data == 1 and not choice.offload_parameters):
+        """Passes of some stages with the exposed communication of ZeRO-2 and 3 per microbatch added, and its
+        seconds per stage. layers: the number of each stage."""
+        if choice.zero < 2 or (
+            choice.data == 1 and choice.expert_data == 1 and not choice.offload_parameters
+        ):
             return passes, [0.0] * len(passes)
         slowed, waits, uses = [], [], dict[tuple[Parameters, int], tuple[float, float]]()
         for each, size, count in zip(passes, sizes, layers, strict=True):
@@ -389,7 +450,8 @@ class Stepper:
         return slowed, waits
 
     def _for_each_use(self, choice: Choice, size: Parameters, layers: int) -> tuple[float, float]:
-        """Seconds for one microbatch of a stage under ZeRO-2 and 3: its gradients' reduction, and one gathering of its weights."""
+        """Seconds for one microbatch of a stage under ZeRO-2 and 3: its gradients' reduction, and one
+        gathering of its weights."""
         fabric, width = self.operations.fabric, self.operations.size
         reduce = gather = 0.0
         for domain in domains(self.device, choice, size):
@@ -401,15 +463,16 @@ class Stepper:
         return reduce, gather
 
     def _beside(self, computation: float, communication: float) -> float:
-        """Both, overlapped: communication slows computation down while it runs. On a CPU they run one after the other."""
+        """Both, overlapped: communication slows computation down while it runs. On a CPU they run one after
+        the other."""
         if self.device.cpu:
             return computation + communication
         taken = min(computation, communication) * self.device.constants.overlap
         return max(computation + taken, communication)
 
     def _reduction(self, choice: Choice, size: Parameters) -> tuple[float, float]:
-        """Seconds of the step's gradient reduction and of the all-gather of updated weights, for a rank's parameters. Ranks that hold the
-        same shard sum it once a step."""
+        """Seconds of the step's gradient reduction and of the all-gather of updated weights, for a rank's
+        parameters. Ranks that hold the same shard sum it once a step."""
         fabric = self.operations.fabric
         reduce = gather = 0.0
         for domain in domains(self.device, choice, size):
@@ -424,7 +487,8 @@ class Stepper:
         return reduce, gather
 
     def _tied(self, choice: Choice) -> float:
-        """The all-reduce of the gradients of an embedding that the last stage uses too, if its copies are on two pipeline ranks."""
+        """The all-reduce of the gradients of an embedding that the last stage uses too, if its copies are on
+        two pipeline ranks."""
         own = placement(choice.schedule, choice.pp, choice.asked_stages)
         model = self.job.model
         if not (model.tie_word_embeddings or model.mtp_layers) or own[0] == own[-1]:
@@ -434,11 +498,15 @@ class Stepper:
         nodes = 1 if choice.gpus <= self.device.per_node else 2
         return self.operations.fabric.all_reduce(table * self.job.gradient_bytes, Group(2, 2 // nodes, nodes))
 
-    def _behind(self, choice: Choice, timed: ScheduleTime, passes: list[Passes], held: list[Parameters]) -> tuple[float, float]:
-        """Exposed time after the pipeline: gradients not yet reduced when the last rank ends, and weights not yet gathered when needed.
+    def _behind(
+        self, choice: Choice, timed: ScheduleTime, passes: list[Passes], held: list[Parameters]
+    ) -> tuple[float, float]:
+        """Exposed time after the pipeline: gradients not yet reduced when the last rank ends, and weights not
+        yet gathered when needed.
 
-        Reductions overlap with the last microbatch's backward and gathering with the next step's first forward, but for the unit that is
-        reduced last and needed first: the embedding or a layer. A rank that ends before the last one has that much more time.
+        Reductions overlap with the last microbatch's backward and gathering with the next step's first
+        forward, but for the unit that is reduced last and needed first: the embedding or a layer. A rank that
+        ends before the last one has that much more time.
         """
         gradients = weights = 0.0
         for rank, left in enumerate(self._left(choice, passes, held)):
@@ -464,28 +532,47 @@ class Stepper:
         return found
 
     def _ends(self, choice: Choice, held: list[Parameters]) -> list[float]:
-        """For each rank, the fraction of its parameters in the unit that is reduced last and gathered first."""
+        """For each rank, the fraction of its parameters in the unit that is reduced last and gathered
+        first."""
         stages = choice.pp * choice.virtual_stages
         found = [1 / count for count in self._by_rank(choice, self.layers_of_stages(stages))]
-        found[0] = max(found[0], self._parameters(choice.tp, choice.ep, (), embedding=True).trained / held[0].trained)
+        found[0] = max(
+            found[0], self._parameters(choice.tp, choice.ep, (), embedding=True).trained / held[0].trained
+        )
         return found
 
     def parameters(self, choice: Choice, layers: Sequence[int]) -> Parameters:
         """Those of some layers on one rank."""
-        return self._parameters(choice.tp, choice.ep, tuple(self.kinds.index(self.kinds[index]) for index in layers))
+        return self._parameters(
+            choice.tp, choice.ep, tuple(self.kinds.index(self.kinds[index]) for index in layers)
+        )
 
     def _parameters_of(
-        self, tp: int, ep: int, layers: tuple[int, ...], embedding: bool = False, head: bool = False, modules: int = 0
+        self,
+        tp: int,
+        ep: int,
+        layers: tuple[int, ...],
+        embedding: bool = False,
+        head: bool = False,
+        modules: int = 0,
     ) -> Parameters:
         """As `Parameters.of`; they do not depend on a rank's part of the batch."""
-        return Parameters.of(self.operations.units(Share(self.job.sequence_length, tp=tp, ep=ep)), layers, embedding, head, modules)
+        return Parameters.of(
+            self.operations.units(Share(self.job.sequence_length, tp=tp, ep=ep)),
+            layers,
+            embedding,
+            head,
+            modules,
+        )
 
     def held(self, choice: Choice, sizes: list[Parameters]) -> list[Parameters]:
         """The parameters of each pipeline rank, from those of the stages."""
         kinds = (self._by_rank(choice, kind) for kind in zip(*sizes, strict=True))
         return [Parameters(*rank) for rank in zip(*kinds, strict=True)]
 
-    def _closed(self, choice: Choice, timed: ScheduleTime, passes: list[Passes], waits: list[float]) -> StepTime:
+    def _closed(
+        self, choice: Choice, timed: ScheduleTime, passes: list[Passes], waits: list[float]
+    ) -> StepTime:
         """The step's time from the pipeline's, broken down for the busiest rank."""
         _, sizes, again = self.stages(choice)
         held = self.held(choice, sizes)
@@ -499,7 +586,12 @@ class Stepper:
         )
         within, recompute, waiting, context, experts = (
             self.job.microbatches(choice) * self._by_rank(choice, values)[busiest]
-            for values in ([each.forward_wait + each.backward_wait for each in passes], again, waits, *exchanges)
+            for values in (
+                [each.forward_wait + each.backward_wait for each in passes],
+                again,
+                waits,
+                *exchanges,
+            )
         )
         return StepTime(
             total=pipeline + gradients + weights + optimizer + nodes,
@@ -516,8 +608,11 @@ class Stepper:
             bubble_fraction=1 - sum(timed.busy) / (choice.pp * pipeline),
         )
 
-    def _exchanges(self, choice: Choice, layer: Callable[[Share, int], tuple[float, float]], ranks: int, operation: str) -> list[float]:
-        """Exposed seconds per microbatch, of each stage, of a communication over so many ranks inside an operation of layers."""
+    def _exchanges(
+        self, choice: Choice, layer: Callable[[Share, int], tuple[float, float]], ranks: int, operation: str
+    ) -> list[float]:
+        """Exposed seconds per microbatch, of each stage, of a communication over so many ranks inside an
+        operation of layers."""
         split, share = self.layers_of_stages(choice.pp * choice.virtual_stages), self._share(choice)
         if ranks == 1:
             return [0.0] * len(split)
@@ -527,20 +622,29 @@ class Stepper:
             named = sum(operation in operations_of(mode_of(choice.recompute, index)) for index in own)
             again = recomputed_share(choice.recompute) or named / len(own)
             times = [(count, layer(share, index)) for index, count in self._alike(start, stop)]
-            found.append(sum(count * ((1 + again) * forward + backward) for count, (forward, backward) in times))
+            found.append(
+                sum(count * ((1 + again) * forward + backward) for count, (forward, backward) in times)
+            )
         return found
 
     def in_turn(self, choice: Choice) -> bool:
-        """Whether ranks end a step, and start the next, one after the other without a barrier (`megalite.training.step_finalizer`)."""
+        """Whether ranks end a step, and start the next, one after the other without a barrier
+        (`megalite.training.step_finalizer`)."""
         job = self.job
         precision = "fp32" if job.software.optimistic_in_fp16 else job.precision
-        return job.optimistic_step and may_be_optimistic(choice.schedule, choice.pp, choice.offload, job.model, precision)
+        return job.optimistic_step and may_be_optimistic(
+            choice.schedule, choice.pp, choice.offload, job.model, precision
+        )
 
     def _optimizer(self, choice: Choice, held: list[Parameters]) -> float:
-        """The update of the parameters that one rank updates, at most, and the all-reduce of the gradient norm."""
+        """The update of the parameters that one rank updates, at most, and the all-reduce of the gradient
+        norm."""
         device = self.device
         split = [domains(device, choice, size) for size in dict.fromkeys(held)]
-        own = max(sum(domain.trained / (domain.shard.size if choice.zero else 1) for domain in each) for each in split)
+        own = max(
+            sum(domain.trained / (domain.shard.size if choice.zero else 1) for domain in each)
+            for each in split
+        )
         norm = self.operations.fabric.all_reduce(64, group(device, choice.gpus, 1))
         if choice.offload == "none":
             return stream(device, own * self.job.software.adam_bytes) + norm + self._matrices(choice)
@@ -549,7 +653,8 @@ class Stepper:
         return max(own * HOST_BYTES / device.host_memory, wire, disk) + norm
 
     def _matrices(self, choice: Choice) -> float:
-        """Muon's iterations, and the way of the matrices to their owners and back, which overlaps with them."""
+        """Muon's iterations, and the way of the matrices to their owners and back, which overlaps with
+        them."""
         model, muon, ranks = self.job.model, self.job.muon, choice.data * choice.tp
         if muon is None:
             return 0.0
@@ -557,5 +662,8 @@ class Stepper:
         work = orthogonalising.seconds(model, muon, self.device, self.job.precision, layers, ranks)
         if ranks == 1:
             return work
-        own = layers * orthogonalising.matrix_elements(model) / ranks * (2 if muon.ns_dtype == "bf16" else 4)  # bytes
-        return self._beside(work, 2 * self.operations.fabric.half(own, group(self.device, ranks, 1, choice.gpus)))
+        # bytes
+        own = layers * orthogonalising.matrix_elements(model) / ranks * (2 if muon.ns_dtype == "bf16" else 4)
+        return self._beside(
+            work, 2 * self.operations.fabric.half(own, group(self.device, ranks, 1, choice.gpus))
+        )

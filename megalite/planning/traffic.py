@@ -1,7 +1,8 @@
-"""Bytes that each rank sends per step, by mesh axis, computed from specs, buckets and the schedule's actions. Imports no torch.
+"""Bytes that each rank sends per step, by mesh axis, computed from specs, buckets and the schedule's actions.
 
-Collectives are counted as ring algorithms: for a tensor of B bytes over n ranks, each rank sends (n − 1) / n · B in an all-gather or a
-reduce-scatter, and twice that in an all-reduce. A message between stages counts its bytes once.
+Collectives are counted as ring algorithms: for a tensor of B bytes over n ranks, each rank sends (n − 1) / n
+· B in an all-gather or a reduce-scatter, and twice that in an all-reduce. A message between stages counts its
+bytes once.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from megalite.planning.states import Sharing, Widths, matrices
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that each rank of one pipeline rank sends per step over each axis; Muon's exchange, over dp and tp, counts with dp, as do
-    reductions over dp and cp together."""
+    """Bytes that each rank of one pipeline rank sends per step over each axis; Muon's exchange, over dp and
+    tp, counts with dp, as do reductions over dp and cp together."""
 
     tp: int
     dp: int
@@ -70,7 +71,8 @@ def _rank(config: Config, schedule: Schedule, pp_rank: int) -> Traffic:
 
 
 def _context(config: Config, sizes: Activations, number: int) -> float:
-    """Bytes that attention of a unit exchanges over cp, in one microbatch's forward and backward (`megalite.parallel.context`)."""
+    """Bytes that attention of a unit exchanges over cp, in one microbatch's forward and backward
+    (`megalite.parallel.context`)."""
     total = 0.0
     for layer in layers_in(config.model, number):
         again = repeated(sizes.units, layer, config.train.recompute_of(layer))
@@ -85,7 +87,11 @@ class _Tensor:
     """Bytes that tensor parallelism sends, see `megalite.parallel.tensor`."""
 
     def __init__(self, config: Config):
-        self.config, self.sizes, self.ranks = config, Activations(config, lora=config.lora), config.parallel.tp
+        self.config, self.sizes, self.ranks = (
+            config,
+            Activations(config, lora=config.lora),
+            config.parallel.tp,
+        )
         self.shared = config.parallel.sequence_parallel and self.ranks > 1
 
     def microbatch(self, number: int) -> float:
@@ -95,31 +101,55 @@ class _Tensor:
         if number == head_unit(model):  # each loss reduces maxima, sums and target logits
             statistics = (4 if train.label_smoothing else 3) * (1 + model.mtp_layers)
             more = ring(self.ranks * statistics * self.sizes.share.tokens * self.sizes.accumulate, self.ranks)
-            unit = UnitCost((*unit.blocks, *(block for parts in modules(units) for part in parts for block in part.blocks)))
-        again = [step for layer in layers_in(model, number) for step in repeated(units, layer, train.recompute_of(layer))]
+            unit = UnitCost(
+                (
+                    *unit.blocks,
+                    *(block for parts in modules(units) for part in parts for block in part.blocks),
+                )
+            )
+        again = [
+            step
+            for layer in layers_in(model, number)
+            for step in repeated(units, layer, train.recompute_of(layer))
+        ]
         steps = [*unit.steps, *again]
-        rings = sum(step.travelling * step.collectives(self.shared).forward for step in steps if isinstance(step, Product | Lookup))
+        rings = sum(
+            step.travelling * step.collectives(self.shared).forward
+            for step in steps
+            if isinstance(step, Product | Lookup)
+        )
         rings += unit.collectives(self.shared).backward
         lengths = sum(step.lengths for step in steps if isinstance(step, Product))
-        summed = unit.summed + sum(step.summed for step in steps if isinstance(step, Elementwise))  # backward, and each forward
+        # backward, and each forward
+        summed = unit.summed + sum(step.summed for step in steps if isinstance(step, Elementwise))
         more += 2 * ring((lengths + summed) * self.sizes.accumulate, self.ranks)
         return ring(rings * self.sizes.width, self.ranks) + more
 
     def step(self, buckets: Sequence[BucketLayout]) -> float:
-        """Bytes of the all-reduces at the end of a step: gradients that are partial over tp, and those of replicated key-value heads."""
+        """Bytes of the all-reduces at the end of a step: gradients that are partial over tp, and those of
+        replicated key-value heads."""
         sharing, width = Sharing.of(self.config), Widths.of(self.config).gradient
         replicas = kv_replicas(self.config.model, self.ranks)
 
         def summed(segment: Segment) -> float:
-            size = segment.local(Coordinates.on("tp", 0, self.ranks)).numel * width / (sharing.shard if sharing.zero else 1)
-            return 2 * ring(size, self.ranks if segment.grad_partial_axis else replicas if segment.replicas > 1 else 1)
+            size = (
+                segment.local(Coordinates.on("tp", 0, self.ranks)).numel
+                * width
+                / (sharing.shard if sharing.zero else 1)
+            )
+            return 2 * ring(
+                size, self.ranks if segment.grad_partial_axis else replicas if segment.replicas > 1 else 1
+            )
 
         trained = (bucket for bucket in buckets if bucket.trainable)
-        return sum(summed(segment) for bucket in trained for slot in bucket.slots for segment in slot.spec.segments)
+        return sum(
+            summed(segment) for bucket in trained for slot in bucket.slots for segment in slot.spec.segments
+        )
 
 
 def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[BucketLayout]) -> float:
-    """Bytes over data parallelism: gradients, once per step or per microbatch, and weights, once per step or per use."""
+    """Bytes over data parallelism: gradients, once per step or per microbatch, and weights, once per step or
+    per use."""
     widths = Widths.of(config)
     comm_bytes = NARROW if config.parallel.reduce_dtype == "bf16" else widths.gradient
     total = 0.0
@@ -130,12 +160,22 @@ def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[Bu
         if spared := _spared(config, bucket):
             total += 2 * ring((bucket.size - spared) * widths.gradient, sharing.data)
         else:
-            rounds = schedule.microbatches if sharing.gradients_sharded(bucket, config.run.deterministic) else 1
-            total += rounds * ring(bucket.size * comm_bytes, sharing.shard) + 2 * ring(sharing.kept(bucket) * comm_bytes, sharing.replicate)
+            rounds = (
+                schedule.microbatches if sharing.gradients_sharded(bucket, config.run.deterministic) else 1
+            )
+            total += rounds * ring(bucket.size * comm_bytes, sharing.shard) + 2 * ring(
+                sharing.kept(bucket) * comm_bytes, sharing.replicate
+            )
         if sharing.zero and not sharing.weights_sharded:
             total += ring(bucket.size * widths.compute, sharing.shard)
-    gathers = [buckets[action.bucket] for action in schedule.actions[pp_rank] if action.kind is Kind.GATHER and action.bucket is not None]
-    return total + sum(ring(bucket.size * widths.compute, Sharing.of(config, bucket.domain).shard) for bucket in gathers)
+    gathers = [
+        buckets[action.bucket]
+        for action in schedule.actions[pp_rank]
+        if action.kind is Kind.GATHER and action.bucket is not None
+    ]
+    return total + sum(
+        ring(bucket.size * widths.compute, Sharing.of(config, bucket.domain).shard) for bucket in gathers
+    )
 
 
 def _spared(config: Config, bucket: BucketLayout) -> int:

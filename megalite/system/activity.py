@@ -9,11 +9,13 @@ from time import localtime, strftime, time
 from typing import Any
 
 REDUCING, UPDATING = "reduction", "norm and update"
-"""What a rank does besides the actions of its pipeline. As in these, on a GPU its host may wait for the device anywhere."""
+"""What a rank does besides the actions of its pipeline. As in these, on a GPU its host may wait for the
+device anywhere."""
 
 
 class HostWork(StrEnum):
-    """What a rank does on its host alone. It may take longer than `run.timeout`; waits for other ranks are recorded where they occur."""
+    """What a rank does on its host alone. It may take longer than `run.timeout`; waits for other ranks are
+    recorded where they occur."""
 
     STARTING = "start"
     LOADING = "loading"
@@ -28,22 +30,34 @@ STARTING, LOADING, BETWEEN, READING, REPORTING, SAVING, AWAITING_SAVES = HostWor
 
 
 class Activity:
-    """The progress of a rank. Attributes are replaced as a whole and read without a lock, so an update costs one assignment.
+    """The progress of a rank. Attributes are replaced as a whole and read without a lock, so an update costs
+    one assignment.
 
     Attributes:
         step: 1-based; 0 before the first.
-        action: a pipeline action, or a description of what the rank does between actions.
-        communication: the last one that the rank waited for: description, peer rank (None for a group), and start time of the wait.
-        waiting: whether the rank still waits for it.
-        limited: whether `run.timeout` limits that wait; otherwise it is one for work of other ranks' hosts (`meeting`).
-        busy: whether the rank works on its host alone, whatever its action.
-        watched: whether another thread tells when a rank is lost.
-        plan: the actions of the schedule that this rank runs, or has run last.
-        runs: number of completed runs of a schedule. In a validation nothing else distinguishes one batch from the next.
-        listeners: called with every change: an action, or a description of what the rank does or waits for.
+        action: a pipeline action, or a description of what the rank does between actions. communication: the
+        last one that the rank waited for: description, peer rank (None for a group), and start time of the
+        wait. waiting: whether the rank still waits for it.
+        limited: whether `run.timeout` limits that wait; otherwise it is one for work of other ranks' hosts
+        (`meeting`). busy: whether the rank works on its host alone, whatever its action. watched: whether
+        another thread tells when a rank is lost.
+        plan: the actions of the schedule that this rank runs, or has run last. runs: number of completed runs
+        of a schedule. In a validation nothing else distinguishes one batch from the next. listeners: called
+        with every change: an action, or a description of what the rank does or waits for.
     """
 
-    __slots__ = ("action", "busy", "communication", "limited", "listeners", "plan", "runs", "step", "waiting", "watched")
+    __slots__ = (
+        "action",
+        "busy",
+        "communication",
+        "limited",
+        "listeners",
+        "plan",
+        "runs",
+        "step",
+        "waiting",
+        "watched",
+    )
 
     def __init__(self) -> None:
         self.step = 0
@@ -60,7 +74,10 @@ class Activity:
         place = f"step {self.step}, {self.action}"
         if not self.waiting:
             return place
-        return f"{place}, awaiting {what}{'' if peer is None else f', rank {peer}'} since {strftime('%H:%M:%S', localtime(since))}"
+        return (
+            f"{place}, awaiting {what}{'' if peer is None else f', rank {peer}'} since "
+            f"{strftime('%H:%M:%S', localtime(since))}"
+        )
 
     def enter(self, action: Any) -> None:
         """Record what the rank starts to do."""
@@ -79,7 +96,8 @@ class Activity:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Record that the rank works on its host alone, although its action is one that may wait for the device."""
+        """Record that the rank works on its host alone, although its action is one that may wait for the
+        device."""
         before, self.busy = self.busy, True
         try:
             yield

@@ -1,7 +1,8 @@
 """Clocks that measure the actions of a step, for the measured bubble and the measured timeline.
 
-A clock records cheap marks and converts them to seconds after the step. On a CPU a mark is a reading of the host's clock. On a GPU the host
-runs far ahead of the device, so a mark is an event in the device's stream, and reading it waits for the device.
+A clock records cheap marks and converts them to seconds after the step. On a CPU a mark is a reading of the
+host's clock. On a GPU the host runs far ahead of the device, so a mark is an event in the device's stream,
+and reading it waits for the device.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class ActionMarks(NamedTuple):
 
 
 class ActionTiming(NamedTuple):
-    """The times of one compute action: seconds on the host's monotonic clock, which all processes of a host share."""
+    """The times of one compute action: seconds on the host's monotonic clock, which all processes of a host
+    share."""
 
     action: Action
     free: float  # from `free` to `start` the rank waited for another one
@@ -42,13 +44,18 @@ class Transfer(NamedTuple):
 
 
 class StepTiming(NamedTuple):
-    """A rank's times in a step, in seconds. With sums over all ranks, 1 - busy / (pp · wall) is the bubble of the step."""
+    """A rank's times in a step, in seconds. With sums over all ranks, 1 - busy / (pp · wall) is the bubble of
+    the step."""
 
     busy: float = 0.0  # inside compute actions
-    wall: float = 0.0  # from the start of the first to the end of the last; 0 on ranks without the first stage, which spans the step
+    # from the start of the first to the end of the last; 0 on ranks without the first stage, which spans the
+    # step
+    wall: float = 0.0
 
     @classmethod
-    def of(cls, ran: Sequence[ActionTiming], first_stage: bool, thrown_away: Sequence[ActionTiming] = ()) -> StepTiming:
+    def of(
+        cls, ran: Sequence[ActionTiming], first_stage: bool, thrown_away: Sequence[ActionTiming] = ()
+    ) -> StepTiming:
         """From the times of a step's actions. Discarded actions, which precede them, count as waiting."""
         wall = ran[-1].end - (*thrown_away, *ran)[0].start if ran and first_stage else 0.0
         return cls(sum(end - start for _, _, start, end in ran), wall)

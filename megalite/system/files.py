@@ -10,7 +10,8 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path, fresh: Path | None = None) -> Iterator[Path]:
-    """The path of a new file, in the same directory, which replaces `path` at the end of the block; after an error `path` is as before.
+    """The path of a new file, in the same directory, which replaces `path` at the end of the block; after an
+    error `path` is as before.
 
     Args:
         fresh: the path of the new file; by default a hidden name that is the same for every process.
@@ -24,7 +25,8 @@ def replacing(path: Path, fresh: Path | None = None) -> Iterator[Path]:
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write a file and wait until its content is on disk. Its name is on disk only once its directory is synced, too."""
+    """Write a file and wait until its content is on disk. Its name is on disk only once its directory is
+    synced, too."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

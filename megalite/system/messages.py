@@ -14,7 +14,8 @@ from megalite.system.files import replacing
 def say(text: str, stream: TextIO | None = None) -> None:
     """Print a line, to stderr by default, in one write, since other ranks print too.
 
-    A stream that cannot be written costs the line and not the run: its file may be on a disk that is full, its reader may be gone.
+    A stream that cannot be written costs the line and not the run: its file may be on a disk that is full,
+    its reader may be gone.
     """
     with suppress(OSError, ValueError):  # ValueError: the stream is closed
         print(f"{text}\n", end="", file=stream or sys.stderr, flush=True)
@@ -39,7 +40,8 @@ def write_or_say(path: Path, write: Callable[[Path], object]) -> bool:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, path.with_name(f".new.{path.name}")) as fresh:  # the ending stays: some writers compress by it
+        # the ending stays: some writers compress by it
+        with replacing(path, path.with_name(f".new.{path.name}")) as fresh:
             write(fresh)
     except OSError as error:
         say(f"{path} can not be written: {error.strerror or error}")

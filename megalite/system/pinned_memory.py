@@ -1,4 +1,5 @@
-"""CPU memory for copies to and from a GPU: in pieces, since torch rounds every pinned allocation up to a power of two; and such copies."""
+"""CPU memory for copies to and from a GPU: in pieces, since torch rounds every pinned allocation up to a
+power of two; and such copies."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ def piece_sizes(sizes: Sequence[int]) -> list[int]:
 def places(sizes: Sequence[int], pieces: Sequence[Tensor]) -> list[Tensor]:
     """The bytes of each part, views of the pieces, which have `piece_sizes`."""
     groups = packed([_aligned(size) for size in sizes], PIECE)
-    found = [place for group, piece in zip(groups, pieces, strict=True) for place in piece[: sum(group)].split(group)]
+    found = [
+        place
+        for group, piece in zip(groups, pieces, strict=True)
+        for place in piece[: sum(group)].split(group)
+    ]
     return [place[:size] for place, size in zip(found, sizes, strict=True)]
 
 
@@ -43,12 +48,14 @@ def allocate(sizes: Sequence[int], pinned: bool) -> list[Tensor]:
 
 
 def copy_later(x: Tensor, into: Tensor) -> None:
-    """Start copying a tensor in CPU memory to another device, which may be busy: the host does not wait, and may change x afterwards."""
+    """Start copying a tensor in CPU memory to another device, which may be busy: the host does not wait, and
+    may change x afterwards."""
     into.copy_(x if into.is_cpu else x.pin_memory(), non_blocking=True)
 
 
 def read_later(x: Tensor) -> Callable[[], Tensor]:
-    """Start copying a tensor from a GPU. Returns a function that waits for the copy, but not for what the GPU is given after it."""
+    """Start copying a tensor from a GPU. Returns a function that waits for the copy, but not for what the GPU
+    is given after it."""
     copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     copy.copy_(x, non_blocking=True)
     arrived = torch.cuda.current_stream(x.device).record_event()
@@ -61,8 +68,8 @@ def read_later(x: Tensor) -> Callable[[], Tensor]:
 
 
 def read_aside(make: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
-    """As `read_later`, of what `make` waits for and computes on a stream of its own, if nothing that it needs is still queued on the
-    current one."""
+    """As `read_later`, of what `make` waits for and computes on a stream of its own, if nothing that it needs
+    is still queued on the current one."""
     with torch.cuda.stream(side_stream(device)):
         return read_later(make())
 

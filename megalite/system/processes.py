@@ -1,12 +1,15 @@
-"""A process that a launcher has started ends with it: nothing holds memory, a GPU or a port once the launcher is killed.
+"""A process that a launcher has started ends with it: nothing holds memory, a GPU or a port once the launcher
+is killed.
 
-A launcher is torchrun, or a process of ours that starts others. Ours passes itself on in the environment variable MEGALITE_LAUNCHER;
-torchrun starts each worker in a session of its own, so it is the parent of the session's leader. On Linux the kernel kills a process
-together with its parent (PR_SET_PDEATHSIG), and a thread watches every process up to the launcher, which may be behind a wrapper
-(`torchrun … bash run.sh`). Elsewhere the thread sees that the parent has changed. A process without a launcher is not watched: after
+A launcher is torchrun, or a process of ours that starts others. Ours passes itself on in the environment
+variable MEGALITE_LAUNCHER; torchrun starts each worker in a session of its own, so it is the parent of the
+session's leader. On Linux the kernel kills a process together with its parent (PR_SET_PDEATHSIG), and a
+thread watches every process up to the launcher, which may be behind a wrapper (`torchrun … bash run.sh`).
+Elsewhere the thread sees that the parent has changed. A process without a launcher is not watched: after
 `nohup … &` it may outlive its shell.
 
-The kernel acts when the *thread* that started a process ends, so launchers start processes from their main thread.
+The kernel acts when the *thread* that started a process ends, so launchers start processes from their main
+thread.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ class Process:
 
     pid: int
     parent: int | None = None
-    started: int | None = None  # ticks since the kernel's start: another process may get the same number later
+    # ticks since the kernel's start: another process may get the same number later
+    started: int | None = None
 
 
 def look(pid: int) -> Process | None:
@@ -65,7 +69,8 @@ def launched() -> bool:
 
 
 def watch() -> None:
-    """End this process as soon as its launcher ends, or now if it has ended already. Does nothing without a launcher.
+    """End this process as soon as its launcher ends, or now if it has ended already. Does nothing without a
+    launcher.
 
     Called before anything that takes long: a launcher may be killed while its processes still import.
     """
@@ -86,10 +91,12 @@ def watch_parent() -> None:
 
 @contextmanager
 def blocked(signals: Sequence[int]) -> Iterator[None]:
-    """Processes that are started inside have the signals blocked from their first instruction on, until they unblock them.
+    """Processes that are started inside have the signals blocked from their first instruction on, until they
+    unblock them.
 
-    In this process, signals that end a command are handled at the end of the block, so that no process is left half started. Handlers of
-    Python run in the main thread whichever thread receives the signal, also if the main thread has it blocked: so they are replaced.
+    In this process, signals that end a command are handled at the end of the block, so that no process is
+    left half started. Handlers of Python run in the main thread whichever thread receives the signal, also if
+    the main thread has it blocked: so they are replaced.
     """
     delayed: list[int] = []
     heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if current_thread() is main_thread() else ()
@@ -110,7 +117,8 @@ def blocked(signals: Sequence[int]) -> Iterator[None]:
 
 
 def _die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends. The caller then looks whether it had ended before."""
+    """Let the kernel kill this process when its parent ends. The caller then looks whether it had ended
+    before."""
     if sys.platform == "linux":
         import ctypes  # imported only under a launcher
 
@@ -140,12 +148,17 @@ def _is_still(seen: Process, last: bool) -> bool:
 
 def _end() -> NoReturn:
     with suppress(OSError):  # the terminal may have gone with the launcher
-        os.write(2, f"rank {os.environ.get('RANK', '?')}: its launcher has ended, so this process ends without saving\n".encode())
+        os.write(
+            2,
+            f"rank {os.environ.get('RANK', '?')}: its launcher has ended, so this process ends without "
+            "saving\n".encode(),
+        )
     os._exit(ORPHANED)
 
 
 def _from_environment() -> list[Process] | None:
-    """The processes from the parent up to the launcher, which the last one is; None if it is gone, empty if it cannot be told."""
+    """The processes from the parent up to the launcher, which the last one is; None if it is gone, empty if
+    it cannot be told."""
     if LAUNCHER in os.environ:
         pid, _, started = os.environ[LAUNCHER].partition(" ")
         return _up_to(int(pid), int(started) if started else None)
@@ -178,7 +191,8 @@ def _up_to(launcher: int, started: int | None) -> list[Process] | None:
 
 
 def _is_python(pid: int) -> bool:
-    """Whether a process can be torchrun. What inherits the processes of an ended launcher, such as systemd, is not Python."""
+    """Whether a process can be torchrun. What inherits the processes of an ended launcher, such as systemd,
+    is not Python."""
     with suppress(OSError):
         return "python" in os.path.basename(os.readlink(f"/proc/{pid}/exe"))
     return False
@@ -189,7 +203,8 @@ def _has_agent_store() -> bool:
 
 
 def _store_answers(attempts: int = 3) -> bool:
-    """Whether torchrun's store, which exists before its workers, still does: its port refuses connections once torchrun has ended."""
+    """Whether torchrun's store, which exists before its workers, still does: its port refuses connections
+    once torchrun has ended."""
     import socket
 
     address = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))

@@ -1,4 +1,5 @@
-"""How far a command is: a bar on a terminal, otherwise a line after 2 seconds and then every 10. Only on stderr, and only on rank 0.
+"""How far a command is: a bar on a terminal, otherwise a line after 2 seconds and then every 10. Only on
+stderr, and only on rank 0.
 
 with Progress() as progress:
     progress("reading", done, total, "B")
@@ -26,7 +27,8 @@ class Report(Protocol):
     """What library functions call to tell how far they are."""
 
     def __call__(self, what: str, done: int = 0, total: int | None = None, unit: str = "") -> None:
-        """what: the phase. done, total: of its work, in bytes if unit is "B", else counted; total None: unknown."""
+        """what: the phase. done, total: of its work, in bytes if unit is "B", else counted; total None:
+        unknown."""
 
 
 def silent(what: str, done: int = 0, total: int | None = None, unit: str = "") -> None:
@@ -35,7 +37,8 @@ def silent(what: str, done: int = 0, total: int | None = None, unit: str = "") -
 
 @dataclass
 class Phase:
-    """A part of a command's work. `start`: what was done when it was first reported, by a command that continues."""
+    """A part of a command's work. `start`: what was done when it was first reported, by a command that
+    continues."""
 
     what: str
     since: float
@@ -62,8 +65,8 @@ class Phase:
 
 
 class Progress:
-    """Shows what it is called with, until its block ends. A call costs about a microsecond: a thread shows the last one, and keeps the
-    display going while the command is busy.
+    """Shows what it is called with, until its block ends. A call costs about a microsecond: a thread shows
+    the last one, and keeps the display going while the command is busy.
 
     Args:
         stream: default: stderr.
@@ -71,7 +74,9 @@ class Progress:
         quiet: show nothing, as for --json where stderr is no terminal.
     """
 
-    def __init__(self, stream: TextIO | None = None, *, clock: Callable[[], float] = monotonic, quiet: bool = False):
+    def __init__(
+        self, stream: TextIO | None = None, *, clock: Callable[[], float] = monotonic, quiet: bool = False
+    ):
         self._stream, self._clock = stream or sys.stderr, clock
         self._quiet = quiet or os.environ.get("RANK", "0") != "0"
         self._phase: Phase | None = None
@@ -84,7 +89,9 @@ class Progress:
             Thread(target=self._watch, name="megalite-progress", daemon=True).start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._over.set()
         with self._lock:
             if self._bar is not None:
@@ -113,7 +120,12 @@ class Progress:
     def _draw(self, phase: Phase, now: float) -> None:
         """Update the bar; one row, since phases follow each other."""
         bar: Any = self._bar
-        state = {"description": phase.what, "completed": phase.done, "total": phase.total, "figures": phase.figures(now)}
+        state = {
+            "description": phase.what,
+            "completed": phase.done,
+            "total": phase.total,
+            "figures": phase.figures(now),
+        }
         if self._row is None:
             self._row = bar.add_task(phase.what, total=phase.total, figures="")
             bar.start()
@@ -132,7 +144,8 @@ def _bar(stream: TextIO) -> Any:
 
     figures = TextColumn("{task.fields[figures]}", markup=False)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), figures)
-    return Bar(*columns, console=Console(file=stream), transient=True, redirect_stdout=False)  # stdout may be another file
+    # stdout may be another file
+    return Bar(*columns, console=Console(file=stream), transient=True, redirect_stdout=False)
 
 
 def amount(value: float, unit: str = "") -> str:

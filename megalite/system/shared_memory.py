@@ -1,9 +1,11 @@
-"""Small messages between the ranks of one host that compute on its CPU: written once, read in place by every other rank.
+"""Small messages between the ranks of one host that compute on its CPU: written once, read in place by every
+other rank.
 
-A tensor-parallel layer waits for each of its messages, and TCP costs a thread and two copies for each. Here a file in /dev/shm holds SLOTS
-messages of each rank of a group. The file is unlinked once all ranks have opened it, so a run leaves nothing behind however it ends.
-Semaphores signal that a message is available; readers do not spin, since ranks may share cores. Sizes, slots and order are known on both
-sides, because the ranks of a group call the same operations.
+A tensor-parallel layer waits for each of its messages, and TCP costs a thread and two copies for each. Here a
+file in /dev/shm holds SLOTS messages of each rank of a group. The file is unlinked once all ranks have opened
+it, so a run leaves nothing behind however it ends. Semaphores signal that a message is available; readers do
+not spin, since ranks may share cores. Sizes, slots and order are known on both sides, because the ranks of a
+group call the same operations.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-SLOTS = 4  # messages of a rank that others may not have read yet: layers have at most two collectives in flight
+# messages of a rank that others may not have read yet: layers have at most two collectives in flight
+SLOTS = 4
 SLOT_BYTES = 1 << 19  # longer messages go through sockets
 _SEMAPHORE_BYTES = 64  # glibc's sem_t has 32
 _PATIENCE = 1.0  # seconds between checks whether a silent peer is still alive
@@ -45,8 +48,9 @@ class _Timespec(ctypes.Structure):
 class SharedMemory:
     """This rank's access to the messages of a group. Created by `open`.
 
-    A message is published under a number, 0, 1, … in the order of calls, the same on every rank. It stays readable until every rank has
-    released it; numbers may be read and released in any order. `published` counts this rank's messages.
+    A message is published under a number, 0, 1, … in the order of calls, the same on every rank. It stays
+    readable until every rank has released it; numbers may be read and released in any order. `published`
+    counts this rank's messages.
     """
 
     def __init__(self, file: int, rank: int, size: int, timeout: timedelta):
@@ -55,9 +59,12 @@ class SharedMemory:
         self.rank, self.size, self._timeout = rank, size, timeout.total_seconds()
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         counters, semaphores = size * SLOTS, size * size * _SEMAPHORE_BYTES
-        self._released = (ctypes.c_int64 * counters).from_buffer(self._memory, semaphores)  # [reader, slot]: the last number, plus one
+        # [reader, slot]: the last number, plus one
+        self._released = (ctypes.c_int64 * counters).from_buffer(self._memory, semaphores)
         self._processes = (ctypes.c_int64 * size).from_buffer(self._memory, semaphores + 8 * counters)
-        self._slots = torch.frombuffer(self._memory, dtype=torch.uint8, offset=_control_bytes(size)).view(size, SLOTS, SLOT_BYTES)
+        self._slots = torch.frombuffer(self._memory, dtype=torch.uint8, offset=_control_bytes(size)).view(
+            size, SLOTS, SLOT_BYTES
+        )
         self.published = 0
         self._seen = [0] * size  # for each rank, the messages whose semaphore this rank has waited for
         self._lives: dict[int, int] = {}
@@ -65,7 +72,8 @@ class SharedMemory:
 
     @staticmethod
     def open(ranks: tuple[int, ...], group: ProcessGroup, timeout: timedelta) -> SharedMemory | None:
-        """Memory shared by all ranks of a group, or None if they are not on one host. Collective over the group."""
+        """Memory shared by all ranks of a group, or None if they are not on one host. Collective over the
+        group."""
         rank, size = ranks.index(dist.get_rank()), len(ranks)
         file, path = _create(size) if rank == 0 else (None, None)
         name = [path]
@@ -86,13 +94,15 @@ class SharedMemory:
         return made
 
     def _introduce(self, group: ProcessGroup) -> None:
-        """Initialise this rank's semaphores, and open the processes of the other ranks, to notice when one ends."""
+        """Initialise this rank's semaphores, and open the processes of the other ranks, to notice when one
+        ends."""
         for writer in self._others:
             self._libc.sem_init(self._semaphore(writer, self.rank), 1, 0)
         self._processes[self.rank] = os.getpid()
         dist.barrier(group=group)
         for peer in self._others:
-            with suppress(OSError):  # it has ended already, or is hidden from this process: then only the time limit detects it
+            # it has ended already, or is hidden from this process: then only the time limit detects it
+            with suppress(OSError):
                 self._lives[peer] = os.pidfd_open(int(self._processes[peer]))
 
     def __del__(self) -> None:
@@ -103,7 +113,8 @@ class SharedMemory:
         return ctypes.c_void_p(self._base + (writer * self.size + reader) * _SEMAPHORE_BYTES)
 
     def publish(self, x: Tensor) -> int:
-        """Make a contiguous tensor readable for the other ranks. Returns its number. Raises PeerLost if its slot stays in use."""
+        """Make a contiguous tensor readable for the other ranks. Returns its number. Raises PeerLost if its
+        slot stays in use."""
         number = self.published
         self.published += 1
         deadline = monotonic() + self._timeout
@@ -121,12 +132,15 @@ class SharedMemory:
         return self._slots[writer, number % SLOTS, : like.nbytes].view(like.dtype).view(like.shape)
 
     def peers(self, number: int, own: Tensor) -> list[Tensor]:
-        """Every rank's message of that number, in rank order: `own`, and views of the others' slots, valid until `release`."""
+        """Every rank's message of that number, in rank order: `own`, and views of the others' slots, valid
+        until `release`."""
         for writer in self._others:
             while self._seen[writer] <= number:
                 self._await(writer)
                 self._seen[writer] += 1
-        return [own if writer == self.rank else self._view(writer, number, own) for writer in range(self.size)]
+        return [
+            own if writer == self.rank else self._view(writer, number, own) for writer in range(self.size)
+        ]
 
     def release(self, number: int) -> None:
         """Allow the other ranks to overwrite their messages of that number."""
@@ -137,17 +151,25 @@ class SharedMemory:
         semaphore, deadline = self._semaphore(writer, self.rank), monotonic() + self._timeout
         while True:
             until = time() + _PATIENCE
-            if self._libc.sem_timedwait(semaphore, ctypes.byref(_Timespec(int(until), int(until % 1 * 1e9)))) == 0:
+            if (
+                self._libc.sem_timedwait(semaphore, ctypes.byref(_Timespec(int(until), int(until % 1 * 1e9))))
+                == 0
+            ):
                 return
             if monotonic() > deadline:
                 raise PeerLost(writer, f"no message within {self._timeout:g} s")
             life = self._lives.get(writer)
-            if life is not None and select.select([life], [], [], 0)[0] and self._libc.sem_trywait(semaphore) != 0:
+            if (
+                life is not None
+                and select.select([life], [], [], 0)[0]
+                and self._libc.sem_trywait(semaphore) != 0
+            ):
                 raise PeerLost(writer, "its process has ended")
 
 
 def _control_bytes(size: int) -> int:
-    """Size of semaphores [writer, reader], released numbers [reader, slot] and process ids; rounded up to a cache line."""
+    """Size of semaphores [writer, reader], released numbers [reader, slot] and process ids; rounded up to a
+    cache line."""
     return -(-(size * size * _SEMAPHORE_BYTES + 8 * size * (SLOTS + 1)) // 64) * 64
 
 
@@ -156,7 +178,8 @@ def _bytes(size: int) -> int:
 
 
 def _create(size: int) -> tuple[int, str] | tuple[None, None]:
-    """Create the file. Returns its descriptor and path, or None if that fails. Its memory is reserved, so a full /dev/shm fails here."""
+    """Create the file. Returns its descriptor and path, or None if that fails. Its memory is reserved, so a
+    full /dev/shm fails here."""
     path = f"/dev/shm/megalite-{os.getpid()}-{os.urandom(6).hex()}"
     with suppress(OSError, AttributeError):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
-    """A line for each row, its columns separated by two spaces: the first `left` columns aligned left, the others right."""
+    """A line for each row, its columns separated by two spaces: the first `left` columns aligned left, the
+    others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def line(row: Sequence[str]) -> str:
         cells = enumerate(zip(row, widths, strict=True))
-        return "  ".join(cell.ljust(width) if column < left else cell.rjust(width) for column, (cell, width) in cells).rstrip()
+        return "  ".join(
+            cell.ljust(width) if column < left else cell.rjust(width) for column, (cell, width) in cells
+        ).rstrip()
 
     return [line(row) for row in rows]

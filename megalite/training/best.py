@@ -1,8 +1,9 @@
-"""The best validation loss of a run: the checkpoint that is kept for it, and the end of a run whose loss no longer falls.
+"""The best validation loss of a run: the checkpoint that is kept for it, and the end of a run whose loss no
+longer falls.
 
-What is known is part of the checkpoints (`Trainer.loop_state`): a resumed run counts on, and a rollback forgets what came after. A run that
-resumes with another validation starts anew: its losses can not be compared with the earlier ones. All ranks have the same losses, so each
-decides alike without communication.
+What is known is part of the checkpoints (`Trainer.loop_state`): a resumed run counts on, and a rollback
+forgets what came after. A run that resumes with another validation starts anew: its losses can not be
+compared with the earlier ones. All ranks have the same losses, so each decides alike without communication.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 KEY = "best"
 FOLLOWED = "followed"  # what the losses are of
-BEFORE = "before"  # the best before the last best, which counts again if the last one cannot be saved; not part of checkpoints
+# the best before the last best, which counts again if the last one cannot be saved; not part of checkpoints
+BEFORE = "before"
 
 
 def note(trainer: Trainer, losses: Losses) -> bool:
@@ -30,7 +32,11 @@ def note(trainer: Trainer, losses: Losses) -> bool:
     value = found if isfinite(found) else inf
     best = value < _number(state["loss"])
     if best:
-        state |= {"loss": value, "step": trainer.step_done, BEFORE: {"loss": state["loss"], "step": state["step"]}}
+        state |= {
+            "loss": value,
+            "step": trainer.step_done,
+            BEFORE: {"loss": state["loss"], "step": state["step"]},
+        }
     if value < _number(state["improved"]) - train.early_stopping_threshold:
         state |= {"improved": value, "waited": 0}
     else:
@@ -40,8 +46,8 @@ def note(trainer: Trainer, losses: Losses) -> bool:
 
 
 def forget_failed(trainer: Trainer) -> None:
-    """If the best checkpoint could not be saved, let the loss before it be the best again. Waits for its save, so that all ranks know the
-    same."""
+    """If the best checkpoint could not be saved, let the loss before it be the best again. Waits for its
+    save, so that all ranks know the same."""
     if not trainer.config.checkpoint.keep_best:
         return
     if trainer.saver.saving_best:
@@ -66,16 +72,20 @@ def state_to_save(trainer: Trainer) -> dict[str, Any]:
 
 
 def resume_state(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Take over a checkpoint's state of the loop, without losses that those of this run can not be compared with."""
+    """Take over a checkpoint's state of the loop, without losses that those of this run can not be compared
+    with."""
     now = _followed(trainer)
     trainer.loop_state, trainer.saver.best_failed = dict(state), False
     if KEY in state and now is not None and state.get(FOLLOWED, now) != now:
         trainer.loop_state = {}
-        trainer.notes.append("the validation has changed since the checkpoint: its best loss does not count any longer")
+        trainer.notes.append(
+            "the validation has changed since the checkpoint: its best loss does not count any longer"
+        )
 
 
 def _followed(trainer: Trainer) -> dict[str, Any] | None:
-    """What the loss that is followed is of, as plain data; None: there is no validation. Names and places of files do not count."""
+    """What the loss that is followed is of, as plain data; None: there is no validation. Names and places of
+    files do not count."""
     data, config = trainer.validation_data, trainer.config
     if data is None:
         return None
@@ -96,15 +106,23 @@ def stopped_early(config: Config, loop_state: dict[str, Any]) -> str | None:
     patience, state = config.train.early_stopping_patience, loop_state.get(KEY, {})
     if patience is None or state.get("waited", 0) < patience:
         return None
-    best = "none was finite" if state["loss"] is None else f"the best is {state['loss']:.4f}, after step {state['step']}"
+    best = (
+        "none was finite"
+        if state["loss"] is None
+        else f"the best is {state['loss']:.4f}, after step {state['step']}"
+    )
     times = f"{state['waited']} validation{'s' if state['waited'] > 1 else ''}"
     return f"no improvement in {times} (train.early_stopping_patience = {patience}): {best}"
 
 
 def mark_again(trainer: Trainer) -> None:
-    """After a resume or a rollback, on rank 0: let `checkpoints/best` name the best of what the run now knows, or nothing."""
+    """After a resume or a rollback, on rank 0: let `checkpoints/best` name the best of what the run now
+    knows, or nothing."""
     checkpoints = trainer.run_dir / "checkpoints"
-    wanted, marked = checkpoints / step_name(trainer.loop_state.get(KEY, {}).get("step", 0)), directories.best(checkpoints)
+    wanted, marked = (
+        checkpoints / step_name(trainer.loop_state.get(KEY, {}).get("step", 0)),
+        directories.best(checkpoints),
+    )
     if wanted.is_dir():
         directories.mark_best(wanted)
     elif (

@@ -1,6 +1,7 @@
 """Starting weights, saving, resuming and rolling back.
 
-Functions of a trainer, all collective: every rank calls them together, and an error on one rank is raised on all.
+Functions of a trainer, all collective: every rank calls them together, and an error on one rank is raised on
+all.
 """
 
 from __future__ import annotations
@@ -47,14 +48,18 @@ def rate(size: int, seconds: float) -> str:
 def start_weights(trainer: Trainer, restarted: bool) -> None:
     """Resume, warm-start or initialize the weights, as `checkpoint.load` and `model.init_from` say."""
     option = trainer.config.checkpoint.load
-    if restarted and _has_saved(trainer):  # a restarted job continues from its own checkpoint, not again from the one it first started at
+    # a restarted job continues from its own checkpoint, not again from the one it first started at
+    if restarted and _has_saved(trainer):
         option = "auto"
     if option not in ("auto", "none"):
         resume(trainer, on_rank_0(trainer.mesh, lambda: find(Path(option))))
     elif option == "auto" and _resume_newest(trainer):
         return
     elif (start := trainer.config.model.initial_weights) is not None:
-        load_weights(trainer, start if start.startswith("hf:") else str(on_rank_0(trainer.mesh, lambda: find(Path(start)))))
+        load_weights(
+            trainer,
+            start if start.startswith("hf:") else str(on_rank_0(trainer.mesh, lambda: find(Path(start)))),
+        )
     else:
         trainer.store.initialize(trainer.config.run.seed, _threads())
     if trainer.step_done == 0 and trainer.average is not None:
@@ -62,12 +67,14 @@ def start_weights(trainer: Trainer, restarted: bool) -> None:
 
 
 def _threads() -> int:
-    """The cores that this rank may use. Launchers set OMP_NUM_THREADS = 1, which would leave most of a GPU machine's idle."""
+    """The cores that this rank may use. Launchers set OMP_NUM_THREADS = 1, which would leave most of a GPU
+    machine's idle."""
     return max(torch.get_num_threads(), usable_cores() // local_world_size())
 
 
 def _has_saved(trainer: Trainer) -> bool:
-    """Whether the run's newest readable checkpoint was saved with the same options, the layout excepted. Collective."""
+    """Whether the run's newest readable checkpoint was saved with the same options, the layout excepted.
+    Collective."""
     from megalite.training import resume_checks  # which a fresh start does not need
 
     found, _ = checkpoint.history(trainer.run_dir / "checkpoints", trainer.mesh)
@@ -75,14 +82,17 @@ def _has_saved(trainer: Trainer) -> bool:
     def look() -> bool:
         for directory in found:
             with suppress(DamagedError):
-                return resume_checks.is_same_run(trainer.config, checkpoint.manifest_of(directory).state["config"])
+                return resume_checks.is_same_run(
+                    trainer.config, checkpoint.manifest_of(directory).state["config"]
+                )
         return False
 
     return on_rank_0(trainer.mesh, look)
 
 
 def _resume_newest(trainer: Trainer) -> bool:
-    """Resume the newest undamaged checkpoint of the run; the damaged ones are listed in `trainer.notes`. Returns False if it has none.
+    """Resume the newest undamaged checkpoint of the run; the damaged ones are listed in `trainer.notes`.
+    Returns False if it has none.
 
     Raises:
         DamagedError: there are checkpoints, but none can be used: starting from step 0 would overwrite them.
@@ -101,14 +111,16 @@ def _resume_newest(trainer: Trainer) -> bool:
     if problems:
         listed = "\n  ".join(problems)
         way_out = (
-            "Restore one of them, or start from step 0 with another run.name, or with checkpoint.load = none and run.overwrite = true."
+            "Restore one of them, or start from step 0 with another run.name, or with checkpoint.load = none "
+            "and run.overwrite = true."
         )
         raise DamagedError(f"no checkpoint in {checkpoints} can be used:\n  {listed}\n{way_out}")
     return False
 
 
 def _checked(trainer: Trainer, directory: Path) -> checkpoint.Manifest:
-    """Read a checkpoint's manifest; with `checkpoint.verify = full` every byte is checked, divided over the ranks. Collective."""
+    """Read a checkpoint's manifest; with `checkpoint.verify = full` every byte is checked, divided over the
+    ranks. Collective."""
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
         manifest = checkpoint.manifest_of(directory)
         if trainer.config.checkpoint.verify == "full":
@@ -117,18 +129,22 @@ def _checked(trainer: Trainer, directory: Path) -> checkpoint.Manifest:
 
 
 def load_weights(trainer: Trainer, source: str) -> None:
-    """Load only the weights, of any dtype, from a checkpoint, hf:DIR or an adapter; adapters without a source are initialized.
+    """Load only the weights, of any dtype, from a checkpoint, hf:DIR or an adapter; adapters without a source
+    are initialized.
 
     What routers add to their scores counts as a weight, where the source has it.
     """
-    from megalite.checkpoint.finite import nonfinite, reject  # which a run without given weights does not need
+    # which a run without given weights does not need
+    from megalite.checkpoint.finite import nonfinite, reject
 
     trainer.mesh.activity.enter(LOADING)
     routers, known = trainer.parts.routers, None
     if source.startswith("hf:") or trainer.config.lora.init_from is not None:
         from megalite.huggingface.adapter_import import starting_weights  # imported only where it is needed
 
-        read = starting_weights(replace(trainer.config, model=replace(trainer.config.model, init_from=source)))
+        read = starting_weights(
+            replace(trainer.config, model=replace(trainer.config.model, init_from=source))
+        )
     else:
         from megalite.checkpoint.resized_embeddings import of_checkpoint
         from megalite.training.resume_checks import without_adapters
@@ -144,7 +160,8 @@ def load_weights(trainer: Trainer, source: str) -> None:
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
         rectangles = [*trainer.store.to_load(without=drawn), *biases]
         read(rectangles)
-        if not source.startswith("hf:"):  # whose tensors are checked where they are read, under their own names
+        # whose tensors are checked where they are read, under their own names
+        if not source.startswith("hf:"):
             reject(source, {part.name: nonfinite(part.tensor) for part in rectangles})
     if (seconds := perf_counter() - started) >= LONG_S:
         trainer.notes.append(f"the weights of {source} were read in {seconds:.1f} s")
@@ -152,7 +169,8 @@ def load_weights(trainer: Trainer, source: str) -> None:
 
 
 def resume(trainer: Trainer, directory: Path) -> None:
-    """Continue from a checkpoint, saved under any topology. Raises DamagedError on every rank if any rank finds damage."""
+    """Continue from a checkpoint, saved under any topology. Raises DamagedError on every rank if any rank
+    finds damage."""
     from megalite.training import resume_checks  # which a fresh start does not need
 
     started = perf_counter()
@@ -172,10 +190,19 @@ def resume(trainer: Trainer, directory: Path) -> None:
             shapes = {name: tensor.shape for name, tensor in manifest.tensors.items()}
             trainer.store.reducer.powersgd.restore(shapes, partial(checkpoint.load, manifest))
     if (seconds := perf_counter() - started) >= LONG_S:
-        trainer.notes.append(f"{directory} was read in {seconds:.1f} s{rate(sum(manifest.files.values()), seconds)}")
-    trainer.notes += [*resume_checks.changes(trainer.config, state, software()), *resume_checks.changed_compression(trainer.config, state)]
+        trainer.notes.append(
+            f"{directory} was read in {seconds:.1f} s{rate(sum(manifest.files.values()), seconds)}"
+        )
+    trainer.notes += [
+        *resume_checks.changes(trainer.config, state, software()),
+        *resume_checks.changed_compression(trainer.config, state),
+    ]
     trainer.store.publish()
-    trainer.step_done, trainer.samples, trainer.finalizer.skipped = state["step"], state["samples"], state["skipped"]
+    trainer.step_done, trainer.samples, trainer.finalizer.skipped = (
+        state["step"],
+        state["samples"],
+        state["skipped"],
+    )
     trainer.loss_scale.load(state["loss_scale"])
     trainer.guard.load(state["guard"])
     resume_state(trainer, state.get("loop", {}))
@@ -183,8 +210,9 @@ def resume(trainer: Trainer, directory: Path) -> None:
 
 
 def begin_save(trainer: Trainer, best: bool = False, timed: bool = False) -> Save:
-    """Like `Trainer.save`, but with `checkpoint.async_save` writing continues in the background; errors come from `saver.take_ended`.
-    best: no checkpoint has had a lower validation loss; timed: `checkpoint.minutes` is the only reason to save."""
+    """Like `Trainer.save`, but with `checkpoint.async_save` writing continues in the background; errors come
+    from `saver.take_ended`. best: no checkpoint has had a lower validation loss; timed: `checkpoint.minutes`
+    is the only reason to save."""
     trainer.drain()  # an unconfirmed step must not be saved
     trainer.mesh.activity.enter(SAVING)
     directory = trainer.run_dir / "checkpoints" / checkpoint.step_name(trainer.step_done)
@@ -202,15 +230,19 @@ def begin_save(trainer: Trainer, best: bool = False, timed: bool = False) -> Sav
         **({"loop": state_to_save(trainer)} if trainer.loop_state else {}),
         **({TIMED: True} if timed else {}),
     }
-    with raise_on_all_ranks(trainer.mesh, OffloadError):  # first: optimizer state that a disk has lost must not replace a good checkpoint
+    # first: optimizer state that a disk has lost must not replace a good checkpoint
+    with raise_on_all_ranks(trainer.mesh, OffloadError):
         trainer.store.state.sync()
-    save = trainer.saver.begin(directory, to_save(trainer), state, rollback_safe=trainer.guard.streak == 0, best=best)
+    save = trainer.saver.begin(
+        directory, to_save(trainer), state, rollback_safe=trainer.guard.streak == 0, best=best
+    )
     trainer.store.state.release()
     return save
 
 
 def to_save(trainer: Trainer) -> list[Rectangle]:
-    """This rank's part of a checkpoint: weights, optimizer state, PowerSGD's state and that of routers, which all ranks have alike."""
+    """This rank's part of a checkpoint: weights, optimizer state, PowerSGD's state and that of routers, which
+    all ranks have alike."""
     powersgd, routers = trainer.store.reducer.powersgd, trainer.parts.routers
     return [
         *trainer.optimizer.state.to_save(),
@@ -230,11 +262,15 @@ def roll_back(trainer: Trainer, bad: StepResult) -> None:
     """
     trainer.saver.wait()  # a save in flight may be the newest checkpoint
     directory = trainer.saver.newest
-    trainer.guard.go_back(f"{bad.streak} steps in a row were skipped, the last one step {bad.step}: {bad.fault}", directory is not None)
+    trainer.guard.go_back(
+        f"{bad.streak} steps in a row were skipped, the last one step {bad.step}: {bad.fault}",
+        directory is not None,
+    )
     assert directory is not None
     trainer.drain()
     samples = trainer.samples
-    resume(trainer, directory)  # sets samples and streak to the checkpoint's: the bad samples must not be read again
+    # sets samples and streak to the checkpoint's: the bad samples must not be read again
+    resume(trainer, directory)
     trainer.samples, trainer.guard.streak = samples, 0
 
 

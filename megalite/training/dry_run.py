@@ -1,7 +1,7 @@
 """Memory, traffic, FLOPs and bubble of a run on any number of ranks, without starting it.
 
-Every distinct rank is built on the meta device, and its model states must have the bytes that the planner computes from specs; all other
-numbers are the planner's. Reads no data, needs no GPU, and writes nothing.
+Every distinct rank is built on the meta device, and its model states must have the bytes that the planner
+computes from specs; all other numbers are the planner's. Reads no data, needs no GPU, and writes nothing.
 """
 
 from __future__ import annotations
@@ -32,8 +32,18 @@ from megalite.system.text import aligned
 from megalite.training.checkpointing import describe_saves
 
 ABOUT_FILES = {
-    *("training data is given", "data.train exists", "data.validation exists", "vocabulary is known", "the run can be written"),
-    *("data.reset_positions needs an end-of-document token", "data.eod_mask_loss needs an end-of-document token", "checkpoint exists"),
+    *(
+        "training data is given",
+        "data.train exists",
+        "data.validation exists",
+        "vocabulary is known",
+        "the run can be written",
+    ),
+    *(
+        "data.reset_positions needs an end-of-document token",
+        "data.eod_mask_loss needs an end-of-document token",
+        "checkpoint exists",
+    ),
     *("init_from exists", "init_from hf exists", "fine-tuning starts from weights", "kernels can run"),
 }
 """Rules that check for files, vocabulary and kernels, which a dry run does not need."""
@@ -43,26 +53,33 @@ AXES = ("tp", "cp", "dp", "pp")
 
 
 def read(argv: list[str], world_size: int | None, device: Device = "cuda") -> Config:
-    """The configuration, validated except for files; operations are in place of a budget of memory. Raises ConfigError."""
+    """The configuration, validated except for files; operations are in place of a budget of memory. Raises
+    ConfigError."""
     arguments = read_arguments(argv, (*DRY_RUN, "dry_run", "json"))
     config = resolve(arguments, world_size or 1, weights=False, device=device)
     if world_size is None:
         dims = ParallelDims.of(config)
         world_size, config.parallel.dp = dims.world, dims.dp
     if config.model.vocab_size is None:
-        raise ConfigError("model.vocab_size = null is unknown: no PREFIX.json next to data.train gives it. Set --model.vocab_size N.")
+        raise ConfigError(
+            "model.vocab_size = null is unknown: no PREFIX.json next to data.train gives it. Set "
+            "--model.vocab_size N."
+        )
     check(config, world_size, leave_out=ABOUT_FILES)
     return resolved(settled(config, world_size), device)
 
 
 def distinct(config: Config, asked: list[int] | None) -> list[int]:
-    """The ranks to build: by default the first and the last of each pipeline rank, where differences in padding and shards would show."""
+    """The ranks to build: by default the first and the last of each pipeline rank, where differences in
+    padding and shards would show."""
     dims = ParallelDims.of(config)
     count, world_size = dims.stage_ranks, dims.world
     if asked is None:
         return sorted({rank for first in range(0, world_size, count) for rank in (first, first + count - 1)})
     if wrong := [rank for rank in asked if rank >= world_size]:
-        raise ConfigError(f"--ranks {wrong[0]} is not one of {world_size} ranks. Give ranks from 0 to {world_size - 1}.")
+        raise ConfigError(
+            f"--ranks {wrong[0]} is not one of {world_size} ranks. Give ranks from 0 to {world_size - 1}."
+        )
     return asked
 
 
@@ -76,12 +93,16 @@ def calculate(config: Config, ranks: list[int], device: Device) -> dict[str, Any
     schedule = plan.schedule(config, dims.microbatches)
     memory, sent = estimate(config, world_size, device, schedule), traffic(config, world_size, schedule)
     return {
-        "parameters": parameter_count([spec for rank in range(dims.pp) for spec in plan.specs_of(config, rank)]),
+        "parameters": parameter_count(
+            [spec for rank in range(dims.pp) for spec in plan.specs_of(config, rank)]
+        ),
         **({"active_parameters": active_parameters(config.model)} if config.model.num_experts else {}),
         "world_size": world_size,
         "device": device,
         "built": ranks,
-        "ranks": [{**each.to_dict(), "bytes_sent": own.to_dict()} for each, own in zip(memory, sent, strict=True)],
+        "ranks": [
+            {**each.to_dict(), "bytes_sent": own.to_dict()} for each, own in zip(memory, sent, strict=True)
+        ],
         "checkpoint_bytes": checkpoint_bytes(config),
         **length(config),
         "flops_per_token": flops(config),
@@ -95,17 +116,25 @@ def calculate(config: Config, ranks: list[int], device: Device) -> dict[str, Any
 def length(config: Config) -> dict[str, int]:
     """Steps and tokens of the whole run; none for a number of epochs of data that is not here."""
     steps, samples = config.train.steps, samples_after(config.train, config.train.steps)
-    return {"steps": steps, "tokens": samples * config.data.sequence_length} if config.train.epochs is None else {}
+    return (
+        {"steps": steps, "tokens": samples * config.data.sequence_length}
+        if config.train.epochs is None
+        else {}
+    )
 
 
 def flops(config: Config) -> dict[str, Any]:
     """FLOPs per token by both conventions: of the model, and of the hardware, recomputation included."""
     model, length, recompute = config.model, config.data.sequence_length, config.train.recompute
-    return {name: per_token(model, length, name, recompute, lora=config.lora).to_dict() for name in ("palm", "causal")}
+    return {
+        name: per_token(model, length, name, recompute, lora=config.lora).to_dict()
+        for name in ("palm", "causal")
+    }
 
 
 def bubble(config: Config, schedule: Schedule) -> float:
-    """Share of the step in which ranks wait, if every stage takes the time of its matrix products and messages take none."""
+    """Share of the step in which ranks wait, if every stage takes the time of its matrix products and
+    messages take none."""
     stages = stage_sums(config, estimated_costs(config))
     return simulate(schedule, stages, stages, stages).bubble_fraction
 
@@ -116,39 +145,67 @@ def experts(config: Config, rows: list[dict[str, Any]]) -> list[str]:
         return []
     most = max(row["bytes_sent"]["ep"] for row in rows)
     return [
-        f"experts: at most {most / UNITS['GiB']:.2f} GiB sent over ep {config.parallel.ep} per step and rank; "
-        f"{all_on_one_rank(config)}, and keeps {worst_bytes(config) / UNITS['GiB']:.3f} GiB more per layer and microbatch"
+        f"experts: at most {most / UNITS['GiB']:.2f} GiB sent over ep {config.parallel.ep} per step and "
+        "rank; "
+        f"{all_on_one_rank(config)}, and keeps {worst_bytes(config) / UNITS['GiB']:.3f} GiB more per layer "
+        "and microbatch"
     ]
 
 
 def describe(config: Config, content: dict[str, Any]) -> list[str]:
     """The same numbers as lines of text."""
     parallel, rows = config.parallel, content["ranks"]
-    active = f" ({content['active_parameters']:,} of them for each token)" if "active_parameters" in content else ""
+    active = (
+        f" ({content['active_parameters']:,} of them for each token)"
+        if "active_parameters" in content
+        else ""
+    )
     split = f", ep {parallel.ep}" if parallel.ep > 1 else ""
     sizes = f"pp {parallel.pp} × dp {parallel.dp} × cp {parallel.cp} × tp {parallel.tp}{split}"
-    planned = "planned for cuda (--device cpu plans for CPUs)" if content["device"] == "cuda" else f"planned for {content['device']}"
+    planned = (
+        "planned for cuda (--device cpu plans for CPUs)"
+        if content["device"] == "cuda"
+        else f"planned for {content['device']}"
+    )
     ranks = f"{content['world_size']:,} rank{'s' * (content['world_size'] > 1)}"
     head = f"{content['parameters']:,} parameters{active} on {ranks} ({sizes}), {planned}"
     unit = next((unit for unit, size in UNITS.items() if max(row["total"] for row in rows) >= size), "KiB")
-    lines = [head, f"{unit} per rank; each part at its own peak; sent: per step", "", *table(rows, UNITS[unit])]
+    lines = [
+        head,
+        f"{unit} per rank; each part at its own peak; sent: per step",
+        "",
+        *table(rows, UNITS[unit]),
+    ]
     if any(row["states"][place] for row in rows for place in ("host", "disk")):
-        away = (f"{place} {max(row['states'][place] for row in rows) / UNITS[unit]:,.2f}" for place in ("host", "disk"))
-        lines.append(f"of these at most, on a rank, not on the device: {', '.join(away)}; peak is that of the device")
+        away = (
+            f"{place} {max(row['states'][place] for row in rows) / UNITS[unit]:,.2f}"
+            for place in ("host", "disk")
+        )
+        lines.append(
+            f"of these at most, on a rank, not on the device: {', '.join(away)}; peak is that of the device"
+        )
     if config.train.memory_budget is not None:
         lines += ["", *budget_table(decide(config, bytes_of(config), device=content["device"]))]
     palm, causal = (content["flops_per_token"][name] for name in ("palm", "causal"))
     lines += [
         "",
-        f"FLOPs per token: model {palm['model']:.4g} (every position attended: PaLM), {causal['model']:.4g} (causal); "
-        f"hardware {palm['hardware']:.4g}, {causal['hardware']:.4g} with train.recompute {shown(config.train.recompute)}",
-        f"bubble: {content['bubble_fraction']:.1%} of the step under {content['schedule']} with {content['microbatches']} microbatches, "
+        f"FLOPs per token: model {palm['model']:.4g} (every position attended: PaLM), {causal['model']:.4g} "
+        "(causal); "
+        f"hardware {palm['hardware']:.4g}, {causal['hardware']:.4g} with train.recompute "
+        f"{shown(config.train.recompute)}",
+        f"bubble: {content['bubble_fraction']:.1%} of the step under {content['schedule']} with "
+        f"{content['microbatches']} microbatches, "
         "each stage as long as its matrix products",
         describe_saves(config),
-        *([f"the run: {content['steps']:,} steps, {content['tokens']:,} tokens"] if "steps" in content else []),
+        *(
+            [f"the run: {content['steps']:,} steps, {content['tokens']:,} tokens"]
+            if "steps" in content
+            else []
+        ),
         *experts(config, rows),
         *remarks(config),
-        f"built on the meta device, with the planned number of bytes: {len(content['built'])} rank{'s' * (len(content['built']) > 1)}",
+        f"built on the meta device, with the planned number of bytes: {len(content['built'])} "
+        f"rank{'s' * (len(content['built']) > 1)}",
     ]
     return lines
 

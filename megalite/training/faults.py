@@ -16,7 +16,8 @@ from torch import Tensor
 from megalite.config.rules.faults import Fault, parse_faults
 from megalite.mesh.mesh import Mesh
 
-RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # restarts of this process by torchrun, of the job by SLURM
+# restarts of this process by torchrun, of the job by SLURM
+RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 def _run_out(fault: Fault) -> None:
@@ -43,23 +44,34 @@ def restarts() -> int:
 class Injection:
     """The faults to inject on this rank, each once per step: a step repeated after a rollback has none.
 
-    A spike, which multiplies the loss, is injected on all ranks of the named rank's replica: it is a property of a batch.
+    A spike, which multiplies the loss, is injected on all ranks of the named rank's replica: it is a property
+    of a batch.
     """
 
     def __init__(self, inject: str | list[str] | None, mesh: Mesh):
         self.mesh = mesh
         restart = restarts()
-        self._left = [(fault, set(fault.steps)) for fault in parse_faults(inject) if fault.restart == restart and self._concerns(fault)]
+        self._left = [
+            (fault, set(fault.steps))
+            for fault in parse_faults(inject)
+            if fault.restart == restart and self._concerns(fault)
+        ]
 
     def _concerns(self, fault: Fault) -> bool:
-        peers = self.mesh.dims.peers(self.mesh.rank, ("pp", "tp")) if fault.kind == "spike" else (self.mesh.rank,)
+        peers = (
+            self.mesh.dims.peers(self.mesh.rank, ("pp", "tp")) if fault.kind == "spike" else (self.mesh.rank,)
+        )
         return fault.rank is None or fault.rank in peers
 
     def _due(self, step: int, kinds: Sequence[str]) -> Iterator[Fault]:
         for fault, steps in self._left:
             if step in steps and fault.kind in kinds:
                 steps.remove(step)
-                print(f"rank {self.mesh.rank}: injected {fault.kind} in step {step}", file=sys.stderr, flush=True)
+                print(
+                    f"rank {self.mesh.rank}: injected {fault.kind} in step {step}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 yield fault
 
     def between_steps(self, step: int) -> None:

@@ -28,13 +28,17 @@ if TYPE_CHECKING:
     from megalite.monitoring.observer import Observer
 
 
-def fit(trainer: Trainer, observers: Sequence[Observer] = (), clock: Callable[[], float] = monotonic) -> ExitStatus:
-    """Train until `train.steps`, a signal, the time limit or early stopping; save at the end and at every `checkpoint.interval`, or every
-    `checkpoint.minutes`. Called by every rank, in a run of several inside a `Watchdog`.
+def fit(
+    trainer: Trainer, observers: Sequence[Observer] = (), clock: Callable[[], float] = monotonic
+) -> ExitStatus:
+    """Train until `train.steps`, a signal, the time limit or early stopping; save at the end and at every
+    `checkpoint.interval`, or every `checkpoint.minutes`. Called by every rank, in a run of several inside a
+    `Watchdog`.
 
     clock: seconds, for `checkpoint.minutes`.
 
-    Returns DONE, STOPPED (SIGTERM, SIGUSR1, SIGHUP or the time limit) or INTERRUPTED (SIGINT): the same on every rank.
+    Returns DONE, STOPPED (SIGTERM, SIGUSR1, SIGHUP or the time limit) or INTERRUPTED (SIGINT): the same on
+    every rank.
     """
     config, lead = trainer.config, trainer.mesh.rank == 0
     limit = duration_seconds(config.train.stop_after) if config.train.stop_after else None
@@ -59,7 +63,10 @@ def fit(trainer: Trainer, observers: Sequence[Observer] = (), clock: Callable[[]
             due = due._replace(timed=timer.due(results))
             validate_and_save(trainer, due, ended is not None, timer, console, writer)
             if ended is not None:
-                console.message(f"stopping after step {trainer.step_done}: {request.reason or 'another rank asked for it'}")
+                console.message(
+                    f"stopping after step {trainer.step_done}: "
+                    f"{request.reason or 'another rank asked for it'}"
+                )
                 break
             if due.validation and (early := stopped_early(trainer)) is not None:
                 console.message(f"stopping early after step {trainer.step_done}: {early}")
@@ -87,7 +94,11 @@ class Due(NamedTuple):
     @staticmethod
     def after(step: int, config: Config) -> Due:
         end = step == config.train.steps
-        return Due(_is_due(config.validation.interval, step, end), end or _is_due(config.checkpoint.interval, step, end), end)
+        return Due(
+            _is_due(config.validation.interval, step, end),
+            end or _is_due(config.checkpoint.interval, step, end),
+            end,
+        )
 
 
 def announce(trainer: Trainer, console: Console) -> None:
@@ -98,7 +109,9 @@ def announce(trainer: Trainer, console: Console) -> None:
         console.message(note)
 
 
-def run_step(trainer: Trainer, observers: Sequence[Observer], request: StopRequest, timer: SaveTimer, wait: bool) -> list[StepResult]:
+def run_step(
+    trainer: Trainer, observers: Sequence[Observer], request: StopRequest, timer: SaveTimer, wait: bool
+) -> list[StepResult]:
     """One step between its observers. Returns the results that are now known."""
     step, activity = trainer.step_done + 1, trainer.mesh.activity
     activity.step = step
@@ -115,12 +128,19 @@ def run_step(trainer: Trainer, observers: Sequence[Observer], request: StopReque
 
 
 def report_results(
-    trainer: Trainer, results: Sequence[StepResult], observers: Sequence[Observer], console: Console, writer: MetricsWriter | None
+    trainer: Trainer,
+    results: Sequence[StepResult],
+    observers: Sequence[Observer],
+    console: Console,
+    writer: MetricsWriter | None,
 ) -> None:
     """Print and write each result. Rank 0 alone has a writer."""
     for result in results if writer is not None else ():
         metrics = measured(trainer, result)
-        numbers = {**result.routing, **{name: number for each in observers for name, number in each.numbers(metrics).items()}}
+        numbers = {
+            **result.routing,
+            **{name: number for each in observers for name, number in each.numbers(metrics).items()},
+        }
         console.step(metrics, result.fault, numbers)
         assert writer is not None
         writer.step(metrics, numbers)
@@ -128,8 +148,11 @@ def report_results(
             console.message(line)
 
 
-def go_back(trainer: Trainer, bad: StepResult, timer: SaveTimer, console: Console, writer: MetricsWriter | None) -> None:
-    """Return to the newest checkpoint from before the bad steps. Raises FaultLimit on every rank where the run must end instead."""
+def go_back(
+    trainer: Trainer, bad: StepResult, timer: SaveTimer, console: Console, writer: MetricsWriter | None
+) -> None:
+    """Return to the newest checkpoint from before the bad steps. Raises FaultLimit on every rank where the
+    run must end instead."""
     trainer.roll_back(bad)
     timer.rolled_back(trainer.step_done)
     mark_best(trainer)
@@ -138,8 +161,11 @@ def go_back(trainer: Trainer, bad: StepResult, timer: SaveTimer, console: Consol
         writer.rewind(trainer.step_done)
 
 
-def validate_and_save(trainer: Trainer, due: Due, stop: bool, timer: SaveTimer, console: Console, writer: MetricsWriter | None) -> None:
-    """What is due after a step. A run that has to stop saves first: the sender of a signal may not wait for a validation.
+def validate_and_save(
+    trainer: Trainer, due: Due, stop: bool, timer: SaveTimer, console: Console, writer: MetricsWriter | None
+) -> None:
+    """What is due after a step. A run that has to stop saves first: the sender of a signal may not wait for a
+    validation.
 
     What a validation tells of the best loss is saved, too: with the next checkpoint, or now if the run ends.
     """
@@ -156,7 +182,8 @@ def validate_and_save(trainer: Trainer, due: Due, stop: bool, timer: SaveTimer, 
 
 
 def save(trainer: Trainer, timer: SaveTimer, console: Console, lowest: bool, timed: bool = False) -> None:
-    """Begin a save. lowest: the run has had no lower validation loss; timed: nothing but the time asks for it."""
+    """Begin a save. lowest: the run has had no lower validation loss; timed: nothing but the time asks for
+    it."""
     begun = trainer.begin_save(lowest and trainer.config.checkpoint.keep_best, timed)
     timer.saved(trainer.step_done, begun.held)
     if trainer.config.checkpoint.async_save:
@@ -198,18 +225,25 @@ def mark_best(trainer: Trainer) -> None:
 
 
 def report_saves(saver: Saver, console: Console, last: bool) -> None:
-    """Tell which saves have ended. A failed one is an error only where it is the last: otherwise the next one makes up for it."""
+    """Tell which saves have ended. A failed one is an error only where it is the last: otherwise the next one
+    makes up for it."""
     if last:
         saver.wait()
     ended = saver.take_ended()
     for save in ended:
         durable = f", on disk after {save.durable:.2f} s" if saver.options.async_save else ""
         if save.durable:
-            console.message(f"saved {save.directory}, held {save.held:.2f} s{durable}{rate(save.bytes, save.durable)}")
+            console.message(
+                f"saved {save.directory}, held {save.held:.2f} s{durable}{rate(save.bytes, save.durable)}"
+            )
         if save.error is not None:
-            if not isinstance(save.error, CheckpointError) or (last and save is ended[-1] and not save.durable):
+            if not isinstance(save.error, CheckpointError) or (
+                last and save is ended[-1] and not save.durable
+            ):
                 raise save.error
-            console.message(f"{save.error}\ntraining goes on" + ("" if save.durable else "; the next save tries again"))
+            console.message(
+                f"{save.error}\ntraining goes on" + ("" if save.durable else "; the next save tries again")
+            )
 
 
 def _is_due(interval: int | None, step: int, at_end: bool) -> bool:
@@ -220,7 +254,15 @@ def measured(trainer: Trainer, result: StepResult) -> StepMetrics:
     """A step's result with its speed: what rank 0 writes."""
     device = trainer.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    same = {field.name: getattr(result, field.name) for field in fields(StepMetrics) if hasattr(result, field.name)}
-    batch = samples_after(trainer.config.train, result.step) - samples_after(trainer.config.train, result.step - 1)
+    same = {
+        field.name: getattr(result, field.name)
+        for field in fields(StepMetrics)
+        if hasattr(result, field.name)
+    }
+    batch = samples_after(trainer.config.train, result.step) - samples_after(
+        trainer.config.train, result.step - 1
+    )
     speed = throughput(trainer.config, result.seconds, trainer.mesh.world.size, name, batch)
-    return StepMetrics(**same, **speed, step_time_s=result.seconds, peak_memory_bytes=peak_memory_bytes(device))
+    return StepMetrics(
+        **same, **speed, step_time_s=result.seconds, peak_memory_bytes=peak_memory_bytes(device)
+    )

@@ -1,8 +1,8 @@
 """Bad steps: which updates are skipped, and when a run ends or rolls back.
 
-All ranks have the same loss and gradient norm of a step, bit for bit, so each rank decides locally and all decide alike: no communication.
-A bad step leaves weights and optimizer state unchanged. The window of accepted losses is stored in checkpoints: a resumed run decides as an
-uninterrupted one.
+All ranks have the same loss and gradient norm of a step, bit for bit, so each rank decides locally and all
+decide alike: no communication. A bad step leaves weights and optimizer state unchanged. The window of
+accepted losses is stored in checkpoints: a resumed run decides as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ MAX_ROLLBACKS = 3  # in one process: if a fourth is needed, the data is not the 
 
 
 class FaultLimit(RuntimeError):
-    """Too many consecutive steps were bad, and the run cannot roll back; the message names the fault and possible remedies."""
+    """Too many consecutive steps were bad, and the run cannot roll back; the message names the fault and
+    possible remedies."""
 
 
 @dataclass
@@ -42,7 +43,8 @@ class Guard:
     def judge(self, loss: float, norm: float, scale_adapts: bool = False) -> str | None:
         """The reason why a step must be skipped; None: it is accepted.
 
-        `scale_adapts`: the loss scale may still be too large, so gradients that are not finite do not count in `streak`.
+        `scale_adapts`: the loss scale may still be too large, so gradients that are not finite do not count
+        in `streak`.
         """
         fault = self._fault(loss, norm)
         if fault is None:
@@ -61,7 +63,10 @@ class Guard:
             return None
         mean, deviation = self._usual()
         sigma, count = self.options.spike_sigma, len(self.losses)
-        return f"loss {loss:.4g} exceeds {mean:.4g} + {sigma:g} * {deviation:.2g}, mean and deviation of {count} steps"
+        return (
+            f"loss {loss:.4g} exceeds {mean:.4g} + {sigma:g} * {deviation:.2g}, mean and deviation of "
+            f"{count} steps"
+        )
 
     @property
     def highest(self) -> float:
@@ -77,13 +82,23 @@ class Guard:
         return mean, sqrt(fsum((each - mean) ** 2 for each in self.losses) / len(self.losses))
 
     def go_back(self, reason: str, checkpoint: bool) -> None:
-        """Count a rollback to a checkpoint. Raises FaultLimit if the run must end: no checkpoint, not allowed, or too many rollbacks."""
+        """Count a rollback to a checkpoint. Raises FaultLimit if the run must end: no checkpoint, not
+        allowed, or too many rollbacks."""
         if not self.options.rollback:
-            way_out = "lower optimizer.lr, or set faults.rollback = true to return to the last checkpoint and skip these samples"
+            way_out = (
+                "lower optimizer.lr, or set faults.rollback = true to return to the last checkpoint and skip "
+                "these samples"
+            )
         elif not checkpoint:
-            way_out = "there is no checkpoint to return to: lower optimizer.lr, or save one earlier with checkpoint.interval"
+            way_out = (
+                "there is no checkpoint to return to: lower optimizer.lr, or save one earlier with "
+                "checkpoint.interval"
+            )
         elif self.rollbacks == MAX_ROLLBACKS:
-            way_out = f"{MAX_ROLLBACKS} rollbacks have not helped: lower optimizer.lr, or resume from an older checkpoint"
+            way_out = (
+                f"{MAX_ROLLBACKS} rollbacks have not helped: lower optimizer.lr, or resume from an older "
+                "checkpoint"
+            )
         else:
             self.rollbacks += 1
             return

@@ -1,15 +1,18 @@
-"""Explains a hang from what every rank has left in RUN_DIR/stalls/: which rank did not do its part, and who waits for it. Imports no torch.
+"""Explains a hang from what every rank has left in RUN_DIR/stalls/: which rank did not do its part, and who
+waits for it.
 
-A rank's record says where it is in the plan of the step, which communication it waits for, and how many collectives it has started over
-each axis. Records are compared by these positions:
+A rank's record says where it is in the plan of the step, which communication it waits for, and how many
+collectives it has started over each axis. Records are compared by these positions:
 
-- A receive is matched with the send in the list of the other rank, and a send with the receive: that rank is before it, beyond it, or has
-  none.
-- A collective is matched by its number over the axis. A rank that has started fewer is behind; if it is at a later place all the same, it
-  has skipped one.
-- Where the host waits for the device, as with NCCL, torch's flight record tells the same of the collectives of each process group.
+- A receive is matched with the send in the list of the other rank, and a send with the receive: that rank is
+  before it, beyond it, or has none.
+- A collective is matched by its number over the axis. A rank that has started fewer is behind; if it is at a
+  later place all the same, it has skipped one.
+- Where the host waits for the device, as with NCCL, torch's flight record tells the same of the collectives
+  of each process group.
 
-Every wait that is not matched points to the ranks that it lacks. The rank at the end of these is the one to look at.
+Every wait that is not matched points to the ranks that it lacks. The rank at the end of these is the one to
+look at.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ ALIVE = "answers"
 ORDER = {BETWEEN: 0, READING: 1, REDUCING: 0, UPDATING: 1, REPORTING: 1, STARTING: 0, LOADING: 0}
 """Of what a rank does before its step's run of the plan, or after it, which is counted."""
 IN_PLAN, AFTER = 2, 3
-MESSAGE = re.compile(r"pipeline message (?P<kind>[SR][FB])(?P<stage>\d+)\.(?P<microbatch>\d+)[<>](?P<peer>\d+)")
+MESSAGE = re.compile(
+    r"pipeline message (?P<kind>[SR][FB])(?P<stage>\d+)\.(?P<microbatch>\d+)[<>](?P<peer>\d+)"
+)
 GROUP = re.compile(r"(?P<operation>.+) over (?P<axis>\w+)")
 OWN_FRAMES = 3  # of a stack, in a line
 
@@ -44,8 +49,9 @@ class Rank:
         state: whether its process answered, in words.
         plan: the actions of its list; empty if it has left no record.
         axes: the ranks of its axes.
-        started: how many collectives it has started, by operation and axis ("all_reduce tp").
-        flights: of torch's flight record, for each process group the number of the last collective, and whether it is complete.
+        started: how many collectives it has started, by operation and axis ("all_reduce tp"). flights: of
+        torch's flight record, for each process group the number of the last collective, and whether it is
+        complete.
     """
 
     rank: int
@@ -96,8 +102,8 @@ class Explanation:
     """What a hang comes down to.
 
     Attributes:
-        unmatched: the first action that another rank waits for in vain; None: every wait is matched.
-        culprit: the rank that did not do its part; None: the ranks wait for each other in a cycle, or nothing hangs.
+        unmatched: the first action that another rank waits for in vain; None: every wait is matched. culprit:
+        the rank that did not do its part; None: the ranks wait for each other in a cycle, or nothing hangs.
         instead: what it did instead.
         chain: who waits for whom, down to that rank.
         waits: all that are not matched.
@@ -122,7 +128,10 @@ def load(run_dir: Path) -> dict[int, Rank]:
     newest = max(found.values(), key=lambda each: float(each["time"]))["start"]
     own = {rank: each for rank, each in found.items() if each["start"] == newest}
     own = {rank: each for rank, each in own.items() if not each.get("past")} or own
-    ranks = {rank: _of_record(each, _flights(run_dir / DIRECTORY / f"collectives_{rank:05d}.json")) for rank, each in own.items()}
+    ranks = {
+        rank: _of_record(each, _flights(run_dir / DIRECTORY / f"collectives_{rank:05d}.json"))
+        for rank, each in own.items()
+    }
     for each in own.values():
         for key, seen in each["seen"].items():
             known = _outdated(ranks.get(int(key)), seen["place"])
@@ -134,7 +143,8 @@ def load(run_dir: Path) -> dict[int, Rank]:
 
 
 def _outdated(known: Rank | None, seen: Mapping[str, Any]) -> Rank | None:
-    """What is known of a rank, unless others have seen it in a later step or run of a plan than it was in when it left its record."""
+    """What is known of a rank, unless others have seen it in a later step or run of a plan than it was in
+    when it left its record."""
     if known is None or not seen:
         return known
     place = known.place
@@ -147,7 +157,8 @@ def _of_record(record: Mapping[str, Any], flights: Mapping[str, tuple[int, bool]
 
 
 def _flights(path: Path) -> dict[str, tuple[int, bool]]:
-    """Of a flight record: for each process group, the number of its last collective, and whether that is complete."""
+    """Of a flight record: for each process group, the number of its last collective, and whether that is
+    complete."""
     found: dict[str, tuple[int, bool]] = {}
     with suppress(OSError, ValueError, KeyError, TypeError):
         for entry in json.loads(path.read_text(encoding="utf-8"))["entries"]:
@@ -165,7 +176,9 @@ def explain(ranks: Mapping[int, Rank]) -> Explanation:
     waits = [wait for rank in ranks.values() for wait in _waits(rank, ranks)]
     culprit = _culprit(ranks, waits)
     if culprit is None:
-        return Explanation(waits[0].part if waits else None, None, "", [_line(wait, ranks) for wait in waits], waits)
+        return Explanation(
+            waits[0].part if waits else None, None, "", [_line(wait, ranks) for wait in waits], waits
+        )
     missed = [wait for wait in waits if wait.on == culprit]
     first = min(missed, key=lambda wait: (ranks[wait.rank].position, wait.rank), default=None)
     return Explanation(
@@ -195,7 +208,8 @@ def _waits(rank: Rank, ranks: Mapping[int, Rank]) -> list[Wait]:
 
 
 def _counterpart(found: re.Match[str], own: int) -> str:
-    """The action of the other rank that a send or receive is matched with, as printed; own: the pipeline rank of this one."""
+    """The action of the other rank that a send or receive is matched with, as printed; own: the pipeline rank
+    of this one."""
     kind, stage, microbatch = found["kind"], int(found["stage"]), found["microbatch"]
     step = 1 if kind in ("SF", "RB") else -1
     sends = kind[0] == "S"
@@ -215,13 +229,24 @@ def _unmatched_message(rank: Rank, peer: Rank | None, number: int, found: re.Mat
         return [Wait(rank.rank, number, part, f"its part is {wanted}, action {place + 1} of its plan")]
     if wanted[0] == "R" or peer.position[:2] == there[:2]:  # it has started its part
         return []
-    return [Wait(rank.rank, number, part, f"its part is {wanted}, and it is beyond that run of its plan", skipped=True)]
+    return [
+        Wait(
+            rank.rank,
+            number,
+            part,
+            f"its part is {wanted}, and it is beyond that run of its plan",
+            skipped=True,
+        )
+    ]
 
 
-def _unmatched_collective(rank: Rank, ranks: Mapping[int, Rank], operation: str, axis: str, peer: int | None) -> list[Wait]:
+def _unmatched_collective(
+    rank: Rank, ranks: Mapping[int, Rank], operation: str, axis: str, peer: int | None
+) -> list[Wait]:
     """A collective that is not counted, such as a save's, is matched by ranks that wait for the same."""
     others = [peer] if peer is not None else [each for each in rank.axes.get(axis, ()) if each != rank.rank]
-    counted = f"{operation} {axis}" in rank.started or operation == "all_to_all"  # part of what is counted as reduce_scatter
+    # part of what is counted as reduce_scatter
+    counted = f"{operation} {axis}" in rank.started or operation == "all_to_all"
     count, found = rank.collectives(axis), []
     part = f"{operation} over {axis}" + (f", collective {count} there" if counted else "")
     for each in others:
@@ -233,8 +258,12 @@ def _unmatched_collective(rank: Rank, ranks: Mapping[int, Rank], operation: str,
         if not counted:
             if other.place.get("waits") != rank.place["waits"]:
                 found.append(Wait(rank.rank, each, part, "", beyond))
-        elif (started := other.collectives(axis)) < count or (started == count and beyond and _waits_over(other, axis)):
-            found.append(Wait(rank.rank, each, part, f"it has started {started}, rank {rank.rank} {count}", beyond))
+        elif (started := other.collectives(axis)) < count or (
+            started == count and beyond and _waits_over(other, axis)
+        ):
+            found.append(
+                Wait(rank.rank, each, part, f"it has started {started}, rank {rank.rank} {count}", beyond)
+            )
     return found
 
 
@@ -258,7 +287,15 @@ def _device_waits(rank: Rank, ranks: Mapping[int, Rank]) -> list[Wait]:
             last = other.flights.get(group)
             if last is not None and last[0] < number:
                 part = f"collective {number} of process group {group}"
-                found.append(Wait(rank.rank, other.rank, part, f"it has started {last[0]} (flight record)", _beyond(other, rank)))
+                found.append(
+                    Wait(
+                        rank.rank,
+                        other.rank,
+                        part,
+                        f"it has started {last[0]} (flight record)",
+                        _beyond(other, rank),
+                    )
+                )
     return found
 
 
@@ -266,10 +303,12 @@ def _device_waits(rank: Rank, ranks: Mapping[int, Rank]) -> list[Wait]:
 
 
 def _different_plans(ranks: Mapping[int, Rank]) -> tuple[int, str, str] | None:
-    """The first send or receive of a rank that the other one, in the same run of a plan, does not have: rank, action, description."""
+    """The first send or receive of a rank that the other one, in the same run of a plan, does not have: rank,
+    action, description."""
     for rank in ranks.values():
         line = list(rank.axes.get("pp", ()))
-        inside = rank.rank in line and rank.place.get("number") is not None  # else it may be the plan of an earlier run
+        # else it may be the plan of an earlier run
+        inside = rank.rank in line and rank.place.get("number") is not None
         for number, action in enumerate(rank.plan if inside else ()):
             if not (found := MESSAGE.match(f"pipeline message {action}")) or int(found["peer"]) >= len(line):
                 continue
@@ -278,20 +317,25 @@ def _different_plans(ranks: Mapping[int, Rank]) -> tuple[int, str, str] | None:
             if other is None or not other.plan or wanted in other.plan or not _in_the_same_run(rank, other):
                 continue
             why = (
-                f"its plan has no {wanted}, which action {number + 1} of rank {rank.rank}, {action}, needs: the ranks have different plans"
+                f"its plan has no {wanted}, which action {number + 1} of rank {rank.rank}, {action}, needs: "
+                "the ranks have different plans"
             )
             return other.rank, action, why
     return None
 
 
 def _in_the_same_run(rank: Rank, other: Rank) -> bool:
-    """Whether another rank is in the run of a plan in which this one is, or has just ended it: then its plan is that of the same run."""
-    ended = other.position[:2] == (rank.position[0], rank.position[1] + 1) and other.place.get("number") is None
+    """Whether another rank is in the run of a plan in which this one is, or has just ended it: then its plan
+    is that of the same run."""
+    ended = (
+        other.position[:2] == (rank.position[0], rank.position[1] + 1) and other.place.get("number") is None
+    )
     return ended or other.position[:3] == rank.position[:3]
 
 
 def _culprit(ranks: Mapping[int, Rank], waits: Sequence[Wait]) -> int | None:
-    """The rank that did not do its part: lost, or beyond what others wait for, or else at the end of the waits."""
+    """The rank that did not do its part: lost, or beyond what others wait for, or else at the end of the
+    waits."""
     awaited = {wait.on for wait in waits}
     gone = [rank.rank for rank in ranks.values() if rank.gone and "lost" not in rank.place]
     for lost in (set(gone) & awaited, gone):
@@ -301,7 +345,9 @@ def _culprit(ranks: Mapping[int, Rank], waits: Sequence[Wait]) -> int | None:
         return min(skipped, key=lambda wait: (ranks[wait.rank].position, wait.rank)).on
     waiting = {wait.rank for wait in waits}
     ends = sorted(awaited - waiting)
-    return min(ends, key=lambda end: (ranks[end].position if end in ranks else (0, 0, 0, 0), end), default=None)
+    return min(
+        ends, key=lambda end: (ranks[end].position if end in ranks else (0, 0, 0, 0), end), default=None
+    )
 
 
 def _chain(waits: Sequence[Wait], culprit: int) -> list[Wait]:
@@ -319,7 +365,9 @@ def _chain(waits: Sequence[Wait], culprit: int) -> list[Wait]:
 def _line(wait: Wait, ranks: Mapping[int, Rank]) -> str:
     rank = ranks[wait.rank]
     since = f" since {strftime('%H:%M:%S', localtime(rank.place['since']))}" if "since" in rank.place else ""
-    return f"rank {wait.rank} ({rank}) waits for rank {wait.on}: {wait.part}{since}" + (f"; {wait.why}" if wait.why else "")
+    return f"rank {wait.rank} ({rank}) waits for rank {wait.on}: {wait.part}{since}" + (
+        f"; {wait.why}" if wait.why else ""
+    )
 
 
 def _instead(rank: Rank, missed: Wait | None) -> str:

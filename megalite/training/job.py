@@ -1,4 +1,5 @@
-"""A job in its run's directory: claimed before any process group starts, and described by summary.json until it ends.
+"""A job in its run's directory: claimed before any process group starts, and described by summary.json until
+it ends.
 
 Rank 0 holds the lock and writes; every rank learns whether the job may go on.
 """
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class JobEnd(Exception):
-    """The job ends before it has begun, with a status and a message for the user: refused, or nothing to do."""
+    """The job ends before it has begun, with a status and a message for the user: refused, or nothing to
+    do."""
 
     def __init__(self, status: ExitStatus, message: str):
         super().__init__(message)
@@ -66,8 +68,11 @@ class Job:
         self._lock.release()
 
 
-def begin(config: Config, *, restarted: bool, rank: int = 0, store: Store | None = None) -> tuple[Job, list[str]]:
-    """Claim the run's directory on rank 0. Returns the job, and lines for the user. With several ranks all call it.
+def begin(
+    config: Config, *, restarted: bool, rank: int = 0, store: Store | None = None
+) -> tuple[Job, list[str]]:
+    """Claim the run's directory on rank 0. Returns the job, and lines for the user. With several ranks all
+    call it.
 
     Args:
         restarted: the job was started again and may find a run that it began itself.

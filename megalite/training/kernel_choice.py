@@ -1,4 +1,5 @@
-"""Which implementations a run computes with, where there is a choice: printed and recorded at its start. See `megalite_kernels`."""
+"""Which implementations a run computes with, where there is a choice: printed and recorded at its start. See
+`megalite_kernels`."""
 
 from __future__ import annotations
 
@@ -26,18 +27,26 @@ def kernels(trainer: Trainer) -> list[str]:
 def attention(trainer: Trainer) -> list[str]:
     """The route that the run's attention takes, as a line; none where there is no choice."""
     data = trainer.train_data
-    return attention_route(trainer.config, trainer.device, data.chat or (trainer.config.data.reset_positions and data.eos is not None))
+    return attention_route(
+        trainer.config,
+        trainer.device,
+        data.chat or (trainer.config.data.reset_positions and data.eos is not None),
+    )
 
 
 def attention_route(config: Config, device: torch.device, documents: bool) -> list[str]:
-    """The line; none where there is no choice: on a CPU, and for parts of rows. documents: whether rows have several."""
+    """The line; none where there is no choice: on a CPU, and for parts of rows. documents: whether rows have
+    several."""
     parallel = config.parallel
     if device.type == "cpu" or (parallel.cp > 1 and parallel.context != "ulysses"):
         return []
     from megalite_kernels.attention_routes import Call, describe
 
     model, tp, cp = config.model, parallel.tp, parallel.cp  # ulysses: whole rows of some of the heads
-    heads, kv_heads = model.num_attention_heads // tp // cp, max(model.kv_heads * kv_replicas(model, tp) // tp // cp, 1)
+    heads, kv_heads = (
+        model.num_attention_heads // tp // cp,
+        max(model.kv_heads * kv_replicas(model, tp) // tp // cp, 1),
+    )
     dtype = DTYPES[config.train.precision]
     q, k, v = (
         torch.empty(part_length(config) * cp, 1, count, model.head_size, dtype=dtype, device=device)

@@ -1,8 +1,9 @@
 """Memory of the model states on each rank: measured, and as planned by `megalite.planning.states`.
 
-Measured between steps: weights, accumulated gradients, optimizer state (separate master weights, two moments), and PowerSGD's errors and
-factors. What a step adds (activations, gathered buckets, PowerSGD's new errors) is only planned (`megalite.planning.memory`). State that is
-offloaded to disk is in memory only for the windows that a step works on.
+Measured between steps: weights, accumulated gradients, optimizer state (separate master weights, two
+moments), and PowerSGD's errors and factors. What a step adds (activations, gathered buckets, PowerSGD's new
+errors) is only planned (`megalite.planning.memory`). State that is offloaded to disk is in memory only for
+the windows that a step works on.
 """
 
 from __future__ import annotations
@@ -38,24 +39,32 @@ class ModelStates(NamedTuple):
     powersgd: float = 0.0  # errors and factors
 
     def __str__(self) -> str:
-        parts = (f"{name} {value / 1e6:,.1f}" for name, value in zip(self._fields, self, strict=True) if value or name != "powersgd")
+        parts = (
+            f"{name} {value / 1e6:,.1f}"
+            for name, value in zip(self._fields, self, strict=True)
+            if value or name != "powersgd"
+        )
         return f"{', '.join(parts)}, together {sum(self) / 1e6:,.1f} MB"
 
 
 def _storages(state: OptimizerState) -> Iterator[tuple[str, str, int]]:
-    """(kind, place, bytes) of the memory of live tensors, each counted once, under the first kind that it has."""
+    """(kind, place, bytes) of the memory of live tensors, each counted once, under the first kind that it
+    has."""
     store, buckets = state.store, state.store.buckets
     gradients = [bucket.gradients for bucket in buckets if bucket.gradients is not None]
     kinds: dict[str, Iterable[Tensor | None]] = {
         "weights": (tensor for bucket in buckets for tensor in (bucket.weights, bucket.shard)),
-        "gradients": (tensor for each in gradients for tensor in (each.full, each.owned, each.separate_embedding_grad)),
+        "gradients": (
+            tensor for each in gradients for tensor in (each.full, each.owned, each.separate_embedding_grad)
+        ),
         "optimizer": (*(bucket.master for bucket in buckets), *state.changing()),
         "powersgd": (tensor for matrix in _compressed(store) for tensor in (matrix.error, matrix.factor)),
     }
     seen: set[int] = set()
     for kind, tensors in kinds.items():
         for tensor in tensors:
-            if tensor is not None and tensor.untyped_storage()._cdata not in seen:  # not data_ptr: 0 for all tensors on the meta device
+            # not data_ptr: 0 for all tensors on the meta device
+            if tensor is not None and tensor.untyped_storage()._cdata not in seen:
                 seen.add(tensor.untyped_storage()._cdata)
                 yield kind, store.state.place_of(tensor), tensor.untyped_storage().nbytes()
 
@@ -63,7 +72,9 @@ def _storages(state: OptimizerState) -> Iterator[tuple[str, str, int]]:
 def states_of(state: OptimizerState) -> ModelStates:
     """Bytes of the model states that this state and its store keep between steps."""
     storages = list(_storages(state))
-    return ModelStates(*(sum(size for kind, _, size in storages if kind == name) for name in ModelStates._fields))
+    return ModelStates(
+        *(sum(size for kind, _, size in storages if kind == name) for name in ModelStates._fields)
+    )
 
 
 def measured(trainer: Trainer) -> ModelStates:
@@ -105,13 +116,17 @@ def _compressed(store: ParameterStore) -> Sequence[Matrix]:
 
 
 def gathering(trainer: Trainer, reshard: Literal["action", "step"]) -> tuple[float, float]:
-    """Costs of ZeRO-3 for this rank's pipeline position per step: how often all of its weights are gathered (by size), and the largest
-    share of its buckets that is whole at once."""
+    """Costs of ZeRO-3 for this rank's pipeline position per step: how often all of its weights are gathered
+    (by size), and the largest share of its buckets that is whole at once."""
     config, rank = trainer.config, trainer.mesh.pp.rank
     config = replace(config, parallel=replace(config.parallel, zero3_reshard=reshard))
     schedule = build.schedule(config, build.layout(config).microbatches)
     sizes = [bucket.layout.size for bucket in trainer.store.buckets]
-    gathered = sum(sizes[action.bucket] for action in schedule.actions[rank] if action.kind is Kind.GATHER and action.bucket is not None)
+    gathered = sum(
+        sizes[action.bucket]
+        for action in schedule.actions[rank]
+        if action.kind is Kind.GATHER and action.bucket is not None
+    )
     return gathered / sum(sizes), check_gathering(schedule, rank) / len(sizes)
 
 
@@ -122,9 +137,14 @@ def _describe_frozen(trainer: Trainer) -> list[str]:
     trained = parameter_count([spec for spec in specs if spec.trainable])
     if trained == trainer.parameters:
         return []
-    lines = [f"{trained:,} parameters are trained, {trained / trainer.parameters:.2%} of all; the others are frozen"]
+    lines = [
+        f"{trained:,} parameters are trained, {trained / trainer.parameters:.2%} of all; the others are "
+        "frozen"
+    ]
     if config.model.initial_weights is None and trainer.step_done == 0:
-        lines.append("and random: model.init_from must name the weights that the adapters are for, for example hf:DIR")
+        lines.append(
+            "and random: model.init_from must name the weights that the adapters are for, for example hf:DIR"
+        )
     return lines
 
 
@@ -133,7 +153,10 @@ def _describe_copies(trainer: Trainer) -> list[str]:
     if not build.optimistic_step(trainer.config):
         return []
     size = sum(tensor.nbytes for tensor in trainer.optimizer.state.changing()) / 1e6
-    return [f"optimistic steps hold a copy of the optimizer state until they are confirmed: {size:,.1f} MB on rank {trainer.mesh.rank}"]
+    return [
+        f"optimistic steps hold a copy of the optimizer state until they are confirmed: {size:,.1f} MB on "
+        f"rank {trainer.mesh.rank}"
+    ]
 
 
 def _describe_gathering(trainer: Trainer) -> list[str]:
@@ -142,15 +165,24 @@ def _describe_gathering(trainer: Trainer) -> list[str]:
         return []
     ways: tuple[Literal["action", "step"], ...] = ("action", "step")
     costs = {way: gathering(trainer, way) for way in ways}
-    each = "; ".join(f"{way}: {times:.4g} times a step, at most {whole:.0%} of the buckets whole" for way, (times, whole) in costs.items())
+    each = "; ".join(
+        f"{way}: {times:.4g} times a step, at most {whole:.0%} of the buckets whole"
+        for way, (times, whole) in costs.items()
+    )
     return [f"weights of rank {trainer.mesh.rank} are gathered, by parallel.zero3_reshard: {each}"]
 
 
 def report(trainer: Trainer) -> list[str]:
-    """One line for each group of ranks with equal numbers, the same on every rank, and remarks for this rank. Collective."""
+    """One line for each group of ranks with equal numbers, the same on every rank, and remarks for this rank.
+    Collective."""
     lies = places(trainer)
     where = ", ".join(f"{size / 1e6:,.1f} MB on {place}" for place, size in lies.items() if size)
-    own = (measured(trainer), formula(trainer), planned_peak(trainer), f"; {where}" if trainer.config.parallel.offload != "none" else "")
+    own = (
+        measured(trainer),
+        formula(trainer),
+        planned_peak(trainer),
+        f"; {where}" if trainer.config.parallel.offload != "none" else "",
+    )
     everyone: list[Any] = [own]
     if trainer.mesh.world.size > 1:
         import torch.distributed as dist
@@ -161,7 +193,8 @@ def report(trainer: Trainer) -> list[str]:
     for rank, states in enumerate(everyone):
         ranks.setdefault(states, []).append(rank)
     return [
-        f"rank{'s' if len(group) > 1 else ''} {', '.join(map(str, group))}: {found} (planned {sum(expected) / 1e6:,.1f} MB; "
+        f"rank{'s' if len(group) > 1 else ''} {', '.join(map(str, group))}: {found} (planned "
+        f"{sum(expected) / 1e6:,.1f} MB; "
         f"{peak / 1e6:,.1f} MB at a step's peak){where}"
         for (found, expected, peak, where), group in ranks.items()
     ] + [*_describe_frozen(trainer), *_describe_gathering(trainer), *_describe_copies(trainer)]

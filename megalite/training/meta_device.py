@@ -1,4 +1,5 @@
-"""Builds single ranks of any run on the meta device, with torch's fake process group: all of its parts, without their memory."""
+"""Builds single ranks of any run on the meta device, with torch's fake process group: all of its parts,
+without their memory."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ class Disagreement(RuntimeError):
 
 
 class _Nowhere(StateMemory):
-    """Optimizer state without memory. `device` equals the weights' where the state would be stored next to them: the store then decides
-    whether weights are their own master weights."""
+    """Optimizer state without memory. `device` equals the weights' where the state would be stored next to
+    them: the store then decides whether weights are their own master weights."""
 
     def __init__(self, config: Config, device: Device):
         offloaded = config.parallel.offload != "none"
@@ -57,9 +58,11 @@ def build_on_meta(config: Config, ranks: Sequence[int], device: Device) -> list[
         device: the kind of device that the ranks would compute on.
     """
     layout, found = build.layout(config), []
-    options = build.mesh_options(config) | {"background_saves": False}  # their process group would be a real one
+    # their process group would be a real one
+    options = build.mesh_options(config) | {"background_saves": False}
     config = replace(config, train=replace(config.train, kernels="auto"))  # no kernel runs here
-    everything = torch.device("meta") if config.parallel.offload_parameters else nullcontext()  # tensors in CPU memory, too
+    # tensors in CPU memory, too
+    everything = torch.device("meta") if config.parallel.offload_parameters else nullcontext()
     for rank in ranks:
         with fake_process(rank, layout.world) if layout.world > 1 else nullcontext(), everything:
             mesh = Mesh(layout, **options)
@@ -69,11 +72,16 @@ def build_on_meta(config: Config, ranks: Sequence[int], device: Device) -> list[
 
 
 def check_states(config: Config, ranks: Sequence[int], device: Device) -> None:
-    """Build these ranks and compare each part's bytes with the planner's. Raises Disagreement with the first part that differs."""
+    """Build these ranks and compare each part's bytes with the planner's. Raises Disagreement with the first
+    part that differs."""
     layout = build.layout(config)
     for rank, found in zip(ranks, build_on_meta(config, ranks, device), strict=True):
         place = layout.position(rank)
-        expected = planned(config, place["pp"], device, (place["dp"] * layout.cp + place["cp"]) % layout.shard)
+        expected = planned(
+            config, place["pp"], device, (place["dp"] * layout.cp + place["cp"]) % layout.shard
+        )
         for part, own, theirs in zip(ModelStates._fields, found, expected, strict=True):
             if own != theirs:
-                raise Disagreement(f"rank {rank}: {part} take {own:,} bytes as built, but {theirs:,} as planned.")
+                raise Disagreement(
+                    f"rank {rank}: {part} take {own:,} bytes as built, but {theirs:,} as planned."
+                )

@@ -1,9 +1,9 @@
 """The choice of the library for fp32 matrix products on a CPU, once per run: `train.fp32_products`.
 
-At the first start every rank measures the products of its own step, all at once as in training, and the library with the smaller sum over
-the ranks is chosen, so all ranks choose alike. products.json in the run's directory records the choice, and later starts keep it: MKL and
-oneDNN add in different orders, and a resumed run must continue with the same bits. A run that continues another run's checkpoint takes
-that run's choice.
+At the first start every rank measures the products of its own step, all at once as in training, and the
+library with the smaller sum over the ranks is chosen, so all ranks choose alike. products.json in the run's
+directory records the choice, and later starts keep it: MKL and oneDNN add in different orders, and a resumed
+run must continue with the same bits. A run that continues another run's checkpoint takes that run's choice.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ from megalite.model.parameters import head_unit
 from megalite.parallel.collectives import all_reduce
 
 FILE = "products.json"
-MARGIN = 1.1  # how much faster than oneDNN MKL must be: runs of one configuration should not differ because two libraries are about equal
+# how much faster than oneDNN MKL must be: runs of one configuration should not differ because two libraries
+# are about equal
+MARGIN = 1.1
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The library, and why: `option` is `train.fp32_products`, `seconds` of one step's products by library, summed over the ranks."""
+    """The library, and why: `option` is `train.fp32_products`, `seconds` of one step's products by library,
+    summed over the ranks."""
 
     path: products.Path
     reason: str
@@ -55,14 +58,20 @@ def choose(config: Config, mesh: Mesh, device: torch.device) -> list[str]:
     rounded = all_reduce(torch.tensor(float(products.rounds())), mesh.world).wait().item() > 0
     if option == "onednn" and rounded:
         raise ConfigError(
-            "train.fp32_products = onednn: on this processor oneDNN rounds the factors of fp32 products to bf16. Set mkl, or set bf16 to "
+            "train.fp32_products = onednn: on this processor oneDNN rounds the factors of fp32 products to "
+            "bf16. Set mkl, or set bf16 to "
             "allow it."
         )
     allowed, recorded = products.candidates(option, rounded), on_rank_0(mesh, lambda: _recorded(config))
     if recorded is not None and recorded["option"] == option and recorded["path"] in allowed:
         choice = Choice(recorded["path"], "as when the run began", option, {})
     elif config.run.deterministic or len(allowed) == 1:
-        choice = Choice(allowed[0], "run.deterministic" if len(allowed) > 1 else f"train.fp32_products = {option}", option, {})
+        choice = Choice(
+            allowed[0],
+            "run.deterministic" if len(allowed) > 1 else f"train.fp32_products = {option}",
+            option,
+            {},
+        )
     else:
         choice = _measured(config, mesh, allowed)
     products.use(choice.path)
@@ -73,7 +82,11 @@ def choose(config: Config, mesh: Mesh, device: torch.device) -> list[str]:
 
 def _measured(config: Config, mesh: Mesh, allowed: tuple[products.Path, ...]) -> Choice:
     seconds = products.measure(step_products(config, mesh), allowed)
-    summed = all_reduce(torch.tensor([seconds[path] for path in allowed], dtype=torch.float64), mesh.world).wait().tolist()
+    summed = (
+        all_reduce(torch.tensor([seconds[path] for path in allowed], dtype=torch.float64), mesh.world)
+        .wait()
+        .tolist()
+    )
     total = dict(zip(allowed, summed, strict=True))
     preferred, other = allowed
     path = other if MARGIN * total[other] < total[preferred] else preferred
@@ -83,7 +96,8 @@ def _measured(config: Config, mesh: Mesh, allowed: tuple[products.Path, ...]) ->
 
 
 def step_products(config: Config, mesh: Mesh) -> list[Product]:
-    """This rank's matrix products of one step: those of its linear layers and of attention, forward and backward."""
+    """This rank's matrix products of one step: those of its linear layers and of attention, forward and
+    backward."""
     train, length, layout = config.train, part_length(config), Layout.of(config)
     keys = length * layout.cp  # of whole rows; ulysses has all queries of fewer heads, which is as much
     microbatches, rows = layout.microbatches, train.micro_batch_size * length
@@ -91,8 +105,12 @@ def step_products(config: Config, mesh: Mesh) -> list[Product]:
     found = [each for shape in shapes for each in _linear(rows, shape, microbatches)]
     units, last = {spec.unit for spec in specs_of(config, mesh.pp.rank)}, head_unit(config.model)
     layers = len(units - {0, last}) + (config.model.mtp_layers if last in units else 0)
-    heads, width = train.micro_batch_size * config.model.num_attention_heads // mesh.tp.size, config.model.head_size
-    count = 2 * layers * microbatches  # query · key and the gradient of the probabilities; then those that multiply by the scores
+    heads, width = (
+        train.micro_batch_size * config.model.num_attention_heads // mesh.tp.size,
+        config.model.head_size,
+    )
+    # query · key and the gradient of the probabilities; then those that multiply by the scores
+    count = 2 * layers * microbatches
     attention = [
         Product(length, width, keys, (False, True), heads, count),
         Product(length, keys, width, (False, False), heads, count),
@@ -117,7 +135,11 @@ def linear_shapes(config: Config, mesh: Mesh) -> list[tuple[int, ...]]:
     """[out, in] of every weight that this rank multiplies with: all matrices except lookup tables."""
     specs = specs_of(config, mesh.pp.rank)
     tied = config.model.tie_word_embeddings  # an embedding that is also the head counts
-    multiplied = [spec for spec in specs if spec.both_ends and tied or spec.unit > 0 and (tied or spec.segments[0].role != "embedding")]
+    multiplied = [
+        spec
+        for spec in specs
+        if spec.both_ends and tied or spec.unit > 0 and (tied or spec.segments[0].role != "embedding")
+    ]
     shapes = [spec.local_shape(mesh.coordinates) for spec in multiplied]
     return [shape for shape in shapes if len(shape) == 2]
 
@@ -136,7 +158,12 @@ def _recorded(config: Config) -> dict[str, Any] | None:
 
 
 def _record(directory: Path, choice: Choice) -> None:
-    content = {"path": choice.path, "option": choice.option, "reason": choice.reason, "seconds": choice.seconds}
+    content = {
+        "path": choice.path,
+        "option": choice.option,
+        "reason": choice.reason,
+        "seconds": choice.seconds,
+    }
     with suppress(OSError):  # a full disk costs no run; a later start measures again
         directory.mkdir(parents=True, exist_ok=True)
         (directory / FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

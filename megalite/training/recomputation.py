@@ -1,4 +1,5 @@
-"""What a run with train.recompute: budget recomputes: decided on rank 0, the same on every rank, and printed when training begins."""
+"""What a run with train.recompute: budget recomputes: decided on rank 0, the same on every rank, and printed
+when training begins."""
 
 from __future__ import annotations
 
@@ -18,16 +19,19 @@ from megalite.planning.states import Device
 
 
 def agreed(config: Config, mesh: Mesh, device: torch.device) -> Config:
-    """The configuration with operations in place of the budget, the same on every rank. Collective. Raises ConfigError on every rank."""
+    """The configuration with operations in place of the budget, the same on every rank. Collective. Raises
+    ConfigError on every rank."""
     memory = _smallest(mesh, device)
     with raise_on_all_ranks(mesh):
         own = resolved(config, _kind(device), memory)
-    found = on_rank_0(mesh, lambda: own.train.recompute)  # ranks of different hosts may not agree on the last digit of a time
+    # ranks of different hosts may not agree on the last digit of a time
+    found = on_rank_0(mesh, lambda: own.train.recompute)
     return replace(config, train=replace(config.train, recompute=found))
 
 
 def check(config: Config, device: torch.device) -> None:
-    """Raise ConfigError if the budget is too small, by this rank's device alone: before any process group starts."""
+    """Raise ConfigError if the budget is too small, by this rank's device alone: before any process group
+    starts."""
     if config.train.recompute == BUDGET:
         resolved(config, _kind(device), _memory(device))
 

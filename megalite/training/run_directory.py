@@ -1,7 +1,7 @@
-"""What a run may do with its directory: nothing that is there is lost without being asked for. Imports no torch.
+"""What a run may do with its directory: nothing that is there is lost without being asked for.
 
-Rank 0 decides before any process group starts: it locks the directory (`launch.run_lock`), refuses to start a new run over an old one, and
-ends at once where nothing is left to do.
+Rank 0 decides before any process group starts: it locks the directory (`launch.run_lock`), refuses to start a
+new run over an old one, and ends at once where nothing is left to do.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def claim(config: Config, restarted: bool = False, lock: Callable[[Path], RunLoc
 
     Raises:
         InUseError: another job uses the directory.
-        ConfigError: an earlier run in it would be overwritten or is complete and had other options, or it cannot be written.
+        ConfigError: an earlier run in it would be overwritten or is complete and had other options, or it
+        cannot be written.
     """
     directory = config.run.directory
     held = lock(directory)
@@ -53,7 +54,8 @@ def claim(config: Config, restarted: bool = False, lock: Callable[[Path], RunLoc
         note = held.acquire()
     except OSError as error:
         raise ConfigError(
-            f"run.dir = {config.run.dir}: {directory} can not be written ({error.strerror}). Choose another run.dir."
+            f"run.dir = {config.run.dir}: {directory} can not be written ({error.strerror}). Choose another "
+            "run.dir."
         ) from None
     claimed = Claim(held, [note] if note else [])
     try:
@@ -69,7 +71,9 @@ def claim(config: Config, restarted: bool = False, lock: Callable[[Path], RunLoc
 def _is_own(config: Config) -> bool:
     """Whether the run in the directory was begun with the same options, the layout excepted."""
     try:
-        return is_same_run(config, yaml.safe_load((config.run.directory / "config.yaml").read_text(encoding="utf-8")))
+        return is_same_run(
+            config, yaml.safe_load((config.run.directory / "config.yaml").read_text(encoding="utf-8"))
+        )
     except (OSError, yaml.YAMLError, ConfigError, TypeError):
         return False
 
@@ -77,7 +81,9 @@ def _is_own(config: Config) -> bool:
 def has_run(directory: Path) -> bool:
     """Whether a run has left steps or checkpoints in a directory."""
     metrics = directory / METRICS
-    return any((directory / "checkpoints").glob("step_*")) or (metrics.is_file() and metrics.stat().st_size > 0)
+    return any((directory / "checkpoints").glob("step_*")) or (
+        metrics.is_file() and metrics.stat().st_size > 0
+    )
 
 
 def starts_anew(config: Config) -> bool:
@@ -90,18 +96,23 @@ def starts_anew(config: Config) -> bool:
 
 
 def _move_aside(config: Config, directory: Path, lock: RunLock) -> str:
-    """Rename the directory of an earlier run if run.overwrite allows it, or raise ConfigError. Returns a line for the user."""
+    """Rename the directory of an earlier run if run.overwrite allows it, or raise ConfigError. Returns a line
+    for the user."""
     if not config.run.overwrite:
         raise ConfigError(
-            f"checkpoint.load = {config.checkpoint.load} starts a new run, and {directory} holds one already ({_described(directory)}). "
-            f"Give this one another name, for example run.name = {_free_name(config)}, or set run.overwrite = true, which keeps the old "
+            f"checkpoint.load = {config.checkpoint.load} starts a new run, and {directory} holds one already "
+            f"({_described(directory)}). "
+            f"Give this one another name, for example run.name = {_free_name(config)}, or set run.overwrite "
+            "= true, which keeps the old "
             f"one as {_free(directory).name}. To continue the old one, leave checkpoint.load out."
         )
     target = _free(directory)
     try:
         lock.move_directory(target)
     except OSError as error:
-        raise ConfigError(f"run.overwrite = true: {directory} can not be renamed to {target.name} ({error.strerror}).") from None
+        raise ConfigError(
+            f"run.overwrite = true: {directory} can not be renamed to {target.name} ({error.strerror})."
+        ) from None
     return f"the run that was in {directory} is now {target}"
 
 
@@ -123,10 +134,12 @@ def _described(directory: Path) -> str:
 
 
 def _nothing_to_do(config: Config) -> str | None:
-    """Why there is nothing to do, and the way to continue; None where steps are left, or where that is not known.
+    """Why there is nothing to do, and the way to continue; None where steps are left, or where that is not
+    known.
 
     Raises:
-        ConfigError: the run that is complete had other options, so that this one is probably meant to be another.
+        ConfigError: the run that is complete had other options, so that this one is probably meant to be
+        another.
     """
     load, directory = config.checkpoint.load, config.run.directory
     if load == "none":
@@ -137,12 +150,20 @@ def _nothing_to_do(config: Config) -> str | None:
         step, planned = state["step"], state["config"]["train"]["steps"]
         config = deepcopy(config)
         continue_steps(config, state)
-    except (CheckpointError, KeyError, TypeError):  # reading the checkpoint to resume will say what is wrong, or there is none
+    except (
+        CheckpointError,
+        KeyError,
+        TypeError,
+    ):  # reading the checkpoint to resume will say what is wrong, or there is none
         return None
     early = stopped_early(config, state.get("loop", {}))
     if step < config.train.steps and early is None:
         return None
-    allow = "" if config.optimizer.decay == "constant" else " and accept the new learning rates with checkpoint.allow = [horizon]"
+    allow = (
+        ""
+        if config.optimizer.decay == "constant"
+        else " and accept the new learning rates with checkpoint.allow = [horizon]"
+    )
     done = f"all {planned} steps are done" if step >= planned else f"{step} of {planned} steps are done"
     wanted = "" if config.train.steps == planned else f", train.steps = {config.train.steps} asks for no more"
     more = f"set train.steps to more than {step}{allow}"
@@ -152,7 +173,8 @@ def _nothing_to_do(config: Config) -> str | None:
         raise ConfigError(
             f"run.name = {config.run.name} is a run that has ended ({done}, {place}), with other options:\n"
             + "\n".join(table)
-            + f"\nNothing was trained. For a new run, give it another name, for example --run.name {_free_name(config)}. "
+            + "\nNothing was trained. For a new run, give it another name, for example --run.name "
+            f"{_free_name(config)}. "
             f"To continue the old one, {more}."
         )
     return f"nothing to do: {done} ({place}){wanted}. To continue, {more}."

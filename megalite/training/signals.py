@@ -1,8 +1,10 @@
-"""Requests to stop, by a signal to any rank or the time limit, and to save by time. Ranks agree on them with the next step's gradient norm.
+"""Requests to stop, by a signal to any rank or the time limit, and to save by time. Ranks agree on them with
+the next step's gradient norm.
 
-A preempted job gets SIGTERM (torchrun forwards it) or SIGUSR1 (SLURM's --signal, sent to the workers); Ctrl-C is SIGINT, a closed terminal
-SIGHUP. The agreement needs no collective of its own and has the process group's timeout: if a peer has died, the collective fails, and no
-checkpoint is published. A second SIGINT ends the process at once, also if a collective or a save hangs.
+A preempted job gets SIGTERM (torchrun forwards it) or SIGUSR1 (SLURM's --signal, sent to the workers); Ctrl-C
+is SIGINT, a closed terminal SIGHUP. The agreement needs no collective of its own and has the process group's
+timeout: if a peer has died, the collective fails, and no checkpoint is published. A second SIGINT ends the
+process at once, also if a collective or a save hangs.
 """
 
 from __future__ import annotations
@@ -26,13 +28,16 @@ if TYPE_CHECKING:
     from megalite.training.trainer import StepResult
 
 SAVE, STOP, INTERRUPT = 0.5, 1.0, 2.0**24
-"""What a rank requests, summed over all ranks: rank 0 alone a save, fewer than 2**24 of them a stop, and fp64 sums them exactly."""
+"""What a rank requests, summed over all ranks: rank 0 alone a save, fewer than 2**24 of them a stop, and fp64
+sums them exactly."""
 SHARE = 0.05  # of the time at most for saves: one that takes a second is followed by at least 19 without one
 
 
 def agreed(requests: float) -> ExitStatus | None:
     """How the run has to end, from the sum of all ranks' requests; None: it goes on."""
-    return None if requests < STOP else ExitStatus.INTERRUPTED if requests >= INTERRUPT else ExitStatus.STOPPED
+    return (
+        None if requests < STOP else ExitStatus.INTERRUPTED if requests >= INTERRUPT else ExitStatus.STOPPED
+    )
 
 
 def asks_to_save(requests: float) -> bool:
@@ -41,9 +46,11 @@ def asks_to_save(requests: float) -> bool:
 
 
 class StopRequest:
-    """Whether this rank requests that the run saves and ends. A context manager: its exit restores the previous signal handlers.
+    """Whether this rank requests that the run saves and ends. A context manager: its exit restores the
+    previous signal handlers.
 
-    After an error it does not: the launcher may send SIGTERM because another rank has failed, and this one still has to say why it ends.
+    After an error it does not: the launcher may send SIGTERM because another rank has failed, and this one
+    still has to say why it ends.
 
     Args:
         seconds: time limit from now; None: no limit.
@@ -66,7 +73,9 @@ class StopRequest:
 
         RECENT.add(f"[received {signal.Signals(number).name} in {self._activity}]\n".encode())
         # At the second Ctrl-C torchrun sends SIGTERM.
-        if number != signal.SIGINT and not (number == signal.SIGTERM and self._second.first is not None and _under_torchrun()):
+        if number != signal.SIGINT and not (
+            number == signal.SIGTERM and self._second.first is not None and _under_torchrun()
+        ):
             return
         if self._second():
             end("interrupted again: ended at once, without saving", status_of(signal.SIGINT))
@@ -103,7 +112,8 @@ class StopRequest:
 
 
 class SaveTimer:
-    """When a run without `checkpoint.interval` saves: every `checkpoint.minutes`, and less often where a save takes long.
+    """When a run without `checkpoint.interval` saves: every `checkpoint.minutes`, and less often where a save
+    takes long.
 
     Clocks of ranks differ, so rank 0's alone counts: it asks for a save as a signal asks for the end.
 
@@ -113,7 +123,11 @@ class SaveTimer:
     """
 
     def __init__(self, options: CheckpointConfig, asks: bool, clock: Callable[[], float]):
-        self._every = 60 * options.minutes if asks and options.interval is None and options.minutes is not None else None
+        self._every = (
+            60 * options.minutes
+            if asks and options.interval is None and options.minutes is not None
+            else None
+        )
         self._clock = clock
         self._last, self._pause, self._saved = clock(), self._every or 0.0, -1
 
@@ -123,8 +137,8 @@ class SaveTimer:
         return SAVE if self._every is not None and self._clock() - self._last >= self._pause else 0.0
 
     def due(self, results: Sequence[StepResult]) -> bool:
-        """Whether to save now, from the results that have become known: the same on every rank. What was asked for in a step that the last
-        save has is done."""
+        """Whether to save now, from the results that have become known: the same on every rank. What was
+        asked for in a step that the last save has is done."""
         return any(asks_to_save(result.stop) and result.step > self._saved for result in results)
 
     def saved(self, step: int, seconds: float) -> None:
@@ -133,7 +147,8 @@ class SaveTimer:
         self._pause = max(self._every or 0.0, seconds * (1 / SHARE - 1))
 
     def rolled_back(self, step: int) -> None:
-        """Take in a rollback to the checkpoint of a step, which may be before the last save: what comes from now on is to be saved."""
+        """Take in a rollback to the checkpoint of a step, which may be before the last save: what comes from
+        now on is to be saved."""
         self._saved, self._last = step, self._clock()
 
 

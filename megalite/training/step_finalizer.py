@@ -1,12 +1,15 @@
-"""The end of a step: gradient norm, clipping and optimizer update, with or without waiting for the whole pipeline.
+"""The end of a step: gradient norm, clipping and optimizer update, with or without waiting for the whole
+pipeline.
 
-Two choices are independent: how the norm is summed (one all-reduce, or a chain along the pipeline: `optimizer.norm`), and whether the step
-waits for it. Under most schedules all ranks finish together and wait. Under zb-h2 and zb-v ranks finish one after the other: if none waits
-for the last one, the next step's forwards fill what would be a bubble (Qi et al. 2023, section 4).
+Two choices are independent: how the norm is summed (one all-reduce, or a chain along the pipeline:
+`optimizer.norm`), and whether the step waits for it. Under most schedules all ranks finish together and wait.
+Under zb-h2 and zb-v ranks finish one after the other: if none waits for the last one, the next step's
+forwards fill what would be a bubble (Qi et al. 2023, section 4).
 
-A rank that does not wait (`OptimisticStepFinalizer`) copies its shard of the optimizer state and updates without clipping. The total norm
-arrives during the first forwards of the next step. If the step should have been clipped or skipped, every rank restores its copy, applies
-the right update, and repeats those forwards. The result is bitwise that of waiting.
+A rank that does not wait (`OptimisticStepFinalizer`) copies its shard of the optimizer state and updates
+without clipping. The total norm arrives during the first forwards of the next step. If the step should have
+been clipped or skipped, every rank restores its copy, applies the right update, and repeats those forwards.
+The result is bitwise that of waiting.
 """
 
 from __future__ import annotations
@@ -32,11 +35,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """What a step sums over all ranks together with the squares of gradients: each rank's part, or the total. Field order is fixed."""
+    """What a step sums over all ranks together with the squares of gradients: each rank's part, or the total.
+    Field order is fixed."""
 
-    loss: Tensor | float = 0.0  # sum of token losses · loss scale / valid tokens of the global batch; 0 where another rank counts it
+    # sum of token losses · loss scale / valid tokens of the global batch; 0 where another rank counts it
+    loss: Tensor | float = 0.0
     busy: float = 0.0  # seconds inside compute actions
-    wall: float = 0.0  # seconds from the first action to the last, on the ranks of the first stage; 0 on others
+    # seconds from the first action to the last, on the ranks of the first stage; 0 on others
+    wall: float = 0.0
     stops: float = 0.0  # what a rank requests: 0, or more if it asks for the end of the run (`signals`)
     router: Tensor | None = None  # those of mixtures of experts (`parallel.expert.balance`), of all layers
 
@@ -62,7 +68,8 @@ class Update:
     samples: int = 0  # global index of its first sample
     seconds: float = 0.0
     tokens: int = 0  # valid tokens of the global batch
-    norm: Tensor = field(default_factory=lambda: torch.tensor(torch.nan, dtype=torch.float64))  # [], without the loss scale; NaN: unknown
+    # [], without the loss scale; NaN: unknown
+    norm: Tensor = field(default_factory=lambda: torch.tensor(torch.nan, dtype=torch.float64))
     loss: float = 0.0  # mean over the global batch, without the loss scale
     totals: StepStatistics = field(default_factory=StepStatistics)  # summed over all ranks
     fault: str | None = None  # why it is not applied; None: it is
@@ -93,17 +100,25 @@ class StepFinalizer:
         loss_scale: LossScale,
         guard: Guard,
     ):
-        self.store, self.optimizer, self.average, self.norm, self.grad_clip = store, optimizer, average, norm, grad_clip
+        self.store, self.optimizer, self.average, self.norm, self.grad_clip = (
+            store,
+            optimizer,
+            average,
+            norm,
+            grad_clip,
+        )
         self.loss_scale, self.guard = loss_scale, guard
         self.skipped = 0
         self.pending: Update | None = None
         self._known: list[Update] = []
 
     def finish(self, update: Update, own: StepStatistics, wait: bool = True) -> None:
-        """Sum the norm and all ranks' statistics, clip and update. With `wait` the totals are known on return. Collective.
+        """Sum the norm and all ranks' statistics, clip and update. With `wait` the totals are known on
+        return. Collective.
 
-        The device decides whether it clips or skips, by the rules of `_learn`. The host, which reads the totals, has queued the update by
-        then: on a GPU it waits for the norm only, and prepares the next step while the optimizer runs.
+        The device decides whether it clips or skips, by the rules of `_learn`. The host, which reads the
+        totals, has queued the update by then: on a GPU it waits for the norm only, and prepares the next step
+        while the optimizer runs.
         """
         self.norm.start(own.values())
         self._update_by_total(update)
@@ -118,7 +133,9 @@ class StepFinalizer:
         else:
             read = read_later(totals)
             norm, loss = totals[0] / update.loss_scale, totals[1] / update.loss_scale
-            self._update_weights(update, update_divisor(norm, loss, self.grad_clip, self.guard.highest) * update.loss_scale)
+            self._update_weights(
+                update, update_divisor(norm, loss, self.grad_clip, self.guard.highest) * update.loss_scale
+            )
             self._learn(update, read())
             self.skipped += update.fault is not None
 
@@ -128,7 +145,8 @@ class StepFinalizer:
         return self.store.state.device.type != self.store.device.type
 
     def confirm(self) -> bool:
-        """Wait for the totals of the pending step. Returns False if its update was wrong; the weights are corrected in that case."""
+        """Wait for the totals of the pending step. Returns False if its update was wrong; the weights are
+        corrected in that case."""
         raise RuntimeError("no step is pending: this finalizer waits for every norm")
 
     def drain(self) -> None:
@@ -143,14 +161,17 @@ class StepFinalizer:
         return known
 
     def _learn(self, update: Update, totals: Tensor) -> None:
-        """Decide whether a step is applied, by its norm and statistics: [1 + 4] fp64 on the CPU, the same on all ranks."""
+        """Decide whether a step is applied, by its norm and statistics: [1 + 4] fp64 on the CPU, the same on
+        all ranks."""
         update.norm, update.totals = totals[0] / update.loss_scale, StepStatistics.of(totals[1:])
         update.loss = float(update.totals.loss) / update.loss_scale
         value = update.norm.item()
-        update.fault = self.guard.judge(update.loss, value, self.loss_scale.adapts)  # before loss_scale.update, which changes `adapts`
+        # before loss_scale.update, which changes `adapts`
+        update.fault = self.guard.judge(update.loss, value, self.loss_scale.adapts)
         update.streak = self.guard.streak
         self.loss_scale.update(isfinite(value))
-        self.store.reducer.confirm(update.fault is None)  # PowerSGD keeps its error feedback only for applied steps
+        # PowerSGD keeps its error feedback only for applied steps
+        self.store.reducer.confirm(update.fault is None)
 
     def _is_unclipped(self, update: Update) -> bool:
         """Whether an update without clipping or skipping is right."""
@@ -169,15 +190,19 @@ class StepFinalizer:
         self._update_weights(update, divisor)
 
     def _update_weights(self, update: Update, divisor: Tensor | None) -> None:
-        with self.store.mesh.activity.working() if self._offloaded else nullcontext():  # a disk may need minutes
-            self.optimizer.step(update.step - self.skipped, update.lr, divisor)  # AdamW's bias correction counts applied updates only
+        # a disk may need minutes
+        with self.store.mesh.activity.working() if self._offloaded else nullcontext():
+            # AdamW's bias correction counts applied updates only
+            self.optimizer.step(update.step - self.skipped, update.lr, divisor)
             if self.average is not None:
                 self.average.update(divisor)
-        self.store.gatherer.gather_updated()  # starts the all-gather; each unit's next forward waits for its own weights
+        # starts the all-gather; each unit's next forward waits for its own weights
+        self.store.gatherer.gather_updated()
 
 
 class OptimisticStepFinalizer(StepFinalizer):
-    """Finishes a step before its norm is known, if the previous one was neither clipped nor skipped and no rank requests a stop."""
+    """Finishes a step before its norm is known, if the previous one was neither clipped nor skipped and no
+    rank requests a stop."""
 
     _copies: Sequence[Tensor] = ()  # of the weights and state before the pending update
     _expects_unclipped = False
@@ -189,7 +214,9 @@ class OptimisticStepFinalizer(StepFinalizer):
             return
         self.norm.start(own.values())
         self.pending = update
-        if self.norm.knows_total:  # no copy needed; the result is still reported at `confirm`, so that all ranks act on it in the same step
+        # no copy needed; the result is still reported at `confirm`, so that all ranks act on it in the same
+        # step
+        if self.norm.knows_total:
             self._update_by_total(update)
         else:
             self._copies = self.optimizer.state.copy()  # before the update: `confirm` may have to undo it
@@ -208,7 +235,8 @@ class OptimisticStepFinalizer(StepFinalizer):
             self.optimizer.state.restore(self._copies)
             self._apply(update)  # gradients are still those of the pending step: no backward has run since
             if update.fault is not None:
-                self.store.publish()  # nothing was applied: the weights must be taken from the restored masters
+                # nothing was applied: the weights must be taken from the restored masters
+                self.store.publish()
         self._copies = ()
         return right
 

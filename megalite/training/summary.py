@@ -1,4 +1,5 @@
-"""summary.json in a run's directory: how the run stands or ended, for schedulers and scripts. Written by rank 0."""
+"""summary.json in a run's directory: how the run stands or ended, for schedulers and scripts. Written by rank
+0."""
 
 from __future__ import annotations
 
@@ -35,11 +36,11 @@ class Summary:
     """The content of summary.json.
 
     Attributes:
-        state: running, done, stopped or interrupted (saved, resumable), failed. A run that was killed stays "running".
-        exit_status: see docs/runs.md; None while it runs.
+        state: running, done, stopped or interrupted (saved, resumable), failed. A run that was killed stays
+        "running". exit_status: see docs/runs.md; None while it runs.
         reason: of a failure, its first line.
-        step, steps: steps done, over all starts of the run, and train.steps.
-        loss, val_loss: the last ones in metrics.jsonl; so are `tokens_seen`, `epoch` and, for a blend, the `epochs` of its members.
+        step, steps: steps done, over all starts of the run, and train.steps. loss, val_loss: the last ones in
+        metrics.jsonl; so are `tokens_seen`, `epoch` and, for a blend, the `epochs` of its members.
         checkpoint: name of the newest checkpoint.
         started, ended: UTC; of this start of the run, which took `seconds`.
         job: identifies this start.
@@ -68,11 +69,14 @@ class Summary:
 
 
 class SummaryWriter:
-    """Writes summary.json at the start of training and at its end. A file that cannot be written is one line on stderr."""
+    """Writes summary.json at the start of training and at its end. A file that cannot be written is one line
+    on stderr."""
 
     def __init__(self, config: Config, job: str = ""):
         self._directory, self._since = config.run.directory, time.monotonic()
-        self.summary = Summary(run=config.run.name, steps=config.train.steps, ranks=ParallelDims.of(config).world, job=job)
+        self.summary = Summary(
+            run=config.run.name, steps=config.train.steps, ranks=ParallelDims.of(config).world, job=job
+        )
         self._write()
 
     def end(self, status: ExitStatus, reason: str | None = None) -> None:
@@ -92,20 +96,24 @@ class SummaryWriter:
 
     def _measure(self, summary: Summary) -> None:
         """Read from the run's files how far it is."""
-        for record in last_records(self._directory / METRICS):  # also lines that a resume has cut since the last time
+        # also lines that a resume has cut since the last time
+        for record in last_records(self._directory / METRICS):
             summary.step = record.get("step", summary.step)
             for name in ("loss", "val_loss", "tokens_seen", "epoch"):
                 setattr(summary, name, record.get(name, getattr(summary, name)))
-            summary.epochs |= {key.removeprefix(MEMBER): value for key, value in record.items() if key.startswith(MEMBER)}
+            summary.epochs |= {
+                key.removeprefix(MEMBER): value for key, value in record.items() if key.startswith(MEMBER)
+            }
         newest = checkpoint.latest(self._directory / "checkpoints")
         summary.checkpoint = newest.name if newest else None
 
 
 def launcher_failed(config: Config, status: int, reason: str, since: float, job: str = "") -> None:
-    """Record how the run ended whose ranks could not, or knew less. A file of an earlier start, or none, means that it has not trained:
-    nothing is changed.
+    """Record how the run ended whose ranks could not, or knew less. A file of an earlier start, or none,
+    means that it has not trained: nothing is changed.
 
-    since: seconds since the epoch. Earlier files are of an earlier start, where nothing tells of which job they are: rank 0, whose host may
+    since: seconds since the epoch. Earlier files are of an earlier start, where nothing tells of which job
+    they are: rank 0, whose host may
         have another time, writes the file.
     """
     path = config.run.directory / FILE
@@ -115,7 +123,12 @@ def launcher_failed(config: Config, status: int, reason: str, since: float, job:
         return
     if found["job"] != job if job and found.get("job") else written < since:
         return
-    found |= {"state": "failed", "exit_status": status, "reason": reason.strip().split("\n")[0], "ended": found.get("ended") or now()}
+    found |= {
+        "state": "failed",
+        "exit_status": status,
+        "reason": reason.strip().split("\n")[0],
+        "ended": found.get("ended") or now(),
+    }
     write_or_say(path, lambda fresh: fresh.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8"))
 
 

@@ -1,4 +1,5 @@
-"""Whether the data of a run was made with the tokenizer of what it starts from. Reads files only, so that it needs no process group."""
+"""Whether the data of a run was made with the tokenizer of what it starts from. Reads files only, so that it
+needs no process group."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ HF = "hf:"
 
 
 def check_tokenizers(config: Config, fingerprint: str) -> list[str]:
-    """Raise ConfigError if data, validation data and what the run starts from, checkpoint or weights, were made with different tokenizers.
+    """Raise ConfigError if data, validation data and what the run starts from, checkpoint or weights, were
+    made with different tokenizers.
 
     Args:
         fingerprint: that of the training data, which tells whether a checkpoint was made with the same.
@@ -35,11 +37,14 @@ def check_tokenizers(config: Config, fingerprint: str) -> list[str]:
     manifest = _resumed(config)
     if manifest is not None:
         return notes + check_resumed_tokenizer(config, fingerprint, manifest.state, manifest.directory)
-    return notes + [line for start in _starts(config) for line in _against_data(config, start)] + _rows(config)
+    return (
+        notes + [line for start in _starts(config) for line in _against_data(config, start)] + _rows(config)
+    )
 
 
 def _rows(config: Config) -> list[str]:
-    """Raise ConfigError if the weights that a run starts from have another vocabulary, which `model.resize_embeddings` does not bridge."""
+    """Raise ConfigError if the weights that a run starts from have another vocabulary, which
+    `model.resize_embeddings` does not bridge."""
     start = config.model.initial_weights
     if start is None:
         return []
@@ -56,28 +61,43 @@ def _rows(config: Config) -> list[str]:
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
     new, how = config.model.vocabulary - rows, config.model.resize_embeddings
-    return [] if how is None else [f"model.resize_embeddings = {how}: {start} has {rows:,} tokens, and the model gets {new:,} more"]
+    return (
+        []
+        if how is None
+        else [
+            f"model.resize_embeddings = {how}: {start} has {rows:,} tokens, and the model gets {new:,} more"
+        ]
+    )
 
 
-def check_resumed_tokenizer(config: Config, fingerprint: str, state: dict[str, Any], directory: Path) -> list[str]:
+def check_resumed_tokenizer(
+    config: Config, fingerprint: str, state: dict[str, Any], directory: Path
+) -> list[str]:
     """`check_tokenizers` for a checkpoint that the run continues from; the same data is the same tokens."""
     if state.get("fingerprint") == fingerprint:
         return []
     from megalite.data.tokenizer_copy import located
 
-    return _against_data(config, Tokenized(f"checkpoint.load = {directory}", located(of_record(state.get("tokenizer")), directory)))
+    return _against_data(
+        config,
+        Tokenized(f"checkpoint.load = {directory}", located(of_record(state.get("tokenizer")), directory)),
+    )
 
 
 def _against_data(config: Config, start: Tokenized) -> list[str]:
     data = Tokenized(f"data.train = {show(config.data.train)}", of_data(config.data))
     from megalite.data.tokenizer_copy import is_there
 
-    way_out = f"Give data prepared with {start.tokenizer.name}{'' if is_there(start.tokenizer) else ' as it was then'}"
+    way_out = (
+        "Give data prepared with "
+        f"{start.tokenizer.name}{'' if is_there(start.tokenizer) else ' as it was then'}"
+    )
     return compare(data, start, allow=config.data.allow_tokenizer_change, way_out=way_out, may_add=True)
 
 
 def _resumed(config: Config) -> Manifest | None:
-    """The manifest of the checkpoint that the run will resume; None if there is none, or none that can be read."""
+    """The manifest of the checkpoint that the run will resume; None if there is none, or none that can be
+    read."""
     load, own = config.checkpoint.load, config.run.directory / "checkpoints"
     place = checkpoint.latest(own) if load == "auto" or restarts() else None
     if place is None and load not in ("auto", "none"):
@@ -100,7 +120,9 @@ def _starts(config: Config) -> Iterator[Tokenized]:
         with suppress(CheckpointError):
             from megalite.huggingface.recorded import tokenizer_of
 
-            yield Tokenized(f"model.init_from = {start}", tokenizer_of(checkpoint.manifest_of(find(Path(start)))))
+            yield Tokenized(
+                f"model.init_from = {start}", tokenizer_of(checkpoint.manifest_of(find(Path(start))))
+            )
     adapter = config.lora.init_from
     if adapter is not None and (identity := of_tokenizer(adapter)).can_be_known:
         yield Tokenized(f"lora.init_from = {adapter}", identity)

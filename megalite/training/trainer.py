@@ -1,7 +1,7 @@
 """The trainer: `Trainer.train_step` is one optimizer step from top to bottom.
 
-The trainer knows nothing about transformers: stages compute, the schedule orders their actions, the store holds weights and reduces
-gradients, the optimizer updates.
+The trainer knows nothing about transformers: stages compute, the schedule orders their actions, the store
+holds weights and reduces gradients, the optimizer updates.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ from megalite.training.faults import Injection
 from megalite.training.guard import Guard
 from megalite.training.step_finalizer import OptimisticStepFinalizer, StepFinalizer, StepStatistics, Update
 
-GARBAGE_INTERVAL = 100  # steps between garbage collections: all ranks pause at the same step, so that none makes the others wait
+# steps between garbage collections: all ranks pause at the same step, so that none makes the others wait
+GARBAGE_INTERVAL = 100
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one optimizer step: the same on every rank, except `seconds`, which this rank measured."""
+    """The result of one optimizer step: the same on every rank, except `seconds`, which this rank
+    measured."""
 
     step: int  # 1-based
     loss: float  # mean over every valid token of the global batch
@@ -53,7 +55,8 @@ class StepResult:
     lr: float
     tokens: int  # valid tokens
     seconds: float
-    bubble_fraction: float | None  # idle share of the pipeline's time, over all ranks; None where it is not measured
+    # idle share of the pipeline's time, over all ranks; None where it is not measured
+    bubble_fraction: float | None
     loss_scale: float  # 1 unless fp16
     fault: str | None  # why the update was skipped, and the samples of the step; None: it was applied
     streak: int  # consecutive skipped steps, this one included
@@ -72,10 +75,13 @@ class Trainer:
         config: resolved and validated (`megalite.config.load`).
         mesh: from `build.make_mesh(config)`.
         device: where weights, gradients and activations are stored.
-        restarted: the job was started again: it continues from its own checkpoint, whatever checkpoint.load says.
+        restarted: the job was started again: it continues from its own checkpoint, whatever checkpoint.load
+        says.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, device: torch.device | str = "cpu", restarted: bool = False):
+    def __init__(
+        self, config: Config, mesh: Mesh, device: torch.device | str = "cpu", restarted: bool = False
+    ):
         if config.train.recompute == "budget":
             from megalite.training.recomputation import agreed
 
@@ -111,11 +117,16 @@ class Trainer:
         self._check_plan()  # before the first pipeline message: a mismatch would hang
 
     def _make_finalizer(self) -> StepFinalizer:
-        """Choose how the norm is summed (from the schedule) and whether a step waits for it (from the options)."""
+        """Choose how the norm is summed (from the schedule) and whether a step waits for it (from the
+        options)."""
         config, store = self.config, self.store
-        norm = ChainedNorm(store, self.mesh) if build.staggered_end(config) else AllReduceNorm(store, self.mesh)
+        norm = (
+            ChainedNorm(store, self.mesh) if build.staggered_end(config) else AllReduceNorm(store, self.mesh)
+        )
         finalizer = OptimisticStepFinalizer if build.optimistic_step(config) else StepFinalizer
-        return finalizer(store, self.optimizer, self.average, norm, config.train.grad_clip, self.loss_scale, self.guard)
+        return finalizer(
+            store, self.optimizer, self.average, norm, config.train.grad_clip, self.loss_scale, self.guard
+        )
 
     def loader_of(self, data: datasets.Dataset, samples: int | None = None) -> Loader:
         train, options = self.config.train, self.config.data
@@ -139,11 +150,13 @@ class Trainer:
     # ---- state
 
     def resume(self, directory: Path) -> None:
-        """Continue from a checkpoint, saved under any topology. Raises DamagedError on every rank if any rank finds damage."""
+        """Continue from a checkpoint, saved under any topology. Raises DamagedError on every rank if any rank
+        finds damage."""
         checkpointing.resume(self, directory)
 
     def save(self) -> Path:
-        """Write a checkpoint of the last step; it is published when this returns. Collective. Raises CheckpointError."""
+        """Write a checkpoint of the last step; it is published when this returns. Collective. Raises
+        CheckpointError."""
         save = self.begin_save()
         self.saver.wait()
         if save.error is not None:
@@ -151,22 +164,28 @@ class Trainer:
         return save.directory
 
     def begin_save(self, best: bool = False, timed: bool = False) -> Save:
-        """Like `save`, but with `checkpoint.async_save` writing continues in the background; errors come from `saver.take_ended`.
-        best: no checkpoint has had a lower validation loss; timed: `checkpoint.minutes` is the only reason to save."""
+        """Like `save`, but with `checkpoint.async_save` writing continues in the background; errors come from
+        `saver.take_ended`. best: no checkpoint has had a lower validation loss; timed: `checkpoint.minutes`
+        is the only reason to save."""
         return checkpointing.begin_save(self, best, timed)
 
     def roll_back(self, bad: StepResult) -> None:
-        """Resume the newest checkpoint from before the bad steps, continuing with the next samples. Raises FaultLimit on every rank."""
+        """Resume the newest checkpoint from before the bad steps, continuing with the next samples. Raises
+        FaultLimit on every rank."""
         checkpointing.roll_back(self, bad)
 
     def _check_plan(self) -> None:
-        """Check that all ranks built the same schedule: compare 32 bits of its hash, which fp64 sums exactly. Collective."""
+        """Check that all ranks built the same schedule: compare 32 bits of its hash, which fp64 sums exactly.
+        Collective."""
         meet(self.mesh)  # reading and preparing may have taken some ranks longer
         self.mesh.activity.enter(REDUCING)
         value = torch.tensor([int(self.schedule.hash[:8], 16)], dtype=torch.float64, device=self.device)
         total = all_reduce(value, self.mesh.world).wait()
         if total.item() != value.item() * self.mesh.world.size:
-            raise RuntimeError(f"rank {self.mesh.rank} built a different pipeline schedule than other ranks: do all have the same options?")
+            raise RuntimeError(
+                f"rank {self.mesh.rank} built a different pipeline schedule than other ranks: do all have "
+                "the same options?"
+            )
         self.mesh.activity.enter(STARTING)
 
     def _plan(self, microbatches: int) -> Schedule:
@@ -178,39 +197,49 @@ class Trainer:
     # ---- one step
 
     def step(self, stop: float = 0.0) -> StepResult:
-        """Run one optimizer step and wait for its result. `stop`: what this rank requests; all ranks learn the sum from the result."""
+        """Run one optimizer step and wait for its result. `stop`: what this rank requests; all ranks learn
+        the sum from the result."""
         return self.train_step(stop, wait=True)[-1]
 
     def train_step(self, stop: float = 0.0, wait: bool = False) -> list[StepResult]:
         """Run one optimizer step. Returns the results that are known now, in order: ordinarily one.
 
-        Under optimistic steps (`OptimisticStepFinalizer`) the result of a step is known during the next one, unless `wait` is set: before a
-        validation, a checkpoint or the end of the run.
+        Under optimistic steps (`OptimisticStepFinalizer`) the result of a step is known during the next one,
+        unless `wait` is set: before a validation, a checkpoint or the end of the run.
         """
         step, activity, store = self.step_done + 1, self.mesh.activity, self.store
-        update = Update(step, learning_rate(self.config, step), perf_counter(), self.loss_scale.value, self.samples)
+        update = Update(
+            step, learning_rate(self.config, step), perf_counter(), self.loss_scale.value, self.samples
+        )
 
         activity.enter(READING)
         microbatches = self.loader.step(self.samples)  # of this dp rank: tokens and targets [seq, batch]
-        update.tokens = self._valid_tokens(microbatches)  # of the global batch: known before the first backward, which divides by it
+        # of the global batch: known before the first backward, which divides by it
+        update.tokens = self._valid_tokens(microbatches)
         microbatches = [microbatch.to(self.device) for microbatch in microbatches]
 
-        # Forward and backward, in the schedule's order. Losses are scaled by 1 / tokens, so that gradients are plain sums over
-        # microbatches and ranks. The weights may still be those of an unconfirmed step: `confirm` is called after the first forwards.
-        store.reducer.begin_step(len(microbatches), update.loss_scale)  # before the backward: the first contribution overwrites
+        # Forward and backward, in the schedule's order. Losses are scaled by 1 / tokens, so that gradients
+        # are plain sums over microbatches and ranks. The weights may still be those of an unconfirmed step:
+        # `confirm` is called after the first forwards. before the backward: the first contribution overwrites
+        store.reducer.begin_step(len(microbatches), update.loss_scale)
         scale = update.loss_scale / max(update.tokens, 1) * self.faults.loss_factor(step)
         confirm = None if self.finalizer.pending is None else self.finalizer.confirm
-        statistics, pace = self.parts.runtime.run(self._plan(len(microbatches)), microbatches, step=step, loss_scale=scale, confirm=confirm)
+        statistics, pace = self.parts.runtime.run(
+            self._plan(len(microbatches)), microbatches, step=step, loss_scale=scale, confirm=confirm
+        )
 
-        # Reductions start during the backward, bucket by bucket. Wait for the rest, then sum over replicas, tp-partial and tied copies: the
-        # norm needs complete gradients. Norm and optimizer hold views of them (`bucket.owned_grads`): none is passed on below.
+        # Reductions start during the backward, bucket by bucket. Wait for the rest, then sum over replicas,
+        # tp-partial and tied copies: the norm needs complete gradients. Norm and optimizer hold views of them
+        # (`bucket.owned_grads`): none is passed on below.
         activity.enter(REDUCING)
         store.reducer.finish()
         self.faults.spoil(step, self.finalizer.norm.chunks)
 
-        # Sum the gradient norm and the statistics together, clip, update this rank's shard, and start the all-gather of the weights.
+        # Sum the gradient norm and the statistics together, clip, update this rank's shard, and start the
+        # all-gather of the weights.
         activity.enter(UPDATING)
-        loss = statistics["loss"] if self.mesh.tp.rank == 0 else 0.0  # tp ranks hold the same loss: the sum over the world counts it once
+        # tp ranks hold the same loss: the sum over the world counts it once
+        loss = statistics["loss"] if self.mesh.tp.rank == 0 else 0.0
         router = None if self.parts.routers is None else self.parts.routers.own(statistics)
         self.finalizer.finish(update, StepStatistics(loss, *pace, stops=stop, router=router), wait)
 
@@ -231,17 +260,23 @@ class Trainer:
             lr=update.lr,
             tokens=update.tokens,
             seconds=update.seconds,
-            bubble_fraction=max(1 - totals.busy / (self.mesh.pp.size * totals.wall), 0.0) if totals.wall else None,
+            bubble_fraction=max(1 - totals.busy / (self.mesh.pp.size * totals.wall), 0.0)
+            if totals.wall
+            else None,
             fault=None if update.fault is None else f"{update.fault} (samples {update.samples} to {last})",
             streak=update.streak,
             stop=totals.stops,
-            routing={} if self.parts.routers is None else self.parts.routers.learn(totals.router, update.tokens, update.fault is None),
+            routing={}
+            if self.parts.routers is None
+            else self.parts.routers.learn(totals.router, update.tokens, update.fault is None),
         )
 
     def _valid_tokens(self, microbatches: list[Microbatch]) -> int:
-        """Tokens of the global batch whose loss counts. If no target can be ignored, this is a constant and needs no all-reduce.
+        """Tokens of the global batch whose loss counts. If no target can be ignored, this is a constant and
+        needs no all-reduce.
 
-        Microbatches are still in CPU memory here, and the sum goes through it as well: nothing waits for the device.
+        Microbatches are still in CPU memory here, and the sum goes through it as well: nothing waits for the
+        device.
         """
         config = self.config
         if config.model.mtp_layers:
@@ -250,7 +285,9 @@ class Trainer:
             return count_valid(microbatches, self.mesh.counting)
         if not (config.data.eod_mask_loss or self.train_data.chat):  # as `assembly.plan.counts_tokens`
             return self.loader.size(self.samples) * config.data.sequence_length
-        own = torch.tensor([sum(int((microbatch.targets != IGNORE_INDEX).sum()) for microbatch in microbatches)])
+        own = torch.tensor(
+            [sum(int((microbatch.targets != IGNORE_INDEX).sum()) for microbatch in microbatches)]
+        )
         return int(all_reduce(own, self.mesh.counting).wait())
 
     # ---- evaluation
@@ -262,7 +299,8 @@ class Trainer:
         return losses(self).mean
 
     def drain(self) -> None:
-        """Wait for the pending step, the gathers in flight and the device: what follows is work of the host alone. Collective."""
+        """Wait for the pending step, the gathers in flight and the device: what follows is work of the host
+        alone. Collective."""
         self.mesh.activity.enter(UPDATING)
         self.finalizer.drain()
         self.store.gatherer.finish()
@@ -270,7 +308,8 @@ class Trainer:
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Wait for everything in flight: a message that is not awaited would be matched with the next one on its communicator."""
+        """Wait for everything in flight: a message that is not awaited would be matched with the next one on
+        its communicator."""
         self.saver.wait()
         self.finalizer.drain()
         self.store.gatherer.finish()

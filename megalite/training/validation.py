@@ -1,4 +1,5 @@
-"""Validation: the mean loss over the tokens of each validation set, summed over all ranks and divided once."""
+"""Validation: the mean loss over the tokens of each validation set, summed over all ranks and divided
+once."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Losses:
-    """Mean losses in nats a token, the same on every rank: `mean` over the tokens of all sets, `by_set` of each set that has a name."""
+    """Mean losses in nats a token, the same on every rank: `mean` over the tokens of all sets, `by_set` of
+    each set that has a name."""
 
     mean: float
     by_set: dict[str, float] = field(default_factory=dict)
@@ -62,7 +64,9 @@ def _sums(trainer: Trainer, data: Dataset) -> Tensor:
             statistics, _ = trainer.parts.runtime.run(plan, on_device, step=0, loss_scale=1.0, training=False)
             if has_loss:
                 total[0] += statistics["loss"]
-                total[1] += sum(int((microbatch.targets != IGNORE_INDEX).sum()) for microbatch in microbatches)
+                total[1] += sum(
+                    int((microbatch.targets != IGNORE_INDEX).sum()) for microbatch in microbatches
+                )
             trainer.mesh.activity.enter(READING)
     finally:
         loader.close()

@@ -1,7 +1,8 @@
-"""Compares a configuration on a layout with the same configuration on one process, step by step and tensor by tensor.
+"""Compares a configuration on a layout with the same configuration on one process, step by step and tensor by
+tensor.
 
-Both runs are separate process trees. Each writes loss, gradient norm and whole global weights of every step, and which rank stores which
-rectangle. The comparison names the first step, tensor and rank that differ.
+Both runs are separate process trees. Each writes loss, gradient norm and whole global weights of every step,
+and which rank stores which rectangle. The comparison names the first step, tensor and rank that differ.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ RANK = "megalite.training.verify_rank"  # the module that each rank runs
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference: `tensor` is loss, grad_norm or a weight; `rank` stores the element that differs most (None for scalars)."""
+    """The first difference: `tensor` is loss, grad_norm or a weight; `rank` stores the element that differs
+    most (None for scalars)."""
 
     step: int
     tensor: str
@@ -39,14 +41,20 @@ class Difference:
 
     def __str__(self) -> str:
         where = f" on rank {self.rank}" if self.rank is not None else ""
-        return f"step {self.step}: {self.tensor}{where} differs by {self.error:.3g} (tolerance {self.tolerance:.3g})"
+        return (
+            f"step {self.step}: {self.tensor}{where} differs by {self.error:.3g} (tolerance "
+            f"{self.tolerance:.3g})"
+        )
 
 
 def single_process(config: Config) -> Config:
     """The configuration on one process: same model, data and global batch, no parallelism."""
     alone = from_dict(to_dict(config))
     alone.parallel = ParallelConfig(dp=1, zero=0)
-    alone.train = replace(alone.train, micro_batch_size=gcd(alone.train.global_batch_size, *(alone.train.rampup_batch_size or [])[:2]))
+    alone.train = replace(
+        alone.train,
+        micro_batch_size=gcd(alone.train.global_batch_size, *(alone.train.rampup_batch_size or [])[:2]),
+    )
     return alone
 
 
@@ -73,11 +81,15 @@ def record(config: Config, steps: int, directory: Path) -> None:
 
 
 def global_tensors(trainer: Trainer, kinds: tuple[str, ...] = ("weight",)) -> dict[str, Tensor]:
-    """Whole global tensors by name, on every rank: for small models, since each rank holds all of them in memory. Collective."""
+    """Whole global tensors by name, on every rank: for small models, since each rank holds all of them in
+    memory. Collective."""
     import torch.distributed as dist
 
     # As arrays of bytes, which pickle ten times faster than tensors do. NumPy has no bf16.
-    own = [(part.name, part.global_shape, part.offsets, *_to_bytes(part.tensor)) for part in trainer.optimizer.state.to_save(kinds)]
+    own = [
+        (part.name, part.global_shape, part.offsets, *_to_bytes(part.tensor))
+        for part in trainer.optimizer.state.to_save(kinds)
+    ]
     gathered = [own]
     if trainer.mesh.world.size > 1:
         gathered = [own] * trainer.mesh.world.size
@@ -97,7 +109,10 @@ def _to_bytes(tensor: Tensor) -> tuple[torch.dtype, torch.Size, Any]:
 
 def _placement(trainer: Trainer) -> list[list[tuple[str, tuple[int, ...], tuple[int, ...]]]]:
     """The rectangles of weights that each rank stores: (name, offsets, sizes). Collective."""
-    own = [(part.name, part.offsets, tuple(part.tensor.shape)) for part in trainer.optimizer.state.to_save(("weight",))]
+    own = [
+        (part.name, part.offsets, tuple(part.tensor.shape))
+        for part in trainer.optimizer.state.to_save(("weight",))
+    ]
     if trainer.mesh.world.size == 1:
         return [own]
     import torch.distributed as dist
@@ -107,8 +122,11 @@ def _placement(trainer: Trainer) -> list[list[tuple[str, tuple[int, ...], tuple[
     return everyone
 
 
-def run_ranks(config: Config, steps: int, directory: Path, on_cpu: bool = False, progress: Report = silent) -> None:
-    """Start the configuration's ranks, each of which calls `record`. Raises ConfigError with their output if they fail."""
+def run_ranks(
+    config: Config, steps: int, directory: Path, on_cpu: bool = False, progress: Report = silent
+) -> None:
+    """Start the configuration's ranks, each of which calls `record`. Raises ConfigError with their output if
+    they fail."""
 
     def look() -> None:
         done = sum(1 for _ in directory.glob("step_*.safetensors"))
@@ -122,15 +140,20 @@ def run_ranks(config: Config, steps: int, directory: Path, on_cpu: bool = False,
         command = ["-m", "megalite.launch.rank", RANK, str(directory), str(steps)]
         if ranks.run_ranks(count, command, variables=variables, output=output, poll=look):
             output.seek(0)
-            raise ConfigError(f"the run on {count} ranks failed:\n{output.read().decode(errors='replace')[-4000:]}")
+            raise ConfigError(
+                f"the run on {count} ranks failed:\n{output.read().decode(errors='replace')[-4000:]}"
+            )
 
 
 def compare(directory: Path, reference: Path, relative: float, absolute: float) -> Difference | None:
-    """The first difference between two recorded runs beyond the tolerances (relative for scalars, absolute for weights)."""
+    """The first difference between two recorded runs beyond the tolerances (relative for scalars, absolute
+    for weights)."""
     from safetensors.torch import load_file
 
     placement = json.loads((directory / "placement.json").read_text(encoding="utf-8"))
-    runs = [json.loads((place / "scalars.json").read_text(encoding="utf-8")) for place in (directory, reference)]
+    runs = [
+        json.loads((place / "scalars.json").read_text(encoding="utf-8")) for place in (directory, reference)
+    ]
     for step, (got, expected) in enumerate(zip(*runs, strict=True), start=1):
         for name in ("loss", "grad_norm"):
             error = abs(got[name] - expected[name]) / max(abs(expected[name]), 1e-30)
@@ -140,7 +163,13 @@ def compare(directory: Path, reference: Path, relative: float, absolute: float) 
         for name, value in weights.items():
             delta = (value - others[name]).abs()
             if not delta.max().item() <= absolute:
-                return Difference(step, name.removeprefix("weight/"), _rank_of(name, delta, placement), delta.max().item(), absolute)
+                return Difference(
+                    step,
+                    name.removeprefix("weight/"),
+                    _rank_of(name, delta, placement),
+                    delta.max().item(),
+                    absolute,
+                )
     return None
 
 
@@ -149,6 +178,8 @@ def _rank_of(name: str, delta: Tensor, placement: list[list[Any]]) -> int | None
     worst = [int(index) for index in torch.unravel_index(delta.argmax(), delta.shape)]
     for rank, rectangles in enumerate(placement):
         for stored, offsets, sizes in rectangles:
-            if stored == name and all(low <= at < low + size for at, low, size in zip(worst, offsets, sizes, strict=True)):
+            if stored == name and all(
+                low <= at < low + size for at, low, size in zip(worst, offsets, sizes, strict=True)
+            ):
                 return rank
     return None

@@ -16,7 +16,11 @@ from megalite.training.verify import record
 
 def main() -> None:
     directory = Path(sys.argv[1])
-    record(from_dict(json.loads((directory / "config.json").read_text(encoding="utf-8"))), int(sys.argv[2]), directory)
+    record(
+        from_dict(json.loads((directory / "config.json").read_text(encoding="utf-8"))),
+        int(sys.argv[2]),
+        directory,
+    )
     shutdown()
 
 

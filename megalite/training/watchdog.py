@@ -1,7 +1,9 @@
-"""The watchdog: says where a rank is when it makes no progress, names a rank that is lost, and ends the others when it does not return.
+"""The watchdog: says where a rank is when it makes no progress, names a rank that is lost, and ends the
+others when it does not return.
 
-Its thread only reads what the training thread has stored (`Activity`). Whether other ranks are alive it learns from `launch.peers`, which
-does not need their communication: on a GPU, a collective with a lost rank blocks the host forever and raises nothing.
+Its thread only reads what the training thread has stored (`Activity`). Whether other ranks are alive it
+learns from `launch.peers`, which does not need their communication: on a GPU, a collective with a lost rank
+blocks the host forever and raises nothing.
 """
 
 from __future__ import annotations
@@ -33,13 +35,15 @@ if TYPE_CHECKING:
     from megalite.launch.peers import Peers, Verdict
 
 LONGEST_LOOK = 10.0  # seconds: the longest interval between two checks of a process alone
-END_S = 5.0  # from a lost rank to the end of this one by the watchdog; communication that fails ends it earlier
+# from a lost rank to the end of this one by the watchdog; communication that fails ends it earlier
+END_S = 5.0
 MARGIN_S = 20.0  # beyond run.timeout: gloo's communication has raised before
 NCCL_SHARE = 0.8  # of run.timeout: torch's watchdog then aborts the process without a name
 ABORT_S = 5.0  # for the communicators to abort
 FRAMES = 12  # of the training thread's stack in a record
 COMPILERS = ("triton.compiler.", "torch._dynamo.convert_frame", "torch._inductor.compile_fx")
-"""Modules that have a frame in the stack while a kernel or a region of the model is compiled: at its first call, in any action."""
+"""Modules that have a frame in the stack while a kernel or a region of the model is compiled: at its first
+call, in any action."""
 
 
 OnLoss = Callable[[str, "Lost"], None]
@@ -51,18 +55,25 @@ def ignore(message: str, lost: Lost) -> None:
 
 
 class Watchdog:
-    """A context manager with a thread that checks a rank's activity, and with several ranks that of the others.
+    """A context manager with a thread that checks a rank's activity, and with several ranks that of the
+    others.
 
-    A rank that makes no progress for `train.watchdog` (null: never) is reported once on stderr. RUN_DIR/stalls/ gets the stacks of all
-    threads (rank_NNNNN.txt), the rank's record, which `megalite explain` reads (rank_NNNNN.json), and torch's flight record
-    (collectives_NNNNN.json).
+    A rank that makes no progress for `train.watchdog` (null: never) is reported once on stderr.
+    RUN_DIR/stalls/ gets the stacks of all threads (rank_NNNNN.txt), the rank's record, which `megalite
+    explain` reads (rank_NNNNN.json), and torch's flight record (collectives_NNNNN.json).
 
-    A rank whose process has ended ends the others within seconds. One that is stopped or cannot be reached, or for which this rank waits,
-    does so after `run.timeout` (on NCCL `NCCL_SHARE` of it). `on_loss` is called with the message before, and with what was lost.
+    A rank whose process has ended ends the others within seconds. One that is stopped or cannot be reached,
+    or for which this rank waits, does so after `run.timeout` (on NCCL `NCCL_SHARE` of it). `on_loss` is
+    called with the message before, and with what was lost.
     """
 
     def __init__(self, config: Config, mesh: Mesh, run_dir: Path, on_loss: OnLoss = ignore):
-        self.mesh, self.activity, self.rank, self.directory = mesh, mesh.activity, mesh.rank, run_dir / "stalls"
+        self.mesh, self.activity, self.rank, self.directory = (
+            mesh,
+            mesh.activity,
+            mesh.rank,
+            run_dir / "stalls",
+        )
         self.patience = duration_seconds(config.train.watchdog) if config.train.watchdog else None
         self.timeout = duration_seconds(config.run.timeout) or 0
         self.peers: Peers | None = None
@@ -103,13 +114,19 @@ class Watchdog:
                 error.lost = verdict.lost()  # type: ignore[attr-defined]
         else:
             memory = isinstance(error, torch.OutOfMemoryError)
-            peers.fail("it ran out of memory" if memory else f"{type(error).__name__}: {error}".splitlines()[0])
+            peers.fail(
+                "it ran out of memory" if memory else f"{type(error).__name__}: {error}".splitlines()[0]
+            )
 
     # ---- the thread
 
     def _watch(self) -> None:
         seen, since, compiled = None, monotonic(), monotonic()
-        interval = min(LONGEST_LOOK, *([self.patience / 4] if self.patience else []), *([self.peers.beat_s] if self.peers else []))
+        interval = min(
+            LONGEST_LOOK,
+            *([self.patience / 4] if self.patience else []),
+            *([self.peers.beat_s] if self.peers else []),
+        )
         while not self._over.wait(interval):
             now = tuple(getattr(self.activity, name) for name in Activity.__slots__)
             if now != seen:
@@ -126,35 +143,44 @@ class Watchdog:
                 self._look(self.peers, min(stood, monotonic() - compiled))
 
     def _look(self, peers: Peers, stood: float) -> None:
-        """Look at the other ranks; end this one if one of them is lost, or has been silent or waited for too long."""
+        """Look at the other ranks; end this one if one of them is lost, or has been silent or waited for too
+        long."""
         from megalite.launch.peers import described
 
         verdict = peers.look()
         if verdict is None:
             self._lost_since.clear()
             if self._awaits() and stood >= self._limits[1]:
-                found = peers.origin(self._place().get("peer"))  # takes seconds: meanwhile the training thread may have ended the process
+                # takes seconds: meanwhile the training thread may have ended the process
+                found = peers.origin(self._place().get("peer"))
                 if not self._over.is_set():
-                    self._end(found, f"no progress for {stood:.0f} s (run.timeout), in {described(self._place())}")
+                    self._end(
+                        found, f"no progress for {stood:.0f} s (run.timeout), in {described(self._place())}"
+                    )
             return
         decided = peers.verdict is not None
         if verdict.rank not in self._lost_since:
             self._lost_since[verdict.rank] = monotonic()
             if not decided:
-                say(f"rank {self.rank}: {verdict.described()}; run.timeout ends the run if it does not return")
+                say(
+                    f"rank {self.rank}: {verdict.described()}; run.timeout ends the run if it does not return"
+                )
         if decided and self._decided_since is None:
             self._decided_since = monotonic()
         silent = monotonic() - self._lost_since[verdict.rank]
         if self._over.is_set():
             return
-        if silent >= self._limits[0] or (self._decided_since is not None and monotonic() - self._decided_since >= END_S):
+        if silent >= self._limits[0] or (
+            self._decided_since is not None and monotonic() - self._decided_since >= END_S
+        ):
             self._end(peers.agree(verdict), f"ends, in {described(self._place())}")
 
     def _awaits(self) -> bool:
         """Whether this rank waits for another one, in a way that `run.timeout` limits.
 
-        It says so where its host does. Where that works on a GPU's actions it may wait for the device anywhere, and the device for another
-        rank; but not where it works on its own: `HostWork`, `Activity.working`, compilers.
+        It says so where its host does. Where that works on a GPU's actions it may wait for the device
+        anywhere, and the device for another rank; but not where it works on its own: `HostWork`,
+        `Activity.working`, compilers.
         """
         activity = self.activity
         if activity.waiting:
@@ -163,13 +189,15 @@ class Watchdog:
         return torch.cuda.is_initialized() and not own
 
     def _end(self, verdict: Verdict | None, what: str) -> None:
-        """End this process: the training thread waits for something that does not come, and nothing can be raised in it."""
+        """End this process: the training thread waits for something that does not come, and nothing can be
+        raised in it."""
         from megalite.launch.causes import Lost
         from megalite.launch.process import exit_after_failure
 
         message = f"rank {self.rank}: {what}{'' if verdict is None else f' ({verdict})'}"
         lost = Lost() if verdict is None else verdict.lost()
-        reports = (lambda: self._record(verdict), lambda: self._on_loss(message, lost), _abort)  # the first before the last: it reads them
+        # the first before the last: it reads them
+        reports = (lambda: self._record(verdict), lambda: self._on_loss(message, lost), _abort)
         for report in reports:
             with suppress(Exception):  # the process ends in any case
                 report()
@@ -179,7 +207,10 @@ class Watchdog:
 
     def _report(self, seconds: float) -> None:
         stacks = self.directory / f"rank_{self.rank:05d}.txt"
-        line = f"rank {self.rank}: no progress for {seconds:.0f} s in step {self.activity.step}, {self._waits()}; stacks: {stacks}"
+        line = (
+            f"rank {self.rank}: no progress for {seconds:.0f} s in step {self.activity.step}, "
+            f"{self._waits()}; stacks: {stacks}"
+        )
         say(line)
         with suppress(OSError):  # a full disk may be the reason for the stall
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -192,36 +223,60 @@ class Watchdog:
         """Mark this rank's record as past: it would explain a later hang wrongly."""
         self._said, path = False, self.directory / f"rank_{self.rank:05d}.json"
         with suppress(OSError, ValueError):
-            _replace(path, json.dumps({**json.loads(path.read_text(encoding="utf-8")), "past": True}).encode())
+            _replace(
+                path, json.dumps({**json.loads(path.read_text(encoding="utf-8")), "past": True}).encode()
+            )
 
     def _waits(self) -> str:
         """The rank's last action, the communication it awaits, and when that times out."""
         what, peer, since = self.activity.communication or ("nothing", None, time())
         last = what if peer is None else f"{what}, rank {peer}"
         if not self.activity.waiting:
-            return f"last action {self.activity.action}; no communication is awaited here (last {last}, at {_clock(since)})"
-        end = f"run.timeout ends that at {_clock(since + self.timeout)}" if self.activity.limited else "without a limit: others still work"
+            return (
+                f"last action {self.activity.action}; no communication is awaited here (last {last}, at "
+                f"{_clock(since)})"
+            )
+        end = (
+            f"run.timeout ends that at {_clock(since + self.timeout)}"
+            if self.activity.limited
+            else "without a limit: others still work"
+        )
         return f"last action {self.activity.action}, awaiting {last} since {_clock(since)}; {end}"
 
     def _place(self) -> dict[str, Any]:
         """Where this rank is, as plain data: `launch.peers.Place`."""
-        activity, plan, action = self.activity, self.activity.plan, self.activity.action  # each once: the rank may go on meanwhile
+        # each once: the rank may go on meanwhile
+        activity, plan, action = self.activity, self.activity.plan, self.activity.action
         what, peer, since = activity.communication or (None, None, time())
         number = plan.index(action) if action in plan else None
-        place = {"step": activity.step, "runs": activity.runs, "action": str(action), "number": number, "actions": len(plan)}
+        place = {
+            "step": activity.step,
+            "runs": activity.runs,
+            "action": str(action),
+            "number": number,
+            "actions": len(plan),
+        }
         return {**place, "since": since, **({"waits": what, "peer": peer} if activity.waiting else {})}
 
     def _record(self, verdict: Verdict | None) -> None:
-        """Write what `megalite explain` reads: this rank's place, what it has started, and what it knows of the others."""
+        """Write what `megalite explain` reads: this rank's place, what it has started, and what it knows of
+        the others."""
         seen = {}
         if self.peers is not None:
             seen = self.peers.followed(self._place().get("peer"), verdict)
-        own = {"rank": self.rank, "host": os.uname().nodename, "time": time(), "start": self.peers.start if self.peers else ""}
+        own = {
+            "rank": self.rank,
+            "host": os.uname().nodename,
+            "time": time(),
+            "start": self.peers.start if self.peers else "",
+        }
         record = {
             **own,
             "place": self._place() | (self.peers.own if self.peers else {}),
             "plan": [str(action) for action in self.activity.plan],
-            "axes": {axis.name: axis.ranks for axis in vars(self.mesh).values() if isinstance(axis, MeshAxis)},
+            "axes": {
+                axis.name: axis.ranks for axis in vars(self.mesh).values() if isinstance(axis, MeshAxis)
+            },
             "traffic": {" ".join(each): count for each, count in dict(self.mesh.traffic).items()},
             "frames": _frames(),
             "seen": seen,
@@ -233,7 +288,8 @@ class Watchdog:
 
 
 def limits(timeout: float, nccl: bool) -> tuple[float, float]:
-    """Seconds until this process ends because another one is silent, and because it makes no progress itself."""
+    """Seconds until this process ends because another one is silent, and because it makes no progress
+    itself."""
     return (NCCL_SHARE * timeout, NCCL_SHARE * timeout) if nccl else (timeout, timeout + MARGIN_S)
 
 
@@ -244,12 +300,14 @@ def _meet(mesh: Mesh, place: Callable[[], dict[str, Any]]) -> tuple[Peers, bool]
     from megalite.launch.peers import Peers
 
     store = dist.distributed_c10d._get_default_store()
-    held = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0  # without an agent, rank 0 holds it
+    # without an agent, rank 0 holds it
+    held = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
     return Peers(store, mesh.rank, mesh.world.size, place, held), dist.get_backend() == "nccl"
 
 
 def _abort() -> None:
-    """Abort the communicators: NCCL's kernels wait for a lost rank forever, and the process does not end while they run."""
+    """Abort the communicators: NCCL's kernels wait for a lost rank forever, and the process does not end
+    while they run."""
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_backend() != "nccl":
@@ -262,17 +320,25 @@ def _abort() -> None:
 def _frames() -> list[str]:
     """The training thread's stack, the innermost frame last."""
     frame = sys._current_frames().get(main_thread().ident or 0)
-    return [f"{Path(each.filename).name}:{each.lineno} in {each.name}" for each in traceback.extract_stack(frame)[-FRAMES:]]
+    return [
+        f"{Path(each.filename).name}:{each.lineno} in {each.name}"
+        for each in traceback.extract_stack(frame)[-FRAMES:]
+    ]
 
 
 def _compiles() -> bool:
     """Whether the training thread is in a compiler. Only there: the others are often the compilers' own."""
     frame = sys._current_frames().get(main_thread().ident or 0)
-    return any(str(each.f_globals.get("__name__")).startswith(COMPILERS) for each, _ in traceback.walk_stack(frame) if frame is not None)
+    return any(
+        str(each.f_globals.get("__name__")).startswith(COMPILERS)
+        for each, _ in traceback.walk_stack(frame)
+        if frame is not None
+    )
 
 
 def _is_of_all_ranks(error: BaseException) -> bool:
-    """Whether all ranks have raised an error together. One of the data is the one of the rank that reads it."""
+    """Whether all ranks have raised an error together. One of the data is the one of the rank that reads
+    it."""
     from megalite.checkpoint import CheckpointError
     from megalite.config.samples import DataError
     from megalite.training.guard import FaultLimit
@@ -290,8 +356,11 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def _write_flight_record(path: Path) -> None:
-    """Write the record of torch's flight recorder as JSON: NCCL's where this build of torch has it, else gloo's."""
+    """Write the record of torch's flight recorder as JSON: NCCL's where this build of torch has it, else
+    gloo's."""
     recorders = torch._C._distributed_c10d
-    dump = getattr(recorders, "_dump_nccl_trace_json", None) or getattr(recorders, "_dump_fr_trace_json", None)
+    dump = getattr(recorders, "_dump_nccl_trace_json", None) or getattr(
+        recorders, "_dump_fr_trace_json", None
+    )
     if dump is not None:
         _replace(path, dump())

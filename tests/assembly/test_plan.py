@@ -17,8 +17,16 @@ from megalite.training.meta_device import fake_process
 
 
 def made(**parallel: Any) -> Config:
-    model = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
-    return from_dict({"model": model, "parallel": parallel, "data": {"sequence_length": 16}, "train": {"micro_batch_size": 2}})
+    model = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
+    return from_dict(
+        {"model": model, "parallel": parallel, "data": {"sequence_length": 16}, "train": {"micro_batch_size": 2}}
+    )
 
 
 SHARING: dict[str, dict[str, Any]] = {

@@ -37,7 +37,9 @@ def whole_tensors(seed: int) -> dict[str, Tensor]:
     """Global tensors that any process can draw for itself."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        f"{kind}/{index}": torch.randn(shape, generator=generator, dtype=torch.float64).to(DTYPES[(index + seed + number) % len(DTYPES)])
+        f"{kind}/{index}": torch.randn(shape, generator=generator, dtype=torch.float64).to(
+            DTYPES[(index + seed + number) % len(DTYPES)]
+        )
         for index, shape in enumerate(SHAPES)
         for number, kind in enumerate(("weight", "exp_avg"))
     }
@@ -82,8 +84,15 @@ def flat_rectangles(tensors: dict[str, Tensor], rank: int, world: int) -> Iterat
         if whole.dim() in (1, 2):
             spec = ParamSpec(name, 0, (Segment(name, tuple(whole.shape)),))
             share = -(-whole.numel() // world)
-            for flat in rectangles(spec, Coordinates(), min(rank * share, whole.numel()), min((rank + 1) * share, whole.numel())):
-                yield Rectangle(name, tuple(whole.shape), flat.offsets, whole.reshape(-1)[flat.start : flat.stop].view(flat.sizes).clone())
+            for flat in rectangles(
+                spec, Coordinates(), min(rank * share, whole.numel()), min((rank + 1) * share, whole.numel())
+            ):
+                yield Rectangle(
+                    name,
+                    tuple(whole.shape),
+                    flat.offsets,
+                    whole.reshape(-1)[flat.start : flat.stop].view(flat.sizes).clone(),
+                )
 
 
 def own_rectangles(context: RankContext, tensors: dict[str, Tensor], seed: int | None) -> list[Rectangle]:
@@ -100,11 +109,17 @@ def differing(context: RankContext, directory: Path, values: int, cuts: int | No
     """Load this rank's rectangles: how many elements, and which of them are not bit for bit those saved."""
     expected = own_rectangles(context, whole_tensors(values), cuts)
     loaded = [
-        Rectangle(part.name, part.global_shape, part.offsets, torch.full_like(part.tensor, float("nan"), requires_grad=True))
+        Rectangle(
+            part.name, part.global_shape, part.offsets, torch.full_like(part.tensor, float("nan"), requires_grad=True)
+        )
         for part in expected
     ]
     checkpoint.load(directory, loaded)
-    wrong = [f"{old.name} {old.offsets}" for old, new in zip(expected, loaded, strict=True) if not torch.equal(old.tensor, new.tensor)]
+    wrong = [
+        f"{old.name} {old.offsets}"
+        for old, new in zip(expected, loaded, strict=True)
+        if not torch.equal(old.tensor, new.tensor)
+    ]
     return sum(prod(part.tensor.shape) for part in expected), wrong
 
 
@@ -145,7 +160,8 @@ def latest_seen_by(context: RankContext, checkpoints: list[Path]) -> str:
 
 
 def resume_from_each(context: RankContext, config: dict[str, Any], directories: list[str]) -> list[tuple[int, str]]:
-    """A trainer with `checkpoint.load: auto` for each run.dir: the step from which it goes on and what it has to say, or -1 and why not."""
+    """A trainer with `checkpoint.load: auto` for each run.dir: the step from which it goes on and what it has to say,
+    or -1 and why not."""
     found = []
     for directory in directories:
         made = from_dict({**config, "run": {**config["run"], "dir": directory}})

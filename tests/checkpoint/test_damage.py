@@ -97,21 +97,33 @@ def copies(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[
 
 
 @pytest.mark.parametrize("dp", [2, 1], ids=["the same ranks", "one process"])
-def test_every_file_damaged_in_every_way(ranks: RankPool, prefix: str, copies: dict[tuple[str, str], Path], dp: int) -> None:
-    """Files of tensors and manifests: the older one is used, on all ranks. `latest`: what it names is, or was, is said."""
+def test_every_file_damaged_in_every_way(
+    ranks: RankPool, prefix: str, copies: dict[tuple[str, str], Path], dp: int
+) -> None:
+    """Files of tensors and manifests: the older one is used, on all ranks. `latest`: what it names is, or was, is
+    said."""
     directories = [str(copy.parent.parent) for copy in copies.values()]
     found = ranks.run(dp, resume_from_each, configuration(prefix, Path(), dp), directories)
     assert found[0] == found[-1], "all ranks use the same"
     for (file, damage), (step, notes) in zip(copies, found[0], strict=True):
         if file == "latest":
-            assert step == 4 and ((damage in ("one byte short", "one byte more")) or "latest is damaged" in notes), (damage, notes)
+            assert step == 4 and ((damage in ("one byte short", "one byte more")) or "latest is damaged" in notes), (
+                damage,
+                notes,
+            )
         else:
             assert step == 2, (file, damage)
-            assert str(copies[file, damage] / file) in notes or damage == "deleted" and f"{NEWER} is not a checkpoint" in notes, notes
+            assert (
+                str(copies[file, damage] / file) in notes
+                or damage == "deleted"
+                and f"{NEWER} is not a checkpoint" in notes
+            ), notes
             assert f"continuing from {copies[file, damage] / OLDER}" in notes
 
 
-def test_where_none_is_left_all_are_named_with_the_way_out(ranks: RankPool, prefix: str, saved: Path, tmp_path: Path) -> None:
+def test_where_none_is_left_all_are_named_with_the_way_out(
+    ranks: RankPool, prefix: str, saved: Path, tmp_path: Path
+) -> None:
     copy = shutil.copytree(saved, tmp_path / "damaged" / "checkpoints")
     DAMAGES["the middle"](copy / OLDER / "rank_00001.bin")
     DAMAGES["half"](copy / NEWER / "rank_00000.bin")
@@ -149,7 +161,9 @@ def test_a_checkpoint_that_is_named_is_used_or_refused(
     config = tmp_path / "config.yaml"
     import yaml
 
-    config.write_text(yaml.safe_dump(to_dict(from_dict(configuration(prefix, tmp_path, 1, checkpoint={"load": str(copy)})))))
+    config.write_text(
+        yaml.safe_dump(to_dict(from_dict(configuration(prefix, tmp_path, 1, checkpoint={"load": str(copy)}))))
+    )
     monkeypatch.setattr("sys.argv", ["pretrain.py", "--config", str(config)])
     with pytest.raises(SystemExit) as ended:
         train.main()
@@ -159,9 +173,12 @@ def test_a_checkpoint_that_is_named_is_used_or_refused(
 
 
 def test_full_verification_finds_what_a_load_does_not_read(prefix: str, saved: Path, tmp_path: Path) -> None:
-    """A warm start reads weights alone: damage of a moment is none of its business, unless every byte is to be checked."""
+    """A warm start reads weights alone: damage of a moment is none of its business, unless every byte is to be
+    checked."""
     copy = shutil.copytree(saved, tmp_path / "checkpoints") / NEWER
-    chunk = next(tensor.chunks[0] for name, tensor in checkpoint.manifest_of(copy).tensors.items() if name.startswith("exp_avg/"))
+    chunk = next(
+        tensor.chunks[0] for name, tensor in checkpoint.manifest_of(copy).tensors.items() if name.startswith("exp_avg/")
+    )
     flipped(lambda size: chunk.offset, 4)(copy / chunk.file)
     for verify in ("read", "full"):
         changes = {"checkpoint": {"load": "none", "verify": verify}, "model": {"init_from": str(copy)}}
@@ -170,7 +187,8 @@ def test_full_verification_finds_what_a_load_does_not_read(prefix: str, saved: P
             Trainer(config, Mesh(Layout())).close()
         else:
             with pytest.raises(
-                DamagedError, match=rf"{chunk.file} is damaged: expected checksum {chunk.crc32c} of bytes {chunk.offset:,} to"
+                DamagedError,
+                match=rf"{chunk.file} is damaged: expected checksum {chunk.crc32c} of bytes {chunk.offset:,} to",
             ):
                 Trainer(config, Mesh(Layout()))
 
@@ -214,7 +232,8 @@ def test_the_newest_and_every_so_many_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["deleted", "half", "one byte more"])
 @pytest.mark.parametrize("file", ["manifest.json", "rank_00000.bin"])
 def test_the_only_good_one_is_never_removed(tmp_path: Path, file: str, damage: str) -> None:
-    """What a look at manifest and sizes shows to be damaged does not count, and goes once it is older than what counts."""
+    """What a look at manifest and sizes shows to be damaged does not count, and goes once it is older than what
+    counts."""
     for step in (1, 2, 3, 4):
         save(tmp_path, step, float(step))
     for step in (3, 4):

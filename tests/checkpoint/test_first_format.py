@@ -1,8 +1,9 @@
-"""A checkpoint that an early version wrote is resumed by every later one, on any layout, with the numbers that the early one went on with.
+"""A checkpoint that an early version wrote is resumed by every later one, on any layout, with the numbers that the
+early one went on with.
 
-first_format/ is what a run of four ranks (tp 2, dp 2, ZeRO-1, sequence parallelism, fp64) has left: config.yaml, the checkpoint of step 3,
-and metrics.jsonl with the six steps of the run. It is never written anew: that it stays readable is what format 1 promises. Everything here
-goes through command lines, so that nothing but that promise has to stay.
+first_format/ is what a run of four ranks (tp 2, dp 2, ZeRO-1, sequence parallelism, fp64) has left: config.yaml, the
+checkpoint of step 3, and metrics.jsonl with the six steps of the run. It is never written anew: that it stays readable
+is what format 1 promises. Everything here goes through command lines, so that nothing but that promise has to stay.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def write_tokens(prefix: Path) -> None:
     sizes = [DOCUMENT] * (TOKENS // DOCUMENT) + [TOKENS % DOCUMENT]
     count = len(sizes)
     index = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, count, count + 1)
-    index += struct.pack(f"<{count}i", *sizes) + struct.pack(f"<{count}q", *(2 * DOCUMENT * number for number in range(count)))
+    index += struct.pack(f"<{count}i", *sizes) + struct.pack(
+        f"<{count}q", *(2 * DOCUMENT * number for number in range(count))
+    )
     index += struct.pack(f"<{count + 1}q", *range(count + 1))
     prefix.with_suffix(".bin").write_bytes(struct.pack(f"<{TOKENS}H", *tokens))
     prefix.with_suffix(".idx").write_bytes(index)
@@ -50,7 +53,11 @@ def python(*words: str, ranks: int = 1, cwd: Path = ROOT) -> str:
 def train(directory: Path, world: int, options: dict[str, object]) -> list[dict]:
     """Run pretrain.py in a directory; the lines of its metrics."""
     write_tokens(directory / "tokens")
-    given = [part for option, value in options.items() for part in (f"--{option}", str(value).lower() if value is True else str(value))]
+    given = [
+        part
+        for option, value in options.items()
+        for part in (f"--{option}", str(value).lower() if value is True else str(value))
+    ]
     python(str(ROOT / "pretrain.py"), "--config", str(KEPT / "config.yaml"), *given, ranks=world, cwd=directory)
     return lines_of(directory / "runs" / "first" / "metrics.jsonl")
 

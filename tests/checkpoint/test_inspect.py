@@ -61,7 +61,15 @@ def test_list_shows_what_is_whole_and_what_is_not(call: Callable[..., Any], tmp_
         assert status == 0 and [entry["step"] for entry in content["checkpoints"]] == [1, 2, 3]
         assert "rank_00000.bin is damaged: expected 512 bytes, found 5" in first["problem"]
         assert "it has no manifest.json" in second["problem"] and second["bytes"] is None
-        assert third == {"name": "step_00000003", "step": 3, "latest": True, "bytes": 512, "tensors": 4, "problem": None, "best": False}
+        assert third == {
+            "name": "step_00000003",
+            "step": 3,
+            "latest": True,
+            "bytes": 512,
+            "tensors": 4,
+            "problem": None,
+            "best": False,
+        }
         assert [line.split()[0] for line in text.splitlines()] == [entry["name"] for entry in content["checkpoints"]]
         assert text.splitlines()[2].endswith("whole  (latest)")
 
@@ -80,20 +88,28 @@ def test_verify_names_every_damaged_file(call: Callable[..., Any], ranks: RankPo
     directory = tmp_path / "saved"
     ranks.run(3, jobs.save, directory, 1, 1, {})
     size = sum(path.stat().st_size for path in directory.glob("*.bin"))
-    assert call("verify", directory)[:2] == (0, {"checkpoint": str(directory), "bytes": size, "whole": True, "damages": []})
+    assert call("verify", directory)[:2] == (
+        0,
+        {"checkpoint": str(directory), "bytes": size, "whole": True, "damages": []},
+    )
     for rank in (0, 2):
         file = directory / f"rank_{rank:05d}.bin"
         file.write_bytes(file.read_bytes()[:-1] + b"\1")
     status, content, text = call("verify", directory)
     assert status == 1 and not content["whole"] and len(content["damages"]) == 2
-    assert [f"rank_{rank:05d}.bin is damaged: expected checksum " in line for rank, line in zip((0, 2), text.splitlines(), strict=True)]
+    assert [
+        f"rank_{rank:05d}.bin is damaged: expected checksum " in line
+        for rank, line in zip((0, 2), text.splitlines(), strict=True)
+    ]
 
 
 def test_diff_measures_what_differs(call: Callable[..., Any], tmp_path: Path) -> None:
     changed = torch.arange(12.0).reshape(3, 4)
     changed[1, 2] += 0.25
     one, same = save(tmp_path / "one", 1), save(tmp_path / "same", 1)
-    other = save(tmp_path / "other", 1, weight__a=changed, weight__b=torch.ones(6, dtype=torch.bfloat16), new=torch.ones(2))
+    other = save(
+        tmp_path / "other", 1, weight__a=changed, weight__b=torch.ones(6, dtype=torch.bfloat16), new=torch.ones(2)
+    )
     assert call("diff", one, same)[:2] == (0, {"one": str(one), "other": str(same), "equal": True, "differences": []})
     status, content, text = call("diff", one, other)
     assert status == 1 and not content["equal"]
@@ -106,7 +122,9 @@ def test_diff_measures_what_differs(call: Callable[..., Any], tmp_path: Path) ->
     nan = save(tmp_path / "nan", 1, scalar=torch.tensor(float("nan"), dtype=torch.float64))
     assert call("diff", nan, nan)[0] == 0, "the same bits are the same"
     status, content, _ = call("diff", one, nan)
-    assert status == 1 and content["differences"] == [{"tensor": "scalar", "what": "values", "max_abs": None, "relative": None}]
+    assert status == 1 and content["differences"] == [
+        {"tensor": "scalar", "what": "values", "max_abs": None, "relative": None}
+    ]
 
 
 def test_consolidate_writes_what_safetensors_reads(call: Callable[..., Any], ranks: RankPool, tmp_path: Path) -> None:
@@ -121,13 +139,19 @@ def test_consolidate_writes_what_safetensors_reads(call: Callable[..., Any], ran
 
         assert consolidate(manifest, file, optimizer) == file.stat().st_size
         found = load_file(file)
-        expected = whole if optimizer else {key.removeprefix("weight/"): value for key, value in whole.items() if key.startswith("weight/")}
+        expected = (
+            whole
+            if optimizer
+            else {key.removeprefix("weight/"): value for key, value in whole.items() if key.startswith("weight/")}
+        )
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], value) for key, value in expected.items())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.safetensors", "saved", "weights.safetensors"]
 
 
-def test_consolidate_on_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_consolidate_on_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     save(tmp_path, 1)
     file = tmp_path / "out.safetensors"
     assert main(["consolidate", str(tmp_path), str(file), "--json"]) == 0
@@ -164,7 +188,11 @@ def test_verify_and_consolidate_tell_how_far_they_are(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_ends_with_one_message(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "whole", 1)

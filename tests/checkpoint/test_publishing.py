@@ -47,7 +47,10 @@ class Death:
 
 
 def save(checkpoints: Path, step: int, value: float, **state: bool) -> None:
-    parts = [Rectangle("weight/w", (3, 4), (0, 0), torch.full((3, 4), value)), Rectangle("scale", (), (), torch.tensor(value))]
+    parts = [
+        Rectangle("weight/w", (3, 4), (0, 0), torch.full((3, 4), value)),
+        Rectangle("scale", (), (), torch.tensor(value)),
+    ]
     checkpoint.save(checkpoints / checkpoint.step_name(step), parts, {"value": value, **state}, Mesh(Layout()))
 
 
@@ -89,11 +92,18 @@ def test_a_save_that_dies_anywhere_loses_nothing(tmp_path: Path, monkeypatch: py
                 assert death.died
         unread = shutil.copytree(checkpoints, tmp_path / f"{after}_unread")
         save(unread, 3, 3.0)
-        assert load(unread / "step_00000001") in (1.0, 2.0), "clearing up removes no checkpoint, nor the one that was being replaced"
+        assert load(unread / "step_00000001") in (1.0, 2.0), (
+            "clearing up removes no checkpoint, nor the one that was being replaced"
+        )
         outcomes.append(load(newest(checkpoints)))
         save(checkpoints, 3, 3.0)
         assert load(newest(checkpoints)) == 3.0
-        left = {path.name for path in checkpoints.iterdir()} - {"latest", "step_00000001", "step_00000002", "step_00000003"}
+        left = {path.name for path in checkpoints.iterdir()} - {
+            "latest",
+            "step_00000001",
+            "step_00000002",
+            "step_00000003",
+        }
         assert not left, "a complete save clears up after dead ones"
         if not death.died:
             break
@@ -121,7 +131,9 @@ def test_rank_0_alone_decides_what_is_latest(ranks: RankPool, tmp_path: Path) ->
     assert ranks.run(3, jobs.latest_seen_by, [here, stale, tmp_path]) == ["['step_00000002'] None"] * 3
     assert ranks.run(3, jobs.latest_seen_by, [tmp_path, stale, here]) == ["[] None"] * 3
     for message in ranks.run(3, jobs.latest_seen_by, [broken, stale, here]):
-        assert message == f"[] {broken / 'latest'} is damaged: expected the name of an existing checkpoint, found 'step_9'"
+        assert (
+            message == f"[] {broken / 'latest'} is damaged: expected the name of an existing checkpoint, found 'step_9'"
+        )
 
 
 def test_prune_keeps_the_newest_and_never_latest_nor_an_abandoned_future(tmp_path: Path) -> None:

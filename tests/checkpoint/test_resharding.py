@@ -48,7 +48,9 @@ def test_empty_rectangles_hide_no_real_ones(tmp_path: Path) -> None:
     """A rank whose share has no row of a tensor describes it at the offset at which the next rank's rows begin."""
     whole = jobs.whole_tensors(2)["weight/2"]
     boxes = [((0,), (5,)), ((5,), (0,)), ((5,), (12,)), ((17,), (0,))]
-    checkpoint.save(tmp_path / "c", [Rectangle("w", (17,), box[0], jobs.cut(whole, box)) for box in boxes], {}, Mesh(Layout()))
+    checkpoint.save(
+        tmp_path / "c", [Rectangle("w", (17,), box[0], jobs.cut(whole, box)) for box in boxes], {}, Mesh(Layout())
+    )
     loaded = [Rectangle("w", (17,), box[0], jobs.cut(whole, box) * 0) for box in (((0,), (17,)), ((17,), (0,)))]
     checkpoint.load(tmp_path / "c", loaded)
     assert loaded[0].tensor.equal(whole)

@@ -1,4 +1,5 @@
-"""Staging memory of background saves is pinned in pieces that torch does not round up, and holds what the rectangles held."""
+"""Staging memory of background saves is pinned in pieces that torch does not round up, and holds what the rectangles
+held."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def test_a_matrix_larger_than_a_piece_is_saved_by_rows(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     shapes, first = ((130, 24), (300,), (5, 7), (1, 900)), (7, 3, 0, 2)
     given = [
-        Rectangle(str(shape), (1000, *shape[1:]), (at, *(0 for _ in shape[1:])), torch.randn(shape, generator=generator))
+        Rectangle(
+            str(shape), (1000, *shape[1:]), (at, *(0 for _ in shape[1:])), torch.randn(shape, generator=generator)
+        )
         for shape, at in zip(shapes, first, strict=True)
     ]
     saver = Saver(Mesh(Layout()), CheckpointConfig(async_save=True))
@@ -41,7 +44,9 @@ def test_a_matrix_larger_than_a_piece_is_saved_by_rows(monkeypatch):
     for rectangle in given:
         parts = [copy for copy in copies if copy.name == rectangle.name]
         assert all(part.tensor.nbytes <= saving.PART or part.tensor.shape[0] == 1 for part in parts)
-        assert all(part.global_shape == rectangle.global_shape and part.offsets[1:] == rectangle.offsets[1:] for part in parts)
+        assert all(
+            part.global_shape == rectangle.global_shape and part.offsets[1:] == rectangle.offsets[1:] for part in parts
+        )
         rows = [part.offsets[0] + row for part in parts for row in range(part.tensor.shape[0])]
         assert rows == list(range(rectangle.offsets[0], rectangle.offsets[0] + rectangle.tensor.shape[0]))
         assert torch.equal(torch.cat([part.tensor for part in parts]), rectangle.tensor)

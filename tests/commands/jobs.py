@@ -29,7 +29,8 @@ def train_and_save(context: Any, config: dict[str, Any]) -> tuple[str, float]:
 
 
 def logits_from_hf(context: Any, configs: list[dict[str, Any]], ids: Tensor) -> list[Tensor | None]:
-    """For each configuration, which starts from a Hugging Face directory: logits [rows, tokens, vocabulary] on the last stage."""
+    """For each configuration, which starts from a Hugging Face directory: logits [rows, tokens, vocabulary] on the last
+    stage."""
     found = []
     for config in configs:
         made = from_dict(config)
@@ -47,7 +48,9 @@ def _logits(trainer: Trainer, ids: Tensor) -> Tensor | None:
     """One stage on each pipeline rank: activations are sent by hand, and the vocabulary's parts gathered over tp."""
     mesh, (stage,) = trainer.mesh, trainer.parts.stages.values()
     tokens = ids.t().contiguous()
-    state = stage.forward_state(Microbatch.of(tokens, tokens, torch.zeros(len(ids), dtype=torch.int64)), step=0, training=False)
+    state = stage.forward_state(
+        Microbatch.of(tokens, tokens, torch.zeros(len(ids), dtype=torch.int64)), step=0, training=False
+    )
     x = tokens
     if stage.embedding is None:
         x = torch.empty(*tokens.shape, stage.model_config.hidden_size)
@@ -75,8 +78,11 @@ def step_from_hf(context: Any, config: dict[str, Any]) -> str:
         trainer.close()
 
 
-def continued(context: Any, sources: list[str], layout: dict[str, int], rows: list[list[int]], count: int) -> list[dict[str, Any]]:
-    """What each model, spread over the layout, makes of the rows: greedy and drawn tokens, and how likely it finds each row's tokens."""
+def continued(
+    context: Any, sources: list[str], layout: dict[str, int], rows: list[list[int]], count: int
+) -> list[dict[str, Any]]:
+    """What each model, spread over the layout, makes of the rows: greedy and drawn tokens, and how likely it finds each
+    row's tokens."""
     found = []
     for name in sources:
         config = for_inference(open_source(name).config, **layout)
@@ -100,7 +106,9 @@ class StepAndTokens(NamedTuple):
     tokens: list[list[int]]
 
 
-def step_and_tokens(context: Any, config: dict[str, Any], layout: dict[str, int], rows: list[list[int]], count: int) -> StepAndTokens:
+def step_and_tokens(
+    context: Any, config: dict[str, Any], layout: dict[str, int], rows: list[list[int]], count: int
+) -> StepAndTokens:
     """Start from a Hugging Face directory: each row's greedy tokens, and then one training step, which is saved."""
     source = config["model"]["init_from"]
     model = LanguageModel(source, **layout, mesh=mesh_of(context, for_inference(open_source(source).config, **layout)))

@@ -20,7 +20,8 @@ class _Data(ctypes.Structure):
 
 @contextmanager
 def permissions_count() -> Iterator[None]:
-    """Without the capabilities by which root reads and writes every file, in this thread. Does nothing for a user who has none."""
+    """Without the capabilities by which root reads and writes every file, in this thread. Does nothing for a user who
+    has none."""
     libc, header, data = ctypes.CDLL(None, use_errno=True), _Header(VERSION_3, 0), (_Data * 2)()
     assert libc.capget(ctypes.byref(header), data) == 0, ctypes.get_errno()
     effective = data[0].effective

@@ -1,4 +1,5 @@
-"""What every command has in common: help that fits, the nearest name, answers without torch, outputs that are checked first, --json."""
+"""What every command has in common: help that fits, the nearest name, answers without torch, outputs that are checked
+first, --json."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ MISSING: dict[str, tuple[list[str], str]] = {
     "train": (["--config", "gone.yaml"], "--config = gone.yaml can not be read: No such file"),
     "verify": (["--config", "gone.yaml"], "--config = gone.yaml can not be read: No such file"),
     "prepare": (["--input", GONE, "--tokenizer", "byte", "--output", "x"], "--input ./no/gone does not exist"),
-    "prepare, tokenizer": (["--input", "text", "--tokenizer", GONE, "--output", "x"], "--tokenizer ./no/gone does not exist"),
+    "prepare, tokenizer": (
+        ["--input", "text", "--tokenizer", GONE, "--output", "x"],
+        "--tokenizer ./no/gone does not exist",
+    ),
     "data": (["inspect", GONE], "no/gone.idx is missing"),
     "convert": (["import", GONE, "x"], "no/gone/config.json can not be read"),
     "convert, out": (["export", GONE, "x"], "no/gone is not a checkpoint: there is no such directory"),
@@ -42,7 +46,8 @@ MISSING: dict[str, tuple[list[str], str]] = {
     "import-config": ([GONE], "./no/gone can not be read: No such file"),
     "bubble": (["--from_run", GONE], "no/gone/traces/timeline.json: No such file"),
 }
-"""Command → what it is asked to read, and what it then says. `text` is a file, `model` a directory with a config.json."""
+"""Command → what it is asked to read, and what it then says. `text` is a file, `model` a directory with a
+config.json."""
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "plan": (["--modle", "tiny"], "Nearest: --model."),
@@ -183,7 +188,9 @@ def run(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("case", OUTPUTS)
-def test_an_output_that_cannot_be_written_is_named_before_any_work(case: str, place: Path, tmp_path: Path, monkeypatch, capsys):
+def test_an_output_that_cannot_be_written_is_named_before_any_work(
+    case: str, place: Path, tmp_path: Path, monkeypatch, capsys
+):
     """A read-only directory, and a file in place of a directory."""
     monkeypatch.chdir(place)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -218,7 +225,9 @@ def test_a_full_disk_is_named_and_nothing_is_left_on_it(name: str, place: Path, 
     with no_room(), pytest.raises(SystemExit) as ended:
         run(name, words, monkeypatch)
     said = capsys.readouterr().err.splitlines()[-1]
-    assert ended.value.code == 2 and str(tmp_path / "x") in said and "File too large" in said and "Errno" not in said, said
+    assert ended.value.code == 2 and str(tmp_path / "x") in said and "File too large" in said and "Errno" not in said, (
+        said
+    )
     assert list(tmp_path.iterdir()) == []
 
 

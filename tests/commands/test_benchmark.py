@@ -1,4 +1,5 @@
-"""tools/benchmark.py at tiny sizes: what it runs, what its JSON says, and that the figures follow from what was measured."""
+"""tools/benchmark.py at tiny sizes: what it runs, what its JSON says, and that the figures follow from what was
+measured."""
 
 from __future__ import annotations
 
@@ -29,7 +30,13 @@ from tests import forked
 from tests.commands.jobs import measure_steps
 from tests.distributed.support.pool import RankPool
 
-PEERS = ("transformers.models.llama.modeling_llama", "torch.optim", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim")
+PEERS = (
+    "transformers.models.llama.modeling_llama",
+    "torch.optim",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+)
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
@@ -42,7 +49,8 @@ def peers_imported() -> Iterator[forked.Imported]:
 
 @pytest.fixture
 def launched_forked(monkeypatch: pytest.MonkeyPatch, peers_imported: forked.Imported) -> None:
-    """What `report.launch` starts is forked, from the process that has imported torch, or what a peer needs beside it."""
+    """What `report.launch` starts is forked, from the process that has imported torch, or what a peer needs beside
+    it."""
 
     def launch(module: str, spec: dict[str, Any], *, ranks: int = 1, threads: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as scratch:
@@ -62,7 +70,21 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., dic
     """run(*arguments) → the JSON on stdout, which must be what is in the one file written."""
 
     def call(*arguments: str) -> dict[str, Any]:
-        main([*arguments, "--smoke", "--rounds", "1", "--threads", "1", "--machine", "here", "--output", str(tmp_path), "--json"])
+        main(
+            [
+                *arguments,
+                "--smoke",
+                "--rounds",
+                "1",
+                "--threads",
+                "1",
+                "--machine",
+                "here",
+                "--output",
+                str(tmp_path),
+                "--json",
+            ]
+        )
         content: dict[str, Any] = json.loads(capsys.readouterr().out)
         (file,) = tmp_path.iterdir()
         assert file.name == f"here-{arguments[0]}.json"
@@ -83,7 +105,9 @@ def check_surroundings(content: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("launched_forked")
-def test_step_compares_with_transformers_under_both_settings(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_step_compares_with_transformers_under_both_settings(
+    run: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
     content = run("step", "--precision", "fp32")
     check_surroundings(content, tmp_path)
     rows = content["results"]
@@ -98,28 +122,39 @@ def test_step_compares_with_transformers_under_both_settings(run: Callable[..., 
         assert len(row["step_ms"]) == 1 and len(row["step_ms"][0]) == content["protocol"]["steps"]
         assert row["ms_per_step"] == pytest.approx(median(row["step_ms"][0]))
         assert row["tokens_per_second"] == pytest.approx(2 * 16 / (row["ms_per_step"] / 1e3))
-        assert row["model_gflops"] == pytest.approx(row["tokens_per_second"] * model_flops_per_token(config.model, 16) / 1e9)
+        assert row["model_gflops"] == pytest.approx(
+            row["tokens_per_second"] * model_flops_per_token(config.model, 16) / 1e9
+        )
         assert 0 < row["share_of_peak"] == pytest.approx(row["model_gflops"] / row["peak_gflops"])
         assert 0 < row["peak_rss_above_import_mib"] < 500
     assert [target["wanted"] for target in content["targets"]] == ["≥ 1.5", "≥ 1.0", "≤ 0.85"]
     assert content["targets"][0]["measured"] == pytest.approx(rows[1]["ms_per_step"] / rows[0]["ms_per_step"])
 
 
-def test_overhead_stands_beside_the_products_of_the_same_ranks(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_overhead_stands_beside_the_products_of_the_same_ranks(
+    run: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
     """The one whose processes, of one run alone and of one under torchrun, start as for a user."""
     content = run("overhead")
     check_surroundings(content, tmp_path)
-    assert [(row["model"], row["layout"], row["ranks"]) for row in content["results"]] == [("gpt", "one process", 1), ("llama", "TP2", 2)]
+    assert [(row["model"], row["layout"], row["ranks"]) for row in content["results"]] == [
+        ("gpt", "one process", 1),
+        ("llama", "TP2", 2),
+    ]
     for row in content["results"]:
         tokens = row["config"]["global_batch_size"] * row["config"]["sequence_length"]
         assert row["tokens_per_second"] == pytest.approx(tokens / (median(row["step_ms"][0]) / 1e3))
-        assert 0 < row["share_of_products"] == pytest.approx(row["tokens_per_second"] / row["product_tokens_per_second"])
+        assert (
+            0 < row["share_of_products"] == pytest.approx(row["tokens_per_second"] / row["product_tokens_per_second"])
+        )
         assert min(row[part] for part in ("waiting_ms", "sockets_ms", "calls_ms")) >= 0 and row["bytes_ms"] > 0
         assert row["floor_share"] == pytest.approx((row["products_ms"] + row["bytes_ms"]) / row["ms_per_step"])
 
 
 @pytest.mark.usefixtures("launched_forked")
-def test_peers_are_compared_round_by_round_next_to_a_run_against_itself(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_peers_are_compared_round_by_round_next_to_a_run_against_itself(
+    run: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
     content = run("peers", "nanogpt")
     check_surroundings(content, tmp_path)
     rows = content["results"]
@@ -148,8 +183,13 @@ def test_comm_compares_with_the_peers_that_shard_the_same(run: Callable[..., dic
     rows = content["results"]
     order = [("optimizer", False), ("optimizer", True), ("everything", False), ("everything", True)]
     assert [(row["shards"], row["peer"]) for row in rows] == order
-    assert all(row["tokens_per_second"] == pytest.approx(content["ranks"] * 16 / row["ms_per_step"] * 1e3) for row in rows)
-    fast, slow = ({"ms_per_step": value, "peak_rss_above_import_mib": 10 * value, "run": name} for value, name in ((2.0, "a"), (5.0, "b")))
+    assert all(
+        row["tokens_per_second"] == pytest.approx(content["ranks"] * 16 / row["ms_per_step"] * 1e3) for row in rows
+    )
+    fast, slow = (
+        {"ms_per_step": value, "peak_rss_above_import_mib": 10 * value, "run": name}
+        for value, name in ((2.0, "a"), (5.0, "b"))
+    )
     assert [target["met"] for target in comm.targets([fast, slow, slow, fast])] == [True, True, False, False]
 
 
@@ -168,8 +208,11 @@ def test_checkpoint_compares_with_torch_save(run: Callable[..., dict[str, Any]],
     assert [target["measured"] for target in checkpoint.targets([slow, fast, slow])] == [pytest.approx(4 / 3), 10.0]
 
 
-def test_preparation_stands_beside_what_others_do(run: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(report, "launch", lambda module, spec, **options: measured(spec))  # here: imports would take most of the time
+def test_preparation_stands_beside_what_others_do(
+    run: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch
+) -> None:
+    # here: imports would take most of the time
+    monkeypatch.setattr(report, "launch", lambda module, spec, **options: measured(spec))
     content = run("prepare", "--workers", "1")
     check_surroundings(content, tmp_path)
     megalite, megatron, datatrove, alone = content["results"]
@@ -179,7 +222,11 @@ def test_preparation_stands_beside_what_others_do(run: Callable[..., dict[str, A
     for row in content["results"]:
         assert row["ratio"] == pytest.approx(megalite["mb_per_second"] / row["mb_per_second"])
     rows = [{"mb_per_cpu_second": speed} for speed in (1.8, 1.5, 2.0, 2.0)]
-    assert [(target["measured"], target["met"]) for target in prepare.targets(rows)] == [(1.2, True), (0.9, False), (0.9, True)]
+    assert [(target["measured"], target["met"]) for target in prepare.targets(rows)] == [
+        (1.2, True),
+        (0.9, False),
+        (0.9, True),
+    ]
 
 
 @pytest.mark.usefixtures("launched_forked")
@@ -189,7 +236,9 @@ def test_bubble_stands_beside_what_the_simulator_predicts(run: Callable[..., dic
     predicted = {row["schedule"]: row["predicted"] for row in content["results"]}
     assert predicted == {"gpipe": pytest.approx(3 / 11), "zb-v": pytest.approx(3 / 99)}
     for row in content["results"]:
-        assert row["rounds"] == [row["measured"]] and 0 < row["measured"] < 1 and row["lateness"] > 0, "a sleep never takes less than asked"
+        assert row["rounds"] == [row["measured"]] and 0 < row["measured"] < 1 and row["lateness"] > 0, (
+            "a sleep never takes less than asked"
+        )
     window = {"wall_s": 0.8, "busy_s": 2.4}  # 2.4 of 4 × 0.8 seconds; what was asked for is 3 × 0.01 × 2 × 8 × 4
     row = bubble._row("1f1b", [window, window], 0.01)
     assert (row["measured"], row["lateness"]) == (pytest.approx(0.25), pytest.approx(0.25))
@@ -201,25 +250,47 @@ def test_context_stands_beside_one_process_and_dp(run: Callable[..., dict[str, A
     check_surroundings(content, tmp_path)
     memory = [row for row in content["results"] if "peak_mib" in row]
     assert [(row["layout"], row["recompute"]) for row in memory] == [
-        (layout, mode) for layout in ("one process", *(f"cp 2, {method}" for method in context.METHODS)) for mode in context.RECOMPUTE
+        (layout, mode)
+        for layout in ("one process", *(f"cp 2, {method}" for method in context.METHODS))
+        for mode in context.RECOMPUTE
     ]
     for row in memory[2:]:
         assert 0.1 < row["of_one_process"] < 0.9, "activations are split, and scores twice"
     timed = [row for row in content["results"] if "ms_per_step" in row]
-    assert ["hidden" in row for row in timed] == [False] * 4 + [True] and timed[4]["hidden"] < 1, "of a pair, after dp and the methods"
+    assert ["hidden" in row for row in timed] == [False] * 4 + [True] and timed[4]["hidden"] < 1, (
+        "of a pair, after dp and the methods"
+    )
     assert all(row["of_dp"] == pytest.approx(row["ms_per_step"] / timed[0]["ms_per_step"]) for row in timed[1:4])
-    assert [target["met"] for target in context.targets([{**memory[2], "of_one_process": value} for value in (0.3, 0.31)])] == [True, False]
+    assert [
+        target["met"] for target in context.targets([{**memory[2], "of_one_process": value} for value in (0.3, 0.31)])
+    ] == [True, False]
 
 
-def test_scaling_says_what_is_left_of_the_ideal_speed(ranks: RankPool, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one core two ranks share it: there is no efficiency then. Worlds are measured here and on the test's own ranks."""
+def test_scaling_says_what_is_left_of_the_ideal_speed(
+    ranks: RankPool, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one core two ranks share it: there is no efficiency then. Worlds are measured here and on the test's own
+    ranks."""
 
     def measure_ranks(spec: dict[str, Any], world: int) -> Any:
         return measure(spec, torch.device("cpu")) if world == 1 else ranks.run(world, measure_steps, spec)[0]
 
     monkeypatch.setattr(scaling, "measure_ranks", measure_ranks)
     monkeypatch.setattr(report, "cores", lambda: 1)
-    arguments = ["--worlds", "2,1", "--layout", "tp", "--smoke", "--rounds", "2", "--machine", "here", "--output", str(tmp_path), "--json"]
+    arguments = [
+        "--worlds",
+        "2,1",
+        "--layout",
+        "tp",
+        "--smoke",
+        "--rounds",
+        "2",
+        "--machine",
+        "here",
+        "--output",
+        str(tmp_path),
+        "--json",
+    ]
     main(["scaling", *arguments])
     content = json.loads(capsys.readouterr().out)
     check_surroundings(content, tmp_path)
@@ -230,8 +301,14 @@ def test_scaling_says_what_is_left_of_the_ideal_speed(ranks: RankPool, tmp_path:
         ("strong", 1): 8, ("strong", 2): 8, ("weak", 1): 4, ("weak", 2): 8
     }  # fmt: skip
     for (mode, world), row in rows.items():
-        assert (row["layout"], row["cores_per_rank"], row["threads_per_rank"]) == ("one process" if world == 1 else "TP2", 1 / world, 1)
-        assert len(row["step_ms"]) == 2 * content["protocol"]["steps"] and row["ms_per_step"] == pytest.approx(median(row["step_ms"]))
+        assert (row["layout"], row["cores_per_rank"], row["threads_per_rank"]) == (
+            "one process" if world == 1 else "TP2",
+            1 / world,
+            1,
+        )
+        assert len(row["step_ms"]) == 2 * content["protocol"]["steps"] and row["ms_per_step"] == pytest.approx(
+            median(row["step_ms"])
+        )
         assert row["tokens_per_second"] == pytest.approx(row["global_batch_size"] * 16 / row["ms_per_step"] * 1e3)
         assert row["speed_up"] == pytest.approx(row["tokens_per_second"] / rows[mode, 1]["tokens_per_second"])
         assert row["efficiency"] == (1.0 if world == 1 else None)
@@ -275,13 +352,18 @@ def test_targets_are_judged_by_their_ratios() -> None:
     found = step.targets([row(False, "medium", 90, 80), row(True, "highest", 50, 120), row(True, "medium", 100, 100)])
     assert [(target["measured"], target["met"]) for target in found] == [(1.8, True), (0.9, False), (0.8, True)]
     speeds = {"one process": 90.0, "DP2": 100.0, "TP2×PP2×DP2": 69.0}
-    (target,) = overhead.targets([{"model": "llama", "layout": name, "tokens_per_second": speed} for name, speed in speeds.items()])
+    (target,) = overhead.targets(
+        [{"model": "llama", "layout": name, "tokens_per_second": speed} for name, speed in speeds.items()]
+    )
     assert (target["measured"], target["met"]) == (0.69, False)
 
 
-@pytest.mark.parametrize("model", [overhead.GPT, overhead.LLAMA, {**overhead.LLAMA, "num_key_value_heads": 2}], ids=["gpt", "llama", "gqa"])
+@pytest.mark.parametrize(
+    "model", [overhead.GPT, overhead.LLAMA, {**overhead.LLAMA, "num_key_value_heads": 2}], ids=["gpt", "llama", "gqa"]
+)
 def test_products_are_those_that_model_flops_count(model: dict[str, Any]) -> None:
-    """torch's own counter on the products of a step against the formula for the model: the tables that are looked up do not multiply."""
+    """torch's own counter on the products of a step against the formula for the model: the tables that are looked up do
+    not multiply."""
     from torch.utils.flop_counter import FlopCounterMode
 
     length = model["max_position_embeddings"]
@@ -297,7 +379,8 @@ def test_products_are_those_that_model_flops_count(model: dict[str, Any]) -> Non
     products = step_products(config, mesh)
     with FlopCounterMode(display=False) as counter:
         products()
-    padded = linear_shapes(config, mesh)[0 if model.get("tie_word_embeddings") else -1][0] - model["vocab_size"]  # rows of the head
+    # rows of the head
+    padded = linear_shapes(config, mesh)[0 if model.get("tie_word_embeddings") else -1][0] - model["vocab_size"]
     extra = 6 * padded * model["hidden_size"]
     assert counter.get_total_flops() == 4 * length * (model_flops_per_token(config.model, length) + extra)
 
@@ -314,7 +397,10 @@ def test_products_are_those_that_model_flops_count(model: dict[str, Any]) -> Non
         (["scaling", "--layout", "tp2xdp"], "--worlds 1 is no multiple of 2, which --layout tp2xdp needs"),
         (["scaling", "--layout", "tp", "--worlds", "1,3", "--smoke"], "parallel.tp = 3 does not divide"),
         (["scaling", "--worlds", "1,two"], "argument --worlds: 'two' is not a positive integer"),
-        (["scaling", "--global_batch_size", "3"], "--global_batch_size 3 does not divide by the largest of --worlds, 2"),
+        (
+            ["scaling", "--global_batch_size", "3"],
+            "--global_batch_size 3 does not divide by the largest of --worlds, 2",
+        ),
         (["kernels"], "kernels measures on an NVIDIA GPU, and the driver reports none"),
         (["kernels", "norms"], "kernels norms is no group of kernels. Legal values: cross_entropy, norm,"),
     ],
@@ -348,7 +434,8 @@ def test_the_table_aligns_and_shows_what_is_missing() -> None:
 
 
 def test_a_calibrated_machine_is_a_device_that_predicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What ranks measure becomes a file for --gpu, and steps that follow from it: of products that take their time, and of exchanges."""
+    """What ranks measure becomes a file for --gpu, and steps that follow from it: of products that take their time, and
+    of exchanges."""
     found = {
         **{
             "products": {str(size): 10.0 for size in (32, 64, 1024)},
@@ -366,7 +453,12 @@ def test_a_calibrated_machine_is_a_device_that_predicts(monkeypatch: pytest.Monk
     monkeypatch.setattr(report, "launch", lambda *_, **__: json.loads(json.dumps(found)))
     plan_main(["--calibrate", str(tmp_path / "here.yaml")])
     device = find(str(tmp_path / "here.yaml"))
-    assert device.cpu and device.per_node == 2 and device.rates[0] == (32.0, 1e10) and device.within == Link("measured", 1e9, 0.0)
+    assert (
+        device.cpu
+        and device.per_node == 2
+        and device.rates[0] == (32.0, 1e10)
+        and device.within == Link("measured", 1e9, 0.0)
+    )
     one, tensor, pipeline, data, _ = (plan.predict(plan._run(layout, smoke=False), device) for layout in plan.LAYOUTS)
     config = from_dict({"model": overhead.LLAMA})
     causal = per_token(config.model, 128, "causal", embedding=False).model

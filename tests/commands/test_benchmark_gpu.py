@@ -1,4 +1,5 @@
-"""What tools/benchmark.py does on a GPU, without one: every case interpreted, what fails or is late, the judgement, and the page."""
+"""What tools/benchmark.py does on a GPU, without one: every case interpreted, what fails or is late, the judgement, and
+the page."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def interpreted() -> Iterator[None]:
     dispatch.select("torch")
 
 
-def test_every_case_is_measured_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_case_is_measured_and_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tool.main(["kernels", "--smoke", "--machine", "here", "--output", str(tmp_path)])
     printed = capsys.readouterr().out
     content = json.loads((tmp_path / "here-kernels.json").read_text())
@@ -69,7 +72,13 @@ def test_every_case_is_measured_and_written(monkeypatch: pytest.MonkeyPatch, tmp
                 else name == "Liger" and "liger_kernel" in peer["error"]
             )
     judged = {target["kernel"] for target in content["targets"]}
-    assert {"cross-entropy, both ways", "add + RMSNorm, forward", "AdamW", "SwiGLU, backward", "rotary + split, forward"} <= judged
+    assert {
+        "cross-entropy, both ways",
+        "add + RMSNorm, forward",
+        "AdamW",
+        "SwiGLU, backward",
+        "rotary + split, forward",
+    } <= judged
 
 
 def fails() -> Any:
@@ -81,7 +90,11 @@ def test_what_fails_says_so_and_ends_nothing() -> None:
         return Contest(lambda: time.sleep(0.001), {"slower": lambda: lambda: time.sleep(0.003), "broken": fails})
 
     target = Target("time / limit", lambda row: row["times_limit"], 1.0)
-    cases = [Case("bad", "1", fails, bytes=1), Case("good", "2", make, bytes=10e9, targets=(target,)), Case("late", "3", make)]
+    cases = [
+        Case("bad", "1", fails, bytes=1),
+        Case("good", "2", make, bytes=10e9, targets=(target,)),
+        Case("late", "3", make),
+    ]
     clock = iter([0.0, 0.0, 0.0, 0.0, 9.0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_run, "time", SimpleNamespace(monotonic=lambda: next(clock)))
@@ -102,13 +115,25 @@ def fake_stream(answers: dict[str, Any]) -> Callable[..., str | None]:
         if group == "device":
             hear(DEVICE)
         elif answers[group] is not None:
-            hear({"group": group, "kernel": "k", "shape": "1", **kernel_run.NOTHING, "us": answers[group], "targets": [], "error": None})
+            hear(
+                {
+                    "group": group,
+                    "kernel": "k",
+                    "shape": "1",
+                    **kernel_run.NOTHING,
+                    "us": answers[group],
+                    "targets": [],
+                    "error": None,
+                }
+            )
         return None if group == "device" or answers[group] is not None else "ended with status -9: no message"
 
     return stream
 
 
-def test_a_broken_process_costs_its_group_and_other_groups_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_broken_process_costs_its_group_and_other_groups_stay(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(report, "stream", fake_stream({"norm": 5.0, "swiglu": None}))
     kept = [{"group": group, "kernel": "old", "shape": "", "us": 1.0, "error": None} for group in ("norm", "rotary")]
     saved: list[dict[str, Any]] = []
@@ -117,7 +142,9 @@ def test_a_broken_process_costs_its_group_and_other_groups_stay(monkeypatch: pyt
         saved.append(content)
         return report.write("kernels", content, tmp_path, None)
 
-    path = kernels.compare(["swiglu", "norm"], tune=False, smoke=False, kept=kept, save=save, progress=lambda line: None)
+    path = kernels.compare(
+        ["swiglu", "norm"], tune=False, smoke=False, kept=kept, save=save, progress=lambda line: None
+    )
     assert path.name == "a-gpu-kernels.json" and kernels.earlier(path) == saved[-1]["results"] and len(saved) == 3
     found = {row["group"]: (row.get("us"), row["error"]) for row in saved[-1]["results"]}
     assert found == {"norm": (5.0, None), "rotary": (1.0, None), "swiglu": (None, "ended with status -9: no message")}
@@ -170,7 +197,9 @@ def test_steps_on_a_gpu_are_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     def launch(module: str, spec: dict[str, Any], **options: Any) -> dict[str, Any]:
         specs.append(spec)
         if spec["config"]["train"]["compile"] and spec["weights"] is None:
-            raise report.BenchmarkError("benchmarks.peer on 1 ranks failed:\nTraceback\nOutOfMemoryError: CUDA out of memory")
+            raise report.BenchmarkError(
+                "benchmarks.peer on 1 ranks failed:\nTraceback\nOutOfMemoryError: CUDA out of memory"
+            )
         return result(0.25 if module == "benchmarks.ours" else 0.3)
 
     monkeypatch.setattr(report, "launch", launch)
@@ -185,11 +214,16 @@ def test_steps_on_a_gpu_are_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert path.name == "nvidia-h200-step.json" and {spec["device"] for spec in specs} == {"cuda"}
     own, peer, layers, _, mixed, _ = content["results"]
     config = from_dict(specs[0]["config"])
-    assert (config.model.num_hidden_layers, config.model.tie_word_embeddings, config.train.precision) == (16, True, "bf16")
+    assert (config.model.num_hidden_layers, config.model.tie_word_embeddings, config.train.precision) == (
+        16,
+        True,
+        "bf16",
+    )
     assert own["tokens_per_second"] == pytest.approx(4 * 4096 / 0.25)
     flops = own["tokens_per_second"] * model_flops_per_token(config.model, 4096)
     assert own["mfu"] == pytest.approx(flops / 989e12) and own["share_of_peak"] == pytest.approx(flops / 8e14)
-    attention = 3 * 2 * 2 * 16 * 4096 * 2048 * own["tokens_per_second"]  # 16 layers, 4096 positions, 2048 channels, two products
+    # 16 layers, 4096 positions, 2048 channels, two products
+    attention = 3 * 2 * 2 * 16 * 4096 * 2048 * own["tokens_per_second"]
     assert own["mfu_causal"] == pytest.approx((flops - attention / 2) / 989e12)
     assert from_dict(specs[2]["config"]).model.num_hidden_layers == 6 and layers["model"].startswith("6 layers")
     assert mixed["error"].endswith("OutOfMemoryError: CUDA out of memory") and "mfu" not in mixed
@@ -204,7 +238,11 @@ def test_the_page_says_what_the_files_say(tmp_path: Path) -> None:
         "run python -m benchmarks.kernel_page"
     )
     assert kernel_page.section(tmp_path) == "Not measured yet: no GPU has run these kernels.\n"
-    peers = {"torch eager": {"us": 250.0, "ratio": 2.5}, "Liger": {"error": "none"}, "cuDNN": {"us": 90.0, "ratio": 0.9}}
+    peers = {
+        "torch eager": {"us": 250.0, "ratio": 2.5},
+        "Liger": {"error": "none"},
+        "cuDNN": {"us": 90.0, "ratio": 0.9},
+    }
     target = {"target": "time / limit", "measured": 1.2, "wanted": "≤ 1.15", "met": False}
     measured = {"us": 100.0, "gbps": 900.0, "of_measured": 0.9, "peers": peers, "targets": [target], "error": None}
     rows = [

@@ -1,4 +1,5 @@
-"""tools/bubble_calc.py as its users run it: JSON, text, pictures, errors, cost, and that docs/pipeline.md shows what it prints."""
+"""tools/bubble_calc.py as its users run it: JSON, text, pictures, errors, cost, and that docs/pipeline.md shows what it
+prints."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def test_durations_reach_the_order_and_the_clock(tool):
 def test_text_has_measures_and_drawing(tool):
     text = tool(*SMALL, "--schedule", "1f1b")
     assert "bubble_over_ideal         37.5%  makespan / ideal - 1" in text and "rank 3  .........F0|B0---|F1|" in text
-    assert "rank 0  F" not in tool("--pp", 16, "--microbatches", 256, "--schedule", "1f1b"), "thousands of bars are not drawn unasked"
+    assert "rank 0  F" not in tool("--pp", 16, "--microbatches", 256, "--schedule", "1f1b"), (
+        "thousands of bars are not drawn unasked"
+    )
     assert max(map(len, tool(*SMALL, "--schedule", "zb-v").splitlines())) <= 120
 
 
@@ -81,17 +84,36 @@ def test_compare_and_sweep(tool):
     rows = tool("--microbatches", 8, "--sweep", "pp=2,8", "--schedule", "gpipe").splitlines()
     assert rows[0].startswith("gpipe: 8 microbatches") and [row.split()[0] for row in rows[2:]] == ["pp", "2", "8"]
     text = tool("--pp", 4, "--sweep", "microbatches=4,8", "--compare")
-    for measure in ("bubble_fraction", "bubble_over_ideal", "bubble_rate", "peak_activations", "peak_with_weight_stash"):
+    for measure in (
+        "bubble_fraction",
+        "bubble_over_ideal",
+        "bubble_rate",
+        "peak_activations",
+        "peak_with_weight_stash",
+    ):
         assert f"\n{measure}\nmicrobatches  gpipe" in text
 
 
 def test_a_run_beside_its_prediction(tool, tmp_path):
     (tmp_path / "traces").mkdir()
     durations = {"forward": [0.01] * 4, "input_backward": [0.02] * 4, "weight_backward": None}
-    content = {"schedule": "1f1b", "pp": 4, "microbatches": 8, "virtual_stages": 1, "steps": [3, 4], "durations": durations, "comm": 0}
+    content = {
+        "schedule": "1f1b",
+        "pp": 4,
+        "microbatches": 8,
+        "virtual_stages": 1,
+        "steps": [3, 4],
+        "durations": durations,
+        "comm": 0,
+    }
     (tmp_path / "traces" / "timeline.json").write_text(json.dumps(content | {"measured": {"bubble_fraction": 0.3}}))
     text = tool("--from_run", tmp_path, "--compare")
-    assert "bubble_fraction     30.0%      27.3%" in text and "makespan" in text and "half of a backward" in text and "zb-v " in text
+    assert (
+        "bubble_fraction     30.0%      27.3%" in text
+        and "makespan" in text
+        and "half of a backward" in text
+        and "zb-v " in text
+    )
     found = json.loads(tool("--from_run", tmp_path, "--json"))
     assert found["measured"] == {"bubble_fraction": 0.3, "steps": [3, 4]}
     assert found["predicted"]["makespan"] == pytest.approx(0.33) and found["predicted"]["forward"] == [0.01] * 4
@@ -110,22 +132,35 @@ def test_gathering_of_shared_weights_is_costed_and_drawn(tool, tmp_path):
     """One rank, one microbatch: F takes 1, B 2; its two buckets take 1 each, and the one at the turning point stays."""
     sizes = ("--pp", 1, "--microbatches", 1, "--schedule", "1f1b", "--gather", 2, "--buckets", 2)
     found = json.loads(tool(*sizes, "--json"))
-    assert {name: found[name] for name in ("gather", "buckets", "reshard")} == {"gather": 2.0, "buckets": 2, "reshard": "action"}
+    assert {name: found[name] for name in ("gather", "buckets", "reshard")} == {
+        "gather": 2.0,
+        "buckets": 2,
+        "reshard": "action",
+    }
     assert (found["makespan"], found["ideal"], found["stalled"]) == (4.5, 3.0, [1.5])
     assert (found["weights_gathered"], found["weights_whole"]) == ([1.5], [1.0])
     kept = json.loads(tool(*sizes, "--reshard", "step", "--json"))
     assert (kept["weights_gathered"], kept["makespan"]) == ([1.0], 4.5)
     assert "stalled" not in json.loads(tool(*SMALL, "--schedule", "1f1b", "--json"))
-    assert ["weights_gathered", "1.5", "times", "in", "a", "step,"] in [line.split()[:6] for line in tool(*sizes).splitlines()]
+    assert ["weights_gathered", "1.5", "times", "in", "a", "step,"] in [
+        line.split()[:6] for line in tool(*sizes).splitlines()
+    ]
     printed = json.loads(tool(*sizes, "--print", "messages", "--json"))["actions"]
     assert printed == [["G0", "G1@1", "R0@1", "F0.0", "G0@2", "R1@2", "R0@1", "B0.0"]]
     two = ("--pp", 2, "--microbatches", 2, "--schedule", "1f1b", "--gather", 1, "--buckets", 2, "--print")
-    moves = [[name for name in rank if name[0] in "GR" and name[1] not in "FB"] for rank in json.loads(tool(*two, "--json"))["actions"]]
+    moves = [
+        [name for name in rank if name[0] in "GR" and name[1] not in "FB"]
+        for rank in json.loads(tool(*two, "--json"))["actions"]
+    ]
     with_messages = json.loads(tool(*two, "messages", "--json"))["actions"]
-    assert [[name for name in rank if name[0] in "GR" and name[1] not in "FB"] for rank in with_messages] == moves and moves[0]
+    assert [
+        [name for name in rank if name[0] in "GR" and name[1] not in "FB"] for rank in with_messages
+    ] == moves and moves[0]
     assert tool(*sizes, "--gather", 20).splitlines()[-1].count(".") >= 2, "waiting for weights is drawn as waiting"
     assert " gathered  stalled" in tool(*SMALL, "--compare", "--gather", 1)
-    odd = json.loads(tool(*SMALL, "--schedule", "interleaved", "--virtual_stages", 3, "--gather", 1, "--buckets", 8, "--json"))
+    odd = json.loads(
+        tool(*SMALL, "--schedule", "interleaved", "--virtual_stages", 3, "--gather", 1, "--buckets", 8, "--json")
+    )
     assert odd["buckets"] == 8 and odd["weights_whole"] == [0.25] * 4
     tool(*sizes, "--timeline", tmp_path / "a.json")
     events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
@@ -147,10 +182,16 @@ def test_gathering_of_shared_weights_is_costed_and_drawn(tool, tmp_path):
         ("--pp 0 --microbatches 8 --compare", "--pp: '0' is not a positive integer"),
         ("--pp 4 --microbatches many --compare", "--microbatches: 'many' is not a positive integer"),
         ("--pp 4 --microbatches 8 --schedule zigzag", "choose from 'gpipe', '1f1b'"),
-        ("--pp 4 --microbatches 8 --schedule zb-v --virtual_stages 3", "--virtual_stages = 3: zb-v has 2: leave it out"),
+        (
+            "--pp 4 --microbatches 8 --schedule zb-v --virtual_stages 3",
+            "--virtual_stages = 3: zb-v has 2: leave it out",
+        ),
         ("--pp 4 --microbatches 8 --schedule 1f1b --comm -1", "--comm: '-1' is not a number from 0 to 1e+100"),
         ("--pp 4 --microbatches 8 --schedule 1f1b --forward inf", "--forward: 'inf' is not a number from 0 to 1e+100"),
-        ("--pp 4 --microbatches 8 --schedule 1f1b --forward 1e308", "--forward: '1e308' is not a number from 0 to 1e+100"),
+        (
+            "--pp 4 --microbatches 8 --schedule 1f1b --forward 1e308",
+            "--forward: '1e308' is not a number from 0 to 1e+100",
+        ),
         ("--pp 4 --microbatches 8 --compare --forward 0 --input_backward 0 --weight_backward 0", "all 0"),
         ("--pp 4 --microbatches 8 --compare --schedule 1f1b", "--schedule does not go with --compare"),
         ("--pp 4 --sweep tp=1,2 --compare", "'tp=1,2' varies neither microbatches nor pp"),
@@ -167,7 +208,10 @@ def test_gathering_of_shared_weights_is_costed_and_drawn(tool, tmp_path):
         ("--from_run nowhere", "nowhere/traces/timeline.json: No such file"),
         ("--from_run nowhere --pp 4", "--pp does not go with --from_run"),
         ("--pp 4 --microbatches 8 --schedule 1f1b --virtual 2", "unrecognized arguments: --virtual"),
-        ("--pp 4 --microbatches 8 --schedule 1f1b --buckets 2", "--buckets says how weights are gathered. Give --gather T too"),
+        (
+            "--pp 4 --microbatches 8 --schedule 1f1b --buckets 2",
+            "--buckets says how weights are gathered. Give --gather T too",
+        ),
         ("--pp 4 --microbatches 8 --schedule 1f1b --gather 1 --buckets 0", "--buckets: '0' is not a positive integer"),
         ("--from_run nowhere --gather 1", "--gather does not go with --from_run"),
     ],
@@ -190,15 +234,20 @@ def test_bad_input_ends_with_one_message(arguments, message, tool, capsys, monke
 )
 def test_large_plans_need_no_torch(arguments, makespan):
     program = (
-        f"import runpy, sys\ntry:\n    runpy.run_path({str(TOOL)!r}, run_name='__main__')\nfinally:\n    assert 'torch' not in sys.modules"
+        f"import runpy, sys\ntry:\n    runpy.run_path({str(TOOL)!r}, run_name='__main__')\nfinally:\n    assert "
+        "'torch' not in sys.modules"
     )
     command = [sys.executable, "-c", program, *arguments.split(), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     found = json.loads(done.stdout)
     assert (found["plans"][0] if "plans" in found else found)["makespan"] == makespan
 
 
-@pytest.mark.parametrize("arguments", [["--schedule", "interleaved", "--virtual_stages", "4"], ["--compare"]], ids=["one", "all"])
+@pytest.mark.parametrize(
+    "arguments", [["--schedule", "interleaved", "--virtual_stages", "4"], ["--compare"]], ids=["one", "all"]
+)
 def test_the_work_grows_with_the_plan_and_no_faster(arguments, tool):
     """Counted in function calls, Python's and C's, for twice as many microbatches; those for none are start-up."""
 
@@ -236,7 +285,9 @@ def test_the_page_shows_every_schedule_as_the_tool_draws_it(tool, tmp_path):
 def test_the_manual_shows_the_figures_as_they_are_drawn():
     pages = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("mathematics", "context-parallel"))
     for name, figure in FIGURES.items():
-        assert (ROOT / "docs" / "pictures" / f"{name}.svg").read_text() == svg(figure()), "`make pictures` draws it again"
+        assert (ROOT / "docs" / "pictures" / f"{name}.svg").read_text() == svg(figure()), (
+            "`make pictures` draws it again"
+        )
         assert f"](pictures/{name}.svg)" in pages
 
 

@@ -1,4 +1,5 @@
-"""`megalite compare`: figures and differing options beside each other; its page is that of `megalite report` with several runs."""
+"""`megalite compare`: figures and differing options beside each other; its page is that of `megalite report` with
+several runs."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def test_the_page_is_that_of_report(runs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("megalite.commands.report.page", lambda found: f"page of {[run.name for run in found]}")
     for command in (compare, report):
         command.main([*runs, "--output", str(tmp_path / "page.html")])
-        assert (tmp_path / "page.html").read_text() == "page of ['slow', 'fast']" and "page.html" in capsys.readouterr().out
+        assert (
+            tmp_path / "page.html"
+        ).read_text() == "page of ['slow', 'fast']" and "page.html" in capsys.readouterr().out
         (tmp_path / "page.html").unlink()
 
 

@@ -41,7 +41,9 @@ def test_bash_completes_commands_options_choices_and_files(grammar, tmp_path: Pa
         "megalite completion f": "fish",
     }
     lines = "".join(f"\ntry {words}" for words in expected)
-    done = subprocess.run(["bash", "-c", f"source {script}\n{ASK}{lines}"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "-c", f"source {script}\n{ASK}{lines}"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert dict(zip(expected, done.stdout.splitlines(), strict=True)) == expected and not done.stderr
 
 

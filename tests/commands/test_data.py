@@ -1,4 +1,5 @@
-"""`megalite data inspect`: counts by hand, duplicates, lengths, and documents with what counts, on a terminal and elsewhere."""
+"""`megalite data inspect`: counts by hand, duplicates, lengths, and documents with what counts, on a terminal and
+elsewhere."""
 
 from __future__ import annotations
 
@@ -58,10 +59,24 @@ def found(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]
 def test_counts_are_those_of_the_documents(prefix, capsys):
     content = found(capsys, prefix)
     sizes = [len(text.encode()) + 1 for text in TEXTS]
-    assert (content["documents"], content["tokens"], content["bytes"], content["kind"]) == (5, sum(sizes), 2 * sum(sizes), "text")
+    assert (content["documents"], content["tokens"], content["bytes"], content["kind"]) == (
+        5,
+        sum(sizes),
+        2 * sum(sizes),
+        "text",
+    )
     assert (content["duplicates"], content["duplicate_share"], content["without_eos"]) == (2, 0.4, 0)
-    assert (content["vocab_size"], content["eos"], content["largest_id"], content["tokenizer"]) == (257, 256, 256, "byte")
-    assert content["lengths"]["min"] == 4 and content["lengths"]["max"] == max(sizes) and content["lengths"]["mean"] == sum(sizes) / 5
+    assert (content["vocab_size"], content["eos"], content["largest_id"], content["tokenizer"]) == (
+        257,
+        256,
+        256,
+        "byte",
+    )
+    assert (
+        content["lengths"]["min"] == 4
+        and content["lengths"]["max"] == max(sizes)
+        and content["lengths"]["mean"] == sum(sizes) / 5
+    )
     assert [(each["from"], each["documents"], each["tokens"]) for each in content["histogram"]] == [
         (4, 3, 12),
         (8, 1, 9),
@@ -127,17 +142,24 @@ def test_files_of_other_tools_are_shown_as_numbers(tmp_path, capsys):
     (tmp_path / "x.json").unlink()
     content = found(capsys, tmp_path / "x")
     assert (
-        content["samples"][0]["parts"] == [{"text": "5 6 69999", "counts": True}] and "names no tokenizer" in content["tokenizer_problem"]
+        content["samples"][0]["parts"] == [{"text": "5 6 69999", "counts": True}]
+        and "names no tokenizer" in content["tokenizer_problem"]
     )
     assert content["vocab_size"] is None and content["without_eos"] is None
     assert main(["inspect", str(tmp_path / "x")]) == 0
     assert "tokens are shown as numbers: " in capsys.readouterr().out
-    assert found(capsys, tmp_path / "x", "--tokenizer", "byte", "--document", "1")["samples"][0]["parts"][0]["text"] == "\x05\x06"
+    assert (
+        found(capsys, tmp_path / "x", "--tokenizer", "byte", "--document", "1")["samples"][0]["parts"][0]["text"]
+        == "\x05\x06"
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["none"], "none.idx is missing"), (["x", "--document", "5"], "--document 5 is not one of 5 documents. Give 0 to 4.")],
+    [
+        (["none"], "none.idx is missing"),
+        (["x", "--document", "5"], "--document 5 is not one of 5 documents. Give 0 to 4."),
+    ],
 )
 def test_what_is_not_there_is_one_message(prefix, tmp_path, capsys, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
@@ -149,10 +171,21 @@ def test_what_is_not_there_is_one_message(prefix, tmp_path, capsys, monkeypatch,
 
 def test_bins_reach_from_the_shortest_to_the_longest():
     bins = histogram(np.array([1, 8, 15, 16]))
-    assert [(each["from"], each["to"], each["documents"]) for each in bins] == [(1, 1, 1), (2, 3, 0), (4, 7, 0), (8, 15, 2), (16, 31, 1)]
+    assert [(each["from"], each["to"], each["documents"]) for each in bins] == [
+        (1, 1, 1),
+        (2, 3, 0),
+        (4, 7, 0),
+        (8, 15, 2),
+        (16, 31, 1),
+    ]
 
 
 def test_it_needs_no_torch(prefix):
-    code = "import sys\nfrom megalite.commands.data import main\nmain(sys.argv[1:])\nprint({'torch', 'transformers'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code, "inspect", str(prefix)], capture_output=True, text=True, timeout=300, check=True)
+    code = (
+        "import sys\nfrom megalite.commands.data import main\nmain(sys.argv[1:])\nprint({'torch', 'transformers'} & "
+        "set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "inspect", str(prefix)], capture_output=True, text=True, timeout=300, check=True
+    )
     assert done.stdout.endswith("set()\n")

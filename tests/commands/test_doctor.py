@@ -34,7 +34,12 @@ def test_the_table_names_what_to_do(capsys, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(machine, "version_of", lambda name: None if name in ("torch", "wandb") else "99.0")
     assert main(["--quick", "--dir", str(tmp_path)]) == 1
     printed = capsys.readouterr().out
-    assert "not installed" in printed and "without wandb" in printed and "[log]" in printed and "1 problem, and " in printed
+    assert (
+        "not installed" in printed
+        and "without wandb" in printed
+        and "[log]" in printed
+        and "1 problem, and " in printed
+    )
 
 
 def test_versions_are_compared_as_numbers(monkeypatch: pytest.MonkeyPatch):
@@ -70,13 +75,18 @@ def test_a_check_that_hangs_or_fails_is_a_finding():
 def test_ranks_that_fail_or_hang_are_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     interpreter = tmp_path / "python"
     monkeypatch.setattr(sys, "executable", str(interpreter))
-    for script, message in (("echo libtorch.so: cannot open >&2; exit 1", "cannot open"), ("exec sleep 60", "local disk")):
+    for script, message in (
+        ("echo libtorch.so: cannot open >&2; exit 1", "cannot open"),
+        ("exec sleep 60", "local disk"),
+    ):
         interpreter.write_text(f"#!/bin/sh\n{script}\n")
         interpreter.chmod(0o755)
         (found,) = pair.findings()
         assert found.verdict == "bad" and message in found.advice
         monkeypatch.setattr(pair, "LIMIT_S", 0.2)
-    interpreter.write_text('#!/bin/sh\necho \'{"torch": {"cuda": null, "devices": [], "nccl": null, "seconds": 1}}\'\nexec sleep 60\n')
+    interpreter.write_text(
+        '#!/bin/sh\necho \'{"torch": {"cuda": null, "devices": [], "nccl": null, "seconds": 1}}\'\nexec sleep 60\n'
+    )
     assert of(pair.findings(), "gloo").verdict == "bad"
     monkeypatch.setattr(machine, "gpus", lambda: [machine.Gpu("NVIDIA H200")])
     assert "CUDA build" in of(pair.findings(), "torch's GPUs").advice
@@ -84,7 +94,9 @@ def test_ranks_that_fail_or_hang_are_a_finding(tmp_path: Path, monkeypatch: pyte
 
 def test_limits_of_the_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(machine, "gpus", lambda: [machine.Gpu("NVIDIA H200", 141 << 30)] * 8)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"total": 64 << 20, "free": 64 << 20, "used": 0}))
+    monkeypatch.setattr(
+        "shutil.disk_usage", lambda path: type("Usage", (), {"total": 64 << 20, "free": 64 << 20, "used": 0})
+    )
     assert "--shm-size" in of(host.shared_memory(), "/dev/shm").advice
     assert of(host.gpus(), "GPUs").value == "8 × NVIDIA H200, 141 GiB each"
     monkeypatch.setenv("OMP_NUM_THREADS", "4096")

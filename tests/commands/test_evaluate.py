@@ -1,4 +1,5 @@
-"""tools/evaluate.py: perplexity against transformers, and lm-evaluation-harness on our model against its own adapter for transformers."""
+"""tools/evaluate.py: perplexity against transformers, and lm-evaluation-harness on our model against its own adapter
+for transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +29,13 @@ from megalite.huggingface.convert import import_model
 from tests.huggingface.hf_models import Case, write
 
 LONGEST = 48
-SHAPE = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 TEXT = "Six quick cafés jump\n\n  over 日本 lazy dogs, and then they rest; " * 3
 QUESTIONS = [
     {"question": "The sky is", "choices": [" blue", " green", " a long and winding road to nowhere"], "answer": 0},
@@ -83,7 +90,8 @@ def write_tokenizer(directory: Path, bos: bool) -> int:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """A tiny random Llama as a Hugging Face directory, with a tokenizer that sets BOS before texts, and with one that has none."""
+    """A tiny random Llama as a Hugging Face directory, with a tokenizer that sets BOS before texts, and with one that
+    has none."""
     found = {}
     for bos in (True, False):
         path = found[bos] = tmp_path_factory.mktemp("hf")
@@ -112,7 +120,8 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
 
 
 def loss_of(directory: Path, ids: list[int], length: int, stride: int) -> tuple[float, int]:
-    """Sum of losses and their number by transformers, window by window; labels of what an earlier window has predicted are masked."""
+    """Sum of losses and their number by transformers, window by window; labels of what an earlier window has predicted
+    are masked."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
@@ -132,7 +141,9 @@ def loss_of(directory: Path, ids: list[int], length: int, stride: int) -> tuple[
     ("bos", "length", "stride", "batch_size"),
     [(True, 16, 5, 3), (False, 16, 16, 8), (True, LONGEST, 24, 2), (False, LONGEST, 7, 64)],
 )
-def test_perplexity_is_that_of_transformers(models, tmp_path: Path, run, bos: bool, length: int, stride: int, batch_size: int) -> None:
+def test_perplexity_is_that_of_transformers(
+    models, tmp_path: Path, run, bos: bool, length: int, stride: int, batch_size: int
+) -> None:
     from transformers import AutoTokenizer
 
     directory = models[bos]
@@ -143,7 +154,10 @@ def test_perplexity_is_that_of_transformers(models, tmp_path: Path, run, bos: bo
     options = ["--sequence_length", length, "--stride", stride, "--batch_size", batch_size]
     content = run("perplexity", f"hf:{directory}", "--text", *texts, *options)
     begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    sums = [loss_of(directory, [begin, *tokenizer.encode(text, add_special_tokens=False)], length, stride) for text in texts.values()]
+    sums = [
+        loss_of(directory, [begin, *tokenizer.encode(text, add_special_tokens=False)], length, stride)
+        for text in texts.values()
+    ]
     sums.append((sum(nats for nats, _ in sums), sum(count for _, count in sums)))
     sizes = [len(text.encode()) for text in texts.values()]
     for found, (nats, count), size in zip(content["texts"], sums, [*sizes, sum(sizes)], strict=True):
@@ -168,20 +182,31 @@ def test_a_checkpoint_is_measured_as_what_it_was_imported_from(directory: Path, 
     """Its tokenizer came with it; by default a window is as long as the model allows, and its stride half of that."""
     (tmp_path / "text").write_text(TEXT)
     import_model(directory, tmp_path / "checkpoint")
-    ours, theirs = (run("perplexity", name, "--text", tmp_path / "text") for name in (tmp_path / "checkpoint", f"hf:{directory}"))
+    ours, theirs = (
+        run("perplexity", name, "--text", tmp_path / "text") for name in (tmp_path / "checkpoint", f"hf:{directory}")
+    )
     assert (ours["sequence_length"], ours["stride"]) == (LONGEST, LONGEST // 2)
     assert ours["texts"] == theirs["texts"]
 
 
 def test_texts_follow_bos_only_where_the_model_may_know_it(models: dict[bool, Path], tmp_path: Path) -> None:
-    """Documents that were prepared here end with EOS, and begin with nothing; who continues on them has begun with BOS elsewhere."""
+    """Documents that were prepared here end with EOS, and begin with nothing; who continues on them has begun with BOS
+    elsewhere."""
     for bos, path in models.items():
         source, tokenizer = open_source(f"hf:{path}"), tokenizing.load(path)
         import_model(path, tmp_path / f"imported {bos}")
-        starts = {None: False, f"hf:{path}": True, str(tmp_path / f"imported {bos}"): True, str(tmp_path / "gone"): False, "none": False}
+        starts = {
+            None: False,
+            f"hf:{path}": True,
+            str(tmp_path / f"imported {bos}"): True,
+            str(tmp_path / "gone"): False,
+            "none": False,
+        }
         assert document_start(source, tokenizer) == (tokenizer.bos if bos else tokenizer.eos)
         for start, elsewhere in starts.items():
-            config = replace(source.config, data=DataConfig(train="prefix"), model=replace(source.config.model, init_from=start))
+            config = replace(
+                source.config, data=DataConfig(train="prefix"), model=replace(source.config.model, init_from=start)
+            )
             trained = replace(source, config=config)
             assert document_start(trained, tokenizer) == (tokenizer.bos if bos and elsewhere else tokenizer.eos), start
             assert opening(trained, tokenizer) == ([tokenizer.bos] if bos and elsewhere else []), start
@@ -208,7 +233,8 @@ def on_transformers(directory: Path) -> Any:
 
 @pytest.mark.parametrize("bos", [True, False])
 def test_requests_are_answered_as_by_the_harness_on_transformers(models: dict[bool, Path], bos: bool) -> None:
-    """Contexts that are empty, end in spaces or are too long; answers of several tokens and of one; what greedy decoding would say."""
+    """Contexts that are empty, end in spaces or are too long; answers of several tokens and of one; what greedy
+    decoding would say."""
     from lm_eval.api.instance import Instance
 
     def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
@@ -218,14 +244,18 @@ def test_requests_are_answered_as_by_the_harness_on_transformers(models: dict[bo
     ours = harness.as_harness_model()(LanguageModel(f"hf:{models[bos]}"), tokenizing.load(models[bos]), 3)
     long = "never ending " * 9
     options = {"until": ["a", "~~"], "max_gen_toks": 12, "do_sample": False}
-    asked = requests("generate_until", ("The sky is", options), (long, options), ("x ", {"until": "b", "max_new_tokens": 5}))
+    asked = requests(
+        "generate_until", ("The sky is", options), (long, options), ("x ", {"until": "b", "max_new_tokens": 5})
+    )
     said = ours.generate_until(asked)
     assert said == theirs.generate_until(asked)
     assert max(map(len, said)) > 0
     letters = [(each, {"max_gen_toks": 1}) for each in string.ascii_letters]
     follows = ours.generate_until(requests("generate_until", *letters))
     own = next(
-        (letter, token) for (letter, _), token in zip(letters, follows, strict=True) if token.isascii() and token.isprintable() and token
+        (letter, token)
+        for (letter, _), token in zip(letters, follows, strict=True)
+        if token.isascii() and token.isprintable() and token
     )
     pairs = [
         ("", "begins"),
@@ -237,26 +267,44 @@ def test_requests_are_answered_as_by_the_harness_on_transformers(models: dict[bo
         own,
     ]
     found = ours.loglikelihood(requests("loglikelihood", *pairs))
-    for (value, greedy), (expected, greedy_there) in zip(found, theirs.loglikelihood(requests("loglikelihood", *pairs)), strict=True):
+    for (value, greedy), (expected, greedy_there) in zip(
+        found, theirs.loglikelihood(requests("loglikelihood", *pairs)), strict=True
+    ):
         assert (value, greedy) == (pytest.approx(expected, rel=1e-5), greedy_there)
     assert found[-1][1], "the model's own answer is the greedy one"
     texts = requests("loglikelihood_rolling", (long,), ("short",), (long * 2,))
     assert ours.loglikelihood_rolling(texts) == pytest.approx(theirs.loglikelihood_rolling(texts), rel=1e-5)
 
 
-def test_tasks_give_the_figures_of_the_harness_on_transformers(directory: Path, tasks: Path, run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_give_the_figures_of_the_harness_on_transformers(
+    directory: Path, tasks: Path, run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # it asks pip and the machine for seconds
-    content = run("tasks", f"hf:{directory}", "--tasks", ",".join(TASKS), "--include_path", tasks, "--num_fewshot", 1, "--limit", 2)
+    # it asks pip and the machine for seconds
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+    content = run(
+        "tasks",
+        f"hf:{directory}",
+        "--tasks",
+        ",".join(TASKS),
+        "--include_path",
+        tasks,
+        "--num_fewshot",
+        1,
+        "--limit",
+        2,
+    )
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     asked = {"tasks": list(TASKS), "num_fewshot": 1, "limit": 2, "task_manager": manager}
     expected = simple_evaluate(model=on_transformers(directory), **asked, log_samples=False)["results"]
     assert content["results"].keys() == expected.keys() == TASKS.keys()
     for task, figures in expected.items():
         numbers = {name: value for name, value in figures.items() if isinstance(value, float)}
-        assert numbers and {name: content["results"][task][name] for name in numbers} == pytest.approx(numbers, rel=1e-5)
+        assert numbers and {name: content["results"][task][name] for name in numbers} == pytest.approx(
+            numbers, rel=1e-5
+        )
 
 
 def test_what_can_not_be_evaluated_ends_with_one_message(
@@ -265,7 +313,8 @@ def test_what_can_not_be_evaluated_ends_with_one_message(
     from lm_eval.tasks import TaskManager
 
     without = partial(TaskManager, include_defaults=False)
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda include_defaults=False, **options: without(**options))  # thousands of files
+    # thousands of files
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda include_defaults=False, **options: without(**options))
     (tmp_path / "text").write_text(TEXT)
     (tmp_path / "empty").write_text("")
     (tmp_path / "latin").write_bytes("café".encode("latin-1"))
@@ -276,11 +325,24 @@ def test_what_can_not_be_evaluated_ends_with_one_message(
         "config.json can not be read": ["perplexity", f"hf:{tmp_path}", *text],
         "--text nowhere can not be read": ["perplexity", model, "--text", "nowhere"],
         "parallel.tp = 3 does not divide": ["perplexity", model, *text, "--tp", 3],
-        "is a Hugging Face model, which has no average of its weights. Leave out --ema.": ["perplexity", model, *text, "--ema"],
+        "is a Hugging Face model, which has no average of its weights. Leave out --ema.": [
+            "perplexity",
+            model,
+            *text,
+            "--ema",
+        ],
         "is empty": ["perplexity", model, "--text", tmp_path / "empty"],
         "is not UTF-8: byte 3": ["perplexity", model, "--text", tmp_path / "latin"],
         "--sequence_length 49: the model has positions for 48": ["perplexity", model, *text, "--sequence_length", 49],
-        "--stride 9 is more than the sequence length 8": ["perplexity", model, *text, "--sequence_length", 8, "--stride", 9],
+        "--stride 9 is more than the sequence length 8": [
+            "perplexity",
+            model,
+            *text,
+            "--sequence_length",
+            8,
+            "--stride",
+            9,
+        ],
         "--batch_size: 0 is not a positive integer": ["perplexity", model, *text, "--batch_size", 0],
         "--tokenizer none.model does not exist": ["perplexity", model, *text, "--tokenizer", "none.model"],
         "--tasks nothing is no task, group or tag of lm-evaluation-harness nor of": [
@@ -291,8 +353,17 @@ def test_what_can_not_be_evaluated_ends_with_one_message(
             "--include_path",
             tasks,
         ],
-        "--include_path nowhere is not a directory": ["tasks", model, "--tasks", "tiny_choice", "--include_path", "nowhere"],
-        "Write megalite evaluate perplexity runs/x --text FILE, or megalite evaluate tasks runs/x --tasks NAME.": ["runs/x"],
+        "--include_path nowhere is not a directory": [
+            "tasks",
+            model,
+            "--tasks",
+            "tiny_choice",
+            "--include_path",
+            "nowhere",
+        ],
+        "Write megalite evaluate perplexity runs/x --text FILE, or megalite evaluate tasks runs/x --tasks NAME.": [
+            "runs/x"
+        ],
         "--num_fewshot -1 is negative": ["tasks", model, "--tasks", "tiny_choice", "--num_fewshot", "-1"],
     }
     for message, arguments in wrong.items():

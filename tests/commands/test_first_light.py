@@ -1,4 +1,5 @@
-"""megalite first-light without a GPU: what a part's failure costs, what is compared with what, and that the rehearsal's first part runs."""
+"""megalite first-light without a GPU: what a part's failure costs, what is compared with what, and that the rehearsal's
+first part runs."""
 
 from __future__ import annotations
 
@@ -17,7 +18,18 @@ import torch
 from megalite_kernels import activation, device_routes
 
 from benchmarks import kernels, plan, profiled, registers, report
-from benchmarks.first_light import exchange, layout_rank, layouts, machine, predictions, routes, run, speeds, step, values
+from benchmarks.first_light import (
+    exchange,
+    layout_rank,
+    layouts,
+    machine,
+    predictions,
+    routes,
+    run,
+    speeds,
+    step,
+    values,
+)
 from benchmarks.first_light.exchange_rank import bus_share
 from benchmarks.first_light.parts import NAMES, PARTS, limit
 from benchmarks.first_light.rows import Row, Scene, guarded, row
@@ -39,7 +51,9 @@ def scene(seconds: float = 100.0, **changes: Any) -> Scene:
 # ---- the command and its parts
 
 
-def streaming(answers: dict[str, tuple[list[Row], str | None]], seen: list[dict[str, Any]]) -> Callable[..., str | None]:
+def streaming(
+    answers: dict[str, tuple[list[Row], str | None]], seen: list[dict[str, Any]]
+) -> Callable[..., str | None]:
     def stream(module: str, spec: dict[str, Any], hear: Callable[[Row], None], **options: Any) -> str | None:
         seen.append({**spec, **options})
         found, problem = answers.get(spec["part"], ([row("figure", "measured")], None))
@@ -50,7 +64,9 @@ def streaming(answers: dict[str, tuple[list[Row], str | None]], seen: list[dict[
     return stream
 
 
-def test_a_part_that_ends_badly_costs_itself_and_the_file_has_what_it_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_part_that_ends_badly_costs_itself_and_the_file_has_what_it_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     seen: list[dict[str, Any]] = []
     answers = {
         "values": ([row("kernel", "passed")], None),
@@ -72,12 +88,17 @@ def test_a_part_that_ends_badly_costs_itself_and_the_file_has_what_it_said(monke
     assert sum(limit(part, rehearse=False, short=True) for part in PARTS) == 480
 
 
-def test_parts_that_are_not_run_again_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_that_are_not_run_again_stay(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(report, "stream", streaming({"values": ([row("kernel", "passed")], None)}, []))
     output = tmp_path / "found.json"
     run.run(run.Order(NAMES, output, []), lambda line: None)
-    monkeypatch.setattr(report, "stream", streaming({"links": ([row("all-reduce", "missing", "why")], None)}, seen := []))
-    assert main(["--rehearse", "--parts", "links", "--output", str(output)]) == 1  # in a rehearsal nothing may be missing
+    monkeypatch.setattr(
+        report, "stream", streaming({"links": ([row("all-reduce", "missing", "why")], None)}, seen := [])
+    )
+    # in a rehearsal nothing may be missing
+    assert main(["--rehearse", "--parts", "links", "--output", str(output)]) == 1
     content = json.loads(output.read_text())
     assert list(content["parts"]) == list(NAMES) and content["verdict"]["missing"] == ["links: all-reduce"]
     assert [each["environment"]["CUDA_VISIBLE_DEVICES"] for each in seen] == [""]
@@ -93,7 +114,10 @@ def test_parts_that_are_not_run_again_stay(monkeypatch: pytest.MonkeyPatch, tmp_
     [
         (["--rehearse", "--parts", "link"], "--parts link is no part. Legal values: machine, values"),
         ([], "the driver reports no NVIDIA GPU. --rehearse runs the same code on the CPU."),
-        (["--rehearse", "--parts", "links", "--calibrate", "here.yaml"], "--calibrate is written by the part predictions"),
+        (
+            ["--rehearse", "--parts", "links", "--calibrate", "here.yaml"],
+            "--calibrate is written by the part predictions",
+        ),
     ],
 )
 def test_what_can_not_be_done_is_one_message(
@@ -141,7 +165,9 @@ def test_known_troubles_are_those_of_these_versions() -> None:
     assert "cudnn-frontend/issues/160" not in named(new, "9.0", 8) and "418" not in named(new, "9.0", 8)
     assert "196678" not in named(new, "10.0", 8) and "193183" in named(new, "10.0", 8)
     assert named(dict.fromkeys(old), "8.0", 2) == ""  # what is unknown fulfils nothing
-    assert "nccl/issues/1685" not in named({**old, "nccl": "2.19.3"}, "9.0", 8) and "nccl/issues/1685" in named(old, "9.0", 8)
+    assert "nccl/issues/1685" not in named({**old, "nccl": "2.19.3"}, "9.0", 8) and "nccl/issues/1685" in named(
+        old, "9.0", 8
+    )
 
 
 # ---- values
@@ -157,7 +183,9 @@ def test_a_kernel_is_compared_with_float64(monkeypatch: pytest.MonkeyPatch) -> N
     def rough(x: torch.Tensor, act: str) -> torch.Tensor:
         return exact(x, act) * (1.0 if x.dtype == torch.float64 else 1 + 1e-4)
 
-    monkeypatch.setattr(activation, "gated_forward", lambda x, act: rough(x, act) if activation.takes_triton(x) else exact(x, act))
+    monkeypatch.setattr(
+        activation, "gated_forward", lambda x, act: rough(x, act) if activation.takes_triton(x) else exact(x, act)
+    )
     found = guarded("SwiGLU", "proof", lambda: values.compared(checks["SwiGLU"], "SwiGLU", torch.float32, scene()))
     assert found["verdict"] == "failed" and "error" in found["detail"]
 
@@ -189,7 +217,12 @@ def test_idle_time_is_what_no_kernel_covers() -> None:
     assert profiled.idle(spans) == pytest.approx(0.2) and profiled.idle([]) is None
     listed, total = profiled.by_time([("a", 3.0), ("b", 8.0), ("a", 1.0)])
     assert total == 12 / profiled.STEPS and [each["name"] for each in listed] == ["b", "a"]
-    assert listed[1] == {"name": "a", "calls": 2 / profiled.STEPS, "us": 4 / profiled.STEPS, "share": pytest.approx(1 / 3)}
+    assert listed[1] == {
+        "name": "a",
+        "calls": 2 / profiled.STEPS,
+        "us": 4 / profiled.STEPS,
+        "share": pytest.approx(1 / 3),
+    }
 
 
 def test_a_step_with_documents_has_them_where_their_tokens_end(tmp_path: Path) -> None:
@@ -202,7 +235,9 @@ def test_a_step_with_documents_has_them_where_their_tokens_end(tmp_path: Path) -
     assert data.eos == 0
 
 
-def test_the_fastest_routes_are_written_where_kernels_auto_reads_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_fastest_routes_are_written_where_kernels_auto_reads_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(device_routes, "DIRECTORY", tmp_path / "routes")
     monkeypatch.setattr(report, "ROOT", tmp_path)
     found = {
@@ -213,19 +248,34 @@ def test_the_fastest_routes_are_written_where_kernels_auto_reads_them(monkeypatc
     }
     routes._write(found, scene(gpus=(H200,), rehearse=False))
     read = device_routes.read(H200)
-    assert (read.plain, read.documents, read.weight_grad, read.router, read.problem) == ("cudnn", "triton", "mm_add", "cast", None)
+    assert (read.plain, read.documents, read.weight_grad, read.router, read.problem) == (
+        "cudnn",
+        "triton",
+        "mm_add",
+        "cast",
+        None,
+    )
     table = routes.table_of(scene(gpus=(H200,)))
     assert table["measured"]["ms"] == found
 
 
-def test_a_rehearsal_times_the_reference_and_names_what_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_rehearsal_times_the_reference_and_names_what_needs_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(report, "ROOT", tmp_path)
     found = {each["name"]: each["verdict"] for each in routes.rows(scene())}
-    assert found["attention plain, reference: values"] == "passed" and found["attention documents, reference"] == "measured"
-    assert {found[f"attention {name}"] for name in ("plain, cudnn", "documents, flash_varlen")} == {"absent"}
-    assert found["weight gradient, addmm"] == found["router, out_dtype"] == "absent" and found["router, cast"] == "measured"
     assert (
-        found["grouped product, no rows"] == found["bf16 products, sums of parts"] == "measured" and found["cuDNN, rows first"] == "absent"
+        found["attention plain, reference: values"] == "passed"
+        and found["attention documents, reference"] == "measured"
+    )
+    assert {found[f"attention {name}"] for name in ("plain, cudnn", "documents, flash_varlen")} == {"absent"}
+    assert (
+        found["weight gradient, addmm"] == found["router, out_dtype"] == "absent"
+        and found["router, cast"] == "measured"
+    )
+    assert (
+        found["grouped product, no rows"] == found["bf16 products, sums of parts"] == "measured"
+        and found["cuDNN, rows first"] == "absent"
     )
 
 
@@ -240,7 +290,9 @@ def test_every_division_of_the_ranks_is_a_layout_and_legal(world: int, tmp_path:
     assert divisions == {sizes for sizes in np.ndindex(world + 1, world + 1, world + 1) if prod(sizes) == world}
     for each in table:
         check(from_dict(place.config(each)), world, 1)
-    assert {each.parallel.get("zero") for each in table} >= {0, 1, 2, 3} and len({each.name for each in table}) == len(table)
+    assert {each.parallel.get("zero") for each in table} >= {0, 1, 2, 3} and len({each.name for each in table}) == len(
+        table
+    )
 
 
 def write_result(path: Path, loss: float = 1.0, weight: float = 0.5) -> None:
@@ -252,7 +304,11 @@ def write_result(path: Path, loss: float = 1.0, weight: float = 0.5) -> None:
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({}, None), ({"loss": 1.0001}, "step 1: loss is 1.0001, with one process 1"), ({"weight": 0.6}, "w differs by 0.1")],
+    [
+        ({}, None),
+        ({"loss": 1.0001}, "step 1: loss is 1.0001, with one process 1"),
+        ({"weight": 0.6}, "w differs by 0.1"),
+    ],
 )
 def test_a_layout_that_differs_is_named(change: dict[str, float], said: str | None, tmp_path: Path) -> None:
     write_result(tmp_path / "0")
@@ -265,7 +321,9 @@ def test_a_layout_that_hangs_costs_itself(tmp_path: Path, monkeypatch: pytest.Mo
     """The ranks start again with the next one; what had no time is missing, and has not failed."""
     starts: list[list[int]] = []
 
-    def start(place: layouts.Place, name: str, ranks: int, spec: dict[str, Any], seconds: float, patience: float = 0.0) -> tuple[Path, str]:
+    def start(
+        place: layouts.Place, name: str, ranks: int, spec: dict[str, Any], seconds: float, patience: float = 0.0
+    ) -> tuple[Path, str]:
         directory, numbers = tmp_path / name, [number for number, _ in spec["configs"]]
         directory.mkdir()
         if name == "alone":
@@ -279,14 +337,19 @@ def test_a_layout_that_hangs_costs_itself(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(layouts.Place, "start", start)
     table = [layouts.Layout(f"{number}", {"dp": 2}) for number in range(4)]
     found = [(each["name"], each["verdict"]) for each in layouts.Place(scene(), 2, tmp_path).compare(table)]
-    assert found == [("0", "passed"), ("1", "failed"), ("2", "passed"), ("3", "missing")] and starts == [[0, 1, 2, 3], [2, 3]]
+    assert found == [("0", "passed"), ("1", "failed"), ("2", "passed"), ("3", "missing")] and starts == [
+        [0, 1, 2, 3],
+        [2, 3],
+    ]
 
 
 @pytest.mark.parametrize("left, verdict", [(100.0, "failed"), (4.0, "missing")])
 def test_a_killed_rank_that_had_no_time_to_be_named_is_missing(
     left: float, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layouts.Place, "start", lambda place, *args, **options: (tmp_path, "a rank ended with status 137"))
+    monkeypatch.setattr(
+        layouts.Place, "start", lambda place, *args, **options: (tmp_path, "a rank ended with status 137")
+    )
     assert layouts.Place(scene(left), 2, tmp_path).kill_one()["verdict"] == verdict
 
 
@@ -298,11 +361,16 @@ def test_a_save_in_the_background_is_resumed_from(tmp_path: Path) -> None:
         layout_rank.train(number, from_dict(place.config(each)), 4, tmp_path, torch.device("cpu"))
     assert len(list((tmp_path / "layout" / "checkpoints").glob("step_*"))) == 1
     (tmp_path / "a").mkdir()
-    assert layouts.compared(replace(table[1], tolerance=(0.0, 0.0)), tmp_path / "1", tmp_path / "0")["verdict"] == "passed"
+    assert (
+        layouts.compared(replace(table[1], tolerance=(0.0, 0.0)), tmp_path / "1", tmp_path / "0")["verdict"] == "passed"
+    )
 
 
 def test_ranks_may_end_by_themselves_after_one_has_failed(tmp_path: Path) -> None:
-    code = "import os, sys, time; r = os.environ['RANK']; sys.exit(3) if r == '1' else (time.sleep(0.5), open(sys.argv[1], 'w'))"
+    code = (
+        "import os, sys, time; r = os.environ['RANK']; sys.exit(3) if r == '1' else (time.sleep(0.5), "
+        "open(sys.argv[1], 'w'))"
+    )
     for patience in (0.0, 60.0):
         said = tmp_path / str(patience)
         assert run_ranks(2, ["-c", code, str(said)], patience=patience) == 3
@@ -314,7 +382,13 @@ def test_ranks_may_end_by_themselves_after_one_has_failed(tmp_path: Path) -> Non
 
 def test_the_bus_and_the_planner_count_the_same_bytes() -> None:
     device = find("h100")
-    for name, share in (("all-reduce", 1.5), ("all-gather", 0.75), ("reduce-scatter", 0.75), ("all-to-all", 0.75), ("message", 1.0)):
+    for name, share in (
+        ("all-reduce", 1.5),
+        ("all-gather", 0.75),
+        ("reduce-scatter", 0.75),
+        ("all-to-all", 0.75),
+        ("message", 1.0),
+    ):
         assert bus_share(name, 4) == share
         more = exchange.assumed(name, 2e9, 4, device) - exchange.assumed(name, 1e9, 4, device)
         assert more == pytest.approx(share * 1e9 / device.within.bandwidth)
@@ -322,8 +396,12 @@ def test_the_bus_and_the_planner_count_the_same_bytes() -> None:
 
 def test_kernels_are_rows_with_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = SimpleNamespace(n_regs=64, n_spills=2, metadata=SimpleNamespace(shared=1024, num_warps=4))
-    function = SimpleNamespace(__name__="_forward", device_caches={0: ({"key": compiled, "other": SimpleNamespace()}, {})})
-    monkeypatch.setitem(registers.sys.modules, "megalite_kernels.made_up_triton", SimpleNamespace(_forward=function, WIDE=3))
+    function = SimpleNamespace(
+        __name__="_forward", device_caches={0: ({"key": compiled, "other": SimpleNamespace()}, {})}
+    )
+    monkeypatch.setitem(
+        registers.sys.modules, "megalite_kernels.made_up_triton", SimpleNamespace(_forward=function, WIDE=3)
+    )
     made = [each for each in registers.launched() if each["registers"] == 64]
     assert made == [{"name": "_forward", "warps": 4, "registers": 64, "spills": 2, "shared": 1024}]
     device = {"name": H200, "bytes_per_second": 4e12, "flops": 7e14}
@@ -332,7 +410,9 @@ def test_kernels_are_rows_with_registers(monkeypatch: pytest.MonkeyPatch) -> Non
     answers = {"device": [device, good], "attention": [late]}
     monkeypatch.setattr(kernels, "measure_groups", lambda job, *_: answers[job[0]])
     first, norm, missing = speeds.rows(scene(gpus=(H200,), rehearse=False))
-    assert first["flops"] == 7e14 and norm["detail"].endswith("64 registers, 2 spills") and missing["verdict"] == "missing"
+    assert (
+        first["flops"] == 7e14 and norm["detail"].endswith("64 registers, 2 spills") and missing["verdict"] == "missing"
+    )
 
 
 MEASURED = {
@@ -346,7 +426,9 @@ MEASURED = {
 
 
 @pytest.mark.parametrize("name", [H200, "A GPU that nobody knows"])
-def test_a_calibrated_gpu_is_a_device_of_the_planner(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_calibrated_gpu_is_a_device_of_the_planner(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     properties = SimpleNamespace(multi_processor_count=132, total_memory=140 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     plan.write_device(tmp_path / "here.yaml", plan._gpu(dict(MEASURED), [name]))
@@ -354,9 +436,9 @@ def test_a_calibrated_gpu_is_a_device_of_the_planner(name: str, monkeypatch: pyt
     assert device.peak("bf16") * device.sustained == pytest.approx(700e12, rel=1e-3) and device.bandwidth == 4e12
     assert device.host.bandwidth == 50e9 and device.host_time == 6e-6 and device.host_memory == table.host_memory
     known = name == H200
-    assert device.within.bandwidth == pytest.approx(table.within.bandwidth if known else 50e9, rel=1e-3) and device.per_node == (
-        8 if known else 1
-    )
+    assert device.within.bandwidth == pytest.approx(
+        table.within.bandwidth if known else 50e9, rel=1e-3
+    ) and device.per_node == (8 if known else 1)
     two = plan._gpu({**MEASURED, "within": {"gbs": 300.0, "latency_us": 1.0}}, [name] * 2)
     assert read_device("two", two).within.bandwidth == 300e9
 
@@ -365,10 +447,20 @@ def test_a_step_stands_beside_its_predictions(tmp_path: Path) -> None:
     case = step.Case("a step", {})
     config = step.configuration(case, scene(), tmp_path)
     measured = row(
-        "a step", "measured", seconds=2.0, predicted_seconds=1.0, documents=True, sequence_length=16, peak_gib=2.0, predicted_gib=3.0
+        "a step",
+        "measured",
+        seconds=2.0,
+        predicted_seconds=1.0,
+        documents=True,
+        sequence_length=16,
+        peak_gib=2.0,
+        predicted_gib=3.0,
     )
     measured |= {"config": {name: value for name, value in config.items() if name not in ("run", "data")}}
-    device = read_device("here", plan._cpu({**MEASURED, "within": {"gbs": 1.0, "latency_us": 1.0}, "kernel_us": 2.0}, 2) | {"host_us": 0.0})
+    device = read_device(
+        "here",
+        plan._cpu({**MEASURED, "within": {"gbs": 1.0, "latency_us": 1.0}, "kernel_us": 2.0}, 2) | {"host_us": 0.0},
+    )
     time_row = predictions._step(measured, device)
     from megalite.planning.predicting import step_seconds
 

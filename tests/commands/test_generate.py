@@ -41,7 +41,13 @@ def checkpoint(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Pat
     with IndexedWriter(directory / "sentence", 257) as writer:
         writer.add(np.array(document * 40), [len(document)] * 40)
         writer.finish({"vocab_size": 257, "eos": 256, "tokenizer": "byte"})
-    model = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 257}
+    model = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 257,
+    }
     config = {
         "run": {"dir": str(directory), "name": "run"},
         "model": {**model, "max_position_embeddings": LONGEST, "tie_word_embeddings": True},
@@ -86,7 +92,8 @@ def refusal(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 def test_the_sentence_continues_greedily_to_its_end(checkpoint: Path, generate: Callable[..., str]) -> None:
-    """From the run's directory, past the longest sequence that the model takes at once, until EOS; and up to a stop text."""
+    """From the run's directory, past the longest sequence that the model takes at once, until EOS; and up to a stop
+    text."""
     run = checkpoint.parents[1]
     result = json.loads(generate(run, "--prompt", "Every caf", *GREEDY, "--json"))
     assert result["continuation"] == SENTENCE.removeprefix("Every caf")
@@ -95,12 +102,16 @@ def test_the_sentence_continues_greedily_to_its_end(checkpoint: Path, generate: 
     assert generate(run, "--prompt", "Every caf", *GREEDY, "--stop", "nothing", "--stop", "quick b") == "é at six: \n"
 
 
-def test_the_continuation_alone_is_printed_and_is_as_long_as_asked(checkpoint: Path, generate: Callable[..., str]) -> None:
+def test_the_continuation_alone_is_printed_and_is_as_long_as_asked(
+    checkpoint: Path, generate: Callable[..., str]
+) -> None:
     arguments = (checkpoint, "--prompt", "Every c", *GREEDY, "--tokens", "5", "--tokenizer", "byte")
     assert generate(*arguments) == generate(*arguments, "--stream") == "afé \n"  # é is two bytes
 
 
-def test_ranks_that_the_tool_starts_say_what_one_process_says(checkpoint: Path, tmp_path: Path, generate: Callable[..., str]) -> None:
+def test_ranks_that_the_tool_starts_say_what_one_process_says(
+    checkpoint: Path, tmp_path: Path, generate: Callable[..., str]
+) -> None:
     """Two prompts from a file, side by side, on two stages that are processes of their own."""
     (tmp_path / "prompts.jsonl").write_text('"Every caf"\n\n{"prompt": "quick brown f", "other": 1}\n')
     words = [checkpoint, "--prompts", tmp_path / "prompts.jsonl", "--tokens", "30", "--temperature", "1.5", "--json"]
@@ -115,7 +126,9 @@ def test_several_prompts_are_printed_with_their_continuations(checkpoint: Path, 
     assert printed == "--- 'Every c'\nafé \n--- 'quick br'\nown f\n"
 
 
-def test_what_has_no_encoding_is_replaced_in_prompts(checkpoint: Path, tmp_path: Path, generate: Callable[..., str]) -> None:
+def test_what_has_no_encoding_is_replaced_in_prompts(
+    checkpoint: Path, tmp_path: Path, generate: Callable[..., str]
+) -> None:
     """Lone surrogates, of JSON and of a command line that is not UTF-8; and the byte-order mark of a file."""
     lines = ['"a \\ud800"', '{"prompt": "b \\uDC80 \\ud83c\\udf89"}']
     (tmp_path / "prompts.jsonl").write_bytes(b"\xef\xbb\xbf" + "\n".join(lines).encode())
@@ -128,10 +141,13 @@ def test_what_has_no_encoding_is_replaced_in_prompts(checkpoint: Path, tmp_path:
 
 
 def test_a_long_prompt_counts_only_in_its_last_window(model: LanguageModel) -> None:
-    """The window is all that the model has positions for; inside it every token counts. Beyond it half of the window goes on."""
+    """The window is all that the model has positions for; inside it every token counts. Beyond it half of the window
+    goes on."""
     tokens = ByteTokenizer().encode(3 * SENTENCE)
     sampling = Sampling(temperature=0.0)
-    assert next(model.continuations([tokens], 1, sampling)) == next(model.continuations([tokens[-LONGEST:]], 1, sampling))
+    assert next(model.continuations([tokens], 1, sampling)) == next(
+        model.continuations([tokens[-LONGEST:]], 1, sampling)
+    )
     second = list(model.continuation(tokens, 2, sampling))
     assert second[1] == next(model.continuation([*tokens, second[0]][-LONGEST // 2 :], 1, sampling))
     seen = [model.logits([tokens[-count:]])[count - 1, 0] for count in (LONGEST - 1, LONGEST)]
@@ -164,7 +180,9 @@ def assistant(tmp_path_factory: pytest.TempPathFactory) -> Path:
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
     case = CASES["llama, one key-value head"]
-    directory = write(case._replace(fields=case.fields | {"vocab_size": 258}), tmp_path_factory.mktemp("assistant") / "hf")
+    directory = write(
+        case._replace(fields=case.fields | {"vocab_size": 258}), tmp_path_factory.mktemp("assistant") / "hf"
+    )
     made = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE)
     made.save_pretrained(directory)
     return directory
@@ -207,13 +225,17 @@ def test_an_answer_ends_where_the_template_ends_a_turn(
     changed = shutil.copytree(assistant, tmp_path / "changed")
     theirs.save_pretrained(changed)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi!\n"))
-    assert generate(f"hf:{changed}", "--chat", "--tokens", "40", *GREEDY) == f"{tokenizer.decode(reply.tokens[:length])}\n"
+    assert (
+        generate(f"hf:{changed}", "--chat", "--tokens", "40", *GREEDY) == f"{tokenizer.decode(reply.tokens[:length])}\n"
+    )
 
 
 def test_white_space_after_a_turn_ends_no_answer(
     checkpoint: Path, tmp_path: Path, generate: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    says = "{% if message.role == 'assistant' %}{% generation %}{{ message.content + ' ' }}{% endgeneration %}{% else %}"
+    says = (
+        "{% if message.role == 'assistant' %}{% generation %}{{ message.content + ' ' }}{% endgeneration %}{% else %}"
+    )
     template = f"{{% for message in messages %}}{says}{{{{ message.content }}}}{{% endif %}}{{% endfor %}}"
     (tmp_path / "spaced.jinja").write_text(template)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Every caf\n"))
@@ -223,7 +245,9 @@ def test_white_space_after_a_turn_ends_no_answer(
     )
 
 
-def test_bytes_that_are_no_text_are_read_as_such(checkpoint: Path, generate: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_are_no_text_are_read_as_such(
+    checkpoint: Path, generate: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     answers = []
     for typed in (b"a\xffb\nc\n", "a\ufffdb\nc\n".encode()):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
@@ -234,7 +258,8 @@ def test_bytes_that_are_no_text_are_read_as_such(checkpoint: Path, generate: Cal
 def test_a_conversation_forgets_its_oldest_turns_when_the_context_is_full(
     checkpoint: Path, tmp_path: Path, generate: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The template of a file; 40 positions hold one of the turns and its answer, and the system message, but not two."""
+    """The template of a file; 40 positions hold one of the turns and its answer, and the system message, but not
+    two."""
     (tmp_path / "short.jinja").write_text("{% for message in messages %}{{ message.content }}|{% endfor %}")
     monkeypatch.setattr(sys, "stdin", io.StringIO("a line of eighteen\nEvery café at\n"))
     options = ("--chat", "--chat_template", tmp_path / "short.jinja", "--system", "S", "--tokens", "6", *GREEDY)
@@ -243,7 +268,9 @@ def test_a_conversation_forgets_its_oldest_turns_when_the_context_is_full(
     assert second == alone["continuation"]
 
 
-def test_a_prompt_of_a_hugging_face_model_begins_as_its_tokenizer_begins_texts(assistant: Path, generate: Callable[..., str]) -> None:
+def test_a_prompt_of_a_hugging_face_model_begins_as_its_tokenizer_begins_texts(
+    assistant: Path, generate: Callable[..., str]
+) -> None:
     found = json.loads(generate(f"hf:{assistant}", "--prompt", "Hi", "--tokens", "3", "--json", *GREEDY))
     tokenizer = HuggingFaceTokenizer(assistant)
     prompt = [256, *tokenizer.encode("Hi")]
@@ -272,22 +299,40 @@ def test_wrong_options_end_with_one_message(arguments: list[str], message: str, 
     assert message in refusal("nowhere", *arguments)
 
 
-def test_what_can_not_be_loaded_ends_with_one_message(checkpoint: Path, tmp_path: Path, refusal: Callable[..., str]) -> None:
+def test_what_can_not_be_loaded_ends_with_one_message(
+    checkpoint: Path, tmp_path: Path, refusal: Callable[..., str]
+) -> None:
     (tmp_path / "manifest.json").write_text(encode({}, {}))
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "wrong.jsonl").write_text('{"text": "x"}\n')
     wrong: dict[str, list[str | Path]] = {
         "is not a checkpoint: there is no such directory": [tmp_path / "nowhere", "--prompt", "x"],
-        "has no average of the weights: train.ema_decay was not set. Leave out --ema.": [checkpoint, "--prompt", "x", "--ema"],
+        "has no average of the weights: train.ema_decay was not set. Leave out --ema.": [
+            checkpoint,
+            "--prompt",
+            "x",
+            "--ema",
+        ],
         "holds no configuration": [tmp_path, "--prompt", "x"],
         "config.json can not be read": [f"hf:{tmp_path}", "--prompt", "x"],
         "--tokenizer none.model does not exist": [checkpoint, "--prompt", "x", "--tokenizer", "none.model"],
         "parallel.tp = 3 does not divide model.num_attention_heads = 2": [checkpoint, "--prompt", "x", "--tp", "3"],
         "parallel.pp = 3 makes 3 stages": [checkpoint, "--prompt", "x", "--pp", "3"],
         "holds no text. Each line is a prompt": [checkpoint, "--prompts", tmp_path / "empty"],
-        "can not be read (KeyError('prompt')). Each line is an object with `prompt`": [checkpoint, "--prompts", tmp_path / "wrong.jsonl"],
+        "can not be read (KeyError('prompt')). Each line is an object with `prompt`": [
+            checkpoint,
+            "--prompts",
+            tmp_path / "wrong.jsonl",
+        ],
         "missing can not be read: No such file or directory": [checkpoint, "--prompts", tmp_path / "missing"],
-        "--stream prints one text as it is generated, and there are 2 prompts": [checkpoint, "--prompt", "x", "--prompt", "y", "--stream"],
+        "--stream prints one text as it is generated, and there are 2 prompts": [
+            checkpoint,
+            "--prompt",
+            "x",
+            "--prompt",
+            "y",
+            "--stream",
+        ],
         "no_such.jinja": [checkpoint, "--chat", "--chat_template", "no_such.jinja"],
     }
     for message, arguments in wrong.items():

@@ -1,4 +1,5 @@
-"""The commands that an imported configuration prints run as they are, and the configuration trains on what they make."""
+"""The commands that an imported configuration prints run as they are, and the configuration trains on what they
+make."""
 
 from __future__ import annotations
 
@@ -21,12 +22,37 @@ from megalite.config.schema import Config
 from tests.data.chats import CHATML, LONG, SHORT, unmarked, write_lines, write_tokenizer
 
 SHAPE = {
-    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1},
-    **{"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 272, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    **{
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+    },
+    **{
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 272,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+    },
 }
-AXOLOTL = {"base_model": "MODEL", "micro_batch_size": 1, "sequence_len": 64, "max_steps": 2, "output_dir": "axolotl", "bf16": True}
+AXOLOTL = {
+    "base_model": "MODEL",
+    "micro_batch_size": 1,
+    "sequence_len": 64,
+    "max_steps": 2,
+    "output_dir": "axolotl",
+    "bf16": True,
+}
 FACTORY = {
-    **{"model_name_or_path": "MODEL", "finetuning_type": "full", "cutoff_len": 64, "max_steps": 2, "per_device_train_batch_size": 1},
+    **{
+        "model_name_or_path": "MODEL",
+        "finetuning_type": "full",
+        "cutoff_len": 64,
+        "max_steps": 2,
+        "per_device_train_batch_size": 1,
+    },
     "dataset": "novels",
 }
 TUNE = {
@@ -57,12 +83,14 @@ class Case:
 CASES = {
     "axolotl, completion": Case(
         "axolotl",
-        AXOLOTL | {"datasets": [{"path": "books.jsonl", "type": "completion", "field": "chapter"}], "sample_packing": True},
+        AXOLOTL
+        | {"datasets": [{"path": "books.jsonl", "type": "completion", "field": "chapter"}], "sample_packing": True},
         "--text_key chapter --input books.jsonl",
     ),
     "axolotl, text to pretrain on": Case(
         "axolotl",
-        AXOLOTL | {"pretraining_dataset": [{"path": "json", "data_files": "lines of text.json"}], "sample_packing": True},
+        AXOLOTL
+        | {"pretraining_dataset": [{"path": "json", "data_files": "lines of text.json"}], "sample_packing": True},
         "--format jsonl --input 'lines of text.json'",
     ),
     "axolotl, conversations": Case(
@@ -80,7 +108,9 @@ CASES = {
         "--chat --keys messages=dialog,role=speaker,content=text --loss_on all --max_length 65 --too_long truncate",
         chat=True,
     ),
-    "LLaMA-Factory, text": Case("llama-factory", FACTORY | {"stage": "pt"}, "megalite prepare --input FILE", file="lines.jsonl"),
+    "LLaMA-Factory, text": Case(
+        "llama-factory", FACTORY | {"stage": "pt"}, "megalite prepare --input FILE", file="lines.jsonl"
+    ),
     "LLaMA-Factory, conversations": Case(
         "llama-factory",
         FACTORY | {"stage": "sft", "cutoff_len": 257, "neat_packing": True, "train_on_prompt": True},
@@ -105,9 +135,18 @@ CASES = {
         | {
             "tokenizer": {"max_seq_len": 256},
             "dataset": [
-                {"_component_": "torchtune.datasets.alpaca_dataset", "source": "json", "data_files": "alpaca.json", "packed": True},
                 {
-                    **{"_component_": "torchtune.datasets.instruct_dataset", "source": "json", "data_files": "pairs.jsonl"},
+                    "_component_": "torchtune.datasets.alpaca_dataset",
+                    "source": "json",
+                    "data_files": "alpaca.json",
+                    "packed": True,
+                },
+                {
+                    **{
+                        "_component_": "torchtune.datasets.instruct_dataset",
+                        "source": "json",
+                        "data_files": "pairs.jsonl",
+                    },
                     "column_map": {"input": "question", "output": "answer"},
                 },
             ],
@@ -115,7 +154,9 @@ CASES = {
         "--keys instruction=question,output=answer --input pairs.jsonl --tokenizer MODEL --output PREFIX-2",
         chat=True,
     ),
-    "torchtitan": Case("torchtitan", TITAN | {"training": TITAN["training"] | {"dataset_path": "./texts"}}, "--input './texts/*'"),
+    "torchtitan": Case(
+        "torchtitan", TITAN | {"training": TITAN["training"] | {"dataset_path": "./texts"}}, "--input './texts/*'"
+    ),
 }
 
 
@@ -133,7 +174,9 @@ def place(tmp_path_factory) -> Path:
     write_lines(directory / "dialogs.jsonl", [{"dialog": turns} for turns in dialogs] * 4)
     asked = [{"instruction": f"Add 1 and {number}.", "input": "", "output": str(number + 1)} for number in range(9)]
     (directory / "alpaca.json").write_text(json.dumps(asked))
-    write_lines(directory / "pairs.jsonl", [{"question": each["instruction"], "answer": each["output"]} for each in asked])
+    write_lines(
+        directory / "pairs.jsonl", [{"question": each["instruction"], "answer": each["output"]} for each in asked]
+    )
     (directory / "texts").mkdir()
     (directory / "texts" / "one.txt").write_text(" ".join(texts))
     return directory
@@ -144,7 +187,11 @@ def imported(case: Case, capsys: Any) -> tuple[dict[str, Any], list[str]]:
     Path("config.yaml").write_text(yaml.safe_dump(case.content).replace("MODEL", "model"))
     main([case.project, "config.yaml", "--dp", "1", "--json"])
     reported = json.loads(capsys.readouterr().out)
-    commands = [each for note in reported["notes"] for each in re.findall(r"`(megalite prepare [^`]*--output [^`]*)`", note["why"])]
+    commands = [
+        each
+        for note in reported["notes"]
+        for each in re.findall(r"`(megalite prepare [^`]*--output [^`]*)`", note["why"])
+    ]
     return reported["config"], [*dict.fromkeys(commands)]
 
 
@@ -168,7 +215,10 @@ def test_what_is_printed_can_be_run(place, monkeypatch, capsys, name):
     assert all(("chat" in json.loads(Path(f"{prefix}.json").read_text())) == case.chat for prefix in data)
     Path("emitted.yaml").write_text(yaml.safe_dump(options))
     config: Config = load_config(["--config", "emitted.yaml", "--data.train", *data], world_size=1)
-    assert (config.data.packing, config.data.reset_positions) == (case.chat, not case.chat and case.project in ("axolotl", "torchtune"))
+    assert (config.data.packing, config.data.reset_positions) == (
+        case.chat,
+        not case.chat and case.project in ("axolotl", "torchtune"),
+    )
 
 
 def test_a_configuration_for_text_trains(place, monkeypatch, capsys):

@@ -47,16 +47,24 @@ def written(capsys, *words: str) -> tuple[dict, str]:
 def test_a_configuration_for_this_cpu(capsys):
     tree, printed = written(capsys, "--from", "tiny", "--steps", "40")
     assert tree["parallel"] == {"tp": 1, "pp": 1, "dp": 1, "zero": 1, "schedule": "1f1b"}
-    assert tree["model"] == {"preset": "tiny", "vocab_size": 32768} and tree["train"]["steps"] == 40 and "precision" not in tree["train"]
+    assert (
+        tree["model"] == {"preset": "tiny", "vocab_size": 32768}
+        and tree["train"]["steps"] == 40
+        and "precision" not in tree["train"]
+    )
     assert "prepare" in printed and "--config run.yaml --dry_run" in printed, "the next commands"
     text = Path("run.yaml").read_text()
     assert "# Number of optimizer steps of the whole run." in text and max(map(len, text.splitlines())) <= 140
 
 
 def test_a_configuration_for_eight_planned_gpus(capsys):
-    tree, printed = written(capsys, "--from", "llama-3-8b", "--gpus", "8", "--gpu", "h100", "--tokens", "1e9", "--sequence_length", "8192")
+    tree, printed = written(
+        capsys, "--from", "llama-3-8b", "--gpus", "8", "--gpu", "h100", "--tokens", "1e9", "--sequence_length", "8192"
+    )
     sizes = tree["parallel"]
-    assert sizes["tp"] * sizes["pp"] * sizes["dp"] == 8 and tree["train"]["precision"] == "bf16" and "--nproc 8" in printed
+    assert (
+        sizes["tp"] * sizes["pp"] * sizes["dp"] == 8 and tree["train"]["precision"] == "bf16" and "--nproc 8" in printed
+    )
     tokens = tree["train"]["steps"] * tree["train"]["global_batch_size"] * tree["data"]["sequence_length"]
     assert 1e9 <= tokens < 1.01e9
 
@@ -71,7 +79,9 @@ def test_data_that_are_there_give_vocabulary_and_epoch(capsys):
     with IndexedWriter(Path("tokens"), 257) as writer:
         writer.add(np.arange(300_000) % 257, [300_000])
         writer.finish({"vocab_size": 257, "eos": 256, "tokenizer": "byte", "tokens": 300_000})
-    tree, printed = written(capsys, "--from", "tiny", "--data", "tokens", "--global_batch_size", "8", "--sequence_length", "128")
+    tree, printed = written(
+        capsys, "--from", "tiny", "--data", "tokens", "--global_batch_size", "8", "--sequence_length", "128"
+    )
     assert tree["train"]["steps"] == 300_000 // 1024 and tree["data"]["validation"] == 0.01 and "prepare" not in printed
 
 
@@ -103,10 +113,14 @@ def test_a_terminal_is_asked(monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setattr("sys.stdout", Terminal())
     main([])
     tree = yaml.safe_load(Path("run.yaml").read_text())
-    assert tree["model"]["preset"] == "gpt2-124m" and tree["data"]["train"] == "data/train" and tree["parallel"]["dp"] == 2
+    assert (
+        tree["model"]["preset"] == "gpt2-124m" and tree["data"]["train"] == "data/train" and tree["parallel"]["dp"] == 2
+    )
 
 
-@pytest.mark.parametrize("said, answers", [("--output run.yaml exists", 0), ("--from gpt2-124 is not a known model", 1)])
+@pytest.mark.parametrize(
+    "said, answers", [("--output run.yaml exists", 0), ("--from gpt2-124 is not a known model", 1)]
+)
 def test_a_mistake_ends_the_questions(said, answers, monkeypatch: pytest.MonkeyPatch, capsys):
     """It is not told after answers that are then lost."""
     if not answers:
@@ -118,9 +132,13 @@ def test_a_mistake_ends_the_questions(said, answers, monkeypatch: pytest.MonkeyP
 
 
 def test_epochs_of_data_that_are_not_there_yet_stay_epochs(capsys):
-    Path("own.yaml").write_text("{model: {preset: gpt2-124m}, data: {sequence_length: 128}, train: {epochs: 2, global_batch_size: 8}}")
+    Path("own.yaml").write_text(
+        "{model: {preset: gpt2-124m}, data: {sequence_length: 128}, train: {epochs: 2, global_batch_size: 8}}"
+    )
     tree, printed = written(capsys, "--from", "own.yaml")
-    assert tree["train"]["epochs"] == 2 and "steps" not in tree["train"] and "2 epochs in steps of 1,024 tokens" in printed
+    assert (
+        tree["train"]["epochs"] == 2 and "steps" not in tree["train"] and "2 epochs in steps of 1,024 tokens" in printed
+    )
 
 
 OWN = "model: {preset: gpt2-124m}\n"
@@ -128,7 +146,9 @@ SMALL = "data: {%ssequence_length: 5}\ntrain: {global_batch_size: 4, micro_batch
 
 
 def test_amounts_are_read_as_a_plan_reads_them(capsys):
-    tree, _ = written(capsys, "--from", "tiny", "--tokens", "1M", "--global_batch_size", "8", "--sequence_length", "100")
+    tree, _ = written(
+        capsys, "--from", "tiny", "--tokens", "1M", "--global_batch_size", "8", "--sequence_length", "100"
+    )
     assert tree["train"]["steps"] == 1250
     for wrong in ("nan", "inf", "-5", "10X"):
         assert "is not a number of tokens" in refusal(capsys, "--from", "tiny", "--force", f"--tokens={wrong}")
@@ -136,11 +156,15 @@ def test_amounts_are_read_as_a_plan_reads_them(capsys):
 
 
 def test_a_configuration_keeps_its_options(capsys):
-    Path("own.yaml").write_text(OWN + SMALL % ("train: {a: 0.5, b: 0.5}, ", "steps: 300") + "optimizer: {warmup_steps: 200}\n")
+    Path("own.yaml").write_text(
+        OWN + SMALL % ("train: {a: 0.5, b: 0.5}, ", "steps: 300") + "optimizer: {warmup_steps: 200}\n"
+    )
     tree, printed = written(capsys, "--from", "own.yaml", "--gpus", "0")
     assert tree["data"]["train"] == {"a": 0.5, "b": 0.5} and "precision" not in tree["train"]
     assert tree["optimizer"]["warmup_steps"] == 200 and printed.count("prepare") == 2
-    assert "optimizer.warmup_steps = 200 exceeds train.steps = 10" in refusal(capsys, "--from", "own.yaml", "--force", "--steps", "10")
+    assert "optimizer.warmup_steps = 200 exceeds train.steps = 10" in refusal(
+        capsys, "--from", "own.yaml", "--force", "--steps", "10"
+    )
 
 
 @pytest.mark.parametrize("warmup", [500, "5%"])
@@ -162,7 +186,9 @@ def test_conversations_are_read_once(capsys):
     turns = [[1] * size for size in (6, 3, 4, 2, 5, 3, 2, 6) * 10]
     write_by_hand("c", turns, metadata={"vocab_size": 256, "eos": 255, "chat": {}, "tokens": 310})
     write_by_hand("c.loss", turns, code=1)
-    tree, printed = written(capsys, "--from", "tiny", "--data", "c", "--sequence_length", "5", "--global_batch_size", "2")
+    tree, printed = written(
+        capsys, "--from", "tiny", "--data", "c", "--sequence_length", "5", "--global_batch_size", "2"
+    )
     assert tree["train"]["epochs"] == 1 and "steps" not in tree["train"] and "1 epoch in steps" in printed
     assert 0 < tree["checkpoint"]["interval"] < 10, "a tenth of about 25 steps"
 
@@ -186,7 +212,12 @@ def test_says_that_data_are_few_and_words_unused(capsys):
     with IndexedWriter(Path("few"), 257) as writer:
         writer.add(np.arange(30_000) % 257, [30_000])
         writer.finish({"vocab_size": 257, "eos": 256, "tokenizer": "byte", "tokens": 30_000})
-    _, printed = written(capsys, "--from", "llama-3.2-1b", "--data", "few", "--tokens", "30M", "--sequence_length", "100")
+    _, printed = written(
+        capsys, "--from", "llama-3.2-1b", "--data", "few", "--tokens", "30M", "--sequence_length", "100"
+    )
     times = -(-30_000_000 // 3200) * 32 / 299  # 32 samples a step, of 299
-    assert f": few is read {times:,.0f} times (it has 299 samples, and the run takes " in printed and "give more data" in printed
+    assert (
+        f": few is read {times:,.0f} times (it has 299 samples, and the run takes " in printed
+        and "give more data" in printed
+    )
     assert "the data uses 257 of 128,256 ids" in printed

@@ -37,18 +37,32 @@ def names(tmp_path: Path) -> Iterator[dict[str, str]]:
         (step.parent / "latest").write_text(step.name)
         step.joinpath("manifest.json").write_text(encode({"step": 1, "config": to_dict(config)}, {}))
         yield {
-            **{"directory": "hf", "hf:": "hf:hf", "config.json": "hf/config.json", "file": "other.json", "configuration": "run.yaml"},
-            **{"hub": "org/name", "hf:hub": "hf:org/name", "run": "runs/trained", "fresh run": "runs/fresh", "checkpoint": str(step)},
+            **{
+                "directory": "hf",
+                "hf:": "hf:hf",
+                "config.json": "hf/config.json",
+                "file": "other.json",
+                "configuration": "run.yaml",
+            },
+            **{
+                "hub": "org/name",
+                "hf:hub": "hf:org/name",
+                "run": "runs/trained",
+                "fresh run": "runs/fresh",
+                "checkpoint": str(step),
+            },
             **{"snapshot": str(hub_files)},
         }
 
 
 def test_every_name_gives_the_same_shape(names: dict[str, str]):
     found = {kind: config_of(name, 8).model for kind, name in names.items()}
-    assert {kind: (model.hidden_size, model.num_hidden_layers, model.vocab_size) for kind, model in found.items()} == dict.fromkeys(
-        names, (48, 3, 300)
+    assert {
+        kind: (model.hidden_size, model.num_hidden_layers, model.vocab_size) for kind, model in found.items()
+    } == dict.fromkeys(names, (48, 3, 300))
+    assert (
+        config_of("llama-3-8b", 8).model.preset == "llama-3-8b" and config_of("quickstart", 8).run.name == "quickstart"
     )
-    assert config_of("llama-3-8b", 8).model.preset == "llama-3-8b" and config_of("quickstart", 8).run.name == "quickstart"
 
 
 def test_precision_is_the_configurations_own_where_it_says_one(names: dict[str, str]):
@@ -70,7 +84,10 @@ def test_names_of_weights(names: dict[str, str]):
 
 
 def test_names_without_weights_are_refused(names: dict[str, str]):
-    for name, message in (("tiny", "tiny is a preset, a shape without weights"), ("runs/fresh", "has saved no checkpoint")):
+    for name, message in (
+        ("tiny", "tiny is a preset, a shape without weights"),
+        ("runs/fresh", "has saved no checkpoint"),
+    ):
         if name == "runs/fresh":
             Path("runs/trained/checkpoints/latest").unlink()
         with pytest.raises(ConfigError, match=message):
@@ -80,7 +97,11 @@ def test_names_without_weights_are_refused(names: dict[str, str]):
 
 
 def test_hugging_face_directories(names: dict[str, str]):
-    assert [str(hf_directory(names[kind], "weights", "HF_DIR")) for kind in ("directory", "hf:", "hub")] == ["hf", "hf", names["snapshot"]]
+    assert [str(hf_directory(names[kind], "weights", "HF_DIR")) for kind in ("directory", "hf:", "hub")] == [
+        "hf",
+        "hf",
+        names["snapshot"],
+    ]
     with pytest.raises(ConfigError, match="HF_DIR runs/trained is not a Hugging Face model"):
         hf_directory("runs/trained", "weights", "HF_DIR")
     with pytest.raises(ConfigError, match="HF_DIR hf:runs: runs/config.json can not be read"):
@@ -89,7 +110,11 @@ def test_hugging_face_directories(names: dict[str, str]):
 
 def test_a_tilde_is_the_home_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert as_path("~/x.yaml") == tmp_path / "x.yaml" and as_name("hf:~/llama") == f"hf:{tmp_path}/llama" and as_name("tiny") == "tiny"
+    assert (
+        as_path("~/x.yaml") == tmp_path / "x.yaml"
+        and as_name("hf:~/llama") == f"hf:{tmp_path}/llama"
+        and as_name("tiny") == "tiny"
+    )
     (tmp_path / "run.yaml").write_text(to_yaml(from_dict({"model": {"hidden_size": 32}})))
     assert config_of("~/run.yaml", 1).model.hidden_size == 32 != Config().model.hidden_size
 

@@ -27,7 +27,12 @@ def test_the_nearest_is_named(command, argv, nearest, capsys):
     with pytest.raises(SystemExit) as ended:
         command(argv.split())
     said = capsys.readouterr()
-    assert ended.value.code == 2 and said.out == "" and said.err.endswith(f"Nearest: {nearest}.\n") and said.err.count("\n") == 1
+    assert (
+        ended.value.code == 2
+        and said.out == ""
+        and said.err.endswith(f"Nearest: {nearest}.\n")
+        and said.err.count("\n") == 1
+    )
 
 
 def test_a_subcommand_and_its_options_have_nearest_ones_too(capsys):

@@ -30,7 +30,13 @@ from tests.distributed.support.configs import write_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
-    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512},
+    **{
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "vocab_size": 512,
+    },
     "max_position_embeddings": 64,
 }
 BATCH, SEQUENCE, GPUS = 8, 64, 4
@@ -58,7 +64,13 @@ def free_connections():
 
 def small_search(wanted: int, **fixed: int | str) -> Search:
     """A small model on four devices that hold about half of its layouts."""
-    base = from_dict({"model": SMALL, "data": {"sequence_length": SEQUENCE}, "train": {"global_batch_size": BATCH, "precision": "bf16"}})
+    base = from_dict(
+        {
+            "model": SMALL,
+            "data": {"sequence_length": SEQUENCE},
+            "train": {"global_batch_size": BATCH, "precision": "bf16"},
+        }
+    )
     device = replace(find("a100"), memory=2.4e6 / 0.93, per_node=2)
     return Search(Job(base.model, device, SEQUENCE, BATCH), base, GPUS, fixed, wanted)
 
@@ -70,7 +82,8 @@ def everything(free_connections):
     return [search.plan(choice) for core in search.cores() for choice in search.variants(core)], search
 
 
-# --- the search ------------------------------------------------------------------------------------------------------------------
+# --- the search
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_search_finds_what_trying_everything_finds(everything):
@@ -92,18 +105,25 @@ def test_what_fits_a_run_accepts_and_holds_no_more(everything):
     for plan in plans:
         assert search.bounds.memory(plan.choice) <= plan.memory.total * 1.02, plan.choice
         bound = search.bounds.time(plan.choice)
-        assert search.bounds.alone(plan.choice) <= bound * (1 + 1e-9) and bound <= plan.step.total * (1 + 1e-9), plan.choice
+        assert search.bounds.alone(plan.choice) <= bound * (1 + 1e-9) and bound <= plan.step.total * (1 + 1e-9), (
+            plan.choice
+        )
         if plan.choice.pp == 1:
             assert bound == pytest.approx(plan.step.total), "nothing of such a step has to be simulated"
         if plan.fits:
             check(configured(search.base, plan.choice), GPUS, leave_out=dry_run.ABOUT_FILES)
     for core in search.cores():
         variants = list(search.variants(core))
-        assert search.bounds.roomy(variants, search.room) == [each for each in variants if search.bounds.memory(each) <= search.room]
+        assert search.bounds.roomy(variants, search.room) == [
+            each for each in variants if search.bounds.memory(each) <= search.room
+        ]
     for plan in plans[::17]:
         whole = max(rank.total for rank in estimate(configured(search.base, plan.choice), GPUS))
-        counted = plan.choice.zero < 3 or plan.memory.total <= search.room  # else what is gathered does not matter any more
-        assert plan.memory.total == whole if counted else plan.memory.total <= whole, "following a few microbatches is following all"
+        # else what is gathered does not matter any more
+        counted = plan.choice.zero < 3 or plan.memory.total <= search.room
+        assert plan.memory.total == whole if counted else plan.memory.total <= whole, (
+            "following a few microbatches is following all"
+        )
 
 
 def test_a_run_is_predicted_as_its_plan_was(everything):
@@ -125,7 +145,9 @@ def test_a_run_is_predicted_as_its_plan_was(everything):
 def test_the_search_within_a_budget_finds_what_trying_everything_finds():
     """Each layout with the best of what it may recompute. The bounds stay below what the decisions cost."""
     search = small_search(1, offload="none", pp=2, micro_batch_size=2, tp=1)
-    ends = [search.plan(Choice(pp=2, dp=2, micro_batch_size=2, recompute=mode)).memory.total for mode in ("none", "full")]
+    ends = [
+        search.plan(Choice(pp=2, dp=2, micro_batch_size=2, recompute=mode)).memory.total for mode in ("none", "full")
+    ]
     search.room = sum(ends) / 2
     (best,) = search.plans()
     times, put_off = [], 0
@@ -136,7 +158,10 @@ def test_the_search_within_a_budget_finds_what_trying_everything_finds():
         except ConfigError:
             assert not search.plan(replace(variant, recompute="full")).fits
             continue
-        plan, again = search.plan(replace(variant, recompute=decision.recompute)), search.bounds.recomputation(variant, search.room)
+        plan, again = (
+            search.plan(replace(variant, recompute=decision.recompute)),
+            search.bounds.recomputation(variant, search.room),
+        )
         assert all(seconds <= decision.ranks[rank].seconds * (1 + 1e-9) + 1e-12 for rank, seconds in again.items())
         assert search.bounds.time(variant, again) <= plan.step.total * (1 + 1e-9)
         put_off += any(seconds > 0 for seconds in again.values())
@@ -146,19 +171,37 @@ def test_the_search_within_a_budget_finds_what_trying_everything_finds():
 
 def test_offload_is_taken_where_nothing_else_fits():
     search = small_search(5, pp=1, tp=1, micro_batch_size=1, recompute="full")
-    search.room = min(search.plan(choice).memory.total for core in search.cores() for choice in search.variants(core)) + 1
+    search.room = (
+        min(search.plan(choice).memory.total for core in search.cores() for choice in search.variants(core)) + 1
+    )
     assert {plan.choice.offload for plan in search.plans()} == {"cpu", "disk"}
 
 
-# --- the tool --------------------------------------------------------------------------------------------------------------------
+# --- the tool
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def test_json_has_what_is_promised(tool, tmp_path):
     written = tmp_path / "run.yaml"
-    arguments = ("--model", "llama-3-8b", *ARGUMENTS, "--tokens", 1e12, "--price_per_hour", 2, "--plans", 2, "--write", written)
+    arguments = (
+        "--model",
+        "llama-3-8b",
+        *ARGUMENTS,
+        "--tokens",
+        1e12,
+        "--price_per_hour",
+        2,
+        "--plans",
+        2,
+        "--write",
+        written,
+    )
     found = json.loads(tool(*arguments, "--json"))
     assert found["parameters"] == 8_030_261_248 and len(found["plans"]) == 2 and len(found["explanation"]) >= 4
-    keys = "tp pp virtual_stages schedule dp zero micro_batch_size recompute memory_bytes step_time_s tokens_per_second_per_gpu mfu fits"
+    keys = (
+        "tp pp virtual_stages schedule dp zero micro_batch_size recompute memory_bytes step_time_s "
+        "tokens_per_second_per_gpu mfu fits"
+    )
     for plan in found["plans"]:
         assert set(keys.split()) <= plan.keys() and plan["fits"] and plan["tp"] * plan["pp"] * plan["dp"] == 8
         assert sum(plan["step_time_parts_s"].values()) == pytest.approx(plan["step_time_s"])
@@ -172,21 +215,27 @@ def test_json_has_what_is_promised(tool, tmp_path):
     planned = dry_run.read(["--config", str(written)], 8)
     assert (planned.parallel.tp, planned.parallel.pp, planned.parallel.zero) == (best["tp"], best["pp"], best["zero"])
     assert max(rank.total for rank in estimate(planned, 8)) == best["memory_bytes"]
-    assert step_seconds(planned, device_of(planned, "")) == pytest.approx(best["step_time_s"]), "the run's last line is about this plan"
+    assert step_seconds(planned, device_of(planned, "")) == pytest.approx(best["step_time_s"]), (
+        "the run's last line is about this plan"
+    )
 
 
 def test_plans_that_cannot_be_told_apart_are_named(tool):
     found = json.loads(tool("--model", "llama-3-8b", *ARGUMENTS, "--plans", 4, "--json"))
     times = [plan["step_time_s"] for plan in found["plans"]]
     alike = sum(time < times[0] * (1 + ALIKE) for time in times)
-    (sure,) = (line for line in found["explanation"] if line.startswith(f"80 % of published runs are within {INTERVAL:.0%}"))
+    (sure,) = (
+        line for line in found["explanation"] if line.startswith(f"80 % of published runs are within {INTERVAL:.0%}")
+    )
     assert alike > 1 and any(f"first {alike} plans cannot be told apart" in line for line in found["explanation"])
     unknown = json.loads(tool("--model", "llama-3.2-1b", *ARGUMENTS, "--gpu", "l40s", "--plans", 1, "--json"))
     assert unknown["plans"][0]["step_time_interval_s"] is None
     assert "No published run on l40s has been compared with a prediction." in unknown["explanation"]
 
 
-@pytest.mark.parametrize("after, count", [("searching", 0), ("a plan", 2)], ids=["before the first plan", "after two plans"])
+@pytest.mark.parametrize(
+    "after, count", [("searching", 0), ("a plan", 2)], ids=["before the first plan", "after two plans"]
+)
 def test_an_interrupted_search_prints_the_plans_that_it_has(after, count, tool, monkeypatch, capsys):
     """They are the fastest, and --json stays one valid object that says that others are missing."""
     arguments = ("--model", "llama-3-8b", *ARGUMENTS, "--pp", 1, "--offload", "none")
@@ -215,7 +264,11 @@ def test_a_search_tells_how_far_it_is():
     search.progress = lambda what, done=0, total=None, unit="": told.append((what, done, total))
     assert len(search.plans()) == 3
     assert {what for what, _, _ in told} == {"listing the legal layouts", "searching"}
-    assert [(done, total) for what, done, total in told if what == "listing the legal layouts"] == [(0, 3), (1, 3), (2, 3)]
+    assert [(done, total) for what, done, total in told if what == "listing the legal layouts"] == [
+        (0, 3),
+        (1, 3),
+        (2, 3),
+    ]
     assert {done for what, done, total in told if what == "searching" and total == 3} == {0, 1, 2}
 
 
@@ -223,7 +276,22 @@ def test_adapters_are_planned(tool, tmp_path):
     """Frozen weights have no gradients: less is kept and computed, but as much is passed through."""
     own = tmp_path / "adapters.yaml"
     own.write_text("model:\n  preset: llama-3.2-1b\nlora:\n  rank: 16\n")
-    fixed = [*ARGUMENTS, "--tp", 1, "--pp", 1, "--micro_batch_size", 1, "--recompute", "none", "--zero", 1, "--offload", "none", "--json"]
+    fixed = [
+        *ARGUMENTS,
+        "--tp",
+        1,
+        "--pp",
+        1,
+        "--micro_batch_size",
+        1,
+        "--recompute",
+        "none",
+        "--zero",
+        1,
+        "--offload",
+        "none",
+        "--json",
+    ]
     ((full,), (frozen,)) = (json.loads(tool("--model", model, *fixed))["plans"] for model in ("llama-3.2-1b", own))
     assert 0.6 * full["step_time_s"] < frozen["step_time_s"] < full["step_time_s"]
     assert frozen["memory"]["optimizer"] < 0.05 * full["memory"]["optimizer"]
@@ -232,32 +300,64 @@ def test_adapters_are_planned(tool, tmp_path):
 def test_choices_that_are_fixed_stay(tool):
     fixed = ("--tp", 2, "--pp", 2, "--schedule", "zb-v", "--zero", 2, "--micro_batch_size", 1, "--recompute", "full")
     (plan,) = json.loads(tool("--model", "llama-3-8b", *ARGUMENTS, *fixed, "--offload", "none", "--json"))["plans"]
-    assert [plan[name] for name in ("tp", "pp", "dp", "schedule", "virtual_stages", "zero", "recompute")] == [2, 2, 2, "zb-v", 2, 2, "full"]
+    assert [plan[name] for name in ("tp", "pp", "dp", "schedule", "virtual_stages", "zero", "recompute")] == [
+        2,
+        2,
+        2,
+        "zb-v",
+        2,
+        2,
+        "full",
+    ]
 
 
 def test_shards_stay_inside_a_node_where_asked(tool, tmp_path):
     """Of two nodes: ZeRO-3 within each, the same shards on both."""
-    fixed = ("--zero", 3, "--tp", 1, "--pp", 1, "--micro_batch_size", 1, "--recompute", "none", "--offload", "none", "--cp", 1)
+    fixed = (
+        "--zero",
+        3,
+        "--tp",
+        1,
+        "--pp",
+        1,
+        "--micro_batch_size",
+        1,
+        "--recompute",
+        "none",
+        "--offload",
+        "none",
+        "--cp",
+        1,
+    )
     arguments = ("--model", "llama-3.2-1b", *ARGUMENTS, "--gpus", 16, *fixed, "--plans", 2)
     both = json.loads(tool(*arguments, "--json"))["plans"]
     assert {plan["dp_shard"] for plan in both} == {None, 8}
     (plan,) = json.loads(tool(*arguments, "--dp_shard", 8, "--write", tmp_path / "run.yaml", "--json"))["plans"]
-    assert plan["dp_shard"] == 8 and plan["step_time_s"] == next(each["step_time_s"] for each in both if each["dp_shard"] == 8)
+    assert plan["dp_shard"] == 8 and plan["step_time_s"] == next(
+        each["step_time_s"] for each in both if each["dp_shard"] == 8
+    )
     assert dry_run.read(["--config", str(tmp_path / "run.yaml")], 16).parallel.dp_shard == 8
     assert "ZeRO-3 within 8" in tool(*arguments, "--dp_shard", 8)
-    plans = json.loads(tool("--model", "llama-3.2-1b", *ARGUMENTS, "--gpus", 16, "--dp_shard", 8, "--plans", 3, "--json"))["plans"]
+    plans = json.loads(
+        tool("--model", "llama-3.2-1b", *ARGUMENTS, "--gpus", 16, "--dp_shard", 8, "--plans", 3, "--json")
+    )["plans"]
     assert {plan["dp_shard"] for plan in plans} == {8}, "layouts with fewer data ranks have no such plan"
 
 
 def test_stages_of_a_rank_that_are_fixed_rule_out_other_schedules(tool):
     fixed = ("--virtual_stages", 4, "--offload", "none", "--recompute", "none", "--plans", 3)
     plans = json.loads(tool("--model", "llama-3-8b", *ARGUMENTS, *fixed, "--json"))["plans"]
-    assert plans and all(plan["virtual_stages"] == 4 and plan["schedule"] == "interleaved" and plan["pp"] > 1 for plan in plans)
+    assert plans and all(
+        plan["virtual_stages"] == 4 and plan["schedule"] == "interleaved" and plan["pp"] > 1 for plan in plans
+    )
 
 
 def test_tensor_parallel_groups_stay_inside_nodes_unless_they_are_fixed():
     base = from_dict(
-        {"model": SMALL | {"num_attention_heads": 12, "hidden_size": 96, "intermediate_size": 144}, "data": {"sequence_length": 48}}
+        {
+            "model": SMALL | {"num_attention_heads": 12, "hidden_size": 96, "intermediate_size": 144},
+            "data": {"sequence_length": 48},
+        }
     )
     job = Job(base.model, replace(find("a100"), per_node=4), 48, 24)
     base.train.global_batch_size = 24
@@ -280,14 +380,17 @@ def test_text_says_why_and_walks_from_one_gpu_to_offload(tool):
     assert "Fastest: " in text and "Its fullest rank takes" in text and " slower" in text
     rungs = [line.partition(":")[0] for line in text.splitlines()[-11:]]
     assert [
-        name for name in ("one GPU", "replicas", "ZeRO-1", "ZeRO-2", "ZeRO-3", "recomputation", "tensor", "offload") if name in rungs
+        name
+        for name in ("one GPU", "replicas", "ZeRO-1", "ZeRO-2", "ZeRO-3", "recomputation", "tensor", "offload")
+        if name in rungs
     ] == [*("one GPU", "replicas", "ZeRO-1", "ZeRO-2", "ZeRO-3", "recomputation", "tensor", "offload")]
     (replicas,) = (line for line in text.splitlines() if line.startswith("replicas"))
     assert "does not fit into 80.0 GiB" in replicas
 
 
 def test_a_written_plan_trains(tool, tmp_path):
-    """The way of a small model: its shape in a file, a plan for one process, and steps with the configuration that comes out."""
+    """The way of a small model: its shape in a file, a plan for one process, and steps with the configuration that
+    comes out."""
     shape, plan = tmp_path / "shape.yaml", tmp_path / "plan.yaml"
     lines = "".join(f"  {key}: {value}\n" for key, value in SMALL.items())
     shape.write_text(f"model:\n{lines}train:\n  steps: 2\noptimizer:\n  lr: 0.01\n")
@@ -306,20 +409,41 @@ def test_a_written_plan_trains(tool, tmp_path):
     "arguments, message",
     [
         ([], "--model, --gpus, --gpu, --sequence_length, --global_batch_size are missing."),
-        (["--model", "llama-3-8b", "--gpus", "8", "--gpu", "h100", "--sequence_length", "8192"], "--global_batch_size is missing."),
+        (
+            ["--model", "llama-3-8b", "--gpus", "8", "--gpu", "h100", "--sequence_length", "8192"],
+            "--global_batch_size is missing.",
+        ),
         (["--model", "lama-3-8b"], "--model lama-3-8b is not a known model."),
         (["--model", "llama-3-8b", *ARGUMENTS, "--gpu", "h10"], "--gpu h10 is not in the table"),
         (["--model", "llama-3-8b", *ARGUMENTS, "--tp", "3"], "No layout is legal: parallel.tp = 3 does not divide"),
-        (["--model", "llama-3-8b", *ARGUMENTS, "--dp_shard", "3"], "No layout is legal: parallel.dp_shard = 3 does not divide"),
-        (["--model", "llama-3-8b", *ARGUMENTS, "--dp_shard", "4", "--zero", "0"], "parallel.dp_shard = 4 has nothing to shard"),
+        (
+            ["--model", "llama-3-8b", *ARGUMENTS, "--dp_shard", "3"],
+            "No layout is legal: parallel.dp_shard = 3 does not divide",
+        ),
+        (
+            ["--model", "llama-3-8b", *ARGUMENTS, "--dp_shard", "4", "--zero", "0"],
+            "parallel.dp_shard = 4 has nothing to shard",
+        ),
         (["--model", "llama-3-8b", *ARGUMENTS, "--sequence_length", "9000"], "data.sequence_length = 9000 exceeds"),
         (["--model", "llama-3-8b", *ARGUMENTS, "--sequence_length", "131072"], "or take the preset llama-3.1-8b."),
-        (["--model", "llama-3-8b", *ARGUMENTS, "--gpu", "v100-32gb", "--precision", "bf16"], "--precision bf16 has no peak on v100-32gb"),
-        (["--model", "nowhere.json", *ARGUMENTS], "--model nowhere.json can not be read: No such file or directory. Give the config.json"),
+        (
+            ["--model", "llama-3-8b", *ARGUMENTS, "--gpu", "v100-32gb", "--precision", "bf16"],
+            "--precision bf16 has no peak on v100-32gb",
+        ),
+        (
+            ["--model", "nowhere.json", *ARGUMENTS],
+            "--model nowhere.json can not be read: No such file or directory. Give the config.json",
+        ),
         (["--model", "tiny", *ARGUMENTS], "--model tiny leaves the vocabulary to the data"),
         (["--model", "llama-3-70b", *ARGUMENTS, "--gpu", "rtx-4090", "--gpus", "1"], "Nothing fits: even one device"),
-        (["--model", "llama-3-70b", *ARGUMENTS, "--gpus", "4", "--offload", "cpu"], "Nothing fits: tp4, ZeRO-3, micro-batches of 1"),
-        (["--model", "llama-3-8b", *ARGUMENTS, "--recompute", "every-x"], "train.recompute = every-x is not a recomputation mode."),
+        (
+            ["--model", "llama-3-70b", *ARGUMENTS, "--gpus", "4", "--offload", "cpu"],
+            "Nothing fits: tp4, ZeRO-3, micro-batches of 1",
+        ),
+        (
+            ["--model", "llama-3-8b", *ARGUMENTS, "--recompute", "every-x"],
+            "train.recompute = every-x is not a recomputation mode.",
+        ),
         (
             ["--model", "llama-3-8b", *ARGUMENTS, "--schedule", "1f1b", "--virtual_stages", "2"],
             "parallel.virtual_stages = 2 does not belong",
@@ -329,7 +453,10 @@ def test_a_written_plan_trains(tool, tmp_path):
             ["--model", "llama-3-8b", *ARGUMENTS, "--pp", "1", "--virtual_stages", "2"],
             "no sizes go with pp = 1, virtual_stages = 2. Fix less",
         ),
-        (["--model", "llama-3-8b", *ARGUMENTS, "--write", "nowhere/run.yaml"], "there is no directory nowhere. Make it first."),
+        (
+            ["--model", "llama-3-8b", *ARGUMENTS, "--write", "nowhere/run.yaml"],
+            "there is no directory nowhere. Make it first.",
+        ),
         (["--model", "llama-3-8b", *ARGUMENTS, "--gpus", "0"], "argument --gpus: '0' is not a positive integer"),
     ],
 )
@@ -353,16 +480,34 @@ def test_a_file_that_is_no_configuration_is_one_message(tool, capsys, tmp_path, 
 
 def test_the_layout_of_a_configuration_is_replaced(tool, tmp_path):
     layout = "parallel: {tp: 4, pp: 2, schedule: interleaved, virtual_stages: 2}"
-    (tmp_path / "run.yaml").write_text(f"model: {{preset: gpt2-124m, vocab_size: 512}}\ntrain: {{precision: bf16}}\n{layout}")
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{preset: gpt2-124m, vocab_size: 512}}\ntrain: {{precision: bf16}}\n{layout}"
+    )
     words = ["--gpus", 1, "--gpu", "h100", "--sequence_length", 512, "--global_batch_size", 8, "--plans", 1, "--json"]
     assert json.loads(tool("--model", tmp_path / "run.yaml", *words))["plans"]
 
 
 def test_the_length_of_a_run_is_that_of_the_planned_batch(tmp_path):
     """In tokens, and with a warm-up that is a share of it: 10^6 / (64 · 128) steps."""
-    (tmp_path / "run.yaml").write_text("model: {preset: tiny, vocab_size: 257}\ntrain: {tokens: 1M}\noptimizer: {warmup_steps: 5%}")
-    words = ["--model", str(tmp_path / "run.yaml"), "--gpu", "h100", "--sequence_length", "128", "--global_batch_size", "64"]
+    (tmp_path / "run.yaml").write_text(
+        "model: {preset: tiny, vocab_size: 257}\ntrain: {tokens: 1M}\noptimizer: {warmup_steps: 5%}"
+    )
+    words = [
+        "--model",
+        str(tmp_path / "run.yaml"),
+        "--gpu",
+        "h100",
+        "--sequence_length",
+        "128",
+        "--global_batch_size",
+        "64",
+    ]
     words += ["--tokens", "300B"]
     options = planning.parser().parse_args(words)
     config = planning.base_config(options)
-    assert (config.train.steps, config.train.tokens, config.optimizer.warmup_steps, options.tokens) == (123, None, 7, 300 * 10**9)
+    assert (config.train.steps, config.train.tokens, config.optimizer.warmup_steps, options.tokens) == (
+        123,
+        None,
+        7,
+        300 * 10**9,
+    )

@@ -25,8 +25,19 @@ def test_the_job_saves_before_its_end_and_queues_itself_again(tmp_path):
         (tmp_path / name).chmod(0o755)
     run, port = tmp_path / "run", str(20_000 + os.getpid() % 20_000)
     full = command(run, write_tokens(tmp_path, 96))
-    job = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node[1]", "SLURM_NNODES": "1", "CALLS": str(tmp_path / "calls"), "PORT": port}
-    ours = {"TORCHRUN": str(tmp_path / "torchrun"), "PROCESSES": "2", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
+    job = {
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NODELIST": "node[1]",
+        "SLURM_NNODES": "1",
+        "CALLS": str(tmp_path / "calls"),
+        "PORT": port,
+    }
+    ours = {
+        "TORCHRUN": str(tmp_path / "torchrun"),
+        "PROCESSES": "2",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+        "OMP_NUM_THREADS": "1",
+    }
     process = subprocess.Popen(
         ["bash", "tools/slurm/train.sbatch", *full[full.index("pretrain.py") + 1 :], "--train.stop_after", "100s"],
         cwd=ROOT,

@@ -64,7 +64,9 @@ ASCII = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONC
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["train", "--help"], ["nosuch"], ["bubble", "--pp", "2", "--microbatches", "4", "--compare"]], ids=" ".join
+    "words",
+    [["--help"], ["train", "--help"], ["nosuch"], ["bubble", "--pp", "2", "--microbatches", "4", "--compare"]],
+    ids=" ".join,
 )
 def test_a_character_that_the_terminal_lacks_costs_no_traceback(words: list[str]) -> None:
     environment = {**os.environ, "PYTHONPATH": package_path(), **ASCII}
@@ -86,7 +88,16 @@ def test_a_run_on_such_a_terminal_trains(tmp_path: Path) -> None:
         "--model.num_attention_heads",
         "2",
     ]
-    data = ["--data.train", prefix, "--data.sequence_length", "16", "--train.global_batch_size", "4", "--train.steps", "2"]
+    data = [
+        "--data.train",
+        prefix,
+        "--data.sequence_length",
+        "16",
+        "--train.global_batch_size",
+        "4",
+        "--train.steps",
+        "2",
+    ]
     words = ["train", "--nproc", "2", "--tp", "2", "--run.dir", str(tmp_path), "--run.name", "run", *shape, *data]
     environment = {**os.environ, "PYTHONPATH": package_path(), "OMP_NUM_THREADS": "1", **ASCII}
     ended = subprocess.run([sys.executable, "-m", "megalite", *words], capture_output=True, env=environment)

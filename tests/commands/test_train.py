@@ -24,13 +24,38 @@ from megalite.training.watchdog import Watchdog
 from tests.distributed.support.configs import write_tokens
 from tests.structure.sources import ROOT
 
-SHAPE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 16}
+SHAPE = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 16,
+}
 
 
 def start(run: Path, prefix: str, *options: str) -> subprocess.Popen[str]:
     shape = [each for name, value in SHAPE.items() for each in (f"--model.{name}", str(value))]
-    data = ["--data.train", prefix, "--data.sequence_length", "16", "--train.global_batch_size", "4", "--train.steps", "100000"]
-    arguments = ["--run.dir", str(run.parent), "--run.name", run.name, *shape, *data, "--optimizer.decay", "constant", *options]
+    data = [
+        "--data.train",
+        prefix,
+        "--data.sequence_length",
+        "16",
+        "--train.global_batch_size",
+        "4",
+        "--train.steps",
+        "100000",
+    ]
+    arguments = [
+        "--run.dir",
+        str(run.parent),
+        "--run.name",
+        run.name,
+        *shape,
+        *data,
+        "--optimizer.decay",
+        "constant",
+        *options,
+    ]
     return subprocess.Popen(
         [sys.executable, "-m", "megalite", "train", *arguments],
         cwd=ROOT,
@@ -42,7 +67,8 @@ def start(run: Path, prefix: str, *options: str) -> subprocess.Popen[str]:
 
 
 def test_two_jobs_in_one_directory(tmp_path):
-    """The second is refused with the first's name and changes nothing; after a kill of the first it takes over and continues."""
+    """The second is refused with the first's name and changes nothing; after a kill of the first it takes over and
+    continues."""
     run, prefix = tmp_path / "run", write_tokens(tmp_path, 96)
     first = start(run, prefix, "--checkpoint.interval", "5", "--checkpoint.keep", "2")
     try:
@@ -73,7 +99,9 @@ def test_what_auto_has_become_is_a_line_and_follows_the_device_that_torch_sees(t
     """A driver without a GPU that torch can use: the precision is that of the CPU, not the expected one."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     options = {"data": {"train": write_tokens(tmp_path, 96), "sequence_length": 16}, "run": {"dir": str(tmp_path)}}
-    config = from_dict({"model": {**SHAPE, "vocab_size": 96}, "parallel": {"dp": 1}, "train": {"precision": "fp16"}, **options})
+    config = from_dict(
+        {"model": {**SHAPE, "vocab_size": 96}, "parallel": {"dp": 1}, "train": {"precision": "fp16"}, **options}
+    )
     _, _, remarks = check_run(config, Choice("fp16", "cuda", "the run is on a GPU"))
     cpu = of_device("cpu")
     assert config.train.precision == cpu.precision and remarks[0] == cpu.describe()
@@ -102,7 +130,9 @@ def test_the_watchdog_covers_the_start(monkeypatch):
     monkeypatch.setattr(train, "load", lambda world_size: SimpleNamespace(config=Config(), choice=None))
     monkeypatch.setattr(train, "set_variables", lambda network: [])
     monkeypatch.setattr(train, "check_run", lambda config, choice: (torch.device("cpu"), None, []))
-    monkeypatch.setattr(train, "start", lambda config, device: (SimpleNamespace(restarted=False), None, Mesh(Layout()), []))
+    monkeypatch.setattr(
+        train, "start", lambda config, device: (SimpleNamespace(restarted=False), None, Mesh(Layout()), [])
+    )
     monkeypatch.setattr(train, "end_run", end_run)
     monkeypatch.setattr("megalite.training.trainer.Trainer", trainer)
     monkeypatch.setattr(Watchdog, "__enter__", lambda self: order.append("watched"))

@@ -73,7 +73,16 @@ def run_tool(*arguments: str) -> subprocess.CompletedProcess:
 
 def test_command_line(prefix):
     """A mixture of experts on two ranks, in fp64, where no token chooses other experts."""
-    model = ["--model.preset", "tiny", "--model.num_hidden_layers", "2", "--model.num_experts", "4", "--model.moe_intermediate_size", "32"]
+    model = [
+        "--model.preset",
+        "tiny",
+        "--model.num_hidden_layers",
+        "2",
+        "--model.num_experts",
+        "4",
+        "--model.moe_intermediate_size",
+        "32",
+    ]
     data = ["--data.train", prefix, "--data.sequence_length", "16", "--train.precision", "fp64"]
     batch = ["--train.global_batch_size", "8", "--train.micro_batch_size", "2"]
     done = run_tool("--dp", "2", "--parallel.ep", "2", "--steps", "2", "--json", *model, *data, *batch)

@@ -14,8 +14,20 @@ import pytest
 from megalite.config import hub
 
 LLAMA: dict[str, Any] = {
-    **{"model_type": "llama", "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4},
-    **{"vocab_size": 300, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True},
+    **{
+        "model_type": "llama",
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    },
+    **{
+        "vocab_size": 300,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+    },
 }
 SHAPE = {"config.json": json.dumps(LLAMA)}
 TOKENIZER = {"tokenizer.json": "{}", "tokenizer_config.json": "{}"}

@@ -2,13 +2,30 @@
 
 from typing import Any
 
-SIZES = {"vocab_size": 100, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddings": 64}
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 64,
+}
 DENSE = SIZES | {"intermediate_size": 80}
 GROUPED = DENSE | {"num_key_value_heads": 2}
-LATENT = DENSE | {"num_key_value_heads": 6, "n_routed_experts": 8, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+LATENT = DENSE | {
+    "num_key_value_heads": 6,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2,
+}
 LATENT |= {"first_k_dense_replace": 1, "moe_layer_freq": 1, "q_lora_rank": None}
 FALCON = SIZES | {"layer_norm_epsilon": 1e-5, "alibi": False, "bias": False, "multi_query": True, "parallel_attn": True}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 DEFAULT = {"rope_type": "default", "rope_theta": 5e5}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
@@ -21,19 +38,41 @@ ACCEPTED: list[tuple[str, dict[str, Any], list[str]]] = [
         GROUPED | {"model_type": "llama", "unsloth_version": "2026.4.2", "unsloth_fixed": True},
         ["unsloth_version", "unsloth_fixed"],
     ),
-    ("an internal version", GROUPED | {"model_type": "qwen3", "head_dim": 16, "version": "r7", "_tag": {"a": 1}}, ["version", "_tag"]),
-    ("Llama-2-13b", DENSE | {"model_type": "llama", "num_key_value_heads": 6, "pretraining_tp": 2, "pad_token_id": 0}, ["pretraining_tp"]),
-    ("Llama-2 of MLC", DENSE | {"model_type": "llama", "context_window_size": 64, "pretraining_tp": 1}, ["context_window_size"]),
+    (
+        "an internal version",
+        GROUPED | {"model_type": "qwen3", "head_dim": 16, "version": "r7", "_tag": {"a": 1}},
+        ["version", "_tag"],
+    ),
+    (
+        "Llama-2-13b",
+        DENSE | {"model_type": "llama", "num_key_value_heads": 6, "pretraining_tp": 2, "pad_token_id": 0},
+        ["pretraining_tp"],
+    ),
+    (
+        "Llama-2 of MLC",
+        DENSE | {"model_type": "llama", "context_window_size": 64, "pretraining_tp": 1},
+        ["context_window_size"],
+    ),
     (
         "Llama-3.1 by axolotl",
-        GROUPED | {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": LLAMA3, "_attn_implementation_autoset": True},
+        GROUPED
+        | {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": LLAMA3, "_attn_implementation_autoset": True},
         [],
     ),
-    ("Llama of nanotron", GROUPED | {"model_type": "llama", "rope_interleaved": True, "is_llama_config": True}, ["rope_interleaved"]),
-    ("Qwen rewritten as Llama", GROUPED | {"model_type": "llama", "max_window_layers": 28, "sliding_window": None}, ["max_window_layers"]),
+    (
+        "Llama of nanotron",
+        GROUPED | {"model_type": "llama", "rope_interleaved": True, "is_llama_config": True},
+        ["rope_interleaved"],
+    ),
+    (
+        "Qwen rewritten as Llama",
+        GROUPED | {"model_type": "llama", "max_window_layers": 28, "sliding_window": None},
+        ["max_window_layers"],
+    ),
     (
         "transformers 5",
-        GROUPED | {"model_type": "llama", "dtype": "bfloat16", "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        GROUPED
+        | {"model_type": "llama", "dtype": "bfloat16", "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
         [],
     ),
     (
@@ -41,62 +80,143 @@ ACCEPTED: list[tuple[str, dict[str, Any], list[str]]] = [
         GROUPED | {"model_type": "mistral", "quantization_config": None, "compression_config": {}},
         ["compression_config"],
     ),
-    ("Llama with the field of a mixture", GROUPED | {"model_type": "llama", "num_local_experts": 8}, ["num_local_experts"]),
+    (
+        "Llama with the field of a mixture",
+        GROUPED | {"model_type": "llama", "num_local_experts": 8},
+        ["num_local_experts"],
+    ),
     ("Llama with the field of Cohere", GROUPED | {"model_type": "llama", "logit_scale": 0.5}, ["logit_scale"]),
-    ("Command-R7B, another activation", GROUPED | {"model_type": "cohere2", "use_gated_activation": False}, ["use_gated_activation"]),
-    ("linear rope with a mark", GROUPED | {"model_type": "llama", "rope_scaling": LINEAR | {"beta": 3}}, ["rope_scaling.beta"]),
+    (
+        "Command-R7B, another activation",
+        GROUPED | {"model_type": "cohere2", "use_gated_activation": False},
+        ["use_gated_activation"],
+    ),
+    (
+        "linear rope with a mark",
+        GROUPED | {"model_type": "llama", "rope_scaling": LINEAR | {"beta": 3}},
+        ["rope_scaling.beta"],
+    ),
     (
         "llama3 rope, the original length twice",
         GROUPED | {"model_type": "llama", "rope_scaling": LLAMA3, "original_max_position_embeddings": 16},
         [],
     ),
-    ("both rope fields", GROUPED | {"model_type": "qwen3", "head_dim": 16, "rope_scaling": LINEAR, "rope_parameters": DEFAULT}, []),
+    (
+        "both rope fields",
+        GROUPED | {"model_type": "qwen3", "head_dim": 16, "rope_scaling": LINEAR, "rope_parameters": DEFAULT},
+        [],
+    ),
     (
         "both rope fields, with windows",
         GROUPED
-        | {"model_type": "olmo3", "rope_scaling": LINEAR, "rope_parameters": {"full_attention": DEFAULT, "sliding_attention": DEFAULT}},
+        | {
+            "model_type": "olmo3",
+            "rope_scaling": LINEAR,
+            "rope_parameters": {"full_attention": DEFAULT, "sliding_attention": DEFAULT},
+        },
         [],
     ),
-    ("yarn with a mark", GROUPED | {"model_type": "llama", "rope_scaling": YARN | {"finetuned": True}}, ["rope_scaling.finetuned"]),
-    ("Qwen2.5-1M", GROUPED | {"model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": 8}}, ["dual_chunk_attention_config"]),
-    ("Qwen2.5-Coder", GROUPED | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 131072, "use_mrope": False}, []),
-    ("Qwen3", GROUPED | {"model_type": "qwen3", "head_dim": 16, "max_window_layers": 28, "attn_implementation": "sdpa"}, []),
+    (
+        "yarn with a mark",
+        GROUPED | {"model_type": "llama", "rope_scaling": YARN | {"finetuned": True}},
+        ["rope_scaling.finetuned"],
+    ),
+    (
+        "Qwen2.5-1M",
+        GROUPED | {"model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": 8}},
+        ["dual_chunk_attention_config"],
+    ),
+    (
+        "Qwen2.5-Coder",
+        GROUPED | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 131072, "use_mrope": False},
+        [],
+    ),
+    (
+        "Qwen3",
+        GROUPED | {"model_type": "qwen3", "head_dim": 16, "max_window_layers": 28, "attn_implementation": "sdpa"},
+        [],
+    ),
     (
         "Qwen3-MoE",
-        GROUPED | {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        GROUPED
+        | {
+            "model_type": "qwen3_moe",
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
         [],
     ),
     (
         "Qwen2-MoE, both names",
-        GROUPED | {"model_type": "qwen2_moe", "num_experts": 4, "num_local_experts": 4, "shared_expert_intermediate_size": 24},
+        GROUPED
+        | {"model_type": "qwen2_moe", "num_experts": 4, "num_local_experts": 4, "shared_expert_intermediate_size": 24},
         ["num_local_experts"],
     ),
-    ("Mixtral", GROUPED | {"model_type": "mixtral", "num_local_experts": 4, "router_jitter_noise": 0.0, "output_router_logits": True}, []),
-    ("OLMoE", GROUPED | {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": None, "rope_scaling": None}, []),
     (
-        "Pythia",
-        DENSE | {"model_type": "gpt_neox", "num_key_value_heads": 6, "head_dim": 8, "hidden_dropout": 0.0, "classifier_dropout": 0.1},
+        "Mixtral",
+        GROUPED
+        | {"model_type": "mixtral", "num_local_experts": 4, "router_jitter_noise": 0.0, "output_router_logits": True},
         [],
     ),
-    ("GPT-NeoX, old", DENSE | {"model_type": "gpt_neox", "attention_probs_dropout_prob": 0.1}, ["attention_probs_dropout_prob"]),
+    (
+        "OLMoE",
+        GROUPED
+        | {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": None, "rope_scaling": None},
+        [],
+    ),
+    (
+        "Pythia",
+        DENSE
+        | {
+            "model_type": "gpt_neox",
+            "num_key_value_heads": 6,
+            "head_dim": 8,
+            "hidden_dropout": 0.0,
+            "classifier_dropout": 0.1,
+        },
+        [],
+    ),
+    (
+        "GPT-NeoX, old",
+        DENSE | {"model_type": "gpt_neox", "attention_probs_dropout_prob": 0.1},
+        ["attention_probs_dropout_prob"],
+    ),
     (
         "StableLM",
         GROUPED | {"model_type": "stablelm", "head_dim": 8, "hidden_dropout": 0.0, "rope_pct": 0.25, "norm_eps": 1e-5},
         ["rope_pct", "norm_eps"],
     ),
-    ("StarCoder2", GROUPED | {"model_type": "starcoder2", "norm_type": "layer_norm", "mlp_type": "default"}, ["norm_type"]),
+    (
+        "StarCoder2",
+        GROUPED | {"model_type": "starcoder2", "norm_type": "layer_norm", "mlp_type": "default"},
+        ["norm_type"],
+    ),
     (
         "Granite",
-        GROUPED | {"model_type": "granite", "attention_multiplier": 0.01, "embedding_multiplier": 12.0, "logits_scaling": 16.0},
+        GROUPED
+        | {"model_type": "granite", "attention_multiplier": 0.01, "embedding_multiplier": 12.0, "logits_scaling": 16.0},
         [],
     ),
     (
         "Gemma 2",
-        GROUPED | {"model_type": "gemma2", "head_dim": 16, "hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"},
+        GROUPED
+        | {"model_type": "gemma2", "head_dim": 16, "hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"},
         ["hidden_act"],
     ),
-    ("Gemma 3", GROUPED | {"model_type": "gemma3_text", "head_dim": 16, "attn_logit_softcapping": None, "sliding_window_pattern": 6}, []),
-    ("Phi-3-mini", GROUPED | {"model_type": "phi3", "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "sliding_window": 64}, []),
+    (
+        "Gemma 3",
+        GROUPED
+        | {"model_type": "gemma3_text", "head_dim": 16, "attn_logit_softcapping": None, "sliding_window_pattern": 6},
+        [],
+    ),
+    (
+        "Phi-3-mini",
+        GROUPED
+        | {"model_type": "phi3", "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "sliding_window": 64},
+        [],
+    ),
     (
         "Phi-4-mini",
         GROUPED
@@ -104,16 +224,23 @@ ACCEPTED: list[tuple[str, dict[str, Any], list[str]]] = [
         | {"original_max_position_embeddings": 16},
         [],
     ),
-    ("SmolLM3", GROUPED | {"model_type": "smollm3", "pretraining_tp": 2, "no_rope_layers": [1, 1, 0], "use_sliding_window": False}, []),
+    (
+        "SmolLM3",
+        GROUPED
+        | {"model_type": "smollm3", "pretraining_tp": 2, "no_rope_layers": [1, 1, 0], "use_sliding_window": False},
+        [],
+    ),
     ("Minitron", GROUPED | {"model_type": "nemotron", "kv_channels": 8, "num_query_groups": 2}, ["num_query_groups"]),
     (
         "Command-R7B",
-        GROUPED | {"model_type": "cohere2", "head_dim": 8, "rotary_pct": 1.0, "use_gated_activation": True, "layer_switch": 4},
+        GROUPED
+        | {"model_type": "cohere2", "head_dim": 8, "rotary_pct": 1.0, "use_gated_activation": True, "layer_switch": 4},
         [],
     ),
     (
         "Falcon 7B",
-        FALCON | {"model_type": "falcon", "num_kv_heads": 6, "n_layer": 3, "attention_dropout": 0.0, "hidden_dropout": 0.0},
+        FALCON
+        | {"model_type": "falcon", "num_kv_heads": 6, "n_layer": 3, "attention_dropout": 0.0, "hidden_dropout": 0.0},
         ["n_layer"],
     ),
     (
@@ -121,22 +248,48 @@ ACCEPTED: list[tuple[str, dict[str, Any], list[str]]] = [
         {key: value for key, value in FALCON.items() if key != "hidden_size"} | {"model_type": "falcon", "n_embed": 48},
         [],
     ),
-    ("DialoGPT", {"model_type": "gpt2", "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64, "n_ctx": 64, "vocab_size": 100}, []),
+    (
+        "DialoGPT",
+        {
+            "model_type": "gpt2",
+            "n_embd": 48,
+            "n_layer": 3,
+            "n_head": 6,
+            "n_positions": 64,
+            "n_ctx": 64,
+            "vocab_size": 100,
+        },
+        [],
+    ),
     ("GPT-2, general names", DENSE | {"model_type": "gpt2", "n_inner": 96}, ["intermediate_size"]),
     (
         "DeepSeek-V2-Lite",
-        LATENT | {"model_type": "deepseek_v2", "ep_size": 1, "seq_aux": True, "n_shared_experts": 2, "pretraining_tp": 4},
+        LATENT
+        | {"model_type": "deepseek_v2", "ep_size": 1, "seq_aux": True, "n_shared_experts": 2, "pretraining_tp": 4},
         ["pretraining_tp"],
     ),
     (
         "Kimi-K2",
-        LATENT | {"model_type": "deepseek_v3", "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0, "vision_patch_size": 14},
+        LATENT
+        | {
+            "model_type": "deepseek_v3",
+            "n_group": 1,
+            "topk_group": 1,
+            "num_nextn_predict_layers": 0,
+            "vision_patch_size": 14,
+        },
         ["vision_patch_size"],
     ),
     (
         "gpt-oss",
         GROUPED
-        | {"model_type": "gpt_oss", "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "experts_per_token": 2}
+        | {
+            "model_type": "gpt_oss",
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "experts_per_token": 2,
+        }
         | {"initial_context_length": 16, "sliding_window": 8, "rope_scaling": YARN | {"truncate": False}},
         ["experts_per_token", "initial_context_length"],
     ),
@@ -162,17 +315,38 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
     ({"per_layer_config": {"0": {"intermediate_size": 40}}}, "per_layer_config = "),
     ({"transformers_weights": "other.safetensors"}, "transformers_weights = 'other.safetensors' is not handled"),
     ({"configuration_files": ["config.4.0.0.json"]}, "configuration_files = ['config.4.0.0.json'] is not handled"),
-    ({"sliding_window": 8}, "sliding_window = 8 is not handled by the llama family. Remove it if a llama model computes the same."),
+    (
+        {"sliding_window": 8},
+        "sliding_window = 8 is not handled by the llama family. Remove it if a llama model computes the same.",
+    ),
     (
         {"model_type": "gpt_neox", "num_key_value_heads": 2},
         "num_key_value_heads = 2 is not handled by the gpt_neox family. Legal value: 6.",
     ),
-    ({"model_type": "gpt_neox", "head_dim": 16}, "head_dim = 16 is not handled by the gpt_neox family. Legal value: 8."),
-    ({"model_type": "stablelm", "hidden_dropout": 0.1}, "hidden_dropout = 0.1 is not handled by the stablelm family. Legal value: 0.0."),
+    (
+        {"model_type": "gpt_neox", "head_dim": 16},
+        "head_dim = 16 is not handled by the gpt_neox family. Legal value: 8.",
+    ),
+    (
+        {"model_type": "stablelm", "hidden_dropout": 0.1},
+        "hidden_dropout = 0.1 is not handled by the stablelm family. Legal value: 0.0.",
+    ),
     ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv = 8.0 is not handled by the olmoe family."),
-    ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not handled by the mixtral family."),
-    ({"model_type": "mixtral", "num_experts": 4, "num_local_experts": 8}, "num_experts = 4 contradicts num_local_experts = 8: both are"),
-    ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention = True is not handled by the gemma2"),
+    (
+        {"model_type": "mixtral", "router_jitter_noise": 0.1},
+        "router_jitter_noise = 0.1 is not handled by the mixtral family.",
+    ),
+    (
+        {"model_type": "mixtral", "num_experts": 4, "num_local_experts": 8},
+        "num_experts = 4 contradicts num_local_experts = 8: both are",
+    ),
+    (
+        {"model_type": "gemma2", "use_bidirectional_attention": True},
+        "use_bidirectional_attention = True is not handled by the gemma2",
+    ),
     ({"rope_scaling": "linear"}, "rope_scaling = 'linear' is not an object"),
-    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "rope_scaling.partial_rotary_factor = 0.5"),
+    (
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+        "rope_scaling.partial_rotary_factor = 0.5",
+    ),
 ]

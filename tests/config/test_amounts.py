@@ -22,7 +22,8 @@ SMALL = ["--train.global_batch_size", "4", "--train.micro_batch_size", "4", "--d
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with the texts a (101 tokens, 20 samples of 5) and b (51 tokens, 10 samples), and the conversations c."""
+    """A directory with the texts a (101 tokens, 20 samples of 5) and b (51 tokens, 10 samples), and the conversations
+    c."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     for name, first, tokens in (("a", 0, 101), ("b", 101, 51)):
@@ -50,7 +51,15 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str, text: str | None = N
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("300", 300), ("20k", 20_000), ("1.5M", 1_500_000), ("10B", 10**10), ("2 t", 2 * 10**12), ("1.5e9", 1_500_000_000), ("1_000", 1000)]
+    [
+        ("300", 300),
+        ("20k", 20_000),
+        ("1.5M", 1_500_000),
+        ("10B", 10**10),
+        ("2 t", 2 * 10**12),
+        ("1.5e9", 1_500_000_000),
+        ("1_000", 1000),
+    ]
     + [("1.5", None), ("0.0015k", None), ("10X", None), ("10GB", None), ("", None), ("k", None)],
 )
 def test_counts(text: str, number: int | None) -> None:
@@ -59,7 +68,15 @@ def test_counts(text: str, number: int | None) -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("512", 512), ("512MB", 512_000_000), ("5GB", 5 * 10**9), ("1GiB", 1 << 30), ("1.5 KiB", 1536), ("2tb", 2 * 10**12), ("7B", 7)]
+    [
+        ("512", 512),
+        ("512MB", 512_000_000),
+        ("5GB", 5 * 10**9),
+        ("1GiB", 1 << 30),
+        ("1.5 KiB", 1536),
+        ("2tb", 2 * 10**12),
+        ("7B", 7),
+    ]
     + [("5G", None), ("1e", None), ("", None), ("MB", None)],
 )
 def test_sizes(text: str, size: int | None) -> None:
@@ -115,11 +132,23 @@ def test_a_resolved_configuration_has_steps_and_reads_back(capsys: pytest.Captur
     tree = yaml.safe_load(printed)
     assert (tree["train"]["steps"], tree["train"]["epochs"], tree["optimizer"]["warmup_steps"]) == (15, None, 3)
     assert load(text=printed) == load(*argv) == load("--train.steps", "15", "--optimizer.warmup_steps", "3")
-    assert load("--train.epochs", "5", text=printed).train.steps == 25, "the stored configuration of a run does not stand in the way"
+    assert load("--train.epochs", "5", text=printed).train.steps == 25, (
+        "the stored configuration of a run does not stand in the way"
+    )
 
 
 def test_epochs_of_data_that_is_not_there_compare_with_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [*SMALL, "--data.train", "gone", "--train.epochs", "3", "--model.preset", "tiny", "--model.vocab_size", "256"]
+    argv = [
+        *SMALL,
+        "--data.train",
+        "gone",
+        "--train.epochs",
+        "3",
+        "--model.preset",
+        "tiny",
+        "--model.vocab_size",
+        "256",
+    ]
     for warmup in (["500"], ["500", "--optimizer.decay", "wsd"]):
         config = dry_run.read([*argv, "--optimizer.warmup_steps", *warmup], 1)
         assert (config.train.epochs, config.optimizer.warmup_steps) == (3, 500)
@@ -145,7 +174,9 @@ def test_a_plan_tells_which_member_is_read_many_times(here: Path) -> None:
     said = [line.partition(" times")[0] for line in read_often(config)]
     assert said == ["train.steps = 1,000: a is read 160", "train.steps = 1,000: b is read 80"]
     config.train.steps = 200
-    assert [line.partition(" times")[0] for line in read_often(config)] == ["train.steps = 200: a is read 32"], "b is read 16 times"
+    assert [line.partition(" times")[0] for line in read_often(config)] == ["train.steps = 200: a is read 32"], (
+        "b is read 16 times"
+    )
 
 
 def test_an_epoch_is_one_pass_of_the_dataset(here: Path) -> None:
@@ -153,8 +184,10 @@ def test_an_epoch_is_one_pass_of_the_dataset(here: Path) -> None:
     cases = {
         "text": (DataConfig(train="a"), 20),
         "list": (DataConfig(train=["a", "b"]), 30),  # (152 - 1) // 5
-        "held out": (DataConfig(train="a", validation=0.3), 15),  # of 30 tokens, from the start of a document at 80: (80 - 1) // 5
-        "blend": (DataConfig(train={"a": 1.0, "b": 1.0}), 21),  # a, b, a, b …: b's eleventh sample is the one of index 21
+        # of 30 tokens, from the start of a document at 80: (80 - 1) // 5
+        "held out": (DataConfig(train="a", validation=0.3), 15),
+        # a, b, a, b …: b's eleventh sample is the one of index 21
+        "blend": (DataConfig(train={"a": 1.0, "b": 1.0}), 21),
         "conversations": (DataConfig(train="c"), 8),
         "packed": (DataConfig(train="c", packing=True), 5),  # 5 | 5 | 4 + 1 | 3 + 2 | 2 + 1
         "packed, held out": (DataConfig(train="c", packing=True, validation=0.25), 4),  # 5 | 4 + 1 | 3 + 2 | 2
@@ -165,7 +198,9 @@ def test_an_epoch_is_one_pass_of_the_dataset(here: Path) -> None:
         assert samples_per_epoch(data) == dataset.samples_per_epoch == expected, name
         assert members(data) == dataset.members, name
         if data.train != "c":
-            assert len({dataset[i].tobytes() for i in range(expected)}) == expected, f"{name}: no sample is repeated within an epoch"
+            assert len({dataset[i].tobytes() for i in range(expected)}) == expected, (
+                f"{name}: no sample is repeated within an epoch"
+            )
 
 
 @pytest.mark.parametrize(
@@ -178,8 +213,16 @@ def test_an_epoch_is_one_pass_of_the_dataset(here: Path) -> None:
         ),
         ([], "train: {steps: 1.5}", "train.steps = 1.5 in run.yaml is not a number of steps. Write 300, 20k or 1.5M."),
         (["--optimizer.warmup_steps", "1.5"], None, "Write 200, 2k, or a share of train.steps: 5% or 0.05."),
-        (["--train.memory_budget", "150%"], None, "train.memory_budget = 150% on the command line is not a size or a share of the device."),
-        (["--parallel.bucket_mb", "5G"], None, "parallel.bucket_mb = 5G on the command line is not a size. Write 25MB, 32MiB, or 25,"),
+        (
+            ["--train.memory_budget", "150%"],
+            None,
+            "train.memory_budget = 150% on the command line is not a size or a share of the device.",
+        ),
+        (
+            ["--parallel.bucket_mb", "5G"],
+            None,
+            "parallel.bucket_mb = 5G on the command line is not a size. Write 25MB, 32MiB, or 25,",
+        ),
         (
             [],
             "run: {timeout: 600}",
@@ -188,15 +231,28 @@ def test_an_epoch_is_one_pass_of_the_dataset(here: Path) -> None:
         (
             ["--train.steps", "5", "--train.epochs", "1"],
             None,
-            "train.steps = 5 and train.epochs = 1.0 on the command line each say how long the run is. Give one of them.",
+            "train.steps = 5 and train.epochs = 1.0 on the command line each say how long the run is. "
+            "Give one of them.",
         ),
         ([], "train: {tokens: 1M, epochs: 2}", "train.tokens = 1000000 and train.epochs = 2.0 in run.yaml each say"),
-        (["--train.epochs", "3", "--data.train", "gone"], None, "data.train = gone does not exist: there is no gone.bin and no gone.idx."),
-        (["--train.epochs", "3", "--data.train", 300 * "a"], None, f"a does not exist: there is no {300 * 'a'}.bin and no"),
+        (
+            ["--train.epochs", "3", "--data.train", "gone"],
+            None,
+            "data.train = gone does not exist: there is no gone.bin and no gone.idx.",
+        ),
+        (
+            ["--train.epochs", "3", "--data.train", 300 * "a"],
+            None,
+            f"a does not exist: there is no {300 * 'a'}.bin and no",
+        ),
         (["--data.validation", 300 * "a"], None, f"a does not exist: there is no {300 * 'a'}.bin and no"),
         (["--checkpoint.load", 300 * "a"], None, "a is neither auto nor none, nor a checkpoint"),
         (["--train.epochs", "0"], None, "train.epochs = 0.0 is not a positive number."),
-        (["--train.epochs", "1", "--data.sequence_length", "200"], None, "needs 201 tokens for one sample, and a gives 101."),
+        (
+            ["--train.epochs", "1", "--data.sequence_length", "200"],
+            None,
+            "needs 201 tokens for one sample, and a gives 101.",
+        ),
         (["--train.epochs", "1", "--data.train", "{a: 1, b: -1}"], None, "data.train = "),
         (["--optimizer.warmup_steps", "150%"], None, "optimizer.warmup_steps = 150 exceeds train.steps = 100."),
         (["--train.steps", "1e400"], None, "train.steps = 1e400 on the command line is not a number of steps."),
@@ -204,9 +260,15 @@ def test_an_epoch_is_one_pass_of_the_dataset(here: Path) -> None:
         (["--run.seed", "1" + 400 * "0"], None, "is too large."),
         (["--optimizer.lr", "1" + 400 * "0"], None, "is not a number."),
         (["--num_train_epochs", "3"], None, "Here it is called --train.epochs."),
-        (["--warmup_ratio", "0.1"], None, "Here it is called --optimizer.warmup_steps, a share of train.steps such as 5% or 0.05."),
+        (
+            ["--warmup_ratio", "0.1"],
+            None,
+            "Here it is called --optimizer.warmup_steps, a share of train.steps such as 5% or 0.05.",
+        ),
     ],
 )
-def test_what_can_not_be_read_is_one_message(capsys: pytest.CaptureFixture[str], argv: list[str], text: str | None, says: str) -> None:
+def test_what_can_not_be_read_is_one_message(
+    capsys: pytest.CaptureFixture[str], argv: list[str], text: str | None, says: str
+) -> None:
     told = refusal(capsys, *argv, text=text)
     assert says in told and "\n" not in told

@@ -14,7 +14,8 @@ from megalite.parallel.pipeline.generator import chunks_of
 from megalite.parallel.pipeline.orders import RECIPES
 
 DERIVED = ("world", "replica", "data", "shard", "replicate", "expert_data", "stage_ranks", "stages", "microbatches")
-# Options of parallel, the world (None: not known) → the sizes in this order. The global batch is 48 rows, a microbatch 2.
+# Options of parallel, the world (None: not known) → the sizes in this order. The global batch is 48 rows, a microbatch
+# 2.
 TABLE: dict[str, tuple[dict[str, Any], int | None, tuple[int, ...]]] = {
     "one process": ({}, None, (1, 1, 1, 1, 1, 1, 1, 1, 24)),
     "dp fills the world": ({"tp": 2}, 8, (8, 2, 4, 4, 1, 8, 8, 1, 6)),
@@ -57,7 +58,9 @@ def test_dims_without_a_configuration_share_states_over_all_data_ranks():
     assert (ParallelDims(dp=2, cp=3).shard, ParallelDims(dp=2, cp=3, dp_shard=1).shard) == (6, 1)
 
 
-@pytest.mark.parametrize(("options", "world", "dp"), [({"tp": 2, "cp": 2}, 8, 2), ({"tp": 3}, 8, None), ({"tp": 0}, 8, None)])
+@pytest.mark.parametrize(
+    ("options", "world", "dp"), [({"tp": 2, "cp": 2}, 8, 2), ({"tp": 3}, 8, None), ({"tp": 0}, 8, None)]
+)
 def test_dp_fills_the_world(options, world, dp):
     assert filling_dp(ParallelConfig(**options), world) == dp
 

@@ -37,7 +37,8 @@ def test_what_is_cached_is_used_offline(cache: Path):
 
 def test_what_is_not_cached_is_one_message_with_the_command_that_fetches_it(cache: Path):
     assert refusal("shape") == (
-        "model.from_hf = org/name is neither a directory here nor in the cache of the Hugging Face Hub, and the Hub can not be reached. "
+        "model.from_hf = org/name is neither a directory here nor in the cache of the Hugging Face Hub, and the Hub "
+        "can not be reached. "
         "Where there is a network: hf download org/name (the cache is in HF_HOME); or give a directory."
     )
     store(cache, "org/name", SHAPE)
@@ -91,8 +92,17 @@ def test_only_what_is_needed_is_fetched_and_only_once(tmp_path: Path, monkeypatc
     assert "fetching org/name" in capsys.readouterr().err
     from huggingface_hub.utils import filter_repo_objects
 
-    theirs = ["config.json", "tokenizer.json", "model-00001-of-00002.safetensors", "pytorch_model.bin", "original/params.json", "x.gguf"]
-    kept = filter_repo_objects(theirs, allow_patterns=calls[0]["allow_patterns"], ignore_patterns=calls[0]["ignore_patterns"])
+    theirs = [
+        "config.json",
+        "tokenizer.json",
+        "model-00001-of-00002.safetensors",
+        "pytorch_model.bin",
+        "original/params.json",
+        "x.gguf",
+    ]
+    kept = filter_repo_objects(
+        theirs, allow_patterns=calls[0]["allow_patterns"], ignore_patterns=calls[0]["ignore_patterns"]
+    )
     assert list(kept) == theirs[:3]
 
 
@@ -122,7 +132,9 @@ def test_an_interrupted_download_is_fetched_again(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr("huggingface_hub.snapshot_download", resumed)
         assert hub.directory("org/name", "weights") == str(found) and (found / "tokenizer.json").is_file()
         other.join()
-        monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *words, **options: pytest.fail("it is complete"))
+        monkeypatch.setattr(
+            "huggingface_hub.snapshot_download", lambda *words, **options: pytest.fail("it is complete")
+        )
         hub.directory("org/name", "weights")
 
 
@@ -142,7 +154,9 @@ def test_an_error_of_the_hub_is_one_message(tmp_path: Path, monkeypatch: pytest.
 
 def test_other_local_ranks_wait_for_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *words, **options: pytest.fail("only local rank 0 fetches"))
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda *words, **options: pytest.fail("only local rank 0 fetches")
+    )
     with hub_cache(tmp_path, online=True) as cache:
         other = threading.Timer(0.2, store, (cache, "org/name", SHAPE))
         other.start()

@@ -47,7 +47,9 @@ def test_all_names_of_a_family_are_all_linear(family, tmp_path):
     """What PEFT's all-linear finds: every matrix of a layer but those of routers and experts."""
     layer = FAMILY_NAMES[family].layer
     linears = [
-        name for name, ours in layer.items() if not any(word in ours for word in ("norm", "router", "experts", "shared_gate", "sinks"))
+        name
+        for name, ours in layer.items()
+        if not any(word in ours for word in ("norm", "router", "experts", "shared_gate", "sinks"))
     ]
     found = own(family, tmp_path, targets=linears)["targets"]
     attention = {"q", "q_a", "q_b", "kv_a", "kv_b"} if "attention.kv_a" in layer.values() else {"q", "k", "v"}
@@ -57,7 +59,11 @@ def test_all_names_of_a_family_are_all_linear(family, tmp_path):
 
 def test_ranks_alphas_and_modules(tmp_path):
     found = own(
-        "phi3", tmp_path, ranks={"qkv_proj": 4, "down": 2}, alphas={"o_proj": 3.0}, modules_to_save=["embed_tokens", "lm_head", "norms"]
+        "phi3",
+        tmp_path,
+        ranks={"qkv_proj": 4, "down": 2},
+        alphas={"o_proj": 3.0},
+        modules_to_save=["embed_tokens", "lm_head", "norms"],
     )
     assert found == {
         "ranks": {"q": 4, "k": 4, "v": 4, "down": 2},
@@ -71,7 +77,8 @@ def test_unknown_names_are_answered_with_the_family_s(tmp_path):
     with pytest.raises(ConfigError) as caught:
         own("phi3", tmp_path, targets=["o_proj", "q_proj"])
     assert str(caught.value) == (
-        'lora.targets = ["o_proj", "q_proj"] names q_proj, which is no projection of a phi3 model. Legal values: all-linear, q, k, v, o, '
+        'lora.targets = ["o_proj", "q_proj"] names q_proj, which is no projection of a phi3 model. Legal values: '
+        "all-linear, q, k, v, o, "
         "gate, up, down, qkv_proj, gate_up_proj, o_proj, down_proj. Nearest: qkv_proj."
     )
     with pytest.raises(ConfigError, match=r"names lm_haed, which is no module of any family .* Nearest: lm_head[.]"):

@@ -1,4 +1,5 @@
-"""train.precision = auto: by the device, by the run that is resumed, or by the device that a dry run or a plan is for."""
+"""train.precision = auto: by the device, by the run that is resumed, or by the device that a dry run or a plan is
+for."""
 
 from pathlib import Path
 
@@ -13,7 +14,11 @@ from megalite.config.schema import Config
 from megalite.planning.hardware import find
 from megalite.training import dry_run
 
-AMX, OLD, ARM = "flags\t\t: fpu avx512f amx_bf16 amx_tile", "flags\t\t: fpu avx2 avx512f", "Features\t: fp asimd bf16 i8mm"
+AMX, OLD, ARM = (
+    "flags\t\t: fpu avx512f amx_bf16 amx_tile",
+    "flags\t\t: fpu avx2 avx512f",
+    "Features\t: fp asimd bf16 i8mm",
+)
 WORDS = ["--train.precision", "auto", "--data.train", "tokens"]
 
 
@@ -60,7 +65,10 @@ def test_auto_follows_the_device(flags, architecture, gpus, visible, torch, expe
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     found = load(WORDS, world_size=1)
     assert found.config.train.precision == expected and found.choice is not None
-    assert found.choice.describe().startswith(f"train.precision = auto is {expected}: ") and reason in found.choice.describe()
+    assert (
+        found.choice.describe().startswith(f"train.precision = auto is {expected}: ")
+        and reason in found.choice.describe()
+    )
 
 
 @pytest.mark.parametrize("library, expected", [(None, "bf16"), ("no_such_library.so.1", "fp32")])
@@ -100,12 +108,25 @@ def test_a_resumed_run_keeps_what_its_configuration_records(start):
     (step.parent / "latest").write_text(step.name)
     found = load(resumed, world_size=1)
     assert found.config.train.precision == "bf16" and found.choice is not None and found.choice.device is None
-    assert load_config([*resumed, "--checkpoint.load", "none", "--run.name", "b"], world_size=1).train.precision == "fp32"
+    assert (
+        load_config([*resumed, "--checkpoint.load", "none", "--run.name", "b"], world_size=1).train.precision == "fp32"
+    )
 
 
 @pytest.mark.parametrize("name", ["finetune-chat", "finetune-lora"])
 def test_shipped_configurations_for_every_machine_follow_it(name):
-    words = ["--config", name, "--model.preset", "tiny", "--data.train", "tokens", "--data.packing", "false", "--model.vocab_size", "257"]
+    words = [
+        "--config",
+        name,
+        "--model.preset",
+        "tiny",
+        "--data.train",
+        "tokens",
+        "--data.packing",
+        "false",
+        "--model.vocab_size",
+        "257",
+    ]
     words += ["--data.sequence_length", "64", "--model.init_from", "none"]
     assert load_config(words, world_size=1).train.precision == "fp32"
     assert dry_run.read(words, 4, "cuda").train.precision == "bf16"

@@ -18,7 +18,9 @@ def told(ramp: list[int] | None, full: int, steps: int) -> list[int]:
         size = full
         if ramp is not None and samples < ramp[2]:
             increments = (full - ramp[0]) // ramp[1]
-            size = ramp[0] + sum(samples >= number * ramp[2] / increments for number in range(1, increments + 1)) * ramp[1]
+            size = (
+                ramp[0] + sum(samples >= number * ramp[2] / increments for number in range(1, increments + 1)) * ramp[1]
+            )
         sizes.append(size)
         samples += size
     return sizes
@@ -56,4 +58,6 @@ def test_the_learning_rate_follows_the_samples():
     assert samples_after(ramped.train, ramped.train.steps) == 3200 and position(plain.train, 7) == 7
     for step in (4, 8, 9, 15, 60, 106):
         rate = learning_rate(ramped, step)
-        assert rate == pytest.approx(learning_rate(plain, samples_after(ramped.train, step) // 32), rel=1e-12, abs=1e-18), step
+        assert rate == pytest.approx(
+            learning_rate(plain, samples_after(ramped.train, step) // 32), rel=1e-12, abs=1e-18
+        ), step

@@ -17,8 +17,12 @@ from megalite.optimizer.schedule import learning_rate
 SEQUENCE = 16
 
 
-def start(batch: int, *, samples: int | None = None, ramp: list[int] | None = None, steps: int = 100, **optimizer: Any) -> Config:
-    config = from_dict({"data": {"sequence_length": SEQUENCE}, "optimizer": {"lr": 1.0, "decay": "linear", **optimizer}})
+def start(
+    batch: int, *, samples: int | None = None, ramp: list[int] | None = None, steps: int = 100, **optimizer: Any
+) -> Config:
+    config = from_dict(
+        {"data": {"sequence_length": SEQUENCE}, "optimizer": {"lr": 1.0, "decay": "linear", **optimizer}}
+    )
     config.train.global_batch_size, config.train.rampup_batch_size, config.train.steps = batch, ramp, steps
     config.train.tokens = None if samples is None else samples * SEQUENCE
     resolve_steps(config)
@@ -63,7 +67,9 @@ def test_finished_samples_count_and_the_rest_is_read_in_present_batches(case):
     config = resume(start(second, samples=40, warmup_steps=Fraction(1, 5)), start(first, samples=40), done)
     assert (config.train.steps, read(config)) == (len(expected), expected)
     if expected[-1] == 40 and len(expected) > done:
-        assert rates(config) == pytest.approx(of_samples(expected, 8, 40)), "the rate of as many samples is that of one batch size"
+        assert rates(config) == pytest.approx(of_samples(expected, 8, 40)), (
+            "the rate of as many samples is that of one batch size"
+        )
 
 
 def test_it_can_be_resumed_with_others_again():
@@ -72,7 +78,9 @@ def test_it_can_be_resumed_with_others_again():
     third = resume(start(2, samples=40), second, 5)
     assert read(third) == [4, 8, 12, 16, 24, *range(26, 41, 2)]
     again = resume(start(2, samples=40), third, 7)
-    assert read(again) == read(third) and again.train.finished == third.train.finished, "the same batches change nothing"
+    assert read(again) == read(third) and again.train.finished == third.train.finished, (
+        "the same batches change nothing"
+    )
     longer = resume(start(2, samples=60), third, 7)
     assert read(longer)[-1] == 60 and longer.train.steps == 5 + 18
 

@@ -28,24 +28,38 @@ class Row:
     devices: int | None = None
 
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 64, "attention_factor": 1.2}
 LONGROPE |= {"short_factor": [1.0, 1.0], "long_factor": [1.0, 2.0]}
 
 # option: (the nearest illegal value, a legal value next to it)
 BOUNDS: dict[str, tuple[Any, Any]] = {
-    **dict.fromkeys(("parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp", "model.num_hidden_layers", "train.steps"), (0, 1)),
-    **dict.fromkeys(("data.sequence_length", "model.num_key_value_heads", "model.sliding_window", "model.intermediate_size"), (0, 1)),
+    **dict.fromkeys(
+        ("parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp", "model.num_hidden_layers", "train.steps"), (0, 1)
+    ),
+    **dict.fromkeys(
+        ("data.sequence_length", "model.num_key_value_heads", "model.sliding_window", "model.intermediate_size"), (0, 1)
+    ),
     **dict.fromkeys(("checkpoint.interval", "checkpoint.keep", "validation.batches", "logging.interval"), (0, 1)),
     "checkpoint.minutes": (0.0, 0.1),
     **dict.fromkeys(("network.ib_gid_index", "network.ib_retries"), (-1, 0)),
     "profiling.memory_snapshot": (0, 1),
-    **dict.fromkeys(("optimizer.base_batch_size", "train.micro_batch_size", "faults.spike_window", "faults.skip_limit"), (0, 1)),
+    **dict.fromkeys(
+        ("optimizer.base_batch_size", "train.micro_batch_size", "faults.spike_window", "faults.skip_limit"), (0, 1)
+    ),
     **dict.fromkeys(("validation.interval", "train.tokens"), (0, None)),
     "parallel.virtual_stages": (0, 1),
     **dict.fromkeys(("parallel.ep", "model.num_experts_per_tok", "model.decoder_sparse_step"), (0, 1)),
-    **dict.fromkeys(("model.num_experts", "model.moe_intermediate_size", "model.shared_expert_intermediate_size"), (0, None)),
+    **dict.fromkeys(
+        ("model.num_experts", "model.moe_intermediate_size", "model.shared_expert_intermediate_size"), (0, None)
+    ),
     **dict.fromkeys(("model.router_aux_loss_coef", "model.router_z_loss_coef", "model.router_bias_rate"), (-1e-9, 0.0)),
     **dict.fromkeys(("model.rope_local_theta", "model.expert_capacity_factor"), (0.0, None)),
     **dict.fromkeys(("parallel.dp_shard", "parallel.powersgd_rank", "parallel.context_inner"), (0, 1)),
@@ -63,10 +77,18 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     "model.max_position_embeddings": (0, 256),
     "train.global_batch_size": (0, 4),
     **dict.fromkeys(
-        ("model.rope_theta", "model.rms_norm_eps", "model.attention_scale", "model.residual_multiplier", "model.initializer_range"),
+        (
+            "model.rope_theta",
+            "model.rms_norm_eps",
+            "model.attention_scale",
+            "model.residual_multiplier",
+            "model.initializer_range",
+        ),
         (0.0, 1e-9),
     ),
-    **dict.fromkeys(("model.attention_softcap", "model.logit_softcap", "model.logit_scale", "model.embedding_scale"), (0.0, 1e-9)),
+    **dict.fromkeys(
+        ("model.attention_softcap", "model.logit_softcap", "model.logit_scale", "model.embedding_scale"), (0.0, 1e-9)
+    ),
     **dict.fromkeys(("parallel.bucket_mb", "optimizer.eps", "faults.spike_sigma", "train.epochs"), (0.0, 1e-9)),
     "train.memory_budget": (0.0, None),
     "train.loss_chunk": (-1, 0),
@@ -145,12 +167,28 @@ ROWS = [
         LATENTS | {"model.qk_rope_head_dim": 0, "model.position": "none"},
         {"model.qk_rope_head_dim": 1},
     ),
-    Row("lora.targets are of this attention", {"lora.rank": 4, "lora.targets": ["q", "kv_b"]}, LATENTS, ("names kv_b",)),
-    Row("a token's experts exist", EXPERTS | {"model.num_experts_per_tok": 5}, {"model.num_experts_per_tok": 4}, ("Nearest: 4.",)),
+    Row(
+        "lora.targets are of this attention", {"lora.rank": 4, "lora.targets": ["q", "kv_b"]}, LATENTS, ("names kv_b",)
+    ),
+    Row(
+        "a token's experts exist",
+        EXPERTS | {"model.num_experts_per_tok": 5},
+        {"model.num_experts_per_tok": 4},
+        ("Nearest: 4.",),
+    ),
     Row("mlp_only_layers exist", EXPERTS | {"model.mlp_only_layers": [4]}, {"model.mlp_only_layers": [3]}),
-    Row("a mixture is left", EXPERTS | {"model.mlp_only_layers": [0, 1, 2, 3]}, {"model.mlp_only_layers": [0]}, ("every layer dense",)),
+    Row(
+        "a mixture is left",
+        EXPERTS | {"model.mlp_only_layers": [0, 1, 2, 3]},
+        {"model.mlp_only_layers": [0]},
+        ("every layer dense",),
+    ),
     Row("router_logit_bias needs experts", {"model.router_logit_bias": True}, EXPERTS),
-    Row("clamped_swiglu is gated", {"model.hidden_act": "clamped_swiglu", "model.gated_mlp": False}, {"model.gated_mlp": True}),
+    Row(
+        "clamped_swiglu is gated",
+        {"model.hidden_act": "clamped_swiglu", "model.gated_mlp": False},
+        {"model.gated_mlp": True},
+    ),
     Row("ep splits experts", {"parallel.ep": 2, "parallel.dp": 2}, EXPERTS, ("Legal values: 1.",)),
     Row(
         "ep divides the experts",
@@ -159,7 +197,10 @@ ROWS = [
         ("Nearest: 1.",),
     ),
     Row(
-        "ep divides a stage", EXPERTS | {"parallel.ep": 4, "parallel.dp": 2}, {"parallel.ep": 2}, ("the 2 ranks of a stage", "Nearest: 2.")
+        "ep divides a stage",
+        EXPERTS | {"parallel.ep": 4, "parallel.dp": 2},
+        {"parallel.ep": 2},
+        ("the 2 ranks of a stage", "Nearest: 2."),
     ),
     Row(
         "experts are sharded over whole groups",
@@ -182,13 +223,24 @@ ROWS = [
     Row(
         "PowerSGD reduces over all of dp",
         EXPERTS
-        | {"parallel.powersgd_rank": 4, "parallel.dp": 2, "parallel.dp_shard": 1, "parallel.tp": 2, "parallel.sequence_parallel": True},
+        | {
+            "parallel.powersgd_rank": 4,
+            "parallel.dp": 2,
+            "parallel.dp_shard": 1,
+            "parallel.tp": 2,
+            "parallel.sequence_parallel": True,
+        },
         {"parallel.dp_shard": 2},
         ("groups of parallel.dp_shard = 1",),
     ),
     *(Row(f"{option} in range", {option: bad}, {option: good}) for option, (bad, good) in BOUNDS.items()),
     Row("run.name is a directory name", {"run.name": "a/b"}, {"run.name": "a-b"}, ("run.dir",)),
-    Row("preset or from_hf", {"model.preset": "tiny", "model.from_hf": "hf"}, {"model.from_hf": None}, ("model.preset = tiny",)),
+    Row(
+        "preset or from_hf",
+        {"model.preset": "tiny", "model.from_hf": "hf"},
+        {"model.from_hf": None},
+        ("model.preset = tiny",),
+    ),
     Row("lora has a rank", {"lora.targets": ["q"]}, {"lora.rank": 4}, ("trains the model itself",)),
     Row("lora has a rank", {"lora.dropout": 0.1}, {"lora.rank": 4}),
     Row(
@@ -198,14 +250,21 @@ ROWS = [
         ("model.gated_mlp = false", "leave lora.targets out"),
     ),
     Row("lora has a rank", {"lora.dora": True}, {"lora.rank": 4}),
-    Row("adapters of experts need experts", {"lora.rank": 4, "lora.targets": ["q", "experts.in"]}, EXPERTS, ("experts.in, but",)),
+    Row(
+        "adapters of experts need experts",
+        {"lora.rank": 4, "lora.targets": ["q", "experts.in"]},
+        EXPERTS,
+        ("experts.in, but",),
+    ),
     Row(
         "adapters are of some layer",
         EXPERTS | {"lora.rank": 4, "lora.targets": ["up", "down"]},
         {"model.mlp_only_layers": [1]},
         ("nothing would be trained", "experts.in and experts.down"),
     ),
-    Row("adapters are of some layer", EXPERTS | {"lora.rank": 4, "lora.targets": ["up"]}, {"lora.targets": ["up", "q"]}),
+    Row(
+        "adapters are of some layer", EXPERTS | {"lora.rank": 4, "lora.targets": ["up"]}, {"lora.targets": ["up", "q"]}
+    ),
     *(
         Row(
             f"lora.{option} and experts",
@@ -216,8 +275,18 @@ ROWS = [
         for option, on in (("dropout", 0.1), ("dora", True))
     ),
     *(
-        Row(f"lora.{option} are known", {"lora.rank": 4, f"lora.{option}": value}, {f"lora.{option}": None}, ("names wq. Legal names: ",))
-        for option, value in (("targets", ["q", "wq"]), ("ranks", {"wq": 1}), ("alphas", {"wq": 1.0}), ("modules_to_save", ["wq"]))
+        Row(
+            f"lora.{option} are known",
+            {"lora.rank": 4, f"lora.{option}": value},
+            {f"lora.{option}": None},
+            ("names wq. Legal names: ",),
+        )
+        for option, value in (
+            ("targets", ["q", "wq"]),
+            ("ranks", {"wq": 1}),
+            ("alphas", {"wq": 1.0}),
+            ("modules_to_save", ["wq"]),
+        )
     ),
     Row(
         "lora.ranks are of targets",
@@ -226,7 +295,9 @@ ROWS = [
         ('lora.ranks = {"q": 2, "down": 1} names down, which has no adapter', "add it to lora.targets"),
     ),
     Row(
-        "lora.alphas are of targets", {"lora.rank": 4, "lora.alphas": {"gate": 1.0}, "model.gated_mlp": False}, {"lora.alphas": {"up": 1.0}}
+        "lora.alphas are of targets",
+        {"lora.rank": 4, "lora.alphas": {"gate": 1.0}, "model.gated_mlp": False},
+        {"lora.alphas": {"up": 1.0}},
     ),
     Row(
         "a tied head is saved with the embedding",
@@ -240,10 +311,30 @@ ROWS = [
         {"lora.init_from": "."},
         ("adapter_config.json, for model.init_from = .",),
     ),
-    Row("lora.init_from is an adapter", {"lora.rank": 4, "lora.init_from": "."}, {"model.init_from": "."}, ("model.init_from = null",)),
-    Row("init_from exists", {"model.init_from": "nowhere"}, {"model.init_from": "."}, ("neither a checkpoint (it has no manifest",)),
-    Row("init_from hf exists", {"model.init_from": "hf:nowhere"}, {"model.init_from": None}, ("there is no config.json", "after hf:")),
-    Row("hidden size over heads", {"model.num_attention_heads": 6, "model.hidden_size": 64}, {"model.head_dim": 10}, ("4 or 8",)),
+    Row(
+        "lora.init_from is an adapter",
+        {"lora.rank": 4, "lora.init_from": "."},
+        {"model.init_from": "."},
+        ("model.init_from = null",),
+    ),
+    Row(
+        "init_from exists",
+        {"model.init_from": "nowhere"},
+        {"model.init_from": "."},
+        ("neither a checkpoint (it has no manifest",),
+    ),
+    Row(
+        "init_from hf exists",
+        {"model.init_from": "hf:nowhere"},
+        {"model.init_from": None},
+        ("there is no config.json", "after hf:"),
+    ),
+    Row(
+        "hidden size over heads",
+        {"model.num_attention_heads": 6, "model.hidden_size": 64},
+        {"model.head_dim": 10},
+        ("4 or 8",),
+    ),
     Row(
         "heads over key-value heads",
         {"model.num_attention_heads": 8, "model.num_key_value_heads": 3},
@@ -256,8 +347,17 @@ ROWS = [
         {"model.position": "learned"},
         ("model.head_dim = 3 ", "multiples of 2. Nearest: 2 or 4."),
     ),
-    Row("partial_rotary_factor rotates pairs", {"model.partial_rotary_factor": 0.08}, {"model.partial_rotary_factor": 0.25}, ("in pairs",)),
-    Row("partial_rotary_factor needs rope", {"model.partial_rotary_factor": 0.5, "model.position": "none"}, {"model.position": "rope"}),
+    Row(
+        "partial_rotary_factor rotates pairs",
+        {"model.partial_rotary_factor": 0.08},
+        {"model.partial_rotary_factor": 0.25},
+        ("in pairs",),
+    ),
+    Row(
+        "partial_rotary_factor needs rope",
+        {"model.partial_rotary_factor": 0.5, "model.position": "none"},
+        {"model.position": "rope"},
+    ),
     Row("rope_local_theta needs rope and a window", {"model.rope_local_theta": 1e4}, {"model.sliding_window": 8}),
     Row(
         "parallel_block with norms before",
@@ -266,18 +366,37 @@ ROWS = [
         ("model.norm_placement = both",),
     ),
     Row("norm_bias of a LayerNorm", {"model.norm_bias": False}, {"model.norm": "layer"}, ("model.norm = rms",)),
-    Row("rope_scaling needs rope", {"model.rope_scaling": LLAMA3, "model.position": "none"}, {"model.position": "rope"}),
-    Row("rope_scaling type", {"model.rope_scaling": {"rope_type": "ntk"}}, {"model.rope_scaling": LLAMA3}, ("default, linear, llama3",)),
+    Row(
+        "rope_scaling needs rope", {"model.rope_scaling": LLAMA3, "model.position": "none"}, {"model.position": "rope"}
+    ),
+    Row(
+        "rope_scaling type",
+        {"model.rope_scaling": {"rope_type": "ntk"}},
+        {"model.rope_scaling": LLAMA3},
+        ("default, linear, llama3",),
+    ),
     Row(
         "rope_scaling values",
         {"model.rope_scaling": {"rope_type": "linear"}},
         {"model.rope_scaling": {"rope_type": "linear", "factor": 2}},
         ("{rope_type: linear, factor: N}",),
     ),
-    Row("rope_scaling values", {"model.rope_scaling": LLAMA3 | {"beta": 1}}, {"model.rope_scaling": {"rope_type": "default"}}),
-    Row("rope_scaling values", {"model.rope_scaling": LLAMA3 | {"factor": 0}}, {"model.rope_scaling": LLAMA3}, ("not a positive number",)),
     Row(
-        "rope_scaling values", {"model.rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, {"model.rope_scaling": LLAMA3}, ("interpolates",)
+        "rope_scaling values",
+        {"model.rope_scaling": LLAMA3 | {"beta": 1}},
+        {"model.rope_scaling": {"rope_type": "default"}},
+    ),
+    Row(
+        "rope_scaling values",
+        {"model.rope_scaling": LLAMA3 | {"factor": 0}},
+        {"model.rope_scaling": LLAMA3},
+        ("not a positive number",),
+    ),
+    Row(
+        "rope_scaling values",
+        {"model.rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}},
+        {"model.rope_scaling": LLAMA3},
+        ("interpolates",),
     ),
     Row(
         "rope_scaling values",
@@ -286,7 +405,11 @@ ROWS = [
         ("needs 2 numbers, one for each pair",),
     ),
     Row("no_rope_layers exist", {"model.no_rope_layers": [3, 4]}, {"model.no_rope_layers": [0, 3]}, ("0 to 3",)),
-    Row("no_rope_layers needs rope", {"model.no_rope_layers": [1], "model.position": "learned"}, {"model.no_rope_layers": None}),
+    Row(
+        "no_rope_layers needs rope",
+        {"model.no_rope_layers": [1], "model.position": "learned"},
+        {"model.no_rope_layers": None},
+    ),
     Row(
         "sliding_window_layers exist",
         {"model.sliding_window": 8, "model.sliding_window_layers": [1, 1]},
@@ -298,7 +421,10 @@ ROWS = [
         "tp divides heads",
         {"parallel.tp": 6, "model.num_attention_heads": 32},
         {"parallel.tp": 8, "parallel.dp": 1},
-        ("parallel.tp = 6 does not divide model.num_attention_heads = 32", "Legal values: 1, 2, 4, 8, 16. Nearest: 4 or 8."),
+        (
+            "parallel.tp = 6 does not divide model.num_attention_heads = 32",
+            "Legal values: 1, 2, 4, 8, 16. Nearest: 4 or 8.",
+        ),
     ),
     Row(
         "tp fits key-value heads",
@@ -306,7 +432,12 @@ ROWS = [
         {"parallel.tp": 2},
         ("Legal values: 1, 2. Nearest: 2.",),
     ),
-    Row("tp divides the feed-forward", {"parallel.tp": 4, "model.intermediate_size": 90}, {"parallel.tp": 2}, ("= 90", "Nearest: 2.")),
+    Row(
+        "tp divides the feed-forward",
+        {"parallel.tp": 4, "model.intermediate_size": 90},
+        {"parallel.tp": 2},
+        ("= 90", "Nearest: 2."),
+    ),
     Row(
         "sequence_parallel divides the sequence",
         {"parallel.sequence_parallel": True, "parallel.tp": 4, "data.sequence_length": 30},
@@ -331,7 +462,11 @@ ROWS = [
         "inner ranks divide the ring",
         {"parallel.context_inner": 4, "parallel.cp": 4, "parallel.context": "ring"},
         {"parallel.context_inner": 2},
-        ("does not divide parallel.cp = 4 into several groups", "one group alone is parallel.context = ulysses", "Nearest: 2."),
+        (
+            "does not divide parallel.cp = 4 into several groups",
+            "one group alone is parallel.context = ulysses",
+            "Nearest: 2.",
+        ),
         world=4,
     ),
     Row(
@@ -347,7 +482,9 @@ ROWS = [
         {"parallel.schedule": "interleaved"},
         ("parallel.schedule = 1f1b, which has 1",),
     ),
-    Row("a layer for each stage", {"parallel.pp": 5}, {"parallel.pp": 4}, ("model.num_hidden_layers = 4", "Nearest: 4.")),
+    Row(
+        "a layer for each stage", {"parallel.pp": 5}, {"parallel.pp": 4}, ("model.num_hidden_layers = 4", "Nearest: 4.")
+    ),
     Row(
         "four schedule costs",
         {"parallel.schedule_costs": [1.0, 1.0, 1.0]},
@@ -355,9 +492,17 @@ ROWS = [
         ("[1, 1, 1, 0]",),
     ),
     Row(
-        "partition has a number for each stage", {"parallel.pp": 2, "parallel.partition": [4]}, {"parallel.partition": [3, 1]}, ("[2, 2]",)
+        "partition has a number for each stage",
+        {"parallel.pp": 2, "parallel.partition": [4]},
+        {"parallel.partition": [3, 1]},
+        ("[2, 2]",),
     ),
-    Row("partition leaves no stage empty", {"parallel.pp": 2, "parallel.partition": [4, 0]}, {"parallel.partition": [1, 3]}, ("[2, 2]",)),
+    Row(
+        "partition leaves no stage empty",
+        {"parallel.pp": 2, "parallel.partition": [4, 0]},
+        {"parallel.partition": [1, 3]},
+        ("[2, 2]",),
+    ),
     Row(
         "partition holds every layer",
         {"parallel.pp": 3, "parallel.partition": [1, 1, 1]},
@@ -376,7 +521,13 @@ ROWS = [
         {"parallel.partition": None},
         ("parallel.partition = [4] is given",),
     ),
-    Row("the mesh fills the world", {"parallel.tp": 2, "parallel.dp": 3}, {"parallel.dp": 4}, ("= 3 ", "Legal values: 4."), world=8),
+    Row(
+        "the mesh fills the world",
+        {"parallel.tp": 2, "parallel.dp": 3},
+        {"parallel.dp": 4},
+        ("= 3 ", "Legal values: 4."),
+        world=8,
+    ),
     Row(
         "pp fits the world",
         {"parallel.pp": 3, "parallel.dp": None},
@@ -398,9 +549,19 @@ ROWS = [
         ("parallel.cp = 4 makes", "= 4, which exceeds the run's 2 processes", "--nproc 4"),
         world=2,
     ),
-    Row("dp_shard divides dp", {"parallel.dp": 4, "parallel.dp_shard": 3}, {"parallel.dp_shard": 2}, ("Nearest: 2 or 4.",), world=4),
     Row(
-        "dp_shard shares something", {"parallel.dp": 2, "parallel.dp_shard": 2, "parallel.zero": 0}, {"parallel.zero": 3}, ("= 0",), world=2
+        "dp_shard divides dp",
+        {"parallel.dp": 4, "parallel.dp_shard": 3},
+        {"parallel.dp_shard": 2},
+        ("Nearest: 2 or 4.",),
+        world=4,
+    ),
+    Row(
+        "dp_shard shares something",
+        {"parallel.dp": 2, "parallel.dp_shard": 2, "parallel.zero": 0},
+        {"parallel.zero": 3},
+        ("= 0",),
+        world=2,
     ),
     Row("zero stage", {"parallel.zero": 4}, {"parallel.zero": 0}, ("not a ZeRO stage",)),
     Row(
@@ -410,7 +571,10 @@ ROWS = [
         ("offload_parameters = true", "parallel.zero = 2"),
     ),
     Row(
-        "offload_dir is for disk", {"parallel.offload_dir": "/scratch"}, {"parallel.offload": "disk"}, ("= /scratch has no effect", "none")
+        "offload_dir is for disk",
+        {"parallel.offload_dir": "/scratch"},
+        {"parallel.offload": "disk"},
+        ("= /scratch has no effect", "none"),
     ),
     Row(
         "bf16 reduction of wider gradients",
@@ -418,8 +582,18 @@ ROWS = [
         {"train.grad_dtype": "wide"},
         ("are sent as bf16 anyway",),
     ),
-    Row("no proof in bf16", {"parallel.reduce_dtype": "bf16", "train.precision": "fp64"}, {"train.precision": "fp16"}, ("fp64",)),
-    Row("PowerSGD reduces whole gradients", {"parallel.powersgd_rank": 4, "parallel.zero": 2}, {"parallel.zero": 1}, ("shards them",)),
+    Row(
+        "no proof in bf16",
+        {"parallel.reduce_dtype": "bf16", "train.precision": "fp64"},
+        {"train.precision": "fp16"},
+        ("fp64",),
+    ),
+    Row(
+        "PowerSGD reduces whole gradients",
+        {"parallel.powersgd_rank": 4, "parallel.zero": 2},
+        {"parallel.zero": 1},
+        ("shards them",),
+    ),
     Row(
         "PowerSGD reduces over all of dp",
         {"parallel.powersgd_rank": 4, "parallel.dp": 4, "parallel.dp_shard": 2},
@@ -432,13 +606,30 @@ ROWS = [
         {"train.grad_dtype": "wide"},
         ("would lose",),
     ),
-    Row("one compression", {"parallel.powersgd_rank": 4, "parallel.reduce_dtype": "bf16"}, {"parallel.reduce_dtype": "wide"}, ("Remove",)),
+    Row(
+        "one compression",
+        {"parallel.powersgd_rank": 4, "parallel.reduce_dtype": "bf16"},
+        {"parallel.reduce_dtype": "wide"},
+        ("Remove",),
+    ),
     Row("training data is given", {"data.train": None}, {"data.train": "tokens"}, ("megalite prepare",)),
-    Row("data.train is one text", {"data.train": "{tokens:1}"}, {"data.train": {"tokens": 1.0}}, ("a space after each colon",)),
+    Row(
+        "data.train is one text",
+        {"data.train": "{tokens:1}"},
+        {"data.train": {"tokens": 1.0}},
+        ("a space after each colon",),
+    ),
     Row("data.validation is one text", {"data.validation": "[tokens,other]"}, {"data.validation": ["tokens"]}),
-    Row("validation data is named", {"data.validation": {}}, {"data.validation": None}, ("names no token file", "or null")),
+    Row(
+        "validation data is named",
+        {"data.validation": {}},
+        {"data.validation": None},
+        ("names no token file", "or null"),
+    ),
     Row("recompute mode", {"train.recompute": "experts"}, EXPERTS, ("names experts, and the model has none",)),
-    Row("recompute mode", {"train.recompute": "none,x,none,none"}, {"train.recompute": "none"}, ("has x, which is not",)),
+    Row(
+        "recompute mode", {"train.recompute": "none,x,none,none"}, {"train.recompute": "none"}, ("has x, which is not",)
+    ),
     Row("data.train weights are positive", {"data.train": {"tokens": 0.0}}, {"data.train": {"tokens": 0.1}}),
     Row("data.train weights are positive", {"data.train": {"tokens": float("inf")}}, {"data.train": {"tokens": 0.1}}),
     Row(
@@ -447,18 +638,51 @@ ROWS = [
         {"data.train": ["tokens"]},
         ("no token.bin and no token.idx", "Nearest: tokens."),
     ),
-    Row("a validation set has a name", {"data.validation": {"": "tokens"}}, {"data.validation": {"a": "tokens"}}, ("{NAME: PREFIX}",)),
-    Row("data.validation weights are positive", {"data.validation": {"tokens": -1.0}}, {"data.validation": {"tokens": 1.0}}),
-    Row("data.validation exists", {"data.validation": "elsewhere/x"}, {"data.validation": "tokens"}, ("--output elsewhere/x",)),
+    Row(
+        "a validation set has a name",
+        {"data.validation": {"": "tokens"}},
+        {"data.validation": {"a": "tokens"}},
+        ("{NAME: PREFIX}",),
+    ),
+    Row(
+        "data.validation weights are positive",
+        {"data.validation": {"tokens": -1.0}},
+        {"data.validation": {"tokens": 1.0}},
+    ),
+    Row(
+        "data.validation exists",
+        {"data.validation": "elsewhere/x"},
+        {"data.validation": "tokens"},
+        ("--output elsewhere/x",),
+    ),
     Row("held-out share", {"data.validation": 1.0}, {"data.validation": 0.05}, ("above 0 and below 1",)),
-    Row("one vocabulary", {"data.validation": "other"}, {"data.validation": "tokens"}, ("tokens has 257", "other has 300")),
-    Row("vocabulary is known", {"data.train": "bare", "model.vocab_size": None}, {"model.vocab_size": 10}, ("bare.json",)),
-    Row("vocabulary holds the data", {"model.vocab_size": 256}, {"model.vocab_size": 257}, ("257 tokens", "Nearest: 257.")),
+    Row(
+        "one vocabulary",
+        {"data.validation": "other"},
+        {"data.validation": "tokens"},
+        ("tokens has 257", "other has 300"),
+    ),
+    Row(
+        "vocabulary is known",
+        {"data.train": "bare", "model.vocab_size": None},
+        {"model.vocab_size": 10},
+        ("bare.json",),
+    ),
+    Row(
+        "vocabulary holds the data",
+        {"model.vocab_size": 256},
+        {"model.vocab_size": 257},
+        ("257 tokens", "Nearest: 257."),
+    ),
     Row(
         "vocabulary holds the data",
         {"model.vocab_size": 256, "model.from_hf": "hf", "model.init_from": "."},
         {"model.vocab_size": 257},
-        ("257 tokens", "added to the model's tokenizer, set model.resize_embeddings = mean", "prepare the data again with --tokenizer hf"),
+        (
+            "257 tokens",
+            "added to the model's tokenizer, set model.resize_embeddings = mean",
+            "prepare the data again with --tokenizer hf",
+        ),
     ),
     Row(
         "rows are added to weights",
@@ -468,7 +692,12 @@ ROWS = [
     ),
     Row(
         "new rows are trained",
-        {"model.resize_embeddings": "mean", "model.init_from": ".", "lora.rank": 2, "lora.modules_to_save": ["embedding"]},
+        {
+            "model.resize_embeddings": "mean",
+            "model.init_from": ".",
+            "lora.rank": 2,
+            "lora.modules_to_save": ["embedding"],
+        },
         {"lora.modules_to_save": ["embedding", "head"]},
         ("leaves out head",),
     ),
@@ -500,7 +729,11 @@ ROWS = [
         "fine-tuning starts from weights",
         {"model.from_hf": "hf", "data.train": "chat"},
         {"model.init_from": "none"},
-        ("would train random weights on conversations: model.from_hf = hf", "Set it to hf:hf", "none for random weights on purpose"),
+        (
+            "would train random weights on conversations: model.from_hf = hf",
+            "Set it to hf:hf",
+            "none for random weights on purpose",
+        ),
     ),
     Row(
         "fine-tuning starts from weights",
@@ -508,7 +741,12 @@ ROWS = [
         {"model.init_from": "."},
     ),
     Row("fine-tuning starts from weights", {"model.from_hf": "hf", "data.train": "chat"}, {"checkpoint.load": "."}),
-    Row("packing of conversations", {"data.packing": True}, {"data.packing": True, "data.train": "chat"}, ("is text", "--chat")),
+    Row(
+        "packing of conversations",
+        {"data.packing": True},
+        {"data.packing": True, "data.train": "chat"},
+        ("is text", "--chat"),
+    ),
     Row(
         "rows have the tokens that modules predict",
         {"model.mtp_layers": 4, "data.sequence_length": 4},
@@ -533,30 +771,71 @@ ROWS = [
         {"model.mtp_layers": 0},
         ("lora.rank = 4", "PEFT", "Set it to 0"),
     ),
-    Row("sequence within the model's positions", {"data.sequence_length": 2049}, {"data.sequence_length": 2048}, ("up to 2048",)),
+    Row(
+        "sequence within the model's positions",
+        {"data.sequence_length": 2049},
+        {"data.sequence_length": 2048},
+        ("up to 2048",),
+    ),
     Row(
         "whole microbatches",
         {"train.global_batch_size": 30, "parallel.dp": 2},
         {"train.global_batch_size": 32},
         ("4 * 2", "Legal values: multiples of 8. Nearest: 24 or 32."),
     ),
-    Row("whole microbatches", {"train.global_batch_size": 2}, {"train.global_batch_size": 4}, ("multiples of 4. Nearest: 4.",)),
-    Row("fp64 on CPU", {"train.precision": "fp64"}, {"train.precision": "fp32"}, ("2 GPUs", "CUDA_VISIBLE_DEVICES"), devices=2),
+    Row(
+        "whole microbatches",
+        {"train.global_batch_size": 2},
+        {"train.global_batch_size": 4},
+        ("multiples of 4. Nearest: 4.",),
+    ),
+    Row(
+        "fp64 on CPU",
+        {"train.precision": "fp64"},
+        {"train.precision": "fp32"},
+        ("2 GPUs", "CUDA_VISIBLE_DEVICES"),
+        devices=2,
+    ),
     Row("bf16 gradients of bf16", {"train.grad_dtype": "bf16"}, {"train.precision": "bf16"}, ("not fp32",)),
-    Row("recompute mode", {"train.recompute": "every-0"}, {"train.recompute": "every-3"}, ("none, selective, full, every-2",)),
+    Row(
+        "recompute mode",
+        {"train.recompute": "every-0"},
+        {"train.recompute": "every-3"},
+        ("none, selective, full, every-2",),
+    ),
     Row("a budget says how much", {"train.recompute": "budget"}, {"train.memory_budget": 7e10}, ("70GB", "0.9")),
-    Row("what a budget is for", {"train.memory_budget": 7e10}, {"train.recompute": "budget"}, ("train.recompute = none",)),
-    Row("kernels can run", {"train.kernels": "triton"}, {"train.kernels": "auto"}, ("needs a GPU", "auto or torch"), devices=0),
+    Row(
+        "what a budget is for",
+        {"train.memory_budget": 7e10},
+        {"train.recompute": "budget"},
+        ("train.recompute = none",),
+    ),
+    Row(
+        "kernels can run",
+        {"train.kernels": "triton"},
+        {"train.kernels": "auto"},
+        ("needs a GPU", "auto or torch"),
+        devices=0,
+    ),
     Row("timeout is a duration", {"run.timeout": "10"}, {"run.timeout": "10s"}, ("10m",)),
     Row("stop_after is a duration", {"train.stop_after": "90"}, {"train.stop_after": "1h30m"}, ("3h50m",)),
     Row("watchdog is a duration", {"train.watchdog": "5"}, {"train.watchdog": None}, ("or null, which turns it off",)),
     *(
-        Row("faults can happen", {"faults.inject": ["kill:rank=0,step=3", fault]}, {"faults.inject": fixed}, (f"= {fault} {says}",))
+        Row(
+            "faults can happen",
+            {"faults.inject": ["kill:rank=0,step=3", fault]},
+            {"faults.inject": fixed},
+            (f"= {fault} {says}",),
+        )
         for fault, fixed, says in (
             ("kil:rank=0,step=3", "kill:rank=0,step=3", "is not a known kind of fault (nearest: kill)"),
             ("kill", "kill:step=3", "needs step"),
             ("slow:step=3", "slow:step=3,seconds=0.5", "needs seconds and step"),
-            ("nan:step=3,factor=2", "spike:step=3,factor=nan", "needs step, and besides it takes rank and restart only"),
+            (
+                "nan:step=3,factor=2",
+                "spike:step=3,factor=nan",
+                "needs step, and besides it takes rank and restart only",
+            ),
             ("exit:rank=first,step=3", "exit:rank=0,step=3-5,restart=2", "has a value that is not a number"),
             ("hang:step=5-3", "hang:step=3-5", "has a value out of range"),
             ("hang:step=0", "hang:step=1", "has a value out of range"),
@@ -564,7 +843,10 @@ ROWS = [
         )
     ),
     Row(
-        "faults can happen", {"faults.inject": "sigterm:rank=0,step=2 nan:rank=1,step=2"}, {"faults.inject": "nan:step=2"}, ("nan:rank=1",)
+        "faults can happen",
+        {"faults.inject": "sigterm:rank=0,step=2 nan:rank=1,step=2"},
+        {"faults.inject": "nan:step=2"},
+        ("nan:rank=1",),
     ),
     Row("warm-up within the run", {"optimizer.warmup_steps": 101}, {"optimizer.warmup_steps": 100}, ("Nearest: 100.",)),
     Row(
@@ -576,24 +858,53 @@ ROWS = [
     Row("min_lr below lr", {"optimizer.min_lr": 1e-3}, {"optimizer.min_lr": 3e-4}, ("optimizer.lr = 0.0003",)),
     Row("two betas", {"optimizer.betas": [0.9]}, {"optimizer.betas": [0.9, 0.9]}),
     Row("fewer than 100 Newton-Schulz iterations", {"muon.ns_steps": 100}, {"muon.ns_steps": 99}, ("1 to 99",)),
-    Row("Muon's rate follows AdamW's", {"optimizer.name": "muon", "optimizer.lr": 0.0}, {"optimizer.lr": 1e-9}, ("muon.lr = 0.02",)),
-    Row("Muon has matrices", {"optimizer.name": "muon", "lora.rank": 4}, {"optimizer.name": "adamw"}, ("lora.rank = 4",)),
+    Row(
+        "Muon's rate follows AdamW's",
+        {"optimizer.name": "muon", "optimizer.lr": 0.0},
+        {"optimizer.lr": 1e-9},
+        ("muon.lr = 0.02",),
+    ),
+    Row(
+        "Muon has matrices", {"optimizer.name": "muon", "lora.rank": 4}, {"optimizer.name": "adamw"}, ("lora.rank = 4",)
+    ),
     Row(
         "Muon runs where the weights are",
         {"optimizer.name": "muon", "parallel.offload": "cpu"},
         {"parallel.offload": "none"},
         ("optimizer.name = muon",),
     ),
-    Row("lr_scaling has its base", {"optimizer.lr_scaling": "sqrt"}, {"optimizer.base_batch_size": 8}, ("optimizer.base_batch_size",)),
+    Row(
+        "lr_scaling has its base",
+        {"optimizer.lr_scaling": "sqrt"},
+        {"optimizer.base_batch_size": 8},
+        ("optimizer.base_batch_size",),
+    ),
     Row("the run can be written", {"run.dir": __file__}, {"run.dir": "."}, ("can not be written",)),
     Row("checkpoint exists", {"checkpoint.load": "nowhere"}, {"checkpoint.load": "."}, ("auto nor none",)),
-    Row("checkpoint.keep_every in range", {"checkpoint.keep": 1, "checkpoint.keep_every": 0}, {"checkpoint.keep_every": 1}),
+    Row(
+        "checkpoint.keep_every in range",
+        {"checkpoint.keep": 1, "checkpoint.keep_every": 0},
+        {"checkpoint.keep_every": 1},
+    ),
     Row("keep_every beside keep", {"checkpoint.keep_every": 10}, {"checkpoint.keep": 2}, ("every checkpoint stays",)),
-    Row("copies of state in memory", {"checkpoint.async_save": True, "parallel.offload": "disk"}, {"parallel.offload": "cpu"}, ("= disk",)),
-    Row("resume or warm start", {"checkpoint.load": ".", "model.init_from": "."}, {"checkpoint.load": "auto"}, ("step 0",)),
+    Row(
+        "copies of state in memory",
+        {"checkpoint.async_save": True, "parallel.offload": "disk"},
+        {"parallel.offload": "cpu"},
+        ("= disk",),
+    ),
+    Row(
+        "resume or warm start",
+        {"checkpoint.load": ".", "model.init_from": "."},
+        {"checkpoint.load": "auto"},
+        ("step 0",),
+    ),
     Row("validation has data", {"validation.interval": 5}, {"data.validation": 0.1}, ("held-out fraction",)),
     Row(
-        "average on the device or in memory", {"train.ema_decay": 0.9, "parallel.offload": "disk"}, {"parallel.offload": "cpu"}, ("= disk",)
+        "average on the device or in memory",
+        {"train.ema_decay": 0.9, "parallel.offload": "disk"},
+        {"parallel.offload": "cpu"},
+        ("= disk",),
     ),
     Row("validation of an average", {"validation.ema": True}, {"train.ema_decay": 0.9}, ("train.ema_decay = null",)),
     Row("best of validations", {"checkpoint.keep_best": True}, VALIDATED, ("validation.interval = null",)),
@@ -604,7 +915,12 @@ ROWS = [
         {"train.early_stopping_patience": 2},
         ("train.early_stopping_patience = null",),
     ),
-    Row("monitored set exists", {"validation.monitor": "a"}, {"data.validation": {"a": "tokens"}}, ("data.validation is one set",)),
+    Row(
+        "monitored set exists",
+        {"validation.monitor": "a"},
+        {"data.validation": {"a": "tokens"}},
+        ("data.validation is one set",),
+    ),
     Row(
         "monitored set exists",
         {"data.validation": {"one": "tokens", "two": "tokens"}, "validation.monitor": "tow"},
@@ -617,8 +933,18 @@ ROWS = [
         {"data.train": {"tokens": 1.0, "./tokens": 1.0}},
         ("not a blend",),
     ),
-    Row("ramp-up of the batch size", {"train.rampup_batch_size": [4, 4]}, {"train.rampup_batch_size": None}, ("three positive numbers",)),
-    Row("ramp-up of the batch size", {"train.rampup_batch_size": [512, 4, 9]}, {"train.rampup_batch_size": None}, ("starts above",)),
+    Row(
+        "ramp-up of the batch size",
+        {"train.rampup_batch_size": [4, 4]},
+        {"train.rampup_batch_size": None},
+        ("three positive numbers",),
+    ),
+    Row(
+        "ramp-up of the batch size",
+        {"train.rampup_batch_size": [512, 4, 9]},
+        {"train.rampup_batch_size": None},
+        ("starts above",),
+    ),
     Row(
         "ramp-up of the batch size",
         {"train.rampup_batch_size": [4, 5, 9], "train.global_batch_size": 8},
@@ -634,8 +960,19 @@ ROWS = [
     Row("no ramp-up with faults.rollback", RAMPED | {"faults.rollback": True}, {"faults.rollback": False}),
     Row("no ramp-up with profiling.timeline", RAMPED | {"profiling.timeline": True}, {"profiling.timeline": False}),
     *(
-        Row(f"logging.wandb_{name} needs wandb", {f"logging.wandb_{name}": value}, {"logging.wandb": True}, ("logging.wandb = null",))
-        for name, value in {"entity": "team", "group": "ablation", "tags": ["a"], "name": "first", "mode": "offline"}.items()
+        Row(
+            f"logging.wandb_{name} needs wandb",
+            {f"logging.wandb_{name}": value},
+            {"logging.wandb": True},
+            ("logging.wandb = null",),
+        )
+        for name, value in {
+            "entity": "team",
+            "group": "ablation",
+            "tags": ["a"],
+            "name": "first",
+            "mode": "offline",
+        }.items()
     ),
     Row("profiled steps are a range", {"profiling.steps": [3]}, {"profiling.steps": [3, 3]}, ("[3, 5]",)),
     Row("profiled steps are a range", {"profiling.steps": [0, 5]}, {"profiling.steps": [1, 5]}),
@@ -646,17 +983,33 @@ ROWS = [
         {"profiling.steps": [2, 5]},
         ("train.steps = 2", "at most 2"),
     ),
-    Row("profiled ranks exist", {"profiling.ranks": [0, 2], "parallel.dp": 2}, {"profiling.ranks": [1]}, ("2 processes", "0 to 1")),
-    Row("snapshot of a GPU", {"profiling.memory_snapshot": 3}, {"profiling.memory_snapshot": None}, ("needs a GPU",), devices=0),
+    Row(
+        "profiled ranks exist",
+        {"profiling.ranks": [0, 2], "parallel.dp": 2},
+        {"profiling.ranks": [1]},
+        ("2 processes", "0 to 1"),
+    ),
+    Row(
+        "snapshot of a GPU",
+        {"profiling.memory_snapshot": 3},
+        {"profiling.memory_snapshot": None},
+        ("needs a GPU",),
+        devices=0,
+    ),
     Row("InfiniBand's timeout", {"network.ib_timeout": 32}, {"network.ib_timeout": 23}, ("1 to 31",)),
     Row("InfiniBand's timeout", {"network.ib_timeout": 0}, {"network.ib_timeout": 1}),
-    Row("variables have names", {"network.variables": {"NCCL ALGO": "Ring"}}, {"network.variables": {"NCCL_ALGO": "Ring"}}),
+    Row(
+        "variables have names",
+        {"network.variables": {"NCCL ALGO": "Ring"}},
+        {"network.variables": {"NCCL_ALGO": "Ring"}},
+    ),
 ]
 
 
 @pytest.fixture(autouse=True)
 def token_files(tmp_path, monkeypatch):
-    """tokens: 257 tokens and an EOS; chat: conversations; other: another vocabulary; bare: by a tool that says nothing. Triton compiles."""
+    """tokens: 257 tokens and an EOS; chat: conversations; other: another vocabulary; bare: by a tool that says nothing.
+    Triton compiles."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for prefix in ("tokens", "chat", "other", "bare"):
@@ -694,7 +1047,11 @@ def proposals(option: str, message: str) -> Iterator[dict[str, Any]]:
     default = attrgetter(option.replace("model.rope_scaling.rope_type", "model.rope_scaling"))(Config())
     if nearest := re.search(r"Nearest: (.+?)(?: or (.+?))?(?:, for .*)?\.(?:$| Or)", way_out):
         for value in filter(None, nearest.groups()):
-            yield {option: read(value)} if option in OPTIONS else {"model.rope_scaling": None if value == "default" else LLAMA3}
+            yield (
+                {option: read(value)}
+                if option in OPTIONS
+                else {"model.rope_scaling": None if value == "default" else LLAMA3}
+            )
     for name, value in re.findall(
         r"(?:[Ss]et|, or) (it|\w+\.\w+)(?: too)?,?(?: for example)? to ([\w.:]+?)[.,;:]?(?:\s(?!and)|$)", way_out
     ):
@@ -725,7 +1082,8 @@ def test_rule(row: Row, monkeypatch):
 
 
 def test_two_broken_rules_are_two_messages_unless_one_has_to_do_with_the_other():
-    """Random pairs of rows: no rule ends in another error because of what an earlier one has found, and few are left for the next try."""
+    """Random pairs of rows: no rule ends in another error because of what an earlier one has found, and few are left
+    for the next try."""
     random, both, pairs = Random(1), 0, 0
     while pairs < 300:
         one, other = random.sample(ROWS, 2)
@@ -769,13 +1127,19 @@ def test_defaults_are_legal():
 @pytest.mark.parametrize("heads, kv, ffn", [(8, 8, 16), (8, 2, 24), (12, 3, 48), (6, 6, 9), (12, 4, 12)])
 def test_tensor_parallel_sizes_are_those_that_split_evenly(heads: int, kv: int, ffn: int):
     for tp in range(1, 2 * heads):
-        # Written from the layout: rank r owns the query heads [r * heads / tp, (r + 1) * heads / tp), and each key-value head they read.
+        # Written from the layout: rank r owns the query heads [r * heads / tp, (r + 1) * heads / tp), and each
+        # key-value head they read.
         owned = [range(rank * heads // tp, (rank + 1) * heads // tp) for rank in range(tp)]
         read = [{head * kv // heads for head in mine} for mine in owned]
         equal = len({len(mine) for mine in owned}) == 1 and len(owned[0]) > 0 and len({len(mine) for mine in read}) == 1
         whole = tp <= kv and all(a.isdisjoint(b) for a, b in pairwise(read)) or tp > kv and tp % kv == 0
         legal = heads % tp == 0 and equal and whole and ffn % tp == 0
-        shape = {"model.num_attention_heads": heads, "model.num_key_value_heads": kv, "model.intermediate_size": ffn, "model.head_dim": 8}
+        shape = {
+            "model.num_attention_heads": heads,
+            "model.num_key_value_heads": kv,
+            "model.intermediate_size": ffn,
+            "model.head_dim": 8,
+        }
         assert (verdict(shape | {"parallel.tp": tp}) is None) == legal, tp
 
 

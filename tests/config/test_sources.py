@@ -1,4 +1,5 @@
-"""Which source of an option counts: what is said later wins, and a preset or a Hugging Face model replaces the whole shape before it."""
+"""Which source of an option counts: what is said later wins, and a preset or a Hugging Face model replaces the whole
+shape before it."""
 
 import json
 from dataclasses import asdict
@@ -15,10 +16,28 @@ from megalite.config.schema import ModelConfig
 
 TINY = "model: {preset: tiny, num_hidden_layers: 6, max_position_embeddings: 640}"
 SMALL = "model: {hidden_size: 64, num_attention_heads: 2, tie_word_embeddings: true, vocab_size: 300}"
-QWEN = {"model_type": "qwen2", "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6}
+QWEN = {
+    "model_type": "qwen2",
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+}
 QWEN |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": 999, "tie_word_embeddings": False}
-SHAPE = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2}
-SHAPE |= {"max_position_embeddings": 512, "vocab_size": 999, "from_hf": "hf", "attention_bias": True, "rms_norm_eps": 1e-6}
+SHAPE = {
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
+SHAPE |= {
+    "max_position_embeddings": 512,
+    "vocab_size": 999,
+    "from_hf": "hf",
+    "attention_bias": True,
+    "rms_norm_eps": 1e-6,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -49,19 +68,35 @@ def preset(name: str, **changed: Any) -> dict[str, Any]:
     [
         ((SMALL,), "--model.preset tiny", preset("tiny", vocab_size=257)),
         ((SMALL,), "--model.preset llama-3.2-1b", preset("llama-3.2-1b")),
-        ((SMALL,), "--model.preset tiny --model.num_hidden_layers 2", preset("tiny", num_hidden_layers=2, vocab_size=257)),
+        (
+            (SMALL,),
+            "--model.preset tiny --model.num_hidden_layers 2",
+            preset("tiny", num_hidden_layers=2, vocab_size=257),
+        ),
         ((TINY,), "", preset("tiny", num_hidden_layers=6, max_position_embeddings=640, vocab_size=257)),
-        ((TINY,), "--model.num_hidden_layers 5", preset("tiny", num_hidden_layers=5, max_position_embeddings=640, vocab_size=257)),
+        (
+            (TINY,),
+            "--model.num_hidden_layers 5",
+            preset("tiny", num_hidden_layers=5, max_position_embeddings=640, vocab_size=257),
+        ),
         ((TINY,), "--model.preset gpt2-124m", preset("gpt2-124m")),
         ((SMALL,), "--model.from_hf hf", SHAPE),
         ((TINY,), "--model.from_hf hf", SHAPE),
         ((TINY, "model: {from_hf: hf, num_hidden_layers: 4}"), "", {**SHAPE, "num_hidden_layers": 4}),
-        (("model: {from_hf: hf}", TINY), "", preset("tiny", num_hidden_layers=6, max_position_embeddings=640, vocab_size=257)),
+        (
+            ("model: {from_hf: hf}", TINY),
+            "",
+            preset("tiny", num_hidden_layers=6, max_position_embeddings=640, vocab_size=257),
+        ),
         ((SMALL, "model: {num_hidden_layers: 3}"), "", {**yaml.safe_load(SMALL)["model"], "num_hidden_layers": 3}),
         ((TINY,), "--model.preset null", {"num_hidden_layers": 6, "max_position_embeddings": 640, "vocab_size": 257}),
         ((SMALL, "model: {preset: null, from_hf: null}"), "", yaml.safe_load(SMALL)["model"]),
         (("model: {init_from: none}", SMALL), "--model.preset tiny", preset("tiny", vocab_size=257, init_from="none")),
-        (("model: {init_from: hf:hf, hidden_size: 8}",), "--model.from_hf ./hf", {**SHAPE, "from_hf": "./hf", "init_from": "hf:hf"}),
+        (
+            ("model: {init_from: hf:hf, hidden_size: 8}",),
+            "--model.from_hf ./hf",
+            {**SHAPE, "from_hf": "./hf", "init_from": "hf:hf"},
+        ),
         (("model: {init_from: hf:other}",), "--model.from_hf hf", {**SHAPE, "init_from": "hf:other"}),
         (
             ("model: {from_hf: other, init_from: hf:other}",),
@@ -77,10 +112,14 @@ def test_the_shape_is_that_of_the_last_source_that_names_one(files, argv, expect
 @pytest.mark.parametrize(
     "argv, way_out",
     [
-        ("--model.from_hf hf", "model.from_hf = hf on the command line replaces it. Set model.init_from to hf:hf, or to none for random"),
+        (
+            "--model.from_hf hf",
+            "model.from_hf = hf on the command line replaces it. Set model.init_from to hf:hf, or to none for random",
+        ),
         (
             "--model.preset tiny",
-            "model.preset = tiny on the command line replaces it. Set model.init_from to weights of that shape, or to none",
+            "model.preset = tiny on the command line replaces it. Set model.init_from to weights of that shape, or to "
+            "none",
         ),
     ],
 )
@@ -96,7 +135,11 @@ def test_what_names_the_same_model_again_keeps_its_weights_and_new_rows():
     Path("runs/a/manifest.json").touch()
     again = model((weights,), "--model.preset", "tiny")
     assert (again.init_from, again.resize_embeddings) == ("runs/a", "mean")
-    found = model((f"model: {{from_hf: hf, init_from: 'hf:{Path('hf').absolute()}', resize_embeddings: mean}}",), "--model.from_hf", "./hf")
+    found = model(
+        (f"model: {{from_hf: hf, init_from: 'hf:{Path('hf').absolute()}', resize_embeddings: mean}}",),
+        "--model.from_hf",
+        "./hf",
+    )
     assert found.init_from == f"hf:{Path('hf').absolute()}" and found.resize_embeddings == "mean"
 
 
@@ -132,7 +175,9 @@ ORIGINS = {
 
 
 def test_print_config_says_where_each_value_is_from_and_is_a_configuration(capsys):
-    length = "data: {sequence_length: 256}\ntrain: {tokens: 1M}\noptimizer: {betas: [0.8, 0.9], warmup_steps: 5%, lr: 0.01}"
+    length = (
+        "data: {sequence_length: 256}\ntrain: {tokens: 1M}\noptimizer: {betas: [0.8, 0.9], warmup_steps: 5%, lr: 0.01}"
+    )
     Path("0.yaml").write_text(f"{TINY}\n{length}\nrun: {{name: '# a'}}")
     words = ["--config", "0.yaml", "--data.train", "tokens", "--optimizer.lr", "0.02", "--tp", "2"]
     text, section, said = printed(capsys, *words), "", dict[str, str]()
@@ -155,4 +200,6 @@ def test_a_resolved_configuration_is_replaced_by_a_later_preset(capsys):
 
 def test_a_configuration_that_a_command_takes_by_name_is_read_alike():
     Path("0.yaml").write_text(TINY)
-    assert asdict(config_of("0.yaml", 1).model) == asdict(ModelConfig(**preset("tiny", num_hidden_layers=6, max_position_embeddings=640)))
+    assert asdict(config_of("0.yaml", 1).model) == asdict(
+        ModelConfig(**preset("tiny", num_hidden_layers=6, max_position_embeddings=640))
+    )

@@ -46,5 +46,9 @@ def test_validation_data_that_is_training_data_is_named(case, monkeypatch, tmp_p
     validation = validation.format(here=tmp_path) if isinstance(validation, str) else validation
     config = from_dict({"data": {"train": train, "validation": validation}, "validation": {"interval": 10}})
     line = None if named is None else named.format(here=tmp_path)
-    expected = [] if line is None else [f"WARNING: data.validation has training data ({line}): its validation loss is a training loss"]
+    expected = (
+        []
+        if line is None
+        else [f"WARNING: data.validation has training data ({line}): its validation loss is a training loss"]
+    )
     assert remarks(config) == expected

@@ -1,4 +1,5 @@
-"""Which fields of a config.json are read, ignored and rejected, beside what transformers' modeling and configuration files read."""
+"""Which fields of a config.json are read, ignored and rejected, beside what transformers' modeling and configuration
+files read."""
 
 from __future__ import annotations
 
@@ -31,7 +32,14 @@ OTHER_HEADS = (
 SHAPE = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
 SHAPE += ["max_position_embeddings", "layer_types"]
 ROPE = ["rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"]
-NO_FIELD = ["get_text_config", "standardize_rope_params", "validate_rope", "default_theta", "_is_quantized", "number_of_conv_states"]
+NO_FIELD = [
+    "get_text_config",
+    "standardize_rope_params",
+    "validate_rope",
+    "default_theta",
+    "_is_quantized",
+    "number_of_conv_states",
+]
 """Methods and class attributes; the number of states of a convolution, which no family has."""
 
 
@@ -63,14 +71,20 @@ def reads(nodes: list[ast.AST], owner: Any) -> set[str]:
 def parsed(path: Path) -> list[ast.AST]:
     """The nodes of a file, without classes that are not part of a causal language model."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    tree.body = [each for each in tree.body if not (isinstance(each, ast.ClassDef) and any(head in each.name for head in OTHER_HEADS))]
+    tree.body = [
+        each
+        for each in tree.body
+        if not (isinstance(each, ast.ClassDef) and any(head in each.name for head in OTHER_HEADS))
+    ]
     return list(ast.walk(tree))
 
 
 def keywords(nodes: list[ast.AST]) -> set[str]:
     """The fields that a configuration class takes from kwargs."""
     calls = [
-        node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "pop")
+        node
+        for node in nodes
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "pop")
     ]
     ours = [call for call in calls if isinstance(call.func.value, ast.Name) and call.func.value.id == "kwargs"]  # type: ignore[attr-defined]
     return {call.args[0].value for call in ours if isinstance(call.args[0], ast.Constant)}
@@ -81,7 +95,9 @@ def files_of(family: Family) -> tuple[list[ast.AST], list[ast.AST]]:
     place = TRANSFORMERS / "models" / folder
     nodes = parsed(place / f"configuration_{folder}.py")
     if family.multimodal:
-        nodes = [node for each in nodes if isinstance(each, ast.ClassDef) and "Text" in each.name for node in ast.walk(each)]
+        nodes = [
+            node for each in nodes if isinstance(each, ast.ClassDef) and "Text" in each.name for node in ast.walk(each)
+        ]
     return parsed(place / f"modeling_{folder}.py"), nodes
 
 
@@ -99,11 +115,26 @@ def read_by(name: str) -> frozenset[str]:
 def test_every_field_that_transformers_reads_is_handled_or_rejected(name: str):
     known, family = families(), families().rows[name]
     computed = {"head_dim"} if family.model_type == "falcon" else set()
-    handled = {*family.fields, *family.own.split(), *family.aliases, *known.window_fields[family.window], *known.ignored, *SHAPE, *computed}
+    handled = {
+        *family.fields,
+        *family.own.split(),
+        *family.aliases,
+        *known.window_fields[family.window],
+        *known.ignored,
+        *SHAPE,
+        *computed,
+    }
     handled |= {*ROPE, "_sliding_window_pattern"} if family.rope else {"rope_parameters"}
     aliased = {*family.aliases.values()}
     missing = read_by(name) - handled - aliased - known.only - {*family.only.split()}
-    assert not missing - {"text_config", "vision_config", "image_token_id", "mm_tokens_per_image", "image_size", "patch_size"}, missing
+    assert not missing - {
+        "text_config",
+        "vision_config",
+        "image_token_id",
+        "mm_tokens_per_image",
+        "image_size",
+        "patch_size",
+    }, missing
     needless = {*family.only.split()} - read_by(name)
     assert not needless, f"transformers does not read {needless}"
 
@@ -113,15 +144,23 @@ def test_fields_that_all_families_share_are_read_by_transformers():
     for file in (*SHARED, "modeling_utils.py", "modeling_layers.py", "configuration_utils.py"):
         nodes = parsed(TRANSFORMERS / file)
         everywhere |= reads(nodes, is_config) | keywords(nodes)
-        everywhere |= {node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
-        everywhere |= {node.left.value for node in nodes if isinstance(node, ast.Compare) and isinstance(node.left, ast.Constant)}
+        everywhere |= {
+            node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        }
+        everywhere |= {
+            node.left.value for node in nodes if isinstance(node, ast.Compare) and isinstance(node.left, ast.Constant)
+        }
     assert families().only <= everywhere
 
 
 @pytest.mark.parametrize("name", families().rows)
 def test_other_names_are_those_of_transformers(name: str):
     _, nodes = files_of(families().rows[name])
-    maps = [node.value for node in nodes if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "attribute_map"]
+    maps = [
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "attribute_map"
+    ]
     theirs = {frozenset(pair) for each in maps for pair in ast.literal_eval(each).items()} - {
         frozenset(("num_mtp_layers", "num_nextn_predict_layers"))
     }
@@ -142,7 +181,11 @@ def test_published_files_are_read_as_transformers_reads_them(origin: str, file: 
 
 @pytest.mark.parametrize("change, says", REJECTED, ids=[row[1][:40] for row in REJECTED])
 def test_what_transformers_reads_and_we_do_not_compute_is_rejected(change: dict[str, Any], says: str):
-    sizes = {key: value for key, value in GROUPED.items() if key != "num_key_value_heads" or change.get("model_type") != "gpt_neox"}
+    sizes = {
+        key: value
+        for key, value in GROUPED.items()
+        if key != "num_key_value_heads" or change.get("model_type") != "gpt_neox"
+    }
     with pytest.raises(ConfigError) as rejected:
         from_hf_config({"model_type": "llama"} | sizes | change)
     assert says in str(rejected.value)

@@ -1,4 +1,5 @@
-"""A small Hugging Face tokenizer with ChatML's control tokens, chat templates with and without marks, and conversations."""
+"""A small Hugging Face tokenizer with ChatML's control tokens, chat templates with and without marks, and
+conversations."""
 
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ INSTRUCT = """{{ bos_token }}{% for message in messages %}{% if message['role'] 
 PLAIN = """{% for message in messages %}{% if message['role'] == 'assistant' %}\
 {{ 'Answer: ' }}{% generation %}{{ message['content'] + '\\n' }}{% endgeneration %}\
 {% else %}{{ 'Question: ' + message['content'] + '\\n' }}{% endif %}{% endfor %}"""
-TEMPLATES = {"chatml": CHATML, "llama 3": LLAMA_3, "no prompt for the assistant": INSTRUCT, "no end-of-turn token": PLAIN}
+TEMPLATES = {
+    "chatml": CHATML,
+    "llama 3": LLAMA_3,
+    "no prompt for the assistant": INSTRUCT,
+    "no end-of-turn token": PLAIN,
+}
 
 NEXT_ROLE_ENDS = """{% for message in messages %}{{ '<|' ~ message['role'] ~ '|>' ~ message['content'] }}\
 {% for call in message.tool_calls %}{{ call.function | tojson }}{% endfor %}{% endfor %}\
@@ -58,7 +64,9 @@ def write_tokenizer(directory: Path, template: str | None = None, controls: Sequ
     raw = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     raw.add_special_tokens([AddedToken(text, special=True) for text in controls])
-    PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", chat_template=template).save_pretrained(directory)
+    PreTrainedTokenizerFast(
+        tokenizer_object=raw, bos_token="<s>", eos_token="</s>", chat_template=template
+    ).save_pretrained(directory)
     return directory
 
 

@@ -1,4 +1,5 @@
-"""Token files written by hand, byte for byte as the format's description says, so that the package's own writer is not its own witness."""
+"""Token files written by hand, byte for byte as the format's description says, so that the package's own writer is not
+its own witness."""
 
 import json
 import struct
@@ -14,7 +15,12 @@ WriteTokens = Callable[..., str]
 
 
 def write_by_hand(
-    prefix: Path, documents: list[list[int]], *, metadata: dict | None = None, code: int = 8, marks: list[int] | None = None
+    prefix: Path,
+    documents: list[list[int]],
+    *,
+    metadata: dict | None = None,
+    code: int = 8,
+    marks: list[int] | None = None,
 ) -> str:
     letter = {8: "H", 4: "i", 1: "B"}[code]
     size = struct.calcsize(letter)
@@ -57,7 +63,8 @@ def counting(write: WriteTokens) -> Callable[..., IndexedTokens]:
 
 @pytest.fixture
 def chats(write: WriteTokens) -> Callable[..., str]:
-    """chats(name, sizes) → PREFIX of a chat file with documents of these sizes: tokens first, first + 1, …, of which odd ones count."""
+    """chats(name, sizes) → PREFIX of a chat file with documents of these sizes: tokens first, first + 1, …, of which
+    odd ones count."""
 
     def make(name: str, sizes: list[int], first: int = 0) -> str:
         values = iter(range(first, first + sum(sizes)))

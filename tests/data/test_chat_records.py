@@ -1,4 +1,5 @@
-"""Records to conversations: every form, mapped keys, weights, parts of contents, and what each makes count in the loss."""
+"""Records to conversations: every form, mapped keys, weights, parts of contents, and what each makes count in the
+loss."""
 
 from __future__ import annotations
 
@@ -32,7 +33,18 @@ def run(monkeypatch, tmp_path, capsys) -> Callable[..., dict]:
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str) -> dict:
-        command = ["prepare_data.py", *arguments, "--tokenizer", "byte", "--output", "x", "--workers", "1", "--json", "--overwrite"]
+        command = [
+            "prepare_data.py",
+            *arguments,
+            "--tokenizer",
+            "byte",
+            "--output",
+            "x",
+            "--workers",
+            "1",
+            "--json",
+            "--overwrite",
+        ]
         monkeypatch.setattr(sys, "argv", command)
         main()
         return json.loads(capsys.readouterr().out)
@@ -51,7 +63,9 @@ def learned(prefix: str = "x") -> list[bytes]:
     return found
 
 
-def counted(template: ChatTemplate, tokenizer: tokenizing.Tokenizer, messages: list[dict[str, Any]], **options: Any) -> str:
+def counted(
+    template: ChatTemplate, tokenizer: tokenizing.Tokenizer, messages: list[dict[str, Any]], **options: Any
+) -> str:
     tokens, mask = template.render(messages, **options)
     return tokenizer.decode([token for token, counts in zip(tokens, mask, strict=True) if counts])
 
@@ -112,7 +126,9 @@ def test_a_pair_of_texts_is_learned_from_its_completion_on(run, tmp_path):
 def test_a_pair_has_no_control_tokens_but_its_end(tokenizer):
     tokens, counts = ChatTemplate(tokenizer).pair("<|im_start|>a", "b</s>")
     assert tokens == [*tokenizer.encode("<|im_start|>ab</s>"), tokenizer.eos]
-    assert tokenizer.decode([token for token, each in zip(tokens, counts, strict=True) if each]) == "b</s>" and counts[-1]
+    assert (
+        tokenizer.decode([token for token, each in zip(tokens, counts, strict=True) if each]) == "b</s>" and counts[-1]
+    )
 
 
 def test_a_pair_begins_as_its_tokenizer_begins_texts(tokenizer, monkeypatch):
@@ -124,7 +140,11 @@ def test_a_pair_begins_as_its_tokenizer_begins_texts(tokenizer, monkeypatch):
 def test_a_pair_of_messages_is_learned_from_its_completion_on(run, tmp_path):
     """An assistant's turn in the prompt does not count, as in TRL."""
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    answers = [{"role": "assistant", "content": "d"}, {"role": "user", "content": "e"}, {"role": "assistant", "content": "f", "weight": 0}]
+    answers = [
+        {"role": "assistant", "content": "d"},
+        {"role": "user", "content": "e"},
+        {"role": "assistant", "content": "f", "weight": 0},
+    ]
     write_lines(tmp_path / "a.jsonl", [{"prompt": said, "completion": answers}])
     run("--chat", "--input", "a.jsonl")
     assert learned() == [b"d$"]
@@ -160,15 +180,22 @@ def test_the_system_text_of_a_record_is_its_first_message():
 
 def test_mapped_keys_are_read_as_the_formats_own():
     reader = RecordReader(parsed_keys("messages=dialog,role=speaker,content=text,prompt=q,completion=a"))
-    renamed = {"dialog": [{"speaker": turn["role"], "text": turn["content"], "name": "Ada"} for turn in SHORT], "messages": "a label"}
+    renamed = {
+        "dialog": [{"speaker": turn["role"], "text": turn["content"], "name": "Ada"} for turn in SHORT],
+        "messages": "a label",
+    }
     expected = READER.read({"messages": [{**turn, "name": "Ada"} for turn in SHORT]}, "here")
     assert reader.read(renamed, "here") == expected
-    assert reader.read({"messages": SHORT}, "here") == READER.read({"messages": SHORT}, "here"), "unmapped records are still read"
+    assert reader.read({"messages": SHORT}, "here") == READER.read({"messages": SHORT}, "here"), (
+        "unmapped records are still read"
+    )
     assert reader.read({"q": "x", "a": "y"}, "here") == Pair("x", "y")
 
 
 def test_keys_by_option(run, tmp_path):
-    write_lines(tmp_path / "a.jsonl", [{"dialog": [{"speaker": turn["role"], "text": turn["content"]} for turn in SHORT]}])
+    write_lines(
+        tmp_path / "a.jsonl", [{"dialog": [{"speaker": turn["role"], "text": turn["content"]} for turn in SHORT]}]
+    )
     run("--chat", "--input", "a.jsonl", "--keys", "messages=dialog,role=speaker,content=text")
     assert learned() == [b"It is 2.$"]
 
@@ -183,7 +210,11 @@ def test_unknown_keys_are_refused(text):
 
 
 def test_text_parts_are_joined_and_others_are_refused_or_dropped(run, tmp_path, capsys):
-    parts = [{"type": "text", "text": "Look: "}, {"type": "image_url", "image_url": {}}, {"type": "text", "text": "what?"}]
+    parts = [
+        {"type": "text", "text": "Look: "},
+        {"type": "image_url", "image_url": {}},
+        {"type": "text", "text": "what?"},
+    ]
     texts = [part for part in parts if part["type"] == "text"]
     for content, reader in ((texts, READER), (parts, RecordReader(drop_other_parts=True))):
         read = reader.read({"messages": [{"role": "user", "content": content}]}, "here")
@@ -210,7 +241,10 @@ def test_a_template_that_ignores_calls_or_tools_is_refused(tokenizer):
     with pytest.raises(DataError, match="ignores the record's tools"):
         ignoring.render(SHORT, tools=TOOLS)
     assert ignoring.render(SHORT, tools=[]) == ignoring.render(SHORT)
-    writes_calls = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{{ message.tool_calls or '' }}{% endfor %}"
+    writes_calls = (
+        "{% for message in messages %}<{{ message.role }}>{{ message.content }}{{ message.tool_calls or '' }}{% endfor "
+        "%}"
+    )
     assert ChatTemplate(tokenizer, writes_calls).render(messages, loss_on="all")
     with pytest.raises(DataError, match="ignores the record's tools"):
         ChatTemplate(tokenizer, writes_calls).render(messages, tools=TOOLS, loss_on="all")
@@ -239,7 +273,10 @@ FUNCTION = {"name": "add", "parameters": SCHEMA}
         (json.dumps([{"type": "function", "function": FUNCTION}]), [{"type": "function", "function": FUNCTION}]),
         ([json.dumps({"type": "function", "function": FUNCTION})], [{"type": "function", "function": FUNCTION}]),
         ([{"type": "function", "function": json.dumps(FUNCTION)}], [{"type": "function", "function": FUNCTION}]),
-        ([{"type": "function", "function": {**FUNCTION, "parameters": json.dumps(SCHEMA)}}], [{"type": "function", "function": FUNCTION}]),
+        (
+            [{"type": "function", "function": {**FUNCTION, "parameters": json.dumps(SCHEMA)}}],
+            [{"type": "function", "function": FUNCTION}],
+        ),
         ([{**FUNCTION, "parameters": json.dumps(SCHEMA)}], [FUNCTION]),
         ("[]", []),
         ("", None),
@@ -279,22 +316,33 @@ def test_the_earlier_format_of_calls_is_read():
     [
         (
             with_call('{"a": 1'),
-            r"line 3: message 2 of messages: arguments of call 1 \(add\): the text is not JSON \(.*\). Give an object, or its",
+            r"line 3: message 2 of messages: arguments of call 1 \(add\): the text is not JSON \(.*\). Give an object, "
+            r"or its",
         ),
         (
             with_call("[1]"),
-            r"message 2 of messages: arguments of call 1 \(add\): the JSON text is of type list, not an object. Give an object",
+            r"message 2 of messages: arguments of call 1 \(add\): the JSON text is of type list, not an object. Give "
+            r"an object",
         ),
         (with_call(""), "arguments of call 1 .*: the text is not JSON"),
         (with_call(3), "arguments of call 1 .*: it is of type int, not an object"),
-        ({"messages": [{**CALL, "tool_calls": {"name": "add"}}]}, "message 1 of messages: tool_calls: it is of type dict, not a list"),
-        ({"messages": [{**CALL, "tool_calls": ["add"]}]}, "message 1 of messages: call 1 of tool_calls: the text is not JSON"),
+        (
+            {"messages": [{**CALL, "tool_calls": {"name": "add"}}]},
+            "message 1 of messages: tool_calls: it is of type dict, not a list",
+        ),
+        (
+            {"messages": [{**CALL, "tool_calls": ["add"]}]},
+            "message 1 of messages: call 1 of tool_calls: the text is not JSON",
+        ),
         ({"messages": SHORT, "tools": "add"}, "line 3: tools: the text is not JSON"),
         (
             {"messages": SHORT, "tools": [{"function": {**FUNCTION, "parameters": "{"}}]},
             r"parameters of tool 1 \(add\): the text is not JSON",
         ),
-        ({"prompt": SHORT[:1], "completion": SHORT[1:], "tools": "{}"}, "tools: the JSON text is of type dict, not a list"),
+        (
+            {"prompt": SHORT[:1], "completion": SHORT[1:], "tools": "{}"},
+            "tools: the JSON text is of type dict, not a list",
+        ),
     ],
 )
 def test_tools_and_calls_that_are_no_objects_are_refused(record, reason):
@@ -309,7 +357,10 @@ def test_csv_rows_are_texts_or_records(run, tmp_path):
     (tmp_path / "a.csv").write_text('\ufeffid,text\r\n1,"one, two\nthree"\r\n\r\n2,"say ""x"""\r\n')
     (tmp_path / "a.tsv").write_text("text\tid\nfour\t1\n")
     result = run("--input", "a.csv", "a.tsv")
-    assert IndexedTokens("x").tokens.tolist() == [*b"one, two\nthree", 256, *b'say "x"', 256, *b"four", 256] and result["documents"] == 3
+    assert (
+        IndexedTokens("x").tokens.tolist() == [*b"one, two\nthree", 256, *b'say "x"', 256, *b"four", 256]
+        and result["documents"] == 3
+    )
     (tmp_path / "b.csv").write_text("prompt,completion\nThe sky is, blue\n")
     (tmp_path / "c.csv").write_text("instruction,input,output\nAdd,1+1,It is 2.\nSay x,,x\n")
     with (tmp_path / "d.csv").open("w", newline="") as file:

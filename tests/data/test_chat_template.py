@@ -1,4 +1,5 @@
-"""Chat templates to tokens and masks, the forms of chat data, and tools/prepare_data.py --chat from input to token file."""
+"""Chat templates to tokens and masks, the forms of chat data, and tools/prepare_data.py --chat from input to token
+file."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def test_tokens_and_mask_are_those_of_transformers(name, directory, tokenizer):
     from transformers import AutoTokenizer
 
     options = {"chat_template": TEMPLATES[name], "return_dict": True, "return_assistant_tokens_mask": True}
-    short = [[SHORT[0], {"role": "assistant", "content": said}] for said in ("", "s", " A\n")]  # of which headers have some, too
+    # of which headers have some, too
+    short = [[SHORT[0], {"role": "assistant", "content": said}] for said in ("", "s", " A\n")]
     for messages in (harmless(LONG), SHORT, *short):
         theirs = AutoTokenizer.from_pretrained(directory).apply_chat_template(messages, **options)
         assert 0 < sum(theirs["assistant_masks"]) < len(theirs["input_ids"]) / 2
@@ -108,9 +110,11 @@ REWRITING = {
     "earlier turns lose something": "{% for message in messages %}<{{ message['role'] }}>"
     "{% if loop.last and message['role'] == 'assistant' %}think {% endif %}{{ message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}",
-    "the prompt is another header": "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+    "the prompt is another header": "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% "
+    "endfor %}"
     "{% if add_generation_prompt %}<assistant>think {% endif %}",
-    "what is said is not written": "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] | upper }}{% endfor %}",
+    "what is said is not written": "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] | upper "
+    "}}{% endfor %}",
 }
 
 
@@ -133,11 +137,15 @@ CALLED = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name
 CLOSED_CALLS = NEXT_ROLE_ENDS.replace("{% endfor %}{% endfor %}", "</call>{% endfor %}{% endfor %}")
 
 
-def counted(template: ChatTemplate, tokenizer: tokenizing.Tokenizer, messages: list[dict[str, Any]], **options: Any) -> str:
+def counted(
+    template: ChatTemplate, tokenizer: tokenizing.Tokenizer, messages: list[dict[str, Any]], **options: Any
+) -> str:
     """The rendered messages; what counts stands in brackets."""
     tokens, mask = template.render(messages, **options)
     runs = groupby(zip(tokens, mask, strict=True), lambda pair: pair[1])
-    return "".join(("[{}]" if each else "{}").format(tokenizer.spell([token for token, _ in run])) for each, run in runs)
+    return "".join(
+        ("[{}]" if each else "{}").format(tokenizer.spell([token for token, _ in run])) for each, run in runs
+    )
 
 
 def of_roles(directory: Path, ends: list[str] | None = None) -> tokenizing.Tokenizer:
@@ -146,24 +154,47 @@ def of_roles(directory: Path, ends: list[str] | None = None) -> tokenizing.Token
     if ends is not None:
         found = tokenizing.load(directory)
         ids = [found.encode_rendered(end)[0][0] for end in ends]
-        (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ids[0] if len(ids) == 1 else ids}))
+        (directory / "generation_config.json").write_text(
+            json.dumps({"eos_token_id": ids[0] if len(ids) == 1 else ids})
+        )
     return tokenizing.load(directory)
 
 
 @pytest.mark.parametrize(
     ("source", "ends", "messages", "expected"),
     [
-        (NEXT_ROLE_ENDS, None, [ASKED, FOUR, ASKED, SIX], "<|user|>?<|assistant|>[It is 4.<|user|>]?<|assistant|>[It is 6.<|user|>]"),
+        (
+            NEXT_ROLE_ENDS,
+            None,
+            [ASKED, FOUR, ASKED, SIX],
+            "<|user|>?<|assistant|>[It is 4.<|user|>]?<|assistant|>[It is 6.<|user|>]",
+        ),
         (NEXT_ROLE_ENDS, ["</s>", "<|user|>", "<|tool|>"], [ASKED, FOUR], "<|user|>?<|assistant|>[It is 4.<|user|>]"),
         (NEXT_ROLE_ENDS, None, [ASKED, FOUR, ASKED], "<|user|>?<|assistant|>[It is 4.<|user|>]?"),
-        (NEXT_ROLE_ENDS, None, [ASKED, CALLED], '<|user|>?<|assistant|>[{"name": "add", "arguments": {"a": 1}}<|tool|>]'),
-        (NEXT_ROLE_ENDS, ["</s>", "<|user|>"], [ASKED, CALLED], '<|user|>?<|assistant|>[{"name": "add", "arguments": {"a": 1}}<|user|>]'),
-        (CLOSED_CALLS, None, [ASKED, CALLED], '<|user|>?<|assistant|>[{"name": "add", "arguments": {"a": 1}}</call><|tool|>]'),
+        (
+            NEXT_ROLE_ENDS,
+            None,
+            [ASKED, CALLED],
+            '<|user|>?<|assistant|>[{"name": "add", "arguments": {"a": 1}}<|tool|>]',
+        ),
+        (
+            NEXT_ROLE_ENDS,
+            ["</s>", "<|user|>"],
+            [ASKED, CALLED],
+            '<|user|>?<|assistant|>[{"name": "add", "arguments": {"a": 1}}<|user|>]',
+        ),
+        (
+            CLOSED_CALLS,
+            None,
+            [ASKED, CALLED],
+            '<|user|>?<|assistant|>[{"name": "add", "arguments": {"a": 1}}</call><|tool|>]',
+        ),
         (
             CLOSED_CALLS,
             ["</s>", "</call>"],
             [ASKED, CALLED, {"role": "tool", "content": "4"}, FOUR],
-            '<|user|>?<|assistant|>[{"name": "add", "arguments": {"a": 1}}</call>]<|tool|>4<|assistant|>[It is 4.<|user|>]',
+            '<|user|>?<|assistant|>[{"name": "add", "arguments": {"a": 1}}</call>]<|tool|>4<|assistant|>[It is '
+            "4.<|user|>]",
         ),
         (
             ENDS_TWICE,
@@ -176,7 +207,8 @@ def of_roles(directory: Path, ends: list[str] | None = None) -> tokenizing.Token
             ENDS_TWICE,
             None,
             [ASKED, FOUR, ASKED],
-            "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n[It is 4.<|im_end|>]\n<|im_start|>user\n?<|im_end|>\n</s>",
+            "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n[It is "
+            "4.<|im_end|>]\n<|im_start|>user\n?<|im_end|>\n</s>",
         ),
         (
             ENDS_TWICE.replace("eos_token", "' \n' + eos_token"),
@@ -225,17 +257,21 @@ NO_END = {
     "only that of the last turn": "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}"
     "{{ eos_token if loop.last and not add_generation_prompt else '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}",
-    "only that of the last turn, after a line break": "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}"
+    "only that of the last turn, after a line break": "{% for message in messages %}{{ message['role'] + ': ' + "
+    "message['content'] }}"
     "{{ ' \n' + eos_token if loop.last and not add_generation_prompt else '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}",
-    "BOS follows": "{% for message in messages %}{{ bos_token if message['role'] == 'user' }}{{ message['content'] }}{% endfor %}",
+    "BOS follows": "{% for message in messages %}{{ bos_token if message['role'] == 'user' }}{{ message['content'] "
+    "}}{% endfor %}",
 }
 
 
 @pytest.mark.parametrize("name", NO_END)
 def test_a_template_without_an_end_is_refused_if_one_is_required(name, tokenizer):
     messages = [ASKED, FOUR, ASKED, SIX]
-    with pytest.raises(DataError, match=r"has no token that ends the assistant's message 2 and.*eos_token.*--end_of_turn optional"):
+    with pytest.raises(
+        DataError, match=r"has no token that ends the assistant's message 2 and.*eos_token.*--end_of_turn optional"
+    ):
         ChatTemplate(tokenizer, NO_END[name], require_end=True).render(messages)
     template = ChatTemplate(tokenizer, NO_END[name])
     text = counted(template, tokenizer, messages)
@@ -256,9 +292,12 @@ def test_the_end_of_a_turn_is_required_by_default(run, directory, tmp_path, caps
 # ---- what templates read
 
 TOOL_CALL = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{{ message['content'] }}{% for call in message.tool_calls %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{{ message['content'] }}{% for call in "
+    "message.tool_calls %}"
 )
-AFTER_CALL = "{% endfor %}{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+AFTER_CALL = (
+    "{% endfor %}{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 @pytest.mark.parametrize(
@@ -284,10 +323,13 @@ def test_arguments_are_given_as_the_template_reads_them(call, tokenizer):
 def test_contents_are_given_as_the_template_reads_them(tokenizer):
     """As Idefics 3's, which writes nothing of a content that is a text."""
     source = unmarked(CHATML).replace(
-        "{{ message['content'] + '<|im_end|>' }}", "{% for part in message['content'] %}{{ part.text }}{% endfor %}<|im_end|>"
+        "{{ message['content'] + '<|im_end|>' }}",
+        "{% for part in message['content'] %}{{ part.text }}{% endfor %}<|im_end|>",
     )
     assert source != unmarked(CHATML)
-    template = ChatTemplate(tokenizer, "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}" + source)
+    template = ChatTemplate(
+        tokenizer, "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}" + source
+    )
     with pytest.raises(DataError):
         template.render(SHORT)  # nothing is learned from it
     assert template.render(LONG) == ChatTemplate(tokenizer, CHATML).render(LONG)
@@ -308,7 +350,10 @@ def test_templates_without_a_default_are_not_replaced_by_ours(tmp_path):
     found = tokenizing.load(place)
     with pytest.raises(ValueError, match="no default specified"):
         found._tokenizer.get_chat_template()
-    with pytest.raises(DataError, match=r"has no default chat template, only rag, tool_use. Give the one to use with --chat_template FILE"):
+    with pytest.raises(
+        DataError,
+        match=r"has no default chat template, only rag, tool_use. Give the one to use with --chat_template FILE",
+    ):
         ChatTemplate(found)
     assert ChatTemplate(found, CHATML).source == CHATML
 
@@ -317,7 +362,10 @@ def test_other_keys_of_a_message_reach_the_template(tokenizer):
     source = "{{ tools[0] | list | last }}{{ tools[0]['name'] }}"
     source += "{% for message in messages %}{{ message['name'] or message.tool_calls[0]['id'] }}{% endfor %}"
     calls = {"role": "assistant", "content": None, "tool_calls": [{"id": "call"}], "name": None}
-    record = {"messages": [{"role": "user", "content": "x", "name": "Ada"}, calls], "tools": [{"name": "add<s>", "</s>": 1}]}
+    record = {
+        "messages": [{"role": "user", "content": "x", "name": "Ada"}, calls],
+        "tools": [{"name": "add<s>", "</s>": 1}],
+    }
     found = RecordReader().read(record, "here")
     tokens, _ = ChatTemplate(tokenizer, source).render(found.messages, tools=found.tools, loss_on="all")
     assert tokens == tokenizer.encode("</s>add<s>Adacall"), "control tokens neither in values nor in keys"
@@ -365,7 +413,8 @@ def conversations(prefix: str) -> list[tuple[list[int], list[int]]]:
 
 
 def test_the_forms_give_the_same_documents(run, directory, tmp_path):
-    """One record of each, as lines, as a list in a .json, as rows of a .parquet and of a dataset that `datasets` loads."""
+    """One record of each, as lines, as a list in a .json, as rows of a .parquet and of a dataset that `datasets`
+    loads."""
     import pyarrow
     from pyarrow import parquet
 
@@ -379,7 +428,12 @@ def test_the_forms_give_the_same_documents(run, directory, tmp_path):
         result = run("--input", source, "--tokenizer", directory, "--output", "x")
         assert conversations("x") == [expected] * 3, source
         tokens, counts = len(expected[0]), sum(expected[1])
-        assert (result["documents"], result["tokens"], result["loss_tokens"], result["longest"]) == (3, 3 * tokens, 3 * counts, tokens)
+        assert (result["documents"], result["tokens"], result["loss_tokens"], result["longest"]) == (
+            3,
+            3 * tokens,
+            3 * counts,
+            tokens,
+        )
     run("--input", "a.jsonl", "--tokenizer", directory, "--output", "x")
     told = json.loads(Path("x.json").read_text())["chat"]
     assert told["forms"] == sorted(FORMS) and told["loss_on"] == "assistant" and told["loss_tokens"] == 3 * counts
@@ -392,11 +446,33 @@ def test_long_conversations_and_those_without_loss_are_counted(run, tmp_path):
     whole = ChatTemplate(tokenizing.load("byte")).render(SHORT)
     length = len(whole[0])
     for option, documents in (("drop", 1), ("truncate", 1)):
-        result = run("--input", "a.jsonl", "--tokenizer", "byte", "--max_length", str(length), "--too_long", option, "--output", "x")
+        result = run(
+            "--input",
+            "a.jsonl",
+            "--tokenizer",
+            "byte",
+            "--max_length",
+            str(length),
+            "--too_long",
+            option,
+            "--output",
+            "x",
+        )
         assert (result["documents"], result["too_long"]) == (documents, 1)
         assert result["without_loss"] == (1 if option == "drop" else 2), "the beginning of the long one holds no answer"
         assert conversations("x") == [whole] and result["packed_rows"] == 1
-    run("--input", "a.jsonl", "--tokenizer", "byte", "--max_length", str(length - 2), "--too_long", "truncate", "--output", "x")
+    run(
+        "--input",
+        "a.jsonl",
+        "--tokenizer",
+        "byte",
+        "--max_length",
+        str(length - 2),
+        "--too_long",
+        "truncate",
+        "--output",
+        "x",
+    )
     assert conversations("x") == [(whole[0][:-2], whole[1][:-2])]
     result = run("--input", "a.jsonl", "--tokenizer", "byte", "--loss_on", "all", "--output", "x")
     assert (result["documents"], result["without_loss"], result["loss_tokens"]) == (3, 0, result["tokens"])
@@ -412,7 +488,13 @@ def test_a_template_of_ones_own(run, directory, tmp_path):
 def test_text_in_place_of_conversations_leaves_no_mask_behind(run, tmp_path, monkeypatch, capsys):
     write_lines(tmp_path / "a.jsonl", [FORMS["messages"]])
     run("--input", "a.jsonl", "--tokenizer", "byte", "--output", "x")
-    assert sorted(path.name for path in tmp_path.glob("x.*")) == ["x.bin", "x.idx", "x.json", "x.loss.bin", "x.loss.idx"]
+    assert sorted(path.name for path in tmp_path.glob("x.*")) == [
+        "x.bin",
+        "x.idx",
+        "x.json",
+        "x.loss.bin",
+        "x.loss.idx",
+    ]
     write_lines(tmp_path / "b.jsonl", [{"text": "a"}])
     again = ["--input", "b.jsonl", "--tokenizer", "byte", "--output", "x", "--workers", "1", "--overwrite"]
     monkeypatch.setattr("sys.argv", ["prepare_data.py", *again])
@@ -433,21 +515,42 @@ BAD = {
         [{"conversations": [{"from": "human", "value": "a"}, {"role": "gpt"}]}],
         "message 2 of conversations has no text under from",
     ),
-    "unknown speaker": ([{"conversations": [{"from": "bing", "value": "a"}]}], "line 2: message 1 of conversations is by bing"),
+    "unknown speaker": (
+        [{"conversations": [{"from": "bing", "value": "a"}]}],
+        "line 2: message 1 of conversations is by bing",
+    ),
     "half an instruction": ([{"instruction": "a", "input": "b"}], "its keys are instruction, input"),
     "number": ([{"instruction": "a", "output": 2}], "line 2: output is of type int, not text"),
-    "refused by the template": ([{"messages": [{"role": "system", "content": "no"}]}], "a.jsonl line 2: the chat template (hash "),
+    "refused by the template": (
+        [{"messages": [{"role": "system", "content": "no"}]}],
+        "a.jsonl line 2: the chat template (hash ",
+    ),
 }
 STRICT = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
 OPTIONS = {
     "text file": (["--input", "b.txt"], "--input b.txt is text, and --chat reads conversations"),
     "json is no list": (["--input", "b.json"], "--input b.json is not a list of records"),
-    "training a tokenizer": (["--input", "ok.jsonl", "--train_tokenizer", "300"], "--chat needs the tokenizer of the model"),
+    "training a tokenizer": (
+        ["--input", "ok.jsonl", "--train_tokenizer", "300"],
+        "--chat needs the tokenizer of the model",
+    ),
     "too short": (["--input", "ok.jsonl", "--max_length", "1"], "--max_length 1 leaves nothing to predict"),
-    "no length": (["--input", "ok.jsonl", "--too_long", "truncate"], "--too_long truncate cuts conversations of more than --max_length"),
-    "no template": (["--input", "ok.jsonl", "--chat_template", "none.jinja"], "--chat_template none.jinja can not be read: No such file"),
-    "template of bytes": (["--input", "ok.jsonl", "--chat_template", "bytes.jinja"], "bytes.jinja can not be read: it is not UTF-8"),
-    "nothing left": (["--input", "ok.jsonl", "--max_length", "2"], "1 conversations were longer than --max_length 2, 0 had no token"),
+    "no length": (
+        ["--input", "ok.jsonl", "--too_long", "truncate"],
+        "--too_long truncate cuts conversations of more than --max_length",
+    ),
+    "no template": (
+        ["--input", "ok.jsonl", "--chat_template", "none.jinja"],
+        "--chat_template none.jinja can not be read: No such file",
+    ),
+    "template of bytes": (
+        ["--input", "ok.jsonl", "--chat_template", "bytes.jinja"],
+        "bytes.jinja can not be read: it is not UTF-8",
+    ),
+    "nothing left": (
+        ["--input", "ok.jsonl", "--max_length", "2"],
+        "1 conversations were longer than --max_length 2, 0 had no token",
+    ),
 }
 
 

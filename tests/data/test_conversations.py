@@ -35,10 +35,13 @@ def documents_of(row: np.ndarray) -> list[list[int]]:
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_every_conversation_stands_whole_in_one_row(chats, packing):
-    """Inputs are all its tokens but the last; a target counts where it is the assistant's, and never is another conversation's token."""
+    """Inputs are all its tokens but the last; a target counts where it is the assistant's, and never is another
+    conversation's token."""
     dataset = data(chats("x", SIZES, first=1), packing=packing)
     ends = np.cumsum(SIZES) + 1
-    expected = {int(end - size): list(range(end - size, end)) for end, size in zip(ends, SIZES, strict=True) if size > 1}
+    expected = {
+        int(end - size): list(range(end - size, end)) for end, size in zip(ends, SIZES, strict=True) if size > 1
+    }
     found = []
     for i in range(dataset.samples_per_epoch):
         tokens, targets, starts = row = dataset[i]
@@ -50,7 +53,9 @@ def test_every_conversation_stands_whole_in_one_row(chats, packing):
             whole = expected[piece[0]]
             assert piece == whole[:-1]
             at = tokens.tolist().index(piece[0])
-            assert starts[at : at + len(piece)].tolist() == [at] * len(piece), "positions and attention begin with the conversation"
+            assert starts[at : at + len(piece)].tolist() == [at] * len(piece), (
+                "positions and attention begin with the conversation"
+            )
             counted = [token if token % 2 else IGNORE_INDEX for token in whole[1:]]
             assert targets[at : at + len(piece)].tolist() == counted
         assert (targets[tokens == 0] == IGNORE_INDEX).all(), "padding does not count"
@@ -76,7 +81,8 @@ def test_packing(sizes, capacity, together):
 
 
 def test_packing_fills_rows_of_real_lengths():
-    """20,000 log-normal lengths in rows of 2,048: a greedy cut in file order leaves a tenth of them empty, this less than a hundredth."""
+    """20,000 log-normal lengths in rows of 2,048: a greedy cut in file order leaves a tenth of them empty, this less
+    than a hundredth."""
     lengths = np.minimum(np.random.default_rng(0).lognormal(5.8, 0.9, 20_000).astype(int) + 2, 2048)
     assert lengths.sum() / (2048 * (best_fit(lengths, 2048).max() + 1)) > 0.99
 
@@ -87,14 +93,22 @@ def test_order_is_a_function_of_the_index(chats, packing):
     dataset, again = (data(prefix, packing=packing, shuffle=True) for _ in range(2))
     count = dataset.samples_per_epoch
     rows = [dataset[i].tobytes() for i in range(3 * count)]
-    assert len(set(rows[:count])) == count and all(sorted(rows[e * count : e * count + count]) == sorted(rows[:count]) for e in (1, 2))
+    assert len(set(rows[:count])) == count and all(
+        sorted(rows[e * count : e * count + count]) == sorted(rows[:count]) for e in (1, 2)
+    )
     assert len({tuple(rows[e * count : e * count + count]) for e in range(3)}) > 1, "each epoch has its own order"
-    assert [again[i].tobytes() for i in (2 * count + 1, 1)] == [rows[2 * count + 1], rows[1]], "from anywhere, with nothing read before"
+    assert [again[i].tobytes() for i in (2 * count + 1, 1)] == [rows[2 * count + 1], rows[1]], (
+        "from anywhere, with nothing read before"
+    )
 
 
 def test_fingerprint_knows_packing_and_mask(chats, tmp_path):
     prefix = chats("x", SIZES)
-    found = {data(prefix, packing=packing, shuffle=shuffle).fingerprint for packing in (False, True) for shuffle in (False, True)}
+    found = {
+        data(prefix, packing=packing, shuffle=shuffle).fingerprint
+        for packing in (False, True)
+        for shuffle in (False, True)
+    }
     assert len(found) == 4
     mask = tmp_path / "x.loss.bin"
     mask.write_bytes(bytes([1]) + mask.read_bytes()[1:])
@@ -103,8 +117,12 @@ def test_fingerprint_knows_packing_and_mask(chats, tmp_path):
 
 def test_validation_blends_and_lists_keep_conversations_whole(chats):
     a, b = chats("a", [4] * 10, first=1), chats("b", [6] * 5, first=50)
-    train, validation = build(DataConfig(train=[a, b], validation=0.3, sequence_length=S, packing=True, shuffle=False), seed=1)
-    firsts = [[piece[0] for i in range(d.samples_per_epoch) for piece in documents_of(d[i])] for d in (train, validation)]
+    train, validation = build(
+        DataConfig(train=[a, b], validation=0.3, sequence_length=S, packing=True, shuffle=False), seed=1
+    )
+    firsts = [
+        [piece[0] for i in range(d.samples_per_epoch) for piece in documents_of(d[i])] for d in (train, validation)
+    ]
     assert [sorted(each) for each in firsts] == [[1, 5, 9, 13, 17, 21, 25, 50, 56, 62, 68], [29, 33, 37, 74]]
     uneven = build(DataConfig(train=chats("c", [3, 3, 9, 3], first=1), validation=0.5, sequence_length=S), seed=1)
     assert [d.samples_per_epoch for d in uneven] == [3, 1], "half of 18 tokens would cut the third"
@@ -118,7 +136,9 @@ def test_validation_blends_and_lists_keep_conversations_whole(chats):
 
 
 def test_bad_files(chats, write, tmp_path):
-    with pytest.raises(DataError, match="sequence_length = 9 cuts a conversation of 11 tokens in .*Raise it to 10.*--max_length 10"):
+    with pytest.raises(
+        DataError, match="sequence_length = 9 cuts a conversation of 11 tokens in .*Raise it to 10.*--max_length 10"
+    ):
         data(chats("x", SIZES), sequence_length=9)
     with pytest.raises(DataError, match="leaves no conversation for training or validation"):
         data(chats("x", SIZES), validation=0.01)

@@ -54,14 +54,18 @@ def test_permutation_of_a_trillion():
     images = {permute(i, 10**12, key=5) for i in range(2000)}
     assert len(images) == 2000
     assert all(0 <= image < 10**12 for image in images)
-    assert abs(np.mean(list(images)) / 10**12 - 0.5) < 0.03  # 4.6 standard deviations of the mean of 2,000 uniform numbers
+    # 4.6 standard deviations of the mean of 2,000 uniform numbers
+    assert abs(np.mean(list(images)) / 10**12 - 0.5) < 0.03
 
 
 def test_permutations_are_uniform():
-    """Over many keys each of 5 elements lands on each of 5 places equally often: chi-square, 16 degrees of freedom, p = 1e-6."""
+    """Over many keys each of 5 elements lands on each of 5 places equally often: chi-square, 16 degrees of freedom, p =
+    1e-6."""
     counts = Counter((i, permute(i, 5, key * 7919)) for key in range(2000) for i in range(5))
     assert sum((counts[pair] - 400) ** 2 / 400 for pair in itertools.product(range(5), repeat=2)) < 61
-    neighbours = Counter((permute(7, 100, key * 7919 + 3) - permute(6, 100, key * 7919 + 3)) % 100 for key in range(10_000))
+    neighbours = Counter(
+        (permute(7, 100, key * 7919 + 3) - permute(6, 100, key * 7919 + 3)) % 100 for key in range(10_000)
+    )
     assert max(neighbours.values()) < 180  # about 101 each
 
 
@@ -82,7 +86,9 @@ def test_order_does_not_depend_on_where_the_file_lies(counting, tmp_path):
     (tmp_path / "moved").mkdir()
     for end in ("bin", "idx", "json"):
         (tmp_path / "moved" / f"y.{end}").write_bytes(Path(f"{file.prefix}.{end}").read_bytes())
-    one, two = (build(config(prefix, shuffle=True), seed=1)[0] for prefix in (file.prefix, str(tmp_path / "moved" / "y")))
+    one, two = (
+        build(config(prefix, shuffle=True), seed=1)[0] for prefix in (file.prefix, str(tmp_path / "moved" / "y"))
+    )
     assert first_tokens(one, 40) == first_tokens(two, 40)
     assert one.fingerprint == two.fingerprint
 
@@ -110,13 +116,17 @@ def test_weights_too_fine_are_rounded():
     counts = whole_weights(weights)
     assert all(count >= 1 for count in counts)
     assert sum(counts) <= LONGEST_PERIOD + len(weights)
-    assert all(abs(c / sum(counts) - w / sum(weights)) < 2 / LONGEST_PERIOD for c, w in zip(counts, weights, strict=True))
+    assert all(
+        abs(c / sum(counts) - w / sum(weights)) < 2 / LONGEST_PERIOD for c, w in zip(counts, weights, strict=True)
+    )
 
 
 @pytest.fixture
 def blend(counting) -> Blend:
     files = [counting("a", 51), counting("b", 36, first=1000), counting("c", 501, first=2000)]
-    dataset, _ = build(config({file.prefix: weight for file, weight in zip(files, (0.5, 0.3, 0.2), strict=True)}), seed=1)
+    dataset, _ = build(
+        config({file.prefix: weight for file, weight in zip(files, (0.5, 0.3, 0.2), strict=True)}), seed=1
+    )
     assert isinstance(dataset, Blend)
     return dataset
 

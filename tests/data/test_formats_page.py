@@ -17,7 +17,11 @@ from tests.structure.sources import ROOT
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
 EXAMPLES = dict(re.findall(r'```\w+ title="([\w.]+)"\n(.*?)```', PAGE, re.DOTALL))
-COMMANDS = [shlex.split(line) for line in re.findall(r"^megalite (prepare .* --output .*)$", PAGE, re.MULTILINE) if "corpus/" not in line]
+COMMANDS = [
+    shlex.split(line)
+    for line in re.findall(r"^megalite (prepare .* --output .*)$", PAGE, re.MULTILINE)
+    if "corpus/" not in line
+]
 
 
 @pytest.fixture(autouse=True)

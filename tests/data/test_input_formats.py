@@ -1,4 +1,5 @@
-"""What an input is, by its content: records of JSON under any name, compressed files, byte-order marks, null texts, binary files."""
+"""What an input is, by its content: records of JSON under any name, compressed files, byte-order marks, null texts,
+binary files."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ PARQUET = _parquet()
 
 @pytest.fixture
 def run(monkeypatch, tmp_path, capsys) -> Run:
-    """run(*arguments) → exit status, the JSON result (empty after an error), and the lines for the user without the progress."""
+    """run(*arguments) → exit status, the JSON result (empty after an error), and the lines for the user without the
+    progress."""
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str) -> tuple[int, dict, str]:
@@ -61,7 +63,10 @@ def documents() -> list[str]:
     """Those of the token file of bytes, in which 256 is EOS."""
     file = IndexedTokens("x")
     ends = file.sizes.cumsum().tolist()
-    return [bytes(file.tokens[end - size : end - 1].tolist()).decode() for size, end in zip(file.sizes.tolist(), ends, strict=True)]
+    return [
+        bytes(file.tokens[end - size : end - 1].tolist()).decode()
+        for size, end in zip(file.sizes.tolist(), ends, strict=True)
+    ]
 
 
 NAMED = {
@@ -93,10 +98,18 @@ def test_one_object_is_a_record_if_it_has_the_text_and_a_text_if_not(run):
     Path("package.json").write_text('{\n  "files": [\n    {"id": 1},\n    {"id": 2}\n  ]\n}\n')
     Path("tsconfig.json").write_text('{\n  // a comment\n  "strict": true\n}\n')
     status, _, told = run("--input", "one.json", "line.json", "package.json", "tsconfig.json", "--text_key", "body")
-    assert status == 0 and documents() == [*TEXTS[:2], Path("package.json").read_text(), Path("tsconfig.json").read_text()]
-    assert told == "package.json and 1 more .json files hold no records with --text_key body: read as text, braces and all"
+    assert status == 0 and documents() == [
+        *TEXTS[:2],
+        Path("package.json").read_text(),
+        Path("tsconfig.json").read_text(),
+    ]
+    assert (
+        told == "package.json and 1 more .json files hold no records with --text_key body: read as text, braces and all"
+    )
     status, _, told = run("--input", "line.json", "one.json", "--format", "text")
-    assert (status, told) == (0, "") and documents()[0] == Path("line.json").read_text(), "what is asked for is not told"
+    assert (status, told) == (0, "") and documents()[0] == Path("line.json").read_text(), (
+        "what is asked for is not told"
+    )
 
 
 STRINGS = {
@@ -113,7 +126,10 @@ def test_strings_are_documents(run, case):
     name, content = STRINGS[case]
     Path(name).write_text(content)
     assert run("--input", name)[::2] == (0, "") and documents() == TEXTS
-    assert "a string, not an object with --text_key body. Leave out --text_key" in run("--input", name, "--text_key", "body")[2]
+    assert (
+        "a string, not an object with --text_key body. Leave out --text_key"
+        in run("--input", name, "--text_key", "body")[2]
+    )
 
 
 def test_other_lists_and_quoted_lines_are_text(run):
@@ -125,7 +141,11 @@ def test_other_lists_and_quoted_lines_are_text(run):
 
 REFUSED = {
     "records without the text": ({"a.json": LINES}, [], "a.json line 1 has no --text_key text; its keys: id, body."),
-    "a list without the text": ({"a.json": json.dumps(RECORDS)}, [], "a.json record 1 has no --text_key text; its keys: id, body."),
+    "a list without the text": (
+        {"a.json": json.dumps(RECORDS)},
+        [],
+        "a.json record 1 has no --text_key text; its keys: id, body.",
+    ),
     "a damaged line of .json": ({"a.json": '{"text": \n{"text": "b"}\n'}, [], "a.json line 1 is not JSON"),
     "objects that are neither": (
         {"a.json": "".join(json.dumps({"text": text}, indent=1) + "\n" for text in TEXTS)},
@@ -156,7 +176,11 @@ REFUSED = {
     "binary without a suffix": ({"tool": b"abc\0\1\2"}, [], "tool is a binary file, not text"),
     "binary in a compressed file": ({"a.txt.gz": gzip.compress(b"\0\1")}, [], "a.txt.gz is a binary file, not text"),
     "a PDF": ({"a.pdf": b"%PDF-1.7 ..."}, ["--format", "text"], "a.pdf is a PDF, not text"),
-    "UTF-16": ({"a.txt": "wide".encode("utf-16")}, [], "a.txt is text in UTF-16 or UTF-32, not UTF-8. Convert it: iconv"),
+    "UTF-16": (
+        {"a.txt": "wide".encode("utf-16")},
+        [],
+        "a.txt is text in UTF-16 or UTF-32, not UTF-8. Convert it: iconv",
+    ),
     "a binary table": ({"a.csv": b"PK\x03\x04\0\0"}, [], "a.csv is a ZIP archive, not text"),
     "a compressed file that is cut": (
         {"a.txt.gz": gzip.compress(b"a" * 99)[:-9]},
@@ -178,15 +202,36 @@ REFUSED = {
         ["--chat"],
         "a.json.gz can not be read: Compressed",
     ),
-    "a part of a parquet file": ({"a.parquet": PARQUET[:-1]}, [], " It begins as one, so the rest is missing or damaged: copy it again."),
-    "a table called .parquet": ({"a.parquet": gzip.compress(CSV.encode())}, [], ". It is compressed by gzip: decompress it"),
-    "a pointer called .parquet": ({"a.parquet": POINTER}, [], " It is a pointer of Git LFS, not the file itself. Run git lfs pull"),
+    "a part of a parquet file": (
+        {"a.parquet": PARQUET[:-1]},
+        [],
+        " It begins as one, so the rest is missing or damaged: copy it again.",
+    ),
+    "a table called .parquet": (
+        {"a.parquet": gzip.compress(CSV.encode())},
+        [],
+        ". It is compressed by gzip: decompress it",
+    ),
+    "a pointer called .parquet": (
+        {"a.parquet": POINTER},
+        [],
+        " It is a pointer of Git LFS, not the file itself. Run git lfs pull",
+    ),
 }
 OTHERS = {
-    "UTF-16": (json.dumps({"text": "wide"}).encode("utf-16"), "is text in UTF-16 or UTF-32, not UTF-8. Convert it: iconv -f UTF-16"),
-    "a part of a parquet file": (PARQUET[:-1], "is a parquet file, not text. Add --format parquet, or leave it out with --exclude."),
+    "UTF-16": (
+        json.dumps({"text": "wide"}).encode("utf-16"),
+        "is text in UTF-16 or UTF-32, not UTF-8. Convert it: iconv -f UTF-16",
+    ),
+    "a part of a parquet file": (
+        PARQUET[:-1],
+        "is a parquet file, not text. Add --format parquet, or leave it out with --exclude.",
+    ),
     "a ZIP archive": (b"PK\x03\x04\n\n", "is a ZIP archive, not text. Give its text, or leave it out with --exclude."),
-    "compressed twice": (gzip.compress(gzip.compress(LINES.encode())), "is compressed by gzip, not text. Give its text"),
+    "compressed twice": (
+        gzip.compress(gzip.compress(LINES.encode())),
+        "is compressed by gzip, not text. Give its text",
+    ),
     "a pointer": (POINTER, "is a pointer of Git LFS, not the file itself. Run git lfs pull"),
 }
 
@@ -232,10 +277,16 @@ COMPRESSED = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zs
 
 @pytest.mark.parametrize("end", COMPRESSED)
 def test_compressed_files_are_those_that_they_hold(run, end, monkeypatch):
-    """In two parts each, as tools that compress in parallel write them; a long text, too, and one whose name does not say it."""
+    """In two parts each, as tools that compress in parallel write them; a long text, too, and one whose name does not
+    say it."""
     monkeypatch.setattr("megalite.data.preparation.sources.LONG_TEXT", 30)
     pack = COMPRESSED[end]
-    files = {"a.jsonl": LINES, "b.json": json.dumps(RECORDS), "c.csv": CSV, "d.tsv": CSV.replace(",", "\t").replace("third\t", "third,")}
+    files = {
+        "a.jsonl": LINES,
+        "b.json": json.dumps(RECORDS),
+        "c.csv": CSV,
+        "d.tsv": CSV.replace(",", "\t").replace("third\t", "third,"),
+    }
     files |= {"e.txt": "short", "f.txt": "".join(f"{i} and a longer text\n" for i in range(99)), "g": LINES}
     for name, content in files.items():
         raw = content.encode()
@@ -279,8 +330,17 @@ def test_a_byte_order_mark_is_no_text(run, monkeypatch):
     monkeypatch.setattr("megalite.data.preparation.sources.LONG_TEXT", 60)
     mark = codecs.BOM_UTF8
     long = "".join(f"line {i}\n" for i in range(20)) + "in \ufeff the middle\n"
-    files = {"a.txt": b"short", "b.txt": long.encode(), "d.json": b'[{"text": "entry"}]', "e.json": b'{"text": "l"}\n{"text": "m"}\n'}
-    files |= {"f.csv": b"text,id\nrow,1\n", "g.txt.gz": b"packed", "h.jsonl": b'{"text": "one"}\n' + mark + b'{"text": "two"}\n'}
+    files = {
+        "a.txt": b"short",
+        "b.txt": long.encode(),
+        "d.json": b'[{"text": "entry"}]',
+        "e.json": b'{"text": "l"}\n{"text": "m"}\n',
+    }
+    files |= {
+        "f.csv": b"text,id\nrow,1\n",
+        "g.txt.gz": b"packed",
+        "h.jsonl": b'{"text": "one"}\n' + mark + b'{"text": "two"}\n',
+    }
     for name, raw in files.items():
         Path(name).write_bytes(gzip.compress(mark + raw) if name.endswith(".gz") else mark + raw)
     assert run("--input", *files)[0] == 0

@@ -50,7 +50,8 @@ def load():
 @settings(max_examples=20, deadline=None)
 @given(dp=st.integers(1, 4), micro=st.integers(1, 4), accumulation=st.integers(1, 4), first=st.integers(0, 10**12))
 def test_layout_never_changes_the_sequence(dp, micro, accumulation, first):
-    """Sample k·G + (j·dp + r)·b + i is row i of microbatch j on rank r; over all ranks the batch is samples first … first + G − 1."""
+    """Sample k·G + (j·dp + r)·b + i is row i of microbatch j on rank r; over all ranks the batch is samples first …
+    first + G − 1."""
     size = dp * micro * accumulation
     seen = []
     for rank in range(dp):
@@ -69,7 +70,9 @@ def test_layout_never_changes_the_sequence(dp, micro, accumulation, first):
 
 
 def test_shapes_and_types(load):
-    (microbatch,) = load(Fixed([[1, 2, 9, 3, 4, 5]] * 3), global_batch_size=3, micro_batch_size=3, reset_positions=True).step(0)
+    (microbatch,) = load(
+        Fixed([[1, 2, 9, 3, 4, 5]] * 3), global_batch_size=3, micro_batch_size=3, reset_positions=True
+    ).step(0)
     for tensor in (microbatch.tokens, microbatch.targets, microbatch.document_start):
         assert tensor.shape == (5, 3)
         assert tensor.dtype == torch.int64
@@ -91,7 +94,9 @@ MASKED = [[2, 3, 4, 5, 6], [9, -100, 9, -100, 6], [-100, 9, -100, -100, 6], [2, 
 def test_document_start(load, row, starts):
     (microbatch,) = load(Fixed([row]), reset_positions=True).step(0)
     assert microbatch.document_start.T.tolist() == [starts]
-    assert microbatch.positions.T.tolist() == [list(range(len(row) - 1))], "documents do not move what a position is: the index in the row"
+    assert microbatch.positions.T.tolist() == [list(range(len(row) - 1))], (
+        "documents do not move what a position is: the index in the row"
+    )
     assert microbatch.targets.T.tolist() == [row[1:]], "positions reset, every target still counts"
 
 
@@ -99,12 +104,16 @@ def test_document_start(load, row, starts):
 def test_boundaries_equal_document_starts(load, rows):
     """Offsets in the tokens of all rows, one row after the other, as kernels for documents of any length take them."""
     chosen = [ROWS[row] for row in rows]
-    (microbatch,) = load(Fixed(chosen), reset_positions=True, global_batch_size=len(rows), micro_batch_size=len(rows)).step(0)
+    (microbatch,) = load(
+        Fixed(chosen), reset_positions=True, global_batch_size=len(rows), micro_batch_size=len(rows)
+    ).step(0)
     offsets, longest = microbatch.boundaries
     firsts = [(row, start) for row, given in enumerate(STARTS[row] for row in rows) for start in sorted(set(given))]
     assert offsets.tolist() == [5 * row + start for row, start in firsts] + [5 * len(rows)]
     assert offsets.dtype == torch.int32 and longest == max(offsets.diff()).item()
-    starts = torch.repeat_interleave(offsets[:-1], offsets.diff()).view(len(rows), 5) - 5 * torch.arange(len(rows)).unsqueeze(1)
+    starts = torch.repeat_interleave(offsets[:-1], offsets.diff()).view(len(rows), 5) - 5 * torch.arange(
+        len(rows)
+    ).unsqueeze(1)
     assert torch.equal(starts.T, microbatch.document_start), "each token is in the document that its start says"
 
 

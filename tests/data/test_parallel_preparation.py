@@ -1,4 +1,5 @@
-"""Work that workers do: ranges of files, long texts in pieces, tokenizers that are sent. Nothing of it shows in the result."""
+"""Work that workers do: ranges of files, long texts in pieces, tokenizers that are sent. Nothing of it shows in the
+result."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ def directory(tmp_path_factory) -> Path:
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     raw.train_from_iterator(
-        [SOURCES], trainers.BpeTrainer(vocab_size=500, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False)
+        [SOURCES],
+        trainers.BpeTrainer(
+            vocab_size=500, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+        ),
     )
     raw.add_tokens([AddedToken("<think>", special=False)])
     raw.enable_truncation(8)
@@ -53,7 +57,9 @@ def metaspace(path: Path) -> Path:
 
     raw = Tokenizer(models.BPE(unk_token="<unk>"))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(prepend_scheme="always"), decoders.Metaspace()
-    raw.train_from_iterator([SOURCES], trainers.BpeTrainer(vocab_size=500, special_tokens=["<unk>", "</s>"], show_progress=False))
+    raw.train_from_iterator(
+        [SOURCES], trainers.BpeTrainer(vocab_size=500, special_tokens=["<unk>", "</s>"], show_progress=False)
+    )
     PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>", unk_token="<unk>").save_pretrained(path)
     return path
 
@@ -79,11 +85,16 @@ def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(name, tmp_path, monke
     encoder, loaded = Texts(), tokenizing.load(tokenizer)
     parts = [encoder.encode(task, loaded) for task in sources(tmp_path / "short.txt", tmp_path / "long.txt")[0].tasks()]
     assert sum(part.continues for part in parts) > 10, "it was cut"
-    summary = prepare(sources(tmp_path / "short.txt", tmp_path / "long.txt", tmp_path / "short.txt"), tmp_path / "x", tokenizer)
+    summary = prepare(
+        sources(tmp_path / "short.txt", tmp_path / "long.txt", tmp_path / "short.txt"), tmp_path / "x", tokenizer
+    )
     found = IndexedTokens(tmp_path / "x")
     whole = loaded.encode(TEXT + "\ufffd\n" + TEXT)
     short = [*loaded.encode("short"), loaded.eos]
-    assert found.tokens.tolist() == [*short, *whole, loaded.eos] and found.sizes.tolist() == [len(short), len(whole) + 1]
+    assert found.tokens.tolist() == [*short, *whole, loaded.eos] and found.sizes.tolist() == [
+        len(short),
+        len(whole) + 1,
+    ]
     assert (summary.documents, summary.replaced_documents, summary.longest) == (2, 1, len(whole) + 1)
 
 
@@ -105,7 +116,9 @@ def test_tokens_are_those_of_transformers(directory):
     assert len(expected[0]) > 10_000 and ours.eos not in expected[2]
     assert [ours.encode(text) for text in texts] == list(map(list, ours.encode_batch(texts))) == expected
     with_special = theirs(texts[2], add_special_tokens=False, return_offsets_mapping=True)
-    rendered = [(token, *where) for token, where in zip(with_special["input_ids"], with_special["offset_mapping"], strict=True)]
+    rendered = [
+        (token, *where) for token, where in zip(with_special["input_ids"], with_special["offset_mapping"], strict=True)
+    ]
     assert ours.encode_rendered(texts[2]) == rendered and ours.eos in with_special["input_ids"]
 
 
@@ -129,8 +142,12 @@ def test_two_workers_write_what_one_writes(tmp_path, monkeypatch):
     found = []
     for workers in (1, 2):
         prefix = tmp_path / str(workers) / "x"
-        summary = prepare(sources(tmp_path / "long.txt", tmp_path / "a.jsonl"), prefix, str(model), Texts(skip_bad=1), workers=workers)
-        assert summary.skipped_first == [f"{tmp_path}/a.jsonl line 31 is not JSON (Expecting value: line 1 column 1 (char 0))."]
+        summary = prepare(
+            sources(tmp_path / "long.txt", tmp_path / "a.jsonl"), prefix, str(model), Texts(skip_bad=1), workers=workers
+        )
+        assert summary.skipped_first == [
+            f"{tmp_path}/a.jsonl line 31 is not JSON (Expecting value: line 1 column 1 (char 0))."
+        ]
         found.append({end: Path(f"{prefix}.{end}").read_bytes() for end in ("bin", "idx", "json")})
     assert found[0] == found[1]
 

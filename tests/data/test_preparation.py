@@ -38,7 +38,8 @@ def run(monkeypatch, tmp_path, capsys) -> Run:
 
 @pytest.fixture
 def refusal(run, capsys) -> Callable[..., str]:
-    """refusal(*arguments) → the one message of a run that must end with status 2, print no result and leave every file as it was."""
+    """refusal(*arguments) → the one message of a run that must end with status 2, print no result and leave every file
+    as it was."""
 
     def files() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in Path.cwd().rglob("*") if path.is_file()}
@@ -48,7 +49,9 @@ def refusal(run, capsys) -> Callable[..., str]:
         with pytest.raises(SystemExit) as caught:
             run(*arguments)
         out, err = capsys.readouterr()
-        (message,) = [line for line in err.splitlines() if not line.startswith(("tokenizing: ", "reading for the tokenizer: "))]
+        (message,) = [
+            line for line in err.splitlines() if not line.startswith(("tokenizing: ", "reading for the tokenizer: "))
+        ]
         assert (caught.value.code, out, files()) == (2, "", before)
         assert message.startswith("prepare_data.py: ")
         return message
@@ -57,11 +60,14 @@ def refusal(run, capsys) -> Callable[..., str]:
 
 
 def texts_of(prefix: str | Path) -> list[str]:
-    """The documents of a token file, decoded by the tokenizer that PREFIX.json names; each must end in EOS and hold no other."""
+    """The documents of a token file, decoded by the tokenizer that PREFIX.json names; each must end in EOS and hold no
+    other."""
     tokens, tokenizer = IndexedTokens(prefix), tokenizing.load_for(prefix)
     assert (tokens.vocab_size, tokens.eos) == (tokenizer.vocab_size, tokenizer.eos)
     ends = tokens.sizes.cumsum().tolist()
-    documents = [tokens.tokens[end - size : end].tolist() for size, end in zip(tokens.sizes.tolist(), ends, strict=True)]
+    documents = [
+        tokens.tokens[end - size : end].tolist() for size, end in zip(tokens.sizes.tolist(), ends, strict=True)
+    ]
     assert all(document.index(tokens.eos) == len(document) - 1 for document in documents)
     return [tokenizer.decode(document) for document in documents]
 
@@ -88,7 +94,9 @@ def make_txt(folder: Path) -> list[str]:
 
 def make_jsonl(folder: Path) -> list[str]:
     (folder / "a.jsonl").write_text("".join(json.dumps({"id": 1, "text": text}) + "\n" for text in TEXTS[:30]) + "\n")
-    (folder / "b.jsonl").write_text("\n".join(json.dumps({"body": 0, "text": text}, ensure_ascii=False) for text in TEXTS[30:]))
+    (folder / "b.jsonl").write_text(
+        "\n".join(json.dumps({"body": 0, "text": text}, ensure_ascii=False) for text in TEXTS[30:])
+    )
     return ["a.jsonl", "b.jsonl"]
 
 
@@ -122,12 +130,17 @@ def test_a_dataset_of_the_hub_without_a_network_is_one_message(refusal, monkeypa
     monkeypatch.setattr(hub, "online", lambda: False)
 
     def load_dataset(*words: object, **options: object) -> None:
-        assert os.environ["HF_HUB_OFFLINE"] == os.environ["HF_DATASETS_OFFLINE"] == "1", "nothing is tried again and again"
+        assert os.environ["HF_HUB_OFFLINE"] == os.environ["HF_DATASETS_OFFLINE"] == "1", (
+            "nothing is tried again and again"
+        )
         raise ConnectionError("Couldn't reach org/name.")
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     message = refusal("--input", "hf:org/name:plain", "--tokenizer", "byte", "--output", "z")
-    assert "Couldn't reach org/name. The Hub can not be reached: run hf download --repo-type dataset org/name --local-dir DIR" in message
+    assert (
+        "Couldn't reach org/name. The Hub can not be reached: run hf download --repo-type dataset org/name --local-dir "
+        "DIR" in message
+    )
 
 
 def test_hugging_face_dataset_by_name(run, refusal, tmp_path, monkeypatch):
@@ -140,7 +153,10 @@ def test_hugging_face_dataset_by_name(run, refusal, tmp_path, monkeypatch):
     assert texts_of("x") == TEXTS
     run("--input", "hf:corpus", "--split", "test", "--text_key", "body", "--tokenizer", "byte", "--output", "y")
     assert texts_of("y") == ["other"]
-    for arguments, message in ((["--split", "dev"], "hf:corpus with --split dev"), (["--text_key", "text"], "its keys: id, body")):
+    for arguments, message in (
+        (["--split", "dev"], "hf:corpus with --split dev"),
+        (["--text_key", "text"], "its keys: id, body"),
+    ):
         assert message in refusal("--input", "hf:corpus", *arguments, "--tokenizer", "byte", "--output", "z")
 
 
@@ -171,7 +187,16 @@ def test_workers_do_not_show(tmp_path):
     (tmp_path / "z.jsonl").write_text("".join(json.dumps({"text": text * 9}) + "\n" for text in TEXTS))
     for workers in (1, 3):
         output = ["--output", str(tmp_path / f"w{workers}" / "x"), "--workers", str(workers), "--json"]
-        command = [sys.executable, TOOL, "--input", f"{tmp_path}/*.py", f"{tmp_path}/z.jsonl", "--train_tokenizer", "330", *output]
+        command = [
+            sys.executable,
+            TOOL,
+            "--input",
+            f"{tmp_path}/*.py",
+            f"{tmp_path}/z.jsonl",
+            "--train_tokenizer",
+            "330",
+            *output,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["documents"] == 120
@@ -190,7 +215,13 @@ def test_training_reads_its_share_alone(tmp_path, monkeypatch):
     stages = []
     sources = open_inputs([str(tmp_path / "a.jsonl")], exclude=[], file_format="auto", text_key="text", split="train")
     with pytest.raises(DataError, match=r"a.jsonl line 14 has no --text_key text;"):
-        prepare(sources, tmp_path / "x", str(tmp_path / "x.model"), train_tokenizer=330, progress=lambda what, *_: stages.append(what))
+        prepare(
+            sources,
+            tmp_path / "x",
+            str(tmp_path / "x.model"),
+            train_tokenizer=330,
+            progress=lambda what, *_: stages.append(what),
+        )
     assert stages[-1] == "tokenizing"
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
@@ -199,7 +230,9 @@ def test_odd_text(run, tmp_path):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9 au lait")
     (tmp_path / "b.txt").write_bytes(b"")
     (tmp_path / "c.txt").write_bytes(b"line\r\nline\n\n")
-    (tmp_path / "d.jsonl").write_text('{"text": "lone \\ud800 surrogate"}\n{"text": ""}\n{"text": "pair \\ud83c\\udf89"}\n')
+    (tmp_path / "d.jsonl").write_text(
+        '{"text": "lone \\ud800 surrogate"}\n{"text": ""}\n{"text": "pair \\ud83c\\udf89"}\n'
+    )
     result = run("--input", "*.txt", "d.jsonl", "--tokenizer", "byte", "--output", "x")
     assert texts_of("x") == ["caf\ufffd au lait", "line\r\nline\n\n", "lone \ufffd surrogate", "pair 🎉"]
     assert (result["replaced_documents"], result["empty_documents"]) == (2, 2)
@@ -214,7 +247,19 @@ def test_null_text_is_empty(run, tmp_path):
 def test_exclude_format_and_repeats(run, tmp_path):
     write_files(tmp_path / "t" / "tests", ["left out"])
     write_files(tmp_path / "t", ["one", "two"], "{}.weird")
-    run("--input", "t/0.weird", "t/**/*.*", "--exclude", "*/tests/*", "--format", "text", "--tokenizer", "byte", "--output", "x")
+    run(
+        "--input",
+        "t/0.weird",
+        "t/**/*.*",
+        "--exclude",
+        "*/tests/*",
+        "--format",
+        "text",
+        "--tokenizer",
+        "byte",
+        "--output",
+        "x",
+    )
     assert texts_of("x") == ["one", "two"], "a file that is named twice is taken once"
 
 
@@ -229,7 +274,10 @@ BAD = {
         ["--input", "ok.txt", "key.jsonl", "--tokenizer", "byte"],
         "key.jsonl line 2 has no --text_key text; its keys: body",
     ),
-    "text is a number": (["--input", "number.jsonl", "--tokenizer", "byte"], "line 1: --text_key text is of type int, not text"),
+    "text is a number": (
+        ["--input", "number.jsonl", "--tokenizer", "byte"],
+        "line 1: --text_key text is of type int, not text",
+    ),
     "not an object": (["--input", "list.jsonl", "--tokenizer", "byte"], "list.jsonl line 1 is a list, not an object"),
     "not JSON": (["--input", "broken.jsonl", "--tokenizer", "byte"], "broken.jsonl line 2 is not JSON"),
     "not parquet": (["--input", "bad.parquet", "--tokenizer", "byte"], "bad.parquet is not a parquet file"),
@@ -237,12 +285,21 @@ BAD = {
         ["--input", "a.parquet", "--text_key", "body", "--tokenizer", "byte"],
         "--text_key body is not in a.parquet; its keys: id, text",
     ),
-    "number column": (["--input", "a.parquet", "--text_key", "id", "--tokenizer", "byte"], "of a.parquet is int64, not text"),
+    "number column": (
+        ["--input", "a.parquet", "--text_key", "id", "--tokenizer", "byte"],
+        "of a.parquet is int64, not text",
+    ),
     "no tokenizer": (["--input", "ok.txt"], "--tokenizer is missing"),
     "missing tokenizer": (["--input", "ok.txt", "--tokenizer", "x.model"], "--tokenizer x.model does not exist"),
     "text as a tokenizer": (["--input", "ok.txt", "--tokenizer", "ok.txt"], "ok.txt is not a sentencepiece model"),
-    "train to no model": (["--input", "ok.txt", "--tokenizer", "byte", "--train_tokenizer", "300"], "does not end in .model"),
-    "vocabulary too large": (["--input", "ok.txt", "--train_tokenizer", "90000"], "--train_tokenizer 90000 can not be trained"),
+    "train to no model": (
+        ["--input", "ok.txt", "--tokenizer", "byte", "--train_tokenizer", "300"],
+        "does not end in .model",
+    ),
+    "vocabulary too large": (
+        ["--input", "ok.txt", "--train_tokenizer", "90000"],
+        "--train_tokenizer 90000 can not be trained",
+    ),
     "vocabulary is text": (["--input", "ok.txt", "--train_tokenizer", "many"], "invalid int value: 'many'"),
     "chat options for text": (
         ["--input", "ok.txt", "--tokenizer", "byte", "--loss_on", "last", "--too_long", "truncate"],
@@ -299,7 +356,8 @@ def test_an_older_file_survives_a_failed_run(run, refusal, tmp_path):
 def test_preparation_imports_no_torch(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     code = (
-        f"import sys, runpy; sys.argv = ['x', '--input', 'a.txt', '--tokenizer', 'byte', '--output', 'x', '--workers', '1']\n"
+        "import sys, runpy; sys.argv = ['x', '--input', 'a.txt', '--tokenizer', 'byte', '--output', 'x', '--workers', "
+        "'1']\n"
         f"try:\n    runpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
         "finally:\n    assert not {'torch', 'transformers', 'datasets', 'sentencepiece', 'pyarrow'} & set(sys.modules)"
     )

@@ -25,19 +25,40 @@ FOR_TEXTS: list[tuple[dict[str, Any], str]] = [
     ({"dialog": TURNS}, "look like conversations: add --chat --keys messages=dialog,role=speaker,content=text."),
     ({"conversation": SHORT}, "look like conversations: add --chat --keys messages=conversation."),
     ({"chat": SHAREGPT}, "look like conversations: add --chat --keys messages=chat."),
-    ({"question": "1+1?", "answer": "2"}, "look like conversations: add --chat --keys instruction=question,output=answer."),
-    ({"prompt": "1+1?", "response": "2"}, "look like conversations: add --chat --keys instruction=prompt,output=response."),
-    ({"prompt": "1+1?", "chosen": "2", "rejected": "3"}, "are preference pairs, .* add --chat --keys completion=chosen."),
-    ({"prompt": "1+1?", "chosen": SHORT, "rejected": SHORT}, "are preference pairs, .* add --chat --keys messages=chosen."),
+    (
+        {"question": "1+1?", "answer": "2"},
+        "look like conversations: add --chat --keys instruction=question,output=answer.",
+    ),
+    (
+        {"prompt": "1+1?", "response": "2"},
+        "look like conversations: add --chat --keys instruction=prompt,output=response.",
+    ),
+    (
+        {"prompt": "1+1?", "chosen": "2", "rejected": "3"},
+        "are preference pairs, .* add --chat --keys completion=chosen.",
+    ),
+    (
+        {"prompt": "1+1?", "chosen": SHORT, "rejected": SHORT},
+        "are preference pairs, .* add --chat --keys messages=chosen.",
+    ),
     ({"chosen": "1+1? 2", "rejected": "1+1? 3"}, "are preference pairs, .* add --text_key chosen."),
     ({"id": "7", "content": TEXT, "url": "a.b"}, "look like texts under content: add --text_key content."),
 ]
 FOR_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"text": TEXT, "id": "7"}, "look like texts: leave out --chat."),
     ({"content": TEXT}, "look like texts: leave out --chat, and add --text_key content."),
-    ({"dialog": TURNS}, "look like conversations under other names: add --keys messages=dialog,role=speaker,content=text."),
-    ({"question": "1+1?", "answer": "2"}, "look like conversations under other names: add --keys instruction=question,output=answer."),
-    ({"prompt": SHORT[:1], "chosen": SHORT[1:], "rejected": SHORT[1:]}, "are preference pairs, .* add --keys completion=chosen."),
+    (
+        {"dialog": TURNS},
+        "look like conversations under other names: add --keys messages=dialog,role=speaker,content=text.",
+    ),
+    (
+        {"question": "1+1?", "answer": "2"},
+        "look like conversations under other names: add --keys instruction=question,output=answer.",
+    ),
+    (
+        {"prompt": SHORT[:1], "chosen": SHORT[1:], "rejected": SHORT[1:]},
+        "are preference pairs, .* add --keys completion=chosen.",
+    ),
     ({"chosen": SHORT, "rejected": SHORT}, "are preference pairs, .* add --keys messages=chosen."),
     ({"chosen": "1+1? 2", "rejected": "1+1? 3"}, "are preference pairs, .* add --text_key chosen in place of --chat."),
 ]
@@ -45,12 +66,14 @@ FOR_CHATS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.fixture
 def run(monkeypatch, tmp_path, capsys) -> Callable[..., str]:
-    """run(*arguments) → standard output or, after status 2, standard error, in a directory of its own with the byte tokenizer."""
+    """run(*arguments) → standard output or, after status 2, standard error, in a directory of its own with the byte
+    tokenizer."""
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str) -> str:
         monkeypatch.setattr(
-            "sys.argv", ["megalite prepare", *arguments, "--tokenizer", "byte", "--output", "x", "--workers", "1", "--json"]
+            "sys.argv",
+            ["megalite prepare", *arguments, "--tokenizer", "byte", "--output", "x", "--workers", "1", "--json"],
         )
         try:
             main()
@@ -101,15 +124,18 @@ def test_columns_are_recognized(run, tmp_path):
     from pyarrow import parquet
 
     parquet.write_table(pyarrow.Table.from_pylist([{"messages": SHORT}]), tmp_path / "a.parquet")
-    assert "--text_key text is not in a.parquet; its keys: messages. The records look like conversations: add --chat." in run(
-        "--input", "a.parquet"
+    assert (
+        "--text_key text is not in a.parquet; its keys: messages. The records look like conversations: add --chat."
+        in run("--input", "a.parquet")
     )
     assert re.search(
-        "--text_key messages of a.parquet is list.*, not text. The records look", run("--input", "a.parquet", "--text_key", "messages")
+        "--text_key messages of a.parquet is list.*, not text. The records look",
+        run("--input", "a.parquet", "--text_key", "messages"),
     )
     Path("a.csv").write_text("prompt,completion\na,b\n")
-    assert "a.csv row 1 has no --text_key text; its keys: prompt, completion. The records look like conversations: add --chat." in run(
-        "--input", "a.csv"
+    assert (
+        "a.csv row 1 has no --text_key text; its keys: prompt, completion. The records look like conversations: add "
+        "--chat." in run("--input", "a.csv")
     )
 
 
@@ -118,7 +144,9 @@ def test_bad_records_that_may_be_skipped_are_no_other_kind(run, tmp_path):
     conversation, text = {"messages": SHORT}, {"text": TEXT}
     write_lines(tmp_path / "a.jsonl", [conversation] * 4)
     said = run("--input", "a.jsonl", "--skip_bad", "3")
-    assert "--skip_bad 3: the input begins with more bad records. The records look like conversations: add --chat." in said
+    assert (
+        "--skip_bad 3: the input begins with more bad records. The records look like conversations: add --chat." in said
+    )
     assert said.count("has no --text_key text") == 4
     write_lines(tmp_path / "a.jsonl", [conversation] * 3 + [text])
     with pytest.raises(AssertionError, match="byte is loaded"):
@@ -126,7 +154,8 @@ def test_bad_records_that_may_be_skipped_are_no_other_kind(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "other", ["1234567890123456", "-1.5e-300", "2024-05-06 10:11:12", "2024-05-06T10:11:12Z", "https://a.b/c", "0a1b" * 9]
+    "other",
+    ["1234567890123456", "-1.5e-300", "2024-05-06 10:11:12", "2024-05-06T10:11:12Z", "https://a.b/c", "0a1b" * 9],
 )
 def test_what_a_table_holds_besides_text_is_not_proposed(run, other):
     """All columns of a .csv are strings."""

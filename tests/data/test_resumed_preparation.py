@@ -1,5 +1,5 @@
-"""A killed preparation continues where it was, with the same bytes in the end; any other begins anew, and two of one PREFIX exclude each
-other. A kill is one: the preparation runs in a forked process that a signal ends."""
+"""A killed preparation continues where it was, with the same bytes in the end; any other begins anew, and two of one
+PREFIX exclude each other. A kill is one: the preparation runs in a forked process that a signal ends."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ TRAINED = {"tokenizer": "t.model", "train_tokenizer": 300}
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path) -> None:
-    """Inputs of many tasks, each of which is saved: texts, lines of which some are bad, a long text in pieces, conversations."""
+    """Inputs of many tasks, each of which is saved: texts, lines of which some are bad, a long text in pieces,
+    conversations."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megalite.data.preparation.journal.SAVE_S", 0)
     for name, size in (("TASK_BYTES", 300), ("PIECE_BYTES", 400), ("LONG_TEXT", 2000)):
@@ -42,10 +43,18 @@ def small(monkeypatch, tmp_path) -> None:
     lines = [f"line {i} of {'a text with words ' * (i % 3)}" for i in range(100)]
     for i in range(5):
         Path(f"{i}.txt").write_text("\n".join(lines[i::7]))
-    Path("long.txt").write_bytes("\n".join(lines).encode() + b"\nno UTF-8: \xff\n" + b"\n".join(line.encode() for line in lines))
-    Path("a.jsonl").write_text("\n".join("bad" if i == 3 else json.dumps({"text": line}) for i, line in enumerate(lines)))
-    Path("b.jsonl.gz").write_bytes(gzip.compress("\n".join(json.dumps({"text": f"packed {line}"}) for line in lines).encode()))
-    Path("chats.jsonl").write_text("\n".join(json.dumps({"messages": [{**SHORT[0], "content": line}, SHORT[1]]}) for line in lines))
+    Path("long.txt").write_bytes(
+        "\n".join(lines).encode() + b"\nno UTF-8: \xff\n" + b"\n".join(line.encode() for line in lines)
+    )
+    Path("a.jsonl").write_text(
+        "\n".join("bad" if i == 3 else json.dumps({"text": line}) for i, line in enumerate(lines))
+    )
+    Path("b.jsonl.gz").write_bytes(
+        gzip.compress("\n".join(json.dumps({"text": f"packed {line}"}) for line in lines).encode())
+    )
+    Path("chats.jsonl").write_text(
+        "\n".join(json.dumps({"messages": [{**SHORT[0], "content": line}, SHORT[1]]}) for line in lines)
+    )
 
 
 def run(prefix: str = "x", *, chat: bool = False, encoder: Texts | Chats | None = None, **options: Any) -> Summary:
@@ -97,11 +106,20 @@ def test_a_killed_preparation_continues(options, after):
     with Path(".x.preparing.bin").open("ab") as file:
         file.write(b"written after the journal was saved")
     seen: list[int] = []
-    done = run("x", **options, note=notes.append, progress=lambda what, at=0, *_: seen.append(at if what == "tokenizing" else 0))
+    done = run(
+        "x",
+        **options,
+        note=notes.append,
+        progress=lambda what, at=0, *_: seen.append(at if what == "tokenizing" else 0),
+    )
     assert files("x") == expected and left() == []
-    assert done.resumed_bytes > 0 and min(seen) > done.resumed_bytes, "no task is done twice, and no tokenizer is trained again"
+    assert done.resumed_bytes > 0 and min(seen) > done.resumed_bytes, (
+        "no task is done twice, and no tokenizer is trained again"
+    )
     assert asdict(done) == asdict(whole) | {"resumed_bytes": done.resumed_bytes}
-    assert notes == [f"x: continues an interrupted preparation at {done.resumed_bytes / 1e6:.1f} of {done.input_bytes / 1e6:.1f} MB"]
+    assert notes == [
+        f"x: continues an interrupted preparation at {done.resumed_bytes / 1e6:.1f} of {done.input_bytes / 1e6:.1f} MB"
+    ]
 
 
 def test_compressed_lines_continue_where_they_were():
@@ -111,7 +129,9 @@ def test_compressed_lines_continue_where_they_were():
     killed(9, names=["b.jsonl.gz"])
     tasks: list[str] = []
     done = run("x", names=["b.jsonl.gz"], progress=lambda what, *_: tasks.append(what))
-    assert files("x") == expected and left() == [] and done.documents == 100 and 0 < done.resumed_bytes <= done.input_bytes
+    assert (
+        files("x") == expected and left() == [] and done.documents == 100 and 0 < done.resumed_bytes <= done.input_bytes
+    )
     assert 0 < len(tasks) <= len(whole) - 8
 
 
@@ -148,9 +168,13 @@ def test_another_preparation_begins_anew_and_says_so(name):
     expected = (run("y", **options), files("y"))[1]
     notes: list[str] = []
     assert run("x", **options, note=notes.append, overwrite=True).resumed_bytes == 0
-    assert notes == ["x: an interrupted preparation of other inputs or with other options was there; this one begins anew"]
+    assert notes == [
+        "x: an interrupted preparation of other inputs or with other options was there; this one begins anew"
+    ]
     mine = files("x")
-    assert {end: mine[end] for end in (".bin", ".idx")} == {end: expected[end] for end in (".bin", ".idx")} and left() == []
+    assert {end: mine[end] for end in (".bin", ".idx")} == {
+        end: expected[end] for end in (".bin", ".idx")
+    } and left() == []
 
 
 def test_a_trained_tokenizer_of_another_preparation_is_removed():
@@ -167,7 +191,9 @@ def test_temporary_files_that_were_cut_are_not_used():
     notes: list[str] = []
     assert run("x", note=notes.append).resumed_bytes == 0
     assert files("x") == expected and left() == []
-    assert "can not be continued (.x.preparing.bin is shorter than" in notes[0] and notes[0].endswith("this one begins anew")
+    assert "can not be continued (.x.preparing.bin is shorter than" in notes[0] and notes[0].endswith(
+        "this one begins anew"
+    )
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, DataError])
@@ -213,7 +239,9 @@ def test_two_preparations_of_one_prefix_exclude_each_other(tmp_path):
     deadline = time.monotonic() + 60
     while not Path("holds").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    with pytest.raises(DataError, match=f"--output x is being prepared by process {process.pid} on .*give another PREFIX"):
+    with pytest.raises(
+        DataError, match=f"--output x is being prepared by process {process.pid} on .*give another PREFIX"
+    ):
         run("x")
     run("y")
     process.kill()
@@ -253,7 +281,10 @@ def test_the_same_preparation_again_does_nothing(options):
     assert asdict(again) == asdict(first) | {"existing": True} and stamps() == before and left() == []
 
 
-REPLACING: dict[str, Callable[[], dict[str, Any]]] = {**OTHERS, "the file has gone": lambda: Path("x.bin").unlink() or {}}
+REPLACING: dict[str, Callable[[], dict[str, Any]]] = {
+    **OTHERS,
+    "the file has gone": lambda: Path("x.bin").unlink() or {},
+}
 
 
 @pytest.mark.parametrize("name", REPLACING)
@@ -262,7 +293,9 @@ def test_another_preparation_replaces_nothing_unasked(name):
     options = REPLACING[name]()
     before = files("x")
     size = f"{first.documents} documents, {first.tokens:,} tokens"
-    with pytest.raises(DataError, match=rf"--output x holds data of .*\({size}, made 20.* with the tokenizer byte\).*another --output"):
+    with pytest.raises(
+        DataError, match=rf"--output x holds data of .*\({size}, made 20.* with the tokenizer byte\).*another --output"
+    ):
         run("x", **options)
     assert files("x") == before and left() == []
     replaced = run("x", **options, overwrite=True)
@@ -271,7 +304,9 @@ def test_another_preparation_replaces_nothing_unasked(name):
 
 def test_a_tokenizer_is_not_trained_over_that_of_other_data():
     run("x", **TRAINED)
-    with pytest.raises(DataError, match=r"--train_tokenizer would replace t\.model \(made .*Give another --tokenizer or --output, or"):
+    with pytest.raises(
+        DataError, match=r"--train_tokenizer would replace t\.model \(made .*Give another --tokenizer or --output, or"
+    ):
         run("y", **TRAINED)
     Path("t.model").unlink()
     with pytest.raises(DataError, match=r"with the tokenizer t\.model, which has changed since or is gone\)"):

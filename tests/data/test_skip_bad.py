@@ -1,4 +1,5 @@
-"""Bad records: by default the first one ends the preparation; with --skip_bad N up to N are skipped, counted and listed."""
+"""Bad records: by default the first one ends the preparation; with --skip_bad N up to N are skipped, counted and
+listed."""
 
 from __future__ import annotations
 
@@ -65,7 +66,10 @@ def test_bad_lines_are_skipped_counted_and_listed(run, tmp_path):
         "a.jsonl line 6 is a list, not an object.",
     ]
     _, out, _ = run("--input", "a.jsonl", "--skip_bad", "9")
-    assert "3 bad records skipped, namely:\n  a.jsonl line 2 is not JSON (" in out and "\n  a.jsonl line 6 is a list" in out
+    assert (
+        "3 bad records skipped, namely:\n  a.jsonl line 2 is not JSON (" in out
+        and "\n  a.jsonl line 6 is a list" in out
+    )
 
 
 def test_more_than_that_end_it_with_one_message(run, tmp_path):
@@ -74,7 +78,9 @@ def test_more_than_that_end_it_with_one_message(run, tmp_path):
     assert (status, out) == (2, "")
     first, *listed = err.splitlines()
     assert first == "prepare_data.py: --skip_bad 2: x has more bad records."
-    assert [line.split(" is ")[0].split(" has ")[0] for line in listed] == [f"  a.jsonl line {number}" for number in (2, 4, 6)]
+    assert [line.split(" is ")[0].split(" has ")[0] for line in listed] == [
+        f"  a.jsonl line {number}" for number in (2, 4, 6)
+    ]
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
@@ -94,8 +100,17 @@ def test_of_many_the_first_ten_are_listed(run, tmp_path):
 def test_bad_conversations_are_skipped(run, tmp_path):
     """Those that are none, that are empty, and that the template refuses."""
     Path("strict.jinja").write_text(STRICT)
-    bad = [{"text": "a"}, {"messages": []}, {"messages": [{"role": "system", "content": "no"}, *SHORT]}, {"prompt": "", "completion": ""}]
-    bad += [{"messages": [{"role": "bing", "content": "a"}]}, {"messages": [{**SHORT[1], "weight": 3}]}, {"instruction": "", "output": ""}]
+    bad = [
+        {"text": "a"},
+        {"messages": []},
+        {"messages": [{"role": "system", "content": "no"}, *SHORT]},
+        {"prompt": "", "completion": ""},
+    ]
+    bad += [
+        {"messages": [{"role": "bing", "content": "a"}]},
+        {"messages": [{**SHORT[1], "weight": 3}]},
+        {"instruction": "", "output": ""},
+    ]
     write_lines(tmp_path / "a.jsonl", [bad[0], {"messages": SHORT}, *bad[1:]])
     command = ["--chat", "--input", "a.jsonl", "--chat_template", "strict.jinja", "--json", "--skip_bad"]
     status, out, _ = run(*command, "7")
@@ -104,7 +119,10 @@ def test_bad_conversations_are_skipped(run, tmp_path):
     assert [reason.split(":")[0].split(" holds")[0] for reason in result["skipped_first"]] == [
         f"a.jsonl line {n}" for n in (1, 3, 4, 5, 6, 7, 8)
     ]
-    assert "a.jsonl line 4: the chat template (hash " in result["skipped_first"][2] and "no system" in result["skipped_first"][2]
+    assert (
+        "a.jsonl line 4: the chat template (hash " in result["skipped_first"][2]
+        and "no system" in result["skipped_first"][2]
+    )
     status, _, err = run(*command, "6")
     assert status == 2 and "--skip_bad 6: x has more bad records.\n  a.jsonl line 1 holds no conversation" in err
 
@@ -122,7 +140,10 @@ def test_rows_of_csv_and_json_lists_are_skipped_by_number(run, tmp_path, monkeyp
     Path("c.json").write_text("{}")
     status, out, _ = run("--chat", "--input", "b.json", "c.json", "--skip_bad", "2", "--json")
     assert status == 0
-    assert json.loads(out)["skipped_first"] == ["b.json record 2 is a int, not an object.", "--input c.json is not a list of records."]
+    assert json.loads(out)["skipped_first"] == [
+        "b.json record 2 is a int, not an object.",
+        "--input c.json is not a list of records.",
+    ]
 
 
 def test_damaged_files_of_a_glob_are_skipped(tmp_path):
@@ -151,15 +172,25 @@ def test_nothing_but_bad_records_is_an_error_that_lists_them(tmp_path):
     (tmp_path / "a.jsonl").write_text("no\nneither\n")
     sources = open_inputs([f"{tmp_path}/a.jsonl"], exclude=[], file_format="auto", text_key=None, split="train")
     with pytest.raises(
-        DataError, match=r"nothing else than bad records. Nothing was written.\n  .*a.jsonl line 1 is not JSON.*\n  .* line 2 is"
+        DataError,
+        match=r"nothing else than bad records. Nothing was written.\n  .*a.jsonl line 1 is not JSON.*\n  .* line 2 is",
     ):
         prepare(sources, tmp_path / "x", "byte", Chats(skip_bad=5))
 
 
 def test_the_line_of_a_bad_record_is_right_in_every_range_of_a_file(tmp_path, monkeypatch):
-    """Ranges of 7 bytes: lines across several ranges, ranges without a line's beginning, and ranges that begin with a line."""
+    """Ranges of 7 bytes: lines across several ranges, ranges without a line's beginning, and ranges that begin with a
+    line."""
     monkeypatch.setattr("megalite.data.preparation.sources.TASK_BYTES", 7)
-    lines = ["no", json.dumps({"text": "long " * 9}), "", "bad", json.dumps({"text": "b"}), "bad7", json.dumps({"text": "c"})]
+    lines = [
+        "no",
+        json.dumps({"text": "long " * 9}),
+        "",
+        "bad",
+        json.dumps({"text": "b"}),
+        "bad7",
+        json.dumps({"text": "c"}),
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
     sources = open_inputs([f"{tmp_path}/a.jsonl"], exclude=[], file_format="auto", text_key="text", split="train")
     summary = prepare(sources, tmp_path / "x", "byte", Texts(skip_bad=9))

@@ -1,4 +1,5 @@
-"""A tokenizer's fingerprint is the same for every form of its files, and another where any id would be; other data is refused by it."""
+"""A tokenizer's fingerprint is the same for every form of its files, and another where any id would be; other data is
+refused by it."""
 
 from __future__ import annotations
 
@@ -48,7 +49,13 @@ def llama(tmp_path_factory) -> Path:
     import sentencepiece
 
     path = tmp_path_factory.mktemp("llama") / "tokenizer.model"
-    options = {"model_type": "bpe", "byte_fallback": True, "split_digits": True, "remove_extra_whitespaces": False, "minloglevel": 2}
+    options = {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "split_digits": True,
+        "remove_extra_whitespaces": False,
+        "minloglevel": 2,
+    }
     with path.open("wb") as file:
         lines = iter(SOURCE.splitlines())
         sentencepiece.SentencePieceTrainer.train(
@@ -70,7 +77,8 @@ def of(name: str | Path) -> str:
 
 
 def test_the_slow_and_the_fast_form_of_llamas_tokenizer_are_one(llama, tmp_path):
-    """The sentencepiece model, what transformers makes of it, and that as a plain tokenizer.json with Llama's first rules."""
+    """The sentencepiece model, what transformers makes of it, and that as a plain tokenizer.json with Llama's first
+    rules."""
     settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     (tmp_path / "slow").mkdir()
     shutil.copy(llama, tmp_path / "slow" / "tokenizer.model")
@@ -79,7 +87,10 @@ def test_the_slow_and_the_fast_form_of_llamas_tokenizer_are_one(llama, tmp_path)
 
     def as_first_published(content: dict[str, Any]) -> None:
         replaced = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
-        content["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, replaced]}
+        content["normalizer"] = {
+            "type": "Sequence",
+            "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, replaced],
+        }
         content["pre_tokenizer"] = None
 
     first = rewritten(tmp_path / "fast", tmp_path / "first", as_first_published)
@@ -92,17 +103,30 @@ def test_gpt2s_two_files_and_its_one_are_the_same(gpt2, tmp_path):
     (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
     merges = "".join(f"{left} {right}\n" for left, right in model["merges"])
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + merges)
-    settings = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>", "additional_special_tokens": ["<|end|>"]}
+    settings = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "eos_token": "<|endoftext|>",
+        "additional_special_tokens": ["<|end|>"],
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert of(tmp_path) == of(gpt2)
 
 
 def older(content: dict[str, Any]) -> None:
-    """As an older version of the tokenizers library writes it: merges in one string, no fields that are defaults, keys in another order."""
+    """As an older version of the tokenizers library writes it: merges in one string, no fields that are defaults, keys
+    in another order."""
     model = content["model"]
     model["merges"] = [" ".join(merge) for merge in model["merges"]]
     model["vocab"] = dict(sorted(model["vocab"].items()))
-    for name in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback", "ignore_merges"):
+    for name in (
+        "dropout",
+        "unk_token",
+        "continuing_subword_prefix",
+        "end_of_word_suffix",
+        "fuse_unk",
+        "byte_fallback",
+        "ignore_merges",
+    ):
         model.pop(name, None)
     content |= {key: content.pop(key) for key in sorted(content, reverse=True)}
 
@@ -142,14 +166,19 @@ OTHERS: dict[str, Change] = {
 
 
 def test_whatever_changes_ids_changes_the_fingerprint(gpt2, tmp_path):
-    found = {name: of(rewritten(gpt2, tmp_path / str(number), change)) for number, (name, change) in enumerate(OTHERS.items())}
+    found = {
+        name: of(rewritten(gpt2, tmp_path / str(number), change))
+        for number, (name, change) in enumerate(OTHERS.items())
+    }
     assert len({of(gpt2), *found.values()}) == len(OTHERS) + 1, found
 
 
 def test_template_and_eos_are_not_part_of_it(gpt2, tmp_path):
     other = rewritten(gpt2, tmp_path / "other", lambda c: None)
     settings = json.loads((gpt2 / "tokenizer_config.json").read_text())
-    (other / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "{{ messages }}", "eos_token": "<|end|>"}))
+    (other / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"chat_template": "{{ messages }}", "eos_token": "<|end|>"})
+    )
     assert load(other).eos != load(gpt2).eos and of(other) == of(gpt2)
 
 
@@ -193,10 +222,15 @@ def test_data_of_two_tokenizers_of_one_size_do_not_meet(tmp_path):
         with pytest.raises(ConfigError) as caught:
             build(made, 0)
         said = str(caught.value)
-        assert f"= {other} was made with another tokenizer than data.train = {one} ({tmp_path}/0.model and {tmp_path}/1.model)" in said
+        assert (
+            f"= {other} was made with another tokenizer than data.train = {one} ({tmp_path}/0.model and "
+            f"{tmp_path}/1.model)" in said
+        )
         before, now = (json.dumps(each[first], ensure_ascii=False) for each in pieces)
         assert f"id {first} is {before} there and {now} here" in said and said.count("there and") == 5
-        assert "Prepare both with one tokenizer" in said and said.endswith("accept the change with data.allow_tokenizer_change = true.")
+        assert "Prepare both with one tokenizer" in said and said.endswith(
+            "accept the change with data.allow_tokenizer_change = true."
+        )
         made.allow_tokenizer_change = True
         build(made, 0)
         assert "which data.allow_tokenizer_change = true accepts" in one_tokenizer(made)[0]
@@ -211,7 +245,8 @@ def test_data_from_before_is_accepted_with_a_note(tmp_path):
     Path(f"{other}.json").write_text(json.dumps({key: facts[key] for key in ("vocab_size", "eos")}))
     build(data([one, other]), 0)
     assert one_tokenizer(data([one, other])) == [
-        f"the tokenizer of data.train = {other} is not known, so whether it is that of data.train = {one} is not checked"
+        f"the tokenizer of data.train = {other} is not known, so whether it is that of data.train = {one} is not "
+        "checked"
     ]
     assert one_tokenizer(data([other])) == []
 
@@ -222,5 +257,9 @@ def test_several_chat_templates_are_noted(tmp_path):
         facts = json.loads(Path(f"{prefix}.json").read_text())
         Path(f"{prefix}.json").write_text(json.dumps(facts | {"chat": {"template_hash": f"hash{number}"}}))
     (note,) = one_tokenizer(data([one, other]))
-    assert note.startswith("the conversations were rendered with several chat templates: ") and "hash0" in note and "hash1" in note
+    assert (
+        note.startswith("the conversations were rendered with several chat templates: ")
+        and "hash0" in note
+        and "hash1" in note
+    )
     assert one_tokenizer(data([one, one])) == []

@@ -43,7 +43,9 @@ def directory(tmp_path_factory) -> Path:
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
     raw.train_from_iterator(SOURCES[:1], trainer)
     path = tmp_path_factory.mktemp("hf")
     PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|endoftext|>").save_pretrained(path)
@@ -149,12 +151,18 @@ def test_unreadable(tmp_path):
 
 
 def test_a_tokenizer_json_alone_is_a_tokenizer(directory, tmp_path):
-    """As a file, and in a directory without settings: EOS is the token with a usual name. Beside its settings it is the directory."""
+    """As a file, and in a directory without settings: EOS is the token with a usual name. Beside its settings it is the
+    directory."""
     whole, text = load(directory), "def f(x):\n    return x  # ½ 🎉"
     (tmp_path / "alone").mkdir()
     for place in (tmp_path / "alone" / "tokenizer.json", tmp_path / "mine.json"):
         shutil.copy(directory / "tokenizer.json", place)
-    for name in (tmp_path / "alone" / "tokenizer.json", tmp_path / "alone", tmp_path / "mine.json", directory / "tokenizer.json"):
+    for name in (
+        tmp_path / "alone" / "tokenizer.json",
+        tmp_path / "alone",
+        tmp_path / "mine.json",
+        directory / "tokenizer.json",
+    ):
         found = load(name)
         assert (found.vocab_size, found.eos, found.encode(text)) == (whole.vocab_size, whole.eos, whole.encode(text))
         assert of_tokenizer(name).known() == of_tokenizer(directory).known()
@@ -168,7 +176,8 @@ def test_a_tokenizer_json_alone_is_a_tokenizer(directory, tmp_path):
 
 
 def test_ids_may_leave_a_gap(directory, tmp_path):
-    """The number of rows that the model needs follows from the largest id, which is what the library gives, not from the count."""
+    """The number of rows that the model needs follows from the largest id, which is what the library gives, not from
+    the count."""
     from transformers import AutoTokenizer
 
     shutil.copytree(directory, tmp_path / "gap")

@@ -1,8 +1,9 @@
-"""Every family that TRL has a training variant of: tokens and mask are TRL's by the rules of docs/finetuning.md, or the template is
-rejected.
+"""Every family that TRL has a training variant of: tokens and mask are TRL's by the rules of docs/finetuning.md, or the
+template is rejected.
 
-TRL's variant of a template marks what the assistant writes with {% generation %}, and transformers makes the mask from it. Here the
-family's own template is read, without marks. TRL's templates are read from its package as files, without importing it.
+TRL's variant of a template marks what the assistant writes with {% generation %}, and transformers makes the mask from
+it. Here the family's own template is read, without marks. TRL's templates are read from its package as files, without
+importing it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from megalite.data.indexed import DataError
 (_PACKAGE,) = importlib.util.find_spec("trl").submodule_search_locations  # type: ignore[union-attr,misc]
 TEMPLATES = Path(_PACKAGE) / "chat_templates"
 FAMILIES = sorted(path.name.removesuffix("_training.jinja") for path in TEMPLATES.glob("*_training.jinja"))
-SPECIAL = re.compile(r"<\|[^<>|\s']+\|?>|<[^<>|\s']+\|>|<｜[^｜\s]+｜>|</?(?:start_of_turn|end_of_turn|end_of_utterance|sop|s)>|\[gMASK\]")
+SPECIAL = re.compile(
+    r"<\|[^<>|\s']+\|?>|<[^<>|\s']+\|>|<｜[^｜\s]+｜>|</?(?:start_of_turn|end_of_turn|end_of_utterance|sop|s)>|\[gMASK\]"
+)
 PARTS = ("idefics3", "llava_next", "smolvlm")
 """Their templates read contents that are lists of parts."""
 
@@ -49,7 +52,8 @@ CALLS, ALL = ("a call", "a call at the end"), tuple(RECORDS)
 WITHOUT_CALLS = "cohere cohere2 gemma gemma3 idefics3 lfm2 llama3 llava_next phi3 phi3_5 qwen2_5_vl smolvlm"
 REJECTED = {
     **dict.fromkeys(WITHOUT_CALLS.split(), CALLS),
-    **dict.fromkeys(("deepseek_r1_distill", "deepseekv3"), ALL),  # the prompt ends with <think>, and the messages have none
+    # the prompt ends with <think>, and the messages have none
+    **dict.fromkeys(("deepseek_r1_distill", "deepseekv3"), ALL),
     "qwen3": ("two turns", "a call"),  # earlier turns lose <think>
     **dict.fromkeys(("qwen3_5_nothink", "qwen3_5_think", "qwen3_6"), ("two turns",)),
 }
@@ -68,7 +72,10 @@ def directory(tmp_path_factory) -> Path:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    texts = {text for path in TEMPLATES.glob("*.jinja") for text in SPECIAL.findall(path.read_text())} | {"<bos>", "<|endoftext|>"}
+    texts = {text for path in TEMPLATES.glob("*.jinja") for text in SPECIAL.findall(path.read_text())} | {
+        "<bos>",
+        "<|endoftext|>",
+    }
     # Phi-3's takes in the line break after it
     raw.add_special_tokens([AddedToken(text, special=True, rstrip=text == "<|end|>") for text in sorted(texts)])
     path = tmp_path_factory.mktemp("tokenizer")
@@ -89,7 +96,8 @@ def theirs(directory) -> Any:
 
 
 def read(record: dict[str, Any], as_text: bool = True) -> Conversation:
-    """The conversation in a record, with the arguments of its calls as JSON text, as OpenAI gives them, or as they are."""
+    """The conversation in a record, with the arguments of its calls as JSON text, as OpenAI gives them, or as they
+    are."""
     written = json.loads(json.dumps(record))
     for message in written["messages"] if as_text else ():
         for call in message.get("tool_calls", ()):
@@ -130,21 +138,32 @@ def test_tokens_and_mask_are_those_of_trl(family, name, tokenizer, theirs):
     template = ChatTemplate(tokenizer, (TEMPLATES / f"{family}.jinja").read_text(), require_end=True)
     conversation = read(RECORDS[name])
     if name in REJECTED.get(family, ()):
-        with pytest.raises(DataError, match=rf"^the chat template \(hash {template.hash}\) given for .* (can not render|ignores|renders)"):
+        with pytest.raises(
+            DataError,
+            match=rf"^the chat template \(hash {template.hash}\) given for .* (can not render|ignores|renders)",
+        ):
             template.render(conversation.messages, tools=conversation.tools)
         return
     tokens, mask = expected(theirs, family, RECORDS[name])
     assert 0 < sum(mask) < len(mask)
-    assert template.render(conversation.messages, tools=conversation.tools) == (tokens, by_our_rules(theirs, family, tokens, mask))
+    assert template.render(conversation.messages, tools=conversation.tools) == (
+        tokens,
+        by_our_rules(theirs, family, tokens, mask),
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_the_variant_of_trl_the_mask_is_exactly_that_of_trl(family, tokenizer, theirs):
-    template, conversation = ChatTemplate(tokenizer, (TEMPLATES / f"{family}_training.jinja").read_text()), read(RECORDS["two turns"])
+    template, conversation = (
+        ChatTemplate(tokenizer, (TEMPLATES / f"{family}_training.jinja").read_text()),
+        read(RECORDS["two turns"]),
+    )
     assert template.render(conversation.messages) == expected(theirs, family, RECORDS["two turns"])
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if "a call at the end" not in REJECTED.get(family, ())])
+@pytest.mark.parametrize(
+    "family", [family for family in FAMILIES if "a call at the end" not in REJECTED.get(family, ())]
+)
 def test_arguments_as_text_and_as_objects_give_the_same(family, tokenizer):
     """Also where the template itself tests for text, as Qwen 3's."""
     template = ChatTemplate(tokenizer, (TEMPLATES / f"{family}.jinja").read_text())
@@ -162,7 +181,10 @@ def test_arguments_as_text_and_as_objects_give_the_same(family, tokenizer):
     ],
 )
 def test_arguments_are_learned_as_an_object(family, written, tokenizer):
-    template, call = ChatTemplate(tokenizer, (TEMPLATES / f"{family}.jinja").read_text()), read(RECORDS["a call at the end"])
+    template, call = (
+        ChatTemplate(tokenizer, (TEMPLATES / f"{family}.jinja").read_text()),
+        read(RECORDS["a call at the end"]),
+    )
     tokens, mask = template.render(call.messages, tools=call.tools)
     counted = [token for token, each in zip(tokens, mask, strict=True) if each]
     assert tokenizer.spell(counted).removeprefix("<think>\n\n</think>\n\n") == written

@@ -1,7 +1,9 @@
-"""Latent attention, sinks, routers with groups or biases, and multi-token prediction train on every layout as on one process.
+"""Latent attention, sinks, routers with groups or biases, and multi-token prediction train on every layout as on one
+process.
 
-fp64, 3 steps, within 1e-9: losses, gradient norms, weights. Each kind of attention is in a model with each kind of router: DeepSeek-V3 has
-two latents, groups by sums and a module that predicts a second token, gpt-oss has sinks and biases.
+fp64, 3 steps, within 1e-9: losses, gradient norms, weights. Each kind of attention is in a model with each kind of
+router: DeepSeek-V3 has two latents, groups by sums and a module that predicts a second token, gpt-oss has sinks and
+biases.
 """
 
 from __future__ import annotations
@@ -30,4 +32,6 @@ def test_trains_like_one_process(case, ranks, references, prefix):
     expected = references.run(jobs.train, alone, STEPS)
     assert_same_run(got, expected, 1e-9, 1e-9)
     for found in got:
-        assert found.get("mtp_losses") == (pytest.approx(expected["mtp_losses"], rel=1e-9, abs=0) if case["modules"] else None)
+        assert found.get("mtp_losses") == (
+            pytest.approx(expected["mtp_losses"], rel=1e-9, abs=0) if case["modules"] else None
+        )

@@ -1,4 +1,5 @@
-"""The average of the weights (`train.ema_decay`) is the recursion over the weights of one process, on every layout and through a resume."""
+"""The average of the weights (`train.ema_decay`) is the recursion over the weights of one process, on every layout and
+through a resume."""
 
 from __future__ import annotations
 
@@ -26,7 +27,16 @@ from tests.distributed.support.configs import SINGLE, config_of, config_of_one_p
 from tests.distributed.support.layouts import Case
 
 DECAY, STEPS, SKIPPED = 0.8, 5, 3
-MODEL: Case = {**SINGLE, "tied": True, "kv_heads": 2, "vocab_size": 96, "layers": 4, "masked": False, "dropout": 0.0, "microbatches": 2}
+MODEL: Case = {
+    **SINGLE,
+    "tied": True,
+    "kv_heads": 2,
+    "vocab_size": 96,
+    "layers": 4,
+    "masked": False,
+    "dropout": 0.0,
+    "microbatches": 2,
+}
 LAYOUTS: dict[str, tuple[str, Case]] = {
     "dp 2, ZeRO-0": ("fp64", {"dp": 2, "zero": 0}),
     "dp 2, ZeRO-2": ("fp64", {"dp": 2, "zero": 2}),
@@ -68,13 +78,18 @@ def recursion(weights: list[dict[str, Tensor]], skipped: int | None = None) -> d
     average = {name: value.double() for name, value in weights[0].items()}
     for step in range(1, len(weights)):
         if step != skipped:
-            average = {name: DECAY * value + (1 - DECAY) * weights[step][name].double() for name, value in average.items()}
+            average = {
+                name: DECAY * value + (1 - DECAY) * weights[step][name].double() for name, value in average.items()
+            }
     return average
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     assert {name.removeprefix("ema/") for name in found} == {name.removeprefix("weight/") for name in expected}
-    return max((found["ema/" + name.removeprefix("weight/")].double() - value).abs().max().item() for name, value in expected.items())
+    return max(
+        (found["ema/" + name.removeprefix("weight/")].double() - value).abs().max().item()
+        for name, value in expected.items()
+    )
 
 
 AVERAGE = {"train": {"ema_decay": DECAY}}
@@ -82,7 +97,9 @@ AVERAGE = {"train": {"ema_decay": DECAY}}
 
 @pytest.mark.parametrize("precision, bound", [("fp32", 1e-6), ("bf16", 1e-6), ("fp64", 1e-14)])
 def test_it_is_the_recursion_over_the_weights_and_a_skipped_step_does_not_move_it(precision, bound, prefix):
-    config = config_of(MODEL, prefix, precision, faults={"inject": f"nan:rank=0,step={SKIPPED}"}, optimizer={"lr": 1e-2})
+    config = config_of(
+        MODEL, prefix, precision, faults={"inject": f"nan:rank=0,step={SKIPPED}"}, optimizer={"lr": 1e-2}
+    )
     weights = weights_of_each_step(config)
     made = trainer(changed(config, **AVERAGE))
     try:
@@ -92,14 +109,18 @@ def test_it_is_the_recursion_over_the_weights_and_a_skipped_step_does_not_move_i
         made.close()
     assert [result.skipped for result in results] == [step == SKIPPED for step in range(1, STEPS + 1)]
     assert distance(average, recursion(weights, SKIPPED)) <= bound
-    assert all(torch.equal(value, weights[-1][name]) for name, value in own.items()), "the run itself is the one without an average"
+    assert all(torch.equal(value, weights[-1][name]) for name, value in own.items()), (
+        "the run itself is the one without an average"
+    )
 
 
 @pytest.fixture(scope="module")
 def one_process(prefix) -> dict[bool, dict[str, Tensor]]:
     """The average by whether the model is tied."""
     return {
-        tied: recursion(weights_of_each_step(config_of_one_process({**MODEL, "precision": "fp64", "tied": tied}, prefix)))
+        tied: recursion(
+            weights_of_each_step(config_of_one_process({**MODEL, "precision": "fp64", "tied": tied}, prefix))
+        )
         for tied in (True, False)
     }
 
@@ -121,7 +142,9 @@ def test_it_is_saved_and_resumed_bitwise_and_on_another_layout(saved, other, ran
     straight = ranks.run(2, jobs_training.train_and_save, config, 2, 2, kinds)[0]
     loads = {"checkpoint": {"load": straight["directory"]}}
     again = ranks.run(2, jobs_training.resume, changed(config, **loads), 2, kinds)[0]
-    assert again["tensors"].keys() == straight["tensors"].keys() and any(name.startswith("ema/") for name in again["tensors"])
+    assert again["tensors"].keys() == straight["tensors"].keys() and any(
+        name.startswith("ema/") for name in again["tensors"]
+    )
     assert all(torch.equal(value, straight["tensors"][name]) for name, value in again["tensors"].items())
     elsewhere = changed(config_of({**MODEL, **other}, prefix, "bf16"), **AVERAGE, **loads)
     resumed = ranks.run(2, jobs_training.resume, elsewhere, 0, kinds)[0]["started"]
@@ -141,7 +164,8 @@ def test_undone_steps_do_not_move_it(ranks, prefix):
 
 
 @pytest.mark.parametrize(
-    "name, layout", [("adamw", {"dp": 2, "zero": 3}), ("muon", {"tp": 2, "zero": 1}), ("adamw", {"pp": 2, "schedule": "zb-v"})]
+    "name, layout",
+    [("adamw", {"dp": 2, "zero": 3}), ("muon", {"tp": 2, "zero": 1}), ("adamw", {"pp": 2, "schedule": "zb-v"})],
 )
 def test_the_planner_knows_its_bytes(name, layout, prefix):
     config = changed(config_of({**MODEL, "tied": False, **layout}, prefix, "bf16"), **AVERAGE, optimizer={"name": name})
@@ -166,7 +190,10 @@ def test_a_resumed_run_can_begin_one(prefix, tmp_path):
 def test_it_is_validated_and_exported_in_place_of_the_weights(precision, prefix, tmp_path):
     config = config_of(MODEL, prefix, precision, run={"dir": str(tmp_path), "name": "run"}, optimizer={"lr": 1e-2})
     config = changed(config, **AVERAGE, data={"validation": 0.1}, validation={"interval": 1, "batches": 2, "ema": True})
-    made, plain = trainer(config), trainer(changed(config, run={"name": "plain"}, train={"ema_decay": None}, validation={"ema": False}))
+    made, plain = (
+        trainer(config),
+        trainer(changed(config, run={"name": "plain"}, train={"ema_decay": None}, validation={"ema": False})),
+    )
     try:
         for _ in range(2):
             made.step(), plain.step()
@@ -184,7 +211,11 @@ def test_it_is_validated_and_exported_in_place_of_the_weights(precision, prefix,
     average, other = LanguageModel(directory, average=True), LanguageModel(f"hf:{tmp_path / 'exported'}")
     assert torch.equal(average.logits([[3, 5, 7]]), other.logits([[3, 5, 7]]))
     assert not torch.equal(average.logits([[3, 5, 7]]), LanguageModel(directory).logits([[3, 5, 7]]))
-    started = trainer(changed(config, run={"name": "other"}, model={"init_from": f"hf:{tmp_path / 'exported'}"}, validation={"ema": False}))
+    started = trainer(
+        changed(
+            config, run={"name": "other"}, model={"init_from": f"hf:{tmp_path / 'exported'}"}, validation={"ema": False}
+        )
+    )
     assert started.evaluate() == loss
     started.close()
 
@@ -193,7 +224,10 @@ def test_it_is_validated_and_exported_in_place_of_the_weights(precision, prefix,
     "changes, message",
     [
         ({"train": {"ema_decay": 1.0}}, r"train\.ema_decay = 1\.0 is out of range"),
-        ({"train": {"ema_decay": 0.9}, "parallel": {"offload": "disk"}}, r"train\.ema_decay = 0\.9 would read and write the whole average"),
+        (
+            {"train": {"ema_decay": 0.9}, "parallel": {"offload": "disk"}},
+            r"train\.ema_decay = 0\.9 would read and write the whole average",
+        ),
         ({"validation": {"ema": True}}, r"validation\.ema = true has no average to validate: train\.ema_decay = null"),
     ],
 )

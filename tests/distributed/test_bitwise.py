@@ -1,16 +1,19 @@
 """Where additions keep their order, runs are equal bit for bit: losses, weights and both moments.
 
-Equal micro-batch size, clipping off; losses and states are compared with ==. The gradient norm only measures (no clipping acts), and ranks
-sum it in another order, so across layouts it agrees to rounding; a repeated run repeats it too.
+Equal micro-batch size, clipping off; losses and states are compared with ==. The gradient norm only measures (no
+clipping acts), and ranks sum it in another order, so across layouts it agrees to rounding; a repeated run repeats it
+too.
 
-Every schedule is 1f1b, bit for bit, on the same ranks with the same microbatches: gradients of a stage add in ascending microbatch order,
-whether they are computed with the backward or put off, and a sum over dp does not depend on which layers share a rank. Two cases are equal
-only to rounding (1e-6):
+Every schedule is 1f1b, bit for bit, on the same ranks with the same microbatches: gradients of a stage add in ascending
+microbatch order, whether they are computed with the backward or put off, and a sum over dp does not depend on which
+layers share a rank. Two cases are equal only to rounding (1e-6):
 
-- tied embeddings where both copies are one accumulator, on a rank that holds the first and the last stage (zb-v, v-half; every split
-  backward on one rank): the head's and the embedding's gradients then alternate as the schedule has them. `run.deterministic` keeps the
-  two apart until the end of the step, and makes it bitwise again. On ranks apart they are two accumulators anyway.
-- ZeRO-2 under a split backward: a microbatch's reduction takes what has been added to a bucket by then, and norms are ahead of matrices.
+- tied embeddings where both copies are one accumulator, on a rank that holds the first and the last stage (zb-v,
+  v-half; every split backward on one rank): the head's and the embedding's gradients then alternate as the schedule has
+  them. `run.deterministic` keeps the two apart until the end of the step, and makes it bitwise again. On ranks apart
+  they are two accumulators anyway.
+- ZeRO-2 under a split backward: a microbatch's reduction takes what has been added to a bucket by then, and norms are
+  ahead of matrices.
 """
 
 from __future__ import annotations
@@ -33,14 +36,27 @@ BASE: Case = {**SINGLE, **MODEL}
 # name: (model and train options of both, one layout, the other layout)
 PAIRS: dict[str, tuple[Case, Case, Case]] = {
     **{f"zero 0 and 1, dp {dp}": ({"dp": dp, "microbatches": 2}, {"zero": 0}, {"zero": 1}) for dp in (2, 3, 4)},
-    "zero 0 and 1, tp 2, pp 2, dp 2": ({"tp": 2, "pp": 2, "dp": 2, "microbatches": 4, "tied": True}, {"zero": 0}, {"zero": 1}),
+    "zero 0 and 1, tp 2, pp 2, dp 2": (
+        {"tp": 2, "pp": 2, "dp": 2, "microbatches": 4, "tied": True},
+        {"zero": 0},
+        {"zero": 1},
+    ),
     "pp 1 and 2": ({"microbatches": 4}, {"pp": 1}, {"pp": 2}),
     "pp 1 and 4": ({"microbatches": 8}, {"pp": 1}, {"pp": 4}),
-    "pp 1 and 2 with tp 2 and sequence parallelism": ({"tp": 2, "sequence_parallel": True, "microbatches": 4}, {"pp": 1}, {"pp": 2}),
-    "pp 1 and 4 with dp 2": ({"dp": 2, "zero": 1, "microbatches": 4}, {"pp": 1}, {"pp": 4}),  # the dp ranks are neighbours in both
+    "pp 1 and 2 with tp 2 and sequence parallelism": (
+        {"tp": 2, "sequence_parallel": True, "microbatches": 4},
+        {"pp": 1},
+        {"pp": 2},
+    ),
+    # the dp ranks are neighbours in both
+    "pp 1 and 4 with dp 2": ({"dp": 2, "zero": 1, "microbatches": 4}, {"pp": 1}, {"pp": 4}),
     "dp ranks apart by tp": ({"tp": 2, "dp": 2, "microbatches": 4}, {"pp": 1, "zero": 0}, {"pp": 2, "zero": 1}),
     **{
-        f"recompute none and {mode}, tp 2, pp 2": ({"tp": 2, "pp": 2, "sequence_parallel": sp, "microbatches": 4}, {}, {"recompute": mode})
+        f"recompute none and {mode}, tp 2, pp 2": (
+            {"tp": 2, "pp": 2, "sequence_parallel": sp, "microbatches": 4},
+            {},
+            {"recompute": mode},
+        )
         for mode, sp in (("selective", True), ("full", True), ("every-2", False))
     },
     "tied, pp 1 and 2, deterministic": ({"tied": True, "microbatches": 4, "deterministic": True}, {"pp": 1}, {"pp": 2}),
@@ -49,7 +65,11 @@ PAIRS: dict[str, tuple[Case, Case, Case]] = {
         {"pp": 1},
         {"pp": 2},
     ),
-    "tied, tp 2, pp 1 and 4, deterministic": ({"tied": True, "tp": 2, "microbatches": 4, "deterministic": True}, {"pp": 1}, {"pp": 4}),
+    "tied, tp 2, pp 1 and 4, deterministic": (
+        {"tied": True, "tp": 2, "microbatches": 4, "deterministic": True},
+        {"pp": 1},
+        {"pp": 4},
+    ),
 }
 
 
@@ -119,7 +139,16 @@ def test_every_schedule_is_1f1b(pp, schedule, ranks, prefix, one_f_one_b):
 
 @pytest.mark.parametrize("schedule", OTHERS)
 def test_every_schedule_is_1f1b_with_tp_dp_and_recomputation_inside(schedule, ranks, prefix, one_f_one_b):
-    case = {**BASE, "tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True, "microbatches": 4, "layers": LAYERS[2]}
+    case = {
+        **BASE,
+        "tp": 2,
+        "pp": 2,
+        "dp": 2,
+        "zero": 1,
+        "sequence_parallel": True,
+        "microbatches": 4,
+        "layers": LAYERS[2],
+    }
     got = run(ranks, prefix, {**case, "schedule": schedule, "recompute": RECOMPUTE[schedule]})
     assert_bitwise(got, one_f_one_b(case))
 
@@ -162,7 +191,8 @@ def test_evaluation_under_every_schedule(schedule, ranks, prefix, evaluated_by_1
 
 
 def test_the_comparison_sees_another_order_of_additions(ranks, prefix):
-    """A different micro-batch size is the smallest change of order; were it equal too, equality above would say nothing."""
+    """A different micro-batch size is the smallest change of order; were it equal too, equality above would say
+    nothing."""
     one, other = (run(ranks, prefix, {**BASE, "microbatches": count}) for count in (2, 4))
     assert one[0]["losses"] == pytest.approx(other[0]["losses"], rel=1e-5)
     with pytest.raises(AssertionError):

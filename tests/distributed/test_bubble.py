@@ -1,8 +1,8 @@
 """Ranks start and end every action when the simulator says, under every schedule, and so have its bubble.
 
-Real ranks run the real runtime and exchange real messages, in virtual time (see virtual_time.py): a pass takes what the test says. A window
-is a few steps that follow each other without a barrier, and its prediction is the simulation of that very window. `tools/benchmark.py
-bubble` measures the same by the wall clock.
+Real ranks run the real runtime and exchange real messages, in virtual time (see virtual_time.py): a pass takes what the
+test says. A window is a few steps that follow each other without a barrier, and its prediction is the simulation of
+that very window. `tools/benchmark.py bubble` measures the same by the wall clock.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class Recorded(NamedTuple):
 
 def run_window(context: RankContext, plan: Schedule, durations: Durations) -> Recorded:
     """Run a window in virtual time."""
-    mesh = context.cached("pipeline", lambda: Mesh(Layout(pp=RANKS), channels={channel.name: () for channel in CHANNELS}))
+    mesh = context.cached(
+        "pipeline", lambda: Mesh(Layout(pp=RANKS), channels={channel.name: () for channel in CHANNELS})
+    )
     clock, queue, found = VirtualClock(), WeightGradQueue(), Recorded([], [])
     stages = {
         stage: PacedStage(stage == plan.stages - 1, durations.passes[stage], clock.spend, queue, torch.float64)
@@ -108,8 +110,11 @@ def exact(value: float) -> object:
 
 
 def test_the_theory_is_that_of_the_papers() -> None:
-    """Forward, input and weight gradient take equally long: (p - 1) / (v m + p - 1), and 3 / (3 m + 3) for zb-h1 at p = 4."""
-    bubbles = {name: simulated(schedule, equal(schedule.stages)).bubble_fraction for name, schedule in schedules().items()}
+    """Forward, input and weight gradient take equally long: (p - 1) / (v m + p - 1), and 3 / (3 m + 3) for zb-h1 at p =
+    4."""
+    bubbles = {
+        name: simulated(schedule, equal(schedule.stages)).bubble_fraction for name, schedule in schedules().items()
+    }
     for name, bubble in {"gpipe": 3 / 11, "1f1b": 3 / 11, "interleaved": 3 / 19, "zb-h1": 3 / 27}.items():
         assert bubbles[name] == pytest.approx(bubble)
     assert bubbles["zb-v"] < bubbles["zb-h2"] < bubbles["zb-h1"]
@@ -121,16 +126,23 @@ def schedules() -> dict[str, Schedule]:
 
 @pytest.mark.parametrize("durations_of", [equal, slow_messages, heavy_ends, uneven], ids=lambda made: made.__name__)
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_ranks_have_the_bubble_that_is_predicted(name: str, durations_of: Callable[[int], Durations], ranks: RankPool) -> None:
+def test_ranks_have_the_bubble_that_is_predicted(
+    name: str, durations_of: Callable[[int], Durations], ranks: RankPool
+) -> None:
     schedule = schedules()[name]
     durations = durations_of(schedule.stages)
-    found, expected = ranks.run(RANKS, run_window, with_communication(schedule), durations), simulated(schedule, durations)
+    found, expected = (
+        ranks.run(RANKS, run_window, with_communication(schedule), durations),
+        simulated(schedule, durations),
+    )
     timeline = measured(found)
     for own, predicted in zip(timeline.spans, expected.spans, strict=True):
         assert [span.action for span in own] == [span.action for span in predicted]
         for one, other in zip(own, predicted, strict=True):
             assert (one.start, one.end) == (exact(other.start), exact(other.end)), one.action
-    assert timeline.bubble_fraction == exact(expected.bubble_fraction) and timeline.bubble_rate == exact(expected.bubble_rate)
+    assert timeline.bubble_fraction == exact(expected.bubble_fraction) and timeline.bubble_rate == exact(
+        expected.bubble_rate
+    )
     for rank, (steps, paces) in enumerate(found):
         for ran, pace in zip(steps, paces, strict=True):
             assert pace.busy == exact(sum(one.end - one.start for one in ran))
@@ -139,7 +151,8 @@ def test_ranks_have_the_bubble_that_is_predicted(name: str, durations_of: Callab
 
 
 def test_a_message_that_starts_late_shows(ranks: RankPool) -> None:
-    """Under gpipe every rank after the first waits for its first input: sent one forward later, it makes each step one forward longer."""
+    """Under gpipe every rank after the first waits for its first input: sent one forward later, it makes each step one
+    forward longer."""
     plan = with_communication(schedules()["gpipe"])
     first, *others = plan.actions
     sent, computed = (next(place for place, one in enumerate(first) if one[:3] == what) for what in LATE)

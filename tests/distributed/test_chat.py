@@ -1,4 +1,5 @@
-"""Training on conversations: packing changes no number, no conversation sees another, nothing is counted that should not be."""
+"""Training on conversations: packing changes no number, no conversation sees another, nothing is counted that should
+not be."""
 
 from __future__ import annotations
 
@@ -25,14 +26,22 @@ from tests.distributed.support import jobs, jobs_training
 
 S = 24
 LENGTHS = [5, 9, 14, 3, 25, 11, 8, 12, 6, 17, 4, 20]  # 122 inputs: six rows of 24
-MODEL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+MODEL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def write(prefix: Path, lengths: list[int], share: float = 0.4, seed: int = 0) -> str:
     """Random conversations of which about this share counts."""
     random = np.random.default_rng(seed)
     with IndexedWriter(prefix, 61, masked=True) as writer:
-        writer.add(random.integers(1, 61, sum(lengths)), lengths, (random.random(sum(lengths)) < share).astype(np.uint8))
+        writer.add(
+            random.integers(1, 61, sum(lengths)), lengths, (random.random(sum(lengths)) < share).astype(np.uint8)
+        )
         writer.finish({"vocab_size": 61, "eos": 0, "chat": {}})
     return str(prefix)
 
@@ -56,9 +65,12 @@ def numbers(found: list[dict[str, Any]]) -> list[float]:
     return found[0]["losses"] + found[0]["grad_norms"]
 
 
-@pytest.mark.parametrize("layout", [{}, {"dp": 2}, {"tp": 2, "sequence_parallel": True}, {"cp": 2, "context": "ring"}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{}, {"dp": 2}, {"tp": 2, "sequence_parallel": True}, {"cp": 2, "context": "ring"}], ids=str
+)
 def test_packed_is_unpacked_on_every_layout(layout, ranks, tmp_path):
-    """Each step takes every conversation: in twelve rows of one, or six packed ones, whose tokens that count are unequal in number."""
+    """Each step takes every conversation: in twelve rows of one, or six packed ones, whose tokens that count are
+    unequal in number."""
     prefix = write(tmp_path / "x", LENGTHS)
     expected = numbers(ranks.run(1, jobs.train, config(prefix, 12), 3))
     for batch, packing in ((12, False), (6, True)):
@@ -73,7 +85,9 @@ def test_a_mixture_of_experts_is_the_same_packed(ranks, tmp_path):
     mixture = {"num_experts": 4, "router_aux_loss_coef": 0.02, "router_z_loss_coef": 0.01, "initializer_range": 0.2}
     model = {**MODEL, **mixture, "vocab_size": 61, "max_position_embeddings": S}
     expected = numbers(ranks.run(1, jobs.train, config(prefix, 12, model=model), 2))
-    got = ranks.run(2, jobs.train, config(prefix, 6, model=model, parallel={"dp": 2, "ep": 2}, data={"packing": True}), 2)
+    got = ranks.run(
+        2, jobs.train, config(prefix, 6, model=model, parallel={"dp": 2, "ep": 2}, data={"packing": True}), 2
+    )
     assert numbers(got) == pytest.approx(expected, rel=1e-5)
 
 
@@ -85,7 +99,9 @@ def test_the_loss_is_that_of_plain_logits(tmp_path):
     total, count = 0.0, 0
     for microbatch in alone.loader.step(0):
         counted = microbatch.targets[:, 0] >= 0
-        losses = torch.nn.functional.cross_entropy(logits(alone, microbatch)[:, 0], microbatch.targets[:, 0], reduction="none")
+        losses = torch.nn.functional.cross_entropy(
+            logits(alone, microbatch)[:, 0], microbatch.targets[:, 0], reduction="none"
+        )
         total, count = total + losses[counted].sum().item(), count + int(counted.sum())
     step = trainer.step()
     assert step.tokens == count and step.loss == pytest.approx(total / count, rel=1e-5)
@@ -114,7 +130,9 @@ def test_a_conversation_sees_no_other_and_where_it_stands_is_not_seen(tmp_path):
     places = [slice(0, 6), slice(6, 14), slice(14, 19)]
     assert row.document_start[:, 0].tolist() == [0] * 6 + [6] * 8 + [14] * 5 + [19] * 5
     for place, alone in zip(places, single.loader.step(0), strict=True):
-        torch.testing.assert_close(before[place], logits(single, alone)[: place.stop - place.start], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            before[place], logits(single, alone)[: place.stop - place.start], rtol=1e-5, atol=1e-6
+        )
         row.tokens[place] = row.tokens[place] % 60 + 1
         after = logits(packed, row)
         assert all(torch.equal(after[other], before[other]) == (other != place) for other in places)
@@ -143,13 +161,17 @@ def test_a_resumed_run_reads_the_same_rows(ranks, tmp_path):
     assert got["place"]["samples"] == 8
     assert got["losses"] == pytest.approx(straight["losses"][2:], rel=1e-5)
     other = {**made, "checkpoint": {"load": straight["directory"]}, "data": {**made["data"], "packing": False}}
-    assert "was made with other samples: data.packing was true, is false" in ranks.run(1, jobs_training.refusal, other)[0]
+    assert (
+        "was made with other samples: data.packing was true, is false" in ranks.run(1, jobs_training.refusal, other)[0]
+    )
 
 
 def test_a_small_model_learns_its_answers(tmp_path):
     """From jsonl to the model that answers: greedy tokens after the prompt are the answer and the end of the turn."""
     answers = {"one?": "uno", "two?": "dos", "six?": "seis"}
-    chats = [[{**SHORT[0], "content": question}, {**SHORT[1], "content": answer}] for question, answer in answers.items()]
+    chats = [
+        [{**SHORT[0], "content": question}, {**SHORT[1], "content": answer}] for question, answer in answers.items()
+    ]
     source = write_lines(tmp_path / "a.jsonl", [{"messages": messages} for messages in chats])
     sources = open_inputs([str(source)], exclude=[], file_format="auto", text_key=None, split="train")
     prepare(sources, tmp_path / "x", "byte", Chats())
@@ -167,6 +189,10 @@ def test_a_small_model_learns_its_answers(tmp_path):
             read = torch.tensor(tokens).unsqueeze(1)
             row = Microbatch.of(read, read, samples=torch.zeros(1, dtype=torch.int64))
             with torch.no_grad():
-                tokens.append(int(stage.logits(row.tokens, stage.forward_state(row, step=0, training=False))[-1, 0, :257].argmax()))
+                tokens.append(
+                    int(
+                        stage.logits(row.tokens, stage.forward_state(row, step=0, training=False))[-1, 0, :257].argmax()
+                    )
+                )
         assert tokens[-len(expected) :] == expected
     trainer.close()

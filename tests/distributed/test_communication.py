@@ -1,7 +1,7 @@
 """What one step communicates is what the design says, to the last message, and nothing communicates besides.
 
-The mesh counts what megalite's collectives are asked for. torch's own dispatcher, which sees every c10d operation whoever issues it,
-must have seen exactly those: nothing is hidden in logging, metrics or the optimizer.
+The mesh counts what megalite's collectives are asked for. torch's own dispatcher, which sees every c10d operation
+whoever issues it, must have seen exactly those: nothing is hidden in logging, metrics or the optimizer.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ BASE: Case = {**SINGLE, "tied": False, "kv_heads": 4, "vocab_size": 96, "layers"
 EMBEDDING = Counter({("all_reduce", "tp"): 1})
 EMBEDDING_SP = Counter({("reduce_scatter", "tp"): 1, ("all_gather", "tp"): 1})  # its output; in backward the gradient
 HEAD = Counter({("all_reduce", "tp"): 1, ("all_gather", "tp"): 1})  # its input gradient; the loss's statistics
-HEAD_SP = Counter({("all_gather", "tp"): 3, ("reduce_scatter", "tp"): 1})  # its input twice and the statistics; its input gradient
+# its input twice and the statistics; its input gradient
+HEAD_SP = Counter({("all_gather", "tp"): 3, ("reduce_scatter", "tp"): 1})
 # Per layer and microbatch:
 LAYER = Counter({("all_reduce", "tp"): 4})  # forward: attention output, mlp output; backward: the inputs of both
-LAYER_SP = Counter({("all_gather", "tp"): 4 + 2, ("reduce_scatter", "tp"): 4})  # the same as pairs, and in backward both inputs again
+# the same as pairs, and in backward both inputs again
+LAYER_SP = Counter({("all_gather", "tp"): 4 + 2, ("reduce_scatter", "tp"): 4})
 # The same, over a cp axis of `ranks`: of forward and backward together
 CONTEXT = {
     "ulysses": lambda ranks: Counter(
@@ -57,7 +59,8 @@ CHAINED = ("zb-h2", "zb-v")
 
 
 def boundaries(case: Case, rank: int) -> int:
-    """Stage boundaries between a rank and others: its stages follow each other rank by rank, round and round or there and back."""
+    """Stage boundaries between a rank and others: its stages follow each other rank by rank, round and round or there
+    and back."""
     chunks = layouts.stages(case) // case["pp"]
     if case["schedule"] in FOLDED:
         return chunks * ((rank > 0) + (rank < case["pp"] - 1))
@@ -73,7 +76,13 @@ def messages(case: Case, rank: int) -> Counter:
 def chain(case: Case, rank: int) -> Counter:
     """The norm and the other sums, added stage by stage, and the total on its way back."""
     neighbours = (rank > 0) + (rank < case["pp"] - 1)
-    return Counter({("isend", "totals"): neighbours, ("irecv", "totals"): neighbours, ("all_reduce", "stage"): case["tp"] * case["dp"] > 1})
+    return Counter(
+        {
+            ("isend", "totals"): neighbours,
+            ("irecv", "totals"): neighbours,
+            ("all_reduce", "stage"): case["tp"] * case["dp"] > 1,
+        }
+    )
 
 
 ALL = {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True, "tied": True, "microbatches": 4}
@@ -85,7 +94,10 @@ CASES: dict[str, Case] = {
     "dp2-zero1-masked": {"dp": 2, "zero": 1, "masked": True, "microbatches": 2},
     "pp2-tied": {"pp": 2, "tied": True, "microbatches": 4},
     **{f"tp2-pp2-dp2-sp-zero1-tied-{schedule}": {**ALL, "schedule": schedule} for schedule in ("1f1b", "zb-v")},
-    **{f"pp4-{schedule}": {"pp": 4, "microbatches": 4, "schedule": schedule} for schedule in layouts.OPTIONS["schedule"]},
+    **{
+        f"pp4-{schedule}": {"pp": 4, "microbatches": 4, "schedule": schedule}
+        for schedule in layouts.OPTIONS["schedule"]
+    },
     "cp2-ulysses-tp2-sp": {"cp": 2, "context": "ulysses", "tp": 2, "sequence_parallel": True, "microbatches": 2},
     "cp2-gather-dp2-zero1": {"cp": 2, "context": "gather", "dp": 2, "zero": 1},
     "cp4-ring-masked": {"cp": 4, "context": "ring", "masked": True},
@@ -94,14 +106,24 @@ CASES: dict[str, Case] = {
 
 
 def expected_traffic(case: Case, found: dict[str, Any]) -> Counter:
-    """`found` says where the rank is, and whether the shards that it owns hold any of the gradients that are summed over tp."""
-    tp, pp, dp, cp, microbatches, rank = case["tp"], case["pp"], case["dp"], case["cp"], case["microbatches"], found["pp"]
+    """`found` says where the rank is, and whether the shards that it owns hold any of the gradients that are summed
+    over tp."""
+    tp, pp, dp, cp, microbatches, rank = (
+        case["tp"],
+        case["pp"],
+        case["dp"],
+        case["cp"],
+        case["microbatches"],
+        found["pp"],
+    )
     chained = pp > 1 and case["schedule"] in CHAINED
     sp, first, last = case["sequence_parallel"], rank == 0, rank == (0 if case["schedule"] in FOLDED else pp - 1)
     total = chain(case, rank) if chained else Counter(NORM)
     if tp > 1:
         total += times(LAYER_SP if sp else LAYER, case["layers"] // pp * microbatches)
-        total += times(EMBEDDING_SP if sp else EMBEDDING, first * microbatches) + times(HEAD_SP if sp else HEAD, last * microbatches)
+        total += times(EMBEDDING_SP if sp else EMBEDDING, first * microbatches) + times(
+            HEAD_SP if sp else HEAD, last * microbatches
+        )
         total += PARTIAL if sp and found["partial"] else Counter()
         total += KV_REPLICAS if tp > case["kv_heads"] and found["replicated"] else Counter()
     if cp > 1:

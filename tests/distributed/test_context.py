@@ -1,4 +1,5 @@
-"""Context parallelism is one more axis of the same proof: every method in every layout equals one process, in fp64 within 1e-9."""
+"""Context parallelism is one more axis of the same proof: every method in every layout equals one process, in fp64
+within 1e-9."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ MODELS: dict[str, tuple[Case, dict[str, dict[str, Any]]]] = {
         {"cp": 4, "context": "gather", "length": 13, "tied": True},
         {"model": {"position": "learned", "max_position_embeddings": 13}},
     ),
-    "factors for the length of the row, which no rank holds": ({"cp": 4, "context": "ulysses"}, {"model": {"rope_scaling": LONGROPE}}),
+    "factors for the length of the row, which no rank holds": (
+        {"cp": 4, "context": "ulysses"},
+        {"model": {"rope_scaling": LONGROPE}},
+    ),
     "soft-cap, tied embeddings on one rank": (
         {"cp": 2, "context": "ring", "schedule": "zb-v", "tied": True},
         {"model": {"attention_softcap": 2.0, "sliding_window": 3}},
@@ -100,7 +104,8 @@ def test_attention_is_that_of_one_process(method, cp, masked, ranks):
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_ulysses_within_a_ring_is_one_process(kv_heads, ranks):
-    """Two groups of two: the inner ranks exchange heads, the groups are a ring that carries the keys and values of half of the heads."""
+    """Two groups of two: the inner ranks exchange heads, the groups are a ring that carries the keys and values of half
+    of the heads."""
     sequence, batch, heads, _, dim = SHAPE
     shape = sequence, batch, heads, kv_heads, dim
     found = ranks.run(4, jobs_context.attend, "ring", shape, torch.float64, True, 2)
@@ -116,7 +121,8 @@ def test_ulysses_within_a_ring_is_one_process(kv_heads, ranks):
 
 
 def test_bf16_partial_results_stay_in_fp32(ranks):
-    """Each rank rounds its result once: parts that were rounded before they are merged or added would be several times as far off."""
+    """Each rank rounds its result once: parts that were rounded before they are merged or added would be several times
+    as far off."""
     exact = jobs_context.whole(SHAPE, torch.float64, False)
     alone = jobs_context.whole(SHAPE, torch.bfloat16, False)
     for method in METHODS:

@@ -1,8 +1,8 @@
 """A topology never changes the mathematics: the pairwise table of layouts, each against one process.
 
-The proof settings. fp32, 20 steps: every loss and gradient norm within 1e-5 relative, every weight within 2e-5 absolute.
-fp64: within 1e-9, which no real error survives for even one step; 5 steps, and 20 of the full layout. The precision is one of the table's
-options; the long form has more layouts in both.
+The proof settings. fp32, 20 steps: every loss and gradient norm within 1e-5 relative, every weight within 2e-5
+absolute. fp64: within 1e-9, which no real error survives for even one step; 5 steps, and 20 of the full layout. The
+precision is one of the table's options; the long form has more layouts in both.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def prefixes(tmp_path_factory) -> dict[int, str]:
 def assert_same_run(got: list[dict[str, Any]], expected: dict[str, Any], relative: float, absolute: float) -> None:
     for rank, found in enumerate(got):
         assert found["losses"] == pytest.approx(expected["losses"], rel=relative, abs=0), f"losses on rank {rank}"
-        assert found["grad_norms"] == pytest.approx(expected["grad_norms"], rel=relative, abs=0), f"gradient norms on rank {rank}"
+        assert found["grad_norms"] == pytest.approx(expected["grad_norms"], rel=relative, abs=0), (
+            f"gradient norms on rank {rank}"
+        )
     tensors = got[0]["tensors"]
     assert tensors.keys() == expected["tensors"].keys()
     worst = {name: (value - expected["tensors"][name]).abs().max().item() for name, value in tensors.items()}

@@ -1,6 +1,8 @@
-"""A mixture of experts trains the same on every layout as on one process: weights, losses, gradient norms, and what its routers learn.
+"""A mixture of experts trains the same on every layout as on one process: weights, losses, gradient norms, and what its
+routers learn.
 
-fp64, 5 steps, within 1e-9. The model has a dense layer, a shared expert, both auxiliary losses and tokens that do not count.
+fp64, 5 steps, within 1e-9. The model has a dense layer, a shared expert, both auxiliary losses and tokens that do not
+count.
 """
 
 from __future__ import annotations
@@ -46,23 +48,34 @@ def test_trains_like_one_process(case, ranks, references, prefix):
 def test_adapters_of_experts_train_like_one_process(layout, ranks, references, prefix):
     several, one = configs(prefix, **layout)
     for config in (several, one):
-        config["lora"] = {"rank": 3, "targets": ["q", "gate", "experts.in", "experts.down"], "ranks": {"experts.down": 2}}
+        config["lora"] = {
+            "rank": 3,
+            "targets": ["q", "gate", "experts.in", "experts.down"],
+            "ranks": {"experts.down": 2},
+        }
     got = ranks.run(4, jobs.train, several, FEWER)
     expected = references.run(jobs.train, one, FEWER)
     assert_same_run(got, expected, 1e-9, 1e-9)
     start, *_ = ranks.run(1, jobs.train, one, 1)
     name = "weight/layers.0.mlp.experts.in.lora_b"
-    assert expected["tensors"][name].shape[1] == 3 and not torch.equal(expected["tensors"][name], start["tensors"][name])
+    assert expected["tensors"][name].shape[1] == 3 and not torch.equal(
+        expected["tensors"][name], start["tensors"][name]
+    )
 
 
 def test_a_checkpoint_of_experts_goes_on_at_another_layout(ranks, prefix, tmp_path):
-    """Saved at ep 4, loaded at ep 2 × tp 2: the same tensors bit for bit, then the same losses; at the same layout all bits."""
+    """Saved at ep 4, loaded at ep 2 × tp 2: the same tensors bit for bit, then the same losses; at the same layout all
+    bits."""
     saved = {"dp": 4, "ep": 4, "zero": 1, "balance": "bias", "microbatches": 2}
     loaded = {"dp": 2, "tp": 2, "ep": 2, "zero": 3, "balance": "bias", "microbatches": 4}
 
     def run(layout, load: str, name: str):
         config, _ = configs(prefix, **layout)
-        config["train"] |= {"global_batch_size": 16, "micro_batch_size": 16 // (layout["dp"] * layout["microbatches"]), "steps": 6}
+        config["train"] |= {
+            "global_batch_size": 16,
+            "micro_batch_size": 16 // (layout["dp"] * layout["microbatches"]),
+            "steps": 6,
+        }
         config |= {"run": {"dir": str(tmp_path), "name": name}, "checkpoint": {"load": load}}
         return ranks.run(4, resharding.train, config, 6)[0]
 
@@ -76,8 +89,8 @@ def test_a_checkpoint_of_experts_goes_on_at_another_layout(ranks, prefix, tmp_pa
 
 
 def test_single_precision_differs_by_rounding_and_by_choices_between_equals(ranks, prefix):
-    """With the choices of one process: 1e-5. A choice that would have been another one is between experts whose scores in this run are no
-    further apart than twice the largest difference of the token's scores between the runs."""
+    """With the choices of one process: 1e-5. A choice that would have been another one is between experts whose scores
+    in this run are no further apart than twice the largest difference of the token's scores between the runs."""
     several, one = configs(prefix, tp=2, ep=2, zero=1, precision="fp32")
     one["train"]["precision"] = "fp32"
     (expected,) = ranks.run(1, train_recorded, one, FEWER)
@@ -118,13 +131,16 @@ def test_an_exchange_of_uneven_sizes_and_its_gradient(ranks, prefix):
     config, _ = configs(prefix, dp=4, ep=4)
     for rank, found in enumerate(ranks.run(4, exchanged, config, sizes)):
         starts = [sum(row[:rank]) for row in sizes]
-        assert found["out"] == [100 * source + starts[source] + i for source, row in enumerate(sizes) for i in range(row[rank])]
+        assert found["out"] == [
+            100 * source + starts[source] + i for source, row in enumerate(sizes) for i in range(row[rank])
+        ]
         assert found["grad"] == [float(target + 1) for target, count in enumerate(sizes[rank]) for _ in range(count)]
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_step_sends_the_planned_bytes(recompute, ranks, prefix):
-    """Every token chooses every expert: the load is equal, which the plan assumes. The plan also has the counts, which are gathered."""
+    """Every token chooses every expert: the load is equal, which the plan assumes. The plan also has the counts, which
+    are gathered."""
     config, _ = configs(prefix, dp=4, ep=4, recompute=recompute, model={"num_experts_per_tok": 4})
     made = from_dict(config)
     layers = sum(map(made.model.is_mixture, range(made.model.num_hidden_layers)))

@@ -56,7 +56,12 @@ def fitted(context: Any, config: dict[str, Any]) -> dict[str, Any]:
     try:
         with Watchdog(trainer.config, trainer.mesh, trainer.run_dir):
             ended = fit(trainer)
-        place = {"step": trainer.step_done, "samples": trainer.samples, "skipped": trainer.finalizer.skipped, "ended": ended}
+        place = {
+            "step": trainer.step_done,
+            "samples": trainer.samples,
+            "skipped": trainer.finalizer.skipped,
+            "ended": ended,
+        }
         return {**place, "tensors": global_tensors(trainer, STATE)}
     except FaultLimit as error:
         return {"error": str(error), "step": trainer.step_done}
@@ -83,7 +88,10 @@ def fitted_until_all_have_said(context: Any, config: dict[str, Any]) -> dict[str
 
     def wait(seconds: float) -> None:
         deadline = time.monotonic() + 240
-        while not all(Path(str(record).format(rank)).exists() for rank in range(context.world)) and time.monotonic() < deadline:
+        while (
+            not all(Path(str(record).format(rank)).exists() for rank in range(context.world))
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
 
     with patch("megalite.training.faults.sleep", wait):
@@ -119,7 +127,11 @@ BAD = {5: "nan:rank={last},step=5", 8: "spike:rank=0,step=8,factor=50", 10: "spi
 
 @pytest.mark.parametrize("layout", ["one process", "dp 2, ZeRO-2", "dp 2, PowerSGD", "tp 2, pp 2, zb-v"])
 def test_a_bad_step_is_skipped_by_all_ranks_as_if_it_had_not_been(layout, ranks, prefix, tmp_path):
-    faults = {"inject": " ".join(BAD.values()).format(last=0 if layout == "one process" else 1), "spike_sigma": 20.0, "spike_window": 4}
+    faults = {
+        "inject": " ".join(BAD.values()).format(last=0 if layout == "one process" else 1),
+        "spike_sigma": 20.0,
+        "spike_window": 4,
+    }
     world, config = configuration(layout, prefix, tmp_path, faults=faults)
     found = ranks.run(world, fitted, config)
     assert all(rank["step"] == STEPS and rank["skipped"] == len(BAD) for rank in found)
@@ -127,14 +139,18 @@ def test_a_bad_step_is_skipped_by_all_ranks_as_if_it_had_not_been(layout, ranks,
     assert [line["step"] for line in lines if line["skipped"]] == list(BAD)
     assert lines[4]["grad_norm"] is None and lines[4]["loss"] > 0
     assert lines[7]["loss"] > 20 * lines[6]["loss"] and lines[9]["loss"] is None
-    expected = ranks.run(world, by_hand, config | {"faults": {}}, [None if step + 1 in BAD else step for step in range(STEPS)])[0]
+    expected = ranks.run(
+        world, by_hand, config | {"faults": {}}, [None if step + 1 in BAD else step for step in range(STEPS)]
+    )[0]
     assert equal(found[0]["tensors"], expected)
 
 
 def test_a_resumed_run_knows_the_losses_before(ranks, prefix, tmp_path):
     """Two steps after the resume there is a spike, which two losses alone would not show."""
     faults = {"inject": "spike:step=8,factor=50", "spike_sigma": 20.0, "spike_window": 5}
-    world, config = configuration("dp 2, ZeRO-2", prefix, tmp_path, faults=faults, checkpoint={"interval": 6, "load": "none"})
+    world, config = configuration(
+        "dp 2, ZeRO-2", prefix, tmp_path, faults=faults, checkpoint={"interval": 6, "load": "none"}
+    )
     straight = ranks.run(world, fitted, config)[0]
     config["checkpoint"]["load"] = str(tmp_path / "run" / "checkpoints" / "step_00000006")
     resumed = ranks.run(world, resume, config, STEPS - 6)[0]
@@ -164,48 +180,68 @@ def test_a_run_that_stays_bad_ends_on_all_ranks_and_publishes_nothing(layout, li
     changes = {"checkpoint": {"interval": 7, "load": "none"}, "train": {"steps": 7}}
     world, config = configuration(layout, prefix, tmp_path, faults=faults, **changes)
     found = ranks.run(world, fitted, config)
-    assert len({rank["error"] for rank in found}) == 1 and {rank["step"] for rank in found} == {limit + 4 + (limit == 1)}
+    assert len({rank["error"] for rank in found}) == 1 and {rank["step"] for rank in found} == {
+        limit + 4 + (limit == 1)
+    }
     batch, bad = config["train"]["global_batch_size"], limit + 4
     said = f"{limit} steps in a row were skipped, the last one step {bad}: gradients are not finite"
-    assert found[0]["error"].startswith(f"{said} (samples {(bad - 1) * batch} to {bad * batch - 1}). faults.skip_limit = {limit}")
+    assert found[0]["error"].startswith(
+        f"{said} (samples {(bad - 1) * batch} to {bad * batch - 1}). faults.skip_limit = {limit}"
+    )
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 SIGINT_AND_SIGTERM = "sigint:rank=1,step=4 sigterm:rank=0,step=4"
 
 
-@pytest.mark.parametrize("fault", [SIGINT_AND_SIGTERM, "sigterm:rank=1,step=4", "sigusr1:rank=0,step=4", "slow:rank=1,step=4,seconds=61"])
+@pytest.mark.parametrize(
+    "fault", [SIGINT_AND_SIGTERM, "sigterm:rank=1,step=4", "sigusr1:rank=0,step=4", "slow:rank=1,step=4,seconds=61"]
+)
 def test_one_rank_that_has_to_stop_saves_on_all_and_a_later_start_goes_on(fault, ranks, prefix, tmp_path):
     """A signal, or the time limit, which a slow step exceeds."""
-    changes = {"checkpoint": {"load": "auto"}, "train": {"stop_after": "1m" if "slow" in fault else None, "watchdog": None}}
+    changes = {
+        "checkpoint": {"load": "auto"},
+        "train": {"stop_after": "1m" if "slow" in fault else None, "watchdog": None},
+    }
     world, config = configuration("dp 2, ZeRO-2", prefix, tmp_path, faults={"inject": fault}, **changes)
     how = ExitStatus.INTERRUPTED if "sigint" in fault else ExitStatus.STOPPED
     assert {(rank["step"], rank["ended"]) for rank in ranks.run(world, fitted_in_virtual_time, config)} == {(4, how)}
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == ["step_00000004"]
     config["faults"], config["train"]["stop_after"] = {}, None
     ended = ranks.run(world, fitted, config)[0]
-    assert (ended["step"], ended["ended"]) == (STEPS, ExitStatus.DONE) and [line["step"] for line in metrics(tmp_path)] == list(
-        range(1, STEPS + 1)
+    assert (ended["step"], ended["ended"]) == (STEPS, ExitStatus.DONE) and [
+        line["step"] for line in metrics(tmp_path)
+    ] == list(range(1, STEPS + 1))
+    assert equal(
+        ended["tensors"], ranks.run(world, by_hand, config | {"checkpoint": {"load": "none"}}, list(range(STEPS)))[0]
     )
-    assert equal(ended["tensors"], ranks.run(world, by_hand, config | {"checkpoint": {"load": "none"}}, list(range(STEPS)))[0])
 
 
 def test_a_stall_is_said_once_by_every_rank_with_the_rank_that_it_waits_for(ranks, prefix, tmp_path):
-    """pp 2 × dp 2, rank 3 sleeps: rank 2 waits for its data-parallel neighbour, and ranks 0 and 1 for what 2 and 3 should send."""
+    """pp 2 × dp 2, rank 3 sleeps: rank 2 waits for its data-parallel neighbour, and ranks 0 and 1 for what 2 and 3
+    should send."""
     changes = {"train": {"watchdog": "2s", "steps": 5}, "faults": {"inject": "slow:rank=3,step=3,seconds=1"}}
     world, config = configuration("pp 2, dp 2", prefix, tmp_path, **changes)
     ranks.run(world, fitted_until_all_have_said, config)
     said = [(tmp_path / "run" / "stalls" / f"rank_{rank:05d}.txt").read_text() for rank in range(world)]
     for rank, text in enumerate(said):
-        assert len(re.findall(rf"^rank {rank}: no progress for \d+ s in step 3, last action ", text, re.MULTILINE)) == 1, text
+        assert (
+            len(re.findall(rf"^rank {rank}: no progress for \d+ s in step 3, last action ", text, re.MULTILINE)) == 1
+        ), text
     for rank in (0, 1):
         where = rf"last action B0\.0, awaiting pipeline message RB0\.0<1, rank {rank + 2} since"
         assert re.search(where + r" [\d:]{8}; run.timeout ends that at [\d:]{8}; stacks: ", said[rank]), said[rank]
     assert re.search(r"awaiting all_reduce over data, rank 3 since", said[2]), said[2]
-    assert "last action between steps; no communication is awaited here" in said[3] and "between_steps" in said[3], said[3]
+    assert "last action between steps; no communication is awaited here" in said[3] and "between_steps" in said[3], (
+        said[3]
+    )
     assert all("collectives.py" in text for text in said[:3])
     record = json.loads((tmp_path / "run" / "stalls" / "collectives_00000.json").read_text())
     assert record["entries"], "torch's own record of what was under way"
     found = explain(load(tmp_path / "run"))
-    assert found.culprit == 3 and found.instead.startswith("it was in step 3, between steps (") and "in between_steps" in found.instead
+    assert (
+        found.culprit == 3
+        and found.instead.startswith("it was in step 3, between steps (")
+        and "in between_steps" in found.instead
+    )
     assert {(wait.rank, wait.on) for wait in found.waits} >= {(0, 2), (1, 3), (2, 3)} and len(found.chain) == 3

@@ -1,4 +1,5 @@
-"""What `megalite explain` says of ranks that really hang. Other cases, of records made by hand, are in tests/training/test_hang.py."""
+"""What `megalite explain` says of ranks that really hang. Other cases, of records made by hand, are in
+tests/training/test_hang.py."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from tests.hangs import CASES, PLANS, explained
 def test_four_hangs_of_one_run(tmp_path: Path) -> None:
     found: dict[str, Explanation] = dict(explained(CASES, tmp_path))
     assert {case: each.culprit for case, each in found.items()} == dict.fromkeys(CASES, 1), found
-    assert {case: [wait.rank for wait in each.waits if wait.on == 1] for case, each in found.items()} == dict.fromkeys(CASES, [0])
+    assert {case: [wait.rank for wait in each.waits if wait.on == 1] for case, each in found.items()} == dict.fromkeys(
+        CASES, [0]
+    )
     computation, loader, save, skipped = found.values()
     assert computation.unmatched == "RB0.1<1"
     assert computation.instead.startswith("it was in step 2, B1.1, action ") and "hangs.py" in computation.instead

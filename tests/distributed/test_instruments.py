@@ -1,4 +1,5 @@
-"""The instruments of a run on real ranks: phases and the profiler's trace, a link test, and a rank that runs out of memory."""
+"""The instruments of a run on real ranks: phases and the profiler's trace, a link test, and a rank that runs out of
+memory."""
 
 from __future__ import annotations
 
@@ -30,7 +31,16 @@ from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 from tests.distributed.support.jobs_training import make_trainer
 from tests.distributed.support.layouts import Case
 
-MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 2, "masked": False, "dropout": 0.0, "pp": 2}
+MODEL: Case = {
+    **SINGLE,
+    "tied": False,
+    "kv_heads": 2,
+    "vocab_size": 96,
+    "layers": 2,
+    "masked": False,
+    "dropout": 0.0,
+    "pp": 2,
+}
 STEPS = 4
 
 
@@ -61,7 +71,8 @@ host: pcie4
 
 
 class Frame(Observer):
-    """How long each step takes, from after the other observers have heard that it begins until they have heard that it has ended."""
+    """How long each step takes, from after the other observers have heard that it begins until they have heard that it
+    has ended."""
 
     def __init__(self) -> None:
         self.begin, self.seconds = 0.0, list[float]()
@@ -74,13 +85,16 @@ class Frame(Observer):
 
 
 def fitted(context: Any, config: dict[str, Any]) -> tuple[list[dict[str, float]], list[float], str]:
-    """A run with all instruments: the time that its runtime has computed and the time of each step, by clocks of their own; its output."""
+    """A run with all instruments: the time that its runtime has computed and the time of each step, by clocks of their
+    own; its output."""
     trainer = make_trainer(context, config)
     write_config(trainer.config, trainer.run_dir)
     computed, frame = Computed(trainer), Frame()
     try:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            fit(trainer, [*observers(trainer, facts(trainer.device, 1), device_of(trainer.config, "")), computed, frame])
+            fit(
+                trainer, [*observers(trainer, facts(trainer.device, 1), device_of(trainer.config, "")), computed, frame]
+            )
     finally:
         trainer.close()
         gc.unfreeze()
@@ -105,7 +119,9 @@ def test_a_run_writes_where_its_time_goes_and_a_trace_with_its_actions(ranks: An
     hardware = tmp_path / "here.yaml"
     hardware.write_text(DEVICE)
     profiling = {"ranks": [1], "steps": [3, 4], "timeline": True, "hardware": str(hardware)}
-    config = config_of({**MODEL, "microbatches": 4}, prefix, run={"dir": str(tmp_path), "name": "run"}, profiling=profiling)
+    config = config_of(
+        {**MODEL, "microbatches": 4}, prefix, run={"dir": str(tmp_path), "name": "run"}, profiling=profiling
+    )
     config["train"]["steps"] = STEPS
     computed, seconds, printed = ranks.run(2, fitted, config)[0]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -123,7 +139,9 @@ def test_a_run_writes_where_its_time_goes_and_a_trace_with_its_actions(ranks: An
     events = json.loads((tmp_path / "run" / "traces" / "profile_rank_00001.json").read_text())["traceEvents"]
     names = Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
     actions = [f"{kind}1.{microbatch}" for kind in "FB" for microbatch in range(4)]
-    assert {name: names[name] for name in (*actions, "norm and update")} == dict.fromkeys((*actions, "norm and update"), 2)
+    assert {name: names[name] for name in (*actions, "norm and update")} == dict.fromkeys(
+        (*actions, "norm and update"), 2
+    )
     assert not any(name.startswith("pipeline message") for name in names), "a wait is part of its action"
     assert not (tmp_path / "run" / "traces" / "profile_rank_00000.json").exists()
     assert "steps 3 to 4 are recorded" in printed and "1f1b, steps 3 to 4: bubble_fraction" in printed
@@ -140,7 +158,8 @@ def test_a_run_writes_where_its_time_goes_and_a_trace_with_its_actions(ranks: An
 
 
 def look_around(context: Any, config: dict[str, Any]) -> tuple[list[links.Link], list[str], str]:
-    """The links, what is worth knowing of four equal ranks, and why they refuse to start where rank 2 has another torch."""
+    """The links, what is worth knowing of four equal ranks, and why they refuse to start where rank 2 has another
+    torch."""
     trainer = make_trainer(context, config)
     store = dist.distributed_c10d._get_default_store()
     own = {
@@ -198,7 +217,10 @@ def run_rank(rank: int, port: int, arguments: list[str], output: str) -> None:
 
 def test_a_rank_without_memory_says_what_may_help_and_the_other_one_why_it_ends(tmp_path: Path) -> None:
     config = config_of({**MODEL, "pp": 1, "dp": 2, "microbatches": 2}, write_tokens(tmp_path, MODEL["vocab_size"]))
-    config |= {"run": {"dir": str(tmp_path), "name": "run", "timeout": "60s"}, "faults": {"inject": "oom:rank=0,step=3"}}
+    config |= {
+        "run": {"dir": str(tmp_path), "name": "run", "timeout": "60s"},
+        "faults": {"inject": "oom:rank=0,step=3"},
+    }
     config["train"]["recompute"] = "selective"
     write_config(from_dict(config), tmp_path)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -226,5 +248,7 @@ def test_a_rank_without_memory_says_what_may_help_and_the_other_one_why_it_ends(
         and ["--train.recompute", "selective"] not in [line[:2] for line in ladder]
     )
     last = second.splitlines()[-1]
-    assert "(rank 0 was lost first: it ran out of memory; host " in last and last.endswith(", last known in step 3, between steps)"), second
+    assert "(rank 0 was lost first: it ran out of memory; host " in last and last.endswith(
+        ", last known in step 3, between steps)"
+    ), second
     assert "Traceback" not in first + second

@@ -1,6 +1,7 @@
 """Latents that travel over context-parallel ranks, and adapters on their projections, train as on one process.
 
-fp64, 3 steps, within 1e-9: losses, gradient norms and weights. `test_attention.py` has latent attention beside all other options.
+fp64, 3 steps, within 1e-9: losses, gradient norms and weights. `test_attention.py` has latent attention beside all
+other options.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ STEPS = 3
 MODEL_OF_4 = {"num_attention_heads": 4, "hidden_size": 32}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "in a ring of 3, recomputed, zero 3": {"cp": 3, "context": "ring", "recompute": "full", "zero": 3},
-    "gathered, tp 2, named operations recomputed": {"cp": 2, "context": "gather", "tp": 2, "recompute": "qkv+attention"},
+    "gathered, tp 2, named operations recomputed": {
+        "cp": 2,
+        "context": "gather",
+        "tp": 2,
+        "recompute": "qkv+attention",
+    },
     "in a ring, tp 2, split sequence, zb-v": {
         **{"cp": 2, "context": "ring", "tp": 2, "sequence_parallel": True, "pp": 2, "schedule": "zb-v", "zero": 1}
     },
@@ -43,7 +49,9 @@ def test_trains_like_one_process(name, ranks, references, prefix):
     one, several = config_of_one_process(case, prefix), config_of(case, prefix, "fp64")
     for config in (one, several):
         config["model"] |= LATENTS
-    assert_same_run(ranks.run(world(case), jobs.train, several, STEPS), references.run(jobs.train, one, STEPS), 1e-9, 1e-9)
+    assert_same_run(
+        ranks.run(world(case), jobs.train, several, STEPS), references.run(jobs.train, one, STEPS), 1e-9, 1e-9
+    )
 
 
 ADAPTED: dict[str, dict[str, Any]] = {
@@ -55,7 +63,8 @@ ADAPTED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ADAPTED)
 def test_adapters_on_latents_train_like_those_of_one_process(name, ranks, references, prefix):
-    """With dropout: the matrices of latents are whole on each rank, the others split; where latents travel, masks are of whole rows."""
+    """With dropout: the matrices of latents are whole on each rank, the others split; where latents travel, masks are
+    of whole rows."""
 
     def config(**layout: Any) -> dict[str, Any]:
         lora = {"rank": 3, "alpha": 8.0, "dropout": 0.1, "dora": True}
@@ -65,15 +74,20 @@ def test_adapters_on_latents_train_like_those_of_one_process(name, ranks, refere
 
     layout = ADAPTED[name]
     expected = references.run(jobs_lora.train, config(microbatches=1), STEPS)
-    for rank in ranks.run(layout.get("cp", 1) * layout.get("tp", 1), jobs_lora.train, config(**{"microbatches": 1, **layout}), STEPS):
+    for rank in ranks.run(
+        layout.get("cp", 1) * layout.get("tp", 1), jobs_lora.train, config(**{"microbatches": 1, **layout}), STEPS
+    ):
         assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-9, abs=0)
         assert rank["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-9, abs=0)
 
 
 @pytest.mark.parametrize("method", ["gather", "ring"])
-@pytest.mark.parametrize("tp, split", [(1, False), (2, False), (2, True)], ids=["whole", "tp 2", "tp 2, split sequence"])
+@pytest.mark.parametrize(
+    "tp, split", [(1, False), (2, False), (2, True)], ids=["whole", "tp 2", "tp 2, split sequence"]
+)
 def test_bytes_are_those_of_the_formula(method, tp, split, ranks):
-    """Both methods send latents and shared keys, of 16 numbers a token; with a split sequence each tp rank those of its part of it."""
+    """Both methods send latents and shared keys, of 16 numbers a token; with a split sequence each tp rank those of its
+    part of it."""
     sequence, batch, width = 48, 2, LATENTS["kv_lora_rank"] + LATENTS["qk_rope_head_dim"]
     for dtype in (torch.bfloat16, torch.float64):
         part = sequence * width * batch // (tp if split else 1) // 2  # (cp − 1) / cp of all
@@ -86,11 +100,14 @@ def test_bytes_are_those_of_the_formula(method, tp, split, ranks):
 
 
 def test_keys_and_values_travel_where_they_are_fewer():
-    model = from_dict({"model": {**MODEL_OF_4, **LATENTS, "kv_lora_rank": 68}}).model  # with the shared key as many as keys and values
+    # with the shared key as many as keys and values
+    model = from_dict({"model": {**MODEL_OF_4, **LATENTS, "kv_lora_rank": 68}}).model
     assert not latents_travel(model, "gather", 2, 1, False) and not latents_travel(model, "gather", 2, 2, False)
     narrower = from_dict({"model": {**MODEL_OF_4, **LATENTS, "kv_lora_rank": 67}}).model
     assert latents_travel(narrower, "gather", 2, 1, False) and latents_travel(narrower, "ring", 2, 2, True)
-    assert not latents_travel(narrower, "ring", 2, 2, False), "without a split sequence each tp rank would send all latents"
+    assert not latents_travel(narrower, "ring", 2, 2, False), (
+        "without a split sequence each tp rank would send all latents"
+    )
     assert not latents_travel(narrower, "ulysses", 2, 1, False) and not latents_travel(narrower, "gather", 1, 1, False)
 
 

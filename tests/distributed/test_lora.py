@@ -1,4 +1,5 @@
-"""LoRA: every layout trains the adapters that one process trains, on the same frozen weights, and keeps no other optimizer state."""
+"""LoRA: every layout trains the adapters that one process trains, on the same frozen weights, and keeps no other
+optimizer state."""
 
 from __future__ import annotations
 
@@ -16,11 +17,24 @@ LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.1}
 MODEL: Case = {**SINGLE, "tied": True, "kv_heads": 1, "vocab_size": 101, "layers": 4, "masked": True, "dropout": 0.1}
 LAYOUTS: dict[str, Case] = {
     "tp 2, replicated keys": {"tp": 2, "microbatches": 2},
-    "tp 2, sequence parallel, zb-h1": {"tp": 2, "schedule": "zb-h1", "sequence_parallel": True, "microbatches": 2, "recompute": "every-2"},
+    "tp 2, sequence parallel, zb-h1": {
+        "tp": 2,
+        "schedule": "zb-h1",
+        "sequence_parallel": True,
+        "microbatches": 2,
+        "recompute": "every-2",
+    },
     "pp 2, zb-v": {"pp": 2, "schedule": "zb-v", "microbatches": 4},
     "dp 2, ZeRO-3": {"dp": 2, "zero": 3, "microbatches": 2, "recompute": "full"},
     "tp 2, pp 2, sequence parallel, interleaved": {
-        **{"tp": 2, "pp": 2, "sequence_parallel": True, "schedule": "interleaved-2", "microbatches": 4, "recompute": "selective"}
+        **{
+            "tp": 2,
+            "pp": 2,
+            "sequence_parallel": True,
+            "schedule": "interleaved-2",
+            "microbatches": 4,
+            "recompute": "selective",
+        }
     },
     "pp 2, dp 2, ZeRO-3, offloaded": {"pp": 2, "dp": 2, "zero": 3, "microbatches": 2, "offload": "cpu"},
 }
@@ -29,7 +43,12 @@ VARIANT = {
     **{"modules_to_save": ["embedding", "norms"]},
 }
 VARIANT_LAYOUTS: dict[str, Case] = {
-    "tp 2, sequence parallel, replicated keys": {"tp": 2, "sequence_parallel": True, "microbatches": 2, "recompute": "full"},
+    "tp 2, sequence parallel, replicated keys": {
+        "tp": 2,
+        "sequence_parallel": True,
+        "microbatches": 2,
+        "recompute": "full",
+    },
     "tp 2, pp 2, zb-h1": {"tp": 2, "pp": 2, "schedule": "zb-h1", "microbatches": 4},
     "pp 2, dp 2, ZeRO-3": {"pp": 2, "dp": 2, "zero": 3, "microbatches": 2},
 }
@@ -41,7 +60,9 @@ def prefix(tmp_path_factory) -> str:
 
 
 def configuration(case: Case, prefix: str, precision: str = "fp64", **lora: Any) -> dict[str, Any]:
-    config = config_of({**MODEL, **case}, prefix, precision, lora=LORA | lora, optimizer={"lr": 3e-3 if precision == "fp64" else 3e-4})
+    config = config_of(
+        {**MODEL, **case}, prefix, precision, lora=LORA | lora, optimizer={"lr": 3e-3 if precision == "fp64" else 3e-4}
+    )
     config["parallel"]["zero3_reshard"] = "step" if case.get("pp", 1) > 1 else "action"
     return config
 
@@ -59,7 +80,8 @@ def single_variant(references, prefix):
 
 @pytest.mark.parametrize("layout", VARIANT_LAYOUTS)
 def test_every_variant_trains_like_one_process(layout, ranks, prefix, single_variant):
-    """DoRA's row lengths, which span the tp ranks of a row-parallel weight; ranks and alphas of their own; modules trained in full."""
+    """DoRA's row lengths, which span the tp ranks of a row-parallel weight; ranks and alphas of their own; modules
+    trained in full."""
     case = {**MODEL, **VARIANT_LAYOUTS[layout]}
     config = configuration(VARIANT_LAYOUTS[layout], prefix, **VARIANT)
     got = ranks.run(case["tp"] * case["pp"] * case["dp"], jobs_lora.train, config, STEPS - 1)
@@ -72,14 +94,21 @@ def test_every_variant_trains_like_one_process(layout, ranks, prefix, single_var
         assert (value - single_variant["tensors"][name]).abs().max() <= 1e-9, name
         trained = any(part in name for part in ("lora", "norm", "embedding"))
         assert torch.equal(value, before[name]) is not trained, name
-    assert after["weight/layers.0.mlp.down.lora_a"].shape == (3, 48) and after["weight/layers.0.attention.k.lora_b"].shape[1] == 2
+    assert (
+        after["weight/layers.0.mlp.down.lora_a"].shape == (3, 48)
+        and after["weight/layers.0.attention.k.lora_b"].shape[1] == 2
+    )
 
 
-@pytest.mark.parametrize(("layout", "precision"), [*((layout, "fp64") for layout in LAYOUTS), ("tp 2, sequence parallel, zb-h1", "fp32")])
+@pytest.mark.parametrize(
+    ("layout", "precision"), [*((layout, "fp64") for layout in LAYOUTS), ("tp 2, sequence parallel, zb-h1", "fp32")]
+)
 def test_trains_like_one_process(layout, precision, ranks, prefix, single):
     case, expected = {**MODEL, **LAYOUTS[layout]}, single(precision)
     relative, absolute = (1e-9, 1e-9) if precision == "fp64" else (1e-5, 2e-5)
-    got = ranks.run(case["tp"] * case["pp"] * case["dp"], jobs_lora.train, configuration(LAYOUTS[layout], prefix, precision), STEPS)
+    got = ranks.run(
+        case["tp"] * case["pp"] * case["dp"], jobs_lora.train, configuration(LAYOUTS[layout], prefix, precision), STEPS
+    )
     for rank in got:
         assert rank["losses"] == pytest.approx(expected["losses"], rel=relative, abs=0)
         assert rank["grad_norms"] == pytest.approx(expected["grad_norms"], rel=relative, abs=0)
@@ -87,7 +116,9 @@ def test_trains_like_one_process(layout, precision, ranks, prefix, single):
     assert after.keys() == expected["tensors"].keys()
     for name, value in after.items():
         assert (value - expected["tensors"][name]).abs().max() <= absolute, name
-        assert torch.equal(value, before[name]) is not ("lora" in name), f"{name}: adapters are trained, and nothing else is"
+        assert torch.equal(value, before[name]) is not ("lora" in name), (
+            f"{name}: adapters are trained, and nothing else is"
+        )
 
 
 def test_dropout_is_on_the_adapters_alone_and_makes_a_difference(ranks, prefix, single):
@@ -119,7 +150,9 @@ def test_optimizer_state_is_that_of_the_adapters_alone(zero, ranks, prefix):
         assert found == expected, "what is measured is what is planned"
         assert found.optimizer == adapters * 12 / 2
         assert found.gradients == adapters * 4 / (2 if zero == 3 else 1)
-        assert found.weights == pytest.approx((adapters + frozen) * 2 / (2 if zero == 3 else 1), rel=0.01), "buckets are filled up"
+        assert found.weights == pytest.approx((adapters + frozen) * 2 / (2 if zero == 3 else 1), rel=0.01), (
+            "buckets are filled up"
+        )
 
 
 def test_resumes_bitwise_and_refuses_other_adapters(ranks, prefix, tmp_path):

@@ -1,4 +1,5 @@
-"""The loss of some tokens at a time, gradients with it: the same training as with whole logits, which then never exist."""
+"""The loss of some tokens at a time, gradients with it: the same training as with whole logits, which then never
+exist."""
 
 from __future__ import annotations
 
@@ -17,7 +18,16 @@ from tests.distributed.support import jobs_loss
 from tests.distributed.support.configs import SEQUENCE, SINGLE, config_of, micro_batch, write_tokens
 from tests.distributed.support.layouts import Case
 
-BASE: Case = {**SINGLE, "tied": True, "kv_heads": 1, "vocab_size": 101, "layers": 2, "masked": True, "dropout": 0.1, "microbatches": 2}
+BASE: Case = {
+    **SINGLE,
+    "tied": True,
+    "kv_heads": 1,
+    "vocab_size": 101,
+    "layers": 2,
+    "masked": True,
+    "dropout": 0.1,
+    "microbatches": 2,
+}
 BATCH = 8
 STEPS = 2
 LAYOUTS: dict[str, Case] = {
@@ -26,7 +36,14 @@ LAYOUTS: dict[str, Case] = {
     "tp with sequence parallelism": {"tp": 2, "sequence_parallel": True},
     "tp, untied": {"tp": 2, "tied": False},
     "zero 2": {"dp": 2, "zero": 2},
-    "zero 3, interleaved, untied": {"pp": 2, "dp": 2, "zero": 3, "schedule": "interleaved-2", "tied": False, "layers": 4},
+    "zero 3, interleaved, untied": {
+        "pp": 2,
+        "dp": 2,
+        "zero": 3,
+        "schedule": "interleaved-2",
+        "tied": False,
+        "layers": 4,
+    },
     "weight passes": {"pp": 2, "schedule": "zb-h1"},
 }
 
@@ -49,7 +66,8 @@ def config(layout: Case, prefix: str, precision: str, chunk: int) -> dict:
 
 
 @pytest.mark.parametrize(
-    "name, precision, tolerance", [*((name, "fp64", 1e-12) for name in LAYOUTS), ("tp with sequence parallelism", "fp32", 1e-6)]
+    "name, precision, tolerance",
+    [*((name, "fp64", 1e-12) for name in LAYOUTS), ("tp with sequence parallelism", "fp32", 1e-6)],
 )
 def test_trains_as_with_whole_logits(name, precision, tolerance, ranks, prefix):
     """Chunks of 7 of 16 positions, or as near as whole positions come: the last is shorter."""

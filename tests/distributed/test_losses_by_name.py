@@ -69,7 +69,11 @@ def by_source(context: Any, config: dict[str, Any]) -> tuple[list[dict[str, floa
 @pytest.fixture(scope="module")
 def sample_by_sample(prefixes) -> list[dict[str, float]]:
     """The mean losses of each member in the first step: one sample at a time, with weights that do not change."""
-    config = from_dict(config_with(prefixes, dict(zip(prefixes, (0.5, 0.3, 0.2), strict=True)), optimizer={"lr": 0.0, "weight_decay": 0.0}))
+    config = from_dict(
+        config_with(
+            prefixes, dict(zip(prefixes, (0.5, 0.3, 0.2), strict=True)), optimizer={"lr": 0.0, "weight_decay": 0.0}
+        )
+    )
     config.train.global_batch_size = config.train.micro_batch_size = 1
     trainer = Trainer(config, build.make_mesh(config))
     assert isinstance(trainer.train_data, Blend)
@@ -86,7 +90,9 @@ def sample_by_sample(prefixes) -> list[dict[str, float]]:
 def test_the_losses_of_members_are_those_of_their_samples(layout, ranks, prefixes, sample_by_sample):
     config = config_with(prefixes, dict(zip(prefixes, (0.5, 0.3, 0.2), strict=True)), **LAYOUTS[layout])
     parallel = config["parallel"]
-    found, means = ranks.run(parallel["tp"] * parallel["pp"] * parallel["dp"] * parallel.get("cp", 1), by_source, config)[0]
+    found, means = ranks.run(
+        parallel["tp"] * parallel["pp"] * parallel["dp"] * parallel.get("cp", 1), by_source, config
+    )[0]
     assert found[0] == pytest.approx(sample_by_sample[0], rel=1e-9)
     assert len(found) == STEPS and min(found[1].values()) <= means[1] <= max(found[1].values())
 
@@ -121,24 +127,38 @@ def validated(context: Any, config: dict[str, Any]) -> tuple[float, dict[str, fl
 def test_each_validation_set_has_the_loss_that_it_has_alone(parallel, ranks, prefixes):
     def config(validation: Any) -> dict[str, Any]:
         data = {"validation": validation, "eod_mask_loss": False}
-        return config_with(prefixes, {prefixes[0]: 1.0}, data=data, parallel={**config_of(MODEL, prefixes[0])["parallel"], **parallel})
+        return config_with(
+            prefixes, {prefixes[0]: 1.0}, data=data, parallel={**config_of(MODEL, prefixes[0])["parallel"], **parallel}
+        )
 
     world = parallel.get("dp", 1)
     mean, by_set = ranks.run(world, validated, config(dict(zip("bc", prefixes[1:], strict=True))))[0]
-    alone = {name: ranks.run(world, validated, config(prefix))[0] for name, prefix in zip("bc", prefixes[1:], strict=True)}
-    assert by_set == {name: loss for name, (loss, _) in alone.items()} and {name: each for name, (_, each) in alone.items()} == {
+    alone = {
+        name: ranks.run(world, validated, config(prefix))[0] for name, prefix in zip("bc", prefixes[1:], strict=True)
+    }
+    assert by_set == {name: loss for name, (loss, _) in alone.items()} and {
+        name: each for name, (_, each) in alone.items()
+    } == {
         "b": {},
         "c": {},
     }
     samples = {"b": (600 - 1) // 16, "c": (1300 - 1) // 16}
-    assert mean == pytest.approx(sum(by_set[name] * count for name, count in samples.items()) / sum(samples.values()), rel=1e-12)
+    assert mean == pytest.approx(
+        sum(by_set[name] * count for name, count in samples.items()) / sum(samples.values()), rel=1e-12
+    )
 
 
 def test_named_sets_are_read_from_the_command_line_and_bad_ones_are_refused(prefixes, capsys):
     a, b, _ = prefixes
     common = ["--data.train", a, "--model.preset", "tiny", "--data.sequence_length", "16"]
-    assert load_config([*common, "--data.validation", f"{{one: {a}, two: {b}}}"], world_size=1).data.validation == {"one": a, "two": b}
-    assert load_config([*common, "--data.validation", f"{{{a}: 0.5, {b}: 0.5}}"], world_size=1).data.validation == {a: 0.5, b: 0.5}
+    assert load_config([*common, "--data.validation", f"{{one: {a}, two: {b}}}"], world_size=1).data.validation == {
+        "one": a,
+        "two": b,
+    }
+    assert load_config([*common, "--data.validation", f"{{{a}: 0.5, {b}: 0.5}}"], world_size=1).data.validation == {
+        a: 0.5,
+        b: 0.5,
+    }
     with pytest.raises(SystemExit):
         load_config([*common, "--data.validation", f"{{one: {a}, two: {b}x}}"], world_size=1)
     assert f"there is no {b}x.bin" in capsys.readouterr().err

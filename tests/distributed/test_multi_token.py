@@ -1,7 +1,8 @@
 """Multi-token prediction trains the same on every layout as on one process: losses, gradient norms and weights.
 
-fp64, 5 steps, within 1e-9, of packed documents; the dense model is a Llama, the other a small DeepSeek-V3. Each layout has an option that
-another one has not: where the copies of the embedding are, what is sharded, recomputed, cut or deferred, one module or two.
+fp64, 5 steps, within 1e-9, of packed documents; the dense model is a Llama, the other a small DeepSeek-V3. Each layout
+has an option that another one has not: where the copies of the embedding are, what is sharded, recomputed, cut or
+deferred, one module or two.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def test_trains_like_one_process(name, ranks, references, prefix):
 
 
 def test_the_order_of_sums_is_that_of_two_stages(ranks, references, prefix):
-    """With run.deterministic one process adds the gradients of the embedding in the order of two stages: bitwise the same."""
+    """With run.deterministic one process adds the gradients of the embedding in the order of two stages: bitwise the
+    same."""
     several, one = (config_of({**BASE, "pp": pp, "tied": True}, prefix, "fp32") for pp in (2, 1))
     for config in (several, one):
         config["model"]["mtp_layers"] = 1

@@ -36,7 +36,8 @@ SHARDED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # ranks, lay
 
 @pytest.fixture(scope="module")
 def peer() -> dict[str, Tensor]:
-    """torch's Muon and AdamW on whole parameters, with the same gradients, from the weights that one rank initialises."""
+    """torch's Muon and AdamW on whole parameters, with the same gradients, from the weights that one rank
+    initialises."""
     from megalite.mesh.mesh import Mesh
     from megalite.parallel.sharding.store import ParameterStore
 
@@ -48,7 +49,8 @@ def peer() -> dict[str, Tensor]:
     rest = [value for name, value in parameters.items() if not any(value is matrix for matrix in matrices)]
     muon = torch.optim.Muon(matrices, lr=MUON.lr)
     groups = [
-        {"params": [value for value in rest if (value.dim() > 1) is decays], "weight_decay": 0.1 * decays} for decays in (True, False)
+        {"params": [value for value in rest if (value.dim() > 1) is decays], "weight_decay": 0.1 * decays}
+        for decays in (True, False)
     ]
     adamw = torch.optim.AdamW(groups, lr=OPTIONS.lr, betas=(0.9, 0.95), fused=True)
     for step in range(1, STEPS + 1):
@@ -56,7 +58,11 @@ def peer() -> dict[str, Tensor]:
             parameters[name].grad = gradient
         muon.step()
         adamw.step()
-    moments = {f"momentum_buffer/{name}": muon.state[value]["momentum_buffer"] for name, value in parameters.items() if value in muon.state}
+    moments = {
+        f"momentum_buffer/{name}": muon.state[value]["momentum_buffer"]
+        for name, value in parameters.items()
+        if value in muon.state
+    }
     return {f"weight/{name}": value for name, value in parameters.items()} | moments
 
 
@@ -81,10 +87,17 @@ def test_is_bitwise_torchs_for_equal_gradients(sharding, ranks, peer):
 def planned_bytes(layout: dict[str, Any], options: dict[str, Any]) -> int:
     """What the planner says that the rank sends in a step which sends most."""
     made = Layout(**layout)
-    parallel = {"tp": made.tp, "dp": made.dp, "dp_shard": made.dp_shard, "zero": options.get("zero", 0) or int(made.shard > 1)}
+    parallel = {
+        "tp": made.tp,
+        "dp": made.dp,
+        "dp_shard": made.dp_shard,
+        "zero": options.get("zero", 0) or int(made.shard > 1),
+    }
     config = from_dict({"parallel": parallel, "optimizer": {"name": "muon"}})
     specs = model_specs(MODEL, tp=made.tp)
-    return exchange(config, bucket_layout(specs, made.coordinates(0), made.owners, options.get("bucket_bytes", LARGE))).sent
+    return exchange(
+        config, bucket_layout(specs, made.coordinates(0), made.owners, options.get("bucket_bytes", LARGE))
+    ).sent
 
 
 MODEL_CASE: Case = {
@@ -133,14 +146,22 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize(
     "precision, parallel, stages",
-    [("fp32", {"reduce_dtype": "bf16"}, (1, 3)), ("fp32", {"powersgd_rank": 2}, (0, 1)), ("fp16", {}, (0, 2)), ("bf16", {}, (1, 3))],
+    [
+        ("fp32", {"reduce_dtype": "bf16"}, (1, 3)),
+        ("fp32", {"powersgd_rank": 2}, (0, 1)),
+        ("fp16", {}, (0, 2)),
+        ("bf16", {}, (1, 3)),
+    ],
     ids=["bf16 reduction", "PowerSGD", "fp16", "bf16"],
 )
 def test_compressed_and_narrow_runs_are_the_same_under_every_zero_stage(precision, parallel, stages, ranks, prefix):
-    """One microbatch, so that no stage adds in another order. fp16 starts with a scale that overflows: its first steps are skipped."""
+    """One microbatch, so that no stage adds in another order. fp16 starts with a scale that overflows: its first steps
+    are skipped."""
     runs = []
     for zero in stages:
-        config = with_muon(config_of({**MODEL_CASE, "dp": 2, "zero": zero, "dropout": 0.0}, prefix, precision), ns_dtype="bf16")
+        config = with_muon(
+            config_of({**MODEL_CASE, "dp": 2, "zero": zero, "dropout": 0.0}, prefix, precision), ns_dtype="bf16"
+        )
         config["parallel"] |= parallel
         config["fp16"] = {"initial_scale_power": 26, "hysteresis": 1}
         runs.append(ranks.run(2, jobs.train, config, 4, KINDS)[0])
@@ -151,7 +172,8 @@ def test_compressed_and_narrow_runs_are_the_same_under_every_zero_stage(precisio
 
 @pytest.mark.parametrize("schedule", ["zb-h2", "zb-v"])
 def test_an_optimistic_step_that_is_undone_is_bitwise_one_that_waits(schedule, ranks, prefix):
-    """The norm of some steps clips, so that ranks restore their moments and step again, all ranks of a stage together."""
+    """The norm of some steps clips, so that ranks restore their moments and step again, all ranks of a stage
+    together."""
     case = {**MODEL_CASE, "pp": 2, "dp": 2, "microbatches": 4, "zero": 1, "schedule": schedule}
     found = {}
     for optimistic in (True, False):

@@ -1,4 +1,5 @@
-"""Optimizer state in CPU memory or in a mapped file, weights in CPU memory: the same run in less memory, or one message why not."""
+"""Optimizer state in CPU memory or in a mapped file, weights in CPU memory: the same run in less memory, or one message
+why not."""
 
 from __future__ import annotations
 
@@ -36,7 +37,15 @@ LAYOUTS: dict[str, Case] = {
     "dp 2, ZeRO-0": {"dp": 2, "microbatches": 2, "zero": 0},
     **{f"dp 2, ZeRO-{zero}": {"dp": 2, "microbatches": 2, "zero": zero} for zero in (1, 2, 3)},
     "dp 4 in groups of 2, ZeRO-3, tied": {"dp": 4, "microbatches": 2, "zero": 3, "dp_shard": 2, "tied": True},
-    "tp 2, pp 2, dp 2": {"tp": 2, "pp": 2, "dp": 2, "zero": 2, "microbatches": 4, "sequence_parallel": True, "kv_heads": 1},
+    "tp 2, pp 2, dp 2": {
+        "tp": 2,
+        "pp": 2,
+        "dp": 2,
+        "zero": 2,
+        "microbatches": 4,
+        "sequence_parallel": True,
+        "kv_heads": 1,
+    },
 }
 PLACES: dict[str, dict[str, Any]] = {
     "cpu": {"offload": "cpu"},
@@ -83,7 +92,9 @@ def resident(ranks, prefix):
 
 
 def assert_bitwise(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    assert all((rank["losses"], rank["grad_norms"]) == (expected[0]["losses"], expected[0]["grad_norms"]) for rank in got)
+    assert all(
+        (rank["losses"], rank["grad_norms"]) == (expected[0]["losses"], expected[0]["grad_norms"]) for rank in got
+    )
     tensors = expected[0]["tensors"]
     assert got[0]["tensors"].keys() == tensors.keys()
     assert [name for name, value in got[0]["tensors"].items() if not torch.equal(value, tensors[name])] == []
@@ -115,7 +126,8 @@ def test_narrow_gradients_and_loss_scales_are_widened_and_divided_alike(precisio
 
 
 def test_one_rank_frees_its_weights_after_use(ranks, prefix, resident):
-    """ZeRO-3 with weights in CPU memory shares nothing here, and still keeps no more than two units of the model whole."""
+    """ZeRO-3 with weights in CPU memory shares nothing here, and still keeps no more than two units of the model
+    whole."""
     config = configuration({}, prefix, "bf16", zero=3, bucket_mb=1e-6, **PLACES["disk and weights"])
     got = ranks.run(1, in_windows, jobs.train, config, STEPS, STATE)
     assert_bitwise(got, resident("one process", "bf16"))
@@ -143,7 +155,9 @@ def most_whole_buckets(context: Any, config: dict[str, Any]) -> int:
 @pytest.mark.parametrize("schedule", ["zb-h2", "zb-v"])
 def test_a_schedule_that_runs_ahead_waits_instead_of_copying_state(schedule, ranks, prefix):
     case: Case = {"pp": 2, "dp": 2, "microbatches": 4, "schedule": schedule, "zero": 1}
-    expected, got = (ranks.run(4, steps_ahead, configuration(case, prefix, "bf16", offload=place)) for place in ("none", "disk"))
+    expected, got = (
+        ranks.run(4, steps_ahead, configuration(case, prefix, "bf16", offload=place)) for place in ("none", "disk")
+    )
     assert [losses for losses, _ in got] == [losses for losses, _ in expected]
     assert all(ahead > 0 for _, ahead in expected) and all(ahead == 0 for _, ahead in got)
 
@@ -176,10 +190,17 @@ def test_a_checkpoint_resumes_with_state_in_another_place(saved, resumed, precis
 # ---- memory
 
 
-def states(context: Any, config: dict[str, Any]) -> tuple[accounting.ModelStates, accounting.ModelStates, dict[str, int], list[str]]:
+def states(
+    context: Any, config: dict[str, Any]
+) -> tuple[accounting.ModelStates, accounting.ModelStates, dict[str, int], list[str]]:
     made = from_dict(config)
     trainer = Trainer(made, mesh_of(context, made))
-    found = accounting.measured(trainer), accounting.formula(trainer), accounting.places(trainer), accounting.report(trainer)
+    found = (
+        accounting.measured(trainer),
+        accounting.formula(trainer),
+        accounting.places(trainer),
+        accounting.report(trainer),
+    )
     trainer.close()
     return found
 
@@ -220,7 +241,13 @@ train.main()
 """
 LARGE = {
     **{"model.hidden_size": 512, "model.intermediate_size": 2048, "model.num_hidden_layers": 4},
-    **{"data.sequence_length": 16, "train.steps": 3, "train.global_batch_size": 2, "train.micro_batch_size": 2, "train.precision": "bf16"},
+    **{
+        "data.sequence_length": 16,
+        "train.steps": 3,
+        "train.global_batch_size": 2,
+        "train.micro_batch_size": 2,
+        "train.precision": "bf16",
+    },
 }
 BUDGET_MIB = 180  # beyond what the libraries take; masters and moments alone are 193, all the rest about 140
 
@@ -228,7 +255,9 @@ BUDGET_MIB = 180  # beyond what the libraries take; masters and moments alone ar
 def pretrain(options: dict[str, Any], *before: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
     values = [part for option, value in options.items() for part in (f"--{option}", str(value))]
-    return subprocess.run([sys.executable, *before, *values], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, *before, *values], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures through /proc")
@@ -252,10 +281,19 @@ def test_trains_and_saves_in_memory_that_its_state_does_not_fit(tmp_path, prefix
 @pytest.mark.parametrize(
     "options, says",
     [
-        ({"parallel.offload_dir": "FILE/inside"}, ("parallel.offload_dir = ", "FILE/inside can not be written: Not a directory.", "cpu")),
+        (
+            {"parallel.offload_dir": "FILE/inside"},
+            ("parallel.offload_dir = ", "FILE/inside can not be written: Not a directory.", "cpu"),
+        ),
         (
             {"model.hidden_size": 65536, "model.num_attention_heads": 512, "model.num_hidden_layers": 1000},
-            ("parallel.offload_dir = ", "run/offload has no room", "bytes are wanted", "are free (No space left on device)", "cpu"),
+            (
+                "parallel.offload_dir = ",
+                "run/offload has no room",
+                "bytes are wanted",
+                "are free (No space left on device)",
+                "cpu",
+            ),
         ),
     ],
 )
@@ -265,7 +303,9 @@ def test_a_disk_that_can_not_serve_is_one_message_before_anything_starts(options
     run = {"run.dir": tmp_path, "run.name": "run", "data.train": prefix, "data.sequence_length": 16}
     done = pretrain({**run, **options, "parallel.offload": "disk"}, "pretrain.py")
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and all(part.replace("FILE", str(tmp_path / "FILE")) in done.stderr for part in says), done.stderr
+    assert done.stderr.count("\n") == 1 and all(
+        part.replace("FILE", str(tmp_path / "FILE")) in done.stderr for part in says
+    ), done.stderr
 
 
 @contextmanager
@@ -300,7 +340,10 @@ def test_a_file_that_is_damaged_while_training_ends_the_run_and_reaches_no_check
     os.ftruncate(state.file.fileno(), 0)  # what a disk that fails does to the pages
     with pytest.raises(offload.OffloadError, match=r"parallel\.offload_dir = .* is damaged: its pages can not be read"):
         trainer.step()
-    with patch("os.fsync", side_effect=OSError(5, "Input/output error")), pytest.raises(offload.OffloadError, match="Input/output error"):
+    with (
+        patch("os.fsync", side_effect=OSError(5, "Input/output error")),
+        pytest.raises(offload.OffloadError, match="Input/output error"),
+    ):
         trainer.save()
     trainer.loader.close()
     assert [path.name for path in saved.parent.iterdir() if path.is_dir()] == [saved.name]
@@ -320,7 +363,8 @@ def resident_file_bytes() -> int:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures through /proc")
 def test_a_walk_over_a_large_file_has_one_window_in_memory(tmp_path):
     state, count = offload.DiskState(tmp_path), 8 * offload.WINDOW
-    state.zeros(offload.WINDOW, torch.float32).add_(1).eq(1).all()  # what these operations need of torch's libraries is resident then
+    # what these operations need of torch's libraries is resident then
+    state.zeros(offload.WINDOW, torch.float32).add_(1).eq(1).all()
     state.release()
     master, exp_avg, exp_avg_sq = (state.zeros(count, torch.float32) for _ in range(3))
     weights, grads = torch.zeros(count, dtype=torch.bfloat16), torch.zeros(count)

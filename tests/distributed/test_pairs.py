@@ -1,7 +1,7 @@
 """Pairs of options that a table has once proved stay proved: a later table may hold more of them, but loses none.
 
-pairs/SPACE.txt has a line for each option value, `tp=1: pp=1 pp=2 …`, with the values of later options beside which a case of the table
-has it.
+pairs/SPACE.txt has a line for each option value, `tp=1: pp=1 pp=2 …`, with the values of later options beside which a
+case of the table has it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ TOGETHER = {  # options of which every two are proved together
     "layouts": "tp pp dp schedule zero offload sequence_parallel microbatches recompute tied precision optimizer ema",
     "context": "cp context inner parts tp schedule dp zero recompute kv_heads documents window dropout length",
     "experts": "ep tp schedule dp context parts zero groups recompute balance dispatch capacity optimizer",
-    "attention": "attention feed_forward tp sequence_parallel context schedule dp ep zero recompute documents window modules optimizer",
+    "attention": "attention feed_forward tp sequence_parallel context schedule dp ep zero recompute documents window "
+    "modules optimizer",
 }
 FEWEST = {"layouts": 1340, "context": 530, "experts": 654, "attention": 775}
 

@@ -33,7 +33,8 @@ def world(layout: Case) -> int:
 @pytest.mark.parametrize("vocab", [96, 101, 13])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_cross_entropy_of_a_split_vocabulary_is_torchs(tp, vocab, smoothing, z_loss, ranks):
-    """fp64; some rows are ignored; padded columns hold logits of 50 and must neither win nor take part. tp 4 of 13 leaves a rank bare."""
+    """fp64; some rows are ignored; padded columns hold logits of 50 and must neither win nor take part. tp 4 of 13
+    leaves a rank bare."""
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(40, vocab, generator=generator, dtype=torch.float64) * 3
     targets = torch.randint(vocab, (40,), generator=generator)
@@ -55,7 +56,8 @@ RAGGED = {"masked": True, "kv_heads": 2, "tied": False}
 
 @pytest.mark.parametrize("layout", [{"microbatches": 4}, {"dp": 2, "microbatches": 2}, {"dp": 4, "microbatches": 8}])
 def test_loss_is_the_mean_over_every_token_not_a_mean_of_means(layout, ranks, prefix):
-    """Microbatches and dp ranks count unequal numbers of tokens; the reference sums plain cross-entropies of plain logits."""
+    """Microbatches and dp ranks count unequal numbers of tokens; the reference sums plain cross-entropies of plain
+    logits."""
     config = config_of({**MODEL, **RAGGED, **layout}, prefix, "fp64", run={"dir": prefix + "_runs", "name": "ragged"})
     got = ranks.run(world(layout), jobs_parts.token_losses, config, False)
     sums, counts = ([value for result in got for value in result[index]] for index in (0, 1))
@@ -84,7 +86,12 @@ EVALUATED: dict[str, tuple[Case, int]] = {  # layout, global batch
 def validation_config(prefix, validation):
     def of(layout: Case, batch: int, name: str) -> dict[str, Any]:
         case = {**MODEL, "dropout": 0.3, **layout}
-        train = {"steps": 20, "global_batch_size": batch, "micro_batch_size": 1 if batch < 24 else 4, "precision": "fp64"}
+        train = {
+            "steps": 20,
+            "global_batch_size": batch,
+            "micro_batch_size": 1 if batch < 24 else 4,
+            "precision": "fp64",
+        }
         config = config_of(case, prefix, "fp64", data={"validation": validation}, train=train)
         config["run"]["name"] = name
         return config
@@ -95,7 +102,9 @@ def validation_config(prefix, validation):
 def test_evaluation_is_the_mean_over_every_validation_token(ranks, validation_config):
     """Of plain logits without dropout, the last, ragged batch included; before any step, on one process."""
     sums, counts, reported = ranks.run(1, jobs_parts.token_losses, validation_config({}, 8, "plain"), True)[0]
-    assert len(counts) == 24 and counts[-1] == 0, "the last row of the last batch stands in for a sample that does not exist"
+    assert len(counts) == 24 and counts[-1] == 0, (
+        "the last row of the last batch stands in for a sample that does not exist"
+    )
     assert reported == pytest.approx(sum(sums) / sum(counts), rel=1e-12)
 
 
@@ -111,7 +120,8 @@ def test_evaluation_is_the_same_on_every_layout_and_leaves_training_alone(name, 
 
 
 def test_context_parallel_ranks_read_the_rows_of_their_replica(ranks, prefix):
-    """The order of the data depends on the dp rank and size alone: dp 2 reads the same rows whether or not cp shares each sequence."""
+    """The order of the data depends on the dp rank and size alone: dp 2 reads the same rows whether or not cp shares
+    each sequence."""
     case = {**MODEL, "dp": 2, "microbatches": 2}
     plain = {found["dp"]: found["rows"] for found in ranks.run(2, jobs_parts.rows_read, config_of(case, prefix))}
     for found in ranks.run(4, jobs_parts.rows_read, config_of(case, prefix, parallel={"cp": 2})):
@@ -136,7 +146,8 @@ NORM_LAYOUTS: dict[str, Case] = {
 
 @pytest.mark.parametrize("layout", NORM_LAYOUTS)
 def test_gradient_norm_counts_every_global_element_once(layout, ranks, prefix):
-    """Copies of tied weights, replicas of key-value heads, padding, and shards of others are all in memory, and none counts."""
+    """Copies of tied weights, replicas of key-value heads, padding, and shards of others are all in memory, and none
+    counts."""
     config = config_of({**MODEL, **NORM_LAYOUTS[layout]}, prefix, model={"qk_norm": "full"})
     gradients = jobs_parts.random_gradients(config, 3)
     expected = sum(value.square().sum() for value in gradients.values()).sqrt().item()
@@ -147,7 +158,8 @@ def test_gradient_norm_counts_every_global_element_once(layout, ranks, prefix):
 
 @pytest.mark.parametrize("rank", [0, 5])
 def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(rank, ranks, prefix):
-    """Weights and moments stay as they were, the step is counted as skipped, and training goes on alike on every rank."""
+    """Weights and moments stay as they were, the step is counted as skipped, and training goes on alike on every
+    rank."""
     from tests.distributed.support import jobs_training
 
     case = {**MODEL, "tp": 2, "pp": 2, "dp": 2, "zero": 1, "microbatches": 2}
@@ -157,7 +169,9 @@ def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(rank, ranks, pre
         assert found["losses"] == got[0]["losses"] and all(loss < 10 for loss in found["losses"])
         before, after = found["kept"]
         assert all(torch.equal(value, after[name]) for name, value in before.items())
-        assert found["under_way"] == 0, "a closed trainer has awaited every message: the next user of its groups would get them"
+        assert found["under_way"] == 0, (
+            "a closed trainer has awaited every message: the next user of its groups would get them"
+        )
     norms = got[0]["grad_norms"]
     assert norms[2] == float("inf") and all(norm < 100 for norm in norms[:2] + norms[3:])
 
@@ -169,7 +183,9 @@ def test_weight_decay_reaches_matrices_alone_wherever_a_shard_is_cut(layout, ran
     before, after = ranks.run(world(layout), jobs_parts.step_without_gradient, config)[0]
     for name, value in before.items():
         decayed = value.dim() > 1
-        torch.testing.assert_close(after[name], value * (1 - 0.25 * 0.2) if decayed else value, rtol=1e-15, atol=0, msg=name)
+        torch.testing.assert_close(
+            after[name], value * (1 - 0.25 * 0.2) if decayed else value, rtol=1e-15, atol=0, msg=name
+        )
     assert {value.dim() for value in before.values()} == {1, 2}
 
 
@@ -212,7 +228,8 @@ def test_messages_arrive_in_order_and_their_memory_is_freed(stages, schedule, ra
     for stage, found in enumerate(got):
         assert found["received"] == [2**stage * (index + 1) for index in range(microbatches)]
         assert found["alive"] == 0
-    for stage, found in enumerate(got[:-1]):  # only what the schedule has in flight, without the microbatch whose backward has run
+    # only what the schedule has in flight, without the microbatch whose backward has run
+    for stage, found in enumerate(got[:-1]):
         in_flight = microbatches if schedule == "gpipe" else stages - stage
         limits = [min(in_flight - 1, microbatches - done) for done in range(1, microbatches + 1)]
         assert all(alive <= limit for alive, limit in zip(found["alive_in_backward"], limits, strict=True))

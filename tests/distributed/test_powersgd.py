@@ -21,7 +21,8 @@ STEPS = 5
 
 
 class Reference:
-    """One matrix in float64, from the gradients of all ranks ([dp, n, m]). Its bases come from an SVD: any of the same space will do."""
+    """One matrix in float64, from the gradients of all ranks ([dp, n, m]). Its bases come from an SVD: any of the same
+    space will do."""
 
     def __init__(self, name: str, shape: tuple[int, ...], dp: int, rank: int, *numbers: int):
         generator = torch.Generator().manual_seed(key(SEED, name, "powersgd", *numbers))
@@ -45,7 +46,9 @@ def is_compressed(value: Tensor, rank: int) -> bool:
 
 def references(gradients: Gradients, rank: int) -> dict[str, Reference]:
     parts = segments(gradients).items()
-    return {name: Reference(name, value.shape[2:], len(value), rank) for name, value in parts if is_compressed(value, rank)}
+    return {
+        name: Reference(name, value.shape[2:], len(value), rank) for name, value in parts if is_compressed(value, rank)
+    }
 
 
 CASES = {
@@ -78,7 +81,8 @@ def test_is_the_reference_step_by_step(zero, case, ranks):
 
 
 def test_nothing_is_lost(ranks):
-    """What has been sent, and what is still owed, add up to all gradients. A first step of zeros leaves no direction to continue with."""
+    """What has been sent, and what is still owed, add up to all gradients. A first step of zeros leaves no direction to
+    continue with."""
     gradients = random_gradients(2, dtype=torch.float64)
     nothing = {name: torch.zeros_like(value) for name, value in gradients.items()}
     got = ranks.run(2, reduced, [nothing, *[gradients] * 4, *[nothing] * 40], {"rank": 2})
@@ -91,7 +95,8 @@ def test_nothing_is_lost(ranks):
 
 def test_low_rank_gradients_arrive_whole(ranks):
     """A sum over ranks of no higher rank than the factors is not an approximation."""
-    left = random_gradients(3, dtype=torch.float64)["matrix"][:, :, :, :1]  # [3, 1, 60, 1]: one direction from each rank
+    # [3, 1, 60, 1]: one direction from each rank
+    left = random_gradients(3, dtype=torch.float64)["matrix"][:, :, :, :1]
     right = random_gradients(3, seed=1, dtype=torch.float64)["matrix"][:, :, :1]
     gradients = {**random_gradients(3, dtype=torch.float64), "matrix": left @ right}
     got = ranks.run(3, reduced, [gradients], {"rank": 3})
@@ -123,7 +128,8 @@ def test_an_overflow_is_forgotten_with_its_step(broken, ranks):
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_few_bytes_travel(zero, ranks):
-    """Rank by rank: two factors of a matrix and the rest, padding included, whole to each of the three others (they are small)."""
+    """Rank by rank: two factors of a matrix and the rest, padding included, whole to each of the three others (they are
+    small)."""
     rank, got = 2, ranks.run(4, reduced, [random_gradients(4)], {"zero": zero, "rank": 2, "bucket_bytes": 1e9})
     plain = ranks.run(4, reduced, [random_gradients(4)], {"zero": zero, "bucket_bytes": 1e9})
     shapes = [segment.shape for spec in SPECS for segment in spec.segments]
@@ -134,7 +140,16 @@ def test_few_bytes_travel(zero, ranks):
 
 # ---- training
 
-MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 4, "masked": False, "dropout": 0.0, "microbatches": 2}
+MODEL: Case = {
+    **SINGLE,
+    "tied": False,
+    "kv_heads": 2,
+    "vocab_size": 101,
+    "layers": 4,
+    "masked": False,
+    "dropout": 0.0,
+    "microbatches": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +196,9 @@ def owed_in_fp16(context: Any, config: dict[str, Any], steps: int) -> list[tuple
     found = []
     for _ in range(steps):
         skipped = trainer.step().skipped
-        found.append((skipped, torch.cat([error.flatten() for error in jobs_reduction.errors(trainer).values()]).norm().item()))
+        found.append(
+            (skipped, torch.cat([error.flatten() for error in jobs_reduction.errors(trainer).values()]).norm().item())
+        )
     trainer.close()
     return found
 
@@ -231,7 +248,8 @@ def memory_of(context: Any, config: dict[str, Any]) -> tuple[ModelStates, ModelS
 def test_its_memory_is_reported(ranks, prefix):
     """An error for every element of a compressed matrix, and a factor; nothing is said where nothing is compressed."""
     found, expected, lines = ranks.run(2, memory_of, configuration(prefix, {"dp": 2, "zero": 1}, 2))[0]
-    shapes = [(104, 32), *[(32, 32), (16, 32), (16, 32), (32, 32), (48, 32), (48, 32), (32, 48)] * 4, (104, 32)]  # 101 tokens, padded
+    # 101 tokens, padded
+    shapes = [(104, 32), *[(32, 32), (16, 32), (16, 32), (32, 32), (48, 32), (48, 32), (32, 48)] * 4, (104, 32)]
     assert expected.powersgd == 4 * sum(n * m + 2 * m for n, m in shapes)
     assert found == expected and "powersgd 0.2, together" in lines[0]
     assert re.search(r"\(planned [\d.]+ MB; [\d.]+ MB at a step's peak\)", lines[0])
@@ -267,7 +285,9 @@ def saved(ranks, prefix):
 def test_resuming_is_bitwise_the_run_that_never_stopped(layout, ranks, prefix, saved):
     expected = saved(layout)
     config = configuration(prefix, SAVED[layout], 4, load=expected[0]["directory"])
-    for got, straight in zip(ranks.run(world(SAVED[layout]), jobs_reduction.resume, config, HALF), expected, strict=True):
+    for got, straight in zip(
+        ranks.run(world(SAVED[layout]), jobs_reduction.resume, config, HALF), expected, strict=True
+    ):
         assert got["losses"] == straight["losses"][HALF:] and got["notes"] == []
         assert all(torch.equal(value, straight["errors"][name]) for name, value in got["errors"].items())
         assert all(value.any() for value in got["errors"].values())
@@ -278,29 +298,46 @@ def factors_apart(context: Any, config: dict[str, Any]) -> bool:
     trainer.step()
     trainer.close()
     assert trainer.store.reducer.powersgd is not None
-    return all(matrix.factor.untyped_storage().nbytes() == matrix.factor.nbytes for matrix in trainer.store.reducer.powersgd.matrices)
+    return all(
+        matrix.factor.untyped_storage().nbytes() == matrix.factor.nbytes
+        for matrix in trainer.store.reducer.powersgd.matrices
+    )
 
 
 def test_factors_lie_where_a_checkpoint_would_fill_them(ranks, prefix):
-    """As parts of what travelled they would be aligned otherwise than after a resume, and BLAS would round otherwise."""
+    """As parts of what travelled they would be aligned otherwise than after a resume, and BLAS would round
+    otherwise."""
     assert all(ranks.run(2, factors_apart, configuration(prefix, {"dp": 2, "zero": 1}, 1)))
 
 
 def test_one_copy_of_a_tied_tensor_takes_what_was_owed_to_both(ranks, prefix, saved):
     before = saved("pp 2, dp 2, tied")
-    got = ranks.run(2, jobs_reduction.resume, configuration(prefix, {"dp": 2, "zero": 1, "tied": True}, 4, load=before[0]["directory"]), 1)
+    got = ranks.run(
+        2,
+        jobs_reduction.resume,
+        configuration(prefix, {"dp": 2, "zero": 1, "tied": True}, 4, load=before[0]["directory"]),
+        1,
+    )
     for dp, rank in enumerate(got):
         first, last = (before[pp * 2 + dp]["errors"] for pp in (0, 1))
-        assert torch.equal(rank["errors"]["embedding.weight"], first["embedding.weight"] + last["embedding.weight.copy"])
+        assert torch.equal(
+            rank["errors"]["embedding.weight"], first["embedding.weight"] + last["embedding.weight.copy"]
+        )
 
 
 @pytest.mark.parametrize("layout, other", [("dp 2", "dp 4"), ("dp 4", "dp 2")])
 def test_other_ranks_share_what_is_owed(layout, other, ranks, prefix, saved):
     before = saved(layout)
-    got = ranks.run(world(SAVED[other]), jobs_reduction.resume, configuration(prefix, SAVED[other], 4, load=before[0]["directory"]), HALF)
+    got = ranks.run(
+        world(SAVED[other]),
+        jobs_reduction.resume,
+        configuration(prefix, SAVED[other], 4, load=before[0]["directory"]),
+        HALF,
+    )
     sizes = [SAVED[each]["dp"] for each in (layout, other)]
     assert got[0]["notes"] == [
-        f"parallel.dp was {sizes[0]}, is {sizes[1]}: PowerSGD's error feedback is divided equally among the present ranks; "
+        f"parallel.dp was {sizes[0]}, is {sizes[1]}: PowerSGD's error feedback is divided equally among the present "
+        "ranks; "
         "this resume is not bitwise"
     ]
     for name in before[0]["errors"]:
@@ -311,7 +348,13 @@ def test_other_ranks_share_what_is_owed(layout, other, ranks, prefix, saved):
 
 
 CHANGES: dict[str, tuple[str, int | None, Case, int | None, str]] = {
-    "begins": ("dp 2", None, {"dp": 2}, 4, "parallel.powersgd_rank was null, is 4: PowerSGD's error feedback starts at zero"),
+    "begins": (
+        "dp 2",
+        None,
+        {"dp": 2},
+        4,
+        "parallel.powersgd_rank was null, is 4: PowerSGD's error feedback starts at zero",
+    ),
     "ends": ("dp 2", 4, {"dp": 2}, None, "parallel.powersgd_rank was 4, is null: PowerSGD's error feedback is dropped"),
     "one process": ("dp 2", 4, {}, 4, "parallel.dp was 2, is 1: PowerSGD's error feedback is dropped"),
     "another rank": ("dp 2", 4, {"dp": 2}, 2, "parallel.powersgd_rank was 4, is 2: PowerSGD's error feedback is kept"),
@@ -323,8 +366,12 @@ CHANGES: dict[str, tuple[str, int | None, Case, int | None, str]] = {
 def test_other_changes_are_announced(change, ranks, prefix, saved):
     layout, rank, case, new_rank, note = CHANGES[change]
     before = saved(layout, rank)
-    got = ranks.run(world(case), jobs_reduction.resume, configuration(prefix, case, new_rank, load=before[0]["directory"]), 1)
-    assert len(got[0]["notes"]) == 1 and got[0]["notes"][0].startswith(note) and got[0]["notes"][0].endswith("not bitwise")
+    got = ranks.run(
+        world(case), jobs_reduction.resume, configuration(prefix, case, new_rank, load=before[0]["directory"]), 1
+    )
+    assert (
+        len(got[0]["notes"]) == 1 and got[0]["notes"][0].startswith(note) and got[0]["notes"][0].endswith("not bitwise")
+    )
     for name, value in got[0]["errors"].items():
         if change == "begins":
             assert not value.any()
@@ -332,4 +379,6 @@ def test_other_changes_are_announced(change, ranks, prefix, saved):
             assert torch.equal(value, before[0]["errors"][name])
         else:  # this tp rank's part of it
             old = before[0]["errors"][name]
-            assert torch.equal(value, old[tuple(slice(size) for size in value.shape)]) or value.shape[0] * 2 > old.shape[0], name
+            assert (
+                torch.equal(value, old[tuple(slice(size) for size in value.shape)]) or value.shape[0] * 2 > old.shape[0]
+            ), name

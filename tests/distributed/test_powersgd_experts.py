@@ -1,4 +1,5 @@
-"""PowerSGD with experts: each expert's matrices against a float64 reference; training, memory and checkpoints under expert parallelism."""
+"""PowerSGD with experts: each expert's matrices against a float64 reference; training, memory and checkpoints under
+expert parallelism."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def matrices(stack: Tensor) -> Tensor:
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("ep", [1, 2])
 def test_each_expert_is_the_reference_step_by_step(zero, ep, ranks):
-    """Of four ranks, 4 / ep hold an expert. A matrix without gradients in the first step, and a step that is thrown away."""
+    """Of four ranks, 4 / ep hold an expert. A matrix without gradients in the first step, and a step that is thrown
+    away."""
     at, skipped = Coordinates.on("expert", 0, ep), (2,)
     steps = [random_gradients(4, seed=seed, dtype=torch.float64, specs=WITH_EXPERTS, at=at) for seed in range(STEPS)]
     matrices(steps[0]["experts"])[:, :, 1] = 0.0
@@ -46,7 +48,9 @@ def test_each_expert_is_the_reference_step_by_step(zero, ep, ranks):
             given = torch.stack([matrices(gradients["experts"][rank, 0])[number % each] for rank in holders[number]])
             expected = reference.step(given, step not in skipped)
             assert (found[number] - expected).abs().max() <= 1e-11 * max(given.sum(0).norm(), 1.0), (step, number)
-            assert not given.any() or (expected - given.sum(0)).norm() > 0.1 * given.sum(0).norm(), "it is an approximation"
+            assert not given.any() or (expected - given.sum(0)).norm() > 0.1 * given.sum(0).norm(), (
+                "it is an approximation"
+            )
 
 
 def test_experts_of_one_rank_are_not_compressed(ranks):
@@ -72,8 +76,12 @@ def configuration(prefix: str, rank: int | None = RANK, **layout: Any) -> dict[s
 
 
 def test_no_layout_of_experts_changes_the_training(ranks, prefix):
-    """What is sent, and what is owed, are sums over all ranks: only rounding differs. But without compression all is different."""
-    found = {ep: ranks.run(4, jobs.train, configuration(prefix, ep=ep, zero=zero), 2 * HALF)[0] for ep, zero in ((1, 0), (2, 1))}
+    """What is sent, and what is owed, are sums over all ranks: only rounding differs. But without compression all is
+    different."""
+    found = {
+        ep: ranks.run(4, jobs.train, configuration(prefix, ep=ep, zero=zero), 2 * HALF)[0]
+        for ep, zero in ((1, 0), (2, 1))
+    }
     for name in ("losses", "grad_norms"):
         assert found[2][name] == pytest.approx(found[1][name], rel=1e-9, abs=0)
     for name, value in found[1]["tensors"].items():
@@ -99,11 +107,16 @@ def test_a_resume_keeps_what_experts_are_owed(ranks, prefix, tmp_path):
     again["checkpoint"] = {"load": before[0]["directory"]}
     for got, straight in zip(ranks.run(4, jobs_reduction.resume, again, HALF), before, strict=True):
         assert got["losses"] == straight["losses"][HALF:] and got["notes"] == []
-        assert all(torch.equal(value, straight["errors"][name]) and value.any() for name, value in got["errors"].items())
+        assert all(
+            torch.equal(value, straight["errors"][name]) and value.any() for name, value in got["errors"].items()
+        )
     other = configuration(prefix, ep=1, zero=1)
     other["checkpoint"] = {"load": before[0]["directory"]}
     got = ranks.run(4, jobs_reduction.resume, other, 1)
-    note = "parallel.ep was 2, is 1: PowerSGD's error feedback is divided equally among the present ranks; this resume is not bitwise"
+    note = (
+        "parallel.ep was 2, is 1: PowerSGD's error feedback is divided equally among the present ranks; this resume is "
+        "not bitwise"
+    )
     assert got[0]["notes"] == [note]
     name = "layers.0.mlp.experts.in.weight"
     owed = torch.cat([before[rank]["errors"][name] + before[rank + 2]["errors"][name] for rank in (0, 1)])

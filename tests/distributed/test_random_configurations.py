@@ -1,4 +1,5 @@
-"""Random configurations over the whole space of options: each trains the same on every topology, or is refused with one clear message."""
+"""Random configurations over the whole space of options: each trains the same on every topology, or is refused with one
+clear message."""
 
 from __future__ import annotations
 

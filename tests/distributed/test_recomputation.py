@@ -1,4 +1,5 @@
-"""Recomputation by operations and by budget, on ranks: bit for bit what keeping everything gives. See `test_bitwise.py`."""
+"""Recomputation by operations and by budget, on ranks: bit for bit what keeping everything gives. See
+`test_bitwise.py`."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def test_recomputed_operations_change_no_bit(layout, ranks, prefix):
     assert_bitwise(got, expected)
 
 
-@pytest.mark.parametrize("layout", [{"cp": 2, "context": "ulysses", "ep": 2}, {"cp": 2, "context": "ring"}, {"tp": 2, "ep": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{"cp": 2, "context": "ulysses", "ep": 2}, {"cp": 2, "context": "ring"}, {"tp": 2, "ep": 2}], ids=str
+)
 def test_experts_and_parts_of_sequences(layout, ranks, tmp_path):
     config, _ = configs(write_tokens(tmp_path, 96), zero=1, **layout)
     again = {**config, "train": {**config["train"], "recompute": "+".join(OPERATIONS)}}

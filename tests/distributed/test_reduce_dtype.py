@@ -29,7 +29,8 @@ def in_order(parts: list[Tensor]) -> Tensor:
 
 
 def expected(gradients: dict[str, Tensor], zero: int, dp_shard: int | None) -> dict[str, Tensor]:
-    """Round each rank's contribution, add in rank order in fp32; where every rank needs the sum of three or more, round it once more."""
+    """Round each rank's contribution, add in rank order in fp32; where every rank needs the sum of three or more, round
+    it once more."""
     dp, found = len(gradients["bias"]), {}
     for name, value in segments(gradients).items():
         ranks = list(value)  # [microbatches, *shape] each
@@ -81,9 +82,13 @@ def test_small_addends_are_not_lost(zero, value, ranks):
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_half_the_bytes_travel(zero, ranks):
     steps = [random_gradients(4)]
-    narrow, wide = (ranks.run(4, reduced, steps, {"zero": zero, "reduce_dtype": dtype, "bucket_bytes": 1e9}) for dtype in (NARROW, None))
+    narrow, wide = (
+        ranks.run(4, reduced, steps, {"zero": zero, "reduce_dtype": dtype, "bucket_bytes": 1e9})
+        for dtype in (NARROW, None)
+    )
     assert narrow[0]["bytes"] >= 3 / 4 * 2 * sum(segment.numel for spec in SPECS for segment in spec.segments)
-    factor = 4 if zero == 0 else 2  # so few bytes are swapped whole by plain ZeRO-0: three times a bucket, not 3/4 twice
+    # so few bytes are swapped whole by plain ZeRO-0: three times a bucket, not 3/4 twice
+    factor = 4 if zero == 0 else 2
     assert [factor * rank["bytes"] for rank in narrow] == [rank["bytes"] for rank in wide]
 
 
@@ -97,7 +102,16 @@ LAYOUTS: dict[str, Case] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_follows_that_of_wide_gradients(layout, ranks, tmp_path):
-    model = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 4, "masked": True, "dropout": 0.0, "microbatches": 2}
+    model = {
+        **SINGLE,
+        "tied": False,
+        "kv_heads": 2,
+        "vocab_size": 101,
+        "layers": 4,
+        "masked": True,
+        "dropout": 0.0,
+        "microbatches": 2,
+    }
     case = {**model, **LAYOUTS[layout]}
     found = {}
     for dtype in ("wide", "bf16"):

@@ -1,4 +1,5 @@
-"""A run that is saved, ended and resumed is the run that never stopped; on another topology it continues with the same numbers."""
+"""A run that is saved, ended and resumed is the run that never stopped; on another topology it continues with the same
+numbers."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def prefix(tmp_path_factory) -> str:
     return write_tokens(tmp_path_factory.mktemp("data"), MODEL["vocab_size"])
 
 
-def configuration(layout: Case, prefix: str, precision: str, directory: Path, **changes: dict[str, Any]) -> dict[str, Any]:
+def configuration(
+    layout: Case, prefix: str, precision: str, directory: Path, **changes: dict[str, Any]
+) -> dict[str, Any]:
     config = config_of({**SINGLE, **MODEL, **layout}, prefix, precision, run={"dir": str(directory), "name": "resumed"})
     config["train"]["steps"] = 2 * HALF
     config["fp16"] = {"initial_scale_power": 8, "loss_scale_window": 2}  # doubled in each half, and never too large
@@ -61,13 +64,16 @@ def world(layout: Case) -> int:
 
 @pytest.fixture(scope="module")
 def straight(ranks, prefix, tmp_path_factory):
-    """The run that never stopped, with the checkpoint that it wrote half-way: computed once for each layout and precision."""
+    """The run that never stopped, with the checkpoint that it wrote half-way: computed once for each layout and
+    precision."""
     known: dict[tuple[str, str], dict[str, Any]] = {}
 
     def run(layout: str, precision: str) -> dict[str, Any]:
         if (layout, precision) not in known:
             config = configuration(BITWISE[layout], prefix, precision, tmp_path_factory.mktemp("run"))
-            known[layout, precision] = ranks.run(world(BITWISE[layout]), jobs_training.train_and_save, config, HALF, HALF)[0]
+            known[layout, precision] = ranks.run(
+                world(BITWISE[layout]), jobs_training.train_and_save, config, HALF, HALF
+            )[0]
         return known[layout, precision]
 
     return run
@@ -94,10 +100,15 @@ def test_resuming_is_bitwise_the_run_that_never_stopped(layout, precision, ranks
         assert got["losses"] == expected["losses"][HALF:]
         assert got["grad_norms"] == expected["grad_norms"][HALF:]
         assert not differing(got["tensors"], expected["tensors"])
-        assert len(differing(got["started"], got["tensors"])) == len(got["tensors"]), "the second half changes every tensor"
+        assert len(differing(got["started"], got["tensors"])) == len(got["tensors"]), (
+            "the second half changes every tensor"
+        )
 
 
-CONTINUED = [*product(OTHERS, LAYOUTS, ["fp64"]), *((other, "single", "fp32") for other in ("dp4-zero1", "tp2-pp2-zb-v"))]
+CONTINUED = [
+    *product(OTHERS, LAYOUTS, ["fp64"]),
+    *((other, "single", "fp32") for other in ("dp4-zero1", "tp2-pp2-zb-v")),
+]
 
 
 @pytest.mark.parametrize(("other", "saved", "precision"), CONTINUED)
@@ -125,7 +136,8 @@ def test_restored_tensors_are_the_same_bits_and_no_sample_is_lost(number, reshar
 
 
 def test_a_run_that_changes_its_schedule_at_every_checkpoint_is_bitwise_the_run_that_does_not(ranks, prefix, tmp_path):
-    """Untied, without clipping. zb-h2 and zb-v are in the middle of a step when they save: it ends without being told to."""
+    """Untied, without clipping. zb-h2 and zb-v are in the middle of a step when they save: it ends without being told
+    to."""
     schedules = ("1f1b", "zb-h2", "interleaved-3", "zb-v", "v-half", "zb-h1", "interleaved-2", "gpipe")
 
     def configuration_of(schedule: str, load: str, steps: int) -> dict[str, Any]:
@@ -149,7 +161,9 @@ def test_a_warm_start_takes_the_weights_and_nothing_else(ranks, prefix, straight
     origin = straight("tp2-pp2-dp2-zero1", "fp32")
     resumed = configuration(LAYOUTS["single"], prefix, "fp32", tmp_path, checkpoint={"load": origin["directory"]})
     weights = ranks.run(1, jobs_training.resume, resumed, 0)[0]["started"]
-    config = configuration(OTHERS["pp4"], prefix, "fp32", tmp_path, model={"init_from": origin["directory"]}, train={"steps": 3})
+    config = configuration(
+        OTHERS["pp4"], prefix, "fp32", tmp_path, model={"init_from": origin["directory"]}, train={"steps": 3}
+    )
     for got in ranks.run(4, jobs_training.resume, config, 2):
         assert got["place"] == {"step": 0, "samples": 0, "skipped": 0}
         for name, value in got["started"].items():

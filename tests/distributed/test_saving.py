@@ -52,7 +52,9 @@ def test_a_save_in_the_background_is_the_one_in_the_foreground(layout, ranks, pr
         first, second = found["first"], found["second"]
         assert first["error"] is None is second["error"]
         assert first["held"] < first["durable"], "training went on before the disk had taken anything"
-        assert second["started"] + second["held"] >= first["started"] + first["durable"], "the second one has waited for the first"
+        assert second["started"] + second["held"] >= first["started"] + first["durable"], (
+            "the second one has waited for the first"
+        )
     for directory in map(Path, directories):
         saved = tmp_path / "beside" / "run" / "checkpoints" / directory.name
         assert jobs_saving.content_of(saved) == jobs_saving.content_of(directory)
@@ -80,7 +82,8 @@ def test_what_changes_after_the_copy_is_not_saved(tmp_path):
     ids=["waiting steps", "in the background", "optimistic steps"],
 )
 def test_by_time_all_ranks_save_after_the_same_step(layout, background, timed, ranks, prefix, tmp_path):
-    """A step takes an hour on rank 0's clock, and a save is due after 2.5. An optimistic step is known with the next one."""
+    """A step takes an hour on rank 0's clock, and a save is due after 2.5. An optimistic step is known with the next
+    one."""
     options = {"minutes": 150.0, "async_save": background}
     config = configuration(layout, prefix, tmp_path, checkpoint=options, train={"steps": 14, "grad_clip": 1e6})
     expected = [(checkpoint.step_name(step), True) for step in timed] + [(checkpoint.step_name(14), False)]
@@ -90,7 +93,9 @@ def test_by_time_all_ranks_save_after_the_same_step(layout, background, timed, r
     assert checkpoint.manifest_of(tmp_path / "run" / "checkpoints" / left[0]).state["timed"] is True
 
 
-@pytest.mark.parametrize("options, saved", [({"interval": 10}, [10, 14]), ({"minutes": None}, [14])], ids=["an interval", "off"])
+@pytest.mark.parametrize(
+    "options, saved", [({"interval": 10}, [10, 14]), ({"minutes": None}, [14])], ids=["an interval", "off"]
+)
 def test_with_an_interval_or_without_minutes_nothing_is_saved_by_time(options, saved, ranks, prefix, tmp_path):
     config = configuration(TWO_RANKS, prefix, tmp_path, checkpoint=options, train={"steps": 14})
     expected = [(checkpoint.step_name(step), False) for step in saved]
@@ -100,14 +105,17 @@ def test_with_an_interval_or_without_minutes_nothing_is_saved_by_time(options, s
 @pytest.fixture(scope="module")
 def undisturbed(ranks, prefix, tmp_path_factory) -> Path:
     """checkpoints/ of a run of six steps that saves every second one."""
-    config = configuration(TWO_RANKS, prefix, tmp_path_factory.mktemp("well"), checkpoint={"interval": 2}, train={"steps": 6})
+    config = configuration(
+        TWO_RANKS, prefix, tmp_path_factory.mktemp("well"), checkpoint={"interval": 2}, train={"steps": 6}
+    )
     ranks.run(2, jobs_saving.fit_to_the_end, config)
     return Path(config["run"]["dir"], "run", "checkpoints")
 
 
 @pytest.mark.parametrize(("full", "background"), [(0, False), (1, True)], ids=["at once", "in the background"])
 def test_training_goes_on_when_the_disk_is_full(full, background, ranks, prefix, undisturbed, tmp_path):
-    """The kernel refuses what one rank writes after step 4. What it had written goes at once, step 6 is saved, nothing else differs."""
+    """The kernel refuses what one rank writes after step 4. What it had written goes at once, step 6 is saved, nothing
+    else differs."""
     saves = {"interval": 2, "async_save": background}
     config = configuration(TWO_RANKS, prefix, tmp_path, checkpoint=saves, train={"steps": 6})
     assert ranks.run(2, jobs_saving.fit_with_full_disk, config, full, 4, 4) == [(6, "", False)] * 2

@@ -1,4 +1,5 @@
-"""Collectives through shared memory give the bits of those through sockets, in any order of waiting, and never wait for ever."""
+"""Collectives through shared memory give the bits of those through sockets, in any order of waiting, and never wait for
+ever."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ def both_ways(context: Any, dtype: torch.dtype) -> list[tuple[str, bool]]:
         x = torch.randn(context.world * rows, generator=generator).to(dtype)
         for operation in OPERATIONS:
             before = axis.shared.published
-            result, expected = operation(x.clone(), axis).wait(), operation(x.clone(), replace(axis, shared=None)).wait()
+            result, expected = (
+                operation(x.clone(), axis).wait(),
+                operation(x.clone(), replace(axis, shared=None)).wait(),
+            )
             found.append((f"{operation.__name__} of {x.nbytes} bytes", torch.equal(result, expected)))
             found.append(("goes through memory where it fits", axis.shared.published > before or x.nbytes > SLOT_BYTES))
     return found
@@ -47,7 +51,8 @@ def test_gives_the_bits_of_sockets(world, dtype, ranks):
 
 
 def two_at_a_time(context: Any, rounds: int) -> bool:
-    """Two collectives under way, awaited in either order, by ranks that are late at random; True if every result is right."""
+    """Two collectives under way, awaited in either order, by ranks that are late at random; True if every result is
+    right."""
     axis, late, right = plain_mesh(context, tp=context.world).tp, random.Random(context.rank), True
     order = random.Random(0)
     for number in range(rounds):

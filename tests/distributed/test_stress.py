@@ -1,4 +1,5 @@
-"""Whatever the timing of ranks and messages, a run gives the same numbers, bit for bit, and never hangs. Long form: tests/matrix.py."""
+"""Whatever the timing of ranks and messages, a run gives the same numbers, bit for bit, and never hangs. Long form:
+tests/matrix.py."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import pytest
 from tests.distributed.support import delays
 from tests.distributed.support.configs import write_tokens
 
-# Five: each kind of backward (whole, split, split on a V), odd numbers of ranks, and everything inside. The long form has every schedule.
+# Five: each kind of backward (whole, split, split on a V), odd numbers of ranks, and everything inside. The long form
+# has every schedule.
 ROUNDS = [("pp8-1f1b", 1), ("pp3-interleaved-2", 3), ("pp5-zb-h2", 6), ("pp4-zb-v", 7), ("tp2-pp2-dp2-zb-v", 10)]
 
 

@@ -1,4 +1,5 @@
-"""Whole runs through torchrun: a signal to one worker, the time limit, resuming, and a configuration that can not run."""
+"""Whole runs through torchrun: a signal to one worker, the time limit, resuming, and a configuration that can not
+run."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def command(run: Path, prefix: str, *arguments: str) -> list[str]:
 
 def start(arguments: list[str]) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -109,7 +112,8 @@ def test_a_signal_to_one_worker_saves_and_ends_all_and_the_run_resumes_until_its
     ids=["killed", "stopped", "killed, tp"],
 )
 def test_a_rank_that_is_gone_is_named_by_all_others(tmp_path, layout, end):
-    """Killed, its connections close, or its process is seen to be gone; stopped, it does not answer in time. Nobody ever hangs."""
+    """Killed, its connections close, or its process is seen to be gone; stopped, it does not answer in time. Nobody
+    ever hangs."""
     run, prefix = tmp_path / "run", write_tokens(tmp_path, 96)
     axis, size = layout.split()
     options = ["--run.timeout", "15s", "--train.global_batch_size", "6", "--dp", "1", f"--{axis}", size]
@@ -172,7 +176,9 @@ def test_a_run_killed_on_four_ranks_goes_on_with_two(tmp_path, ranks):
     arguments[arguments.index("--nproc-per-node") + 1] = "4"
     status, output = finish(start(arguments))
     assert status != 0 and checkpoint_step(run) == 4, output
-    assert re.search(r"Root Cause.*\n.*\n.*\n.*\n.*rank +: 3 .*\n.*exitcode +: -9", output), "torchrun's report names it, too"
+    assert re.search(r"Root Cause.*\n.*\n.*\n.*\n.*rank +: 3 .*\n.*exitcode +: -9", output), (
+        "torchrun's report names it, too"
+    )
     lost = "rank 3 was lost first: its process has ended"
     assert (run / "crash.md").read_text().partition("```\n")[2].startswith(lost)
     assert json.loads((run / "summary.json").read_text())["reason"].startswith(lost)
@@ -185,11 +191,14 @@ def test_a_run_killed_on_four_ranks_goes_on_with_two(tmp_path, ranks):
 
 
 def test_a_wrong_configuration_is_one_message(tmp_path):
-    """torchrun turns the workers' exit status 2 into 1 and prints its own report, which names one rank and ends with our message."""
+    """torchrun turns the workers' exit status 2 into 1 and prints its own report, which names one rank and ends with
+    our message."""
     status, output = finish(start(command(tmp_path / "run", write_tokens(tmp_path, 96), "--tp", "3", "--dp", "1")))
     assert status == 1 and output.count("parallel.tp = 3") == 2, output
     assert "pretrain.py FAILED" in output and "exitcode  : 2" in output, output
-    assert "parallel.tp = 3 does not divide" in output.splitlines()[-2] and set(output.splitlines()[-1]) == {"="}, output
+    assert "parallel.tp = 3 does not divide" in output.splitlines()[-2] and set(output.splitlines()[-1]) == {"="}, (
+        output
+    )
     assert str(ROOT / "megalite") not in output, "no frame of ours is shown"
 
 

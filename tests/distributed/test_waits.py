@@ -1,4 +1,5 @@
-"""What a step over several ranks asks of a GPU: the host waits for its results, and for the numbers of rows that go to experts.
+"""What a step over several ranks asks of a GPU: the host waits for its results, and for the numbers of rows that go to
+experts.
 
 While it does, the device has other work (`tests.device_rules`).
 """
@@ -17,8 +18,19 @@ from tests.distributed.support.jobs_waits import waits
 EXPERTS = {**MIXTURE, "mlp_only_layers": []}
 CASES: dict[str, dict[str, Any]] = {
     "rows sent, capacity": {"zero": 1, "ep": 2, "model": EXPERTS | {"expert_capacity_factor": 0.7}},
-    "rows gathered, biases": {"zero": 2, "ep": 2, "dispatch": "all_gather", "model": EXPERTS | {"router_balance": "bias"}},
-    "experts over tp": {"dp": 1, "tp": 2, "ep": 2, "sequence_parallel": True, "model": EXPERTS | {"router_balance": "sequence"}},
+    "rows gathered, biases": {
+        "zero": 2,
+        "ep": 2,
+        "dispatch": "all_gather",
+        "model": EXPERTS | {"router_balance": "bias"},
+    },
+    "experts over tp": {
+        "dp": 1,
+        "tp": 2,
+        "ep": 2,
+        "sequence_parallel": True,
+        "model": EXPERTS | {"router_balance": "sequence"},
+    },
     "weights gathered, recomputed": {"zero": 3, "recompute": "full", "masked": True, "model": {}},
     "replicas, Muon": {"zero": 0, "optimizer": "muon", "model": {}},
     "context": {"dp": 1, "cp": 2, "context": "ring", "model": {}},
@@ -34,12 +46,27 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_host_waits_for_nothing_that_is_queued_later(case: dict[str, Any], ranks: Any, prefix: str) -> None:
-    case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 2, "masked": False, "dropout": 0.0, "dp": 2} | case
+    case = {
+        **SINGLE,
+        "tied": False,
+        "kv_heads": 2,
+        "vocab_size": 96,
+        "layers": 2,
+        "masked": False,
+        "dropout": 0.0,
+        "dp": 2,
+    } | case
     config = config_of(case, prefix, "bf16", model=case["model"])
-    config["train"] |= {"grad_clip": 1e3, "global_batch_size": 4, "micro_batch_size": 4 // (case["dp"] * case["microbatches"])}
+    config["train"] |= {
+        "grad_clip": 1e3,
+        "global_batch_size": 4,
+        "micro_batch_size": 4 // (case["dp"] * case["microbatches"]),
+    }
     config["parallel"] |= {"ep": case.get("ep", 1), "expert_dispatch": case.get("dispatch", "all_to_all")}
     counted = 2 if case.get("ep", 1) > 1 else 0  # once for each layer
     for faults, waited in ranks.run(2, waits, config):
         assert not faults and len(waited) == counted + 1
-        assert all(ASIDE in each and "mm" in each for each in waited[:counted]), "the shared expert is queued when the host waits"
+        assert all(ASIDE in each and "mm" in each for each in waited[:counted]), (
+            "the shared expert is queued when the host waits"
+        )
         assert waited[-1], "so is the update"

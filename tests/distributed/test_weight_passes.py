@@ -18,7 +18,8 @@ MICROBATCHES = 4
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2", "zb-v", "v-half"])
 def test_matrices_wait_for_their_weight_pass_and_buckets_for_their_last_matrix(schedule, recompute, ranks, tmp_path):
-    """Each pass changes exactly the accumulated gradients that it should, and a bucket is reduced the moment it is complete."""
+    """Each pass changes exactly the accumulated gradients that it should, and a bucket is reduced the moment it is
+    complete."""
     case = {**MODEL, "pp": 2, "dp": 2, "microbatches": MICROBATCHES, "schedule": schedule, "recompute": recompute}
     config = config_of(case, write_tokens(tmp_path, case["vocab_size"]))
     results = ranks.run(4, jobs_schedules.weight_passes, config)
@@ -30,11 +31,17 @@ def test_matrices_wait_for_their_weight_pass_and_buckets_for_their_last_matrix(s
             of_stage = found["stages"][event["stage"]]
             expected = [name for name, by_weight_pass in of_stage.items() if by_weight_pass == (event["kind"] == "W")]
             contributions.update(expected)
-            complete = [bucket for bucket in found["buckets"] if all(contributions[name] == MICROBATCHES for name in bucket)]
+            complete = [
+                bucket for bucket in found["buckets"] if all(contributions[name] == MICROBATCHES for name in bucket)
+            ]
             assert set(expected) <= set(event["changed"])
             reduced.update(*complete)
             assert set(event["changed"]) - set(expected) <= reduced
             assert event["reductions"] == len(complete)
-        assert set(contributions.values()) == {MICROBATCHES} and len(contributions) == sum(map(len, found["stages"].values()))
+        assert set(contributions.values()) == {MICROBATCHES} and len(contributions) == sum(
+            map(len, found["stages"].values())
+        )
         assert len(complete) == len(found["buckets"]) > 1
-    assert any(one == other == "B" for found in results for (one, _), (other, _) in pairwise(found["plan"])), "some are put off"
+    assert any(one == other == "B" for found in results for (one, _), (other, _) in pairwise(found["plan"])), (
+        "some are put off"
+    )

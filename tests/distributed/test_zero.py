@@ -58,7 +58,9 @@ def test_is_one_process(layout, zero, ranks, references, prefix):
 @pytest.mark.parametrize("layout", ["dp 2", "dp 4, tied", "tp 2, pp 2, dp 2"])
 def test_stages_are_bitwise_equal_with_one_microbatch(layout, ranks, prefix):
     """With more, stage 2 adds the ranks of each microbatch before it adds microbatches: another order."""
-    one, *others = [run(ranks, prefix, {**MODEL, **SHARDED[layout], "microbatches": 1, "zero": zero})[0] for zero in (1, 2, 3)]
+    one, *others = [
+        run(ranks, prefix, {**MODEL, **SHARDED[layout], "microbatches": 1, "zero": zero})[0] for zero in (1, 2, 3)
+    ]
     for other in others:
         assert one["losses"] == other["losses"]
         assert all(torch.equal(value, other["tensors"][name]) for name, value in one["tensors"].items())
@@ -79,19 +81,26 @@ FORMULAS = {  # g: bytes of a gradient
     2: lambda n, g: 2 + (g + 12) / n,
     3: lambda n, g: (2 + g + 12) / n,
 }
-CASES = [*((zero, size, "wide") for zero in FORMULAS for size in (2, 3, 4)), (3, 8, "wide"), *((zero, 2, "bf16") for zero in FORMULAS)]
+CASES = [
+    *((zero, size, "wide") for zero in FORMULAS for size in (2, 3, 4)),
+    (3, 8, "wide"),
+    *((zero, 2, "bf16") for zero in FORMULAS),
+]
 
 
 @pytest.mark.parametrize("zero, size, grad_dtype", CASES)
 def test_bytes_per_parameter_are_those_of_the_formula(zero, size, grad_dtype, ranks, prefix):
-    """bf16: weights of 2 bytes, fp32 master weights and moments, gradients of 4 or 2; a model of 20 million parameters."""
+    """bf16: weights of 2 bytes, fp32 master weights and moments, gradients of 4 or 2; a model of 20 million
+    parameters."""
     case = {**MODEL, "dp": size, "zero": zero}
     config = config_of(case, prefix, "bf16")
     config["model"] |= {"hidden_size": 464, "intermediate_size": 1392, "num_hidden_layers": 8, "num_attention_heads": 8}
     config["train"] |= {"global_batch_size": size, "micro_batch_size": 1, "grad_dtype": grad_dtype}
     for found, expected, parameters in ranks.run(size, model_state_bytes, config):
         assert 19e6 < parameters < 21e6
-        assert sum(found) / parameters == pytest.approx(FORMULAS[zero](size, 2 if grad_dtype == "bf16" else 4), rel=0.02)
+        assert sum(found) / parameters == pytest.approx(
+            FORMULAS[zero](size, 2 if grad_dtype == "bf16" else 4), rel=0.02
+        )
         assert found == expected
 
 
@@ -126,10 +135,12 @@ def gathering_of_a_step(context: Any, config: dict[str, Any]) -> tuple[int, int]
 @pytest.mark.parametrize("reshard", ["action", "step"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_weights_are_gathered_as_often_as_planned(reshard, schedule, ranks, prefix):
-    """A unit is a bucket here. Per use: each microbatch walks up the units and down again, without the embedding; the head is used twice
-    in a row and gathered once. Per step: each unit once."""
+    """A unit is a bucket here. Per use: each microbatch walks up the units and down again, without the embedding; the
+    head is used twice in a row and gathered once. Per step: each unit once."""
     layers, microbatches = 5, 4
-    config = config_of({**MODEL, "layers": layers, "dp": 2, "zero": 3, "microbatches": microbatches, "schedule": schedule}, prefix)
+    config = config_of(
+        {**MODEL, "layers": layers, "dp": 2, "zero": 3, "microbatches": microbatches, "schedule": schedule}, prefix
+    )
     config["parallel"] |= {"zero3_reshard": reshard, "bucket_mb": 1e-6}
     gathered, most = ranks.run(2, gathering_of_a_step, config)[0]
     units = layers + 2
@@ -153,4 +164,7 @@ def test_bf16_gradients_follow_fp32_ones(zero, ranks, prefix):
     case = {**MODEL, "dp": 2, "zero": zero, "microbatches": 4}
     wide, narrow = (run(ranks, prefix, case, "bf16", grad_dtype=dtype)[0] for dtype in ("wide", "bf16"))
     assert narrow["losses"] == pytest.approx(wide["losses"], rel=1e-3)
-    assert narrow["grad_norms"] == pytest.approx(wide["grad_norms"], rel=2e-2) and narrow["grad_norms"] != wide["grad_norms"]
+    assert (
+        narrow["grad_norms"] == pytest.approx(wide["grad_norms"], rel=2e-2)
+        and narrow["grad_norms"] != wide["grad_norms"]
+    )

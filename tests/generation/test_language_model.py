@@ -1,4 +1,5 @@
-"""Generation: cached logits and tokens against transformers, under every layout, in batches; draws; and text piece by piece."""
+"""Generation: cached logits and tokens against transformers, under every layout, in batches; draws; and text piece by
+piece."""
 
 from __future__ import annotations
 
@@ -43,7 +44,16 @@ NAMES = [
     "granite",
     "nemotron",
 ]
-NAMES += ["stablelm, parallel, biases", "gpt_neox", "olmo3, yarn rope", "gemma3", "glm", "glm4", "cohere, norms of each head", "cohere2"]
+NAMES += [
+    "stablelm, parallel, biases",
+    "gpt_neox",
+    "olmo3, yarn rope",
+    "gemma3",
+    "glm",
+    "glm4",
+    "cohere, norms of each head",
+    "cohere2",
+]
 NAMES += ["falcon, one key-value head", "falcon, new architecture", "ministral, some windows"]
 NAMES += ["mixtral", "olmoe", "qwen3_moe", "deepseek_v2, lite, yarn rope", "deepseek_v3", "gpt_oss", "glm4_moe"]
 LAYOUTS = [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"cp": 2}, {"cp": 2, "tp": 2}]
@@ -58,7 +68,9 @@ def prompts() -> list[list[int]]:
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """hf:DIR of each of `NAMES`, in fp32."""
     place = tmp_path_factory.mktemp("models")
-    return {name: f"hf:{write(CASES[name]._replace(dtype=torch.float32), place / str(i))}" for i, name in enumerate(NAMES)}
+    return {
+        name: f"hf:{write(CASES[name]._replace(dtype=torch.float32), place / str(i))}" for i, name in enumerate(NAMES)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +92,9 @@ def steps(model: LanguageModel, rows: list[list[int]], tokens: list[list[int]]) 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_and_logits_are_those_of_transformers(name: str, sources: dict[str, str], prompts: list[list[int]]) -> None:
+def test_tokens_and_logits_are_those_of_transformers(
+    name: str, sources: dict[str, str], prompts: list[list[int]]
+) -> None:
     """Rows of unequal lengths side by side, against transformers on each alone; and the same logits without a cache."""
     model = LanguageModel(sources[name])
     tokens = list(model.continuations(prompts, COUNT, Sampling(temperature=0.0)))
@@ -96,8 +110,8 @@ def test_tokens_and_logits_are_those_of_transformers(name: str, sources: dict[st
 
 
 def test_longrope_has_the_factors_of_each_rows_length(tmp_path: Path) -> None:
-    """transformers reads a row that grows beyond the original context again: all keys have the long factors then. Padding does not count,
-    nor do other rows."""
+    """transformers reads a row that grows beyond the original context again: all keys have the long factors then.
+    Padding does not count, nor do other rows."""
     source = f"hf:{write(CASES['phi3, longrope']._replace(dtype=torch.float32), tmp_path / 'phi')}"
     model, theirs = LanguageModel(source), load(tmp_path / "phi")
     assert model.config.model.longrope_context == 16
@@ -132,7 +146,9 @@ def test_every_layout_says_the_same(layout: dict[str, int], sources, prompts, al
             assert got["drawn"] == expected["drawn"] != expected["greedy"]
             assert (got["likely"][0] - expected["likely"][0]).abs().max() <= 1e-5
             assert got["likely"][1].equal(expected["likely"][1])
-            assert got["answer"] == pytest.approx(expected["answer"], abs=1e-5), "one token, of which a cp rank has none"
+            assert got["answer"] == pytest.approx(expected["answer"], abs=1e-5), (
+                "one token, of which a cp rank has none"
+            )
 
 
 def test_latents_and_sinks_are_read_in_parts_too(sources, prompts, ranks: RankPool) -> None:
@@ -145,7 +161,9 @@ def test_latents_and_sinks_are_read_in_parts_too(sources, prompts, ranks: RankPo
                 assert (got["likely"][0] - expected["likely"][0]).abs().max() <= 1e-5
 
 
-def test_log_probabilities_are_those_of_the_logits(sources: dict[str, str], prompts: list[list[int]], alone: list[dict]) -> None:
+def test_log_probabilities_are_those_of_the_logits(
+    sources: dict[str, str], prompts: list[list[int]], alone: list[dict]
+) -> None:
     for name, found in zip(SPREAD, alone, strict=True):
         logits = LanguageModel(sources[name]).logits(prompts)
         assert logits is not None
@@ -159,7 +177,8 @@ def test_log_probabilities_are_those_of_the_logits(sources: dict[str, str], prom
 
 
 def test_memory_is_the_window_and_the_precision_that_is_asked_for(sources: dict[str, str]) -> None:
-    """A window's layers keep that many positions (and one that takes what is not kept); bf16 weights have no copy in fp32."""
+    """A window's layers keep that many positions (and one that takes what is not kept); bf16 weights have no copy in
+    fp32."""
     model = LanguageModel(sources["smollm3, windows"], precision="bf16")
     windows = [model.config.model.window(layer) for layer in range(3)]
     assert None in windows and 5 in windows
@@ -174,7 +193,13 @@ def test_memory_is_the_window_and_the_precision_that_is_asked_for(sources: dict[
 def test_training_options_do_not_matter() -> None:
     trained = {"train": {"precision": "bf16", "recompute": "full"}, "parallel": {"tp": 4, "pp": 2, "dp": 2, "zero": 3}}
     made = for_inference(from_dict(trained), pp=3)
-    assert (made.train.precision, made.train.recompute, made.parallel.tp, made.parallel.pp, made.parallel.zero) == ("fp32", "none", 1, 3, 0)
+    assert (made.train.precision, made.train.recompute, made.parallel.tp, made.parallel.pp, made.parallel.zero) == (
+        "fp32",
+        "none",
+        1,
+        3,
+        0,
+    )
 
 
 def test_experts_are_split_over_tensor_parallel_ranks() -> None:
@@ -208,11 +233,15 @@ def expected_probabilities(logits: list[float], sampling: Sampling) -> list[floa
         if covered < sampling.top_p:
             kept.append(token)
         covered += weights[token] / total
-    return [weights[token] / sum(weights[each] for each in kept) if token in kept else 0.0 for token in range(len(logits))]
+    return [
+        weights[token] / sum(weights[each] for each in kept) if token in kept else 0.0 for token in range(len(logits))
+    ]
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(1.0, 0), Sampling(0.5, 4), Sampling(2.0, 0, 0.7), Sampling(1.3, 6, 0.5), Sampling(1.0, 0, 1e-9)], ids=str
+    "sampling",
+    [Sampling(1.0, 0), Sampling(0.5, 4), Sampling(2.0, 0, 0.7), Sampling(1.3, 6, 0.5), Sampling(1.0, 0, 1e-9)],
+    ids=str,
 )
 def test_draws_have_the_probabilities_of_the_logits(sampling: Sampling) -> None:
     """Numbers that are spread evenly over [0, 1) give each token as often as it is likely."""

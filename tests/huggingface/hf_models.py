@@ -1,4 +1,5 @@
-"""Random-weight Hugging Face models of every family that is converted, in tiny shapes, as directories that transformers has written."""
+"""Random-weight Hugging Face models of every family that is converted, in tiny shapes, as directories that transformers
+has written."""
 
 from __future__ import annotations
 
@@ -10,13 +11,39 @@ from torch import Tensor
 
 ROUTER_BIAS = "e_score_correction_bias"
 VOCAB = 101  # odd, so that it is padded under every tp size
-SIZES = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 # No pad_token_id: transformers would not train its row of the embedding.
-SIZES |= {"vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+SIZES |= {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
-GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2}
+GPT2 = {
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 BF16 = torch.bfloat16
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 9.0]}
@@ -31,17 +58,36 @@ FALCON = {key: value for key, value in ALL_HEADS.items() if key != "intermediate
 EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
 NARROW = EXPERTS | {"num_experts": 6, "moe_intermediate_size": 24}
 SHARED = {"shared_expert_intermediate_size": 40}
-LATENT = ALL_HEADS | {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 6, "first_k_dense_replace": 1}
-LATENT |= {"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2}
+LATENT = ALL_HEADS | {
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 6,
+    "first_k_dense_replace": 1,
+}
+LATENT |= {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+}
 OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 5}
 OSS |= {"rope_parameters": YARN | {"beta_fast": 4, "beta_slow": 1, "truncate": False, "rope_theta": 1e3}}
-GLM_MOE = {"head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.5}
+GLM_MOE = {
+    "head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.5,
+}
 MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 4, "beta_slow": 1, "rope_theta": 1e3}
 GROUPS = {"n_group": 4, "topk_group": 2}
 
 
 class Case(NamedTuple):
-    """A model: its configuration class in transformers without the suffix, its fields, the dtype of its weights, and the size of files."""
+    """A model: its configuration class in transformers without the suffix, its fields, the dtype of its weights, and
+    the size of files."""
 
     family: str
     fields: dict[str, Any]
@@ -52,15 +98,23 @@ class Case(NamedTuple):
 CASES = {
     "llama, one key-value head": Case("Llama", SIZES | UNTIED | {"num_key_value_heads": 1}, shard="20KB"),
     "llama, tied, llama3 rope": Case("Llama", SIZES | TIED | {"rope_parameters": LLAMA3 | {"rope_theta": 500.0}}),
-    "llama, linear rope": Case("Llama", SIZES | UNTIED | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+    "llama, linear rope": Case(
+        "Llama", SIZES | UNTIED | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}
+    ),
     "llama, yarn rope": Case("Llama", SIZES | UNTIED | {"rope_parameters": YARN | {"rope_theta": 1e4}}, BF16),
-    "llama, biases, head_dim": Case("Llama", SIZES | UNTIED | {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
+    "llama, biases, head_dim": Case(
+        "Llama", SIZES | UNTIED | {"attention_bias": True, "mlp_bias": True, "head_dim": 12}
+    ),
     "mistral, window": Case("Mistral", SIZES | UNTIED | {"sliding_window": 5}, BF16, "20KB"),
     "mistral, head_dim": Case("Mistral", SIZES | TIED | {"head_dim": 12, "sliding_window": None}),
     "qwen2, tied": Case("Qwen2", SIZES | TIED, BF16),
-    "qwen2, windows": Case("Qwen2", SIZES | UNTIED | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen2, windows": Case(
+        "Qwen2", SIZES | UNTIED | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    ),
     "qwen3, tied": Case("Qwen3", SIZES | TIED | {"head_dim": 12}),
-    "qwen3, yarn rope": Case("Qwen3", SIZES | UNTIED | {"head_dim": 8, "rope_parameters": YARN | {"beta_fast": 4, "rope_theta": 1e3}}),
+    "qwen3, yarn rope": Case(
+        "Qwen3", SIZES | UNTIED | {"head_dim": 8, "rope_parameters": YARN | {"beta_fast": 4, "rope_theta": 1e3}}
+    ),
     "olmo2": Case("Olmo2", SIZES | UNTIED, shard="20KB"),
     "olmo2, tied, all heads": Case("Olmo2", SIZES | TIED | {"num_key_value_heads": 4}, BF16),
     "phi3": Case("Phi3", SIZES | UNTIED),
@@ -69,26 +123,46 @@ CASES = {
     "gemma, one key-value head": Case("Gemma", SIZES | {"head_dim": 8, "num_key_value_heads": 1}, shard="20KB"),
     "gemma2": Case("Gemma2", SIZES | {"head_dim": 12, "query_pre_attn_scalar": 24, "sliding_window": 5}),
     "gemma2, caps that act": Case(
-        "Gemma2", SIZES | {"head_dim": 8, "sliding_window": 6, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.0}, BF16
+        "Gemma2",
+        SIZES | {"head_dim": 8, "sliding_window": 6, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.0},
+        BF16,
     ),
     "smollm3": Case("SmolLM3", SIZES | TIED | {"no_rope_layer_interval": 2}),
-    "smollm3, windows": Case("SmolLM3", SIZES | UNTIED | {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 5}),
-    "phi3, partial rope, window": Case("Phi3", SIZES | UNTIED | {"head_dim": 8, "partial_rotary_factor": 0.75, "sliding_window": 7}),
-    "phi3, longrope": Case("Phi3", SIZES | TIED | {"partial_rotary_factor": 0.75, "rope_scaling": LONGROPE} | LONG, BF16),
+    "smollm3, windows": Case(
+        "SmolLM3", SIZES | UNTIED | {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 5}
+    ),
+    "phi3, partial rope, window": Case(
+        "Phi3", SIZES | UNTIED | {"head_dim": 8, "partial_rotary_factor": 0.75, "sliding_window": 7}
+    ),
+    "phi3, longrope": Case(
+        "Phi3", SIZES | TIED | {"partial_rotary_factor": 0.75, "rope_scaling": LONGROPE} | LONG, BF16
+    ),
     "starcoder2, window": Case("Starcoder2", SIZES | TIED | {"sliding_window": 5}, shard="20KB"),
     "starcoder2, no biases, head_dim": Case("Starcoder2", SIZES | UNTIED | {"use_bias": False, "head_dim": 12}, BF16),
     "granite": Case("Granite", SIZES | TIED | GRANITE),
-    "granite, biases": Case("Granite", SIZES | UNTIED | GRANITE | {"attention_bias": True, "logits_scaling": 7.0}, BF16, "20KB"),
+    "granite, biases": Case(
+        "Granite", SIZES | UNTIED | GRANITE | {"attention_bias": True, "logits_scaling": 7.0}, BF16, "20KB"
+    ),
     "nemotron": Case("Nemotron", SIZES | UNTIED | {"head_dim": 12}, shard="20KB"),
     "nemotron, tied, biases": Case("Nemotron", SIZES | TIED | {"attention_bias": True, "mlp_bias": True}, BF16),
     "stablelm": Case("StableLm", SIZES | UNTIED, BF16),
-    "stablelm, parallel, biases": Case("StableLm", SIZES | TIED | {"use_parallel_residual": True, "use_qkv_bias": True}, shard="20KB"),
-    "stablelm, norms of each head": Case("StableLm", SIZES | UNTIED | {"qk_layernorm": True, "use_parallel_residual": True}, shard="20KB"),
+    "stablelm, parallel, biases": Case(
+        "StableLm", SIZES | TIED | {"use_parallel_residual": True, "use_qkv_bias": True}, shard="20KB"
+    ),
+    "stablelm, norms of each head": Case(
+        "StableLm", SIZES | UNTIED | {"qk_layernorm": True, "use_parallel_residual": True}, shard="20KB"
+    ),
     "gpt_neox": Case("GPTNeoX", ALL_HEADS | UNTIED, shard="20KB"),
-    "gpt_neox, tied, in sequence": Case("GPTNeoX", ALL_HEADS | TIED | {"use_parallel_residual": False, "rotary_pct": 1.0}, BF16),
+    "gpt_neox, tied, in sequence": Case(
+        "GPTNeoX", ALL_HEADS | TIED | {"use_parallel_residual": False, "rotary_pct": 1.0}, BF16
+    ),
     "olmo3": Case("Olmo3", SIZES | UNTIED | {"sliding_window": 5, "num_hidden_layers": 4}),
-    "olmo3, yarn rope": Case("Olmo3", SIZES | TIED | {"sliding_window": 5, "layer_types": MIXED, "rope_scaling": YARN}, BF16, "20KB"),
-    "gemma3": Case("Gemma3Text", SIZES | {"head_dim": 12, "query_pre_attn_scalar": 24, "sliding_window": 5, "layer_types": MIXED}),
+    "olmo3, yarn rope": Case(
+        "Olmo3", SIZES | TIED | {"sliding_window": 5, "layer_types": MIXED, "rope_scaling": YARN}, BF16, "20KB"
+    ),
+    "gemma3": Case(
+        "Gemma3Text", SIZES | {"head_dim": 12, "query_pre_attn_scalar": 24, "sliding_window": 5, "layer_types": MIXED}
+    ),
     "gemma3, linear rope, cap": Case(
         "Gemma3Text",
         SIZES
@@ -98,7 +172,9 @@ CASES = {
         "20KB",
     ),
     "glm": Case("Glm", SIZES | UNTIED | {"head_dim": 8}, shard="20KB"),
-    "glm, tied, no biases": Case("Glm", SIZES | TIED | {"head_dim": 12, "attention_bias": False, "partial_rotary_factor": 1.0}, BF16),
+    "glm, tied, no biases": Case(
+        "Glm", SIZES | TIED | {"head_dim": 12, "attention_bias": False, "partial_rotary_factor": 1.0}, BF16
+    ),
     "glm4": Case("Glm4", SIZES | UNTIED | {"head_dim": 8}),
     "glm4, one key-value head": Case("Glm4", SIZES | TIED | {"head_dim": 12, "num_key_value_heads": 1}, BF16, "20KB"),
     "cohere": Case("Cohere", SIZES | TIED, shard="20KB"),
@@ -107,49 +183,80 @@ CASES = {
     "cohere2": Case("Cohere2", SIZES | TIED | {"sliding_window": 5, "layer_types": MIXED}),
     "cohere2, untied": Case("Cohere2", SIZES | UNTIED | {"sliding_window": 7, "num_hidden_layers": 4}, BF16, "20KB"),
     "falcon, one key-value head": Case("Falcon", FALCON | TIED, shard="20KB"),
-    "falcon, new architecture": Case("Falcon", FALCON | UNTIED | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
-    "falcon, new architecture, one norm": Case(
-        "Falcon", FALCON | TIED | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}, BF16
+    "falcon, new architecture": Case(
+        "Falcon", FALCON | UNTIED | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}
     ),
-    "falcon, in sequence, biases": Case("Falcon", FALCON | TIED | {"multi_query": False, "parallel_attn": False, "bias": True}),
+    "falcon, new architecture, one norm": Case(
+        "Falcon",
+        FALCON | TIED | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+        BF16,
+    ),
+    "falcon, in sequence, biases": Case(
+        "Falcon", FALCON | TIED | {"multi_query": False, "parallel_attn": False, "bias": True}
+    ),
     "ministral": Case("Ministral", SIZES | UNTIED | {"head_dim": 8, "sliding_window": 5}, shard="20KB"),
-    "ministral, some windows": Case("Ministral", SIZES | TIED | {"head_dim": 12, "sliding_window": 5, "layer_types": MIXED}, BF16),
+    "ministral, some windows": Case(
+        "Ministral", SIZES | TIED | {"head_dim": 12, "sliding_window": 5, "layer_types": MIXED}, BF16
+    ),
     "arcee": Case("Arcee", SIZES | UNTIED | {"head_dim": 12}, shard="20KB"),
     "arcee, tied, biases": Case("Arcee", SIZES | TIED | {"attention_bias": True, "mlp_bias": True}, BF16),
     "mixtral": Case("Mixtral", SIZES | UNTIED | EXPERTS | {"num_local_experts": 4}, shard="20KB"),
-    "mixtral, tied, window": Case("Mixtral", SIZES | TIED | EXPERTS | {"num_local_experts": 8, "sliding_window": 5}, BF16),
+    "mixtral, tied, window": Case(
+        "Mixtral", SIZES | TIED | EXPERTS | {"num_local_experts": 8, "sliding_window": 5}, BF16
+    ),
     "olmoe": Case("Olmoe", SIZES | UNTIED | EXPERTS | {"num_experts": 6}),
-    "olmoe, renormalized": Case("Olmoe", SIZES | TIED | EXPERTS | {"num_experts": 4, "norm_topk_prob": True}, BF16, "20KB"),
-    "qwen2_moe, a dense layer": Case("Qwen2Moe", SIZES | UNTIED | NARROW | SHARED | {"mlp_only_layers": [1]}, shard="20KB"),
-    "qwen2_moe, every second layer": Case("Qwen2Moe", SIZES | TIED | NARROW | SHARED | {"decoder_sparse_step": 2}, BF16),
+    "olmoe, renormalized": Case(
+        "Olmoe", SIZES | TIED | EXPERTS | {"num_experts": 4, "norm_topk_prob": True}, BF16, "20KB"
+    ),
+    "qwen2_moe, a dense layer": Case(
+        "Qwen2Moe", SIZES | UNTIED | NARROW | SHARED | {"mlp_only_layers": [1]}, shard="20KB"
+    ),
+    "qwen2_moe, every second layer": Case(
+        "Qwen2Moe", SIZES | TIED | NARROW | SHARED | {"decoder_sparse_step": 2}, BF16
+    ),
     "qwen3_moe": Case("Qwen3Moe", SIZES | UNTIED | NARROW | {"head_dim": 12, "norm_topk_prob": True}, shard="20KB"),
     "qwen3_moe, tied, not renormalized": Case("Qwen3Moe", SIZES | TIED | NARROW, BF16),
     "qwen2_moe, windows": Case(
-        "Qwen2Moe", SIZES | UNTIED | NARROW | SHARED | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
+        "Qwen2Moe",
+        SIZES | UNTIED | NARROW | SHARED | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
     ),
     "qwen3_moe, windows": Case("Qwen3Moe", SIZES | UNTIED | NARROW | {"use_sliding_window": True, "sliding_window": 5}),
     "deepseek_v2": Case(
         "DeepseekV2",
-        LATENT | UNTIED | GROUPS | {"q_lora_rank": 12, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0},
+        LATENT
+        | UNTIED
+        | GROUPS
+        | {"q_lora_rank": 12, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0},
         shard="20KB",
     ),
-    "deepseek_v2, lite, yarn rope": Case("DeepseekV2", LATENT | TIED | {"q_lora_rank": None, "rope_parameters": MSCALE}, BF16),
-    "deepseek_v3": Case("DeepseekV3", LATENT | UNTIED | GROUPS | {"q_lora_rank": 12, "rope_parameters": MSCALE}, shard="20KB"),
+    "deepseek_v2, lite, yarn rope": Case(
+        "DeepseekV2", LATENT | TIED | {"q_lora_rank": None, "rope_parameters": MSCALE}, BF16
+    ),
+    "deepseek_v3": Case(
+        "DeepseekV3", LATENT | UNTIED | GROUPS | {"q_lora_rank": 12, "rope_parameters": MSCALE}, shard="20KB"
+    ),
     "deepseek_v3, no groups, not renormalized": Case(
-        "DeepseekV3", LATENT | TIED | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}, BF16
+        "DeepseekV3",
+        LATENT | TIED | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+        BF16,
     ),
     "glm4_moe": Case("Glm4Moe", SIZES | UNTIED | GLM_MOE | {"use_qk_norm": True, "attention_bias": True}, shard="20KB"),
-    "glm4_moe, groups, tied": Case("Glm4Moe", SIZES | TIED | GLM_MOE | {"n_group": 4, "topk_group": 2, "norm_topk_prob": False}, BF16),
+    "glm4_moe, groups, tied": Case(
+        "Glm4Moe", SIZES | TIED | GLM_MOE | {"n_group": 4, "topk_group": 2, "norm_topk_prob": False}, BF16
+    ),
     "gpt_oss": Case("GptOss", SIZES | UNTIED | OSS, shard="20KB"),
     "gpt_oss, tied, linear rope": Case(
-        "GptOss", SIZES | TIED | OSS | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, BF16
+        "GptOss",
+        SIZES | TIED | OSS | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+        BF16,
     ),
     "gpt2": Case("GPT2", GPT2, shard="20KB"),
     "gpt2, untied, narrow": Case("GPT2", GPT2 | UNTIED | {"n_inner": 40}, BF16),
 }
 
-# The cases that are proved on ranks: one or more of each family, among them those whose tensors are hardest to split. These are one
-# key-value head for two ranks, norms with weights for each head, and the three orders of heads in Falcon's fused projection.
+# The cases that are proved on ranks: one or more of each family, among them those whose tensors are hardest to split.
+# These are one key-value head for two ranks, norms with weights for each head, and the three orders of heads in
+# Falcon's fused projection.
 LAYOUT_CASES = [
     "llama, one key-value head",
     "mistral, window",
@@ -200,7 +307,8 @@ def model_type(name: str) -> str:
 
 
 def make(case: Case) -> Any:
-    """The model, every weight of it different from what a family starts with: ones and zeros would hide one that is ignored."""
+    """The model, every weight of it different from what a family starts with: ones and zeros would hide one that is
+    ignored."""
     import transformers
 
     config = getattr(transformers, f"{case.family}Config")(**case.fields, attn_implementation="eager")
@@ -209,7 +317,9 @@ def make(case: Case) -> Any:
     with torch.no_grad():
         for value in model.parameters():
             value.add_(torch.randn_like(value), alpha=0.1)
-        biases = {name: value.normal_(std=0.1).clone() for name, value in model.named_buffers() if name.endswith(ROUTER_BIAS)}
+        biases = {
+            name: value.normal_(std=0.1).clone() for name, value in model.named_buffers() if name.endswith(ROUTER_BIAS)
+        }
     model = model.to(case.dtype)
     for name, value in biases.items():  # in fp32 in files of any dtype
         model.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = value
@@ -228,7 +338,13 @@ def write_multimodal(case: Case, directory: Path) -> Any:
 
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 28, "patch_size": 14}
-    tokens = {"mm_tokens_per_image": 4, "boi_token_index": 5, "eoi_token_index": 6, "image_token_index": 7, "eos_token_id": [2, 9]}
+    tokens = {
+        "mm_tokens_per_image": 4,
+        "boi_token_index": 5,
+        "eoi_token_index": 6,
+        "image_token_index": 7,
+        "eos_token_id": [2, 9],
+    }
     torch.manual_seed(0)
     config = Gemma3Config(text_config=case.fields, vision_config=vision, **tokens, attn_implementation="eager")
     model = Gemma3ForConditionalGeneration(config).eval()
@@ -245,17 +361,24 @@ def save(model: Any, case: Case, directory: Path) -> None:
 
 
 def as_in_files(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Parameters of a model, or their gradients, under the names of its files: in memory transformers stacks the experts of a layer."""
+    """Parameters of a model, or their gradients, under the names of its files: in memory transformers stacks the
+    experts of a layer."""
     mixtral = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
     found = {}
     for name, value in tensors.items():
         stem, _, stacked = name.rpartition(".experts.")
         if stem and value is not None:
-            parts = {"gate_proj": value.chunk(2, 1)[0], "up_proj": value.chunk(2, 1)[1]} if "gate" in stacked else {stacked: value}
+            parts = (
+                {"gate_proj": value.chunk(2, 1)[0], "up_proj": value.chunk(2, 1)[1]}
+                if "gate" in stacked
+                else {stacked: value}
+            )
             for part, experts in parts.items():
                 for number, expert in enumerate(experts):
                     found[f"{stem}.experts.{number}.{part}.weight"] = expert
-                    found[f"{stem.replace('mlp', 'block_sparse_moe')}.experts.{number}.{mixtral.get(part)}.weight"] = expert
+                    found[f"{stem.replace('mlp', 'block_sparse_moe')}.experts.{number}.{mixtral.get(part)}.weight"] = (
+                        expert
+                    )
         found |= {name: value, name.replace("mlp.gate.", "block_sparse_moe.gate."): value}
     return found
 
@@ -279,7 +402,13 @@ def logits_of(directory: Path, ids: Tensor) -> Tensor:
 def greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], Tensor]:
     """The greedy tokens of transformers' model and their logits [count, vocabulary], with its cache."""
     model.generation_config.eos_token_id = None
-    options = {"max_new_tokens": count, "do_sample": False, "use_cache": True, "output_logits": True, "return_dict_in_generate": True}
+    options = {
+        "max_new_tokens": count,
+        "do_sample": False,
+        "use_cache": True,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
     ids = torch.tensor([prompt])
     made = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
     return made.sequences[0, len(prompt) :].tolist(), torch.cat(made.logits)

@@ -1,4 +1,5 @@
-"""Adapters and their variants against PEFT: logits of the same adapter, merged and not; one step; the way in and out; what is refused."""
+"""Adapters and their variants against PEFT: logits of the same adapter, merged and not; one step; the way in and out;
+what is refused."""
 
 from __future__ import annotations
 
@@ -32,14 +33,26 @@ from tests.distributed.support.configs import write_tokens
 from tests.huggingface.hf_models import CASES, VOCAB, logits_of, make, random_ids, write
 
 SEQUENCE, BATCH, LR, DECAY, EPS = 24, 4, 1e-3, 0.1, 1e-8
-NAMES = ("llama, one key-value head", "phi3", "gpt_neox", "gpt2", "cohere, norms of each head", "mixtral", "qwen3_moe", "deepseek_v3")
+NAMES = (
+    "llama, one key-value head",
+    "phi3",
+    "gpt_neox",
+    "gpt2",
+    "cohere, norms of each head",
+    "mixtral",
+    "qwen3_moe",
+    "deepseek_v3",
+)
 NAMES += ("qwen2_moe, a dense layer", "glm4_moe", "gpt_oss")
 FUSED = ("deepseek_v3", "glm4_moe", "gpt_oss")
 RANKS: dict[str, Any] = {"ranks": {"v": 2, "down": 3}, "alphas": {"v": 5.0, "o": 7.0}}
 SHARED_RANKS: dict[str, Any] = {"ranks": {"down": 3}, "alphas": {"gate": 9.0}}
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama, one key-value head", {}),
-    "llama, DoRA": ("llama, one key-value head", {"dora": True, "scaling": "rslora", "modules_to_save": ["head", "norms"]}),
+    "llama, DoRA": (
+        "llama, one key-value head",
+        {"dora": True, "scaling": "rslora", "modules_to_save": ["head", "norms"]},
+    ),
     "phi3, ranks": ("phi3", RANKS | {"scaling": "rslora"}),
     "phi3, DoRA on a part of a module": ("phi3", {"targets": ["q", "v", "o", "down"], "dora": True} | RANKS),
     "gpt_neox": ("gpt_neox", {}),
@@ -48,12 +61,26 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2, DoRA, ranks": ("gpt2", {"dora": True} | RANKS),
     "cohere, norms of each head": ("cohere, norms of each head", {"modules_to_save": ["norms"]}),
     "mixtral, experts": ("mixtral", {"targets": ["q", "v", "experts.in", "experts.down"], "scaling": "rslora"}),
-    "qwen3_moe, a part of experts": ("qwen3_moe", {"targets": ["o", "experts.down"], "ranks": {"experts.down": 2}, "alphas": {"o": 7.0}}),
-    "qwen2_moe, DoRA on dense and shared": ("qwen2_moe, a dense layer", {"targets": ["k", "gate", "down"], "dora": True}),
-    "deepseek_v3, dense and shared": ("deepseek_v3", {"targets": ["kv_b", "gate", "up", "down"], "dropout": 0.1} | SHARED_RANKS),
+    "qwen3_moe, a part of experts": (
+        "qwen3_moe",
+        {"targets": ["o", "experts.down"], "ranks": {"experts.down": 2}, "alphas": {"o": 7.0}},
+    ),
+    "qwen2_moe, DoRA on dense and shared": (
+        "qwen2_moe, a dense layer",
+        {"targets": ["k", "gate", "down"], "dora": True},
+    ),
+    "deepseek_v3, dense and shared": (
+        "deepseek_v3",
+        {"targets": ["kv_b", "gate", "up", "down"], "dropout": 0.1} | SHARED_RANKS,
+    ),
     "deepseek_v3, everything": (
         "deepseek_v3",
-        {"targets": ["q_a", "gate", "down", "experts.in", "experts.down"], "scaling": "rslora", "modules_to_save": ["head"]} | SHARED_RANKS,
+        {
+            "targets": ["q_a", "gate", "down", "experts.in", "experts.down"],
+            "scaling": "rslora",
+            "modules_to_save": ["head"],
+        }
+        | SHARED_RANKS,
     ),
     "glm4_moe, shared alone": ("glm4_moe", {"targets": ["up", "down"]}),
     "gpt_oss": ("gpt_oss", {}),
@@ -76,14 +103,22 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_tokens(tmp_path_factory.mktemp("tokens"), VOCAB, count=2000)
 
 
-def trainer_of(directory: Path, prefix: str, place: Path, start: str | None = None, precision: str = "fp32", **lora: Any) -> Trainer:
+def trainer_of(
+    directory: Path, prefix: str, place: Path, start: str | None = None, precision: str = "fp32", **lora: Any
+) -> Trainer:
     config = {
         "run": {"dir": str(place), "name": "run"},
         "model": hf_shape(str(directory)) | {"init_from": start or f"hf:{directory}", "from_hf": str(directory)},
         "lora": {"rank": 4, "alpha": 6.0} | lora,
         "parallel": {"dp": 1},
         "data": {"train": prefix, "sequence_length": SEQUENCE, "shuffle": False},
-        "train": {"steps": 2, "global_batch_size": BATCH, "micro_batch_size": BATCH, "grad_clip": 0.0, "precision": precision},
+        "train": {
+            "steps": 2,
+            "global_batch_size": BATCH,
+            "micro_batch_size": BATCH,
+            "grad_clip": 0.0,
+            "precision": precision,
+        },
         "optimizer": {"lr": LR, "decay": "constant", "weight_decay": DECAY, "eps": EPS},
         "checkpoint": {"load": "none"},
     }
@@ -120,7 +155,9 @@ def test_an_adapter_goes_out_merged_and_alone_and_comes_in_again(case, models, p
     assert (logits_of(tmp_path / "merged", ids) - ours).abs().max() <= limit
     again = trainer_of(models[name], prefix, tmp_path / "again", **lora, init_from=str(tmp_path / "adapter"))
     for key, value in global_tensors(again).items():  # to rounding where a factor or a length was folded in
-        torch.testing.assert_close(value, trained[key], rtol=0, atol=2e-6 if RANKS.items() <= lora.items() or lora.get("dora") else 0)
+        torch.testing.assert_close(
+            value, trained[key], rtol=0, atol=2e-6 if RANKS.items() <= lora.items() or lora.get("dora") else 0
+        )
     again.close()
 
 
@@ -144,8 +181,8 @@ def test_starts_alike_from_a_directory_and_from_a_checkpoint(models, prefix, tmp
 
 @pytest.mark.parametrize(("before", "now"), [("bf16", "fp32"), ("fp32", "bf16")])
 def test_row_lengths_come_in_at_another_precision(before, now, models, prefix, tmp_path: Path, capsys):
-    """The lengths of rows without an adapter, k's in Phi-3's qkv_proj, are those of the rounded weights; other lengths are refused.
-    A merged export says that they are rounded."""
+    """The lengths of rows without an adapter, k's in Phi-3's qkv_proj, are those of the rounded weights; other lengths
+    are refused. A merged export says that they are rounded."""
     options: dict[str, Any] = {"dora": True, "targets": ["q", "v"]}
     trainer = trainer_of(models["phi3"], prefix, tmp_path, precision=before, **options)
     saved = trainer.save()
@@ -189,7 +226,9 @@ def test_what_peft_has_not_on_parameters_is_said(models, prefix, tmp_path: Path)
         return export_adapter(saved, place / "adapter")
 
     assert any("lora_dropout is 0, and the run had 0.1" in note for note in exported(dropout=0.1)["notes"])
-    with pytest.raises(CheckpointError, match="PEFT can not apply DoRA to model.layers.0.mlp.down_proj of a glm4_moe model"):
+    with pytest.raises(
+        CheckpointError, match="PEFT can not apply DoRA to model.layers.0.mlp.down_proj of a glm4_moe model"
+    ):
         exported(dora=True, targets=["q", "down"])
     assert not any("dropout" in note for note in exported(dora=True, targets=["q"], dropout=0.1)["notes"])
 
@@ -240,7 +279,10 @@ STEPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # a model, PEF
     "experts": (
         "qwen3_moe",
         {
-            **{"target_modules": ["k_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+            **{
+                "target_modules": ["k_proj"],
+                "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            },
             **{"rank_pattern": {"mlp.experts.down_proj": 2}, "alpha_pattern": {"k_proj": 9}},
         },
         {"targets": ["k", "experts.in", "experts.down"], "ranks": {"experts.down": 2}, "alphas": {"k": 9.0}},
@@ -248,7 +290,10 @@ STEPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # a model, PEF
     "dense and shared, given as weights": (
         "deepseek_v3",
         {
-            **{"target_modules": ["o_proj"], "target_parameters": ["gate_proj.weight", "up_proj.weight", "mlp.experts.down_proj"]},
+            **{
+                "target_modules": ["o_proj"],
+                "target_parameters": ["gate_proj.weight", "up_proj.weight", "mlp.experts.down_proj"],
+            },
             **{"rank_pattern": {"up_proj.weight": 2}, "alpha_pattern": {"gate_proj.weight": 9}},
         },
         {"targets": ["o", "gate", "up", "experts.down"], "ranks": {"up": 2}, "alphas": {"gate": 9.0}},
@@ -256,14 +301,22 @@ STEPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # a model, PEF
     "gpt_oss, experts": (
         "gpt_oss",
         {
-            **{"target_modules": ["q_proj", "v_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+            **{
+                "target_modules": ["q_proj", "v_proj"],
+                "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            },
             **{"rank_pattern": {"mlp.experts.gate_up_proj": 3}, "alpha_pattern": {"v_proj": 9}},
         },
         {"targets": ["q", "v", "experts.in", "experts.down"], "ranks": {"experts.in": 3}, "alphas": {"v": 9.0}},
     ),
     "DoRA, transposed matrices": (
         "gpt2",
-        {"use_dora": True, "target_modules": ["c_fc", "c_proj"], "fan_in_fan_out": True, "rank_pattern": {"mlp.c_proj": 3}},
+        {
+            "use_dora": True,
+            "target_modules": ["c_fc", "c_proj"],
+            "fan_in_fan_out": True,
+            "rank_pattern": {"mlp.c_proj": 3},
+        },
         {"dora": True, "targets": ["o", "up", "down"], "ranks": {"down": 3}},
     ),
 }
@@ -325,10 +378,14 @@ def test_what_is_no_adapter_of_the_run_is_refused(models, prefix, tmp_path: Path
 
     assert "layers.0.self_attn.o_proj.lora_A.weight is missing" in refusal(targets=["q", "k", "o"])
     assert "model.layers.0.self_attn.qkv_proj has rank 8, and lora.rank = 2" in refusal(targets=["q", "k"], rank=2)
-    assert "model.layers.0.self_attn.qkv_proj adapts outputs that are not among lora.targets" in refusal(targets=["q"], rank=8)
+    assert "model.layers.0.self_attn.qkv_proj adapts outputs that are not among lora.targets" in refusal(
+        targets=["q"], rank=8
+    )
     settings = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps(settings | {"use_dora": True}))
-    assert "adapter_config.json has use_dora = true, and lora.dora = false. Set lora.dora to true" in refusal(targets=["q", "k"])
+    assert "adapter_config.json has use_dora = true, and lora.dora = false. Set lora.dora to true" in refusal(
+        targets=["q", "k"]
+    )
     (adapter / "adapter_config.json").write_text(json.dumps(settings))
     norm = "base_model.model.model.layers.0.input_layernorm.weight"
     assert f"{norm} is missing" in refusal(targets=["q", "k"], modules_to_save=["norms"])
@@ -348,9 +405,10 @@ def test_every_setting_of_peft_is_judged():
 
     import peft
 
-    read = """peft_type task_type peft_version auto_mapping base_model_name_or_path revision inference_mode r lora_alpha rank_pattern
-        alpha_pattern use_rslora use_dora modules_to_save target_modules exclude_modules layers_to_transform layers_pattern lora_dropout
-        fan_in_fan_out bias init_lora_weights runtime_config ensure_weight_tying megatron_core qalora_group_size eva_config loftq_config
+    read = """peft_type task_type peft_version auto_mapping base_model_name_or_path revision inference_mode r
+        lora_alpha rank_pattern alpha_pattern use_rslora use_dora modules_to_save target_modules
+        exclude_modules layers_to_transform layers_pattern lora_dropout fan_in_fan_out bias init_lora_weights
+        runtime_config ensure_weight_tying megatron_core qalora_group_size eva_config loftq_config
         corda_config lora_ga_config target_parameters"""
     assert {each.name for each in fields(peft.LoraConfig)} == {*read.split(), *OFF.split()}
 
@@ -374,7 +432,9 @@ def test_an_adapter_is_the_file_that_peft_loads_and_finite(models, prefix, tmp_p
     key = next(key for key in tensors if "down_proj.lora_B" in key)
     tensors[key].view(-1)[:2] = float("nan")
     save_file(tensors, whole)
-    with pytest.raises(CheckpointError, match=f"lora.init_from = {adapter} has values that are NaN or infinite(.|\\n)*{key}: 2"):
+    with pytest.raises(
+        CheckpointError, match=f"lora.init_from = {adapter} has values that are NaN or infinite(.|\\n)*{key}: 2"
+    ):
         trainer_of(directory, prefix, tmp_path / "other", init_from=str(adapter))
 
 
@@ -386,5 +446,7 @@ def test_a_run_does_not_start_from_a_checkpoint_that_is_not_finite(models, prefi
             part.tensor.view(-1)[:3] = float("nan")
     saved = trainer.save()
     trainer.close()
-    with pytest.raises(CheckpointError, match=f"{saved} has values that are NaN or infinite(.|\\n)*weight/norm.weight: 3"):
+    with pytest.raises(
+        CheckpointError, match=f"{saved} has values that are NaN or infinite(.|\\n)*weight/norm.weight: 3"
+    ):
         trainer_of(directory, prefix, tmp_path / "other", str(saved), rank=0)

@@ -1,4 +1,5 @@
-"""tools/convert_hf.py: models that transformers writes come in, go out unchanged, and compute the same on both sides."""
+"""tools/convert_hf.py: models that transformers writes come in, go out unchanged, and compute the same on both
+sides."""
 
 from __future__ import annotations
 
@@ -21,7 +22,17 @@ from megalite.commands import convert as convert_hf
 from megalite.config.families import hf_config
 from megalite.evaluation.logits import load_stage, our_logits
 from megalite.huggingface import convert as converting
-from tests.huggingface.hf_models import CASES, ROUTER_BIAS, VOCAB, load, logits_of, random_ids, tolerance, write, write_multimodal
+from tests.huggingface.hf_models import (
+    CASES,
+    ROUTER_BIAS,
+    VOCAB,
+    load,
+    logits_of,
+    random_ids,
+    tolerance,
+    write,
+    write_multimodal,
+)
 
 
 def stored(directory: Path) -> dict[str, Tensor]:
@@ -35,7 +46,9 @@ def stored(directory: Path) -> dict[str, Tensor]:
 
 def same_bytes(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(
-        one[name].dtype == other[name].dtype and one[name].shape == other[name].shape and torch.equal(one[name], other[name])
+        one[name].dtype == other[name].dtype
+        and one[name].shape == other[name].shape
+        and torch.equal(one[name], other[name])
         for name in one
     )
 
@@ -57,7 +70,9 @@ def write_characters(directory: Path) -> None:
         "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False},
     }
     (directory / "tokenizer.json").write_text(json.dumps(content))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"})
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -69,7 +84,9 @@ def test_a_model_goes_in_and_out_and_computes_the_same(name, tmp_path: Path, cap
     assert convert_hf.main(["export", str(ours), str(again), "--shard_size", case.shard, "--json"]) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["family"] == hf_config(theirs)["model_type"]
-    assert summary["parameters"] == sum(tensor.numel() for key, tensor in stored(theirs).items() if not key.endswith(ROUTER_BIAS))
+    assert summary["parameters"] == sum(
+        tensor.numel() for key, tensor in stored(theirs).items() if not key.endswith(ROUTER_BIAS)
+    )
     assert same_bytes(stored(theirs), stored(again))
     for beside in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (again / beside).read_bytes() == (theirs / beside).read_bytes()
@@ -86,7 +103,11 @@ def test_the_language_model_of_a_multimodal_model_comes_in(tmp_path: Path) -> No
     model = write_multimodal(CASES["gemma3"], theirs)
     assert convert_hf.main(["import", str(theirs), str(ours)]) == 0
     assert convert_hf.main(["export", str(ours), str(out)]) == 0
-    language = {name.removeprefix("language_model."): value for name, value in stored(theirs).items() if name.startswith("language_model.")}
+    language = {
+        name.removeprefix("language_model."): value
+        for name, value in stored(theirs).items()
+        if name.startswith("language_model.")
+    }
     assert same_bytes(language, stored(out)) and len(language) < len(stored(theirs))
     assert hf_config(out)["model_type"] == "gemma3_text" and hf_config(out)["eos_token_id"] == [2, 9]
     ids = random_ids() % 90 + 10  # none of an image
@@ -99,29 +120,37 @@ def test_the_language_model_of_a_multimodal_model_comes_in(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe, a dense layer"])
 def test_experts_come_in_from_a_fused_file(name, tmp_path: Path) -> None:
-    """A model's parameters as transformers 5 has them in memory: experts.gate_up_proj [experts, 2 width, hidden] and experts.down_proj."""
+    """A model's parameters as transformers 5 has them in memory: experts.gate_up_proj [experts, 2 width, hidden] and
+    experts.down_proj."""
     theirs, fused = write(CASES[name], tmp_path / "theirs"), tmp_path / "fused"
     fused.mkdir()
     shutil.copyfile(theirs / "config.json", fused / "config.json")
-    save_file({key: value.contiguous() for key, value in load(theirs).state_dict().items()}, fused / "model.safetensors")
+    save_file(
+        {key: value.contiguous() for key, value in load(theirs).state_dict().items()}, fused / "model.safetensors"
+    )
     assert any(key.endswith("mlp.experts.gate_up_proj") for key in stored(fused))
     each, stacked = converting.Source.of(theirs), converting.Source.of(fused)
     for key, place in each.places.items():
         whole = [len(place.rows), *place.shape[1:]]
         assert torch.equal(each.read(key, [0] * len(whole), whole), stacked.read(key, [0] * len(whole), whole)), key
     part = ([31, 5], [40, 9])  # rows of several experts
-    assert torch.equal(each.read("layers.0.mlp.experts.in.weight", *part), stacked.read("layers.0.mlp.experts.in.weight", *part))
+    assert torch.equal(
+        each.read("layers.0.mlp.experts.in.weight", *part), stacked.read("layers.0.mlp.experts.in.weight", *part)
+    )
 
 
 def test_experts_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
-    """Random codes and scales in a file, read whole, in part and imported; transformers' own conversion of them is the reference."""
+    """Random codes and scales in a file, read whole, in part and imported; transformers' own conversion of them is the
+    reference."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     fields = CASES["gpt_oss"].fields | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
     case = CASES["gpt_oss"]._replace(fields=fields, dtype=torch.bfloat16, shard="5GB")
     theirs, packed, out = write(case, tmp_path / "theirs"), tmp_path / "packed", tmp_path / "out"
     packed.mkdir()
-    config = hf_config(theirs) | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    config = hf_config(theirs) | {
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    }
     (packed / "config.json").write_text(json.dumps(config))
     tensors, expected = {}, stored(theirs)
     for key, value in expected.items():
@@ -226,8 +255,14 @@ def to_int8(tensors: dict[str, Tensor]) -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
-    "no directory": (shutil.rmtree, "config.json can not be read: No such file or directory. Give a model's directory."),
-    "no weights": (lambda d: (d / "model.safetensors").unlink(), "holds no weights: neither model.safetensors nor pytorch_model.bin"),
+    "no directory": (
+        shutil.rmtree,
+        "config.json can not be read: No such file or directory. Give a model's directory.",
+    ),
+    "no weights": (
+        lambda d: (d / "model.safetensors").unlink(),
+        "holds no weights: neither model.safetensors nor pytorch_model.bin",
+    ),
     "config.json is a list": (lambda d: (d / "config.json").write_text("[]"), "is not a JSON object"),
     "cut off": (truncate, "is damaged: its header describes"),
     "a part without its index": (
@@ -235,7 +270,9 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         "It has model-00001-of-00002.safetensors: transformers reads only those names, and parts only with their index",
     ),
     "a pointer": (
-        lambda d: (d / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
+        lambda d: (d / "model.safetensors").write_text(
+            "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+        ),
         "is a pointer of Git LFS, not the weights. Fetch them: `git lfs pull`",
     ),
     "cut off in the header": (cut_header, "is not a safetensors file, or it is cut off: it has 50 bytes"),
@@ -244,23 +281,44 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         "mlp.gate_proj.weight is [56, 32], and config.json says [40, 32]",
     ),
     "tensor missing": (lambda d: rewrite(d, lambda t: t.pop("model.norm.weight")), "model.norm.weight is missing"),
-    "tensor too many": (lambda d: rewrite(d, lambda t: t.update(extra=torch.ones(2))), "extra has no place in a llama model"),
+    "tensor too many": (
+        lambda d: rewrite(d, lambda t: t.update(extra=torch.ones(2))),
+        "extra has no place in a llama model",
+    ),
     "head is not the embedding": (
         lambda d: rewrite(d, lambda t: t.update({"lm_head.weight": torch.ones(VOCAB, 32)})),
         "lm_head.weight is not the embedding, though config.json says tie_word_embeddings",
     ),
-    "quantised": (lambda d: edit(d / "config.json", quantization_config={"bits": 4}), "quantization_config = {'bits': 4} is not handled"),
-    "stored as int8": (lambda d: rewrite(d, to_int8), "model.norm.weight is of type I8. Quantised weights are not handled"),
-    "family": (lambda d: edit(d / "config.json", model_type="mamba"), "model_type = 'mamba' is not handled. Legal values: llama"),
+    "quantised": (
+        lambda d: edit(d / "config.json", quantization_config={"bits": 4}),
+        "quantization_config = {'bits': 4} is not handled",
+    ),
+    "stored as int8": (
+        lambda d: rewrite(d, to_int8),
+        "model.norm.weight is of type I8. Quantised weights are not handled",
+    ),
+    "family": (
+        lambda d: edit(d / "config.json", model_type="mamba"),
+        "model_type = 'mamba' is not handled. Legal values: llama",
+    ),
     "unknown field": (lambda d: edit(d / "config.json", is_causal=False), "is_causal = False is not handled"),
-    "heads do not divide": (lambda d: edit(d / "config.json", num_key_value_heads=3), "model.num_key_value_heads = 3 does not divide"),
+    "heads do not divide": (
+        lambda d: edit(d / "config.json", num_key_value_heads=3),
+        "model.num_key_value_heads = 3 does not divide",
+    ),
     "tokenizer too large": (
         lambda d: (d / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": VOCAB}}, "added_tokens": []})),
         f"knows token {VOCAB}, but vocab_size is {VOCAB}: the tokenizer is larger than the model's vocabulary",
     ),
-    "pickle with code": (lambda d: pickled(d, {"model.norm.weight": Code()}), "can not be read as tensors alone, and code is not run"),
+    "pickle with code": (
+        lambda d: pickled(d, {"model.norm.weight": Code()}),
+        "can not be read as tensors alone, and code is not run",
+    ),
     "pickle of something else": (lambda d: pickled(d, [1, 2]), "holds something other than tensors by name"),
-    "pickle cut off": (lambda d: (pickled(d, {}), (d / "pytorch_model.bin").write_bytes(b"PK")), "can not be read as tensors alone"),
+    "pickle cut off": (
+        lambda d: (pickled(d, {}), (d / "pytorch_model.bin").write_bytes(b"PK")),
+        "can not be read as tensors alone",
+    ),
 }
 
 
@@ -289,12 +347,16 @@ def test_a_missing_or_unlisted_shard_is_named(tmp_path: Path, capsys):
     listed = json.loads(index.read_text())
     more = listed["weight_map"] | {"model.other.weight": listed["weight_map"]["model.embed_tokens.weight"]}
     index.write_text(json.dumps(listed | {"weight_map": more}))
-    assert "lacks model.other.weight, which the index says it holds" in refusal(capsys, "import", theirs, tmp_path / "ours")
+    assert "lacks model.other.weight, which the index says it holds" in refusal(
+        capsys, "import", theirs, tmp_path / "ours"
+    )
     index.write_text(json.dumps(listed | {"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}))
     assert "../elsewhere.safetensors is not the name of a file" in refusal(capsys, "import", theirs, tmp_path / "ours")
     index.write_text(json.dumps(listed))
     drop_shard(theirs)
-    assert "can not be read: No such file or directory. Is the download complete?" in refusal(capsys, "import", theirs, tmp_path / "ours")
+    assert "can not be read: No such file or directory. Is the download complete?" in refusal(
+        capsys, "import", theirs, tmp_path / "ours"
+    )
     assert not (tmp_path / "ours").exists()
 
 
@@ -322,11 +384,13 @@ def test_torch_files_come_in_without_code_and_bare_models_without_their_prefix(t
     case = CASES["gpt2"]
     theirs = write(case._replace(shard="5GB"), tmp_path / "theirs")
     convert_hf.main(["import", str(theirs), str(tmp_path / "plain")])
-    bare = {name.removeprefix("transformer."): value for name, value in stored(theirs).items()}  # as in the first published files
+    # as in the first published files
+    bare = {name.removeprefix("transformer."): value for name, value in stored(theirs).items()}
     pickled(theirs, bare | {"h.0.attn.bias": torch.ones(1, 1, 8, 8), "h.0.attn.masked_bias": torch.tensor(-1e4)})
     convert_hf.main(["import", str(theirs), str(tmp_path / "bare")])
     one, other = (
-        {name: tensor.chunks[0].crc32c for name, tensor in manifest_of(tmp_path / each).tensors.items()} for each in ("plain", "bare")
+        {name: tensor.chunks[0].crc32c for name, tensor in manifest_of(tmp_path / each).tensors.items()}
+        for each in ("plain", "bare")
     )
     assert one == other
 
@@ -352,11 +416,15 @@ def test_what_lies_beside_the_weights_comes_along(whole, tmp_path: Path, capsys)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (out / name).read_bytes() == (whole / name).read_bytes()
     before, after = (json.loads((each / "config.json").read_text()) for each in (whole, out))
-    assert {key: before[key] for key in ("eos_token_id", "pad_token_id")} == {key: after[key] for key in ("eos_token_id", "pad_token_id")}
+    assert {key: before[key] for key in ("eos_token_id", "pad_token_id")} == {
+        key: after[key] for key in ("eos_token_id", "pad_token_id")
+    }
     (tmp_path / "large").mkdir()
     shutil.copy(whole / "config.json", tmp_path / "large")
     (tmp_path / "large" / "added_tokens.json").write_text(json.dumps({"<x>": VOCAB}))
-    assert "larger than the model's vocabulary" in refusal(capsys, "export", ours, tmp_path / "other", "--like", tmp_path / "large")
+    assert "larger than the model's vocabulary" in refusal(
+        capsys, "export", ours, tmp_path / "other", "--like", tmp_path / "large"
+    )
     assert not (tmp_path / "other").exists()
 
 
@@ -390,6 +458,7 @@ def test_check_tells_equal_from_different_position_by_position(whole, tmp_path: 
     rounded = tmp_path / "rounded"
     convert_hf.main(["export", str(ours), str(rounded), "--dtype", "bfloat16"])
     content = json.loads((rounded / "config.json").read_text())
-    (rounded / "config.json").write_text(json.dumps(content | {"dtype": content.pop("torch_dtype")}))  # as transformers 5 writes it
+    # as transformers 5 writes it
+    (rounded / "config.json").write_text(json.dumps(content | {"dtype": content.pop("torch_dtype")}))
     assert convert_hf.main(["check", str(ours), str(rounded), "--tokens", "20"]) == 1
     assert "an export of the checkpoint with --dtype float32 shows" in capsys.readouterr().out.splitlines()[-1]

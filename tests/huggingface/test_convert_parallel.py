@@ -1,4 +1,5 @@
-"""Runs that start from a Hugging Face directory, each rank reading its own parts: logits and one training step of transformers."""
+"""Runs that start from a Hugging Face directory, each rank reading its own parts: logits and one training step of
+transformers."""
 
 from __future__ import annotations
 
@@ -48,7 +49,12 @@ def configuration(directory: Path, prefix: str, **parallel: Any) -> dict[str, An
         "model": hf_shape(str(directory)) | {"init_from": f"hf:{directory}", "from_hf": str(directory)},
         "parallel": {"dp": 1, **parallel},
         "data": {"train": prefix, "sequence_length": SEQUENCE, "shuffle": False},
-        "train": {"steps": 1, "global_batch_size": BATCH, "micro_batch_size": BATCH // parallel.get("dp", 1), "grad_clip": 0.0},
+        "train": {
+            "steps": 1,
+            "global_batch_size": BATCH,
+            "micro_batch_size": BATCH // parallel.get("dp", 1),
+            "grad_clip": 0.0,
+        },
         "optimizer": {"lr": LR, "decay": "constant", "weight_decay": DECAY, "eps": EPS},
         "checkpoint": {"load": "none"},
     }
@@ -75,7 +81,10 @@ def test_one_step_goes_out_as_one_step_of_transformers(name, models, prefix, ran
     model = make(CASES[name])
     tokens = torch.from_numpy(IndexedTokens(prefix).tokens[: BATCH * SEQUENCE + 1].astype("int64"))
     groups = [
-        {"params": [value for value in model.parameters() if (value.dim() > 1) is matrix], "weight_decay": DECAY * matrix}
+        {
+            "params": [value for value in model.parameters() if (value.dim() > 1) is matrix],
+            "weight_decay": DECAY * matrix,
+        }
         for matrix in (True, False)
     ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=EPS)
@@ -101,7 +110,9 @@ def test_another_model_is_refused_and_a_context_may_be_extended(models, prefix):
     Trainer(made, make_mesh(made)).close()
     made.model.rms_norm_eps = 1e-3
     another = r"is another model: model.rms_norm_eps = 0.001 and there 1e-05. "
-    with pytest.raises(ConversionError, match=another + r"model.from_hf has the right ones: remove model.rms_norm_eps beside it\."):
+    with pytest.raises(
+        ConversionError, match=another + r"model.from_hf has the right ones: remove model.rms_norm_eps beside it\."
+    ):
         Trainer(made, make_mesh(made))
     made.model.from_hf = None
     with pytest.raises(ConversionError, match=another + "Set model.from_hf = "):
@@ -123,10 +134,22 @@ def test_an_imported_checkpoint_of_bf16_starts_a_run_in_fp32(models, prefix, tmp
 
 def test_pretrain_starts_from_a_directory_and_names_what_is_wrong_with_it(models, prefix, tmp_path: Path):
     def run(directory: Path) -> subprocess.CompletedProcess[str]:
-        options = {"model.from_hf": directory, "model.init_from": f"hf:{directory}", "data.train": prefix, "run.dir": tmp_path}
-        options |= {"data.sequence_length": SEQUENCE, "train.steps": 1, "train.global_batch_size": 2, "train.micro_batch_size": 2}
+        options = {
+            "model.from_hf": directory,
+            "model.init_from": f"hf:{directory}",
+            "data.train": prefix,
+            "run.dir": tmp_path,
+        }
+        options |= {
+            "data.sequence_length": SEQUENCE,
+            "train.steps": 1,
+            "train.global_batch_size": 2,
+            "train.micro_batch_size": 2,
+        }
         words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-        return subprocess.run([sys.executable, ROOT / "pretrain.py", *words], capture_output=True, text=True, timeout=300, check=False)
+        return subprocess.run(
+            [sys.executable, ROOT / "pretrain.py", *words], capture_output=True, text=True, timeout=300, check=False
+        )
 
     done = run(models["gpt2"])
     assert done.returncode == 0, done.stderr

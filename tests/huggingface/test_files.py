@@ -1,4 +1,5 @@
-"""Which files of a directory are the model: those that transformers and PEFT load. Weights that are not finite are rejected by name."""
+"""Which files of a directory are the model: those that transformers and PEFT load. Weights that are not finite are
+rejected by name."""
 
 from __future__ import annotations
 
@@ -92,7 +93,15 @@ def a_tensor_in_two_files(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [stale_shards, index_without_shards, shards_and_torch, torch_and_its_shards, index_of_another_file, a_tensor_in_two_files]
+    "change",
+    [
+        stale_shards,
+        index_without_shards,
+        shards_and_torch,
+        torch_and_its_shards,
+        index_of_another_file,
+        a_tensor_in_two_files,
+    ],
 )
 def test_the_weights_are_those_that_transformers_loads(change: Callable[[Path], None], theirs: Path):
     change(theirs)
@@ -117,10 +126,15 @@ def test_the_number_of_modules_ahead_is_that_of_the_file_that_is_read(tmp_path: 
 
 
 def test_fields_that_are_ignored_are_told(theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (theirs / "config.json").write_text(json.dumps(hf_config(theirs) | {"unsloth_version": "2026.4", "pretraining_tp": 2}))
+    (theirs / "config.json").write_text(
+        json.dumps(hf_config(theirs) | {"unsloth_version": "2026.4", "pretraining_tp": 2})
+    )
     assert convert_hf.main(["import", str(theirs), str(tmp_path / "ours")]) == 0
     said = capsys.readouterr().out
-    assert "ignored, as transformers does not read them in a llama model: pretraining_tp = 2, unsloth_version = 2026.4\n" in said
+    assert (
+        "ignored, as transformers does not read them in a llama model: pretraining_tp = 2, unsloth_version = 2026.4\n"
+        in said
+    )
     config = from_dict({"model": hf_shape(str(theirs)) | {"from_hf": str(theirs)}})
     assert ignored_fields(config) == [said.splitlines()[-1]], "also at the start of a run"
     shutil.rmtree(theirs)
@@ -147,7 +161,8 @@ def read_all(directory: Path) -> None:
     read = starting_weights(_started(source, directory))
     assert read is not None
     names = {
-        name: (len(place.rows), *(place.shape[1:] if not place.transposed else place.shape[:1])) for name, place in source.places.items()
+        name: (len(place.rows), *(place.shape[1:] if not place.transposed else place.shape[:1]))
+        for name, place in source.places.items()
     }
     read([Rectangle(f"weight/{name}", shape, (0,) * len(shape), torch.empty(shape)) for name, shape in names.items()])
 
@@ -168,7 +183,9 @@ def spoil(directory: Path, **values: tuple[int, float]) -> None:
 
 
 @pytest.mark.parametrize(
-    "reader", [read_all, lambda directory: import_model(directory, directory.with_name("ours"))], ids=["start", "import"]
+    "reader",
+    [read_all, lambda directory: import_model(directory, directory.with_name("ours"))],
+    ids=["start", "import"],
 )
 def test_weights_that_are_not_finite_are_rejected_by_name_and_number(reader: Callable[[Path], None], theirs: Path):
     spoil(theirs, model_norm_weight=(2, float("nan")), model_layers_1_mlp_down_proj_weight=(3, float("-inf")))

@@ -1,4 +1,5 @@
-"""Files in fp8 with a scale for each block of 128 x 128: what comes in is DeepSeek's formula, and what transformers reads."""
+"""Files in fp8 with a scale for each block of 128 x 128: what comes in is DeepSeek's formula, and what transformers
+reads."""
 
 from __future__ import annotations
 
@@ -20,7 +21,12 @@ from megalite.huggingface import fp8
 from megalite.huggingface.files import ConversionError
 from tests.huggingface.hf_models import CASES, make
 
-QUANTIZATION: dict[str, Any] = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+QUANTIZATION: dict[str, Any] = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
 UNEVEN = {"hidden_size": 160, "intermediate_size": 264, "moe_intermediate_size": 136, "num_hidden_layers": 2}
 EVEN = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2}
 MATRIX = "model.layers.0.mlp.up_proj.weight"
@@ -57,7 +63,9 @@ def write(directory: Path, fields: dict[str, Any]) -> dict[str, Tensor]:
     return expected
 
 
-def test_an_import_is_deepseeks_conversion_and_holds_few_matrices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_is_deepseeks_conversion_and_holds_few_matrices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sizes that 128 does not divide; blocks of rows that cut matrices and experts."""
     expected, alive, most = write(tmp_path / "theirs", UNEVEN), weakref.WeakSet[Tensor](), 0
     dequantized = fp8.dequantized
@@ -82,7 +90,8 @@ def test_an_import_is_deepseeks_conversion_and_holds_few_matrices(tmp_path: Path
 
 
 def test_a_part_is_read_as_of_the_whole(tmp_path: Path) -> None:
-    """What a rank reads that starts from such a directory: rows of several experts, and rotated channels in another order."""
+    """What a rank reads that starts from such a directory: rows of several experts, and rotated channels in another
+    order."""
     write(tmp_path, UNEVEN)
     source = converting.Source.of(tmp_path)
     for name in ("layers.1.mlp.experts.in.weight", "layers.0.attention.kv_a.weight"):
@@ -120,9 +129,18 @@ def test_every_number_and_scales_in_each_type(dtype: torch.dtype) -> None:
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "static activations": ({"activation_scheme": "static"}, "activation_scheme = 'static' is not handled. Legal values: 'dynamic'."),
-    "other blocks": ({"weight_block_size": [64, 64]}, "weight_block_size = [64, 64] is not handled. Legal values: [128, 128]."),
-    "a scale for each tensor": ({"weight_block_size": None}, "weight_block_size = None is not handled. Legal values: [128, 128]."),
+    "static activations": (
+        {"activation_scheme": "static"},
+        "activation_scheme = 'static' is not handled. Legal values: 'dynamic'.",
+    ),
+    "other blocks": (
+        {"weight_block_size": [64, 64]},
+        "weight_block_size = [64, 64] is not handled. Legal values: [128, 128].",
+    ),
+    "a scale for each tensor": (
+        {"weight_block_size": None},
+        "weight_block_size = None is not handled. Legal values: [128, 128].",
+    ),
     "another format": ({"fmt": "e5m2"}, "fmt = 'e5m2' is not handled. Legal values: 'e4m3'."),
     "another method": ({"quant_method": "awq"}, "quant_method = 'awq' is not handled. Legal values: 'fp8'."),
     "an unknown field": ({"bits": 8}, "bits = 8 is not handled."),
@@ -132,7 +150,13 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_another_quantization_is_refused_by_its_field(name: str) -> None:
     change, says = CONFIGS[name]
-    plain = {"model_type": "llama", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6}
+    plain = {
+        "model_type": "llama",
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+    }
     given = QUANTIZATION | {"modules_to_not_convert": ["lm_head"], "scale_fmt": "ue8m0"}
     assert from_hf_config(plain | {"quantization_config": given}) == from_hf_config(plain)
     with pytest.raises(ConfigError) as refused:
@@ -147,9 +171,18 @@ FILES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
         lambda t: t.update({f"{MATRIX}_scale_inv": torch.ones(())}),
         f"{MATRIX}_scale_inv is [], and {MATRIX} [256, 128] has [2, 1]",
     ),
-    "scales of a matrix in bf16": (lambda t: t.update({MATRIX: torch.ones(256, 128).bfloat16()}), f"{MATRIX} is of type torch.bfloat16"),
-    "scales in bytes": (lambda t: t.update({f"{MATRIX}_scale_inv": torch.ones(2, 1, dtype=torch.uint8)}), "scales are of type torch.uint8"),
-    "a scale that is no number": (lambda t: t[f"{MATRIX}_scale_inv"].fill_(torch.nan), f"{MATRIX}_scale_inv is negative or not a number"),
+    "scales of a matrix in bf16": (
+        lambda t: t.update({MATRIX: torch.ones(256, 128).bfloat16()}),
+        f"{MATRIX} is of type torch.bfloat16",
+    ),
+    "scales in bytes": (
+        lambda t: t.update({f"{MATRIX}_scale_inv": torch.ones(2, 1, dtype=torch.uint8)}),
+        "scales are of type torch.uint8",
+    ),
+    "a scale that is no number": (
+        lambda t: t[f"{MATRIX}_scale_inv"].fill_(torch.nan),
+        f"{MATRIX}_scale_inv is negative or not a number",
+    ),
     "a NaN": (lambda t: t[MATRIX].view(torch.uint8)[7, 5:6].fill_(0xFF), f"{MATRIX} has elements that are NaN"),
 }
 

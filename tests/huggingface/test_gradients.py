@@ -38,9 +38,25 @@ NAMES += [
     "stablelm, norms of each head",
     "gpt_neox",
 ]
-NAMES += ["olmo3, yarn rope", "gemma3, linear rope, cap", "glm", "glm4", "cohere, norms of each head", "cohere2", "ministral, some windows"]
+NAMES += [
+    "olmo3, yarn rope",
+    "gemma3, linear rope, cap",
+    "glm",
+    "glm4",
+    "cohere, norms of each head",
+    "cohere2",
+    "ministral, some windows",
+]
 NAMES += ["falcon, one key-value head", "falcon, new architecture", "falcon, in sequence, biases"]
-NAMES += ["mixtral", "olmoe", "qwen2_moe, a dense layer", "qwen3_moe", "deepseek_v2", "deepseek_v2, lite, yarn rope", "deepseek_v3"]
+NAMES += [
+    "mixtral",
+    "olmoe",
+    "qwen2_moe, a dense layer",
+    "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v2, lite, yarn rope",
+    "deepseek_v3",
+]
 NAMES += ["glm4_moe", "gpt_oss"]
 
 
@@ -71,7 +87,9 @@ def test_gradients_are_those_of_transformers(name: str, prefix: str, tmp_path: P
     trainer.close()
     tokens = torch.from_numpy(IndexedTokens(prefix).tokens[: BATCH * SEQUENCE + 1].astype("int64"))
     model = make(case)
-    loss = torch.nn.functional.cross_entropy(model(input_ids=tokens[:-1].view(BATCH, SEQUENCE)).logits.flatten(0, 1), tokens[1:])
+    loss = torch.nn.functional.cross_entropy(
+        model(input_ids=tokens[:-1].view(BATCH, SEQUENCE)).logits.flatten(0, 1), tokens[1:]
+    )
     loss.backward()
     assert result.loss == pytest.approx(loss.item(), rel=1e-5)
     gradients = as_in_files({key: value.grad for key, value in model.named_parameters()})

@@ -1,4 +1,5 @@
-"""Every family on TP2 × PP2 with sequence parallelism: its tokens, and one training step that is exported, are those of transformers."""
+"""Every family on TP2 × PP2 with sequence parallelism: its tokens, and one training step that is exported, are those of
+transformers."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ from tests.distributed.support.pool import RankPool
 from tests.huggingface.hf_models import CASES, LAYOUT_CASES, VOCAB, greedy, load, make, random_ids, save
 
 SEQUENCE, BATCH, COUNT = 24, 4, 8
-PROMPTS = [row[:length] for row, length in zip(random_ids().tolist(), (3, 19), strict=True)]  # shorter and longer than any window
+# shorter and longer than any window
+PROMPTS = [row[:length] for row, length in zip(random_ids().tolist(), (3, 19), strict=True)]
 LAYOUT = {"tp": 2, "pp": 2}
-# With an epsilon this large, AdamW's first step is proportional to the gradient: it has no sign function that amplifies rounding.
+# With an epsilon this large, AdamW's first step is proportional to the gradient: it has no sign function that amplifies
+# rounding.
 LR, EPS, BETAS = 100.0, 1.0, (0.9, 0.95)
 
 
@@ -53,8 +56,11 @@ def train(model: Any, prefix: str) -> float:
 
 
 @pytest.mark.parametrize("name", LAYOUT_CASES)
-def test_tokens_and_an_exported_step_are_those_of_transformers(name: str, prefix: str, ranks: RankPool, tmp_path: Path) -> None:
-    """Every tensor of the export is within 1e-4 of the change that transformers' tensor has made, plus the rounding of its weights."""
+def test_tokens_and_an_exported_step_are_those_of_transformers(
+    name: str, prefix: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Every tensor of the export is within 1e-4 of the change that transformers' tensor has made, plus the rounding of
+    its weights."""
     case = CASES[name]._replace(dtype=torch.float32)
     model = make(case)
     before = {key: value.clone() for key, value in model.state_dict().items()}

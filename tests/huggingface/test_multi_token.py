@@ -1,7 +1,8 @@
-"""Files with modules of multi-token prediction come in and go out unchanged, and a step on them is that of transformers' layers.
+"""Files with modules of multi-token prediction come in and go out unchanged, and a step on them is that of
+transformers' layers.
 
-transformers does not train these modules. A module's layer is a layer as the others: the reference is a model of one layer more, whose last
-layer runs on what the module makes of the final norm's output and of the following token.
+transformers does not train these modules. A module's layer is a layer as the others: the reference is a model of one
+layer more, whose last layer runs on what the module makes of the final norm's output and of the following token.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ NAMES = ["deepseek_v3", "glm4_moe, groups, tied"]
 
 def case_of(name: str) -> Case:
     """A case whose last layer becomes a module's."""
-    return CASES[name]._replace(fields=CASES[name].fields | {"num_hidden_layers": LAYERS + 1}, dtype=torch.float32, shard="5GB")
+    return CASES[name]._replace(
+        fields=CASES[name].fields | {"num_hidden_layers": LAYERS + 1}, dtype=torch.float32, shard="5GB"
+    )
 
 
 def own_parts(hidden: int) -> dict[str, Tensor]:
@@ -56,8 +59,14 @@ def write(name: str, directory: Path) -> Any:
     (directory / "model.safetensors").unlink()
     table = tensors["model.embed_tokens.weight"]
     module = f"model.layers.{LAYERS}"
-    copies = {f"{module}.embed_tokens.weight": table, f"{module}.shared_head.head.weight": tensors.get("lm_head.weight", table)}
-    save_file(tensors | own_parts(len(table[0])) | {key: value.clone() for key, value in copies.items()}, directory / "model.safetensors")
+    copies = {
+        f"{module}.embed_tokens.weight": table,
+        f"{module}.shared_head.head.weight": tensors.get("lm_head.weight", table),
+    }
+    save_file(
+        tensors | own_parts(len(table[0])) | {key: value.clone() for key, value in copies.items()},
+        directory / "model.safetensors",
+    )
     edit(directory / "config.json", num_hidden_layers=LAYERS, num_nextn_predict_layers=1)
     write_characters(directory)
     return model
@@ -74,10 +83,14 @@ def test_files_come_back_and_compute_the_same(name: str, tmp_path: Path) -> None
     assert convert_hf.main(["import", str(theirs), str(tmp_path / "without"), "--drop_mtp"]) == 0
     assert convert_hf.main(["export", str(tmp_path / "without"), str(dropped)]) == 0
     further = f"model.layers.{LAYERS}."
-    assert same_bytes({key: value for key, value in stored(theirs).items() if not key.startswith(further)}, stored(dropped))
+    assert same_bytes(
+        {key: value for key, value in stored(theirs).items() if not key.startswith(further)}, stored(dropped)
+    )
     assert hf_config(dropped)["num_nextn_predict_layers"] == 0
     ids = random_ids()
-    torch.testing.assert_close(our_logits(load_stage(manifest_of(ours)), ids), logits_of(dropped, ids), rtol=0, atol=tolerance(name))
+    torch.testing.assert_close(
+        our_logits(load_stage(manifest_of(ours)), ids), logits_of(dropped, ids), rtol=0, atol=tolerance(name)
+    )
 
 
 def test_a_file_without_the_weights_of_its_module_has_none(tmp_path: Path) -> None:
@@ -104,10 +117,13 @@ def test_a_module_with_an_embedding_of_its_own_is_refused(
 
 
 def losses_of(model: Any, parts: dict[str, Tensor], rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean loss of the next token and that of the module, of rows [rows, positions + 1], by transformers' layers."""
+    """The mean loss of the next token and that of the module, of rows [rows, positions + 1], by transformers'
+    layers."""
     given: dict[str, Any] = {}
     model.config.num_hidden_layers = model.model.config.num_hidden_layers = LAYERS
-    first = model.model.layers[0].register_forward_pre_hook(lambda module, args, kwargs: given.update(kwargs), with_kwargs=True)
+    first = model.model.layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: given.update(kwargs), with_kwargs=True
+    )
     hidden = model.model(input_ids=rows[:, :-1], use_cache=False).last_hidden_state
     first.remove()
     eps = model.config.rms_norm_eps

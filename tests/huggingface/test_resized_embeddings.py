@@ -1,4 +1,5 @@
-"""A model whose vocabulary grows by added tokens: one step in several layouts is that of transformers with the same new rows."""
+"""A model whose vocabulary grows by added tokens: one step in several layouts is that of transformers with the same new
+rows."""
 
 from __future__ import annotations
 
@@ -55,7 +56,10 @@ def grow(model: Any) -> None:
 
 
 def tables(model: Any) -> list[Any]:
-    return [model.get_input_embeddings(), *([] if model.config.tie_word_embeddings else [model.get_output_embeddings()])]
+    return [
+        model.get_input_embeddings(),
+        *([] if model.config.tie_word_embeddings else [model.get_output_embeddings()]),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -117,10 +121,14 @@ def test_adapters_train_the_new_rows_and_leave_with_them(prefix: str, tmp_path: 
     case = CASES["llama, biases, head_dim"]
     save(make(case), case, tmp_path / "theirs")
     lora = {"rank": 2, "modules_to_save": ["embedding", "head"]}
-    config = configuration(tmp_path / "theirs", prefix, tmp_path, lora=lora, optimizer={"lr": 1e-2, "decay": "constant"})
+    config = configuration(
+        tmp_path / "theirs", prefix, tmp_path, lora=lora, optimizer={"lr": 1e-2, "decay": "constant"}
+    )
     trainer = started(config)
     before = table_of(trainer)
-    torch.testing.assert_close(before[VOCAB:], before[:VOCAB].double().mean(0).float().expand(GROWN - VOCAB, -1), rtol=0, atol=0)
+    torch.testing.assert_close(
+        before[VOCAB:], before[:VOCAB].double().mean(0).float().expand(GROWN - VOCAB, -1), rtol=0, atol=0
+    )
     trainer.step()
     assert (table_of(trainer)[VOCAB:] != before[VOCAB:]).any()
     saved = trainer.save()
@@ -142,7 +150,9 @@ def test_a_vocabulary_that_does_not_fit_is_named_with_both_ways_out(prefix: str,
     for start in (f"hf:{tmp_path / 'theirs'}", str(tmp_path / "imported")):
         config = configuration(tmp_path / "theirs", prefix, tmp_path)
         config["model"] |= {"init_from": start, "resize_embeddings": None}
-        with pytest.raises(checkpoint.CheckpointError, match=f"vocab_size = {GROWN}.*{VOCAB} tokens.*resize_embeddings = mean.*prepare"):
+        with pytest.raises(
+            checkpoint.CheckpointError, match=f"vocab_size = {GROWN}.*{VOCAB} tokens.*resize_embeddings = mean.*prepare"
+        ):
             started(config)
         config["model"] |= {"vocab_size": 64, "resize_embeddings": "mean"}
         config["data"]["train"] = write_tokens(tmp_path, 64, count=400)

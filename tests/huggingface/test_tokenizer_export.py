@@ -1,4 +1,5 @@
-"""An export carries the tokenizer that its weights were trained with, in a form in which transformers gives every text the same ids."""
+"""An export carries the tokenizer that its weights were trained with, in a form in which transformers gives every text
+the same ids."""
 
 from __future__ import annotations
 
@@ -49,7 +50,13 @@ def prepared(place: Path, tokenizer: str, **options: Any) -> str:
 
 def trained(place: Path, prefix: str, name: str = "run", **sections: dict[str, Any]) -> Path:
     """A checkpoint after one step."""
-    model = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": VOCAB}
+    model = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": VOCAB,
+    }
     made: dict[str, dict[str, Any]] = {
         "run": {"dir": str(place), "name": name},
         "model": {**model, "max_position_embeddings": 64},
@@ -112,7 +119,9 @@ def test_transformers_gives_every_text_the_ids_of_the_training_data(kind, tmp_pa
     for line in lines_of(600):
         ids = theirs(line, add_special_tokens=False)["input_ids"]
         assert ids == ours.encode(line), line
-        assert theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) == ours.decode(ids), line
+        assert theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) == ours.decode(ids), (
+            line
+        )
     spelled = f"<unk> x{theirs.eos_token}"  # which transformers takes for control tokens by default
     assert theirs(spelled, add_special_tokens=False, split_special_tokens=True)["input_ids"] == ours.encode(spelled)
     assert theirs.eos_token_id == ours.eos and ids_in(out) == (ours.eos, ours.eos)
@@ -132,7 +141,11 @@ def conversations(place: Path, tokenizer: str, template: str | None, require_end
 
 
 CHATS = {
-    "a template in place of the tokenizer's own": (lambda place: str(write_tokenizer(place / "hf", INSTRUCT)), CHATML, "<|im_end|>"),
+    "a template in place of the tokenizer's own": (
+        lambda place: str(write_tokenizer(place / "hf", INSTRUCT)),
+        CHATML,
+        "<|im_end|>",
+    ),
     "our default template": (lambda place: "byte", None, "<|endoftext|>"),
 }
 
@@ -165,12 +178,16 @@ def test_a_chat_model_renders_and_ends_as_it_was_trained(name, tmp_path):
 
 def test_a_line_break_after_a_turn_is_no_end_of_texts(tmp_path):
     tokenizer = huggingface(tmp_path)
-    out = exported(trained(tmp_path, conversations(tmp_path, tokenizer, PLAIN, False), data={"sequence_length": 64}), tmp_path / "out")
+    out = exported(
+        trained(tmp_path, conversations(tmp_path, tokenizer, PLAIN, False), data={"sequence_length": 64}),
+        tmp_path / "out",
+    )
     assert ids_in(out) == (load(tokenizer).eos,) * 2
 
 
 def test_weights_never_leave_with_the_files_of_another_tokenizer(tmp_path, capsys):
-    """A model that came with one tokenizer and was trained on the data of another is exported with the second, whatever it came with."""
+    """A model that came with one tokenizer and was trained on the data of another is exported with the second, whatever
+    it came with."""
     first, second = (write_tokenizer(tmp_path / name) for name in ("first", "second"))
     path = second / "tokenizer.json"
     changed = content(path)
@@ -180,7 +197,9 @@ def test_weights_never_leave_with_the_files_of_another_tokenizer(tmp_path, capsy
     start = exported(trained(tmp_path, prepared(tmp_path, str(first)), "first_run"), tmp_path / "start")
     (tmp_path / "again").mkdir()
     prefix = prepared(tmp_path / "again", str(second))
-    run = trained(tmp_path, prefix, "second_run", model={"init_from": f"hf:{start}"}, data={"allow_tokenizer_change": True})
+    run = trained(
+        tmp_path, prefix, "second_run", model={"init_from": f"hf:{start}"}, data={"allow_tokenizer_change": True}
+    )
     out = exported(run, tmp_path / "out")
     assert of_tokenizer(out).is_same(of_tokenizer(second)) and not of_tokenizer(out).is_same(of_tokenizer(first))
     said = refused(capsys, run, tmp_path / "like", "--like", start)
@@ -192,7 +211,9 @@ def test_weights_never_leave_with_the_files_of_another_tokenizer(tmp_path, capsy
     shutil.rmtree(second)
     capsys.readouterr()
     alone = exported(run, tmp_path / "alone")
-    assert "there is no tokenizer in the export: " in capsys.readouterr().out and not (alone / "tokenizer.json").exists()
+    assert (
+        "there is no tokenizer in the export: " in capsys.readouterr().out and not (alone / "tokenizer.json").exists()
+    )
     assert of_tokenizer(alone).is_same(of_tokenizer(out)), "the record remains"
     shutil.copytree(out, tmp_path / "moved")
     assert of_tokenizer(exported(run, tmp_path / "given", "--tokenizer", tmp_path / "moved")).is_same(of_tokenizer(out))
@@ -202,7 +223,11 @@ def test_the_card_says_what_was_trained_and_how_to_load_it(tmp_path):
     prefix = prepared(tmp_path, "byte")
     out = exported(trained(tmp_path, prefix), tmp_path / "out")
     head, _, card = (out / "README.md").read_text().removeprefix("---\n").partition("---\n")
-    assert yaml.safe_load(head) == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["megalite"]}
+    assert yaml.safe_load(head) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["megalite"],
+    }
     for row in (
         "| architecture | LlamaForCausalLM |",
         f"| data | {prefix} (",
@@ -226,7 +251,9 @@ def test_an_adapter_leaves_with_the_tokenizer_and_the_place_of_its_base(tmp_path
     assert AutoTokenizer.from_pretrained(tmp_path / "adapter")("é")["input_ids"] == [0xC3, 0xA9]
     card = (tmp_path / "adapter" / "README.md").read_text()
     assert f'base_model: "{start}"' in card and "LoRA of rank 2" in card and "PeftModel" in card
-    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(start)
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        start
+    )
 
 
 def test_where_transformers_has_rules_of_its_own_the_export_says_so(tmp_path, capsys):
@@ -249,7 +276,10 @@ def test_a_template_that_is_gone_is_missed(tmp_path, capsys):
     facts["chat"]["template"] = CHATML
     Path(f"{prefix}.json").write_text(json.dumps(facts))
     out = exported(run, tmp_path / "out")
-    assert f"the chat template that the model was trained with (hash {facts['chat']['template_hash']}) is not" in capsys.readouterr().out
+    assert (
+        f"the chat template that the model was trained with (hash {facts['chat']['template_hash']}) is not"
+        in capsys.readouterr().out
+    )
     assert not (out / "chat_template.jinja").exists()
 
 
@@ -268,7 +298,9 @@ def in_files(place: Path) -> None:
     (place / "additional_chat_templates").mkdir()
     (place / "additional_chat_templates" / "tool_use.jinja").write_text(TOOLS)
     (place / "chat_template.jinja").write_text("old")
-    (place / "tokenizer_config.json").write_text(json.dumps(content(place / "tokenizer_config.json") | {"chat_template": "older"}))
+    (place / "tokenizer_config.json").write_text(
+        json.dumps(content(place / "tokenizer_config.json") | {"chat_template": "older"})
+    )
 
 
 @pytest.mark.parametrize("store", [in_settings, in_files])
@@ -289,7 +321,9 @@ def test_templates_come_in_and_go_out(tmp_path: Path):
     from transformers import AutoTokenizer
 
     model = write(
-        CASES["llama, one key-value head"]._replace(fields=CASES["llama, one key-value head"].fields | {"vocab_size": VOCAB}),
+        CASES["llama, one key-value head"]._replace(
+            fields=CASES["llama, one key-value head"].fields | {"vocab_size": VOCAB}
+        ),
         tmp_path / "hf",
     )
     in_files(write_tokenizer(model))

@@ -44,14 +44,18 @@ def reported(capsys: Any, *arguments: object) -> tuple[dict[str, Any], dict[str,
     """The emitted options, section.key → value; what is not honoured; and the notes by kind, each key → reason."""
     main([*map(str, arguments), "--json"])
     found = json.loads(capsys.readouterr().out)
-    options = {f"{section}.{key}": value for section, content in found["config"].items() for key, value in content.items()}
+    options = {
+        f"{section}.{key}": value for section, content in found["config"].items() for key, value in content.items()
+    }
     notes: dict[str, dict[str, str]] = {}
     for note in found["notes"]:
         notes.setdefault(note["kind"], {})[note["key"]] = note["why"]
     return options, {lost["key"]: lost["why"] for lost in found["not_honoured"]}, notes
 
 
-def imported(capsys: Any, directory: Path, *arguments: object) -> tuple[dict[str, Any], dict[str, str], dict[str, dict[str, str]], Config]:
+def imported(
+    capsys: Any, directory: Path, *arguments: object
+) -> tuple[dict[str, Any], dict[str, str], dict[str, dict[str, str]], Config]:
     """What is reported, and the loaded configuration.
 
     Asserts that the configuration says what the options say.
@@ -59,6 +63,8 @@ def imported(capsys: Any, directory: Path, *arguments: object) -> tuple[dict[str
     options, lost, notes = reported(capsys, *arguments)
     (directory / "emitted.yaml").write_text(yaml.safe_dump(nest(options)))
     config = load(directory / "emitted.yaml", options)
-    plain = {option: value for option, value in options.items() if option != "train.epochs" and not str(value).endswith("%")}
+    plain = {
+        option: value for option, value in options.items() if option != "train.epochs" and not str(value).endswith("%")
+    }
     assert {option: attrgetter(option)(config) for option in plain} == plain
     return options, lost, notes, config

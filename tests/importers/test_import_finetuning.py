@@ -14,8 +14,20 @@ from megalite.importers.convert import convert
 from tests.importers.imported import TOKENS, imported, leaves
 
 SHAPE = {
-    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5},
+    **{
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+    },
+    **{
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+    },
 }
 AXOLOTL = {
     **{
@@ -24,7 +36,13 @@ AXOLOTL = {
         "load_in_8bit": True,
         "datasets": [{"path": "org/alpaca", "type": "alpaca"}],
     },
-    **{"val_set_size": 0.05, "output_dir": "./outputs/lora", "sequence_len": 4096, "sample_packing": False, "adapter": "lora"},
+    **{
+        "val_set_size": 0.05,
+        "output_dir": "./outputs/lora",
+        "sequence_len": 4096,
+        "sample_packing": False,
+        "adapter": "lora",
+    },
     **{
         "lora_model_dir": None,
         "lora_r": 32,
@@ -32,34 +50,106 @@ AXOLOTL = {
         "lora_dropout": 0.05,
         "lora_target_modules": ["q_proj", "v_proj", "lm_head"],
     },
-    **{"gradient_accumulation_steps": 4, "micro_batch_size": 2, "num_epochs": 4, "optimizer": "adamw_bnb_8bit", "lr_scheduler": "cosine"},
-    **{"learning_rate": 2e-4, "bf16": "auto", "tf32": False, "gradient_checkpointing": True, "logging_steps": 1, "flash_attention": True},
-    **{"warmup_ratio": 0.1, "evals_per_epoch": 4, "weight_decay": 0.0, "wandb_project": None, "fsdp": ["full_shard", "auto_wrap"]},
+    **{
+        "gradient_accumulation_steps": 4,
+        "micro_batch_size": 2,
+        "num_epochs": 4,
+        "optimizer": "adamw_bnb_8bit",
+        "lr_scheduler": "cosine",
+    },
+    **{
+        "learning_rate": 2e-4,
+        "bf16": "auto",
+        "tf32": False,
+        "gradient_checkpointing": True,
+        "logging_steps": 1,
+        "flash_attention": True,
+    },
+    **{
+        "warmup_ratio": 0.1,
+        "evals_per_epoch": 4,
+        "weight_decay": 0.0,
+        "wandb_project": None,
+        "fsdp": ["full_shard", "auto_wrap"],
+    },
     "fsdp_config": {"fsdp_offload_params": True, "fsdp_sharding_strategy": "FULL_SHARD", "limit_all_gathers": True},
     **{"special_tokens": {"pad_token": "<|end_of_text|>"}, "cosine_min_lr_ratio": 0.1, "made_up": 1},
 }
 FACTORY = {
-    **{"model_name_or_path": "MODEL", "trust_remote_code": True, "stage": "sft", "do_train": True, "finetuning_type": "lora"},
-    **{"lora_rank": 4, "lora_target": "all", "dataset": "identity,alpaca", "template": "llama3", "cutoff_len": 2048, "max_samples": 1000},
-    **{"output_dir": "saves/sft", "logging_steps": 10, "save_steps": 500, "plot_loss": True, "overwrite_output_dir": True},
-    **{"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "learning_rate": 1e-4, "num_train_epochs": 3.0},
-    **{"lr_scheduler_type": "cosine", "warmup_ratio": 0.1, "bf16": True, "ddp_timeout": 1800, "deepspeed": "ds_z3.json", "made_up": 1},
+    **{
+        "model_name_or_path": "MODEL",
+        "trust_remote_code": True,
+        "stage": "sft",
+        "do_train": True,
+        "finetuning_type": "lora",
+    },
+    **{
+        "lora_rank": 4,
+        "lora_target": "all",
+        "dataset": "identity,alpaca",
+        "template": "llama3",
+        "cutoff_len": 2048,
+        "max_samples": 1000,
+    },
+    **{
+        "output_dir": "saves/sft",
+        "logging_steps": 10,
+        "save_steps": 500,
+        "plot_loss": True,
+        "overwrite_output_dir": True,
+    },
+    **{
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 8,
+        "learning_rate": 1e-4,
+        "num_train_epochs": 3.0,
+    },
+    **{
+        "lr_scheduler_type": "cosine",
+        "warmup_ratio": 0.1,
+        "bf16": True,
+        "ddp_timeout": 1800,
+        "deepspeed": "ds_z3.json",
+        "made_up": 1,
+    },
 }
 TUNE = {
     "output_dir": "out",
-    "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "path": "MODEL/tokenizer.model", "max_seq_len": 1024},
+    "tokenizer": {
+        "_component_": "torchtune.models.llama3.llama3_tokenizer",
+        "path": "MODEL/tokenizer.model",
+        "max_seq_len": 1024,
+    },
     "model": {
         **{"_component_": "torchtune.models.llama3_1.lora_llama3_1_8b", "lora_attn_modules": ["q_proj", "output_proj"]},
-        **{"apply_lora_to_mlp": True, "apply_lora_to_output": False, "lora_rank": 8, "lora_alpha": 16, "lora_dropout": 0.0},
+        **{
+            "apply_lora_to_mlp": True,
+            "apply_lora_to_output": False,
+            "lora_rank": 8,
+            "lora_alpha": 16,
+            "lora_dropout": 0.0,
+        },
     },
-    "checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": "MODEL", "output_dir": "${output_dir}"},
+    "checkpointer": {
+        "_component_": "torchtune.training.FullModelHFCheckpointer",
+        "checkpoint_dir": "MODEL",
+        "output_dir": "${output_dir}",
+    },
     "dataset": {"_component_": "torchtune.datasets.alpaca_dataset", "source": "org/alpaca", "packed": False},
     "optimizer": {"_component_": "torch.optim.AdamW", "fused": True, "lr": 3e-4},
     "lr_scheduler": {
         "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
         "num_warmup_steps": 100,
     },
-    **{"seed": None, "shuffle": True, "batch_size": 2, "epochs": 200, "gradient_accumulation_steps": 8, "compile": False, "device": "cuda"},
+    **{
+        "seed": None,
+        "shuffle": True,
+        "batch_size": 2,
+        "epochs": 200,
+        "gradient_accumulation_steps": 8,
+        "compile": False,
+        "device": "cuda",
+    },
     **{"dtype": "bf16", "enable_activation_checkpointing": True, "log_every_n_steps": 5, "made_up": 1},
 }
 FILES = {"axolotl": AXOLOTL, "llama-factory": FACTORY, "torchtune": TUNE}
@@ -90,7 +180,9 @@ def test_every_key_is_accounted_for_and_the_project_is_recognized(written, tmp_p
     assert "not known as a key of" in lost["made_up"]
     model = str(tmp_path / "model")
     assert (config.model.from_hf, config.model.init_from, config.model.hidden_size) == (model, f"hf:{model}", 64)
-    assert config.train.precision == "bf16" and config.optimizer.betas == [0.9, 0.999] and config.train.recompute == "full"
+    assert (
+        config.train.precision == "bf16" and config.optimizer.betas == [0.9, 0.999] and config.train.recompute == "full"
+    )
     assert any("megalite prepare --chat" in why for why in notes["open"].values())
 
 
@@ -99,10 +191,16 @@ def test_axolotl(written, tmp_path, capsys):
     assert (config.train.global_batch_size, config.train.micro_batch_size) == (2 * 4 * 4, 2)
     assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (32, 16, ["q", "v"])
     assert (config.parallel.zero, config.parallel.offload, config.parallel.offload_parameters) == (3, "cpu", True)
-    assert config.optimizer.min_lr == pytest.approx(2e-5) and config.data.validation == 0.05 and config.data.sequence_length == 4096
+    assert (
+        config.optimizer.min_lr == pytest.approx(2e-5)
+        and config.data.validation == 0.05
+        and config.data.sequence_length == 4096
+    )
     assert lost.keys() == {"load_in_8bit", "optimizer", "made_up"}
     samples = (int(TOKENS * 0.95) - 1) // 4096
-    assert config.train.steps == math.ceil(4 * samples / 32) and config.optimizer.warmup_steps == math.ceil(0.1 * config.train.steps)
+    assert config.train.steps == math.ceil(4 * samples / 32) and config.optimizer.warmup_steps == math.ceil(
+        0.1 * config.train.steps
+    )
     assert "lm_head" in notes["approximate"]["lora_target_modules"] and "hf:org/alpaca" in notes["open"]["datasets"]
 
 
@@ -118,17 +216,28 @@ def test_variants_of_adapters(written, tmp_path, capsys):
 
 
 def test_axolotls_mesh(written, tmp_path, capsys):
-    config = imported(capsys, tmp_path, written(AXOLOTL | {"dp_shard_size": 4, "dp_replicate_size": 2, "tensor_parallel_size": 2}))[3]
-    assert (config.parallel.dp, config.parallel.dp_shard, config.parallel.tp, config.train.global_batch_size) == (8, 4, 2, 2 * 4 * 8)
+    config = imported(
+        capsys, tmp_path, written(AXOLOTL | {"dp_shard_size": 4, "dp_replicate_size": 2, "tensor_parallel_size": 2})
+    )[3]
+    assert (config.parallel.dp, config.parallel.dp_shard, config.parallel.tp, config.train.global_batch_size) == (
+        8,
+        4,
+        2,
+        2 * 4 * 8,
+    )
 
 
 def test_llama_factory(written, tmp_path, capsys):
     _, lost, notes, config = imported(capsys, tmp_path, written(FACTORY), "--dp", 4)
     assert (config.train.global_batch_size, config.train.micro_batch_size) == (1 * 8 * 4, 1)
-    assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (4, 8, None), "alpha is twice the rank by default"
+    assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (4, 8, None), (
+        "alpha is twice the rank by default"
+    )
     assert config.run.timeout == "1800s" and config.checkpoint.interval == 500 and config.optimizer.decay == "cosine"
     assert lost.keys() == {"max_samples", "made_up"} and "import-config deepspeed" in notes["open"]["deepspeed"]
-    packed = imported(capsys, tmp_path, written(FACTORY | {"neat_packing": True, "finetuning_type": "full", "max_steps": 30}))
+    packed = imported(
+        capsys, tmp_path, written(FACTORY | {"neat_packing": True, "finetuning_type": "full", "max_steps": 30})
+    )
     assert packed[0]["data.sequence_length"] == 2047 and packed[0]["lora.rank"] == 0 and packed[0]["data.packing"]
     assert (packed[3].train.steps, packed[3].optimizer.warmup_steps) == (30, 3), "max_steps counts, and no epochs"
 
@@ -137,7 +246,11 @@ def test_torchtune(written, tmp_path, capsys):
     _, lost, notes, config = imported(capsys, tmp_path, written(TUNE), "--dp", 4)
     assert (config.train.global_batch_size, config.train.micro_batch_size, config.parallel.zero) == (2 * 8 * 4, 2, 3)
     assert (config.lora.rank, config.lora.targets) == (8, ["q", "o", "gate", "up", "down"])
-    assert (config.optimizer.warmup_steps, config.optimizer.decay, config.optimizer.weight_decay) == (100, "cosine", 0.01)
+    assert (config.optimizer.warmup_steps, config.optimizer.decay, config.optimizer.weight_decay) == (
+        100,
+        "cosine",
+        0.01,
+    )
     assert (config.train.grad_clip, config.data.sequence_length) == (0, 1024)
     assert config.train.steps == math.ceil(200 * ((TOKENS - 1) // 1024) / 64)
     assert lost.keys() == {"made_up"} and "hf:org/alpaca" in notes["open"]["dataset._component_"]
@@ -145,7 +258,10 @@ def test_torchtune(written, tmp_path, capsys):
 
 def test_the_ranks_decide_the_batch_and_are_asked_for(written, tmp_path, capsys):
     """Without them the formula is given; it is the same wherever the accumulation stands."""
-    for content, key, micro in ((AXOLOTL, "gradient_accumulation_steps", 2), (FACTORY, "gradient_accumulation_steps", 1)):
+    for content, key, micro in (
+        (AXOLOTL, "gradient_accumulation_steps", 2),
+        (FACTORY, "gradient_accumulation_steps", 1),
+    ):
         options, lost, _, _ = imported(capsys, tmp_path, written(content))
         assert "train.global_batch_size" not in options
         assert f"set train.global_batch_size to {micro} * {content[key]} * parallel.dp" in lost[key]
@@ -171,9 +287,13 @@ def test_packing_is_on_if_either_key_is(plain, neat):
     assert options["data.packing"] is (plain or neat)
 
 
-@pytest.mark.parametrize(("project", "choice"), [("axolotl", {"optimizer": "muon"}), ("llama-factory", {"use_muon": True})])
+@pytest.mark.parametrize(
+    ("project", "choice"), [("axolotl", {"optimizer": "muon"}), ("llama-factory", {"use_muon": True})]
+)
 def test_muon_of_one_rate_updates_as_much_as_adamw(project, choice):
-    start = {"axolotl": {"base_model": "m"}, "llama-factory": {"model_name_or_path": "m", "finetuning_type": "full"}}[project]
+    start = {"axolotl": {"base_model": "m"}, "llama-factory": {"model_name_or_path": "m", "finetuning_type": "full"}}[
+        project
+    ]
     options, _ = judged(project, start | {"learning_rate": 3e-4} | choice)
     assert options["optimizer.name"] == "muon" and options["muon.adjust_lr"] == "match_rms_adamw"
     assert options["muon.lr"] == options["optimizer.lr"] == 3e-4
@@ -181,7 +301,14 @@ def test_muon_of_one_rate_updates_as_much_as_adamw(project, choice):
 
 def test_references_of_torchtune_are_followed():
     component = {"_component_": "torch.optim.AdamW", "lr": "${lr}"}
-    content = {"lr": "${base_lr}", "base_lr": 3e-4, "optimizer": component, "output_dir": "${root}/out", "root": "/r", "dtype": "${gone}"}
+    content = {
+        "lr": "${base_lr}",
+        "base_lr": 3e-4,
+        "optimizer": component,
+        "output_dir": "${root}/out",
+        "root": "/r",
+        "dtype": "${gone}",
+    }
     options, said = judged("torchtune", content)
     assert (options["optimizer.lr"], options["run.dir"]) == (3e-4, "/r/out")
     assert said["lr"][0] == said["base_lr"][0] == "harmless" and "does not have gone" in said["dtype"][1]
@@ -210,7 +337,9 @@ def test_the_length_of_a_run_is_that_of_the_other_project():
     options, said = judged("llama-factory", {"model_name_or_path": "m"})
     assert options["train.epochs"] == 3 and said["num_train_epochs"][0] == "assumed"
     options, said = judged("axolotl", {"base_model": "m"})
-    assert (options["train.epochs"], options["optimizer.warmup_steps"]) == (1, "3%") and "at most 100" in said["warmup_ratio"][1]
+    assert (options["train.epochs"], options["optimizer.warmup_steps"]) == (1, "3%") and "at most 100" in said[
+        "warmup_ratio"
+    ][1]
     for steps, warmup in ((1000, 30), (10_000, 100)):
         options, _ = judged("axolotl", {"base_model": "m", "max_steps": steps})
         assert options["optimizer.warmup_steps"] == warmup and "train.epochs" not in options
@@ -230,23 +359,40 @@ def test_the_length_of_a_run_is_that_of_the_other_project():
     ],
 )
 def test_the_schedules_parameters_are_kept(kind, parameters, options):
-    content = {"model_name_or_path": "m", "stage": "sft", "learning_rate": 2e-4, "max_steps": 200, "lr_scheduler_type": kind}
+    content = {
+        "model_name_or_path": "m",
+        "stage": "sft",
+        "learning_rate": 2e-4,
+        "max_steps": 200,
+        "lr_scheduler_type": kind,
+    }
     found, said = judged("llama-factory", content | {"lr_scheduler_kwargs": parameters | {"num_cycles": 2}})
     assert {option: found.get(option) for option in options} == options
     assert said["lr_scheduler_kwargs.num_cycles"][0] == "lost"
 
 
 def test_arguments_of_transformers_trainer_are_named_as_such():
-    for content in ({"per_device_train_batch_size": 4, "learning_rate": 1e-4}, {"per-device-train-batch-size": 4, "output-dir": "x"}):
+    for content in (
+        {"per_device_train_batch_size": 4, "learning_rate": 1e-4},
+        {"per-device-train-batch-size": 4, "output-dir": "x"},
+    ):
         with pytest.raises(ConfigError, match="arguments of transformers' Trainer"):
             convert(content)
 
 
 def test_the_targets_of_any_family_are_kept():
     """Fused projections keep the names of their family; lora_target_linear adds all others to the list."""
-    content = {"base_model": "m", "adapter": "lora", "lora_r": 8, "lora_target_modules": ["qkv_proj", "gate_up_proj", "q_proj", "lm_head"]}
+    content = {
+        "base_model": "m",
+        "adapter": "lora",
+        "lora_r": 8,
+        "lora_target_modules": ["qkv_proj", "gate_up_proj", "q_proj", "lm_head"],
+    }
     options, said = judged("axolotl", content)
-    assert options["lora.targets"] == ["qkv_proj", "gate_up_proj", "q"] and "lm_head can not" in said["lora_target_modules"][1]
+    assert (
+        options["lora.targets"] == ["qkv_proj", "gate_up_proj", "q"]
+        and "lm_head can not" in said["lora_target_modules"][1]
+    )
     assert "lora.targets" not in judged("axolotl", content | {"lora_target_linear": True})[0]
     options, _ = judged("llama-factory", {"model_name_or_path": "m", "lora_target": "query_key_value,c_attn"})
     assert options["lora.targets"] == ["query_key_value", "c_attn"]
@@ -261,16 +407,27 @@ def test_steps_of_validation_count_where_data_is_held_out(project, held_out):
 
 
 def test_names_and_sharding_of_axolotl_and_torchtune():
-    options, _ = judged("axolotl", {"base_model": "m", "wandb_name": "a", "wandb_run_id": "b", "fsdp": ["full_shard", "offload"]})
+    options, _ = judged(
+        "axolotl", {"base_model": "m", "wandb_name": "a", "wandb_run_id": "b", "fsdp": ["full_shard", "offload"]}
+    )
     assert (options["run.name"], options["parallel.zero"]) == ("a", 3)
     assert options["parallel.offload"] == "cpu" and options["parallel.offload_parameters"]
     options, _ = judged("torchtune", {"data_parallel_replicate_dim": 2}, 8)
     assert (options["parallel.dp"], options["parallel.dp_shard"]) == (8, 4)
-    assert "parallel.dp / 2" in judged("torchtune", {"data_parallel_replicate_dim": 2})[1]["data_parallel_replicate_dim"][1]
+    assert (
+        "parallel.dp / 2"
+        in judged("torchtune", {"data_parallel_replicate_dim": 2})[1]["data_parallel_replicate_dim"][1]
+    )
 
 
 def test_added_tokens_resize_the_model_and_are_asked_for():
-    words = {"model_name_or_path": "models/llama", "stage": "sft", "finetuning_type": "lora", "template": "llama3", "cutoff_len": 64}
+    words = {
+        "model_name_or_path": "models/llama",
+        "stage": "sft",
+        "finetuning_type": "lora",
+        "template": "llama3",
+        "cutoff_len": 64,
+    }
     found = convert({**words, "resize_vocab": True, "add_tokens": "<a>,<b>"}, project="llama-factory")
     assert found.options["model.resize_embeddings"] == "mean"
     assert "set model.resize_embeddings" in {remark.key: remark.why for remark in found.remarks}["add_tokens"]

@@ -82,14 +82,17 @@ def test_a_torchtitan_file_trains_the_same(tmp_path, capsys):
     assert config.train.global_batch_size == 4 * 8 and ParallelDims.of(config).microbatches == 1
     assert (config.parallel.zero, config.parallel.zero3_reshard, config.train.precision) == (3, "action", "bf16")
     assert (config.optimizer.decay, config.optimizer.min_lr, config.optimizer.warmup_steps) == ("linear", 0, 200)
-    assert options["checkpoint.interval"] == 500 and options["checkpoint.async_save"] and "checkpoint.keep" not in options
+    assert (
+        options["checkpoint.interval"] == 500 and options["checkpoint.async_save"] and "checkpoint.keep" not in options
+    )
     assert notes["approximate"].keys() >= {"activation_checkpoint.mode", "model.flavor"}
     assert notes["open"].keys() == {"training.dataset"}
     assert "optimizer.weight_decay" in notes["assumed"]
 
 
 def test_torchtitans_mesh_and_batch(tmp_path, capsys):
-    """A pipeline cuts the local batch into microbatches; replicas of shards are HSDP; tensor parallelism is along the sequence, too."""
+    """A pipeline cuts the local batch into microbatches; replicas of shards are HSDP; tensor parallelism is along the
+    sequence, too."""
     text = titan(
         data_parallel_replicate_degree="2",
         data_parallel_shard_degree="4",
@@ -103,7 +106,11 @@ def test_torchtitans_mesh_and_batch(tmp_path, capsys):
     dims = ParallelDims.of(config)
     assert (dims.tp, dims.pp, dims.dp, dims.shard, dims.replicate, dims.stages) == (2, 2, 8, 4, 2, 4)
     assert config.train.global_batch_size == 4 * 8 and (config.train.micro_batch_size, dims.microbatches) == (1, 4)
-    assert config.parallel.sequence_parallel and config.parallel.zero3_reshard == "step" and config.train.recompute == "every-2"
+    assert (
+        config.parallel.sequence_parallel
+        and config.parallel.zero3_reshard == "step"
+        and config.train.recompute == "every-2"
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,12 +120,27 @@ def test_torchtitans_mesh_and_batch(tmp_path, capsys):
         ({"data_parallel_shard_degree": "1"}, {"parallel.zero": 0, "parallel.dp": 1}, "open", "training.dataset"),
         ({"context_parallel_degree": "2"}, {"parallel.zero": 3, "parallel.cp": 2}, "open", "training.dataset"),
         ({"flavor": '"9B"'}, {"parallel.zero": 3}, "lost", "model.flavor"),
-        ({"flavor": '"debugmodel"'}, {"model.intermediate_size": 768, "model.vocab_size": 2048}, "approximate", "model.flavor"),
+        (
+            {"flavor": '"debugmodel"'},
+            {"model.intermediate_size": 768, "model.vocab_size": 2048},
+            "approximate",
+            "model.flavor",
+        ),
         ({"name": '"Muon"'}, {"optimizer.lr": 3e-4, "optimizer.name": "muon"}, "approximate", "optimizer.name"),
         ({"name": '"Lion"'}, {"optimizer.lr": 3e-4}, "lost", "optimizer.name"),
         ({"expert_parallel_degree": "2"}, {"parallel.zero": 3}, "lost", "parallelism.expert_parallel_degree"),
-        ({"flavor": '"671B"', "expert_parallel_degree": "1"}, {"model.preset": "deepseek-v3"}, "approximate", "model.flavor"),
-        ({"expert_tensor_parallel_degree": "2"}, {"parallel.zero": 3}, "lost", "parallelism.expert_tensor_parallel_degree"),
+        (
+            {"flavor": '"671B"', "expert_parallel_degree": "1"},
+            {"model.preset": "deepseek-v3"},
+            "approximate",
+            "model.flavor",
+        ),
+        (
+            {"expert_tensor_parallel_degree": "2"},
+            {"parallel.zero": 3},
+            "lost",
+            "parallelism.expert_tensor_parallel_degree",
+        ),
     ],
     ids=str,
 )
@@ -184,7 +206,13 @@ def test_a_script_of_megatron_trains_the_same(tmp_path, capsys):
     assert (config.train.steps, config.optimizer.warmup_steps) == (128000 // 128, 1280 // 128)
     model = config.model
     assert (model.num_hidden_layers, model.intermediate_size, model.kv_heads, model.rope_theta) == (8, 1408, 4, 500000)
-    assert (model.norm, model.hidden_act, model.gated_mlp, model.mlp_bias, model.tie_word_embeddings) == ("rms", "silu", True, False, False)
+    assert (model.norm, model.hidden_act, model.gated_mlp, model.mlp_bias, model.tie_word_embeddings) == (
+        "rms",
+        "silu",
+        True,
+        False,
+        False,
+    )
     assert (config.parallel.zero, config.train.recompute, config.train.stop_after) == (1, "selective", "235m")
     assert options["data.validation"] == 0.01 and options["validation.interval"] == 100
     assert lost.keys() == {"made-up"} and "not known as a key of Megatron-LM" in lost["made-up"]
@@ -192,17 +220,32 @@ def test_a_script_of_megatron_trains_the_same(tmp_path, capsys):
 
 
 def test_a_command_of_megatron_and_its_defaults(tmp_path, capsys):
-    """What GPT is without arguments: learned positions, LayerNorm, GELU, biases, dropout, tied embeddings, no distributed optimizer."""
+    """What GPT is without arguments: learned positions, LayerNorm, GELU, biases, dropout, tied embeddings, no
+    distributed optimizer."""
     command = (
-        "pretrain_gpt.py --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --num-layers 96 --hidden-size 12288 "
-        "--num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 1 --global-batch-size 1536 "
-        "--rampup-batch-size 16 16 5859375 --train-iters 500000 --lr-decay-iters 430000 --lr-warmup-fraction .001 --lr 6.0e-5 "
-        "--min-lr 6.0e-6 --lr-decay-style cosine --fp16 --init-method-std 0.006 --recompute-granularity full --recompute-method uniform"
+        "pretrain_gpt.py --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --num-layers 96 "
+        "--hidden-size 12288 "
+        "--num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 1 "
+        "--global-batch-size 1536 "
+        "--rampup-batch-size 16 16 5859375 --train-iters 500000 --lr-decay-iters 430000 --lr-warmup-fraction .001 --lr "
+        "6.0e-5 "
+        "--min-lr 6.0e-6 --lr-decay-style cosine --fp16 --init-method-std 0.006 --recompute-granularity full "
+        "--recompute-method uniform"
     )
     options, lost, notes, config = imported(capsys, tmp_path, "megatron", command, "--dp", 2)
     model = config.model
-    assert (model.position, model.norm, model.hidden_act, model.gated_mlp) == ("learned", "layer", "gelu_pytorch_tanh", False)
-    assert (model.intermediate_size, model.attention_dropout, model.residual_dropout, model.tie_word_embeddings) == (49152, 0.1, 0.1, True)
+    assert (model.position, model.norm, model.hidden_act, model.gated_mlp) == (
+        "learned",
+        "layer",
+        "gelu_pytorch_tanh",
+        False,
+    )
+    assert (model.intermediate_size, model.attention_dropout, model.residual_dropout, model.tie_word_embeddings) == (
+        49152,
+        0.1,
+        0.1,
+        True,
+    )
     assert model.attention_bias and model.attention_out_bias and model.mlp_bias
     assert (config.parallel.zero, config.optimizer.betas, config.optimizer.weight_decay) == (0, [0.9, 0.999], 0.01)
     assert (config.fp16.initial_scale_power, config.train.recompute, config.optimizer.warmup_steps) == (32, "full", 430)
@@ -212,13 +255,20 @@ def test_a_command_of_megatron_and_its_defaults(tmp_path, capsys):
 
 
 MIXTURE = (
-    "--num-layers 12 --hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 2048 "
-    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --micro-batch-size 1 --global-batch-size 16 "
+    "--num-layers 12 --hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8 --seq-length 1024 "
+    "--max-position-embeddings 2048 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --micro-batch-size 1 "
+    "--global-batch-size 16 "
     "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 256 --moe-shared-expert-intermediate-size 512 "
-    "--expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-permute-fusion --moe-router-dtype fp32"
+    "--expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-permute-fusion "
+    "--moe-router-dtype fp32"
 )
 MADE = {  # further arguments → what they set; kind and key of a remark
-    "--moe-aux-loss-coeff 1e-2": ({"router_aux_loss_coef": 0.01 * 12 / 4, "router_balance": "global"}, "approximate", "moe-aux-loss-coeff"),
+    "--moe-aux-loss-coeff 1e-2": (
+        {"router_aux_loss_coef": 0.01 * 12 / 4, "router_balance": "global"},
+        "approximate",
+        "moe-aux-loss-coeff",
+    ),
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2 --moe-layer-freq '([0]*3+[1]*9)'": (
         {"router_aux_loss_coef": 0.01 * 9 / 4, "router_balance": "sequence", "mlp_only_layers": [0, 1, 2]},
         "",
@@ -230,27 +280,50 @@ MADE = {  # further arguments → what they set; kind and key of a remark
         "",
     ),
     "--moe-layer-freq '[1]*5'": ({"mlp_only_layers": None}, "lost", "moe-layer-freq"),
-    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-aux-loss-coeff 1e-4 --moe-router-num-groups 4 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-aux-loss-coeff 1e-4 "
+    "--moe-router-num-groups 4 "
     "--moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 --moe-router-bias-update-rate 1e-4": (
-        {"router_scores": "sigmoid", "router_balance": "bias", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+        {
+            "router_scores": "sigmoid",
+            "router_balance": "bias",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+        }
         | {"router_bias_rate": 1e-4, "router_aux_loss_coef": 0.0},
         "lost",
         "moe-aux-loss-coeff",
     ),
-    "--moe-router-num-groups 4 --moe-router-group-topk 2": ({"n_group": 4, "topk_group": 2}, "approximate", "moe-router-num-groups"),
+    "--moe-router-num-groups 4 --moe-router-group-topk 2": (
+        {"n_group": 4, "topk_group": 2},
+        "approximate",
+        "moe-router-num-groups",
+    ),
     "--moe-router-pre-softmax --moe-expert-capacity-factor 1.5": (
         {"norm_topk_prob": False, "expert_capacity_factor": 1.5},
         "approximate",
         "moe-expert-capacity-factor",
     ),
-    "--multi-latent-attention --q-lora-rank 96 --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 32 --qk-layernorm "
+    "--multi-latent-attention --q-lora-rank 96 --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 16 "
+    "--v-head-dim 32 --qk-layernorm "
     "--kv-channels 48": (
-        {"kv_lora_rank": 64, "q_lora_rank": 96, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "qk_norm": "none"},
+        {
+            "kv_lora_rank": 64,
+            "q_lora_rank": 96,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "qk_norm": "none",
+        },
         "",
         "",
     ),
     "--multi-latent-attention": ({"kv_lora_rank": 32, "q_lora_rank": None}, "approximate", "multi-latent-attention"),
-    "--moe-router-load-balancing-type sinkhorn": ({"router_balance": "global"}, "lost", "moe-router-load-balancing-type"),
+    "--moe-router-load-balancing-type sinkhorn": (
+        {"router_balance": "global"},
+        "lost",
+        "moe-router-load-balancing-type",
+    ),
     "--moe-input-jitter-eps 0.1": ({"num_experts": 16}, "lost", "moe-input-jitter-eps"),
     "--moe-use-upcycling": ({"num_experts": 16}, "lost", "moe-use-upcycling"),
 }
@@ -258,12 +331,18 @@ MADE = {  # further arguments → what they set; kind and key of a remark
 
 @pytest.mark.parametrize("arguments", MADE)
 def test_a_mixture_of_megatron(arguments, tmp_path, capsys):
-    """Losses are summed over layers there, with shares that add up to 1, and averaged over mixtures here, with shares that add up to k."""
+    """Losses are summed over layers there, with shares that add up to 1, and averaged over mixtures here, with shares
+    that add up to k."""
     expected, kind, key = MADE[arguments]
     command = f"torchrun --nproc_per_node 8 pretrain_gpt.py {MIXTURE} {arguments}"
     _, lost, notes, config = imported(capsys, tmp_path, "megatron", command)
     model = config.model
-    assert (model.num_experts, model.num_experts_per_tok, model.moe_intermediate_size, config.parallel.ep) == (16, 4, 256, 4)
+    assert (model.num_experts, model.num_experts_per_tok, model.moe_intermediate_size, config.parallel.ep) == (
+        16,
+        4,
+        256,
+        4,
+    )
     assert model.shared_expert_intermediate_size == 512 and not model.shared_expert_gate
     assert {name: pytest.approx(getattr(model, name)) for name in expected} == expected
     remarks = dict.fromkeys(lost, "lost") | dict.fromkeys(notes.get("approximate", {}), "approximate")
@@ -272,7 +351,9 @@ def test_a_mixture_of_megatron(arguments, tmp_path, capsys):
 
 def test_a_ramp_of_megatrons_batch_size(tmp_path, capsys):
     """As its loop over batches that grow counts them."""
-    arguments = "--num-layers 8 --micro-batch-size 1 --global-batch-size 16 --rampup-batch-size 4 4 1000 --train-samples 5008"
+    arguments = (
+        "--num-layers 8 --micro-batch-size 1 --global-batch-size 16 --rampup-batch-size 4 4 1000 --train-samples 5008"
+    )
     options, lost, _, config = imported(capsys, tmp_path, "megatron", f"pretrain_gpt.py {arguments}", "--dp", 1)
     steps = samples = 0
     while samples < 5008:
@@ -289,7 +370,9 @@ def test_values_that_megatron_computes(tmp_path, capsys):
     shape = "--hidden-size 768 --num-attention-heads 12 --swiglu"
     assert options(shape)["model.intermediate_size"] == int(4 * 768 * 2 / 3 / 64) * 64
     assert options(shape + " --disable-bias-linear --add-qkv-bias")["model.attention_bias"]
-    pipeline = "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3"
+    pipeline = (
+        "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3"
+    )
     assert options(pipeline)["parallel.partition"] == [1, 2, 2, 3]
     wsd = "--train-iters 1000 --lr 1e-3 --lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters 200"
     assert options(wsd)["optimizer.wsd_decay_fraction"] == 0.2
@@ -320,14 +403,17 @@ def test_any_value_of_any_key_is_accounted_for(project, value):
 
 
 def test_a_script_on_stdin_is_recognized(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", StringIO("torchrun --nproc_per_node 2 pretrain_gpt.py --num-layers 4 --micro-batch-size 2\n"))
+    monkeypatch.setattr(
+        sys, "stdin", StringIO("torchrun --nproc_per_node 2 pretrain_gpt.py --num-layers 4 --micro-batch-size 2\n")
+    )
     main(["-"])
     captured = capsys.readouterr()
     assert "num_hidden_layers: 4" in captured.out and "stdin, Megatron-LM's configuration" in captured.err
 
 
 def test_data_of_megatron(tmp_path, capsys):
-    """Without --split Megatron-LM holds out 3% of the data for validation; a prefix that appears twice has both weights."""
+    """Without --split Megatron-LM holds out 3% of the data for validation; a prefix that appears twice has both
+    weights."""
     for end in ("bin", "idx"):
         (tmp_path / f"a.{end}").touch()
     command = f"pretrain_gpt.py --num-layers 8 --data-path 0.3 {tmp_path}/a 0.7 {tmp_path}/a"

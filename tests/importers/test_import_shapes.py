@@ -27,8 +27,17 @@ def accelerate(**sizes: int) -> dict[str, Any]:
     return {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}, "parallelism_config": keys}
 
 
-TITAN = {"job": {"dump_folder": "out"}, "model": {"name": "llama3", "flavor": "17B"}, "lr_scheduler": {"warmup_steps": 1}}
-DEGREES = {"tensor_parallel_degree": 16, "pipeline_parallel_degree": 12, "context_parallel_degree": 8, "expert_parallel_degree": 16}
+TITAN = {
+    "job": {"dump_folder": "out"},
+    "model": {"name": "llama3", "flavor": "17B"},
+    "lr_scheduler": {"warmup_steps": 1},
+}
+DEGREES = {
+    "tensor_parallel_degree": 16,
+    "pipeline_parallel_degree": 12,
+    "context_parallel_degree": 8,
+    "expert_parallel_degree": 16,
+}
 MEGATRON = (
     "pretrain_gpt.py --tensor-model-parallel-size 8 --pipeline-model-parallel-size 12 --context-parallel-size 8 "
     "--expert-model-parallel-size 8 --seq-length 8192"
@@ -39,7 +48,11 @@ WITHOUT_A_SHAPE: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
         {"base_model": "org/an-8b", "context_parallel_size": 8, "tensor_parallel_size": 8, "sequence_len": 100_000},
         {"parallel.cp": 8, "parallel.tp": 8, "data.sequence_length": 100_000},
     ),
-    "LLaMA-Factory": ("llama-factory", {"model_name_or_path": "org/an-8b", "cutoff_len": 100_000}, {"data.sequence_length": 100_000}),
+    "LLaMA-Factory": (
+        "llama-factory",
+        {"model_name_or_path": "org/an-8b", "cutoff_len": 100_000},
+        {"data.sequence_length": 100_000},
+    ),
     "torchtune": (
         "torchtune",
         {"tensor_parallel_dim": 16, "context_parallel_dim": 8, "tokenizer": {"max_seq_len": 65536}},
@@ -50,7 +63,11 @@ WITHOUT_A_SHAPE: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
         TITAN | {"parallelism": DEGREES, "training": {"seq_len": 8192}},
         {"parallel.tp": 16, "parallel.pp": 12, "parallel.cp": 8, "parallel.ep": 16, "data.sequence_length": 8192},
     ),
-    "Accelerate": ("accelerate", accelerate(dp_shard=8, tp=8, cp=8), {"parallel.tp": 8, "parallel.cp": 8, "parallel.dp": 8}),
+    "Accelerate": (
+        "accelerate",
+        accelerate(dp_shard=8, tp=8, cp=8),
+        {"parallel.tp": 8, "parallel.cp": 8, "parallel.dp": 8},
+    ),
     "Accelerate, trivial": ("accelerate", accelerate(dp_shard=8, tp=8, cp=1), {"parallel.tp": 8, "parallel.cp": 1}),
     "DeepSpeed": ("deepspeed", {"zero_optimization": {"stage": 3, "mics_shard_size": 8}}, {"parallel.dp_shard": 8}),
     "Megatron-LM": (
@@ -67,7 +84,9 @@ def test_sizes_are_not_judged_by_a_model_that_the_file_does_not_have(name):
     found = convert(tree, project=project)
     assert {option: found.options.get(option) for option in expected} == expected
     assert lost(found).keys() <= {"model.name", "model.flavor"}
-    assert not [remark for remark in found.remarks if "Legal value" in remark.why], "a legal value would be that of the default model"
+    assert not [remark for remark in found.remarks if "Legal value" in remark.why], (
+        "a legal value would be that of the default model"
+    )
 
 
 @pytest.mark.parametrize(("size", "reason"), [(8, ""), (3, "does not divide model.num_attention_heads = 32"), (16, "")])
@@ -117,7 +136,9 @@ def test_sizes_that_depend_on_the_ranks_are_judged_where_these_are_known():
 
 @pytest.mark.parametrize("project", ["axolotl", "accelerate"])
 def test_one_replica_is_what_a_run_has_anyway(project):
-    tree = {"axolotl": {"base_model": "m", "dp_replicate_size": 1}, "accelerate": accelerate(dp_replicate=1, tp=1)}[project]
+    tree = {"axolotl": {"base_model": "m", "dp_replicate_size": 1}, "accelerate": accelerate(dp_replicate=1, tp=1)}[
+        project
+    ]
     found = convert(tree)
     assert not lost(found) and "parallel.dp" not in found.options
 

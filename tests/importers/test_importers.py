@@ -1,4 +1,5 @@
-"""tools/import_config.py on files as people have them: what the emitted configuration says once it is loaded, and that no key gets lost."""
+"""tools/import_config.py on files as people have them: what the emitted configuration says once it is loaded, and that
+no key gets lost."""
 
 from __future__ import annotations
 
@@ -22,16 +23,29 @@ from tests.importers.imported import leaves, load
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "import_config.py"
 ADAMW = {"type": "AdamW", "params": {"lr": 2e-4, "betas": [0.9, 0.98], "eps": 1e-9, "weight_decay": 0.05}}
-ADAMW_OPTIONS = {"optimizer.lr": 2e-4, "optimizer.betas": [0.9, 0.98], "optimizer.eps": 1e-9, "optimizer.weight_decay": 0.05}
+ADAMW_OPTIONS = {
+    "optimizer.lr": 2e-4,
+    "optimizer.betas": [0.9, 0.98],
+    "optimizer.eps": 1e-9,
+    "optimizer.weight_decay": 0.05,
+}
 DYNAMIC = {"loss_scale": 0, "loss_scale_window": 500, "initial_scale_power": 12, "hysteresis": 3, "min_loss_scale": 2}
-DYNAMIC_OPTIONS = {"fp16.loss_scale_window": 500, "fp16.initial_scale_power": 12, "fp16.hysteresis": 3, "fp16.min_loss_scale": 2}
+DYNAMIC_OPTIONS = {
+    "fp16.loss_scale_window": 500,
+    "fp16.initial_scale_power": 12,
+    "fp16.hysteresis": 3,
+    "fp16.min_loss_scale": 2,
+}
 NO_CLIP, NO_ZERO, NO_OFFLOAD = {"train.grad_clip": 0}, {"parallel.zero": 0}, {"parallel.offload": "none"}
 
 TRAINER_ZERO3 = {
     "fp16": {"enabled": "auto", **DYNAMIC},
     "bf16": {"enabled": "auto"},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+    },
     "zero_optimization": {
         "stage": 3,
         "offload_optimizer": {"device": "cpu", "pin_memory": True},
@@ -63,7 +77,13 @@ PLAIN_ZERO2 = {
     "gradient_accumulation_steps": 2,
     "zero_optimization": {
         "stage": 2,
-        "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme", "buffer_count": 4, "pin_memory": True, "ratio": 0.3},
+        "offload_optimizer": {
+            "device": "nvme",
+            "nvme_path": "/local_nvme",
+            "buffer_count": 4,
+            "pin_memory": True,
+            "ratio": 0.3,
+        },
         "allgather_partitions": True,
         "reduce_scatter": True,
         "reduce_bucket_size": 5e7,
@@ -76,14 +96,30 @@ PLAIN_ZERO2 = {
     "optimizer": ADAMW,
     "scheduler": {
         "type": "WarmupDecayLR",
-        "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-4, "warmup_num_steps": 100, "total_num_steps": 1e3, "warmup_type": "linear"},
+        "params": {
+            "warmup_min_lr": 0,
+            "warmup_max_lr": 3e-4,
+            "warmup_num_steps": 100,
+            "total_num_steps": 1e3,
+            "warmup_type": "linear",
+        },
     },
     "tensorboard": {"enabled": True, "output_path": "/logs"},
     "sparse_attention": {"mode": "fixed"},
 }
 PLAIN_OPTIONS = {
-    **{"parallel.zero": 2, "parallel.offload": "disk", "parallel.offload_dir": "/local_nvme", "parallel.reduce_dtype": "bf16"},
-    **{"parallel.bucket_mb": 200, "train.global_batch_size": 64, "train.micro_batch_size": 4, "train.precision": "bf16"},
+    **{
+        "parallel.zero": 2,
+        "parallel.offload": "disk",
+        "parallel.offload_dir": "/local_nvme",
+        "parallel.reduce_dtype": "bf16",
+    },
+    **{
+        "parallel.bucket_mb": 200,
+        "train.global_batch_size": 64,
+        "train.micro_batch_size": 4,
+        "train.precision": "bf16",
+    },
     **{"train.grad_clip": 0.5, "train.steps": 1000, **ADAMW_OPTIONS, "optimizer.lr": 3e-4},
     **{"optimizer.warmup_steps": 100, "optimizer.decay": "linear", "logging.tensorboard": True},
 }
@@ -95,8 +131,21 @@ PLAIN_LOST = {
 }
 LAUNCHED = {
     **{"compute_environment": "LOCAL_MACHINE", "debug": False, "downcast_bf16": "no", "enable_cpu_affinity": False},
-    **{"machine_rank": 0, "main_training_function": "main", "num_machines": 1, "num_processes": 8, "rdzv_backend": "static"},
-    **{"same_network": True, "tpu_env": [], "tpu_use_cluster": False, "tpu_use_sudo": False, "use_cpu": False, "mixed_precision": "bf16"},
+    **{
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "num_machines": 1,
+        "num_processes": 8,
+        "rdzv_backend": "static",
+    },
+    **{
+        "same_network": True,
+        "tpu_env": [],
+        "tpu_use_cluster": False,
+        "tpu_use_sudo": False,
+        "use_cpu": False,
+        "mixed_precision": "bf16",
+    },
 }
 FSDP = {
     "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -111,13 +160,27 @@ FSDP = {
 }
 FSDP_OPTIONS = {"parallel.dp": 8, "train.precision": "bf16", "train.recompute": "full"}
 PLUGIN = {
-    **{"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "nvme", "offload_param_nvme_path": "/nvme"},
-    **{"gradient_accumulation_steps": 4, "gradient_clipping": 1.0, "zero3_init_flag": True, "zero3_save_16bit_model": True},
+    **{
+        "zero_stage": 3,
+        "offload_optimizer_device": "cpu",
+        "offload_param_device": "nvme",
+        "offload_param_nvme_path": "/nvme",
+    },
+    **{
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 1.0,
+        "zero3_init_flag": True,
+        "zero3_save_16bit_model": True,
+    },
 }
 
 
 def fsdp(**section: Any) -> dict[str, Any]:
-    return {**LAUNCHED, "distributed_type": "FSDP", "fsdp_config": {**FSDP, **{f"fsdp_{key}": value for key, value in section.items()}}}
+    return {
+        **LAUNCHED,
+        "distributed_type": "FSDP",
+        "fsdp_config": {**FSDP, **{f"fsdp_{key}": value for key, value in section.items()}},
+    }
 
 
 def sizes(**section: int) -> dict[str, Any]:
@@ -128,26 +191,66 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {  # content
     "Trainer, ZeRO-3, auto": (TRAINER_ZERO3, TRAINER_OPTIONS, set()),
     "DeepSpeed, ZeRO-2 with offload": (PLAIN_ZERO2, PLAIN_OPTIONS, PLAIN_LOST),
     "DeepSpeed, fp16": (
-        {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8, "fp16": {"enabled": True, **DYNAMIC, "loss_scale": 1024}},
-        {"train.global_batch_size": 8, "train.micro_batch_size": 8, "train.precision": "fp16", **DYNAMIC_OPTIONS, **NO_CLIP, **NO_ZERO},
+        {
+            "train_batch_size": 8,
+            "train_micro_batch_size_per_gpu": 8,
+            "fp16": {"enabled": True, **DYNAMIC, "loss_scale": 1024},
+        },
+        {
+            "train.global_batch_size": 8,
+            "train.micro_batch_size": 8,
+            "train.precision": "fp16",
+            **DYNAMIC_OPTIONS,
+            **NO_CLIP,
+            **NO_ZERO,
+        },
         {"fp16.loss_scale"},
     ),
     "DeepSpeed, defaults of what is chosen": (
-        {"gradient_clipping": 1.0, "zero_optimization": {}, "optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupCosineLR"}},
         {
-            **{"train.grad_clip": 1, **NO_ZERO, "optimizer.lr": 1e-3, "optimizer.betas": [0.9, 0.999], "optimizer.eps": 1e-8},
-            **{"optimizer.weight_decay": 0, "optimizer.decay": "cosine", "optimizer.warmup_steps": 1000, "optimizer.min_lr": 1e-7},
+            "gradient_clipping": 1.0,
+            "zero_optimization": {},
+            "optimizer": {"type": "Adam"},
+            "scheduler": {"type": "WarmupCosineLR"},
+        },
+        {
+            **{
+                "train.grad_clip": 1,
+                **NO_ZERO,
+                "optimizer.lr": 1e-3,
+                "optimizer.betas": [0.9, 0.999],
+                "optimizer.eps": 1e-8,
+            },
+            **{
+                "optimizer.weight_decay": 0,
+                "optimizer.decay": "cosine",
+                "optimizer.warmup_steps": 1000,
+                "optimizer.min_lr": 1e-7,
+            },
         },
         set(),
     ),
     "DeepSpeed, another optimizer": (
-        {"gradient_clipping": 1.0, "optimizer": {"type": "Lamb", "params": {"lr": 1e-2, "max_coeff": 10}}, "zero_optimization": True},
+        {
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "Lamb", "params": {"lr": 1e-2, "max_coeff": 10}},
+            "zero_optimization": True,
+        },
         {"train.grad_clip": 1, "parallel.zero": 1},
         {"optimizer.type", "optimizer.params.lr", "optimizer.params.max_coeff"},
     ),
     "DeepSpeed, old names": (
-        {"zero_optimization": {"stage": 3, "cpu_offload": True, "cpu_offload_param": True}, "bfloat16": {"enabled": True}},
-        {**NO_CLIP, "parallel.zero": 3, "parallel.offload": "cpu", "parallel.offload_parameters": True, "train.precision": "bf16"},
+        {
+            "zero_optimization": {"stage": 3, "cpu_offload": True, "cpu_offload_param": True},
+            "bfloat16": {"enabled": True},
+        },
+        {
+            **NO_CLIP,
+            "parallel.zero": 3,
+            "parallel.offload": "cpu",
+            "parallel.offload_parameters": True,
+            "train.precision": "bf16",
+        },
         set(),
     ),
     "DeepSpeed, values that do not fit": (
@@ -161,7 +264,12 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {  # content
         },
         {},
         {
-            *("train_batch_size", "gradient_clipping", "zero_optimization.stage", "zero_optimization.offload_optimizer.device"),
+            *(
+                "train_batch_size",
+                "gradient_clipping",
+                "zero_optimization.stage",
+                "zero_optimization.offload_optimizer.device",
+            ),
             *("zero_optimization.mics_shard_size", "bf16.enabled", "data_types.grad_accum_dtype", "steps_per_print"),
         },
     ),
@@ -194,16 +302,29 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {  # content
     ),
     "Accelerate, FSDP, 5 on one machine": (fsdp(sharding_strategy=5), FSDP_OPTIONS | {"parallel.zero": 2}, set()),
     "Accelerate, FSDP2": (fsdp(version=2, reshard_after_forward=True), FSDP_OPTIONS | {"parallel.zero": 3}, set()),
-    "Accelerate, FSDP2 without resharding": (fsdp(version=2, reshard_after_forward=False), FSDP_OPTIONS | {"parallel.zero": 2}, set()),
+    "Accelerate, FSDP2 without resharding": (
+        fsdp(version=2, reshard_after_forward=False),
+        FSDP_OPTIONS | {"parallel.zero": 2},
+        set(),
+    ),
     "Accelerate, FSDP2 with tensor parallel": (
         fsdp(version=2, reshard_after_forward=True) | sizes(tp=2, dp_shard=4),
         FSDP_OPTIONS | {"parallel.zero": 3, "parallel.tp": 2, "parallel.dp": 4, "parallel.dp_shard": 4},
         set(),
     ),
     "Accelerate, FSDP2 with tensor and context parallel": (
-        fsdp(version=2, reshard_after_forward=True) | sizes(dp_shard=2, tp=2, cp=2) | {"gradient_accumulation_steps": 4},
+        fsdp(version=2, reshard_after_forward=True)
+        | sizes(dp_shard=2, tp=2, cp=2)
+        | {"gradient_accumulation_steps": 4},
         FSDP_OPTIONS
-        | {"parallel.zero": 3, "parallel.tp": 2, "parallel.cp": 2, "parallel.context": "gather", "parallel.dp": 2, "parallel.dp_shard": 4},
+        | {
+            "parallel.zero": 3,
+            "parallel.tp": 2,
+            "parallel.cp": 2,
+            "parallel.context": "gather",
+            "parallel.dp": 2,
+            "parallel.dp_shard": 4,
+        },
         {"gradient_accumulation_steps"},
     ),
     "Accelerate, HSDP": (
@@ -230,7 +351,13 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {  # content
         set(),
     ),
     "Accelerate, MULTI_CPU": (
-        {**LAUNCHED, "distributed_type": "MULTI_CPU", "use_cpu": True, "mixed_precision": "no", "ipex_config": {"ipex": False}},
+        {
+            **LAUNCHED,
+            "distributed_type": "MULTI_CPU",
+            "use_cpu": True,
+            "mixed_precision": "no",
+            "ipex_config": {"ipex": False},
+        },
         {"parallel.dp": 8, "parallel.zero": 0, "train.precision": "fp32"},
         {"use_cpu", "ipex_config.ipex"},
     ),
@@ -291,7 +418,9 @@ def test_the_emitted_file_says_what_the_file_says(capsys, tmp_path, name):
     assert reported["config"] == found
     assert bool(expected) != ("could be imported. Set" in err)
     assert {lost["key"] for lost in reported["not_honoured"]} == not_honoured
-    assert all(f"{remark['key']} = " in err and remark["why"] in err for remark in reported["not_honoured"] + reported["notes"])
+    assert all(
+        f"{remark['key']} = " in err and remark["why"] in err for remark in reported["not_honoured"] + reported["notes"]
+    )
     accounted = {*reported["honoured"], *(remark["key"] for remark in reported["not_honoured"] + reported["notes"])}
     assert set(leaves(content)) <= accounted
 
@@ -348,7 +477,10 @@ def tree_of(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.fixed_dictionaries({}, optional={key: st.sampled_from(values) for key, values in POOL.items()}), st.sampled_from([None, 2]))
+@given(
+    st.fixed_dictionaries({}, optional={key: st.sampled_from(values) for key, values in POOL.items()}),
+    st.sampled_from([None, 2]),
+)
 def test_no_key_is_dropped_and_what_comes_out_is_accepted(tmp_path_factory, choice, dp):
     try:
         found = convert(tree_of(choice | {"zero_allow_untested_optimizer": True, "train_batch_size": 32}), dp)
@@ -380,20 +512,24 @@ def test_no_key_is_dropped_and_what_comes_out_is_accepted(tmp_path_factory, choi
     ],
 )
 def test_batch_sizes_are_those_that_deepspeed_infers(sizes, dp, expected, lost):
-    """train = micro * accumulation * ranks: what is known of them gives the rest; lost: the accumulation decides nothing yet."""
+    """train = micro * accumulation * ranks: what is known of them gives the rest; lost: the accumulation decides
+    nothing yet."""
     found = convert({"gradient_clipping": 1.0, **batch(*sizes)}, dp)
     assert tuple(map(found.options.get, ("train.global_batch_size", "train.micro_batch_size"))) == expected
     assert (BATCH[2] in [remark.key for remark in found.remarks if remark.kind == "lost"]) == lost
 
 
-@pytest.mark.parametrize(("sizes", "dp"), [((64, 4, 3), None), ((64, 4, 2), 4), ((60, 8, None), None), ((64, None, None), 3)])
+@pytest.mark.parametrize(
+    ("sizes", "dp"), [((64, 4, 3), None), ((64, 4, 2), 4), ((60, 8, None), None), ((64, None, None), 3)]
+)
 def test_batch_sizes_that_can_not_hold_are_refused(sizes, dp):
     with pytest.raises(ConfigError, match=rf"train_batch_size = {sizes[0]} is not .* = .*\d\. Correct one of them"):
         convert(batch(*sizes), dp)
 
 
 def test_the_learning_rate_is_the_schedules_where_that_has_one():
-    """As in DeepSpeed: WarmupDecayLR replaces the optimizer's rate by its own, given or default; WarmupCosineLR only scales it."""
+    """As in DeepSpeed: WarmupDecayLR replaces the optimizer's rate by its own, given or default; WarmupCosineLR only
+    scales it."""
 
     def options(scheduler: str, **params: Any) -> dict[str, Any]:
         return convert({"optimizer": ADAMW, "scheduler": {"type": scheduler, "params": params}}).options
@@ -412,15 +548,35 @@ def test_muon_has_rates_of_its_own():
         found = convert({"optimizer": {"type": "Muon", "params": params}}).options
         return {name: value for name, value in found.items() if name.startswith(("muon.", "optimizer."))}
 
-    assert options(lr=2e-2, momentum=0.9) == {"optimizer.name": "muon", "optimizer.lr": 2e-2, "muon.lr": 2e-2, "muon.momentum": 0.9}
-    assert options(lr=1.0, muon_lr=2e-2, adam_lr=3e-4) == {"optimizer.name": "muon", "optimizer.lr": 3e-4, "muon.lr": 2e-2}
-    assert options(weight_decay=0.2) == {"optimizer.name": "muon", "optimizer.weight_decay": 0.2, "muon.weight_decay": 0.2}
+    assert options(lr=2e-2, momentum=0.9) == {
+        "optimizer.name": "muon",
+        "optimizer.lr": 2e-2,
+        "muon.lr": 2e-2,
+        "muon.momentum": 0.9,
+    }
+    assert options(lr=1.0, muon_lr=2e-2, adam_lr=3e-4) == {
+        "optimizer.name": "muon",
+        "optimizer.lr": 3e-4,
+        "muon.lr": 2e-2,
+    }
+    assert options(weight_decay=0.2) == {
+        "optimizer.name": "muon",
+        "optimizer.weight_decay": 0.2,
+        "muon.weight_decay": 0.2,
+    }
 
 
 def test_what_the_file_leaves_to_deepspeeds_defaults_is_said():
-    """Defaults that are not ours are taken over; a logarithmic warm-up can not be; those that change nothing go without a word."""
+    """Defaults that are not ours are taken over; a logarithmic warm-up can not be; those that change nothing go without
+    a word."""
     schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 50}}
-    found = convert({"zero_optimization": {"stage": 1}, "optimizer": {"type": "Adam", "params": ADAMW["params"]}, "scheduler": schedule})
+    found = convert(
+        {
+            "zero_optimization": {"stage": 1},
+            "optimizer": {"type": "Adam", "params": ADAMW["params"]},
+            "scheduler": schedule,
+        }
+    )
     said = {(remark.key, remark.value): remark.kind for remark in found.remarks}
     assert said == {
         ("gradient_clipping", 0): "assumed",
@@ -439,7 +595,12 @@ def test_a_deepspeed_file_is_read_from_beside_the_file_that_names_it(tool, tmp_p
     section = {"deepspeed_config_file": "inner/ds_config.json", "zero3_init_flag": False}
     path = write({**LAUNCHED, "distributed_type": "DEEPSPEED", "deepspeed_config": section}, tmp_path)
     found = json.loads(tool(path, "--json")[0])
-    assert found["config"]["train"] == {"global_batch_size": 2 * 4 * 8, "micro_batch_size": 2, "precision": "bf16", "grad_clip": 0}
+    assert found["config"]["train"] == {
+        "global_batch_size": 2 * 4 * 8,
+        "micro_batch_size": 2,
+        "precision": "bf16",
+        "grad_clip": 0,
+    }
     assert found["config"]["parallel"] == {"dp": 8, "zero": 1}
     assert [lost["key"] for lost in found["not_honoured"]] == ["inner/ds_config.json: invented"]
 
@@ -451,9 +612,15 @@ def test_a_deepspeed_file_is_read_from_beside_the_file_that_names_it(tool, tmp_p
 
 def test_the_batch_and_the_sharding_of_parallelism_config_are_kept_or_named():
     """Ranks of a tp or cp group read the same rows: 8 processes are 2 data-parallel ranks."""
-    content = fsdp(version=2, reshard_after_forward=True) | sizes(dp_shard=2, tp=2, cp=2) | {"gradient_accumulation_steps": 4}
+    content = (
+        fsdp(version=2, reshard_after_forward=True) | sizes(dp_shard=2, tp=2, cp=2) | {"gradient_accumulation_steps": 4}
+    )
     found = convert(content)
-    assert (found.options["parallel.dp"], found.options["parallel.dp_shard"], found.options["parallel.tp"]) == (2, 4, 2), "shards span cp"
+    assert (found.options["parallel.dp"], found.options["parallel.dp_shard"], found.options["parallel.tp"]) == (
+        2,
+        4,
+        2,
+    ), "shards span cp"
     why = {remark.key: remark.why for remark in found.remarks if remark.kind == "lost"}
     assert found.options["parallel.cp"] == 2
     formula = "set train.global_batch_size to train.micro_batch_size * 4 * 2"
@@ -479,22 +646,34 @@ def test_what_is_still_to_be_set_is_said(tool, tmp_path):
 
 
 def test_ranks_given_by_hand_complete_the_batch(tool, tmp_path):
-    path = write({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 1}, tmp_path)
+    path = write(
+        {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 1}, tmp_path
+    )
     assert "set train.global_batch_size to 4 * 2 * parallel.dp" in tool(path)[1]
-    assert yaml.safe_load(tool(path, "--dp", 16)[0])["train"] == {"global_batch_size": 128, "micro_batch_size": 4, "grad_clip": 1}
+    assert yaml.safe_load(tool(path, "--dp", 16)[0])["train"] == {
+        "global_batch_size": 128,
+        "micro_batch_size": 4,
+        "grad_clip": 1,
+    }
 
 
 BAD = {
     "ds.json": ("{", "is not valid JSON"),
     "twice.json": ('{"fp16": {"enabled": true, "enabled": false}}', "the key enabled appears twice"),
-    "other.json": ('{"hidden_size": 8}', "one of: accelerate, torchtitan, megatron, axolotl, llama-factory, torchtune, deepspeed."),
+    "other.json": (
+        '{"hidden_size": 8}',
+        "one of: accelerate, torchtitan, megatron, axolotl, llama-factory, torchtune, deepspeed.",
+    ),
     "list.json": ("[1]", "has no keys by which its project is recognized"),
     "broken.toml": ("[training", "is not valid TOML"),
     "quotes.sh": ("pretrain_gpt.py --lr '1", "can not be read: a quotation in line 1 has no end"),
     "empty.sh": ("echo nothing", "has no command that runs a .py file"),
     "broken.yaml": ("a: [", "is not valid YAML"),
     "twice.yaml": ("base_model: a/b\nseed: 1\nseed: 2\n", "the key seed appears twice in line 1"),
-    "two.yaml": ("base_model: a/b\n---\nseed: 1\n", "expected a single document in the stream, but found another document in line 2"),
+    "two.yaml": (
+        "base_model: a/b\n---\nseed: 1\n",
+        "expected a single document in the stream, but found another document in line 2",
+    ),
     "alias.yaml": ("base_model: *missing\n", "found undefined alias 'missing' in line 1"),
     "tag.yaml": ("base_model: !!python/name:os.system\n", "could not determine a constructor for the tag"),
     "empty.yaml": ("", "has no keys by which its project is recognized"),
@@ -502,10 +681,19 @@ BAD = {
         '{"bf16": {"enabled": true}, // no end\n',
         "is not valid JSON: Expecting property name enclosed in double quotes: line 2",
     ),
-    "twice_commented.json": ('{"steps_per_print": 1, # one\n"steps_per_print": 2}', "the key steps_per_print appears twice"),
+    "twice_commented.json": (
+        '{"steps_per_print": 1, # one\n"steps_per_print": 2}',
+        "the key steps_per_print appears twice",
+    ),
     "ours.yaml": ("optimizer:\n  lr: 1.0e-3\nfp16:\n  hysteresis: 2\n", "Name the project before the file"),
-    "both.json": ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "fp16.enabled and bf16.enabled contradict each other"),
-    "linked.yaml": ("distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: 5\n", "5 can not be read: No such file"),
+    "both.json": (
+        '{"fp16": {"enabled": true}, "bf16": {"enabled": true}}',
+        "fp16.enabled and bf16.enabled contradict each other",
+    ),
+    "linked.yaml": (
+        "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: 5\n",
+        "5 can not be read: No such file",
+    ),
     "missing.json": (None, "can not be read: No such file"),
     "missing.yaml": (None, "can not be read: No such file"),
 }
@@ -541,29 +729,73 @@ def test_json_may_have_comments_and_last_commas(tool, tmp_path, start):
 TEXTS = {
     "axolotl": (
         {
-            **{"base_model": "m", "micro_batch_size": "2", "learning_rate": "2e-5", "gradient_checkpointing": "True", "num_epochs": "3"},
-            **{"val_set_size": "0.05", "warmup_ratio": "0.1", "seed": "42", "wandb_name": "007", "run_name": 2024, "lr_scheduler": None},
+            **{
+                "base_model": "m",
+                "micro_batch_size": "2",
+                "learning_rate": "2e-5",
+                "gradient_checkpointing": "True",
+                "num_epochs": "3",
+            },
+            **{
+                "val_set_size": "0.05",
+                "warmup_ratio": "0.1",
+                "seed": "42",
+                "wandb_name": "007",
+                "run_name": 2024,
+                "lr_scheduler": None,
+            },
         },
         {
-            **{"train.micro_batch_size": 2, "optimizer.lr": 2e-5, "train.recompute": "full", "train.epochs": 3, "data.validation": 0.05},
+            **{
+                "train.micro_batch_size": 2,
+                "optimizer.lr": 2e-5,
+                "train.recompute": "full",
+                "train.epochs": 3,
+                "data.validation": 0.05,
+            },
             **{"optimizer.warmup_steps": "10%", "run.seed": 42, "optimizer.decay": "cosine", "run.name": "007"},
         },
     ),
     "llama-factory": (
         {
-            **{"model_name_or_path": "m", "finetuning_type": "full", "per_device_train_batch_size": "2", "bf16": "true"},
-            **{"gradient_accumulation_steps": "8", "max_steps": "-1", "packing": "false", "disable_gradient_checkpointing": "true"},
+            **{
+                "model_name_or_path": "m",
+                "finetuning_type": "full",
+                "per_device_train_batch_size": "2",
+                "bf16": "true",
+            },
+            **{
+                "gradient_accumulation_steps": "8",
+                "max_steps": "-1",
+                "packing": "false",
+                "disable_gradient_checkpointing": "true",
+            },
             **{"run_name": 2024, "ddp_timeout": "180", "num_train_epochs": None},
         },
         {
-            **{"train.global_batch_size": 2 * 8 * 4, "train.precision": "bf16", "data.packing": False, "train.recompute": "none"},
+            **{
+                "train.global_batch_size": 2 * 8 * 4,
+                "train.precision": "bf16",
+                "data.packing": False,
+                "train.recompute": "none",
+            },
             **{"run.name": "2024", "run.timeout": "180s", "train.epochs": 3},
         },
     ),
     "torchtune": (
         {
-            **{"batch_size": "2", "gradient_accumulation_steps": None, "dtype": "bf16", "compile": "False", "clip_grad_norm": None},
-            **{"optimizer": {"_component_": "torch.optim.AdamW", "lr": "3e-4", "weight_decay": None}, "seed": None, "shuffle": "true"},
+            **{
+                "batch_size": "2",
+                "gradient_accumulation_steps": None,
+                "dtype": "bf16",
+                "compile": "False",
+                "clip_grad_norm": None,
+            },
+            **{
+                "optimizer": {"_component_": "torch.optim.AdamW", "lr": "3e-4", "weight_decay": None},
+                "seed": None,
+                "shuffle": "true",
+            },
         },
         {
             **{"train.global_batch_size": 2 * 4, "train.compile": False, "train.grad_clip": 0, "optimizer.lr": 3e-4},
@@ -573,7 +805,11 @@ TEXTS = {
     "accelerate": (
         {
             **{"distributed_type": "fsdp", "num_processes": "8", "mixed_precision": "bf16"},
-            "fsdp_config": {"fsdp_sharding_strategy": "1", "fsdp_offload_params": "false", "fsdp_activation_checkpointing": "True"},
+            "fsdp_config": {
+                "fsdp_sharding_strategy": "1",
+                "fsdp_offload_params": "false",
+                "fsdp_activation_checkpointing": "True",
+            },
         },
         {"parallel.dp": 8, "parallel.zero": 3, "parallel.offload": "none", "train.recompute": "full"},
     ),

@@ -1,4 +1,5 @@
-"""Megatron-LM's arguments together: which of them switch off others or change their meaning, as its validate_args and models do."""
+"""Megatron-LM's arguments together: which of them switch off others or change their meaning, as its validate_args and
+models do."""
 
 from __future__ import annotations
 
@@ -12,13 +13,26 @@ from megalite.importers.shell import grammar
 from tests.importers.imported import imported
 
 SHAPE = "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128"
-ROPE, LATENT, EXPERTS = "--position-embedding-type rope", "--multi-latent-attention --qk-layernorm", "--num-experts 8 --moe-router-topk 4"
-LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+ROPE, LATENT, EXPERTS = (
+    "--position-embedding-type rope",
+    "--multi-latent-attention --qk-layernorm",
+    "--num-experts 8 --moe-router-topk 4",
+)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 ABSENT = object()
-CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {  # arguments → options, key → its remark's kind and reason
+# arguments → options, key → its remark's kind and reason
+CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {
     f"{ROPE} --use-rope-scaling": (
         {"model.rope_scaling": LLAMA3 | {"factor": 8.0}},
-        {"rope-scaling-factor": ("assumed", "default there"), "use-rope-scaling": ("harmless", "rope-scaling-factor says it")},
+        {
+            "rope-scaling-factor": ("assumed", "default there"),
+            "use-rope-scaling": ("harmless", "rope-scaling-factor says it"),
+        },
     ),
     f"{ROPE} --use-rope-scaling --rope-scaling-factor 32": (
         {"model.rope_scaling": LLAMA3 | {"factor": 32.0}},
@@ -36,70 +50,122 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {  # argum
         {"model.rope_scaling": ABSENT, "model.position": "learned"},
         {"use-rope-scaling": ("harmless", "positions are not rotary")},
     ),
-    f"{ROPE} --rope-scaling-factor 8": ({"model.rope_scaling": ABSENT}, {"rope-scaling-factor": ("harmless", "use-rope-scaling is off")}),
+    f"{ROPE} --rope-scaling-factor 8": (
+        {"model.rope_scaling": ABSENT},
+        {"rope-scaling-factor": ("harmless", "use-rope-scaling is off")},
+    ),
     LATENT: (
         {"model.position": "rope", "model.kv_lora_rank": 32, "model.qk_nope_head_dim": 128, "model.v_head_dim": 128},
-        {"position-embedding-type": ("approximate", "without learned ones"), "v-head-dim": ("assumed", "default there")},
+        {
+            "position-embedding-type": ("approximate", "without learned ones"),
+            "v-head-dim": ("assumed", "default there"),
+        },
     ),
     f"{ROPE} {LATENT} --kv-lora-rank 64 ${{MORE[@]}}": (
         {"model.kv_lora_rank": 64, "model.v_head_dim": 128},
         {"v-head-dim": ("assumed", "unless ${MORE[@]} sets it"), "${MORE[@]}": ("open", "does not set it")},
     ),
-    f"{ROPE} {LATENT} --kv-lora-rank $RANK": ({"model.kv_lora_rank": ABSENT}, {"kv-lora-rank": ("open", "set model.kv_lora_rank")}),
-    f"{ROPE} {LATENT} --rotary-scaling-factor 40 --rope-type rope": ({}, {"rotary-scaling-factor": ("harmless", "nothing is scaled")}),
+    f"{ROPE} {LATENT} --kv-lora-rank $RANK": (
+        {"model.kv_lora_rank": ABSENT},
+        {"kv-lora-rank": ("open", "set model.kv_lora_rank")},
+    ),
+    f"{ROPE} {LATENT} --rotary-scaling-factor 40 --rope-type rope": (
+        {},
+        {"rotary-scaling-factor": ("harmless", "nothing is scaled")},
+    ),
     f"{ROPE} {LATENT} --rotary-scaling-factor 40": ({}, {"rotary-scaling-factor": ("lost", "yarn")}),
     f"{ROPE} {LATENT} --rotary-percent 0.5 --kv-channels 64": (
         {"model.partial_rotary_factor": ABSENT, "model.head_dim": ABSENT},
         {"rotary-percent": ("harmless", "qk-head-dim"), "kv-channels": ("harmless", "qk-head-dim")},
     ),
-    "--rotary-seq-len-interpolation-factor 2": ({}, {"rotary-seq-len-interpolation-factor": ("harmless", "rotary positions")}),
+    "--rotary-seq-len-interpolation-factor 2": (
+        {},
+        {"rotary-seq-len-interpolation-factor": ("harmless", "rotary positions")},
+    ),
     f"{ROPE} --no-rope-freq 4": ({"model.no_rope_layers": [3, 7]}, {}),
     f"{ROPE} --no-rope-freq '([0]*3+[1]*5)'": ({"model.no_rope_layers": [3, 4, 5, 6, 7]}, {}),
     "--no-rope-freq 4": ({"model.no_rope_layers": ABSENT}, {"no-rope-freq": ("harmless", "not rotary")}),
-    "--window-size 127,0 --window-attn-skip-freq 2": ({"model.sliding_window": 128, "model.sliding_window_layers": [0, 2, 4, 6]}, {}),
-    "--window-size 63,0 --window-attn-skip-freq '[1]*6+[0]*2'": ({"model.sliding_window_layers": [0, 1, 2, 3, 4, 5]}, {}),
+    "--window-size 127,0 --window-attn-skip-freq 2": (
+        {"model.sliding_window": 128, "model.sliding_window_layers": [0, 2, 4, 6]},
+        {},
+    ),
+    "--window-size 63,0 --window-attn-skip-freq '[1]*6+[0]*2'": (
+        {"model.sliding_window_layers": [0, 1, 2, 3, 4, 5]},
+        {},
+    ),
     "--window-attn-skip-freq 2": (
         {"model.sliding_window_layers": ABSENT},
         {"window-attn-skip-freq": ("harmless", "window-size is not set")},
     ),
     "--group-query-attention": (
         {"model.num_key_value_heads": 1},
-        {"num-query-groups": ("assumed", "default there"), "group-query-attention": ("harmless", "num-query-groups says it")},
+        {
+            "num-query-groups": ("assumed", "default there"),
+            "group-query-attention": ("harmless", "num-query-groups says it"),
+        },
     ),
     "--group-query-attention --num-query-groups $KV": (
         {"model.num_key_value_heads": ABSENT},
         {"num-query-groups": ("open", "set model.num_key_value_heads")},
     ),
-    "--num-query-groups 4": ({"model.num_key_value_heads": ABSENT}, {"num-query-groups": ("harmless", "group-query-attention is off")}),
-    "--moe-router-topk 4 --moe-ffn-hidden-size 64 --moe-aux-loss-coeff 1e-2": (
-        {"model.num_experts_per_tok": ABSENT, "model.moe_intermediate_size": ABSENT, "model.router_aux_loss_coef": ABSENT},
-        {"moe-router-topk": ("harmless", "num-experts is not set"), "moe-aux-loss-coeff": ("harmless", "num-experts is not set")},
+    "--num-query-groups 4": (
+        {"model.num_key_value_heads": ABSENT},
+        {"num-query-groups": ("harmless", "group-query-attention is off")},
     ),
-    "--num-experts 0 --moe-router-topk 4": ({"model.num_experts": ABSENT}, {"moe-router-topk": ("harmless", "num-experts is not set")}),
+    "--moe-router-topk 4 --moe-ffn-hidden-size 64 --moe-aux-loss-coeff 1e-2": (
+        {
+            "model.num_experts_per_tok": ABSENT,
+            "model.moe_intermediate_size": ABSENT,
+            "model.router_aux_loss_coef": ABSENT,
+        },
+        {
+            "moe-router-topk": ("harmless", "num-experts is not set"),
+            "moe-aux-loss-coeff": ("harmless", "num-experts is not set"),
+        },
+    ),
+    "--num-experts 0 --moe-router-topk 4": (
+        {"model.num_experts": ABSENT},
+        {"moe-router-topk": ("harmless", "num-experts is not set")},
+    ),
     "--num-experts 8 --moe-aux-loss-coeff 1e-2": (
         {"model.num_experts_per_tok": 2, "model.router_aux_loss_coef": pytest.approx(0.01 * 8 / 2)},
         {"moe-router-topk": ("assumed", "default there")},
     ),
     "--num-experts 8 --moe-router-topk $K --moe-aux-loss-coeff 1e-2": (
         {"model.router_aux_loss_coef": ABSENT},
-        {"moe-aux-loss-coeff": ("lost", "0.08 / model.num_experts_per_tok"), "moe-router-topk": ("open", "set model.num_experts_per_tok")},
+        {
+            "moe-aux-loss-coeff": ("lost", "0.08 / model.num_experts_per_tok"),
+            "moe-router-topk": ("open", "set model.num_experts_per_tok"),
+        },
     ),
     f"{EXPERTS} --moe-router-pre-softmax --moe-router-score-function sigmoid": (
         {"model.router_scores": "sigmoid", "model.norm_topk_prob": ABSENT},
         {"moe-router-pre-softmax": ("harmless", "sigmoids")},
     ),
     "--fp8-amax-history-len 1024": ({}, {"fp8-amax-history-len": ("harmless", "fp8-format is not set")}),
-    "--fp8-format hybrid --fp8-recipe delayed": ({}, {"fp8-format": ("lost", "no float8"), "fp8-recipe": ("lost", "no float8")}),
+    "--fp8-format hybrid --fp8-recipe delayed": (
+        {},
+        {"fp8-format": ("lost", "no float8"), "fp8-recipe": ("lost", "no float8")},
+    ),
     "--recompute-method uniform --recompute-num-layers 1": (
         {"train.recompute": ABSENT},
         {"recompute-method": ("harmless", "recompute-granularity is not set")},
     ),
-    "--recompute-granularity full --recompute-modules moe": ({"train.recompute": "full"}, {"recompute-modules": ("harmless", "selective")}),
-    "--recompute-granularity selective --recompute-modules moe": ({}, {"recompute-modules": ("lost", "attention only")}),
+    "--recompute-granularity full --recompute-modules moe": (
+        {"train.recompute": "full"},
+        {"recompute-modules": ("harmless", "selective")},
+    ),
+    "--recompute-granularity selective --recompute-modules moe": (
+        {},
+        {"recompute-modules": ("lost", "attention only")},
+    ),
     "--checkpoint-activations": ({"train.recompute": "full"}, {}),
     "--tensor-model-parallel-size $TP --sequence-parallel": (
         {"parallel.dp": ABSENT, "parallel.sequence_parallel": True},
-        {"torchrun.nproc-per-node": ("open", "parallel.dp is"), "tensor-model-parallel-size": ("open", "set parallel.tp")},
+        {
+            "torchrun.nproc-per-node": ("open", "parallel.dp is"),
+            "tensor-model-parallel-size": ("open", "set parallel.tp"),
+        },
     ),
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size $PP --num-layers-per-virtual-pipeline-stage 2": (
         {"parallel.dp": ABSENT, "parallel.virtual_stages": ABSENT},
@@ -108,7 +174,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {  # argum
     "--tensor-model-parallel-size 2 --sequence-parallel": ({"parallel.dp": 4, "parallel.sequence_parallel": True}, {}),
     "--tokenizer-model $TOKENIZER --lr $LR": (
         {"optimizer.lr": ABSENT},
-        {"tokenizer-model": ("harmless", "token files"), "lr": ("open", "the script does not set it: set optimizer.lr")},
+        {
+            "tokenizer-model": ("harmless", "token files"),
+            "lr": ("open", "the script does not set it: set optimizer.lr"),
+        },
     ),
     "--use-checkpoint-args": ({}, {"use-checkpoint-args": ("open", "that of the checkpoint")}),
     "--data-path 0.5 $A 0.5 $B": ({"data.train": ABSENT}, {"data-path": ("open", "$A: the script does not set it")}),
@@ -125,7 +194,9 @@ def test_arguments_together(arguments, tmp_path, capsys):
     command = f"torchrun --nproc_per_node 8 pretrain_gpt.py {SHAPE} {arguments}"
     options, lost, notes, _ = imported(capsys, tmp_path, "megatron", command)
     assert {option: options.get(option, ABSENT) for option in expected} == expected
-    found = {key: ("lost", why) for key, why in lost.items()} | {key: (kind, why) for kind, by in notes.items() for key, why in by.items()}
+    found = {key: ("lost", why) for key, why in lost.items()} | {
+        key: (kind, why) for kind, by in notes.items() for key, why in by.items()
+    }
     for key, (kind, why) in remarks.items():
         assert found[key][0] == kind and why in found[key][1], found[key]
 
@@ -151,7 +222,9 @@ def test_the_processes_of_a_launcher_give_the_data_parallel_size(launcher, tmp_p
 
 def test_arguments_after_a_comment_are_named(tmp_path, capsys):
     """bash ends a continued command at a comment, so that Megatron-LM does not get what follows."""
-    (tmp_path / "train.sh").write_text(f"python pretrain_gpt.py {SHAPE} \\\n  # --lr 1e-3 \\\n  --bf16 \\\n  --swiglu\n")
+    (tmp_path / "train.sh").write_text(
+        f"python pretrain_gpt.py {SHAPE} \\\n  # --lr 1e-3 \\\n  --bf16 \\\n  --swiglu\n"
+    )
     options, _, notes, _ = imported(capsys, tmp_path, tmp_path / "train.sh")
     assert "train.precision" not in options and not options["model.gated_mlp"]
     assert "a comment ends the command" in notes["open"]["script.cut"]

@@ -38,38 +38,83 @@ UNKNOWN, OBJECTIVE, MOMENTS = "not known as a key", "on the next token alone", "
 REAL = {
     "axolotl/lora-8b.yml": Real(
         {
-            **{"model.from_hf": "example/llama-3-8b-mirror", "model.init_from": "hf:example/llama-3-8b-mirror", "lora.rank": 24},
-            **{"lora.alpha": 48, "lora.dropout": 0.1, "lora.modules_to_save": ["embedding", "head"], "data.packing": True},
-            **{"data.validation": 0.04, "data.sequence_length": 3072, "train.epochs": 2, "train.global_batch_size": 3 * 2 * 4},
-            **{"train.micro_batch_size": 3, "train.precision": "bf16", "train.recompute": "full", "optimizer.lr": 1.5e-4},
-            **{"optimizer.warmup_steps": "5%", "optimizer.decay": "cosine", "optimizer.betas": [0.9, 0.999], "optimizer.weight_decay": 0},
+            **{
+                "model.from_hf": "example/llama-3-8b-mirror",
+                "model.init_from": "hf:example/llama-3-8b-mirror",
+                "lora.rank": 24,
+            },
+            **{
+                "lora.alpha": 48,
+                "lora.dropout": 0.1,
+                "lora.modules_to_save": ["embedding", "head"],
+                "data.packing": True,
+            },
+            **{
+                "data.validation": 0.04,
+                "data.sequence_length": 3072,
+                "train.epochs": 2,
+                "train.global_batch_size": 3 * 2 * 4,
+            },
+            **{
+                "train.micro_batch_size": 3,
+                "train.precision": "bf16",
+                "train.recompute": "full",
+                "optimizer.lr": 1.5e-4,
+            },
+            **{
+                "optimizer.warmup_steps": "5%",
+                "optimizer.decay": "cosine",
+                "optimizer.betas": [0.9, 0.999],
+                "optimizer.weight_decay": 0,
+            },
         },
         lost={"load_in_8bit": "not quantized", "optimizer": MOMENTS},
         said={
-            "datasets": "`megalite prepare --chat --input hf:example/recipes-alpaca --tokenizer example/llama-3-8b-mirror --output PREFIX`"
+            "datasets": "`megalite prepare --chat --input hf:example/recipes-alpaca --tokenizer "
+            "example/llama-3-8b-mirror --output PREFIX`"
         },
         without=("lora.targets", "lora.init_from", "run.name"),
         dp=4,
     ),
     "axolotl/streaming-pretrain.yaml": Real(
         {
-            **{"train.steps": 2000, "data.sequence_length": 2048, "data.reset_positions": True, "train.global_batch_size": 2 * 4 * 2},
-            **{"optimizer.lr": 3e-4, "optimizer.warmup_steps": "2%", "optimizer.weight_decay": 0.05, "checkpoint.interval": 400},
+            **{
+                "train.steps": 2000,
+                "data.sequence_length": 2048,
+                "data.reset_positions": True,
+                "train.global_batch_size": 2 * 4 * 2,
+            },
+            **{
+                "optimizer.lr": 3e-4,
+                "optimizer.warmup_steps": "2%",
+                "optimizer.weight_decay": 0.05,
+                "checkpoint.interval": 400,
+            },
             **{"checkpoint.keep": 2, "logging.interval": 20},
         },
-        said={"pretraining_dataset": "`megalite prepare --text_key body --input hf:example/web-crawl:sample-5BT --tokenizer "},
+        said={
+            "pretraining_dataset": "`megalite prepare --text_key body --input hf:example/web-crawl:sample-5BT "
+            "--tokenizer "
+        },
         without=("data.packing", "train.epochs"),
         dp=2,
     ),
     "axolotl/long-completion.yaml": Real(
         {
-            **{"data.sequence_length": 262_144, "parallel.cp": 8, "parallel.context": "gather", "data.reset_positions": True},
+            **{
+                "data.sequence_length": 262_144,
+                "parallel.cp": 8,
+                "parallel.context": "gather",
+                "data.reset_positions": True,
+            },
             **{"optimizer.warmup_steps": 50, "train.epochs": 1, "train.micro_batch_size": 1},
         },
         lost={"optimizer": MOMENTS, "activation_offloading": "not offloaded", "min_sample_len": "keeps short ones"},
         said={
-            "datasets": "--text_key chapter --input hf:example/textbooks --tokenizer example/llama-3.1-8b --output PREFIX-2`",
-            "deepspeed": "`megalite import-config deepspeed deepspeed_configs/zero3_bf16_cpuoffload_all.json > deepspeed.yaml`",
+            "datasets": "--text_key chapter --input hf:example/textbooks --tokenizer example/llama-3.1-8b --output "
+            "PREFIX-2`",
+            "deepspeed": "`megalite import-config deepspeed deepspeed_configs/zero3_bf16_cpuoffload_all.json > "
+            "deepspeed.yaml`",
         },
         without=("data.packing",),
         dp=1,
@@ -82,28 +127,65 @@ REAL = {
     ),
     "axolotl/hsdp-tp.yaml": Real(
         {
-            **{"parallel.dp": 8, "parallel.dp_shard": 4, "parallel.tp": 2, "parallel.zero": 3, "train.global_batch_size": 2 * 8},
+            **{
+                "parallel.dp": 8,
+                "parallel.dp_shard": 4,
+                "parallel.tp": 2,
+                "parallel.zero": 3,
+                "train.global_batch_size": 2 * 8,
+            },
             **{"optimizer.warmup_steps": "10%", "optimizer.lr": 2e-6},
         },
-        said={"datasets": "--keys messages=turns,role=speaker,content=text --input hf:example/dialogs hf:example/more-dialogs "},
+        said={
+            "datasets": "--keys messages=turns,role=speaker,content=text --input hf:example/dialogs "
+            "hf:example/more-dialogs "
+        },
     ),
     "axolotl/muon-from-scratch.yaml": Real(
         {
-            **{"model.from_hf": "example/qwen-half-b", "model.init_from": "none", "optimizer.name": "muon", "muon.lr": 0.01},
-            **{"optimizer.lr": 0.01, "muon.weight_decay": 0.02, "optimizer.weight_decay": 0.02, "muon.adjust_lr": "match_rms_adamw"},
-            **{"train.steps": 500, "train.recompute": "none", "logging.wandb": "optimizers", "run.name": "muon-1", "run.seed": 7},
+            **{
+                "model.from_hf": "example/qwen-half-b",
+                "model.init_from": "none",
+                "optimizer.name": "muon",
+                "muon.lr": 0.01,
+            },
+            **{
+                "optimizer.lr": 0.01,
+                "muon.weight_decay": 0.02,
+                "optimizer.weight_decay": 0.02,
+                "muon.adjust_lr": "match_rms_adamw",
+            },
+            **{
+                "train.steps": 500,
+                "train.recompute": "none",
+                "logging.wandb": "optimizers",
+                "run.name": "muon-1",
+                "run.seed": 7,
+            },
         },
         said={"evals_per_epoch": "it is off", "num_epochs": "max_steps replaces it"},
         without=("train.epochs", "data.packing"),
         dp=1,
     ),
     "axolotl/experts.yaml": Real(
-        {"parallel.ep": 4, "parallel.dp": 8, "parallel.dp_shard": 2, "train.global_batch_size": 8, "data.packing": True},
+        {
+            "parallel.ep": 4,
+            "parallel.dp": 8,
+            "parallel.dp_shard": 2,
+            "train.global_batch_size": 8,
+            "data.packing": True,
+        },
         lost={"context_parapllel_size": UNKNOWN, "optimizer": MOMENTS},
         said={"datasets": "--chat --input ./data/chats.jsonl"},
     ),
     "axolotl/fsdp1-lora.yaml": Real(
-        {"train.recompute": "full", "parallel.zero": 3, "parallel.offload": "none", "lora.targets": ["q", "k"], "data.packing": False},
+        {
+            "train.recompute": "full",
+            "parallel.zero": 3,
+            "parallel.offload": "none",
+            "lora.targets": ["q", "k"],
+            "data.packing": False,
+        },
         lost={"optimizer": MOMENTS},
         said={"lora_target_modules": "out_proj can not have adapters", "gradient_checkpointing": "turns it on"},
         dp=2,
@@ -115,8 +197,19 @@ REAL = {
     ),
     "llama-factory/lora-pretrain.yaml": Real(
         {
-            **{"data.sequence_length": 1024, "lora.rank": 8, "lora.alpha": 16, "train.epochs": 2, "train.global_batch_size": 2 * 4 * 4},
-            **{"optimizer.lr": 1e-4, "optimizer.warmup_steps": "10%", "checkpoint.interval": 200, "run.overwrite": True},
+            **{
+                "data.sequence_length": 1024,
+                "lora.rank": 8,
+                "lora.alpha": 16,
+                "train.epochs": 2,
+                "train.global_batch_size": 2 * 4 * 4,
+            },
+            **{
+                "optimizer.lr": 1e-4,
+                "optimizer.warmup_steps": "10%",
+                "checkpoint.interval": 200,
+                "run.overwrite": True,
+            },
         },
         lost={"max_samples": "cut the input"},
         said={"dataset": "`megalite prepare --input FILE --tokenizer example/qwen3-4b --output PREFIX`"},
@@ -125,7 +218,13 @@ REAL = {
     ),
     "llama-factory/full-sft-zero3.yaml": Real(
         {
-            **{"optimizer.lr": 1e-5, "train.epochs": 2, "train.precision": "bf16", "data.packing": True, "data.sequence_length": 4095},
+            **{
+                "optimizer.lr": 1e-5,
+                "train.epochs": 2,
+                "train.precision": "bf16",
+                "data.packing": True,
+                "data.sequence_length": 4095,
+            },
             **{"validation.interval": 100, "checkpoint.keep": 3, "lora.rank": 0, "train.global_batch_size": 2 * 8},
         },
         said={
@@ -147,7 +246,13 @@ REAL = {
     ),
     "llama-factory/megatron-adapter.yaml": Real(
         {
-            **{"parallel.tp": 4, "parallel.pp": 2, "parallel.sequence_parallel": True, "parallel.zero": 1, "lora.rank": 0},
+            **{
+                "parallel.tp": 4,
+                "parallel.pp": 2,
+                "parallel.sequence_parallel": True,
+                "parallel.zero": 1,
+                "lora.rank": 0,
+            },
             **{"train.global_batch_size": 8 * 2, "checkpoint.interval": 100},
         },
         lost={"image_max_pixels": "text alone", "video_max_pixels": "text alone"},
@@ -160,12 +265,23 @@ REAL = {
     ),
     "torchtune/full-8b.yaml": Real(
         {
-            **{"model.from_hf": "/tmp/llama-8b-instruct", "train.global_batch_size": 2 * 4 * 4, "train.epochs": 2, "train.grad_clip": 0},
-            **{"optimizer.decay": "constant", "optimizer.weight_decay": 0.01, "data.shuffle": True, "validation.interval": 50},
+            **{
+                "model.from_hf": "/tmp/llama-8b-instruct",
+                "train.global_batch_size": 2 * 4 * 4,
+                "train.epochs": 2,
+                "train.grad_clip": 0,
+            },
+            **{
+                "optimizer.decay": "constant",
+                "optimizer.weight_decay": 0.01,
+                "data.shuffle": True,
+                "validation.interval": 50,
+            },
             **{"parallel.zero": 3, "train.precision": "bf16", "train.recompute": "full", "logging.interval": 2},
         },
         said={
-            "dataset._component_": "--chat --split 'train[:90%]' --loss_on all --input hf:yahma/alpaca-cleaned --tokenizer /tmp/",
+            "dataset._component_": "--chat --split 'train[:90%]' --loss_on all --input hf:yahma/alpaca-cleaned "
+            "--tokenizer /tmp/",
             "dataset_val._component_": "--output VALIDATION`, and set data.validation to VALIDATION",
         },
         without=("run.seed", "data.sequence_length"),
@@ -173,11 +289,24 @@ REAL = {
     ),
     "torchtune/multinode-70b.yaml": Real(
         {
-            **{"parallel.tp": 8, "parallel.zero": 3, "data.reset_positions": True, "data.sequence_length": 2048, "train.steps": 300},
-            **{"train.grad_clip": 1, "train.compile": True, "run.seed": 3, "train.global_batch_size": 4 * 2, "parallel.offload": "none"},
+            **{
+                "parallel.tp": 8,
+                "parallel.zero": 3,
+                "data.reset_positions": True,
+                "data.sequence_length": 2048,
+                "train.steps": 300,
+            },
+            **{
+                "train.grad_clip": 1,
+                "train.compile": True,
+                "run.seed": 3,
+                "train.global_batch_size": 4 * 2,
+                "parallel.offload": "none",
+            },
         },
         said={
-            "dataset._component_": "`megalite prepare --text_key report --input hf:example/reports --tokenizer /tmp/llama-70b-instruct/ "
+            "dataset._component_": "`megalite prepare --text_key report --input hf:example/reports --tokenizer "
+            "/tmp/llama-70b-instruct/ "
         },
         without=("data.packing", "parallel.dp_shard"),
         dp=2,
@@ -192,7 +321,10 @@ REAL = {
     "torchtune/distillation.yaml": Real(
         {"lora.rank": 16, "lora.targets": ["q", "v"], "optimizer.warmup_steps": 100, "data.sequence_length": 512},
         lost={
-            **{f"teacher_{key}": OBJECTIVE for key in ("model._component_", "checkpointer._component_", "checkpointer.checkpoint_dir")},
+            **{
+                f"teacher_{key}": OBJECTIVE
+                for key in ("model._component_", "checkpointer._component_", "checkpointer.checkpoint_dir")
+            },
             **{"teacher_checkpointer.output_dir": OBJECTIVE, "kd_loss._component_": OBJECTIVE, "kd_ratio": OBJECTIVE},
         },
         said={"dataset._component_": "--keys instruction=dialogue,output=summary --input hf:Samsung/samsum"},
@@ -205,34 +337,82 @@ REAL = {
     ),
     "torchtitan/deepseek-16b.toml": Real(
         {
-            **{"model.preset": "deepseek-v2-lite", "parallel.dp": 8, "parallel.ep": 4, "train.global_batch_size": 4 * 8},
-            **{"optimizer.decay": "wsd", "optimizer.wsd_decay_fraction": 0.6, "optimizer.min_lr": 2e-5, "optimizer.lr": 2e-4},
+            **{
+                "model.preset": "deepseek-v2-lite",
+                "parallel.dp": 8,
+                "parallel.ep": 4,
+                "train.global_batch_size": 4 * 8,
+            },
+            **{
+                "optimizer.decay": "wsd",
+                "optimizer.wsd_decay_fraction": 0.6,
+                "optimizer.min_lr": 2e-5,
+                "optimizer.lr": 2e-4,
+            },
             **{"parallel.reduce_dtype": "bf16", "train.compile": True, "train.steps": 1500, "train.precision": "bf16"},
         },
         lost={"training.dtype": "master weights are fp32", "optimizer.early_step_in_backward": "global norm"},
-        said={"training.dataset": "`megalite prepare --input hf:allenai/c4:en --tokenizer ./assets/hf/moe-16b --output PREFIX`"},
+        said={
+            "training.dataset": "`megalite prepare --input hf:allenai/c4:en --tokenizer ./assets/hf/moe-16b --output "
+            "PREFIX`"
+        },
         without=("checkpoint.interval",),
     ),
     "torchtitan/llama-70b-long.toml": Real(
         {
-            **{"parallel.tp": 4, "parallel.cp": 16, "parallel.context": "ring", "parallel.dp": 4, "parallel.dp_shard": 2 * 16},
-            **{"parallel.sequence_parallel": True, "data.sequence_length": 65536, "train.global_batch_size": 4, "validation.interval": 200},
-            **{"validation.batches": 20, "checkpoint.interval": 100, "checkpoint.async_save": True, "optimizer.decay": "linear"},
+            **{
+                "parallel.tp": 4,
+                "parallel.cp": 16,
+                "parallel.context": "ring",
+                "parallel.dp": 4,
+                "parallel.dp_shard": 2 * 16,
+            },
+            **{
+                "parallel.sequence_parallel": True,
+                "data.sequence_length": 65536,
+                "train.global_batch_size": 4,
+                "validation.interval": 200,
+            },
+            **{
+                "validation.batches": 20,
+                "checkpoint.interval": 100,
+                "checkpoint.async_save": True,
+                "optimizer.decay": "linear",
+            },
         },
         said={"validation.dataset": "--split validation --input hf:allenai/c4:en"},
     ),
     "torchtitan/integration.toml": Real(
         {
-            **{"model.intermediate_size": 768, "model.vocab_size": 2048, "train.recompute": "every-2", "parallel.cp": 1, "parallel.ep": 1},
-            **{"optimizer.decay": "wsd", "optimizer.wsd_decay_fraction": 0.5, "train.global_batch_size": 8 * 2, "parallel.pp": 1},
+            **{
+                "model.intermediate_size": 768,
+                "model.vocab_size": 2048,
+                "train.recompute": "every-2",
+                "parallel.cp": 1,
+                "parallel.ep": 1,
+            },
+            **{
+                "optimizer.decay": "wsd",
+                "optimizer.wsd_decay_fraction": 0.5,
+                "train.global_batch_size": 8 * 2,
+                "parallel.pp": 1,
+            },
         },
-        said={"training.dataset": "--format jsonl --input 'tests/assets/c4_test/*.json' --tokenizer ./tests/assets/tokenizer"},
+        said={
+            "training.dataset": "--format jsonl --input 'tests/assets/c4_test/*.json' --tokenizer "
+            "./tests/assets/tokenizer"
+        },
         without=("validation.interval", "checkpoint.interval"),
         dp=2,
     ),
     "torchtitan/qwen3-30b-fork.toml": Real(
         {
-            **{"model.preset": "qwen3-30b-a3b", "parallel.ep": 8, "parallel.offload": "cpu", "parallel.offload_parameters": True},
+            **{
+                "model.preset": "qwen3-30b-a3b",
+                "parallel.ep": 8,
+                "parallel.offload": "cpu",
+                "parallel.offload_parameters": True,
+            },
             **{"train.steps": 4, "train.recompute": "full"},
         },
         lost={"optimizer.state_dtype": UNKNOWN, "training.aggressive_memory_mode": UNKNOWN},
@@ -241,12 +421,22 @@ REAL = {
     ),
     "deepspeed/pipeline.json": Real(
         {
-            **{"train.global_batch_size": 128, "train.micro_batch_size": 4, "optimizer.lr": 5e-4, "optimizer.betas": [0.9, 0.98]},
+            **{
+                "train.global_batch_size": 128,
+                "train.micro_batch_size": 4,
+                "optimizer.lr": 5e-4,
+                "optimizer.betas": [0.9, 0.98],
+            },
             **{"optimizer.weight_decay": 0, "train.grad_clip": 0, "parallel.zero": 0, "logging.interval": 20},
         },
     ),
     "deepspeed/onebit-adam.json": Real(
-        {"train.global_batch_size": 2048, "train.precision": "fp16", "fp16.initial_scale_power": 16, "train.grad_clip": 1},
+        {
+            "train.global_batch_size": 2048,
+            "train.precision": "fp16",
+            "fp16.initial_scale_power": 16,
+            "train.grad_clip": 1,
+        },
         lost={
             "optimizer.type": "adamw or muon",
             **{
@@ -257,7 +447,12 @@ REAL = {
         without=("optimizer.lr",),
     ),
     "deepspeed/zero3-offload-auto.json": Real(
-        {"parallel.zero": 3, "parallel.offload": "cpu", "parallel.offload_parameters": True, "optimizer.decay": "linear"},
+        {
+            "parallel.zero": 3,
+            "parallel.offload": "cpu",
+            "parallel.offload_parameters": True,
+            "optimizer.decay": "linear",
+        },
         lost={"gradient_accumulation_steps": "train.micro_batch_size * 1 * 8"},
         said={"optimizer.params.lr": "set optimizer.lr", "train_batch_size": "set train.global_batch_size"},
         without=("train.precision", "train.micro_batch_size"),
@@ -265,7 +460,12 @@ REAL = {
     ),
     "deepspeed/commented.json": Real(
         {
-            **{"train.global_batch_size": 64, "train.micro_batch_size": 2, "train.precision": "bf16", "parallel.zero": 2},
+            **{
+                "train.global_batch_size": 64,
+                "train.micro_batch_size": 2,
+                "train.precision": "bf16",
+                "parallel.zero": 2,
+            },
             **{"train.grad_clip": 0.5, "parallel.bucket_mb": 1000},
         },
         lost={"tensor_parallel.autotp_size": "set parallel.tp"},
@@ -273,7 +473,12 @@ REAL = {
         without=("fp16.initial_scale_power",),
     ),
     "deepspeed/layer-drop.json": Real(
-        {"train.precision": "fp16", "optimizer.lr": 8e-4, "optimizer.weight_decay": 0.01, "train.global_batch_size": 4096},
+        {
+            "train.precision": "fp16",
+            "optimizer.lr": 8e-4,
+            "optimizer.weight_decay": 0.01,
+            "train.global_batch_size": 4096,
+        },
         lost={
             "prescale_gradients": "only summed",
             "gradient_predivide_factor": "only summed",
@@ -284,7 +489,10 @@ REAL = {
     "deepspeed/autotuned.json": Real(
         {"train.precision": "fp16", "parallel.zero": 0},
         lost={
-            **{f"autotuning.{key}": "megalite plan" for key in ("enabled", "fast", "arg_mappings.train_micro_batch_size_per_gpu")},
+            **{
+                f"autotuning.{key}": "megalite plan"
+                for key in ("enabled", "fast", "arg_mappings.train_micro_batch_size_per_gpu")
+            },
             "autotuning.arg_mappings.gradient_accumulation_steps ": "megalite plan",
         },
     ),
@@ -295,20 +503,45 @@ REAL = {
     ),
     "accelerate/context-parallel.yaml": Real(
         {
-            **{"parallel.dp": 1, "parallel.cp": 8, "parallel.context": "gather", "parallel.dp_shard": 8, "parallel.tp": 1},
+            **{
+                "parallel.dp": 1,
+                "parallel.cp": 8,
+                "parallel.context": "gather",
+                "parallel.dp_shard": 8,
+                "parallel.tp": 1,
+            },
             **{"parallel.zero": 3, "parallel.offload": "none", "train.recompute": "full", "train.precision": "bf16"},
         },
     ),
     "accelerate/tp-hsdp.yaml": Real(
-        {"parallel.dp": 8, "parallel.dp_shard": 4, "parallel.tp": 2, "parallel.cp": 1, "parallel.zero": 3, "train.recompute": "none"},
+        {
+            "parallel.dp": 8,
+            "parallel.dp_shard": 4,
+            "parallel.tp": 2,
+            "parallel.cp": 1,
+            "parallel.zero": 3,
+            "train.recompute": "none",
+        },
         without=("parallel.context",),
     ),
     "accelerate/linked-deepspeed.yaml": Real(
-        {"parallel.dp": 4, "parallel.zero": 3, "parallel.offload": "cpu", "parallel.offload_parameters": True, "train.precision": "bf16"},
+        {
+            "parallel.dp": 4,
+            "parallel.zero": 3,
+            "parallel.offload": "cpu",
+            "parallel.offload_parameters": True,
+            "train.precision": "bf16",
+        },
     ),
     "accelerate/megatron-plugin.yaml": Real(
         {
-            **{"parallel.tp": 2, "parallel.pp": 2, "parallel.dp": 4, "parallel.sequence_parallel": True, "parallel.zero": 1},
+            **{
+                "parallel.tp": 2,
+                "parallel.pp": 2,
+                "parallel.dp": 4,
+                "parallel.sequence_parallel": True,
+                "parallel.zero": 1,
+            },
             **{"train.recompute": "selective", "train.grad_clip": 0.5, "train.precision": "bf16"},
         },
         lost={"megatron_lm_config.megatron_lm_num_micro_batches": "train.micro_batch_size * 4 * 4"},
@@ -357,13 +590,22 @@ def test_a_file_without_meaning_ends_with_one_message(name, capsys):
     with pytest.raises(SystemExit) as ended:
         main([str(FOLDER / name)])
     captured = capsys.readouterr()
-    assert ended.value.code == 2 and captured.out == "" and captured.err.count("\n") == 1 and REJECTED[name] in captured.err
+    assert (
+        ended.value.code == 2
+        and captured.out == ""
+        and captured.err.count("\n") == 1
+        and REJECTED[name] in captured.err
+    )
 
 
 def test_every_file_is_judged_and_described():
-    files = {path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*") if path.is_file() and path.name != "README.md"}
+    files = {
+        path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*") if path.is_file() and path.name != "README.md"
+    }
     files = {name for name in files if not name.startswith("megatron/")}  # test_real_scripts.py has those
     assert files == REAL.keys() | REJECTED.keys()
     described = (FOLDER / "README.md").read_text().partition("## Megatron-LM and its kin")[0]
     rows = re.findall(r"^\| `([\w./-]+)` \|.*\| (all|part|rejected)\b[^|]*\|$", described, re.MULTILINE)
-    assert dict(rows) == {name: "rejected" if name in REJECTED else "part" if REAL[name].lost else "all" for name in files}
+    assert dict(rows) == {
+        name: "rejected" if name in REJECTED else "part" if REAL[name].lost else "all" for name in files
+    }

@@ -1,4 +1,5 @@
-"""The words of the commands in shell scripts: those that bash itself passes, and the reason of each part that is not known."""
+"""The words of the commands in shell scripts: those that bash itself passes, and the reason of each part that is not
+known."""
 
 from __future__ import annotations
 
@@ -21,25 +22,32 @@ SCRIPTS = {
     "a command in a variable": 'LAUNCH="torchrun --nnodes 2"\nCMD="x.py --a 1"\nsrun -n1 bash -c "$LAUNCH $CMD --b 2"',
     "a string of quoted words": """srun sh -c 'python x.py --a "b c" --d "e"'""",
     "export reaches a child": "export A=1\nbash -c 'python x.py --a $A'",
-    "defaults that assign": ': "${LAYERS:=36}" ${HIDDEN:=64}\npython x.py --l $LAYERS --h "$HIDDEN" --w ${W:-8} --v "${V-a b}"',
+    "defaults that assign": ': "${LAYERS:=36}" ${HIDDEN:=64}\npython x.py --l $LAYERS --h "$HIDDEN" --w ${W:-8} --v '
+    '"${V-a b}"',
     "alternatives": 'D=1\npython x.py ${D:+--d "$D"} ${E:+--e} ${D+--f} "${D:+"a b"}" ${E:-"c d" e}',
     "a branch that is taken": (
-        'D=bf16\nif [ "$D" = fp16 ]; then P=--fp16; elif [[ $D == bf* ]]; then P=--bf16; else P=; fi\npython x.py --a $P'
+        'D=bf16\nif [ "$D" = fp16 ]; then P=--fp16; elif [[ $D == bf* ]]; then P=--bf16; else P=; fi\npython x.py --a '
+        "$P"
     ),
     "a case": 'S=7B\ncase "$S" in\n  1B|3B) L=2 ;;\n  7*) L=4; H=8 ;;\n  *) L=0 ;;\nesac\npython x.py --l $L --h $H',
     "nested quotes": 'N=$(echo "$(echo "a b" | tr " " "_")")\npython x.py --n "$N" --m "$(echo "x (y)")"',
-    "arrays": 'A=(--x 1 "b c" # a comment\n  # another\n  [0]*2)\nA+=(--y)\npython x.py "${A[@]}" ${A[2]} --n ${#A[@]} "${A[@]:0:2}"',
+    "arrays": 'A=(--x 1 "b c" # a comment\n  # another\n  [0]*2)\nA+=(--y)\npython x.py "${A[@]}" ${A[2]} --n ${#A[@]} '
+    '"${A[@]:0:2}"',
     "an array unquoted": 'A=("--x 1" --y)\npython x.py ${A[@]}',
     "an associative array": 'declare -A L=([7B]=32 [13B]="40")\nS=13B\npython x.py --l ${L[$S]} --k ${L[7B]}',
     "arithmetic": (
-        "N=4; G=8\nlet M=N+1\n((M += 2))\npython x.py --w $((N*$G)) --m $M --q $((N > 2 ? 7 / 2 : 0)) --r $(( -7 / 2 )) --p $((2**5 % 7))"
+        "N=4; G=8\nlet M=N+1\n((M += 2))\npython x.py --w $((N*$G)) --m $M --q $((N > 2 ? 7 / 2 : 0)) --r $(( -7 / 2 "
+        ")) --p $((2**5 % 7))"
     ),
     "programs": (
         "N=6\n"
-        "python x.py --a $(expr $N \\* 2) --s $(seq -s, 1 3) --b $(basename /a/b.txt .txt) --d `dirname a/b/c` --p $(printf '%s-%d' a 3)"
+        "python x.py --a $(expr $N \\* 2) --s $(seq -s, 1 3) --b $(basename /a/b.txt .txt) --d `dirname a/b/c` --p "
+        "$(printf '%s-%d' a 3)"
     ),
-    "edited values": 'V=model-7B.tar.gz\npython x.py ${V%%.*} ${V#*-} ${V%.gz} ${V/7B/8B} ${V^^} ${V:0:5} ${V//-/_} "${V##*.}"',
-    "loops": 'D=""\nfor i in 1 2 {3..4}; do D="$D 0.$i part_$i"; done\nfor ((j=0; j<2; j++)); do D+=" $j"; done\npython x.py --data $D',
+    "edited values": "V=model-7B.tar.gz\npython x.py ${V%%.*} ${V#*-} ${V%.gz} ${V/7B/8B} ${V^^} ${V:0:5} ${V//-/_} "
+    '"${V##*.}"',
+    "loops": 'D=""\nfor i in 1 2 {3..4}; do D="$D 0.$i part_$i"; done\nfor ((j=0; j<2; j++)); do D+=" $j"; '
+    "done\npython x.py --data $D",
     "a while loop": "i=0; W=\nwhile [ $i -lt 3 ]; do W=$W$i; i=$((i+1)); done\npython x.py --w $W",
     "functions": 'train() { local n=$1; shift; python x.py --n "$n" "$@"; }\nn=9\ntrain 3 --b "c d"\npython x.py --n $n',
     "a function's output": "args() { echo --a 1 --b $1; }\npython x.py $(args 2)",
@@ -51,7 +59,8 @@ SCRIPTS = {
     "a script that is written": "cat > job.sh <<'EOF'\npython x.py --a $1 --n $#\nEOF\nbash job.sh 5 6\nsource job.sh 7",
     "a script that is submitted": "printf 'python x.py --a 1\\n' > job.sh\nsbatch job.sh",
     "a wrapped command": 'A=1\nsbatch --wrap="python x.py --a $A"',
-    "a here document that begins with a variable": "L=python\nread -r -d '' CMD <<EOF\n  $L x.py --a \\$B 'c'\nEOF\nB=1\neval \"$CMD\"",
+    "a here document that begins with a variable": "L=python\nread -r -d '' CMD <<EOF\n  $L x.py --a \\$B "
+    "'c'\nEOF\nB=1\neval \"$CMD\"",
     "arithmetic of braces": "T=6000000000; G=4\npython x.py --a $(( ${T} * 3 / ${G} )) --b $(( ($T > 1) ? 1 : 0 ))",
     "a command that is shown first": 'CMD="python x.py --a 1"\necho $CMD\necho "$CMD" | tee log\n$CMD',
     "eval": 'X=\'--b "c d"\'\nCMD="python x.py --a 1 $X"\neval $CMD\n$CMD',
@@ -59,42 +68,53 @@ SCRIPTS = {
     "what follows exit": "python x.py --a 1\nexit 0\npython x.py --b 2",
     "a comment ends a command": "python x.py --a 1 \\\n  # --b 2 \\\n  --c 3",
     "redirections": (
-        "python x.py --a 1 > log --b 2 2>&1\npython x.py --c 3 &> log < /dev/null &\nwait\npython x.py --d '1 > 2; 3' 2>&1 | tee log"
+        "python x.py --a 1 > log --b 2 2>&1\npython x.py --c 3 &> log < /dev/null &\nwait\npython x.py --d '1 > 2; 3' "
+        "2>&1 | tee log"
     ),
     "lists": (
         'A=1;B=2; cd . && export C=3 && python x.py --a $A$B$C || python x.py --no\n[ -n "$A" ] && D=4\n'
         '[ -z "$A" ] && D=5\npython x.py --d $D'
     ),
-    "environment of one command": "A=1\nA=2 bash -c 'python x.py --a $A'\nenv A=3 bash -c 'python x.py --a $A'\npython x.py --a $A",
+    "environment of one command": "A=1\nA=2 bash -c 'python x.py --a $A'\nenv A=3 bash -c 'python x.py --a $A'\npython "
+    "x.py --a $A",
     "a subshell": "A=1\n(A=2; python x.py --a $A)\npython x.py --a $A",
     "positional parameters": 'set -- a "b c"\npython x.py "$@" $# "$2" $*\nshift\npython x.py "$1"',
     "quotes": """A='x"y'\npython x.py "$A" $'a\\tb' a\\ b "c\\"d\\$e" ''"" --l '([0]*3+[1]*58)' [a]""",
     "spaces between expansions": 'A=1; B=2\npython x.py "$A $B  $A" $A$B "${A} ${B}"',
-    "joined by IFS": 'A=(a b c)\nJ=$(IFS=,; echo "${A[*]}")\npython x.py --j $J\nIFS=: read -r P Q <<< "x:y"\npython x.py $P $Q',
+    "joined by IFS": 'A=(a b c)\nJ=$(IFS=,; echo "${A[*]}")\npython x.py --j $J\nIFS=: read -r P Q <<< "x:y"\npython '
+    "x.py $P $Q",
     "brace lists": "python x.py {a,b}-1 p{1..3} {1..7..3} {9..0..-5} {08..10} {c..a}",
     "indirection": "NAME=SIZE; SIZE=5\npython x.py ${!NAME} ${#NAME}",
     "line ends of Windows in no word": "A=1\npython x.py --a $A \\\n  --b 2",
     "numbers and operators": (
-        "A=(4 5); N=8\npython x.py $((010 + 16#ff)) $((A[1] * 2)) $((N > 16 ? 4 : N > 4 ? 2 : 1)) $((a = 3, (a + 1) * 2)) $((-2 ** 2))\n"
+        "A=(4 5); N=8\npython x.py $((010 + 16#ff)) $((A[1] * 2)) $((N > 16 ? 4 : N > 4 ? 2 : 1)) $((a = 3, (a + 1) * "
+        "2)) $((-2 ** 2))\n"
         "declare -i M=2*3\nM+=4\npython x.py $M $((1 || (N = 3))) $N"
     ),
-    "anchored replacements": 'P=/a/b/a; A=(1 2)\npython x.py ${P/#\\/a/X} ${P/%a/Z} ${P/#b/Q} ${P//\\//_} "${A[@]/#/--p}" "${A[@]/%/s}"',
+    "anchored replacements": "P=/a/b/a; A=(1 2)\npython x.py ${P/#\\/a/X} ${P/%a/Z} ${P/#b/Q} ${P//\\//_} "
+    '"${A[@]/#/--p}" "${A[@]/%/s}"',
     "patterns": (
         "shopt -s extglob\nM=llama3.5; G='a*b'\n"
-        'case $M in @(llama|qwen)*([0-9.])) L=1;; *) L=2;; esac\n[[ axb == "$G" ]] || Q=1\n[[ axb == $G && $M == [^q]* ]] && R=1\n'
-        "[[ $M =~ ^([a-z]+)([0-9]+)\\.([[:digit:]])$ ]] && V=${BASH_REMATCH[2]}-${BASH_REMATCH[3]}\npython x.py $L $Q $R $V ${G%\\**}"
+        'case $M in @(llama|qwen)*([0-9.])) L=1;; *) L=2;; esac\n[[ axb == "$G" ]] || Q=1\n[[ axb == $G && $M == [^q]* '
+        "]] && R=1\n"
+        "[[ $M =~ ^([a-z]+)([0-9]+)\\.([[:digit:]])$ ]] && V=${BASH_REMATCH[2]}-${BASH_REMATCH[3]}\npython x.py $L $Q "
+        "$R $V ${G%\\**}"
     ),
     "parts of the parameters": (
-        'f() { python x.py "${@:2}" , "${@:1:1}" , "${@: -1}" "$@"; }\nf a b "c d"\nbash -c \'python x.py $0 "${@:1}"\' z y\n'
+        'f() { python x.py "${@:2}" , "${@:1:1}" , "${@: -1}" "$@"; }\nf a b "c d"\nbash -c \'python x.py $0 '
+        '"${@:1}"\' z y\n'
         'A=()\ng() { python x.py "${@:2}" , "$@" "${A[@]}" "$A"; }\ng'
     ),
-    "set without dashes": 'set -e 3 5\npython x.py $1 $#\nset -euo pipefail -- 7\npython x.py $1\nset --\npython x.py a "$@"',
+    "set without dashes": "set -e 3 5\npython x.py $1 $#\nset -euo pipefail -- 7\npython x.py $1\nset --\npython x.py "
+    'a "$@"',
     "references": 'add() { local -n out=$1; out+=(--$2 "$3"); }\nA=(--x)\nadd A tp "4 5"\npython x.py "${A[@]}"',
-    "unset": 'A=1; B=(1 2 3); declare -A D=([x]=1 [y]=2)\nunset A B[0] "D[x]"\npython x.py "${A-no}" ${A+yes} "${B[@]}" "${D[@]}"',
+    "unset": 'A=1; B=(1 2 3); declare -A D=([x]=1 [y]=2)\nunset A B[0] "D[x]"\npython x.py "${A-no}" ${A+yes} '
+    '"${B[@]}" "${D[@]}"',
     "the keys of an array": 'declare -A M=([tp]=4)\nN=(x y)\npython x.py "${!M[@]}" ${!N[@]} ${M[tp]}',
     "loops over lines": (
         "while IFS='=' read -r k v; do A+=(--$k \"$v\"); done <<EOF\ntp=4\nd=e=f g\nEOF\n"
-        'while read -r x; do [ -z "$x" ] && continue; A+=($x); done <<< "1\n\n2"\nseq 2 | while read i; do python x.py --i $i; done\n'
+        'while read -r x; do [ -z "$x" ] && continue; A+=($x); done <<< "1\n\n2"\nseq 2 | while read i; do python x.py '
+        "--i $i; done\n"
         'mapfile -t B < <(seq 2)\nIFS=, read -ra C <<< a,b,,d\npython x.py "${A[@]}" "${B[@]}" "${C[@]}"'
     ),
     "files of arguments": (
@@ -112,7 +132,8 @@ SCRIPTS = {
     "cases that go on": "N=1; M=1\ncase a in a) ;;& *) N=2;; esac\ncase a in a) ;& b) M=2;; esac\npython x.py $N $M",
     "loops that are left": (
         "for i in 1 2; do for j in 1 2; do [ $j = 2 ] && continue 2; X+=$i$j; done; X+=z; done\n"
-        "for i in 1 2; do for j in 1 2; do [ $j = 2 ] && break 2; Y+=$i$j; done; done\nA=(1 2); A[1]+=x\npython x.py $X $Y ${A[@]} $?"
+        "for i in 1 2; do for j in 1 2; do [ $j = 2 ] && break 2; Y+=$i$j; done; done\nA=(1 2); A[1]+=x\npython x.py "
+        "$X $Y ${A[@]} $?"
     ),
     "a module": "torchrun --nproc_per_node 2 -m pkg.train --a 1",
 }
@@ -146,9 +167,9 @@ def passed(directory: Path, script: str) -> list[list[str]]:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_words_are_those_that_bash_passes(name, tmp_path):
     runs = found(SCRIPTS[name]).runs
-    assert [run.words[next(place for place, word in enumerate(run.words) if word in PROGRAMS) :] for run in runs] == passed(
-        tmp_path, SCRIPTS[name]
-    )
+    assert [
+        run.words[next(place for place, word in enumerate(run.words) if word in PROGRAMS) :] for run in runs
+    ] == passed(tmp_path, SCRIPTS[name])
     assert runs and not any(word.unknown for run in runs for word in run.words)
 
 
@@ -158,7 +179,10 @@ UNKNOWN = {  # a script → a word of its command, and what its reason says
     "python x.py --a $(nproc)": ("$(nproc)", "output of a command"),
     "python x.py --a $((N / 2))": ("$((N / 2))", "$N: the script does not set it"),
     "python x.py --a <your path>": ("<your path>", "placeholder"),
-    "if [ $N -gt 1 ]; then T=2; else T=4; fi\npython x.py --a $T": ("$T", "sets it to 2 or 4, under a condition in line 1"),
+    "if [ $N -gt 1 ]; then T=2; else T=4; fi\npython x.py --a $T": (
+        "$T",
+        "sets it to 2 or 4, under a condition in line 1",
+    ),
     "T=1\n[ $N ] && T=2\npython x.py --a $T": ("$T", "sets it to 2 or 1, under a condition in line 2"),
     "T=1\ncommand -v nvcc || T=2\npython x.py --a $T": ("$T", "sets it to 2 or 1"),
     'T=1\ncase $X in a) T=2;; "b") T=4;; esac\npython x.py --a $T': ("$T", "sets it to 2 or 4 or 1"),
@@ -170,7 +194,10 @@ UNKNOWN = {  # a script → a word of its command, and what its reason says
     "A=x\npython x.py --a ${A@Q}": ("${A@Q}", "quoted text"),
     'F=(--b)\nif [[ $D == 8 ]]; then F+=(--c 2); fi\npython x.py "${F[@]}"': ("$F", "--c 2 or nothing"),
     "read -r X < list\npython x.py --a $X": ("$X", "read from input"),
-    'M=llama-7b; T=1\nif [[ $M =~ .*"7b" ]]; then T=2; fi\npython x.py --a $T': ("$T", "sets it to 2 or 1, under a condition in line 2"),
+    'M=llama-7b; T=1\nif [[ $M =~ .*"7b" ]]; then T=2; fi\npython x.py --a $T': (
+        "$T",
+        "sets it to 2 or 1, under a condition in line 2",
+    ),
 }
 
 
@@ -203,7 +230,10 @@ def test_what_is_the_same_in_every_case_is_known(script):
 
 
 def test_a_script_is_not_run(tmp_path):
-    found(f"A=$(touch {tmp_path}/made)\n`touch {tmp_path}/made`\neval 'touch {tmp_path}/made'\nx.py --a $A $(touch {tmp_path}/made)")
+    found(
+        f"A=$(touch {tmp_path}/made)\n`touch {tmp_path}/made`\neval 'touch {tmp_path}/made'\nx.py --a $A $(touch "
+        f"{tmp_path}/made)"
+    )
     assert not Path(tmp_path, "made").exists()
 
 

@@ -1,13 +1,14 @@
-"""How near a kernel must come to float64: about as near as torch's own operation of the same dtype. No tolerance is chosen by hand."""
+"""How near a kernel must come to float64: about as near as torch's own operation of the same dtype. No tolerance is
+chosen by hand."""
 
 import torch
 from torch import Tensor
 
 
 def assert_as_accurate(got: Tensor, exact: Tensor, torch_result: Tensor) -> None:
-    """RMS error at most 1.5 times, largest error at most 3 times that of `torch_result`, and one element may be off by a unit in the last
-    place of the largest output; in fp32 on a GPU, where Triton's exp and division are approximations, all may. `exact` is the float64
-    result for the same inputs."""
+    """RMS error at most 1.5 times, largest error at most 3 times that of `torch_result`, and one element may be off by
+    a unit in the last place of the largest output; in fp32 on a GPU, where Triton's exp and division are
+    approximations, all may. `exact` is the float64 result for the same inputs."""
     assert got.dtype == torch_result.dtype and got.shape == exact.shape, f"{got.dtype} {tuple(got.shape)}"
     assert torch.isfinite(got).all()
     if got.numel() == 0:

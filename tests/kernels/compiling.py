@@ -25,10 +25,12 @@ from tests.kernels.variants import Launch, launches
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "kernels" / "megalite_kernels").glob("*_triton.py"))
-MODULES = [path.stem for path in SOURCES if "\ndef _variant(" in path.read_text()]  # another holds what the kernels of several share
+# another holds what the kernels of several share
+MODULES = [path.stem for path in SOURCES if "\ndef _variant(" in path.read_text()]
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes that one program may use
 TENSOR_CORE = {"sm_80": r"mma\.sync", "sm_90": r"wgmma\.mma_async", "sm_100": r"tcgen05\.mma", "gfx942": "v_mfma"}
-"""The instructions that reach an architecture's speed. Hopper and Blackwell have Ampere's too, which a tile of fewer than 64 rows takes."""
+"""The instructions that reach an architecture's speed. Hopper and Blackwell have Ampere's too, which a tile of fewer
+than 64 rows takes."""
 AMPERES = TENSOR_CORE["sm_80"]
 MULTIPLY = ("attention_triton", "attention_part_triton", "grouped_weight_grad_triton")
 """Modules whose kernels multiply matrices, and so must use tensor cores."""
@@ -36,7 +38,8 @@ SPILLS = {
     ("sm_100", "dk dv bf16 80 channels softcap window documents dropout, runs"): 16,
     ("sm_100", "add + rms norm backward bf16, 12288 wide"): 8,
 }
-"""Bytes of a thread that may be spilled, where the assembler keeps to 128 registers and no other form was found; elsewhere none."""
+"""Bytes of a thread that may be spilled, where the assembler keeps to 128 registers and no other form was found;
+elsewhere none."""
 PROCESSES = 2
 HANGS_AFTER = 3600  # seconds: far more than compiling takes on two cores that other tests and programs use as well
 DOCUMENT = ROOT / "docs" / "kernels.md"
@@ -45,7 +48,8 @@ BEGIN, END = "<!-- written by python -m tests.kernels.compiling --document -->\n
 
 @dataclass(frozen=True)
 class Binary:
-    """What the compiler made of a variant for an architecture. Bits are those of one thread, summed over the instructions in the code."""
+    """What the compiler made of a variant for an architecture. Bits are those of one thread, summed over the
+    instructions in the code."""
 
     registers: int  # of a thread
     stack: int  # bytes of a thread: more than 0 where registers did not suffice
@@ -63,7 +67,8 @@ class Binary:
         rules = {
             "no register is spilled": self.stack <= SPILLS.get((architecture, name), 0) and self.registers > 0,
             "shared memory fits": self.shared <= SHARED_LIMIT[architecture],
-            "matrix products use the architecture's own tensor cores": (self.products > 0) == self.multiplies and not self.older_products,
+            "matrix products use the architecture's own tensor cores": (self.products > 0) == self.multiplies
+            and not self.older_products,
         }
         return [rule for rule, holds in rules.items() if not holds]
 
@@ -85,7 +90,10 @@ def compile_all(cache: Path) -> Binaries:
 
 def _from_json(found: dict[str, Any]) -> Binaries:
     return {
-        module: {architecture: {name: Binary(**binary) for name, binary in made.items()} for architecture, made in per.items()}
+        module: {
+            architecture: {name: Binary(**binary) for name, binary in made.items()}
+            for architecture, made in per.items()
+        }
         for module, per in found.items()
     }
 
@@ -116,7 +124,14 @@ def compiled(launch: Launch, architecture: str, multiplies: bool) -> Binary:
     memory = _nvidia_memory(code) if nvidia else _amd_memory(code)
     products = len(re.findall(TENSOR_CORE[architecture], code))
     older = len(re.findall(AMPERES, code)) if TENSOR_CORE[architecture] != AMPERES else 0
-    return Binary(**resources, shared=made.metadata.shared, **memory, products=products, older_products=older, multiplies=multiplies)
+    return Binary(
+        **resources,
+        shared=made.metadata.shared,
+        **memory,
+        products=products,
+        older_products=older,
+        multiplies=multiplies,
+    )
 
 
 def _nvidia_resources(cubin: bytes) -> dict[str, int]:
@@ -140,7 +155,8 @@ def _amd_resources(code: str) -> dict[str, int]:
 
 
 def _nvidia_memory(code: str) -> dict[str, int]:
-    """From PTX: ld.global.v4.b32 and the like, copies of 16 bytes to shared memory, and bulk copies, which are wider than any other."""
+    """From PTX: ld.global.v4.b32 and the like, copies of 16 bytes to shared memory, and bulk copies, which are wider
+    than any other."""
     moved: Counter[str] = Counter()
     for kind, vector, bits in re.findall(r"\b(ld|st)\.global[\w.:]*?(?:\.v(\d))?\.[busf](\d+)\b", code):
         moved.update(_width("loads" if kind == "ld" else "stores", int(vector or 1) * int(bits)))

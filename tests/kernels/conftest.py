@@ -15,7 +15,8 @@ from megalite_kernels import dispatch
 from tests.conftest import HAS_GPU
 from tests.kernels import compiling
 
-collect_ignore_glob = [] if sys.platform == "linux" else ["test_*_triton.py", "test_compiling.py"]  # Triton exists on Linux alone
+# Triton exists on Linux alone
+collect_ignore_glob = [] if sys.platform == "linux" else ["test_*_triton.py", "test_compiling.py"]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -37,8 +38,8 @@ def seed() -> None:
 
 @pytest.fixture
 def as_exact_as() -> Callable[..., None]:
-    """Asserts that `ours` is as near to the fp64 `exact` as torch's own result of the same dtype: RMS error ≤ factor × torch's + 1 ulp.
-    In fp64, where that error is not known, agreement within 1e-12 of the largest element."""
+    """Asserts that `ours` is as near to the fp64 `exact` as torch's own result of the same dtype: RMS error ≤ factor ×
+    torch's + 1 ulp. In fp64, where that error is not known, agreement within 1e-12 of the largest element."""
 
     def check(ours: Tensor, torchs: Tensor, exact: Tensor, factor: float = 1.5) -> None:
         assert ours.shape == exact.shape
@@ -55,7 +56,8 @@ def as_exact_as() -> Callable[..., None]:
 
 @pytest.fixture
 def assert_same_bits_and_no_wait() -> Callable[[Callable[[], Sequence[Tensor]]], None]:
-    """Asserts that ten calls of a function give the same bits, and that the host waits for the GPU in none after the first."""
+    """Asserts that ten calls of a function give the same bits, and that the host waits for the GPU in none after the
+    first."""
 
     def check(run: Callable[[], Sequence[Tensor]]) -> None:
         first = run()

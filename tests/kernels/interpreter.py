@@ -1,8 +1,8 @@
 """Triton's interpreter, made to treat bf16 as a GPU does.
 
-It keeps bf16 as its 16 bits in an unsigned integer. As it comes, it computes with those integers, multiplies matrices of them, and cuts
-fp32 off instead of rounding it. With the repair a bf16 operand is widened to fp32 first, and results are rounded to the nearest, ties to
-even. Other dtypes are exact as they are.
+It keeps bf16 as its 16 bits in an unsigned integer. As it comes, it computes with those integers, multiplies matrices
+of them, and cuts fp32 off instead of rounding it. With the repair a bf16 operand is widened to fp32 first, and results
+are rounded to the nearest, ties to even. Other dtypes are exact as they are.
 """
 
 import numpy as np
@@ -18,7 +18,8 @@ def widen(handle: TensorHandle) -> TensorHandle:
 
 
 def narrow(values: np.ndarray) -> TensorHandle:
-    """fp32 values as bf16: the upper half of the bits, after adding half of what is cut off, or just less where the upper half is even."""
+    """fp32 values as bf16: the upper half of the bits, after adding half of what is cut off, or just less where the
+    upper half is even."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     return TensorHandle(np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16), tl.bfloat16)
@@ -47,7 +48,11 @@ def repair() -> None:
         return TensorHandle(result, tl.int1) if result.dtype == bool else narrow(result)
 
     def repaired_unary(self, operand, function):
-        return narrow(function(widen(operand).data)) if operand.dtype.scalar == tl.bfloat16 else unary(self, operand, function)
+        return (
+            narrow(function(widen(operand).data))
+            if operand.dtype.scalar == tl.bfloat16
+            else unary(self, operand, function)
+        )
 
     def repaired_dot(self, left, right, *rest):
         return dot(self, widen(left), widen(right), *rest)

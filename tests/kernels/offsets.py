@@ -1,7 +1,7 @@
 """Kernels on tensors of more than 2³¹ elements, in a process of its own: an offset that overflows ends it.
 
-Of a launch along one axis only the last program is interpreted, and only the last rows hold values. Memory that nothing touches takes no
-room.
+Of a launch along one axis only the last program is interpreted, and only the last rows hold values. Memory that nothing
+touches takes no room.
 """
 
 import faulthandler
@@ -43,8 +43,12 @@ def interpret_last_programs() -> None:
         launch(self, (grid[0] - first[0], *grid[1:]), *args)
 
     Variant.launch = launch_last
-    InterpreterBuilder.set_grid_idx = lambda self, program, *others: setattr(self, "grid_idx", (first[0] + program, *others))
-    InterpreterBuilder.set_grid_dim = lambda self, programs, *others: setattr(self, "grid_dim", (first[0] + programs, *others))
+    InterpreterBuilder.set_grid_idx = lambda self, program, *others: setattr(
+        self, "grid_idx", (first[0] + program, *others)
+    )
+    InterpreterBuilder.set_grid_dim = lambda self, programs, *others: setattr(
+        self, "grid_dim", (first[0] + programs, *others)
+    )
 
 
 def large(rows: int, *row: int) -> Tensor:
@@ -69,14 +73,19 @@ def activation_triton() -> None:
     dh, gate_up = large(2**16 + 5, width), large(2**16 + 5, 2 * width)
     computed = activation.gated_forward(gate_up, "silu"), *activation.gated_backward(dh, gate_up, "silu")
     dh, gate_up = end(dh, gate_up)
-    compare(computed, (activation.gated_forward(gate_up, "silu"), *activation.gated_backward(dh, gate_up, "silu")), channels=16)
+    compare(
+        computed,
+        (activation.gated_forward(gate_up, "silu"), *activation.gated_backward(dh, gate_up, "silu")),
+        channels=16,
+    )
 
 
 def norm_triton() -> None:
     from megalite_kernels import norm_triton
 
     width, programs = 8192, 2048
-    norm_triton._multiprocessors = lambda device: programs  # of which the last has every 2,048th row, and so the last one
+    # of which the last has every 2,048th row, and so the last one
+    norm_triton._multiprocessors = lambda device: programs
     rows = (2**31 // width // programs + 1) * programs
     x, branch, dtotal, dy = (large(rows, width) for _ in range(4))
     weight = torch.randn(width, dtype=torch.bfloat16)
@@ -96,11 +105,16 @@ def rotary_triton() -> None:
     grads = large(sequence, 1, hq, dim), large(sequence, 1, hk, dim), large(sequence, 1, hk, dim)
     computed = *rotary.split_rotary(packed, hq, hk, dim, cos, sin), rotary.split_rotary_backward(*grads, cos, sin)
     packed, cos, sin, *ends = end(packed, cos, sin, *grads)
-    compare(computed, (*rotary.split_rotary(packed, hq, hk, dim, cos, sin), rotary.split_rotary_backward(*ends, cos, sin)), channels=dim)
+    compare(
+        computed,
+        (*rotary.split_rotary(packed, hq, hk, dim, cos, sin), rotary.split_rotary_backward(*ends, cos, sin)),
+        channels=dim,
+    )
 
 
 def attention_triton() -> None:
-    """Rows far apart; the results are those of rows that lie close. (A row is never nearly as wide as this in a model.)"""
+    """Rows far apart; the results are those of rows that lie close. (A row is never nearly as wide as this in a
+    model.)"""
     rows, distance = 140, 2**24 - 8
     far = torch.empty(rows * distance, dtype=torch.bfloat16).as_strided((rows, 1, 1, 16), (distance, 16, 16, 1))
     far.copy_(torch.randn(far.shape))
@@ -122,7 +136,9 @@ def attention_part_triton() -> None:
     for x in (far, near):
         out, lse = attention_part.attention_part(x, x, x, runs, runs, scale=0.25)
         delta = attention_part.delta(near, out)
-        results.append((out, lse, *attention_part.attention_part_backward(near, x, x, x, lse, delta, runs, runs, scale=0.25)))
+        results.append(
+            (out, lse, *attention_part.attention_part_backward(near, x, x, x, lse, delta, runs, runs, scale=0.25))
+        )
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
@@ -131,7 +147,9 @@ def cross_entropy_triton() -> None:
     vocabulary = logits.shape[1]
     targets[-1] = vocabulary - 3
     (exact,), last = end(logits), targets[-LAST:]
-    stats, expected = (cross_entropy.statistics(x, t, 0, vocabulary, -100, True) for x, t in ((logits, targets), (exact, last)))
+    stats, expected = (
+        cross_entropy.statistics(x, t, 0, vocabulary, -100, True) for x, t in ((logits, targets), (exact, last))
+    )
     lse = expected[0] + expected[1].log()
     torch.testing.assert_close(stats[0, -1] + stats[1, -1].log(), lse[-1].float())
     torch.testing.assert_close(stats[2:, -1], expected[2:, -1].float())
@@ -152,7 +170,9 @@ def dropout_triton() -> None:
 def adamw_triton() -> None:
     """Its programs and those of the gradient norm find their elements in one table."""
     count = 2**31 + 64
-    tensors = [large(count).to(torch.bfloat16) if narrow else torch.empty(count) for narrow in (False, True, False, False)]
+    tensors = [
+        large(count).to(torch.bfloat16) if narrow else torch.empty(count) for narrow in (False, True, False, False)
+    ]
     for tensor in tensors:
         tensor[-LAST:] = torch.rand(LAST)
     exact = [tensor[-LAST:].double() for tensor in tensors]
@@ -207,7 +227,22 @@ if __name__ == "__main__":
     torch.manual_seed(7)
     interpret_last_programs()
     dispatch.select("triton")
-    cases = activation_triton, adamw_triton, attention_part_triton, attention_triton, cross_entropy_triton, dropout_triton, grad_norm_triton
-    for case in (*cases, grouped_weight_grad_triton, norm_triton, ordered_sum_triton, permutation_triton, rotary_triton):
+    cases = (
+        activation_triton,
+        adamw_triton,
+        attention_part_triton,
+        attention_triton,
+        cross_entropy_triton,
+        dropout_triton,
+        grad_norm_triton,
+    )
+    for case in (
+        *cases,
+        grouped_weight_grad_triton,
+        norm_triton,
+        ordered_sum_triton,
+        permutation_triton,
+        rotary_triton,
+    ):
         case()
         print(case.__name__, flush=True)

@@ -41,9 +41,16 @@ def test_large_values_saturate(device):
 
 
 def test_inputs_may_have_any_strides(device):
-    gate_up, dh = torch.randn(5, 12, 7, device=device).transpose(1, 2), torch.randn(7, 5, 13, device=device).transpose(0, 1)[..., 2:8]
-    assert torch.equal(activation.gated_forward(gate_up, "silu"), activation.gated_forward(gate_up.contiguous(), "silu"))
-    got, expected = (activation.gated_backward(*pair, "silu") for pair in ((dh, gate_up), (dh.contiguous(), gate_up.contiguous())))
+    gate_up, dh = (
+        torch.randn(5, 12, 7, device=device).transpose(1, 2),
+        torch.randn(7, 5, 13, device=device).transpose(0, 1)[..., 2:8],
+    )
+    assert torch.equal(
+        activation.gated_forward(gate_up, "silu"), activation.gated_forward(gate_up.contiguous(), "silu")
+    )
+    got, expected = (
+        activation.gated_backward(*pair, "silu") for pair in ((dh, gate_up), (dh.contiguous(), gate_up.contiguous()))
+    )
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 
 

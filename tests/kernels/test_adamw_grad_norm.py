@@ -29,7 +29,8 @@ def test_adamw_takes_the_steps_of_torch(dtype, scale):
 def test_adamw_does_not_import_dynamo():
     code = (
         "import sys, torch; sys.path[:0] = {!r}\nfrom megalite_kernels.adamw import adamw_\nt = [torch.ones(8)]\n"
-        "adamw_(t, [torch.ones(8)], [torch.zeros(8)], [torch.zeros(8)], step=1, lr=.1, beta1=.9, beta2=.9, eps=1e-8, weight_decay=0.)\n"
+        "adamw_(t, [torch.ones(8)], [torch.zeros(8)], [torch.zeros(8)], step=1, lr=.1, beta1=.9, beta2=.9, eps=1e-8, "
+        "weight_decay=0.)\n"
         "assert not t[0].eq(1).any()\nassert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code.format(sys.path)], check=True)

@@ -14,7 +14,12 @@ from tests.kernels.accuracy import assert_as_accurate
 OPTIONS = {"lr": 0.013, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.3}
 WHOLE = [64, 4096, 2048 + 64]  # as shards are cut: multiples of 64 elements
 ODD = [1, 33, 0, 2049]
-DTYPES = [(torch.float32, None), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)]
+DTYPES = [
+    (torch.float32, None),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.float16),
+]
 GAP = 16  # elements between two ranges, which nothing may touch
 
 
@@ -35,7 +40,10 @@ def steps(arrays, gradients, grad_scale, first=1):
 @pytest.mark.parametrize("sizes", [WHOLE, ODD], ids=["whole", "odd"])
 def test_steps_are_as_accurate_as_those_of_torch(sizes, grads, weights, scale, device):
     wide = torch.float32
-    cut = [ranges(sizes, dtype, device, values) for dtype, values in ((wide, torch.randn), (wide, torch.zeros), (wide, torch.zeros))]
+    cut = [
+        ranges(sizes, dtype, device, values)
+        for dtype, values in ((wide, torch.randn), (wide, torch.zeros), (wide, torch.zeros))
+    ]
     cut += [ranges(sizes, weights, device)] if weights else []
     ours, gaps = [parts for parts, _ in cut], [[gap.clone() for gap in gaps] for _, gaps in cut]
     torchs, exact = ([[x.clone().to(dtype) for x in array] for array in ours[:3]] for dtype in (wide, torch.float64))
@@ -51,7 +59,11 @@ def test_steps_are_as_accurate_as_those_of_torch(sizes, grads, weights, scale, d
         assert_as_accurate(torch.cat(got), torch.cat(right), torch.cat(reference))
     if weights:
         assert all(torch.equal(weight, param.to(weights)) for weight, param in zip(ours[3], ours[0], strict=True))
-    assert all(torch.equal(x, y) for (_, after), before in zip(cut, gaps, strict=True) for x, y in zip(after, before, strict=True))
+    assert all(
+        torch.equal(x, y)
+        for (_, after), before in zip(cut, gaps, strict=True)
+        for x, y in zip(after, before, strict=True)
+    )
 
 
 @pytest.mark.parametrize("kernels", ["triton", "torch"])
@@ -66,11 +78,14 @@ def test_a_divisor_of_nan_changes_nothing(grads, weights, kernels, device):
     before = [[x.clone() for x in array] for array in arrays]
     gradient = [x.fill_(torch.inf) for x in ranges(WHOLE, grads, device)[0]]
     steps(arrays, [gradient], torch.tensor(torch.nan, device=device))
-    assert all(torch.equal(x, y) for now, then in zip(arrays, before, strict=True) for x, y in zip(now, then, strict=True))
+    assert all(
+        torch.equal(x, y) for now, then in zip(arrays, before, strict=True) for x, y in zip(now, then, strict=True)
+    )
 
 
 def test_a_decay_of_a_millionth_is_not_rounded_away(device):
-    """In fp32, 1 − 1e-6 is off by 5 % of what it takes off: multiplied by that, parameters would decay too slowly or too fast."""
+    """In fp32, 1 − 1e-6 is off by 5 % of what it takes off: multiplied by that, parameters would decay too slowly or
+    too fast."""
     before = torch.rand(2048, device=device) + 1
     p, zeros = before.clone(), [torch.zeros(2048, device=device) for _ in range(3)]
     for step in range(1, 21):
@@ -80,7 +95,9 @@ def test_a_decay_of_a_millionth_is_not_rounded_away(device):
 
 def test_the_cut_changes_no_bit(device):
     """Offloaded state is updated in windows."""
-    arrays = [ranges([4096 + 64], torch.float32, device, values)[0] for values in (torch.randn, torch.randn, torch.rand)]
+    arrays = [
+        ranges([4096 + 64], torch.float32, device, values)[0] for values in (torch.randn, torch.randn, torch.rand)
+    ]
     gradient = torch.randn(4096 + 64, device=device)
     pieces = [list(array[0].clone().split(192)) for array in arrays]
     steps(arrays, [[gradient]], None)
@@ -109,7 +126,9 @@ def test_a_backward_over_weights_that_a_step_changed_raises(device):
 def test_ranges_that_do_not_fit_together_are_refused(change, device):
     arrays = [[torch.ones(64, device=device), torch.ones(64, device=device)] for _ in range(4)]
     arrays[1][1] = change(arrays[1][1])
-    with pytest.raises(ValueError, match="ranges must be contiguous, on one device, of one length in all arrays, and of one dtype"):
+    with pytest.raises(
+        ValueError, match="ranges must be contiguous, on one device, of one length in all arrays, and of one dtype"
+    ):
         adamw_(*arrays, step=1, **OPTIONS)
 
 
@@ -142,7 +161,11 @@ def test_the_compiler_sees_one_operation(device):
 
     torch.compile(adamw_triton.adamw, fullgraph=True, backend=backend)(*args)
     adamw_triton.adamw(*again)
-    assert all(torch.equal(x, y) for left, right in zip(args[:5], again[:5], strict=True) for x, y in zip(left, right, strict=True))
+    assert all(
+        torch.equal(x, y)
+        for left, right in zip(args[:5], again[:5], strict=True)
+        for x, y in zip(left, right, strict=True)
+    )
     assert "megalite.adamw.default" in [str(node.target) for node in graphs[0].graph.nodes]
 
 

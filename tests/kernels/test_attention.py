@@ -30,9 +30,13 @@ def resolve(documents=False, dropout=0.0, *, sequence, batch, **options):
 
 
 def reference(q, k, v, *, scale, window=None, document_start=None, softcap=None, dropout=None, sinks=None):
-    """The definition, whole matrices, in the inputs' dtype. sinks [heads]: a column of scores more, whose probabilities are dropped."""
+    """The definition, whole matrices, in the inputs' dtype. sinks [heads]: a column of scores more, whose probabilities
+    are dropped."""
     sequence, batch, heads, _ = q.shape
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k.repeat_interleave(heads // k.shape[2], 2), v.repeat_interleave(heads // v.shape[2], 2)))
+    q, k, v = (
+        x.permute(1, 2, 0, 3)
+        for x in (q, k.repeat_interleave(heads // k.shape[2], 2), v.repeat_interleave(heads // v.shape[2], 2))
+    )
     scores = scale * q @ k.transpose(-1, -2)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)

@@ -1,4 +1,5 @@
-"""Which implementation attention takes on a GPU, and the calls of those that come with torch; their values need a GPU."""
+"""Which implementation attention takes on a GPU, and the calls of those that come with torch; their values need a
+GPU."""
 
 import json
 from pathlib import Path
@@ -23,8 +24,15 @@ KNOWN = {"document_start": torch.zeros(128, 2), "boundaries": (torch.tensor([0, 
 
 @pytest.fixture
 def can_use(monkeypatch):
-    """What torch says that it can run, on what, and what was measured there: set by a test, as no GPU may be there to ask."""
-    can = {"cudnn": True, "flash": True, "architecture": "sm_90", "triton": True, "measured": device_routes.DeviceRoutes()}
+    """What torch says that it can run, on what, and what was measured there: set by a test, as no GPU may be there to
+    ask."""
+    can = {
+        "cudnn": True,
+        "flash": True,
+        "architecture": "sm_90",
+        "triton": True,
+        "measured": device_routes.DeviceRoutes(),
+    }
     monkeypatch.setattr(attention_routes.cuda, "can_use_cudnn_attention", lambda parameters: can["cudnn"])
     monkeypatch.setattr(attention_routes.cuda, "can_use_flash_attention", lambda parameters: can["flash"])
     monkeypatch.setattr(attention_routes, "architecture", lambda device: can["architecture"])
@@ -34,7 +42,9 @@ def can_use(monkeypatch):
 
 
 def fake(sequence=128, batch=2, heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16):
-    return tuple(torch.empty(sequence, batch, count, dim, dtype=dtype, device="cuda") for count in (heads, kv_heads, kv_heads))
+    return tuple(
+        torch.empty(sequence, batch, count, dim, dtype=dtype, device="cuda") for count in (heads, kv_heads, kv_heads)
+    )
 
 
 def routed(sizes=None, **options):
@@ -62,7 +72,8 @@ def test_cudnn_on_hopper_else_flash_where_torch_can(can, expected, can_use):
     [
         ({"dim": 128}, "cudnn"),
         ({"dim": 160}, "flash"),  # cuDNN may have a forward pass for it, and no backward pass
-        ({"sequence": 200}, "flash"),  # older versions read what lies behind such a sequence, newer ones have returned NaN for dq
+        # older versions read what lies behind such a sequence, newer ones have returned NaN for dq
+        ({"sequence": 200}, "flash"),
         ({"sequence": 256}, "cudnn"),
         ({"dim": 12}, "triton"),
         ({"dim": 264}, "reference"),
@@ -129,7 +140,11 @@ def file(tmp_path, monkeypatch) -> Path:
 
 
 def test_the_routes_of_a_device_are_read(file, monkeypatch):
-    file.write_text(json.dumps({"attention": {"plain": "flash", "documents": "flash_varlen"}, "weight_grad": "mm_add", "router": "cast"}))
+    file.write_text(
+        json.dumps(
+            {"attention": {"plain": "flash", "documents": "flash_varlen"}, "weight_grad": "mm_add", "router": "cast"}
+        )
+    )
     found = device_routes.read("NVIDIA H100 80GB HBM3")
     assert found == device_routes.DeviceRoutes("NVIDIA H100 80GB HBM3", "flash", "flash_varlen", "mm_add", "cast")
     assert device_routes.read("another") == device_routes.DeviceRoutes("another")
@@ -156,7 +171,9 @@ def test_the_routes_of_a_device_are_read(file, monkeypatch):
 def test_a_file_that_is_wrong_changes_nothing_and_is_named(text, words, file):
     file.write_text(text)
     found = device_routes.read("NVIDIA H100 80GB HBM3")
-    assert found == device_routes.DeviceRoutes("NVIDIA H100 80GB HBM3", problem=found.problem) and words in str(found.problem)
+    assert found == device_routes.DeviceRoutes("NVIDIA H100 80GB HBM3", problem=found.problem) and words in str(
+        found.problem
+    )
 
 
 # ---- the calls
@@ -176,7 +193,8 @@ def test_their_signatures(chosen, can_use):
 
 
 class ByDefinition(TorchDispatchMode):
-    """torch's operations over documents of any length, on the CPU: named arguments as in their schemas, values by the reference."""
+    """torch's operations over documents of any length, on the CPU: named arguments as in their schemas, values by the
+    reference."""
 
     def __init__(self):
         super().__init__()
@@ -191,7 +209,9 @@ class ByDefinition(TorchDispatchMode):
         given = dict(zip(names, args, strict=False)) | kwargs
         q, k, v = (given[each].unsqueeze(1) for each in ("query", "key", "value"))
         offsets = given["cum_seq_q"]
-        assert torch.equal(offsets, given["cum_seq_k"]) and offsets.dtype == torch.int32 and q.shape[0] == int(offsets[-1])
+        assert (
+            torch.equal(offsets, given["cum_seq_k"]) and offsets.dtype == torch.int32 and q.shape[0] == int(offsets[-1])
+        )
         assert given["max_q"] == given["max_k"] == int(offsets.diff().max())
         assert given["is_causal"] and given["dropout_p"] == 0.0
         left = given.get("window_size_left")

@@ -1,4 +1,5 @@
-"""Attention of runs of queries to runs of keys: parts merge, and their gradients add up, to the result for whole rows."""
+"""Attention of runs of queries to runs of keys: parts merge, and their gradients add up, to the result for whole
+rows."""
 
 import pytest
 import torch
@@ -37,7 +38,8 @@ def own(options, runs):
 
 
 def in_parts(q, k, v, dout, cut, **options):
-    """out, dq, dk and dv of whole rows, computed part by part as a ring does: by each part of the queries for each part of the keys."""
+    """out, dq, dk and dv of whole rows, computed part by part as a ring does: by each part of the queries for each part
+    of the keys."""
     accumulate = torch.promote_types(q.dtype, torch.float32)
     out, dq, dk, dv = (torch.zeros(x.shape, dtype=accumulate) for x in (dout, q, k, v))
     for runs in cut:
@@ -51,7 +53,8 @@ def in_parts(q, k, v, dout, cut, **options):
         for keys in cut:
             key, value = taken(k, keys), taken(v, keys)
             parts = attention_part_backward(grad, query, key, value, lse, inner, runs, keys, **its)
-            assert all(part.dtype == accumulate for part in parts)  # rounded to bf16 between parts, gradients would lose their digits
+            # rounded to bf16 between parts, gradients would lose their digits
+            assert all(part.dtype == accumulate for part in parts)
             for whole, part, its_runs in zip((dq, dk, dv), parts, (runs, keys, keys), strict=True):
                 given(whole, part, its_runs)
         given(out, found, runs)
@@ -63,7 +66,9 @@ def in_parts(q, k, v, dout, cut, **options):
 def test_parts_are_the_whole_of_the_definition(name, cut):
     q, k, v, dout = inputs(LENGTH, 2, 4, 2, 8, torch.float64)
     options = resolve(sequence=LENGTH, batch=2, **OPTIONS[name]) | {"scale": 0.4}
-    torch.testing.assert_close(in_parts(q, k, v, dout, CUTS[cut], **options), autograd(q, k, v, dout, **options), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(
+        in_parts(q, k, v, dout, CUTS[cut], **options), autograd(q, k, v, dout, **options), rtol=1e-11, atol=1e-11
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -82,7 +87,9 @@ def test_what_sees_nothing_is_nothing():
         out, lse = attention_part(q, k, v, queries, keys, scale=1.0, window=window)
         merge_(out, lse, out.clone(), lse.clone())
         assert out.eq(0).all() and lse.eq(-torch.inf).all()
-        gradients = attention_part_backward(dout, q, k, v, torch.zeros(8, 1, 2), delta(dout, out), queries, keys, scale=1.0, window=window)
+        gradients = attention_part_backward(
+            dout, q, k, v, torch.zeros(8, 1, 2), delta(dout, out), queries, keys, scale=1.0, window=window
+        )
         assert all(x.eq(0).all() for x in gradients)
 
 

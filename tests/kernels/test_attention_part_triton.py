@@ -28,7 +28,11 @@ def small_tiles(monkeypatch, device):
         module._variant.cache_clear()
 
 
-HALVES = {"zigzag": [[(0, 7), (21, 7)], [(7, 14)]], "uneven runs": [[(0, 3), (10, 5), (27, 1)], [(3, 7), (15, 12)]], "whole": [[(0, 28)]]}
+HALVES = {
+    "zigzag": [[(0, 7), (21, 7)], [(7, 14)]],
+    "uneven runs": [[(0, 3), (10, 5), (27, 1)], [(3, 7), (15, 12)]],
+    "whole": [[(0, 28)]],
+}
 CASES = [
     ("plain", "zigzag", torch.float32),
     ("documents in a window", "zigzag", torch.bfloat16),
@@ -39,7 +43,8 @@ CASES = [
 
 @pytest.mark.parametrize("name, cut, dtype", CASES, ids=str)
 def test_parts_are_the_whole_of_the_definition(name, cut, dtype, device):
-    """fp32 within 1e-5; bf16, in which products round their operands, as accurately as torch. Once with values of another width."""
+    """fp32 within 1e-5; bf16, in which products round their operands, as accurately as torch. Once with values of
+    another width."""
     q, k, v, dout = inputs(28, 2, 2, 1, 12, dtype)
     if cut == "whole":
         v, dout = v[..., :8], dout[..., :8]
@@ -67,9 +72,13 @@ def test_keys_in_two_parts(device):
 
 
 def test_long_runs_have_tiles_without_a_mask(device):
-    """Against the reference, which is another implementation: keys far before the queries, and a window across two runs."""
+    """Against the reference, which is another implementation: keys far before the queries, and a window across two
+    runs."""
     q, k, v, dout = (x.to(device) for x in inputs(96, 1, 2, 1, 16, torch.bfloat16))
-    for queries, keys, window in (([(60, 40), (200, 56)], [(0, 50), (150, 46)], None), ([(40, 96)], [(0, 50), (50, 46)], 75)):
+    for queries, keys, window in (
+        ([(60, 40), (200, 56)], [(0, 50), (150, 46)], None),
+        ([(40, 96)], [(0, 50), (50, 46)], 75),
+    ):
         options = {"scale": 0.3, "window": window}
         out, lse = attention_part(q, k, v, queries, keys, **options)
         true, true_lse = attention_part(*(x.cpu().double() for x in (q, k, v)), queries, keys, **options)
@@ -77,7 +86,9 @@ def test_long_runs_have_tiles_without_a_mask(device):
         torch.testing.assert_close(out.cpu().double(), true, rtol=2e-2, atol=2e-2)
         inner = delta(dout, out)
         found = attention_part_backward(dout, q, k, v, lse, inner, queries, keys, **options)
-        exact = attention_part_backward(*(x.cpu().double() for x in (dout, q, k, v, lse, inner)), queries, keys, **options)
+        exact = attention_part_backward(
+            *(x.cpu().double() for x in (dout, q, k, v, lse, inner)), queries, keys, **options
+        )
         for got, expected in zip(found, exact, strict=True):
             torch.testing.assert_close(got.cpu().double(), expected, rtol=2e-2, atol=4e-2)
 

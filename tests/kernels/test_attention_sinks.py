@@ -1,4 +1,5 @@
-"""Attention with a sink in each head, against the definition: a column of scores more, whose probabilities are dropped."""
+"""Attention with a sink in each head, against the definition: a column of scores more, whose probabilities are
+dropped."""
 
 import pytest
 import torch
@@ -25,7 +26,10 @@ def expected(q, k, v, dout, sinks, **options):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_is_the_definition(name):
     q, k, v, dout = inputs(LENGTH, 2, 4, 2, 8, torch.float64)
-    sinks, options = torch.randn(4, dtype=torch.float64), resolve(sequence=LENGTH, batch=2, **OPTIONS[name]) | {"scale": 0.4}
+    sinks, options = (
+        torch.randn(4, dtype=torch.float64),
+        resolve(sequence=LENGTH, batch=2, **OPTIONS[name]) | {"scale": 0.4},
+    )
     out, lse = attention_with_sinks(q, k, v, sinks, **options)
     found = out, *attention_with_sinks_backward(dout, q, k, v, out, lse, sinks, **options)
     torch.testing.assert_close(found, expected(q, k, v, dout, sinks, **options), rtol=1e-11, atol=1e-11)
@@ -47,11 +51,14 @@ def test_a_sink_joins_merged_parts_once():
     )
     only_second = torch.cat((torch.zeros_like(dout[:half]), grad))
     true_out, true_dq, _, _, true_dsinks = expected(q, k, v, only_second, sinks, scale=0.4)
-    torch.testing.assert_close((out, dq, sinks_gradient(sinks, lse, inner)), (true_out[half:], true_dq[half:], true_dsinks))
+    torch.testing.assert_close(
+        (out, dq, sinks_gradient(sinks, lse, inner)), (true_out[half:], true_dq[half:], true_dsinks)
+    )
 
 
 def test_extreme_sinks_stay_finite():
-    """A sink far below all scores changes nothing; one far above takes everything. bf16 inputs, fp32 gradient of the sinks."""
+    """A sink far below all scores changes nothing; one far above takes everything. bf16 inputs, fp32 gradient of the
+    sinks."""
     q, k, v, dout = inputs(20, 1, 2, 2, 8, torch.bfloat16)
     sinks = torch.tensor([-1e4, 1e4], dtype=torch.bfloat16)
     out, lse = attention_with_sinks(q, k, v, sinks, scale=1.0)

@@ -14,7 +14,16 @@ from torch.library import opcheck
 from tests.kernels.accuracy import assert_as_accurate
 from tests.kernels.test_attention import OPTIONS, autograd, inputs, resolve
 
-NONE = {"window": None, "document_start": None, "softcap": None, "samples": None, "key": 0, "p": 0.0, "first_head": 0, "first_position": 0}
+NONE = {
+    "window": None,
+    "document_start": None,
+    "softcap": None,
+    "samples": None,
+    "key": 0,
+    "p": 0.0,
+    "first_head": 0,
+    "first_position": 0,
+}
 SMALL = {"forward": Tile(32, 16, 4, 1), "dq": Tile(32, 16, 4, 1), "dk dv": Tile(16, 32, 4, 1)}
 
 
@@ -62,7 +71,9 @@ def test_as_accurate_as_torch(name, dtype, device):
     assert_accurate(*inputs(60, 2, 2, 1, 12, dtype), device, **options)
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 3, 3, 16), (64, 1, 3, 1, 1), (33, 1, 2, 2, 160), (0, 2, 2, 1, 8), (5, 0, 2, 1, 8)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(1, 2, 3, 3, 16), (64, 1, 3, 1, 1), (33, 1, 2, 2, 160), (0, 2, 2, 1, 8), (5, 0, 2, 1, 8)], ids=str
+)
 def test_odd_sizes(sizes, device):
     q, k, v, dout = inputs(*sizes, torch.bfloat16)
     if sizes[0] == 1:  # one key: torch's gradients are exact zeros, as are those of p and dp
@@ -77,7 +88,9 @@ def cut(tensors, dim, value_dim):
     return q[..., :dim], k[..., :dim], v[..., :value_dim], dout[..., :value_dim]
 
 
-@pytest.mark.parametrize("dims, name", [((12, 8), "everything"), ((8, 20), "plain"), ((144, 24), "everything")], ids=str)
+@pytest.mark.parametrize(
+    "dims, name", [((12, 8), "everything"), ((8, 20), "plain"), ((144, 24), "everything")], ids=str
+)
 def test_values_of_another_width(dims, name, device):
     """Narrower and wider ones, and keys in two parts: 128 channels, and others."""
     tensors = cut(inputs(35, 1, 2, 1, max(dims), torch.bfloat16), *dims)
@@ -114,7 +127,9 @@ def test_what_no_query_of_a_tile_sees_is_not_touched(name, device):
     q, k, v, dout = inputs(4 * part, 1, 2, 1, 16, torch.bfloat16)
     expected = run(q, k, v, dout, device, **options)
     first, last, nan = slice(0, part), slice(3 * part, 4 * part), torch.tensor(torch.nan)
-    found = run(q, k.index_fill(0, torch.arange(part), nan), v.index_fill(0, torch.arange(part), nan), dout, device, **options)
+    found = run(
+        q, k.index_fill(0, torch.arange(part), nan), v.index_fill(0, torch.arange(part), nan), dout, device, **options
+    )
     for got, value in zip(found[:2], expected[:2], strict=True):
         assert torch.equal(got[last], value[last]) and got[first].isnan().all()
     end = torch.arange(3 * part, 4 * part)

@@ -1,5 +1,5 @@
-"""Every kernel, compiled for every architecture with no GPU: registers and shared memory suffice, products use the architecture's tensor
-cores, memory moves 128 bits at a time."""
+"""Every kernel, compiled for every architecture with no GPU: registers and shared memory suffice, products use the
+architecture's tensor cores, memory moves 128 bits at a time."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_registers_shared_memory_and_tensor_cores(module: str, architecture: str
 def test_memory_moves_128_bits_at_a_time(module: str, architecture: str, binaries: Binaries):
     """Where a load or store of a whole row lost that, it alone moves a thread's 128 bits by narrower instructions.
 
-    On gfx942 products leave the registers as they lie there, 64 bits at a time, and each thread fetches the scalars of all rows that it
-    holds a part of: that is the compiler's choice.
+    On gfx942 products leave the registers as they lie there, 64 bits at a time, and each thread fetches the scalars of
+    all rows that it holds a part of: that is the compiler's choice.
     """
 
     def is_wide(b: Binary) -> bool:
@@ -49,7 +49,9 @@ def test_every_kernel_is_listed():
     modules = [importlib.import_module(f"megalite_kernels.{path.stem}") for path in SOURCES]
     jitted = {member for module in modules for member in vars(module).values() if hasattr(member, "arg_names")}
     called = {name for kernel in jitted for name in kernel.fn.__code__.co_names}  # by other kernels
-    listed = {launch.variant.kernel for module in MODULES for each in ARCHITECTURES for launch in launches(module, each)}
+    listed = {
+        launch.variant.kernel for module in MODULES for each in ARCHITECTURES for launch in launches(module, each)
+    }
     assert {kernel for kernel in jitted if kernel.fn.__name__ not in called} == listed
 
 
@@ -59,7 +61,9 @@ def test_the_documented_table_has_every_variant():
     table = table.partition(compiling.END)[0]
     assert re.search(r"Made by Triton \d+\.\d+\.\d+", table)
     documented = {line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")} - set(MODULES)
-    listed = {launch.name for module in MODULES for architecture in ARCHITECTURES for launch in launches(module, architecture)}
+    listed = {
+        launch.name for module in MODULES for architecture in ARCHITECTURES for launch in launches(module, architecture)
+    }
     assert documented == listed, "run python -m tests.kernels.compiling --document, without TRITON_INTERPRET"
 
 
@@ -73,7 +77,12 @@ def test_what_is_read_from_assembly():
     ld.shared.v4.b32 {%r1, %r2, %r3, %r4}, [%r5];
     ld.param.b64 %rd1, [kernel_param_0];
     """
-    assert compiling._nvidia_memory(nvidia) == {"wide_loads": 256, "narrow_loads": 80, "wide_stores": 0, "narrow_stores": 64}
+    assert compiling._nvidia_memory(nvidia) == {
+        "wide_loads": 256,
+        "narrow_loads": 80,
+        "wide_stores": 0,
+        "narrow_stores": 64,
+    }
     amd = """
     global_load_dwordx4 v[0:3], v[0:1], off
     buffer_load_dwordx2 v[4:5], v4, s[0:3], 0 offen
@@ -82,7 +91,12 @@ def test_what_is_read_from_assembly():
     buffer_store_dwordx4 v[0:3], v4, s[0:3], 0 offen
     ds_read_b128 v[0:3], v4
     """
-    assert compiling._amd_memory(amd) == {"wide_loads": 128, "narrow_loads": 80, "wide_stores": 128, "narrow_stores": 16}
+    assert compiling._amd_memory(amd) == {
+        "wide_loads": 128,
+        "narrow_loads": 80,
+        "wide_stores": 128,
+        "narrow_stores": 16,
+    }
 
 
 def test_tables_name_the_same_architectures():

@@ -14,7 +14,8 @@ def split_loss(logits, targets, ranks, padded, smoothing, z, grad_scale):
     for rank in range(ranks):
         start = min(rank * padded, vocab)
         valid = min(vocab - start, padded)
-        shard = torch.full((logits.shape[0], padded), 1e4, dtype=logits.dtype, device=logits.device)  # padding that would win if it counted
+        # padding that would win if it counted
+        shard = torch.full((logits.shape[0], padded), 1e4, dtype=logits.dtype, device=logits.device)
         shard[:, :valid] = logits[:, start : start + valid]
         kept = shard.clone()
         stats.append(statistics(shard, targets, start, valid, IGNORE, smoothing > 0))
@@ -33,13 +34,17 @@ def split_loss(logits, targets, ranks, padded, smoothing, z, grad_scale):
 def torch_loss(logits, targets, smoothing, z, grad_scale):
     logits = logits.detach().clone().requires_grad_()
     loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, label_smoothing=smoothing, reduction="none")
-    loss = loss + z * logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(1).square() * (targets != IGNORE)
+    loss = loss + z * logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(1).square() * (
+        targets != IGNORE
+    )
     return loss.detach(), torch.autograd.grad(loss.sum() * grad_scale, logits)[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("smoothing, z", [(0.0, 0.0), (0.1, 0.0), (0.0, 1e-2), (0.2, 1e-3)])
-@pytest.mark.parametrize("tokens, vocab, ranks, padded", [(37, 65, 1, 65), (37, 65, 2, 40), (64, 65, 4, 32), (50, 301, 3, 128)])
+@pytest.mark.parametrize(
+    "tokens, vocab, ranks, padded", [(37, 65, 1, 65), (37, 65, 2, 40), (64, 65, 4, 32), (50, 301, 3, 128)]
+)
 def test_as_torch_on_any_number_of_ranks(tokens, vocab, ranks, padded, smoothing, z, dtype, as_exact_as, monkeypatch):
     monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", 700)  # several chunks, the last one short
     logits = (4 * torch.randn(tokens, vocab)).to(dtype)
@@ -60,7 +65,9 @@ def test_as_torch_on_any_number_of_ranks(tokens, vocab, ranks, padded, smoothing
 
 def test_one_token():
     logits, target = torch.randn(1, 11, dtype=torch.float64), torch.tensor([7])
-    torch.testing.assert_close(split_loss(logits, target, 3, 4, 0.1, 0.1, 2.0), torch_loss(logits, target, 0.1, 0.1, 2.0))
+    torch.testing.assert_close(
+        split_loss(logits, target, 3, 4, 0.1, 0.1, 2.0), torch_loss(logits, target, 0.1, 0.1, 2.0)
+    )
 
 
 def test_no_tokens_and_only_ignored_tokens():

@@ -10,7 +10,8 @@ from tests.kernels.accuracy import assert_as_accurate
 from tests.kernels.test_cross_entropy import IGNORE, split_loss, torch_loss
 from tests.structure.sources import python
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # of padding, which is masked afterwards
+# of padding, which is masked afterwards
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SIZES = {  # tokens, vocabulary, ranks, padded columns of each
     "less than a tile": (7, 65, 1, 72),
@@ -36,16 +37,23 @@ def test_as_accurate_as_torch(size, smoothing, z, dtype, device):
     logits, targets = inputs(tokens, vocab, dtype, device)
     loss, gradient = split_loss(logits, targets, ranks, padded, smoothing, z, torch.tensor(0.37, device=device))
     exact = torch_loss(logits.double(), targets, smoothing, z, 0.37)
-    torchs = torch_loss(logits.float(), targets, smoothing, z, 0.37)[0], torch_loss(logits, targets, smoothing, z, 0.37)[1]
+    torchs = (
+        torch_loss(logits.float(), targets, smoothing, z, 0.37)[0],
+        torch_loss(logits, targets, smoothing, z, 0.37)[1],
+    )
     assert_as_accurate(loss, exact[0], torchs[0])
     assert_as_accurate(gradient, exact[1], torchs[1])
     assert not loss[1::3].any() and not gradient[1::3].any()
 
 
 def test_no_token_and_only_ignored_ones(device):
-    empty = split_loss(torch.randn(0, 9, device=device), torch.empty(0, dtype=torch.long, device=device), 2, 5, 0.1, 0.1, 1.0)
+    empty = split_loss(
+        torch.randn(0, 9, device=device), torch.empty(0, dtype=torch.long, device=device), 2, 5, 0.1, 0.1, 1.0
+    )
     assert empty[0].shape == (0,) and empty[1].shape == (0, 9)
-    loss, gradient = split_loss(torch.full((2, 9), torch.nan, device=device), torch.full((2,), IGNORE, device=device), 2, 5, 0.1, 0.1, 1.0)
+    loss, gradient = split_loss(
+        torch.full((2, 9), torch.nan, device=device), torch.full((2,), IGNORE, device=device), 2, 5, 0.1, 0.1, 1.0
+    )
     assert not loss.any() and not gradient.any()
 
 
@@ -85,7 +93,9 @@ def test_logits_may_have_any_strides(layout, scale, device):
 def test_fp64_takes_the_reference(device, monkeypatch):
     monkeypatch.setattr(cross_entropy_triton, "cross_entropy_statistics", None)
     logits, targets = inputs(3, 9, torch.float64, device)
-    torch.testing.assert_close(split_loss(logits, targets, 1, 9, 0.0, 0.0, 1.0), torch_loss(logits, targets, 0.0, 0.0, 1.0))
+    torch.testing.assert_close(
+        split_loss(logits, targets, 1, 9, 0.0, 0.0, 1.0), torch_loss(logits, targets, 0.0, 0.0, 1.0)
+    )
     with pytest.raises(TypeError):  # the kernel is what would have been called
         statistics(logits.float(), targets, 0, 9, IGNORE, False)
 
@@ -141,7 +151,8 @@ def test_the_compiler_sees_two_operations(device):
 
 
 def test_rows_lie_beyond_32_bits():
-    """In a process of its own, which a wrong offset ends. The memory between the rows is never touched, and so never there."""
+    """In a process of its own, which a wrong offset ends. The memory between the rows is never touched, and so never
+    there."""
     python(
         """
 import sys, torch
@@ -170,7 +181,9 @@ def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(devi
     def run():
         stats = statistics(logits, targets, 0, 128200, IGNORE, True)
         loss, lse = combine(stats[None], targets, IGNORE, 0.1, 1e-3, 128200)
-        return loss, *(gradient_(logits.clone(), targets, lse, by, 0, 128200, IGNORE, 0.1, 1e-3, 128200) for by in (scale, 0.5))
+        return loss, *(
+            gradient_(logits.clone(), targets, lse, by, 0, 128200, IGNORE, 0.1, 1e-3, 128200) for by in (scale, 0.5)
+        )
 
     assert_same_bits_and_no_wait(run)
 

@@ -21,7 +21,8 @@ def restored():
 
 
 @pytest.mark.parametrize(
-    "kernels, interpreted, cpu, gpu", [("auto", "1", False, True), ("torch", "1", False, False), ("triton", "1", True, True)]
+    "kernels, interpreted, cpu, gpu",
+    [("auto", "1", False, True), ("torch", "1", False, False), ("triton", "1", True, True)],
 )
 def test_devices(kernels, interpreted, cpu, gpu, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
@@ -38,7 +39,8 @@ def test_a_run_with_kernels_needs_a_gpu_or_the_interpreter_and_triton(monkeypatc
         dispatch.select("triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     dispatch.select("triton")
-    assert dispatch.takes_triton(OnGpu()) and not dispatch.takes_triton(torch.ones(1))  # offloaded state stays with the reference
+    # offloaded state stays with the reference
+    assert dispatch.takes_triton(OnGpu()) and not dispatch.takes_triton(torch.ones(1))
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ValueError, match="the package triton"):
         dispatch.select("triton")

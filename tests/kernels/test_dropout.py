@@ -29,7 +29,11 @@ def reference_keep(key: int, sample: int, position: int, channel: int, p: float)
 
 
 def test_bits_are_those_of_plain_integers():
-    samples, positions, channels = torch.tensor([0, 5, 2**31 + 3, 2**40 + 17]), torch.tensor([0, 1, 70_000]), torch.arange(50)
+    samples, positions, channels = (
+        torch.tensor([0, 5, 2**31 + 3, 2**40 + 17]),
+        torch.tensor([0, 1, 70_000]),
+        torch.arange(50),
+    )
     keep = keep_mask(row_hash(KEY, samples, positions), channels.int(), 0.3) != 0
     for s, position in enumerate(positions.tolist()):
         for b, sample in enumerate(samples.tolist()):
@@ -37,7 +41,10 @@ def test_bits_are_those_of_plain_integers():
 
 
 def test_every_part_of_the_key_changes_the_mask():
-    keys = {dropout_key(*words) for words in ((1, 2, 3, 4), (2, 1, 3, 4), (1, 2, 4, 3), (1, 2, 3, 5), (1, 3, 3, 4), (0, 0, 0, 0))}
+    keys = {
+        dropout_key(*words)
+        for words in ((1, 2, 3, 4), (2, 1, 3, 4), (1, 2, 4, 3), (1, 2, 3, 5), (1, 3, 3, 4), (0, 0, 0, 0))
+    }
     assert len(keys) == 6 and all(-(2**31) <= key < 2**31 for key in keys)
 
 
@@ -55,7 +62,8 @@ def test_masks_look_random(p):
     step = (keep_mask(row_hash(dropout_key(1, 3, 3, 4), samples, positions), channels, p) != 0).double()
     neighbours = [centred[1:] * centred[:-1], centred[:, 1:] * centred[:, :-1], centred[:, :, 1:] * centred[:, :, :-1]]
     neighbours += [centred[:, :, 64:] * centred[:, :, :-64], centred * (step - (1 - p)) / (p * (1 - p)) ** 0.5]
-    neighbours.append(centred[1:, :, 1:] * centred[:-1, :, 1:] * centred[1:, :, :-1] * centred[:-1, :, :-1])  # products of hashes fail here
+    # products of hashes fail here
+    neighbours.append(centred[1:, :, 1:] * centred[:-1, :, 1:] * centred[1:, :, :-1] * centred[:-1, :, :-1])
     for product in neighbours:
         assert abs(product.mean()) < 4.5 * noise
 
@@ -71,7 +79,8 @@ def test_mask_is_independent_of_how_the_work_is_split():
     own = torch.stack((positions, positions.flip(0)), 1)  # of each row
     rows = dropout(x[:, :2], KEY, samples[[2, 2]], own, 0.4) != 0
     assert torch.equal(rows[:, 0], rows[:, 1].flip(0)) and torch.equal(rows[:, 0], whole[:, 2] != 0)
-    assert torch.equal(dropout(x[..., 4:9], KEY, samples, positions, 0.4, channel_offset=4), whole[..., 4:9])  # tensor parallel
+    # tensor parallel
+    assert torch.equal(dropout(x[..., 4:9], KEY, samples, positions, 0.4, channel_offset=4), whole[..., 4:9])
     assert dropout(x, KEY, samples, positions, 0.0) is x
     with pytest.raises(ValueError, match="1.0"):
         dropout(x, KEY, samples, positions, 1.0)
@@ -80,7 +89,9 @@ def test_mask_is_independent_of_how_the_work_is_split():
 def test_attention_mask_is_independent_of_how_the_work_is_split():
     samples = torch.tensor([9, 4])
     whole = AttentionDropout(KEY, samples, 0.3).scale(4, range(20), range(20), torch.float32)
-    part = AttentionDropout(KEY, samples[1:], 0.3, head_offset=2, position_offset=3).scale(2, range(2, 9), range(1, 10), torch.float32)
+    part = AttentionDropout(KEY, samples[1:], 0.3, head_offset=2, position_offset=3).scale(
+        2, range(2, 9), range(1, 10), torch.float32
+    )
     assert torch.equal(part, whole[1:, 2:4, 5:12, 4:13])
     heads = whole.flatten(2).transpose(0, 1).flatten(1)
     assert heads.unique(dim=0).shape[0] == 4  # every head has a mask of its own

@@ -71,13 +71,16 @@ def test_what_is_refused_and_what_is_empty(device):
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the bytes that torch's operations read and write; of our kernel, whose loads and stores are counted, nothing."""
+    """Counts the bytes that torch's operations read and write; of our kernel, whose loads and stores are counted,
+    nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace == "aten" and not func.is_view:
             self.bytes += sum(x.numel() * x.element_size() for x in (*args, result) if isinstance(x, Tensor))
@@ -137,7 +140,8 @@ def test_parts_of_a_sequence_have_the_bits_of_the_whole(device):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_training_is_bitwise_that_of_the_reference(name, device, tmp_path, monkeypatch):
-    """All other operations take their references, so that any difference is that of a mask; documents reset positions."""
+    """All other operations take their references, so that any difference is that of a mask; documents reset
+    positions."""
     changes, sites = MODELS[name]
     names, used, keyed, kernel = dict[int, Site](), set[Site](), forward_state.dropout_key, dropout_triton.dropout
 
@@ -153,7 +157,9 @@ def test_training_is_bitwise_that_of_the_reference(name, device, tmp_path, monke
     monkeypatch.setattr(forward_state, "dropout_key", named)
     monkeypatch.setattr(dropout_triton, "dropout", noted)
     prefix = write_tokens(tmp_path, CASE["vocab_size"])
-    config = from_dict(config_of(CASE, prefix, **changes, train={"global_batch_size": 4, "micro_batch_size": 2, "kernels": "torch"}))
+    config = from_dict(
+        config_of(CASE, prefix, **changes, train={"global_batch_size": 4, "micro_batch_size": 2, "kernels": "torch"})
+    )
     results = []
     for fused in (False, True):
         monkeypatch.setattr("megalite_kernels.dropout.takes_triton", lambda x, fused=fused: fused)

@@ -61,7 +61,9 @@ def test_a_number_that_is_not_finite_makes_the_sum_so(value, place, device):
 
 def test_all_ranges_are_one_launch_and_unaligned_ones_another(device, monkeypatch):
     launches = []
-    monkeypatch.setattr(grad_norm_triton.Variant, "launch", lambda variant, *args: launches.append(variant.constants["ALIGNED"]))
+    monkeypatch.setattr(
+        grad_norm_triton.Variant, "launch", lambda variant, *args: launches.append(variant.constants["ALIGNED"])
+    )
     even = chunks_of([64] * 50, torch.float32, device)
     squared_sum(even)
     assert launches == [True]
@@ -108,7 +110,9 @@ def test_the_compiler_sees_one_operation(device):
         graphs.append(graph)
         return graph.forward
 
-    compiled = torch.compile(lambda chunks: grad_norm_triton.squared_sum(chunks).sqrt(), fullgraph=True, backend=backend)
+    compiled = torch.compile(
+        lambda chunks: grad_norm_triton.squared_sum(chunks).sqrt(), fullgraph=True, backend=backend
+    )
     assert torch.equal(compiled(chunks), squared_sum(chunks).sqrt())
     assert "megalite.squared_sum.default" in [str(node.target) for node in graphs[0].graph.nodes]
 

@@ -34,7 +34,9 @@ def exact(grad: Tensor, left: Tensor, right: Tensor, sizes: list[int], overwrite
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("sizes, height, width", [([3, 0, 70, 1], 20, 17), ([0, 5], 130, 136), ([0, 0], 8, 8), ([4], 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "sizes, height, width", [([3, 0, 70, 1], 20, 17), ([0, 5], 130, 136), ([0, 0], 8, 8), ([4], 1, 1)], ids=str
+)
 def test_accumulates_in_fp32(sizes, height, width, dtype, overwrite, device):
     """As accurate as products of the same values in fp32; experts without rows keep their gradient, or get zeros."""
     grad, left, right = inputs(sizes, height, width, dtype, device)

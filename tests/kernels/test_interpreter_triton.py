@@ -32,7 +32,9 @@ def _multiply(x, y, out, SIZE: tl.constexpr):
 
 def test_fp32_is_rounded_to_the_nearest_bf16_and_ties_to_even(device):
     ties = torch.arange(0x3F800000, 0x3F800000 + 64 * 0x8000, 0x8000, dtype=torch.int32).view(torch.float32)
-    x = torch.cat((ties, torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 3.4e38, 1e-40]), torch.randn(186)))
+    x = torch.cat(
+        (ties, torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 3.4e38, 1e-40]), torch.randn(186))
+    )
     y = torch.empty(256, dtype=torch.bfloat16)
     _narrow[(1,)](x, y, SIZE=256)
     torch.testing.assert_close(y, x.bfloat16(), rtol=0, atol=0, equal_nan=True)

@@ -29,12 +29,15 @@ def test_rms_norm(shape, dtype, offset, as_exact_as):
     dx, dweight = rms_norm_backward(dy, x, weight, rstd, offset)
     reference = autograd(lambda x, w: llama_norm(x, w, 1e-5, offset), (x, weight), dy)
     exact = autograd(lambda x, w: llama_norm(x, w, 1e-5, offset), (x.double(), weight.double()), dy)
-    assert ours_y.dtype == dx.dtype == dtype and rstd.dtype == dweight.dtype == torch.promote_types(dtype, torch.float32)
+    assert ours_y.dtype == dx.dtype == dtype and rstd.dtype == dweight.dtype == torch.promote_types(
+        dtype, torch.float32
+    )
     for ours, torchs, true in zip((ours_y, dx, dweight), reference, exact, strict=True):
         as_exact_as(ours, torchs, true)
 
 
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[-1] > 1], ids=str)  # of one element LayerNorm leaves rounding noise
+# of one element LayerNorm leaves rounding noise
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[-1] > 1], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_layer_norm(shape, dtype, offset, as_exact_as):
@@ -42,8 +45,14 @@ def test_layer_norm(shape, dtype, offset, as_exact_as):
     y, mean, rstd = layer_norm(x, weight, bias, 1e-5, offset)
     gradients = layer_norm_backward(dy, x, weight, mean, rstd, offset)
     reference = autograd(lambda *t: F.layer_norm(t[0], shape[-1:], t[1] + offset, t[2], 1e-5), (x, weight, bias), dy)
-    exact = autograd(lambda *t: F.layer_norm(t[0], shape[-1:], t[1] + offset, t[2], 1e-5), (x.double(), weight.double(), bias.double()), dy)
-    torch.testing.assert_close(layer_norm(x, weight, None, 1e-5, offset)[0], layer_norm(x, weight, 0 * bias, 1e-5, offset)[0])
+    exact = autograd(
+        lambda *t: F.layer_norm(t[0], shape[-1:], t[1] + offset, t[2], 1e-5),
+        (x.double(), weight.double(), bias.double()),
+        dy,
+    )
+    torch.testing.assert_close(
+        layer_norm(x, weight, None, 1e-5, offset)[0], layer_norm(x, weight, 0 * bias, 1e-5, offset)[0]
+    )
     assert gradients[1].dtype == gradients[2].dtype == mean.dtype == torch.promote_types(dtype, torch.float32)
     for ours, torchs, true in zip((y, *gradients), reference, exact, strict=True):
         as_exact_as(ours, torchs, true)

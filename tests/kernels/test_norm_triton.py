@@ -17,7 +17,10 @@ SHAPES = [(70, 64), (3, 5, 128), (9, 300), (3, 2, 1500), (1, 37), (0, 16), (5, 4
 
 def rms_in_torch_and_exact(x, weight, dy, offset=0.0):
     """y, dx, dweight of transformers' norm in the inputs' dtype, and in float64."""
-    return [autograd(lambda x, w: llama_norm(x, w, EPS, offset), pair, dy) for pair in ((x, weight), (x.double(), weight.double()))]
+    return [
+        autograd(lambda x, w: llama_norm(x, w, EPS, offset), pair, dy)
+        for pair in ((x, weight), (x.double(), weight.double()))
+    ]
 
 
 def randn(*shape, dtype, device):
@@ -36,7 +39,8 @@ def test_rms_norm_is_as_accurate_as_torch(shape, offset, dtype, device):
     for got, torch_result, true in zip((y, dx, dweight.to(dtype)), torchs, exact, strict=True):
         assert_as_accurate(got, true, torch_result)
     assert dweight.dtype == torch.float32 and torch.equal(x, kept[0]) and torch.equal(dy, kept[1])
-    if dtype != torch.float32 and offset == 0.0:  # rounded where transformers rounds: the same but for the order of a sum
+    # rounded where transformers rounds: the same but for the order of a sum
+    if dtype != torch.float32 and offset == 0.0:
         assert (y != torchs[0]).float().mean() < 0.02 or y.numel() == 0
 
 
@@ -44,7 +48,9 @@ def test_rms_norm_is_as_accurate_as_torch(shape, offset, dtype, device):
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("shape", [(40, 96), (1, 8), (0, 8), (3, 3, 2500)], ids=str)
 def test_residual_addition_with_rms_norm(shape, offset, dtype, device):
-    x, branch, weight, dtotal, dy = (randn(*s, dtype=dtype, device=device) for s in (shape, shape, shape[-1:], shape, shape))
+    x, branch, weight, dtotal, dy = (
+        randn(*s, dtype=dtype, device=device) for s in (shape, shape, shape[-1:], shape, shape)
+    )
     total, y, rstd = norm.add_rms_norm(x, branch, weight, EPS, offset)
     dx, dweight = norm.rms_norm_backward(dy, total, weight, rstd, offset, dtotal)
     assert torch.equal(total, x + branch)
@@ -68,12 +74,16 @@ def test_layer_norm_is_as_accurate_as_torch(shape, dtype, device):
     y, mean, rstd = norm.layer_norm(x, weight, bias, EPS, offset)
     dx, dweight, dbias = norm.layer_norm_backward(dy, x, weight, mean, rstd, offset)
     zero = torch.zeros_like(bias)
-    torch.testing.assert_close(norm.layer_norm(x, weight, None, EPS, offset)[0], norm.layer_norm(x, weight, zero, EPS, offset)[0])
+    torch.testing.assert_close(
+        norm.layer_norm(x, weight, None, EPS, offset)[0], norm.layer_norm(x, weight, zero, EPS, offset)[0]
+    )
 
     def reference(x, weight, bias):
         return F.layer_norm(x, shape[-1:], weight + offset, bias, EPS)
 
-    torchs, exact = (autograd(reference, wide, dy) for wide in ((x, weight, bias), (x.double(), weight.double(), bias.double())))
+    torchs, exact = (
+        autograd(reference, wide, dy) for wide in ((x, weight, bias), (x.double(), weight.double(), bias.double()))
+    )
     for got, torch_result, true in zip((y, dx, dweight.to(dtype), dbias.to(dtype)), torchs, exact, strict=True):
         assert_as_accurate(got, true, torch_result)
 
@@ -107,24 +117,36 @@ def test_heads_of_a_packed_projection_are_read_in_place(device, monkeypatch):
     y, rstd = norm.rms_norm(heads, weight, EPS)
     expected = norm.rms_norm(dense, weight, EPS)
     assert torch.equal(y, expected[0]) and torch.equal(rstd, expected[1]) and y.is_contiguous()
-    for got, wanted in zip(norm.rms_norm_backward(dy, heads, weight, rstd), norm.rms_norm_backward(dy, dense, weight, rstd), strict=True):
+    for got, wanted in zip(
+        norm.rms_norm_backward(dy, heads, weight, rstd), norm.rms_norm_backward(dy, dense, weight, rstd), strict=True
+    ):
         assert torch.equal(got, wanted)
     assert norm_triton._rows_of(heads)[0] is heads
 
 
 def test_inputs_may_have_any_strides(device):
-    x, branch = torch.randn(6, 40, 5, device=device).transpose(1, 2), torch.randn(5, 6, 40, device=device).transpose(0, 1)
-    dy, weight, bias = torch.randn(5, 6, 80, device=device)[..., ::2].transpose(0, 1), *torch.randn(2, 41, device=device)[:, 1:]
+    x, branch = (
+        torch.randn(6, 40, 5, device=device).transpose(1, 2),
+        torch.randn(5, 6, 40, device=device).transpose(0, 1),
+    )
+    dy, weight, bias = (
+        torch.randn(5, 6, 80, device=device)[..., ::2].transpose(0, 1),
+        *torch.randn(2, 41, device=device)[:, 1:],
+    )
     dense = [t.contiguous() for t in (x, branch, dy, weight, bias)]
 
     def results(x, branch, dy, weight, bias):
         total, y, rstd = norm.add_rms_norm(x, branch, weight, EPS)
         normed, mean, scale = norm.layer_norm(x, weight, bias, EPS)
-        gradients = *norm.rms_norm_backward(dy, x, weight, rstd, 0.0, branch), *norm.layer_norm_backward(dy, x, weight, mean, scale)
+        gradients = (
+            *norm.rms_norm_backward(dy, x, weight, rstd, 0.0, branch),
+            *norm.layer_norm_backward(dy, x, weight, mean, scale),
+        )
         return total, y, rstd, normed, mean, scale, *gradients
 
     for got, expected in zip(results(x, branch, dy, weight, bias), results(*dense), strict=True):
-        torch.testing.assert_close(got, expected)  # a compiler may share out a row in another way where the weight is not aligned
+        # a compiler may share out a row in another way where the weight is not aligned
+        torch.testing.assert_close(got, expected)
 
 
 def test_small_and_large_values_stay_finite(device):
@@ -140,7 +162,9 @@ def test_rows_too_wide_for_registers_and_fp64_take_the_reference(device, monkeyp
     monkeypatch.setattr(norm_triton, "norm_forward", None)
 
     def rms(dtype, hidden):
-        return norm.rms_norm(torch.ones(1, hidden, dtype=dtype, device=device), torch.ones(hidden, dtype=dtype, device=device), EPS)
+        return norm.rms_norm(
+            torch.ones(1, hidden, dtype=dtype, device=device), torch.ones(hidden, dtype=dtype, device=device), EPS
+        )
 
     def layer(dtype, hidden):
         ones = torch.ones(hidden, dtype=dtype, device=device)
@@ -149,7 +173,11 @@ def test_rows_too_wide_for_registers_and_fp64_take_the_reference(device, monkeyp
     for function, dtype, hidden in ((rms, torch.float64, 8), (rms, torch.float32, 8193), (rms, torch.bfloat16, 16385)):
         function(dtype, hidden)
     layer(torch.bfloat16, 8193)
-    for function, dtype, hidden in ((rms, torch.float32, 8192), (rms, torch.bfloat16, 16384), (layer, torch.bfloat16, 8192)):
+    for function, dtype, hidden in (
+        (rms, torch.float32, 8192),
+        (rms, torch.bfloat16, 16384),
+        (layer, torch.bfloat16, 8192),
+    ):
         with pytest.raises(TypeError):  # the kernel is what would have been called
             function(dtype, hidden)
 
@@ -186,14 +214,19 @@ def test_the_compiler_sees_one_operation(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("hidden", [128, 4096])
-def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(hidden, device, assert_same_bits_and_no_wait):
+def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(
+    hidden, device, assert_same_bits_and_no_wait
+):
     x, branch, dtotal, dy = randn(4, 2**23 // hidden, hidden, dtype=torch.bfloat16, device=device)
     weight, bias = randn(2, hidden, dtype=torch.bfloat16, device=device)
 
     def run():
         total, y, rstd = norm.add_rms_norm(x, branch, weight, EPS)
         normed, mean, scale = norm.layer_norm(x, weight, bias, EPS)
-        gradients = *norm.rms_norm_backward(dy, total, weight, rstd, 0.0, dtotal), *norm.layer_norm_backward(dy, x, weight, mean, scale)
+        gradients = (
+            *norm.rms_norm_backward(dy, total, weight, rstd, 0.0, dtotal),
+            *norm.layer_norm_backward(dy, x, weight, mean, scale),
+        )
         return total, y, normed, *gradients
 
     assert_same_bits_and_no_wait(run)

@@ -11,7 +11,9 @@ from torch.library import opcheck
 
 @pytest.mark.parametrize("kernels", ["triton", "torch"])
 @pytest.mark.parametrize(
-    "parts, total", [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)], ids=str
+    "parts, total",
+    [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)],
+    ids=str,
 )
 @pytest.mark.parametrize("ranks, count", [(2, 4096), (5, 2049), (8, 1), (1, 64), (3, 0)])
 def test_is_the_sum_in_rank_order(ranks, count, parts, total, kernels, device):

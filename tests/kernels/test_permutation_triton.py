@@ -11,11 +11,13 @@ from torch.library import opcheck
 from tests.kernels.accuracy import assert_as_accurate
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-SIZES = [(9, 3, 40), (5, 1, 2100), (1, 4, 1), (0, 2, 16), (3, 2, 0)]  # tokens, choices of each, width: one needs two parts
+# tokens, choices of each, width: one needs two parts
+SIZES = [(9, 3, 40), (5, 1, 2100), (1, 4, 1), (0, 2, 16), (3, 2, 0)]
 
 
 def inputs(tokens: int, k: int, width: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows, the row of each token and choice, which of these each row is, weights. The last choice of the first token has no row."""
+    """Rows, the row of each token and choice, which of these each row is, weights. The last choice of the first token
+    has no row."""
     places = torch.randperm(tokens * k)
     order = places[places != k - 1] if tokens else places
     rows = torch.randn(len(order), width).to(device, dtype)
@@ -56,7 +58,9 @@ def permutation_reference(grad: Tensor, rows: Tensor, order: Tensor, weights: Te
     """torch's own gradients of the weighted sum of rows."""
     leaves = rows.to(weights.dtype).requires_grad_(), weights.detach().clone().requires_grad_()
     by_row = leaves[1].flatten()[order].unsqueeze(1) * leaves[0]
-    total = torch.zeros(*grad.shape, dtype=weights.dtype, device=grad.device).index_add(0, order // weights.shape[1], by_row)
+    total = torch.zeros(*grad.shape, dtype=weights.dtype, device=grad.device).index_add(
+        0, order // weights.shape[1], by_row
+    )
     drows, dweights = torch.autograd.grad(total, leaves, grad.to(weights.dtype))
     return drows.to(rows.dtype), dweights.flatten()[order]
 
@@ -77,7 +81,9 @@ def test_fp64_takes_the_reference(device, monkeypatch):
     torch.testing.assert_close(permutation.combine_rows(rows, index, weights), combined(rows, index, weights))
     grad = torch.randn(4, 8, dtype=torch.float64, device=device)
     for got, right in zip(
-        permutation.combine_rows_backward(grad, rows, order, weights), permutation_reference(grad, rows, order, weights), strict=True
+        permutation.combine_rows_backward(grad, rows, order, weights),
+        permutation_reference(grad, rows, order, weights),
+        strict=True,
     ):
         torch.testing.assert_close(got, right)
     with pytest.raises(TypeError):  # the kernel is what would have been called
@@ -98,6 +104,8 @@ def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(devi
     grad = torch.randn(4096, 4096).to(device, torch.bfloat16)
 
     def run() -> tuple[Tensor, ...]:
-        return permutation.combine_rows(rows, index, weights), *permutation.combine_rows_backward(grad, rows, order, weights)
+        return permutation.combine_rows(rows, index, weights), *permutation.combine_rows_backward(
+            grad, rows, order, weights
+        )
 
     assert_same_bits_and_no_wait(run)

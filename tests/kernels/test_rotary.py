@@ -2,10 +2,29 @@ import pytest
 import torch
 from megalite_kernels.rotary import rotary_tables, rotate, split_rotary, split_rotary_backward
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8, "beta_slow": 1, "attention_factor": 1.1}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 8,
+    "beta_slow": 1,
+    "attention_factor": 1.1,
+}
 STEEP = {**YARN, "beta_fast": 1, "beta_slow": 1}  # one channel in the transition
-SCALINGS = {"default": None, "linear": {"rope_type": "linear", "factor": 4.0}, "llama3": LLAMA3, "yarn": YARN, "steep yarn": STEEP}
+SCALINGS = {
+    "default": None,
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": LLAMA3,
+    "yarn": YARN,
+    "steep yarn": STEEP,
+}
 
 
 @pytest.mark.parametrize("name", SCALINGS)
@@ -15,7 +34,9 @@ def test_tables_and_rotation_are_those_of_transformers(name):
 
     scaling = SCALINGS[name]
     parameters = {"rope_theta": 5e5, **(scaling or {"rope_type": "default"})}
-    config = LlamaConfig(hidden_size=96, num_attention_heads=4, head_dim=24, max_position_embeddings=512, rope_parameters=parameters)
+    config = LlamaConfig(
+        hidden_size=96, num_attention_heads=4, head_dim=24, max_position_embeddings=512, rope_parameters=parameters
+    )
     positions = torch.stack((torch.arange(300), torch.arange(300) % 70))  # [B, S]: the second row restarts
     q = torch.randn(2, 4, 300, 24)
     cos, sin = LlamaRotaryEmbedding(config)(q, positions)
@@ -42,7 +63,9 @@ def test_split_is_the_rotation_of_each_part_and_backward_its_transpose(hq, hk, p
     packed = torch.randn(sequence, batch, (hq + 2 * hk) * dim, dtype=torch.float64, requires_grad=True)
 
     def by_pairs(x):  # the definition, as a complex product
-        angle = positions.double().view(sequence, batch if per_sample else 1, 1, 1) / 1e4 ** (torch.arange(0, dim, 2).double() / dim)
+        angle = positions.double().view(sequence, batch if per_sample else 1, 1, 1) / 1e4 ** (
+            torch.arange(0, dim, 2).double() / dim
+        )
         turned = torch.complex(x[..., : dim // 2], x[..., dim // 2 :]) * torch.polar(torch.ones_like(angle), angle)
         return torch.cat((turned.real, turned.imag), -1)
 

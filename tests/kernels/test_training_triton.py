@@ -9,9 +9,19 @@ from megalite.training.trainer import Trainer
 from tests.distributed.support.configs import SINGLE, STEPS, config_of, write_tokens
 from tests.kernels.compiling import MODULES
 
-CASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 1, "masked": True, "dropout": 0.1, "microbatches": 2}
+CASE = {
+    **SINGLE,
+    "tied": False,
+    "kv_heads": 2,
+    "vocab_size": 101,
+    "layers": 1,
+    "masked": True,
+    "dropout": 0.1,
+    "microbatches": 2,
+}
 INTERPRETED_STEPS = 5
-BATCH = {"global_batch_size": 4, "micro_batch_size": 2}  # 64 tokens a step: the interpreter takes a millisecond for a program
+# 64 tokens a step: the interpreter takes a millisecond for a program
+BATCH = {"global_batch_size": 4, "micro_batch_size": 2}
 
 
 def test_the_same_losses_with_kernels_and_without(device, tmp_path, monkeypatch):

@@ -1,4 +1,5 @@
-"""The routes of products whose fp32 accumulators are kept on a GPU: a weight's gradient, to which they are added, and a router's logits."""
+"""The routes of products whose fp32 accumulators are kept on a GPU: a weight's gradient, to which they are added, and a
+router's logits."""
 
 from types import SimpleNamespace
 
@@ -17,9 +18,12 @@ class OnCpu(TorchDispatchMode):
             return operation(*args, **kwargs)
         assert operation._schema.name in ("aten::mm", "aten::addmm")
         given = dict(zip([argument.name for argument in operation._schema.arguments], args, strict=False)) | kwargs
-        left, right = (given["self"], given["mat2"]) if operation._schema.name == "aten::mm" else (given["mat1"], given["mat2"])
+        left, right = (
+            (given["self"], given["mat2"]) if operation._schema.name == "aten::mm" else (given["mat1"], given["mat2"])
+        )
         found = left.to(given["out_dtype"]) @ right.to(given["out_dtype"])
-        if operation._schema.name == "aten::addmm" and given.get("beta", 1):  # beta = 0: what the gradient held does not count, be it NaN
+        # beta = 0: what the gradient held does not count, be it NaN
+        if operation._schema.name == "aten::addmm" and given.get("beta", 1):
             found += given["self"]
         return given["out"].copy_(found) if "out" in given else found
 
@@ -62,9 +66,14 @@ def test_a_router_takes_the_route_of_the_device(monkeypatch):
     for name in router_product.ROUTES:
         monkeypatch.setitem(router_product.ROUTES, name, lambda rows, weight, name=name: called.append(name))
     for dtype in (torch.bfloat16, torch.float32):
-        rows, weight = SimpleNamespace(is_cuda=True, dtype=dtype, device=None, to=torch.ones(1, 1).to), torch.ones(1, 1, dtype=dtype)
+        rows, weight = (
+            SimpleNamespace(is_cuda=True, dtype=dtype, device=None, to=torch.ones(1, 1).to),
+            torch.ones(1, 1, dtype=dtype),
+        )
         for file in (None, "cast"):
-            monkeypatch.setattr(router_product, "measured", lambda device, file=file: device_routes.DeviceRoutes("a", router=file))
+            monkeypatch.setattr(
+                router_product, "measured", lambda device, file=file: device_routes.DeviceRoutes("a", router=file)
+            )
             router_product.logits(rows, weight)
     assert called == ["out_dtype", "cast"]
     assert router_product.logits(torch.ones(2, 3).bfloat16(), torch.ones(1, 3).bfloat16()).tolist() == [[3.0], [3.0]]

@@ -1,4 +1,5 @@
-"""What the compile tests compile: all that operations launch at the sizes of real models, and so every entry of the static tables.
+"""What the compile tests compile: all that operations launch at the sizes of real models, and so every entry of the
+static tables.
 
 Nothing runs. The operations are called with tensors whose content does not matter, and what they would launch is noted.
 """
@@ -31,9 +32,14 @@ HEAD_CASES: tuple[HeadCase, ...] = (
     *(((64, 64), EVERYTHING), ((80, 80), EVERYTHING), ((256, 256), EVERYTHING), ((192, 128), EVERYTHING)),
     *(((64, 64), "documents"), ((128, 128), "documents"), ((192, 128), "documents"), ((192, 192), "documents")),
 )
-"""Every tile: with all options, in one loop over the keys; and with documents alone, in two (the heads of Llama 1B and 8B, DeepSeek-V3)."""
+"""Every tile: with all options, in one loop over the keys; and with documents alone, in two (the heads of Llama 1B and
+8B, DeepSeek-V3)."""
 ALL_HEADS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-NORM_WIDTHS = {"rms norm": [2048, 8192, 16384], "add + rms norm": [2048, 4096, 5120, 8192, 9216, 12288, 16384], "layer norm": [768, 8192]}
+NORM_WIDTHS = {
+    "rms norm": [2048, 8192, 16384],
+    "add + rms norm": [2048, 4096, 5120, 8192, 9216, 12288, 16384],
+    "layer norm": [768, 8192],
+}
 ALL_WIDTHS = (768, 1536, 2048, 2304, 3072, 4096, 5120, 6144, 7168, 8192, 9216, 10240, 12288, 14336, 16384)
 
 Calls = Iterator[tuple[tuple[str, ...], Callable[[], Any]]]
@@ -48,8 +54,8 @@ class Launch(NamedTuple):
     args: tuple[Any, ...]
 
     def seen_by_triton(self) -> tuple[dict[str, str], list[str]]:
-        """The type of each argument that is no constant, and which are multiples of 16, so that loads become wide. (The interpreter's
-        kernels do not know the second.)"""
+        """The type of each argument that is no constant, and which are multiples of 16, so that loads become wide. (The
+        interpreter's kernels do not know the second.)"""
         types, aligned = {}, []
         taken = [parameter for parameter in self.variant.kernel.params if parameter.name not in self.variant.constants]
         for parameter, given in zip(taken, self.args, strict=True):
@@ -98,7 +104,11 @@ def channels(dim: int, value_dim: int) -> str:
 def of_attention(module: Any, cases: Iterable[HeadCase] = HEAD_CASES) -> Calls:
     starts, samples = torch.zeros(ROWS, BATCH, dtype=torch.int64), torch.zeros(BATCH, dtype=torch.int64)
     for dims, kind in cases:
-        masks = 1024 if "window" in kind else None, starts if "documents" in kind else None, 30.0 if "softcap" in kind else None
+        masks = (
+            1024 if "window" in kind else None,
+            starts if "documents" in kind else None,
+            30.0 if "softcap" in kind else None,
+        )
         options = (*masks, samples, 7, 0.1, 0, 0) if "dropout" in kind else (*masks, None, 0, 0.0, 0, 0)
         q, k, v, out = heads_of(*dims)
         lse, label = torch.empty(BATCH, 8, ROWS), f"bf16 {channels(*dims)} {kind}"
@@ -109,14 +119,26 @@ def of_attention(module: Any, cases: Iterable[HeadCase] = HEAD_CASES) -> Calls:
 
 def of_attention_part(module: Any, cases: Iterable[HeadCase] = HEAD_CASES) -> Calls:
     """The same, for two runs on each side."""
-    starts, dropout = torch.zeros(ROWS, BATCH, dtype=torch.int64), AttentionDropout(7, torch.zeros(BATCH, dtype=torch.int64), 0.1)
+    starts, dropout = (
+        torch.zeros(ROWS, BATCH, dtype=torch.int64),
+        AttentionDropout(7, torch.zeros(BATCH, dtype=torch.int64), 0.1),
+    )
     for dims, kind in cases:
-        masks = 1024 if "window" in kind else None, starts if "documents" in kind else None, 30.0 if "softcap" in kind else None
+        masks = (
+            1024 if "window" in kind else None,
+            starts if "documents" in kind else None,
+            30.0 if "softcap" in kind else None,
+        )
         options = *masks, dropout if "dropout" in kind else None
         q, k, v, out = heads_of(*dims)
         lse, label, runs = torch.empty(ROWS, BATCH, 8), f"bf16 {channels(*dims)} {kind}, runs", ((0, 2), (9, 1))
-        yield (f"forward {label}",), partial(module.flash_attention_part, q, k, v, runs, runs, dims[0] ** -0.5, *options)
-        call = partial(module.flash_attention_part_backward, out, q, k, v, lse, lse, runs, runs, dims[0] ** -0.5, *options)
+        yield (
+            (f"forward {label}",),
+            partial(module.flash_attention_part, q, k, v, runs, runs, dims[0] ** -0.5, *options),
+        )
+        call = partial(
+            module.flash_attention_part_backward, out, q, k, v, lse, lse, runs, runs, dims[0] ** -0.5, *options
+        )
         yield (f"dq {label}", f"dk dv {label}"), call
 
 
@@ -136,7 +158,10 @@ def of_cross_entropy(module: Any) -> Calls:
         part = (0, 1000, IGNORE_INDEX)
         yield (f"statistics {label}",), partial(module.cross_entropy_statistics, logits, targets, *part, False)
         yield (f"statistics with sum {label}",), partial(module.cross_entropy_statistics, logits, targets, *part, True)
-        yield (f"gradient {label}",), partial(module.cross_entropy_gradient_, logits, targets, lse, scale, *part, 0.1, 0.1, 1000)
+        yield (
+            (f"gradient {label}",),
+            partial(module.cross_entropy_gradient_, logits, targets, lse, scale, *part, 0.1, 0.1, 1000),
+        )
 
 
 def of_grad_norm(module: Any) -> Calls:
@@ -149,9 +174,18 @@ def of_norm(module: Any) -> Calls:
     """The widths of real models, the widest that `norm` gives to kernels, and short and odd ones."""
     cases = [(kind, BF16, torch.empty(ROWS, width), 0.0) for kind, of_kind in NORM_WIDTHS.items() for width in of_kind]
     wide = torch.empty(ROWS, 8192)
-    cases += [("add + rms norm", FP16, torch.empty(ROWS, 4096), 0.0), ("add + rms norm", FP32, wide, 0.0), ("layer norm", FP32, wide, 0.0)]
-    heads = [torch.empty(ROWS, BATCH, packed)[..., : count * width].unflatten(-1, (count, width)) for count, width, packed in HEADS]
-    cases += [("rms norm", BF16, each, 0.0) for each in heads] + [("add + rms norm", BF16, torch.empty(ROWS, 3072), 1.0)]
+    cases += [
+        ("add + rms norm", FP16, torch.empty(ROWS, 4096), 0.0),
+        ("add + rms norm", FP32, wide, 0.0),
+        ("layer norm", FP32, wide, 0.0),
+    ]
+    heads = [
+        torch.empty(ROWS, BATCH, packed)[..., : count * width].unflatten(-1, (count, width))
+        for count, width, packed in HEADS
+    ]
+    cases += [("rms norm", BF16, each, 0.0) for each in heads] + [
+        ("add + rms norm", BF16, torch.empty(ROWS, 3072), 1.0)
+    ]
     yield from norms(module, cases)
 
 
@@ -160,11 +194,17 @@ def norms(module: Any, cases: Iterable[tuple[str, torch.dtype, Tensor, float]]) 
     for kind, dtype, like, offset in cases:
         x = torch.empty_strided(like.shape, like.stride(), dtype=dtype)
         weight, statistic = torch.empty(x.shape[-1], dtype=dtype), torch.empty(*x.shape[:-1], 1)
-        second, (bias, mean) = x if kind[:3] == "add" else None, (weight, statistic) if kind[:5] == "layer" else (None, None)
+        second, (bias, mean) = (
+            x if kind[:3] == "add" else None,
+            (weight, statistic) if kind[:5] == "layer" else (None, None),
+        )
         special = (f", {x.shape[-2]} heads" if x.dim() > 2 else "") + (f", offset {offset:g}" if offset else "")
         label = f"{NAMES[dtype]}, {x.shape[-1]} wide{special}"
         yield (f"{kind} forward {label}",), partial(module.norm_forward, x, second, weight, bias, 1e-5, offset)
-        yield (f"{kind} backward {label}",), partial(module.norm_backward, x, second, x, weight, mean, statistic, offset)
+        yield (
+            (f"{kind} backward {label}",),
+            partial(module.norm_backward, x, second, x, weight, mean, statistic, offset),
+        )
 
 
 def of_rotary(module: Any) -> Calls:
@@ -172,7 +212,10 @@ def of_rotary(module: Any) -> Calls:
         for dim in (64, 96, 128):
             q, k, v = torch.empty(ROWS, BATCH, 10, dim, dtype=dtype).split((6, 2, 2), 2)
             table = torch.empty(ROWS, dim, dtype=dtype)
-            yield (f"rotary {NAMES[dtype]}, {dim} channels",), partial(module.rotate_and_pack, q, k, v, table, table, False)
+            yield (
+                (f"rotary {NAMES[dtype]}, {dim} channels",),
+                partial(module.rotate_and_pack, q, k, v, table, table, False),
+            )
 
 
 def of_ordered_sum(module: Any) -> Calls:
@@ -220,7 +263,8 @@ LISTS = {
 
 
 def long_list() -> dict[str, tuple[str, Callable[[Any], Calls]]]:
-    """The long form, by name: a module and calls of it. Attention with every set of options, and norms of every width."""
+    """The long form, by name: a module and calls of it. Attention with every set of options, and norms of every
+    width."""
     attention = {"attention_triton": of_attention, "attention_part_triton": of_attention_part}
     names = EVERYTHING.split()
     kinds = [" ".join(chosen) for count in range(len(names) + 1) for chosen in combinations(names, count)]

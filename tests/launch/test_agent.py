@@ -1,4 +1,5 @@
-"""`megalite train --nproc`: the agent with ranks that import nothing, so that what it makes of their ends is all there is."""
+"""`megalite train --nproc`: the agent with ranks that import nothing, so that what it makes of their ends is all there
+is."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def test_the_status_is_the_runs_although_the_ranks_end_with_zero(run, status):
 
 
 @pytest.mark.parametrize(
-    "code, status, said", [("sys.exit(3)", 3, "ended with status 3"), ("os.kill(os.getpid(), 9)", 137, "was ended by SIGKILL")]
+    "code, status, said",
+    [("sys.exit(3)", 3, "ended with status 3"), ("os.kill(os.getpid(), 9)", 137, "was ended by SIGKILL")],
 )
 def test_a_failure_is_one_line_that_names_the_rank_and_the_newest_checkpoint(run, code, status, said):
     line = f"rank 1 {said}; the newest checkpoint is runs/a/checkpoints/step_00000004\n"
@@ -117,7 +119,9 @@ def test_the_rank_that_failed_is_named_and_not_those_that_lost_it(run, end, said
 
 def test_where_a_rank_of_another_node_failed_that_one_is_named(run):
     status, said = run(f"{LOSES}\nready()\nlose(7)")
-    assert status == 1 and said.startswith("rank 7 was lost first: its process has ended; the newest checkpoint is "), said
+    assert status == 1 and said.startswith("rank 7 was lost first: its process has ended; the newest checkpoint is "), (
+        said
+    )
 
 
 def test_a_rank_that_was_killed_for_lack_of_memory_is_said_to_be(run, monkeypatch):
@@ -127,7 +131,9 @@ def test_a_rank_that_was_killed_for_lack_of_memory_is_said_to_be(run, monkeypatc
 
     monkeypatch.setattr("megalite.launch.agent.MemoryKills", Kills)
     status, said = run("ready()\ntime.sleep(60) if rank == 0 else os.kill(os.getpid(), 9)")
-    assert status == 137 and said.startswith("rank 1 was ended by SIGKILL: out of memory, killed by the kernel (a process); "), said
+    assert status == 137 and said.startswith(
+        "rank 1 was ended by SIGKILL: out of memory, killed by the kernel (a process); "
+    ), said
 
 
 def test_a_rank_that_is_killed_while_the_agent_looks_is_not_one_that_the_agent_ends(run, monkeypatch):
@@ -154,13 +160,18 @@ def test_a_rank_that_is_killed_while_the_agent_looks_is_not_one_that_the_agent_e
 
 def test_a_rank_that_somebody_terminates_is_the_cause(run):
     """Not its own launcher, which ends the others in the same way."""
-    status, said = run(f"{LOSES}\nready()\nlose(1) if rank == 0 else (wait_for('lost0'), os.kill(os.getpid(), 15), time.sleep(60))")
+    status, said = run(
+        f"{LOSES}\nready()\nlose(1) if rank == 0 else (wait_for('lost0'), os.kill(os.getpid(), 15), time.sleep(60))"
+    )
     assert (status, said.partition(";")[0]) == (143, "rank 1 was ended by SIGTERM")
 
 
 def test_without_an_agent_the_rank_that_was_killed_is_named_too(capfd, tmp_path):
     """`run_ranks`, of other commands: rank 0 has failed when rank 1 is first seen to be dead."""
-    died = "import os, signal, sys, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(0.3); sys.exit(1)"
+    died = (
+        "import os, signal, sys, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(0.3); "
+        "sys.exit(1)"
+    )
 
     def hold(*_: object) -> None:
         time.sleep(1.0)
@@ -171,17 +182,24 @@ def test_without_an_agent_the_rank_that_was_killed_is_named_too(capfd, tmp_path)
 
 @pytest.mark.parametrize("status", [2, 73])
 def test_a_rank_that_is_refused_has_said_why_and_is_not_started_again(run, status):
-    assert run(f"print('why', file=sys.stderr) if rank == 0 else None\nsys.exit({status})", restarts=3) == (status, "why\n")
+    assert run(f"print('why', file=sys.stderr) if rank == 0 else None\nsys.exit({status})", restarts=3) == (
+        status,
+        "why\n",
+    )
 
 
 def test_ranks_are_started_again_with_a_line(run):
     line = "rank 1 was ended by SIGKILL: starting all ranks again\n"
-    assert run("ready()\nif restart == 0: time.sleep(60 * (rank == 0)); os.kill(os.getpid(), 9)\nend(0)", restarts=1) == (0, line)
+    assert run(
+        "ready()\nif restart == 0: time.sleep(60 * (rank == 0)); os.kill(os.getpid(), 9)\nend(0)", restarts=1
+    ) == (0, line)
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)])
 def test_a_signal_reaches_all_ranks_which_save_and_the_status_says_so(run, number, status):
-    assert run(f"{WAITS}\nassert got == [{int(number)}]\ntime.sleep(0.3)\nend({status})", signals=(number,), restarts=2) == (status, "")
+    assert run(
+        f"{WAITS}\nassert got == [{int(number)}]\ntime.sleep(0.3)\nend({status})", signals=(number,), restarts=2
+    ) == (status, "")
 
 
 def test_ranks_that_fail_after_a_signal_are_not_started_again(run):
@@ -203,7 +221,10 @@ def test_ranks_that_do_not_end_after_a_signal_are_killed_after_the_time_to_save(
         ("--nproc all", "'all' is not a positive integer"),
         ("--nnodes 2", "belong to --nproc N"),
         ("--nproc 2 --nnodes 2", "--rdzv_endpoint is missing: 2 nodes meet there"),
-        ("--nproc 2 --nnodes 2 --rdzv_endpoint node0:29500 --node_rank 2", "--node_rank 2 is not a place among 2 nodes"),
+        (
+            "--nproc 2 --nnodes 2 --rdzv_endpoint node0:29500 --node_rank 2",
+            "--node_rank 2 is not a place among 2 nodes",
+        ),
         ("--nproc 2 --node_rank 0", "belong to several nodes"),
         ("--nproc 2 --max_restarts -1", "--max_restarts -1 is negative"),
         ("--nproc 2 --tp 3 --data.train nothing --model.vocab_size 96", "parallel.tp = 3"),

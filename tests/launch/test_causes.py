@@ -110,7 +110,11 @@ KILLED = "-;Out of memory: Killed process 41"
     "own, before, after, found",
     [
         pytest.param(
-            "0::/j", {"j/memory.events": "oom 0\noom_kill 1"}, {"j/memory.events": "oom 2\noom_kill 2"}, "memory.events", id="a job"
+            "0::/j",
+            {"j/memory.events": "oom 0\noom_kill 1"},
+            {"j/memory.events": "oom 2\noom_kill 2"},
+            "memory.events",
+            id="a job",
         ),
         pytest.param(
             "0::/",
@@ -120,7 +124,9 @@ KILLED = "-;Out of memory: Killed process 41"
             id="a container",
         ),
         pytest.param("0::/j", {"j/memory.events": "oom_kill 1"}, {}, "", id="an old kill"),
-        pytest.param("4:memory:/a\n0::/", {V1: "oom_kill 0"}, {V1: "oom_kill 1"}, "memory.oom_control, oom_kill", id="version 1"),
+        pytest.param(
+            "4:memory:/a\n0::/", {V1: "oom_kill 0"}, {V1: "oom_kill 1"}, "memory.oom_control, oom_kill", id="version 1"
+        ),
         pytest.param(
             "4:cpu,memory:/a",
             {LIMIT: "7"},
@@ -129,13 +135,21 @@ KILLED = "-;Out of memory: Killed process 41"
             id="no count of kills",
         ),
         pytest.param("4:memory:/a", {V1: "oom_kill 0", LIMIT: "7"}, {LIMIT: "9"}, "", id="a limit without a kill"),
-        pytest.param("0::/", {"log": ""}, {"log": f"3,1,{LATER},{KILLED} (python)\n"}, "out of memory, killed by the kernel", id="the log"),
+        pytest.param(
+            "0::/",
+            {"log": ""},
+            {"log": f"3,1,{LATER},{KILLED} (python)\n"},
+            "out of memory, killed by the kernel",
+            id="the log",
+        ),
         pytest.param("0::/", {"log": ""}, {"log": f"3,1,{LATER},{KILLED}5 (python)\n"}, "", id="another process"),
         pytest.param("0::/", {"log": ""}, {"log": f"3,1,0,{KILLED} (python)\n"}, "", id="an old line"),
         pytest.param("", {}, {}, "", id="nothing to read"),
     ],
 )
-def test_a_kill_for_lack_of_memory_is_found(own: str, before: dict[str, str], after: dict[str, str], found: str, tmp_path: Path) -> None:
+def test_a_kill_for_lack_of_memory_is_found(
+    own: str, before: dict[str, str], after: dict[str, str], found: str, tmp_path: Path
+) -> None:
     def write(files: dict[str, str]) -> None:
         for name, text in files.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -146,4 +160,6 @@ def test_a_kill_for_lack_of_memory_is_found(own: str, before: dict[str, str], af
     write(after)
     told = kills.found(41)
     assert found in told and bool(told) == bool(found)
-    assert ("may" in told) == ("Killed" not in after.get("log", "") and bool(found)), "a counter does not say which process"
+    assert ("may" in told) == ("Killed" not in after.get("log", "") and bool(found)), (
+        "a counter does not say which process"
+    )

@@ -54,7 +54,9 @@ def settings() -> Iterator[None]:
 
 def configuration(directory: Path, **sections: dict) -> Config:
     model = {"preset": "tiny", "vocab_size": 257}
-    return from_dict({"model": model, "run": {"dir": str(directory), "name": "run"}, "optimizer": {"lr": 7e-5}, **sections})
+    return from_dict(
+        {"model": model, "run": {"dir": str(directory), "name": "run"}, "optimizer": {"lr": 7e-5}, **sections}
+    )
 
 
 def failed(config: Config, rank: int = 0, reason: str = "it broke", since: float = 0.0, **options: Any) -> str:
@@ -75,7 +77,9 @@ def test_it_says_why_where_and_on_what_and_which_options_were_changed(tmp_path):
     assert "the disk | broke" in section(report, "Reason") and "Traceback" in section(report, "Rank 0: traceback")
     row = next(line for line in report.splitlines() if line.startswith("| 0 |"))
     assert r"the disk \| broke" in row and "step 17, B2.0, awaiting all_reduce over dp, rank 3 since " in row
-    options = yaml.safe_load(section(report, "Options that differ from the defaults").strip().strip("`").removeprefix("yaml"))
+    options = yaml.safe_load(
+        section(report, "Options that differ from the defaults").strip().strip("`").removeprefix("yaml")
+    )
     assert options["optimizer"] == {"lr": 7e-5} and "train" not in options
     assert "MemTotal" in section(report, "Memory") and "torch" in section(report, "Environment")
 
@@ -97,14 +101,18 @@ def test_ranks_without_a_launcher_write_one_report_together(tmp_path, monkeypatc
     monkeypatch.setenv("WORLD_SIZE", "6")
     config = configuration(tmp_path)
     failed(config, 3, "rank 3 was first")
-    others = [threading.Thread(target=failed, args=(config, rank, f"rank {rank} lost rank 3")) for rank in (0, 1, 2, 4, 5)]
+    others = [
+        threading.Thread(target=failed, args=(config, rank, f"rank {rank} lost rank 3")) for rank in (0, 1, 2, 4, 5)
+    ]
     for each in others:
         each.start()
     for each in others:
         each.join()
     report = (config.run.directory / crash.FILE).read_text()
     assert "rank 3 was first" in section(report, "Reason") and "lost" not in section(report, "Reason")
-    assert [line[:5] for line in section(report, "Ranks").splitlines() if line[2:3].isdigit()] == [f"| {rank} |" for rank in range(6)]
+    assert [line[:5] for line in section(report, "Ranks").splitlines() if line[2:3].isdigit()] == [
+        f"| {rank} |" for rank in range(6)
+    ]
 
 
 def test_parts_of_an_earlier_job_are_not_of_this_failure(tmp_path):
@@ -118,16 +126,24 @@ def test_the_first_rank_is_reported_although_many_others_wrote_before(tmp_path):
     config = configuration(tmp_path)
     for rank in range(crash.MOST_PARTS + 1):
         failed(config, rank, "the connection was lost", lost=Lost())
-    ends = [End(99, -7, Kind.OWN, time.time()), *(End(rank, 1, Kind.LOST, time.time(), Lost()) for rank in range(crash.MOST_PARTS + 1))]
+    ends = [
+        End(99, -7, Kind.OWN, time.time()),
+        *(End(rank, 1, Kind.LOST, time.time(), Lost()) for rank in range(crash.MOST_PARTS + 1)),
+    ]
     crash.launcher_failed(config, ends, "rank 99 was ended by SIGBUS", since=0.0, logs=tmp_path)
     report = (config.run.directory / crash.FILE).read_text()
-    assert "| 99 |" in section(report, "Ranks") and section(report, "Reason").strip("`\n") == "rank 99 was ended by SIGBUS"
+    assert (
+        "| 99 |" in section(report, "Ranks") and section(report, "Reason").strip("`\n") == "rank 99 was ended by SIGBUS"
+    )
 
 
 def test_of_several_nodes_the_first_to_fail_gives_the_reason(tmp_path, monkeypatch):
     config = configuration(tmp_path)
     monkeypatch.setenv(output.LOGS, str(tmp_path))  # under a launcher, which writes the report
-    for host, rank, reason, lost in (("node1", 12, "all_reduce failed", Lost()), ("node0", 13, "it ran out of memory", None)):
+    for host, rank, reason, lost in (
+        ("node1", 12, "all_reduce failed", Lost()),
+        ("node0", 13, "it ran out of memory", None),
+    ):
         crash.rank_failed(config, rank, reason, activity=Activity(), since=0.0, lost=lost)
         part = config.run.directory / crash.PARTS / f"rank_{rank:05d}.json"
         part.write_text(json.dumps({**json.loads(part.read_text()), "host": host}))
@@ -141,7 +157,12 @@ def test_of_several_nodes_the_first_to_fail_gives_the_reason(tmp_path, monkeypat
 def test_two_launchers_agree_on_the_rank_that_was_killed(order, tmp_path, monkeypatch):
     """Rank 3 of the second node is killed; the others lose it, and know nothing but that it has ended."""
     config = configuration(tmp_path)
-    lost = Lost(3, "rank 3 was lost first: its process has ended; host node1, last known in step 8, B0.0", "node1", "step 8, B0.0")
+    lost = Lost(
+        3,
+        "rank 3 was lost first: its process has ended; host node1, last known in step 8, B0.0",
+        "node1",
+        "step 8, B0.0",
+    )
     monkeypatch.setenv(output.LOGS, str(tmp_path))
     for rank in range(3):
         crash.rank_failed(config, rank, f"rank {rank}: all_reduce failed", activity=Activity(), since=0.0, lost=lost)
@@ -161,14 +182,17 @@ def test_two_launchers_agree_on_the_rank_that_was_killed(order, tmp_path, monkey
 
 @pytest.mark.parametrize("skew", [-600.0, 600.0], ids=["the other host's clock is behind", "ahead"])
 def test_clocks_of_hosts_do_not_tell_which_rank_failed_first(skew, tmp_path, monkeypatch):
-    """Rank 3 of node b is killed, and rank 0 of node a, whose clock differs, loses it; rank 1 fails by itself in consequence."""
+    """Rank 3 of node b is killed, and rank 0 of node a, whose clock differs, loses it; rank 1 fails by itself in
+    consequence."""
     config, began = configuration(tmp_path), time.time()
     (tmp_path / "job").write_text("this job")
     summary = config.run.directory / "summary.json"
     SummaryWriter(config, "this job")
     lost = Lost(3, "rank 3 was lost first: its process has ended", os.uname().nodename, "step 8, B0.0")
     for rank, own in ((0, lost), (1, None)):
-        crash.rank_failed(config, rank, f"rank {rank} broke", activity=Activity(), since=began - 1, job="this job", lost=own)
+        crash.rank_failed(
+            config, rank, f"rank {rank} broke", activity=Activity(), since=began - 1, job="this job", lost=own
+        )
         part = config.run.directory / crash.PARTS / f"rank_0000{rank}.json"
         part.write_text(json.dumps(json.loads(part.read_text()) | {"host": "a"}))
     clock = began + skew
@@ -177,7 +201,11 @@ def test_clocks_of_hosts_do_not_tell_which_rank_failed_first(skew, tmp_path, mon
     report_failure(config, [End(3, -9, Kind.OWN, clock)], "rank 3 was ended by SIGKILL", since=clock - 1, logs=tmp_path)
     report = (config.run.directory / crash.FILE).read_text()
     assert section(report, "Reason").strip("`\n") == "rank 3 was ended by SIGKILL"
-    assert [line[:5] for line in section(report, "Ranks").splitlines() if line[2:3].isdigit()] == ["| 0 |", "| 1 |", "| 3 |"]
+    assert [line[:5] for line in section(report, "Ranks").splitlines() if line[2:3].isdigit()] == [
+        "| 0 |",
+        "| 1 |",
+        "| 3 |",
+    ]
     found = json.loads(summary.read_text())
     assert (found["state"], found["exit_status"], found["reason"]) == ("failed", 137, "rank 3 was ended by SIGKILL")
 
@@ -191,7 +219,10 @@ def test_without_a_launcher_the_others_say_which_rank_was_lost(silent, tmp_path,
     lost = Lost(2, "rank 2 was lost first: its process has ended", os.uname().nodename, "step 8, B0.0", silent)
     for rank in range(2):
         report = failed(config, rank, f"rank {rank}: all_reduce failed, rank 2 is gone", lost=lost, kills=kills)
-    expected = "rank 2 was lost first: its process has ended" + "; out of memory, the kernel killed 1 process of its container" * silent
+    expected = (
+        "rank 2 was lost first: its process has ended"
+        + "; out of memory, the kernel killed 1 process of its container" * silent
+    )
     assert section(report, "Reason").strip("`\n") == expected
     assert f"| 2 | {os.uname().nodename} | {expected} | step 8, B0.0 |" in report
 
@@ -259,6 +290,8 @@ def test_the_file_of_a_rank_stays_small_and_has_the_end(tmp_path):
     for number in range(40_000):
         recent.add(f"line {number}\n".encode())
     size = (tmp_path / "rank_7.log").stat().st_size
-    assert size <= 17 * output.KEPT and output.log_of(tmp_path, 7)[-3:] == [f"line {number}" for number in (39997, 39998, 39999)]
+    assert size <= 17 * output.KEPT and output.log_of(tmp_path, 7)[-3:] == [
+        f"line {number}" for number in (39997, 39998, 39999)
+    ]
     assert recent.lines()[-1] == "line 39999" and output.log_of(tmp_path, 8) == []
     assert json.dumps(recent.lines())

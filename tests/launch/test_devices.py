@@ -71,7 +71,10 @@ def test_too_few_gpus_are_an_error_not_a_run_on_the_cpu(machine):
 
 
 def test_ranks_that_share_a_gpu_are_named():
-    found = [{"host": host, "gpu": gpu} for host, gpu in (("a", "x"), ("a", "y"), ("b", "x"), ("a", "x"), ("c", None), ("c", None))]
+    found = [
+        {"host": host, "gpu": gpu}
+        for host, gpu in (("a", "x"), ("a", "y"), ("b", "x"), ("a", "x"), ("c", None), ("c", None))
+    ]
     assert on_one_gpu(found) == ["ranks 0, 3 have the same GPU of a"]
 
 
@@ -89,7 +92,9 @@ def test_the_report_names_attentions_implementation_and_why_not_a_faster_one(mon
         config.parallel.cp, config.data.sequence_length = 2, 199  # whole rows, padded to 200
         assert attention_route(config, torch.device("cuda"), documents=False) == [line]
         config.parallel.context = "ring"
-        assert attention_route(config, torch.device("cuda"), documents=False) == [], "parts of rows have one implementation"
+        assert attention_route(config, torch.device("cuda"), documents=False) == [], (
+            "parts of rows have one implementation"
+        )
     assert line == (
         "attention: triton; not cudnn (200 positions are no multiple of 128); not flash (torch refuses it); "
         "no routes were measured on this device"
@@ -101,7 +106,9 @@ def environment(config: Path, **given: str) -> dict[str, str | None]:
     """What a training process has in its environment when it imports torch."""
     import json
 
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTORCH_", "CUDA_", "NCCL_"))} | given
+    own = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTORCH_", "CUDA_", "NCCL_"))
+    } | given
     command = [sys.executable, "-c", AT_IMPORT_OF_TORCH, "--config", str(config)]
     found = subprocess.run(command, env=own, capture_output=True, text=True, check=True)
     values: dict[str, str | None] = json.loads(found.stdout)

@@ -1,4 +1,5 @@
-"""Signals to whole commands, at every time: one line, the status that a shell shows, nothing half-written, and never a traceback."""
+"""Signals to whole commands, at every time: one line, the status that a shell shows, nothing half-written, and never a
+traceback."""
 
 from __future__ import annotations
 
@@ -30,10 +31,18 @@ def start(*words: object, **options: object) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.Popen(
         [sys.executable, *map(str, words)],
-        **{"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": {**environment, "OMP_NUM_THREADS": "1"}, **options},  # type: ignore[call-overload]
+        **{
+            "cwd": ROOT,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "env": {**environment, "OMP_NUM_THREADS": "1"},
+            **options,
+        },  # type: ignore[call-overload]
         text=True,
         process_group=0,
-        preexec_fn=lambda: [signal.signal(each, signal.SIG_DFL) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
+        preexec_fn=lambda: [
+            signal.signal(each, signal.SIG_DFL) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        ],
     )
 
 
@@ -55,13 +64,23 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 def handles(process: subprocess.Popen[str], number: int) -> bool:
     """Whether a process has a handler for a signal."""
-    line = next(line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
+    line = next(
+        line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if line.startswith("SigCgt")
+    )
     return bool(int(line.split()[1], 16) >> (number - 1) & 1)
 
 
 def training(run: Path, *options: str) -> subprocess.Popen[str]:
-    section = {**{f"model.{name}": value for name, value in SHAPE.items()}, **{f"train.{name}": value for name, value in HUGE.items()}}
-    data = {"data.train": write_tokens(run.parent, 96), "data.sequence_length": "16", "run.dir": run.parent, "run.name": run.name}
+    section = {
+        **{f"model.{name}": value for name, value in SHAPE.items()},
+        **{f"train.{name}": value for name, value in HUGE.items()},
+    }
+    data = {
+        "data.train": write_tokens(run.parent, 96),
+        "data.sequence_length": "16",
+        "run.dir": run.parent,
+        "run.name": run.name,
+    }
     words = [word for name, value in {**section, **data}.items() for word in (f"--{name}", value)]
     return start("pretrain.py", *words, *options)
 
@@ -74,11 +93,14 @@ def in_step(run: Path, step: int) -> bool:
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_before_training_a_run_ends_at_once_and_has_changed_nothing(tmp_path, number, status):
     process = training(tmp_path / "run")
-    wait_until(lambda: handles(process, signal.SIGHUP), process)  # the last handler that is installed; torch is not imported yet
+    # the last handler that is installed; torch is not imported yet
+    wait_until(lambda: handles(process, signal.SIGHUP), process)
     process.send_signal(number)
     found, output = finish(process)
     *before, line = output.splitlines()
-    assert found == status and before in ([], ["starting …"]) and "before the first step: nothing was changed" in line, output
+    assert (
+        found == status and before in ([], ["starting …"]) and "before the first step: nothing was changed" in line
+    ), output
     assert not (tmp_path / "run").exists()
 
 
@@ -97,9 +119,12 @@ def test_while_training_a_run_saves_although_its_output_is_not_read_any_more(tmp
 
 
 def test_ranks_that_wait_for_the_message_of_local_rank_0_are_not_listed_as_failures_by_torchrun():
-    """torchrun ends them by SIGTERM once local rank 0 has failed, and lists those that end with another status than 0."""
+    """torchrun ends them by SIGTERM once local rank 0 has failed, and lists those that end with another status than
+    0."""
     code = "from megalite.config.load import exit_with; exit_with('wrong')"
-    process = start("-c", code, env={**os.environ, "PYTHONPATH": str(ROOT), "LOCAL_RANK": "1", "TORCHELASTIC_ERROR_FILE": ""})
+    process = start(
+        "-c", code, env={**os.environ, "PYTHONPATH": str(ROOT), "LOCAL_RANK": "1", "TORCHELASTIC_ERROR_FILE": ""}
+    )
     wait_until(lambda: handles(process, signal.SIGTERM), process)
     process.send_signal(signal.SIGTERM)
     assert finish(process) == (0, "")
@@ -118,7 +143,8 @@ with StopRequest():
 
 @pytest.mark.parametrize("launcher", [{}, {"TORCHELASTIC_RUN_ID": "1"}], ids=["alone", "torchrun"])
 def test_a_second_one_ends_a_run_at_once_also_if_a_collective_hangs(launcher):
-    """Under a launcher, which may forward the Ctrl-C that also came from the terminal, the second one comes later than that."""
+    """Under a launcher, which may forward the Ctrl-C that also came from the terminal, the second one comes later than
+    that."""
     process = start("-c", STUCK, env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", **launcher})
     assert process.stdout is not None and process.stdout.readline() == "in a step\n"
     process.send_signal(signal.SIGINT)
@@ -146,7 +172,9 @@ os._exit(130)
 def test_a_preparation_that_ends_at_once_leaves_no_warning_of_semaphores():
     """It comes from a process that Python starts, and only where an interrupt keeps the pool from closing."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    done = subprocess.run([sys.executable, "-c", POOL], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", POOL], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 130 and "resource_tracker" not in done.stderr
 
 
@@ -166,7 +194,8 @@ def test_a_preparation_removes_what_is_half_written(tmp_path, number, line):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_process_that_is_being_started_is_started_whole_although_another_thread_receives_the_signal(number):
-    """Otherwise a worker of multiprocessing, whose pipe is closed before anything was written into it, ends with a traceback."""
+    """Otherwise a worker of multiprocessing, whose pipe is closed before anything was written into it, ends with a
+    traceback."""
     done = []
     hears, ended = Event(), Event()
     other = Thread(target=lambda: (hears.set(), ended.wait(TIMEOUT)))
@@ -188,7 +217,10 @@ def test_a_process_that_is_being_started_is_started_whole_although_another_threa
 def test_an_interrupt_that_becomes_another_error_is_one_line(tmp_path):
     """Code in C may report an interrupt during an import as an import that failed."""
     code = "from megalite.commands.start import interruptible\n"
-    code += "def main():\n    try:\n        print('now', flush=True)\n        import time; time.sleep(60)\n    except KeyboardInterrupt:\n"
+    code += (
+        "def main():\n    try:\n        print('now', flush=True)\n        import time; time.sleep(60)\n    except "
+        "KeyboardInterrupt:\n"
+    )
     code += "        raise ImportError('initialization failed') from None\nraise SystemExit(interruptible(main))"
     process = start("-c", code)
     assert process.stdout is not None and process.stdout.readline() == "now\n"

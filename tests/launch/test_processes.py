@@ -1,4 +1,5 @@
-"""A process that was started by a launcher ends with it, at whatever time that is killed; one that was started by hand lives on."""
+"""A process that was started by a launcher ends with it, at whatever time that is killed; one that was started by hand
+lives on."""
 
 from __future__ import annotations
 
@@ -90,7 +91,9 @@ def test_workers_of_a_preparation_end_with_it(mark, tmp_path):
         (tmp_path / name).write_text("Every café at six: quick brown foxes jump over lazy dogs.\n" * 100_000)
     words = ["--input", tmp_path / "*.txt", "--tokenizer", "byte", "--output", tmp_path / "tokens", "--workers", "2"]
     environment = {**os.environ, MARK: mark, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-m", "megalite", "prepare", *map(str, words)], env=environment, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megalite", "prepare", *map(str, words)], env=environment, stderr=subprocess.DEVNULL
+    )
     while len(living(mark)) < 4:  # the tool, two workers, and the tracker of multiprocessing
         assert process.poll() is None
         time.sleep(0.01)

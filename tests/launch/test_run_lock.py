@@ -1,4 +1,5 @@
-"""One job at a time writes into a run's directory: the lock against other processes, other hosts, dead holders, clocks and restarts."""
+"""One job at a time writes into a run's directory: the lock against other processes, other hosts, dead holders, clocks
+and restarts."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ FAST = {"refresh_s": 0.05, "stale_s": 0.5}
 
 def elsewhere(**changes: object) -> Holder:
     """A process of another host."""
-    return replace(Holder.own(), host="node-7", machine="node-7 boot", pid=4321, started=99, token=os.urandom(8).hex(), **changes)  # type: ignore[arg-type]
+    return replace(
+        Holder.own(), host="node-7", machine="node-7 boot", pid=4321, started=99, token=os.urandom(8).hex(), **changes
+    )  # type: ignore[arg-type]
 
 
 def hold(directory: Path) -> subprocess.Popen[str]:

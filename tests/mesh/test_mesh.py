@@ -80,7 +80,12 @@ def made_by(rank: int, dims: Layout, options: dict[str, Any], monkeypatch: pytes
         made.append((ranks, backend, kind))
         return object()
 
-    for name, value in {"is_initialized": True, "get_rank": rank, "get_world_size": dims.world, "get_backend": "nccl"}.items():
+    for name, value in {
+        "is_initialized": True,
+        "get_rank": rank,
+        "get_world_size": dims.world,
+        "get_backend": "nccl",
+    }.items():
         monkeypatch.setattr(dist, name, lambda *args, value=value: value)
     monkeypatch.setattr(ProcessGroups, "new", new)
     monkeypatch.setattr(ProcessGroups, "connect", lambda *args: None)
@@ -90,11 +95,20 @@ def made_by(rank: int, dims: Layout, options: dict[str, Any], monkeypatch: pytes
 
 @pytest.mark.parametrize("together", [False, True], ids=["", "counting and saving groups"])
 @pytest.mark.parametrize("case", GROUPS)
-def test_all_ranks_make_equally_many_groups_in_one_order(case: str, together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The i-th group of every rank is over ranks whose i-th group is the same one. Those without a part in it make another one then."""
+def test_all_ranks_make_equally_many_groups_in_one_order(
+    case: str, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The i-th group of every rank is over ranks whose i-th group is the same one. Those without a part in it make
+    another one then."""
     given = {"layers": 4, "microbatches": 2, "tied": True, "schedule": "1f1b"} | GROUPS[case]
     microbatches, layers, tied = (given.pop(name) for name in ("microbatches", "layers", "tied"))
-    model = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "num_attention_heads": 4}
+    model = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+    }
     config = from_dict(
         {
             "model": {**model, "num_key_value_heads": 2, "tie_word_embeddings": tied},

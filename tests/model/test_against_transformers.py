@@ -1,5 +1,5 @@
-"""The same weights in transformers, with torch.optim.AdamW and a plain loop: 20 losses and gradient norms within 1e-5 (fp32),
-12 of mixtures of experts.
+"""The same weights in transformers, with torch.optim.AdamW and a plain loop: 20 losses and gradient norms within 1e-5
+(fp32), 12 of mixtures of experts.
 
 transformers computes parts of its norms in fp32 whatever the precision, so fp32 is the one to compare in.
 """
@@ -22,7 +22,13 @@ from tests.distributed.support.configs import STEPS, write_tokens
 
 SEQUENCE, BATCH, VOCAB, LR, DECAY = 24, 8, 101, 3e-4, 0.1
 
-LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -32,28 +38,67 @@ LLAMA3_ROPE = {
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, GQA": ("Llama", LLAMA),
-    "llama, llama3 rope, tied": ("Llama", {**LLAMA, "tie_word_embeddings": True, "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 500.0}}),
-    "llama, linear rope": ("Llama", {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+    "llama, llama3 rope, tied": (
+        "Llama",
+        {**LLAMA, "tie_word_embeddings": True, "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 500.0}},
+    ),
+    "llama, linear rope": (
+        "Llama",
+        {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+    ),
     "qwen2, biases": ("Qwen2", {**LLAMA, "tie_word_embeddings": False}),
     "qwen3, qk-norm, head_dim": ("Qwen3", {**LLAMA, "head_dim": 24, "tie_word_embeddings": True}),
     "gpt2": (
         "GPT2LMHead",
-        {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 32, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+        {
+            "n_embd": 64,
+            "n_layer": 3,
+            "n_head": 4,
+            "n_positions": 32,
+            "resid_pdrop": 0,
+            "embd_pdrop": 0,
+            "attn_pdrop": 0,
+        },
     ),
 }
-EXPERTS = {**LLAMA, "hidden_size": 48, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}  # their auxiliary loss is pooled over layers
+# their auxiliary loss is pooled over layers
+EXPERTS = {**LLAMA, "hidden_size": 48, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {**EXPERTS, "num_local_experts": 4}),
-    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "num_experts": 6, "moe_intermediate_size": 32, "head_dim": 16, "mlp_only_layers": [1]}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**EXPERTS, "num_experts": 6, "moe_intermediate_size": 32, "head_dim": 16, "mlp_only_layers": [1]},
+    ),
 }
 MIXTURE_STEPS = 12
 NAMES = {
-    **{"experts.gate_up_proj": "experts.in.weight", "experts.down_proj": "experts.down.weight", "mlp.gate.weight": "mlp.router.weight"},
+    **{
+        "experts.gate_up_proj": "experts.in.weight",
+        "experts.down_proj": "experts.down.weight",
+        "mlp.gate.weight": "mlp.router.weight",
+    },
     **{"model.embed_tokens": "embedding", "model.layers": "layers", "model.norm": "norm", "lm_head": "head"},
     **{"self_attn": "attention", "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "out"},
-    **{"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "post_attention_layernorm": "mlp_norm", "input_layernorm": "input_norm"},
-    **{"transformer.wte": "embedding", "transformer.wpe": "positions", "transformer.h": "layers", "transformer.ln_f": "norm"},
-    **{"attn.c_proj": "attention.out", "mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down", "ln_1": "input_norm", "ln_2": "mlp_norm"},
+    **{
+        "gate_proj": "gate",
+        "up_proj": "up",
+        "down_proj": "down",
+        "post_attention_layernorm": "mlp_norm",
+        "input_layernorm": "input_norm",
+    },
+    **{
+        "transformer.wte": "embedding",
+        "transformer.wpe": "positions",
+        "transformer.h": "layers",
+        "transformer.ln_f": "norm",
+    },
+    **{
+        "attn.c_proj": "attention.out",
+        "mlp.c_fc": "mlp.up",
+        "mlp.c_proj": "mlp.down",
+        "ln_1": "input_norm",
+        "ln_2": "mlp_norm",
+    },
 }
 
 
@@ -71,7 +116,11 @@ def our_tensors(model: Any, gpt2: bool) -> dict[str, Tensor]:
                 found[name.replace("attn.c_attn", f"attention.{part}")] = piece.contiguous()
         else:
             found[name] = value.contiguous()
-    return {name: value.clone() for name, value in found.items() if name != "head.weight" or not model.config.tie_word_embeddings}
+    return {
+        name: value.clone()
+        for name, value in found.items()
+        if name != "head.weight" or not model.config.tie_word_embeddings
+    }
 
 
 def plain_loop(model: Any, tokens: Tensor, steps: int = STEPS) -> tuple[list[float], list[float]]:
@@ -126,7 +175,9 @@ def test_trains_like_transformers(case, prefix, tmp_path):
     (family, fields), steps = (CASES | MIXTURES)[case], MIXTURE_STEPS if case in MIXTURES else STEPS
     gpt2 = family.startswith("GPT2")
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family.removesuffix('LMHead')}Config")(vocab_size=VOCAB, **fields, attn_implementation="eager")
+    config = getattr(transformers, f"{family.removesuffix('LMHead')}Config")(
+        vocab_size=VOCAB, **fields, attn_implementation="eager"
+    )
     model = getattr(transformers, f"{family}Model" if gpt2 else f"{family}ForCausalLM")(config)
     with torch.no_grad():
         for value in model.parameters():  # ones and zeros would hide a weight that is ignored

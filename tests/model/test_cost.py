@@ -15,8 +15,8 @@ LATENTS = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_
 
 
 def counted_flops_per_token(model: ModelConfig, length: int, rank: int = 0) -> float:
-    """What torch counts in the matrix products of one forward and backward of the same shapes, with nothing masked away; nothing is
-    computed. With a rank everything is frozen, and every projection of a layer has an adapter."""
+    """What torch counts in the matrix products of one forward and backward of the same shapes, with nothing masked
+    away; nothing is computed. With a rank everything is frozen, and every projection of a layer has an adapter."""
     from torch.utils.flop_counter import FlopCounterMode
 
     heads, kv, size, hidden = model.num_attention_heads, model.kv_heads, model.head_size, model.hidden_size
@@ -30,13 +30,19 @@ def counted_flops_per_token(model: ModelConfig, length: int, rank: int = 0) -> f
 
     def projected(x: Tensor) -> tuple[Tensor, ...]:
         if model.kv_lora_rank is None:
-            q, k, v = (linear(x, number * size).view(length, number, size).transpose(0, 1) for number in (heads, kv, kv))
+            q, k, v = (
+                linear(x, number * size).view(length, number, size).transpose(0, 1) for number in (heads, kv, kv)
+            )
             return q, *(part.repeat_interleave(heads // kv, dim=0) for part in (k, v))
-        q = linear(x if model.q_lora_rank is None else linear(x, model.q_lora_rank), heads * size).view(length, heads, size)
+        q = linear(x if model.q_lora_rank is None else linear(x, model.q_lora_rank), heads * size).view(
+            length, heads, size
+        )
         down, plain = linear(x, model.kv_lora_rank + model.qk_rope_head_dim), model.qk_nope_head_dim
         both = linear(down[:, : model.kv_lora_rank], heads * (plain + model.v_head_dim)).view(length, heads, -1)
         shared = down[:, None, model.kv_lora_rank :].expand(-1, heads, -1)
-        return tuple(each.transpose(0, 1) for each in (q, torch.cat((both[..., :plain], shared), -1), both[..., plain:]))
+        return tuple(
+            each.transpose(0, 1) for each in (q, torch.cat((both[..., :plain], shared), -1), both[..., plain:])
+        )
 
     def layer(x: Tensor) -> Tensor:
         q, k, v = projected(x)
@@ -66,16 +72,28 @@ def counted_flops_per_token(model: ModelConfig, length: int, rank: int = 0) -> f
     ids=str,
 )
 def test_equals_what_torch_counts(changes: dict[str, object]) -> None:
-    base = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 4}
+    base = {
+        "vocab_size": 101,
+        "hidden_size": 32,
+        "intermediate_size": 88,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     model = ModelConfig(**{**base, **changes})  # type: ignore[arg-type]
     assert model_flops_per_token(model, 20) == counted_flops_per_token(model, 20)
     lora = LoraConfig(rank=3)
-    assert model_flops_per_token(model, 20, lora) == per_token(model, 20, lora=lora).model == counted_flops_per_token(model, 20, 3)
+    assert (
+        model_flops_per_token(model, 20, lora)
+        == per_token(model, 20, lora=lora).model
+        == counted_flops_per_token(model, 20, 3)
+    )
 
 
 def test_adapters_of_some_projections_cost_as_much_as_their_parameters() -> None:
     model = ModelConfig(vocab_size=101, num_hidden_layers=2)
-    some, all_ = (model_flops_per_token(model, 20, LoraConfig(rank=4, targets=targets)) for targets in (["q", "v"], None))  # type: ignore[list-item]
+    some, all_ = (
+        model_flops_per_token(model, 20, LoraConfig(rank=4, targets=targets)) for targets in (["q", "v"], None)
+    )  # type: ignore[list-item]
     assert all_ - some == 6 * 2 * 4 * (2 * 2 * 256 + 3 * (256 + 688))
 
 
@@ -89,18 +107,25 @@ def test_presets_cost_what_torch_counts(name: str) -> None:
 
 
 def test_conventions_and_recomputation() -> None:
-    """Of S positions a token attends to (S + 1) / 2 in the mean under a causal mask. A layer's forward is a third of what it costs."""
+    """Of S positions a token attends to (S + 1) / 2 in the mean under a causal mask. A layer's forward is a third of
+    what it costs."""
     model = ModelConfig(vocab_size=101, num_hidden_layers=4)
     palm, causal = per_token(model, 64), per_token(model, 64, "causal")
     assert causal.attention == palm.attention * 65 / 128 and causal.layers == palm.layers and causal.head == palm.head
     assert per_token(model, 64, recompute="full").recomputed == pytest.approx((palm.layers + palm.attention) / 3)
     assert per_token(model, 64, recompute="every-4").recomputed == pytest.approx((palm.layers + palm.attention) / 12)
-    assert per_token(model, 64, recompute="selective").recomputed == per_token(model, 64, flash=True).recomputed == palm.attention / 6
-    lora = LoraConfig(rank=2)
-    again = per_token(model, 64, recompute="full", lora=lora).recomputed - per_token(model, 64, recompute="full").recomputed
-    assert again == pytest.approx((model_flops_per_token(model, 0, lora) - model_flops_per_token(model, 0) * 2 / 3) / 3), (
-        "adapters' forward"
+    assert (
+        per_token(model, 64, recompute="selective").recomputed
+        == per_token(model, 64, flash=True).recomputed
+        == palm.attention / 6
     )
+    lora = LoraConfig(rank=2)
+    again = (
+        per_token(model, 64, recompute="full", lora=lora).recomputed - per_token(model, 64, recompute="full").recomputed
+    )
+    assert again == pytest.approx(
+        (model_flops_per_token(model, 0, lora) - model_flops_per_token(model, 0) * 2 / 3) / 3
+    ), "adapters' forward"
     windowed = per_token(ModelConfig(vocab_size=101, num_hidden_layers=4, sliding_window=8), 64, "causal")
     assert windowed.attention * 64 == palm.attention * (8 * 9 / 2 + 56 * 8) / 64
 

@@ -1,4 +1,5 @@
-"""Multi-token prediction on one process against its definition, written out in float64: losses, and the gradient of every parameter.
+"""Multi-token prediction on one process against its definition, written out in float64: losses, and the gradient of
+every parameter.
 
 Also what it predicts from (`data.ahead`), how many parameters it has, and that validation does not know it.
 """
@@ -27,7 +28,13 @@ from megalite.training.verify import global_tensors
 from tests.distributed.support.configs import EOS, write_tokens
 
 SEQUENCE, BATCH, VOCAB, BETA, WEIGHT = 14, 4, 53, 0.9, 0.4
-MODEL = {"vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+MODEL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 MODEL |= {"num_key_value_heads": 2, "max_position_embeddings": SEQUENCE, "initializer_range": 0.2}
 
 
@@ -37,7 +44,14 @@ def prefix(tmp_path_factory) -> str:
 
 
 def config_of(prefix: str, directory: Any, model: dict[str, Any], documents: bool = False, **train: Any) -> Config:
-    sizes = {"steps": 1, "global_batch_size": BATCH, "micro_batch_size": 2, "precision": "fp64", "grad_clip": 0.0, "mtp_weight": WEIGHT}
+    sizes = {
+        "steps": 1,
+        "global_batch_size": BATCH,
+        "micro_batch_size": 2,
+        "precision": "fp64",
+        "grad_clip": 0.0,
+        "mtp_weight": WEIGHT,
+    }
     return from_dict(
         {
             "run": {"dir": str(directory), "name": "run"},
@@ -65,11 +79,14 @@ def layer(x: Tensor, index: int, w: dict[str, Tensor], starts: Tensor) -> Tensor
     heads, kv, at = MODEL["num_attention_heads"], MODEL["num_key_value_heads"], f"layers.{index}"
     size = hidden // heads
     index_of = torch.arange(length)
-    angles = (index_of - starts).double()[..., None] * 10000.0 ** -(torch.arange(0, size, 2).double() / size)  # [rows, positions, size / 2]
+    # [rows, positions, size / 2]
+    angles = (index_of - starts).double()[..., None] * 10000.0 ** -(torch.arange(0, size, 2).double() / size)
     cos, sin = angles.cos().unsqueeze(2), angles.sin().unsqueeze(2)
 
     def project(part: str, number: int) -> Tensor:
-        return (normed(x, w[f"{at}.input_norm.weight"]) @ w[f"{at}.attention.{part}.weight"].T).view(rows, length, number, size)
+        return (normed(x, w[f"{at}.input_norm.weight"]) @ w[f"{at}.attention.{part}.weight"].T).view(
+            rows, length, number, size
+        )
 
     def rotated(y: Tensor) -> Tensor:
         one, two = y.chunk(2, -1)
@@ -103,7 +120,9 @@ def defined(w: dict[str, Tensor], model: ModelConfig, rows: Tensor, documents: b
             index = model.num_hidden_layers + shift - 1
             following = torch.stack([tokens[:, min(position + shift, length - 1)] for position in range(length)], 1)
             part = f"layers.{index}.mtp"
-            both = torch.cat((normed(table[following], w[f"{part}.enorm.weight"]), normed(hidden, w[f"{part}.hnorm.weight"])), -1)
+            both = torch.cat(
+                (normed(table[following], w[f"{part}.enorm.weight"]), normed(hidden, w[f"{part}.hnorm.weight"])), -1
+            )
             hidden = normed(layer(both @ w[f"{part}.eh_proj.weight"].T, index, w, starts), w[f"{part}.norm.weight"])
         found = (hidden @ w.get("head.weight", table).T).log_softmax(-1)
         counted = []
@@ -130,7 +149,10 @@ def test_losses_and_gradients_are_those_of_the_definition(name, prefix, tmp_path
     changes, documents, train = CASES[name]
     config = config_of(prefix, tmp_path, changes, documents, **train)
     trainer = Trainer(config, make_mesh(config))
-    weights = {key.removeprefix("weight/"): value.requires_grad_() for key, value in global_tensors(trainer, ("weight",)).items()}
+    weights = {
+        key.removeprefix("weight/"): value.requires_grad_()
+        for key, value in global_tensors(trainer, ("weight",)).items()
+    }
     result = trainer.step()
     moments = global_tensors(trainer, ("exp_avg",))
     trainer.close()
@@ -190,14 +212,16 @@ def test_modules_read_and_predict_what_a_loop_finds():
 
 
 def test_deepseek_v3_has_its_published_module():
-    """README_WEIGHTS.md of DeepSeek-V3: 11.5B unique parameters, and 14B with its copies of embedding and head; on the hub 685B in all."""
+    """README_WEIGHTS.md of DeepSeek-V3: 11.5B unique parameters, and 14B with its copies of embedding and head; on the
+    hub 685B in all."""
     model = ModelConfig(**preset("deepseek-v3"))
     with_module = ModelConfig(**preset("deepseek-v3") | {"mtp_layers": 1})
     main, whole = (parameter_count(model_specs(each)) for each in (model, with_module))
     hidden, inner = 7168, 2048
     attention = hidden * 1536 + 1536 + 1536 * 128 * 192 + hidden * 576 + 512 + 512 * 128 * 256 + 128 * 128 * hidden
     mixture = 256 * hidden + 257 * 3 * hidden * inner
-    unique = 2 * hidden * hidden + attention + mixture + 5 * hidden  # norms: of the layer two, of both inputs, and the last one
+    # norms: of the layer two, of both inputs, and the last one
+    unique = 2 * hidden * hidden + attention + mixture + 5 * hidden
     assert (main, whole - main) == (671_026_404_352, unique) == (671_026_404_352, 11_610_067_968)
     assert whole + 2 * 129280 * hidden == pytest.approx(685e9, rel=1e-3)
     idle = (256 - 8) * 3 * hidden * inner

@@ -14,9 +14,21 @@ from megalite.config.load import from_dict
 from megalite.model.stage import Stage
 
 LENGTH, BATCH, FIRST = 40, 2, 16
-LLAMA: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 101}
+LLAMA: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 101,
+}
 SCALED = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
-LEARNED = {"position": "learned", "norm": "layer", "gated_mlp": False, "hidden_act": "gelu_new", "tie_word_embeddings": True}
+LEARNED = {
+    "position": "learned",
+    "norm": "layer",
+    "gated_mlp": False,
+    "hidden_act": "gelu_new",
+    "tie_word_embeddings": True,
+}
 DROPOUT = {"embedding_dropout": 0.2, "attention_dropout": 0.2, "residual_dropout": 0.2}
 WINDOW = 4
 
@@ -61,7 +73,8 @@ def test_the_end_of_a_row_has_the_logits_that_it_has_in_the_row(model: dict[str,
     its = starts if starts is None else starts[FIRST:]
     end = logits(stage, Microbatch.of(tokens[FIRST:], tokens[FIRST:], samples, its, [(FIRST, LENGTH - FIRST)]))
     torch.testing.assert_close(end[unseen - FIRST :], whole[unseen:], rtol=1e-12, atol=1e-12)
-    if not documents and ("position" in model or "attention_dropout" in model):  # logits do not show how far everything is rotated
+    # logits do not show how far everything is rotated
+    if not documents and ("position" in model or "attention_dropout" in model):
         elsewhere = logits(stage, Microbatch.of(tokens[FIRST:], tokens[FIRST:], samples))
         assert (elsewhere - end).abs().max() > 1e-3
 
@@ -72,7 +85,9 @@ def test_tables_of_parts_are_those_of_the_row_and_made_once(runs: tuple[tuple[in
     tokens, samples = rows()
     whole = stage.forward_state(Microbatch.of(tokens, tokens, samples), step=0, training=False).rotary
     part = tokens[:20]
-    made, again = (stage.forward_state(Microbatch.of(part, part, samples, runs=runs), 0, False).rotary for _ in range(2))
+    made, again = (
+        stage.forward_state(Microbatch.of(part, part, samples, runs=runs), 0, False).rotary for _ in range(2)
+    )
     assert whole is not None and made is not None and again is not None
     its = [position for start, length in runs for position in range(start, start + length)]
     for ours, theirs, same in zip(made, whole, again, strict=True):

@@ -1,4 +1,5 @@
-"""Operations that backward computes again give the bits of keeping everything, in every family, and the graph lets go of what it drops."""
+"""Operations that backward computes again give the bits of keeping everything, in every family, and the graph lets go
+of what it drops."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from tests.planning.test_memory import ALONE, GPT2, tree
 
 EVERYTHING = "+".join(OPERATIONS)
 DROPOUT = dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.1)
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 16,
+}
 FAMILIES = {
     **{name: case for name, case in ALONE.items() if "recompute" not in case.get("train", {})},
     "dropout": {"model": DROPOUT},
@@ -55,7 +61,9 @@ def test_recomputing_everything_changes_no_bit(family, kept):
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_each_operation_changes_no_bit(operation, kept):
-    family = {"experts": "experts", "attn_out": "parallel, two norms, plain"}.get(operation, "norms everywhere, soft caps")
+    family = {"experts": "experts", "attn_out": "parallel, two norms, plain"}.get(
+        operation, "norms everywhere, soft caps"
+    )
     for found, expected in zip(stepped(FAMILIES[family], operation), kept(family), strict=True):
         assert torch.equal(found, expected)
 

@@ -1,4 +1,5 @@
-"""A headless Chromium, spoken to over a pipe (the DevTools protocol), for tests that need to know what a page looks like."""
+"""A headless Chromium, spoken to over a pipe (the DevTools protocol), for tests that need to know what a page looks
+like."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PROGRAM = next(filter(None, map(shutil.which, NAMES)), None)
-OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--remote-debugging-pipe")
+OPTIONS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--remote-debugging-pipe",
+)
 OFFLINE = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars")
 
 
@@ -78,7 +86,8 @@ class Browser:
 def browser(directory: Path) -> Iterator[Browser]:
     """A running browser, with a profile of its own in `directory`."""
     (to_read, to_write), (from_read, from_write) = os.pipe(), os.pipe()
-    theirs = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 50) for each in (to_read, from_write)]  # beyond 3 and 4, where they have to be
+    # beyond 3 and 4, where they have to be
+    theirs = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 50) for each in (to_read, from_write)]
 
     def place() -> None:
         for number, each in enumerate(theirs, start=3):

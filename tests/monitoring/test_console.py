@@ -44,7 +44,10 @@ def test_a_pipe_gets_plain_lines_at_once() -> None:
     text = run(Pipe())
     assert printed_steps(text) == [1, 4, 7, 8, 10], "first, last, every fourth, and the skipped one"
     assert "\x1b" not in text and "\r" not in text
-    assert "step  4/10  loss 1.2500  grad norm 0.333  lr 3.00e-04  10.2k tokens/s  0.100 s  mfu 40.0%  40% done  0s left\n" in text
+    assert (
+        "step  4/10  loss 1.2500  grad norm 0.333  lr 3.00e-04  10.2k tokens/s  0.100 s  mfu 40.0%  40% done  0s left\n"
+        in text
+    )
     assert [line for line in text.splitlines() if "skipped" in line][0].startswith("step  7/10")
     assert text.endswith("step 10/10  validation loss 2.5000  training loss 1.2500\n")
 
@@ -84,7 +87,8 @@ def test_rich_is_imported_only_on_a_terminal() -> None:
 
 
 def test_the_time_left_is_that_of_the_last_steps_and_what_lies_between_them() -> None:
-    """Steps of 60 s, then, 100 steps later, of 10 s: only the last count. Before there are two, the step's own time does."""
+    """Steps of 60 s, then, 100 steps later, of 10 s: only the last count. Before there are two, the step's own time
+    does."""
     stream, now = Pipe(), [0.0]
     with Console(1000, stream=stream, clock=lambda: now[0]) as console:
         for step in range(1, 203):
@@ -96,7 +100,8 @@ def test_the_time_left_is_that_of_the_last_steps_and_what_lies_between_them() ->
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0s"), (59, "59s"), (60, "1m00s"), (725, "12m05s"), (12_000, "3h20m"), (183_600, "2d03h"), (1e7, "115d17h")]
+    ("seconds", "text"),
+    [(0.4, "0s"), (59, "59s"), (60, "1m00s"), (725, "12m05s"), (12_000, "3h20m"), (183_600, "2d03h"), (1e7, "115d17h")],
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
@@ -106,13 +111,17 @@ def test_tokens_and_epochs_are_shown() -> None:
     stream = Pipe()
     with Console(8, stream=stream, clock=itertools.count().__next__) as console:
         console.step(example(1), numbers={"tokens_seen": 1_234_567_890, "epoch": 0.0123})
-        console.step(example(2), numbers={"tokens_seen": 2048, "epoch": 2.31, "epoch/data/web": 0.4, "epoch/data/code": 2.31})
+        console.step(
+            example(2), numbers={"tokens_seen": 2048, "epoch": 2.31, "epoch/data/web": 0.4, "epoch/data/code": 2.31}
+        )
     first, second = stream.getvalue().splitlines()
     assert first.endswith("  1.23B tokens  epoch 0.0123  12.5% done  1s left")
     assert second.endswith("  2048 tokens  epoch 2.31 of code  25% done  6s left")
 
 
-def marked(losses: list[float], interval: int = 1000, stream: io.StringIO | None = None, **metrics: float) -> dict[int, str]:
+def marked(
+    losses: list[float], interval: int = 1000, stream: io.StringIO | None = None, **metrics: float
+) -> dict[int, str]:
     """Step → marker of the lines that a run of these losses prints."""
     stream = stream or Pipe()
     with Console(len(losses) + 1, interval, stream=stream) as console:
@@ -123,7 +132,8 @@ def marked(losses: list[float], interval: int = 1000, stream: io.StringIO | None
 
 
 def test_a_spike_is_marked_once_whatever_the_interval() -> None:
-    """Ten per cent above the median, and five spreads: noise of 0.03 around 2.5, a first step of 11, a jump that stays for five steps."""
+    """Ten per cent above the median, and five spreads: noise of 0.03 around 2.5, a first step of 11, a jump that stays
+    for five steps."""
     noise = random.Random(1)
     losses = [11.0] + [2.5 + noise.gauss(0, 0.03) for _ in range(300)]
     assert marked(losses) == {}

@@ -18,7 +18,9 @@ def trainer(members: list[Member], steps: int, *, batch: int = 8, done: int = 0,
     config = Config()
     config.train.steps, config.train.global_batch_size, config.data.sequence_length = steps, batch, 16
     data = SimpleNamespace(members=members)
-    return SimpleNamespace(config=config, train_data=data, step_done=done, samples=done * batch if samples is None else samples)
+    return SimpleNamespace(
+        config=config, train_data=data, step_done=done, samples=done * batch if samples is None else samples
+    )
 
 
 def run(of: Any) -> tuple[list[dict[str, Any]], list[str]]:
@@ -33,7 +35,10 @@ def run(of: Any) -> tuple[list[dict[str, Any]], list[str]]:
 
 def test_a_step_has_the_tokens_and_epochs_until_its_end() -> None:
     numbers, _ = run(trainer(WHOLE, 50))
-    assert numbers[0] == {"tokens_seen": 8 * 16, "epoch": 0.08} and numbers[-1] == {"tokens_seen": 400 * 16, "epoch": 4.0}
+    assert numbers[0] == {"tokens_seen": 8 * 16, "epoch": 0.08} and numbers[-1] == {
+        "tokens_seen": 400 * 16,
+        "epoch": 4.0,
+    }
 
 
 def test_a_blend_has_the_epoch_of_each_member_and_of_the_one_that_is_read_most_often() -> None:
@@ -53,7 +58,11 @@ def test_a_run_that_went_back_counts_the_samples_that_it_left_out() -> None:
 def test_the_end_of_an_epoch_is_a_line() -> None:
     """400 samples of 100: epochs end in steps 13 (104), 25 (200), 38 (304); the run ends with the last one."""
     whole, blend = run(trainer(WHOLE, 50))[1], run(trainer(BLEND, 12))[1]
-    assert [line.partition("data/a has been read to its end after step ")[2].split(",")[0] for line in whole] == ["13", "25", "38"]
+    assert [line.partition("data/a has been read to its end after step ")[2].split(",")[0] for line in whole] == [
+        "13",
+        "25",
+        "38",
+    ]
     assert blend == [
         "data/b has been read to its end after step 5, and begins again: epoch 1 of 2.4 is done",
         "data/b has been read to its end after step 10, and begins again: epoch 2 of 2.4 is done",
@@ -66,7 +75,11 @@ def test_many_epochs_are_few_lines() -> None:
 
 
 def test_data_that_is_read_more_than_once_says_so_at_the_start() -> None:
-    assert repeated(trainer(WHOLE, 12)) == [] and repeated(trainer(WHOLE, 13)) == [], "104 samples: the last step is rounded up"
+    assert repeated(trainer(WHOLE, 12)) == [] and repeated(trainer(WHOLE, 13)) == [], (
+        "104 samples: the last step is rounded up"
+    )
     assert repeated(trainer(WHOLE, 29)) == ["data/a is read 2.32 times (it has 100 samples, and the run takes 232)"]
     assert repeated(trainer(BLEND, 12)) == ["data/b is read 2.4 times (it has 10 samples, and the run takes 24)"]
-    assert repeated(trainer(WHOLE, 29, done=9, samples=200)) == ["data/a is read 3.6 times (it has 100 samples, and the run takes 360)"]
+    assert repeated(trainer(WHOLE, 29, done=9, samples=200)) == [
+        "data/a is read 3.6 times (it has 100 samples, and the run takes 360)"
+    ]

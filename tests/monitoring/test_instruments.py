@@ -1,4 +1,5 @@
-"""The instruments of a run, on known times and facts: phases, comparisons, ladders, predictions and the lines made of them."""
+"""The instruments of a run, on known times and facts: phases, comparisons, ladders, predictions and the lines made of
+them."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ SEND = Action(Kind.SEND_FORWARD, 0, 0, 1)
 
 
 class SetClock(HostClock):
-    """A clock that is set by hand. What is marked at `lags_from` or later has not been passed yet, as on a device that is behind."""
+    """A clock that is set by hand. What is marked at `lags_from` or later has not been passed yet, as on a device that
+    is behind."""
 
     now, lags_from = 0.0, float("inf")
 
@@ -49,7 +51,8 @@ def watched(device: str = "cpu") -> tuple[PhaseTimes, Activity, SetClock]:
 
 
 def step(phases: PhaseTimes, activity: Activity, clock: SetClock, number: int, start: float) -> None:
-    """Reads for 1, forward 2 of which 0.5 wait for tp, waits 3 for a stage, backward 4, sends 0.25, reduces 0.5 + 0.5, updates 5."""
+    """Reads for 1, forward 2 of which 0.5 wait for tp, waits 3 for a stage, backward 4, sends 0.25, reduces 0.5 + 0.5,
+    updates 5."""
     clock.now = start
     activity.enter(BETWEEN)
     phases.before(number)
@@ -107,7 +110,13 @@ def test_on_a_device_that_lags_an_update_counts_in_the_next_step() -> None:
 def test_the_slowest_and_the_fastest_rank_are_named() -> None:
     found = compare(7, [1.0, 3.0, 0.5, 2.0])
     assert found == {
-        **{"ranks_of_step": 7, "slowest_rank": 1, "slowest_rank_working_s": 3.0, "fastest_rank": 2, "fastest_rank_working_s": 0.5}
+        **{
+            "ranks_of_step": 7,
+            "slowest_rank": 1,
+            "slowest_rank_working_s": 3.0,
+            "fastest_rank": 2,
+            "fastest_rank_working_s": 0.5,
+        }
     }
 
 
@@ -121,7 +130,9 @@ def test_a_step_has_the_imbalance_that_its_documents_predict() -> None:
     batches = [[SimpleNamespace(part=SimpleNamespace(tiles=each)) for each in tiles], [SimpleNamespace(part=None)]]
     for method, expected in (("gather", (4 + 3) * 2 / 12), ("ring", (8 + 3) * 2 / 12)):
         config = from_dict({"parallel": {"context": method}})
-        trainer: Any = SimpleNamespace(config=config, mesh=SimpleNamespace(rank=0), loader=SimpleNamespace(current=batches[0]))
+        trainer: Any = SimpleNamespace(
+            config=config, mesh=SimpleNamespace(rank=0), loader=SimpleNamespace(current=batches[0])
+        )
         observer = ContextImbalance(trainer)
         observer.after(1)
         trainer.loader.current = batches[1]  # no documents
@@ -148,7 +159,9 @@ def test_a_tp_group_on_several_hosts_is_named() -> None:
     found = [{"host": f"node{rank // 6}"} for rank in range(12)]
     assert across_hosts(found, 1) == across_hosts(found, 2) == across_hosts(found, 6) == []
     (line,) = across_hosts(found, 4)
-    assert line.startswith("parallel.tp = 4: 1 of 3 tp groups span several hosts, the first of them ranks 4 to 7: every layer")
+    assert line.startswith(
+        "parallel.tp = 4: 1 of 3 tp groups span several hosts, the first of them ranks 4 to 7: every layer"
+    )
 
 
 def test_a_small_shared_memory_is_named_once_a_host() -> None:
@@ -208,7 +221,9 @@ def test_the_ladder_has_what_this_run_can_still_change() -> None:
     assert list(memory.candidates(last)) == []
 
 
-def test_the_ladder_leaves_out_what_the_rules_refuse_and_what_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ladder_leaves_out_what_the_rules_refuse_and_what_saves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("tokens.bin", "tokens.idx"):
         Path(name).touch()
@@ -216,14 +231,19 @@ def test_the_ladder_leaves_out_what_the_rules_refuse_and_what_saves_nothing(tmp_
     sizes = {"none": 100, "selective": 90, "full": 100}
     rungs = memory.ladder(config, 4, 0, lambda other: sizes[other.train.recompute])
     assert [(rung.changes, rung.saved) for rung in rungs] == [({"train.recompute": "selective"}, 10)]
-    every = [next(iter(rung.changes.items())) for rung in memory.ladder(config, 4, 0, lambda other: int(other == config))]
-    refused = {("parallel.zero", 2), ("parallel.zero", 3), ("parallel.offload", "disk")}  # by PowerSGD, and by saves in the background
+    every = [
+        next(iter(rung.changes.items())) for rung in memory.ladder(config, 4, 0, lambda other: int(other == config))
+    ]
+    # by PowerSGD, and by saves in the background
+    refused = {("parallel.zero", 2), ("parallel.zero", 3), ("parallel.offload", "disk")}
     assert set(every) == {next(iter(changes.items())) for changes in memory.candidates(config)} - refused
 
 
 def test_the_message_names_place_reason_and_rungs() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
-    said = memory.describe("rank 3 in step 7, F0.1", error, [memory.Rung({"parallel.tp": 4, "parallel.dp": 2}, 3 << 29)]).splitlines()
+    said = memory.describe(
+        "rank 3 in step 7, F0.1", error, [memory.Rung({"parallel.tp": 4, "parallel.dp": 2}, 3 << 29)]
+    ).splitlines()
     assert said[0] == "rank 3 in step 7, F0.1: out of memory: CUDA out of memory. Tried to allocate 2.00 GiB."
     assert said[-1].split() == ["--parallel.tp", "4", "--parallel.dp", "2", "saves", "1.5", "GiB"]
     assert "use more GPUs" in memory.describe("rank 0", error, [])
@@ -267,7 +287,9 @@ def on_gpu(tmp_path: Path, **profiling: Any) -> Any:
     return SimpleNamespace(device=torch.device("cuda"), mesh=mesh, config=config, run_dir=tmp_path)
 
 
-def test_memory_and_sensors_are_read_at_the_interval_and_a_broken_sensor_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_and_sensors_are_read_at_the_interval_and_a_broken_sensor_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[str] = []
 
     def broken(device: torch.device) -> float:
@@ -286,7 +308,9 @@ def test_memory_and_sensors_are_read_at_the_interval_and_a_broken_sensor_once(tm
     assert asked == ["broken"]
 
 
-def test_a_memory_snapshot_is_written_after_its_step_on_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_snapshot_is_written_after_its_step_on_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done: list[str] = []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda max_entries: done.append("records"))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("memory"))
@@ -294,4 +318,6 @@ def test_a_memory_snapshot_is_written_after_its_step_on_its_ranks(tmp_path: Path
         instrument = tracing.MemorySnapshot(on_gpu(tmp_path, memory_snapshot=2, ranks=ranks))
         for number in (1, 2, 3):
             instrument.after(number)
-    assert done == ["records"] and [file.name for file in (tmp_path / "traces").iterdir()] == ["memory_rank_00001_step_00000002.pickle"]
+    assert done == ["records"] and [file.name for file in (tmp_path / "traces").iterdir()] == [
+        "memory_rank_00001_step_00000002.pickle"
+    ]

@@ -26,7 +26,12 @@ def directory(tmp_path: Path) -> Path:
     """A run that is about to start: no step, and an environment file of which half is written."""
     directory = tmp_path / "<img src=x onerror=alert(2)> $\\frac$"
     directory.mkdir()
-    config = {"model": {"preset": "tiny", "vocab_size": 257}, "parallel": {"dp": 1}, "data": {"train": EVIL}, "run": {"name": EVIL}}
+    config = {
+        "model": {"preset": "tiny", "vocab_size": 257},
+        "parallel": {"dp": 1},
+        "data": {"train": EVIL},
+        "run": {"name": EVIL},
+    }
     (directory / "config.yaml").write_text(yaml.safe_dump(to_dict(from_dict(config))))
     (directory / "environment.json").write_text('{"torch": "2.')
     return directory
@@ -42,7 +47,9 @@ def server(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveSer
         server.shutdown()
 
 
-def ask(server: LiveServer, path: str = "/", method: str = "GET", host: str | None = None, **headers: str) -> http.client.HTTPResponse:
+def ask(
+    server: LiveServer, path: str = "/", method: str = "GET", host: str | None = None, **headers: str
+) -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     connection.putrequest(method, path, skip_host=True)
     for name, value in {"Host": f"127.0.0.1:{server.server_port}" if host is None else host, **headers}.items():
@@ -54,12 +61,23 @@ def ask(server: LiveServer, path: str = "/", method: str = "GET", host: str | No
 
 def test_it_listens_to_this_machine_only_and_serves_its_page_and_nothing_else(server):
     assert server.server_address[0] == "127.0.0.1"
-    for path in ("/config.yaml", "/metrics.jsonl", "/../", "/%2e%2e/x", "/content/", "/?", "/favicon.ico", "/etc/passwd"):
+    for path in (
+        "/config.yaml",
+        "/metrics.jsonl",
+        "/../",
+        "/%2e%2e/x",
+        "/content/",
+        "/?",
+        "/favicon.ico",
+        "/etc/passwd",
+    ):
         assert ask(server, path).status == 404, path
     assert [ask(server, method=method).status for method in ("POST", "PUT", "DELETE", "OPTIONS")] == [501] * 4
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost:evil", "", "0.0.0.0", "[::1]:80"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost:evil", "", "0.0.0.0", "[::1]:80"]
+)
 def test_a_name_that_someone_else_lets_resolve_to_this_machine_is_refused(server, host):
     answer = ask(server, host=host)
     assert answer.status == 403 and b"alert" not in answer.read()
@@ -74,10 +92,18 @@ def test_nothing_of_the_run_is_run(server, directory):
     answer = ask(server)
     page = answer.read().decode()
     assert page.count("<script>") == 1 and "<img" not in page, "the page's own script alone"
-    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 3, "the data, the run's name and the reason of its end are shown"
+    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 3, (
+        "the data, the run's name and the reason of its end are shown"
+    )
     policy = answer.headers["Content-Security-Policy"]
-    assert f"script-src '{live.ALLOWED_SCRIPT}'" in policy and "default-src 'none'" in policy and policy.count("unsafe") == 1
-    assert answer.headers["X-Content-Type-Options"] == "nosniff" and answer.headers["Access-Control-Allow-Origin"] is None
+    assert (
+        f"script-src '{live.ALLOWED_SCRIPT}'" in policy
+        and "default-src 'none'" in policy
+        and policy.count("unsafe") == 1
+    )
+    assert (
+        answer.headers["X-Content-Type-Options"] == "nosniff" and answer.headers["Access-Control-Allow-Origin"] is None
+    )
 
 
 def test_the_page_follows_the_run_from_before_its_first_step_to_its_end(server, directory):
@@ -99,7 +125,9 @@ def test_a_run_that_is_silent_is_told_apart_from_one_that_runs(directory, monkey
     now = [1000.0]
     monkeypatch.setattr(live, "time", lambda: now[0])
     (directory / "summary.json").write_text('{"state": "running"}')
-    (directory / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 5.0, "tokens": 100, "step_time_s": 20.0}) + "\n")
+    (directory / "metrics.jsonl").write_text(
+        json.dumps({"step": 1, "loss": 5.0, "tokens": 100, "step_time_s": 20.0}) + "\n"
+    )
     os.utime(directory / "metrics.jsonl", (1000.0, 1000.0))
     page = LivePage(directory, clock=lambda: now[0])
     for seconds, silent in ((1.0, False), (150.0, False), (250.0, True)):

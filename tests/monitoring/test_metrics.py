@@ -76,7 +76,12 @@ def test_a_line_has_every_field_in_full_precision(tmp_path: Path) -> None:
         writer.validation(7, 2 / 3)
         found = lines(tmp_path / "run")  # before the file is closed: a killed run keeps its last step
     assert list(found[0]) == FIELDS
-    assert found[0]["step"] == 7 and found[0]["loss"] == math.pi / 7 and found[0]["grad_norm"] == 1 / 3 and found[0]["skipped"] is False
+    assert (
+        found[0]["step"] == 7
+        and found[0]["loss"] == math.pi / 7
+        and found[0]["grad_norm"] == 1 / 3
+        and found[0]["skipped"] is False
+    )
     assert found[1] == {"step": 7, "val_loss": 2 / 3}
 
 
@@ -129,7 +134,9 @@ def test_a_directory_that_vanishes_is_made_again_with_a_line(tmp_path: Path, cap
         run.rename(tmp_path / "moved")
         for step in (2, 3):
             writer.step(example(step))
-    assert [line["step"] for line in lines(run)] == [2, 3] and [line["step"] for line in lines(tmp_path / "moved")] == [1]
+    assert [line["step"] for line in lines(run)] == [2, 3] and [line["step"] for line in lines(tmp_path / "moved")] == [
+        1
+    ]
     assert (run / "config.yaml").is_file()
     assert capfd.readouterr().err.count("has vanished") == 1
 
@@ -193,9 +200,12 @@ class FakeWandb(SimpleNamespace):
     """Records what would be sent."""
 
     def init(
-        self, *, entity=None, project=None, dir=None, id=None, name=None, notes=None, tags=None, config=None, config_exclude_keys=None,
-        config_include_keys=None, allow_val_change=None, group=None, job_type=None, mode=None, force=None, anonymous=None, reinit=None,
-        resume=None, resume_from=None, fork_from=None, save_code=None, tensorboard=None, sync_tensorboard=None, monitor_gym=None,
+        self, *, entity=None, project=None, dir=None, id=None, name=None, notes=None, tags=None, config=None,
+        config_exclude_keys=None,
+        config_include_keys=None, allow_val_change=None, group=None, job_type=None, mode=None, force=None,
+        anonymous=None, reinit=None,
+        resume=None, resume_from=None, fork_from=None, save_code=None, tensorboard=None, sync_tensorboard=None,
+        monitor_gym=None,
         settings=None,
     ) -> "FakeWandb":  # fmt: skip
         """With the keywords of wandb.init; any other ends in a TypeError."""
@@ -225,13 +235,23 @@ def test_wandb_resumes_under_one_identity(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "options, variables, sent",
     [
-        ({"wandb": True}, {}, {"project": "megalite", "name": "run", "mode": None, "entity": None, "group": None, "tags": None}),
+        (
+            {"wandb": True},
+            {},
+            {"project": "megalite", "name": "run", "mode": None, "entity": None, "group": None, "tags": None},
+        ),
         ({"wandb": True}, {"WANDB_PROJECT": "theirs"}, {"project": "theirs"}),
         ({"wandb": "proofs"}, {"WANDB_PROJECT": "theirs"}, {"project": "proofs"}),
         ({"wandb": "proofs"}, {"WANDB_MODE": "offline"}, {"mode": None}),  # wandb reads the variable itself
         ({"wandb": "proofs", "wandb_mode": "offline"}, {}, {"mode": "offline"}),
         (
-            {"wandb": True, "wandb_entity": "team", "wandb_group": "sizes", "wandb_tags": ["a", "b"], "wandb_name": "first"},
+            {
+                "wandb": True,
+                "wandb_entity": "team",
+                "wandb_group": "sizes",
+                "wandb_tags": ["a", "b"],
+                "wandb_name": "first",
+            },
             {},
             {"entity": "team", "group": "sizes", "tags": ["a", "b"], "name": "first"},
         ),
@@ -239,7 +259,9 @@ def test_wandb_resumes_under_one_identity(tmp_path: Path, monkeypatch: pytest.Mo
         ({"wandb": None}, {}, None),
     ],
 )
-def test_wandb_gets_what_the_options_say(options, variables, sent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_what_the_options_say(
+    options, variables, sent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake = FakeWandb(started=[], logged=[], finished=False, __spec__=SimpleNamespace())
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
@@ -251,7 +273,11 @@ def test_wandb_gets_what_the_options_say(options, variables, sent, tmp_path: Pat
         assert fake.started == []
     else:
         (started,) = fake.started
-        assert {name: started[name] for name in sent} == sent and started["dir"] == str(tmp_path / "run") and fake.logged == [(1, 0.5)]
+        assert (
+            {name: started[name] for name in sent} == sent
+            and started["dir"] == str(tmp_path / "run")
+            and fake.logged == [(1, 0.5)]
+        )
 
 
 @pytest.mark.parametrize("value, place", [(True, "run/tensorboard"), ("curves", "curves"), (False, None), (None, None)])
@@ -264,7 +290,10 @@ def test_tensorboard_is_a_switch_or_a_directory(value, place, tmp_path: Path, mo
 
 def test_a_missing_package_is_said_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"logging\.wandb = proofs needs the package wandb: pip install wandb, or leave the option out"):
+    with pytest.raises(
+        ConfigError,
+        match=r"logging\.wandb = proofs needs the package wandb: pip install wandb, or leave the option out",
+    ):
         check_packages(LoggingConfig(wandb="proofs"))
     with pytest.raises(ConfigError, match=r"logging\.tensorboard = true needs the package tensorboard"):
         check_packages(LoggingConfig(tensorboard=True))

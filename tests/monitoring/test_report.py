@@ -45,7 +45,9 @@ class Balanced(HTMLParser):
         assert self.open.pop() == tag
 
 
-def write_run(directory: Path, steps: int = 40, lr: float = 3e-4, experts: int | None = None, **parallel: object) -> Path:
+def write_run(
+    directory: Path, steps: int = 40, lr: float = 3e-4, experts: int | None = None, **parallel: object
+) -> Path:
     directory.mkdir(parents=True)
     mixtures = {"num_experts": experts, "mlp_only_layers": [1]} if experts else {}
     config = from_dict(
@@ -57,11 +59,30 @@ def write_run(directory: Path, steps: int = 40, lr: float = 3e-4, experts: int |
         }
     )
     (directory / "config.yaml").write_text(yaml.safe_dump(to_dict(config)))
-    common = {"lr": lr, "tokens": 100, "tflops_per_gpu": 0.1, "mfu": None, "peak_memory_bytes": 2**30, "loss_scale": 1.0}
+    common = {
+        "lr": lr,
+        "tokens": 100,
+        "tflops_per_gpu": 0.1,
+        "mfu": None,
+        "peak_memory_bytes": 2**30,
+        "loss_scale": 1.0,
+    }
     lines = [
-        {"step": step, "loss": 5 - step / 20, "grad_norm": 1 / step, "step_time_s": 0.5 + step, "tokens_per_second": 1000.0 + step}
+        {
+            "step": step,
+            "loss": 5 - step / 20,
+            "grad_norm": 1 / step,
+            "step_time_s": 0.5 + step,
+            "tokens_per_second": 1000.0 + step,
+        }
         | ({"expert_load_peak": 2.0, "expert_load_peaks": [4 - step / 20, 2.0, 1 + step / 40]} if experts else {})
-        | {"bubble_fraction": 0.25 + step / 1e4, "skipped": step == 3, "time_forward_s": 0.2, "time_backward_s": 0.3 + step, **common}
+        | {
+            "bubble_fraction": 0.25 + step / 1e4,
+            "skipped": step == 3,
+            "time_forward_s": 0.2,
+            "time_backward_s": 0.3 + step,
+            **common,
+        }
         for step in range(1, steps + 1)
     ]
     lines.insert(20, {"step": 20, "val_loss": 4.125})
@@ -70,7 +91,8 @@ def write_run(directory: Path, steps: int = 40, lr: float = 3e-4, experts: int |
 
 
 def resumed(directory: Path, after: int = 30, **changes: object) -> Path:
-    """A run of 40 steps that was begun on two stages of a pipeline and resumed on two replicas, each with predictions of its own."""
+    """A run of 40 steps that was begun on two stages of a pipeline and resumed on two replicas, each with predictions
+    of its own."""
     write_run(directory, dp=2)
     second = yaml.safe_load((directory / "config.yaml").read_text())
     first = {**second, "parallel": {**second["parallel"], "pp": 2, "dp": 1}}
@@ -131,7 +153,9 @@ def test_the_load_of_experts_is_a_heat_map_with_a_row_for_each_mixture(tmp_path:
     parser.feed(page)
     assert parser.open == [] and parser.loaded == []
     chart = charts_of(page)["Load of the fullest expert, over the mean: alone"]
-    assert chart["kind"] == "heat" and [line["name"] for line in chart["lines"]] == ["layer 0", "layer 2", "layer 3"], "layer 1 is dense"
+    assert chart["kind"] == "heat" and [line["name"] for line in chart["lines"]] == ["layer 0", "layer 2", "layer 3"], (
+        "layer 1 is dense"
+    )
     assert chart["lines"][0]["values"] == [pytest.approx(4 - step / 20) for step in range(1, 41)]
     assert "<h3>Bubble</h3>" not in page and cells_of(page)["Bubble"] == ["–"], "one stage has no bubble"
 
@@ -139,11 +163,17 @@ def test_the_load_of_experts_is_a_heat_map_with_a_row_for_each_mixture(tmp_path:
 def test_it_shows_losses_that_have_names(tmp_path: Path):
     directory = write_run(tmp_path / "named")
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()[:-1]]
-    lines = [line | ({"val_loss/<prose>": 4.5, "val_loss/code": 3.75} if "val_loss" in line else {"loss/data/a": 2.5}) for line in lines]
+    lines = [
+        line | ({"val_loss/<prose>": 4.5, "val_loss/code": 3.75} if "val_loss" in line else {"loss/data/a": 2.5})
+        for line in lines
+    ]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = made(directory)
     cells = dict(re.findall(r'<th scope="row">([^<]*)</th><td>([^<]*)</td>', page))
-    assert (cells["Last validation loss of &lt;prose&gt;"], cells["Last validation loss of code"]) == ("4.5000", "3.7500")
+    assert (cells["Last validation loss of &lt;prose&gt;"], cells["Last validation loss of code"]) == (
+        "4.5000",
+        "3.7500",
+    )
     curves = charts_of(page)
     assert [line["name"] for line in curves["Validation loss of each set: named"]["lines"]] == ["<prose>", "code"]
     assert [line["name"] for line in curves["Training loss of each member of the data: named"]["lines"]] == ["data/a"]
@@ -179,7 +209,11 @@ def test_long_runs_are_thinned_and_lose_no_extreme(tmp_path: Path):
     values = np.random.default_rng(0).normal(size=100_000)
     at, mean, low, high = charts.thinned(range(1, 100_001), values.tolist())
     assert len(at) == charts.POINTS and low.min() == values.min() and high.max() == values.max()
-    assert np.average(mean) == pytest.approx(values.mean(), rel=0.05, abs=1e-3) and (low <= mean).all() and (mean <= high).all()
+    assert (
+        np.average(mean) == pytest.approx(values.mean(), rel=0.05, abs=1e-3)
+        and (low <= mean).all()
+        and (mean <= high).all()
+    )
     step = np.where(np.arange(1, 100_001) > 77, 5.0, 1.0)
     at, mean, low, high = charts.thinned(range(1, 100_001), step.tolist(), [77.5])
     assert (low == high).all() and at[0] == 39 and mean[0] == 1.0, "no point has steps of two segments"
@@ -203,19 +237,34 @@ def test_a_run_that_was_resumed_with_another_layout_has_figures_of_each(tmp_path
     assert table["Time of a step, s"] == ["23.5", "2"] and table["parallel.pp"] == ["2", "1"]
     predictions = page.partition("<h2>Predicted and measured</h2>")[2].partition("<h2>")[0]
     headings = re.findall(r'<th scope="col">(run[^<]*)</th>', predictions)
-    assert headings == [f"run, segment 1 (steps 1 to 30: {LAYOUTS[0]})", f"run, segment 2 (steps 31 to 40: {LAYOUTS[1]})"]
+    assert headings == [
+        f"run, segment 1 (steps 1 to 30: {LAYOUTS[0]})",
+        f"run, segment 2 (steps 31 to 40: {LAYOUTS[1]})",
+    ]
     assert re.findall("<td>([^<]*)</td>", predictions) == ["11.1%", "25.2%", "25", "23.5", "1.5", "2"]
     assert "1f1b: 2 ranks, 4 microbatches" in page, "the pipeline of the first segment"
-    assert {title: chart["marks"] for title, chart in charts_of(page).items()} == {title: [[30.5, 2, None]] for title in charts_of(page)}
+    assert {title: chart["marks"] for title, chart in charts_of(page).items()} == {
+        title: [[30.5, 2, None]] for title in charts_of(page)
+    }
 
 
 def test_what_a_resume_changes_is_in_the_plain_data(tmp_path: Path):
-    found = figures.as_json(read(resumed(tmp_path / "run", train={"global_batch_size": 16, "micro_batch_size": 2, "precision": "bf16"})))
+    found = figures.as_json(
+        read(resumed(tmp_path / "run", train={"global_batch_size": 16, "micro_batch_size": 2, "precision": "bf16"}))
+    )
     first, second = found["segments"]
     assert (first["first_step"], first["last_step"], first["layout"]["pp"], first["step_time_s"]) == (1, 30, 2, 23.5)
-    assert (second["first_step"], second["last_step"], second["layout"]["dp"], second["step_time_s"]) == (31, 40, 2, 2.0)
+    assert (second["first_step"], second["last_step"], second["layout"]["dp"], second["step_time_s"]) == (
+        31,
+        40,
+        2,
+        2.0,
+    )
     assert [(each["precision"], each["global_batch_size"]) for each in found["segments"]] == [("fp32", 8), ("bf16", 16)]
-    assert [each["predicted"] for each in found["segments"]] == [{"bubble_fraction": 0.111, "step_time_s": 25.0}, {"step_time_s": 1.5}]
+    assert [each["predicted"] for each in found["segments"]] == [
+        {"bubble_fraction": 0.111, "step_time_s": 25.0},
+        {"step_time_s": 1.5},
+    ]
     assert found["step_time_s"] == 2.0 and found["tokens_per_second"] == 5000.0, "those of the present layout"
 
 
@@ -224,13 +273,24 @@ def test_what_a_resume_changes_is_in_the_plain_data(tmp_path: Path):
     [
         ([(0, {}), (20, {})], [(1, 40)]),
         ([(0, {}), (10, {"train.steps": 60, "run.name": "other"}), (20, {"checkpoint.keep": 2})], [(1, 40)]),
-        ([(0, {}), (10, {"parallel.dp": 2}), (10, {"parallel.tp": 2}), (20, {"optimizer.lr": 1.0})], [(1, 10), (11, 20), (21, 40)]),
+        (
+            [(0, {}), (10, {"parallel.dp": 2}), (10, {"parallel.tp": 2}), (20, {"optimizer.lr": 1.0})],
+            [(1, 10), (11, 20), (21, 40)],
+        ),
         ([(0, {}), (30, {"parallel.dp": 2}), (10, {"parallel.tp": 2})], [(1, 10), (11, 40)]),
         ([(15, {})], [(1, 15), (16, 40)]),
         ([(0, {}), (40, {"parallel.dp": 2})], [(1, 40), (41, None)]),
         ([], [(1, 40)]),
     ],
-    ids=["the same again", "another horizon", "a start without a step", "steps done again", "the first unknown", "just begun", "none"],
+    ids=[
+        "the same again",
+        "another horizon",
+        "a start without a step",
+        "steps done again",
+        "the first unknown",
+        "just begun",
+        "none",
+    ],
 )
 def test_segments_are_steps_in_a_row_with_the_same_layout_and_options(begun, expected, tmp_path: Path):
     run = write_run(tmp_path / "run")
@@ -248,7 +308,10 @@ def test_segments_are_steps_in_a_row_with_the_same_layout_and_options(begun, exp
 @pytest.mark.parametrize("changed", [{"device": "H100"}, {"ranks": 4}, {"torch": "3"}])
 def test_other_hardware_or_software_begins_a_segment(changed: dict[str, object], tmp_path: Path):
     run = write_run(tmp_path / "run")
-    options, environment = yaml.safe_load((run / "config.yaml").read_text()), {"ranks": 1, "device": "A100", "torch": "2"}
+    options, environment = (
+        yaml.safe_load((run / "config.yaml").read_text()),
+        {"ranks": 1, "device": "A100", "torch": "2"},
+    )
     starts.add(run, Start(0, options, environment))
     starts.add(run, Start(10, options, environment | changed))
     (run / "starts.jsonl").write_text((run / "starts.jsonl").read_text() + '{"step": 20, "opt')  # a kill
@@ -297,5 +360,7 @@ def test_a_run_that_validates_on_its_training_data_says_so(tmp_path: Path):
     (directory / "config.yaml").write_text(yaml.safe_dump(options))
     page = made(directory)
     assert (
-        "Validated on training data" in page and "prose: data/../data/b" in page and "code: data/c" not in page.split("Time of a step")[0]
+        "Validated on training data" in page
+        and "prose: data/../data/b" in page
+        and "code: data/c" not in page.split("Time of a step")[0]
     )

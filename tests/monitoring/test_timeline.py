@@ -1,4 +1,5 @@
-"""The measured timeline: what it says of known times, and that a run's own is whole, ordered and consistent with its metrics."""
+"""The measured timeline: what it says of known times, and that a run's own is whole, ordered and consistent with its
+metrics."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layer
 
 
 def by_hand(start: float, hosts: tuple[str, str] = ("a", "a"), shift: float = 0.0, step: int = 3) -> list[Record]:
-    """One microbatch of 1f1b on two ranks: forward takes 2 and 1, backward 3 and 4, a message 1; the second rank's clock is ahead."""
+    """One microbatch of 1f1b on two ranks: forward takes 2 and 1, backward 3 and 4, a message 1; the second rank's
+    clock is ahead."""
     first = [ActionTiming(Action(F, 0, 0), 0, 0, 2), ActionTiming(Action(B, 0, 0), 2, 9, 12)]
     second = [ActionTiming(Action(F, 1, 0), -1, 3, 4), ActionTiming(Action(B, 1, 0), 4, 4, 8)]
     at = [
@@ -55,7 +57,8 @@ def test_known_times(hosts: tuple[str, str], shift: float) -> None:
     }
     assert found["durations"] == {"forward": [2, 1], "input_backward": [3, 4], "weight_backward": None}
     assert found["comm"] == 1
-    idle = pytest.approx({"bubble_fraction": 1 - 10 / 24, "bubble_rate": 1 - 5 / 12})  # 10 seconds of work in 12 on two ranks
+    # 10 seconds of work in 12 on two ranks
+    idle = pytest.approx({"bubble_fraction": 1 - 10 / 24, "bubble_rate": 1 - 5 / 12})
     assert found["measured"] == idle and found["predicted"] == idle
 
 
@@ -69,7 +72,12 @@ def test_the_trace_shows_actions_waits_and_the_prediction() -> None:
     events = timeline(build("1f1b", 2, 1), Layout(pp=2), by_hand(100.0))["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {0: "measured", 1: "predicted"}
-    assert {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"} == {
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    }
     slices: defaultdict[Any, list[Any]] = defaultdict(list)
     for event in (event for event in events if event["ph"] == "X"):
         slices[event["pid"], event["tid"]].append((event["name"], event["ts"] / 1e6, event["dur"] / 1e6))
@@ -95,7 +103,11 @@ def test_what_travels_over_data_parallelism_is_beside_the_actions() -> None:
         if event["ph"] in "be":
             under_way.setdefault(event["name"], []).append(event["ts"] / 1e6)
     assert under_way == {"pp 0: gather 0": [2, 5], "pp 0: reduce 1": [4, 6], "pp 0: reduce 0": [7, 9]}
-    waits = [(event["name"], event["ts"] / 1e6, event["dur"] / 1e6) for event in found["traceEvents"] if event["name"].startswith("wait: ")]
+    waits = [
+        (event["name"], event["ts"] / 1e6, event["dur"] / 1e6)
+        for event in found["traceEvents"]
+        if event["name"].startswith("wait: ")
+    ]
     assert waits == [("wait: gather 0", 4, 1), ("wait: reduce 1", 6, 0), ("wait: reduce 0", 8, 1)]
 
 
@@ -104,7 +116,10 @@ def test_medians_and_means_are_over_steps_and_pipelines() -> None:
     records = []
     for rank in range(4):  # pp is the outermost axis: the pipelines are ranks 0 and 2, 1 and 3
         mine = by_hand(0.0)[rank // 2]
-        slow = [ActionTiming(action, *(100 + (10 if rank % 2 else 1) * time for time in times)) for action, *times in mine.steps[3]]
+        slow = [
+            ActionTiming(action, *(100 + (10 if rank % 2 else 1) * time for time in times))
+            for action, *times in mine.steps[3]
+        ]
         records.append(Record("a", [], {3: mine.steps[3], 4: slow}))
     found = timeline(build("1f1b", 2, 1), Layout(pp=2, dp=2), records)
     assert found["steps"] == [3, 4]
@@ -117,7 +132,8 @@ def test_medians_and_means_are_over_steps_and_pipelines() -> None:
 
 
 def test_events_of_a_device_become_host_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's events know milliseconds between each other alone; the one recorded when reading ties them to the host's clock."""
+    """Torch's events know milliseconds between each other alone; the one recorded when reading ties them to the host's
+    clock."""
     device = iter([5.0, 7.0, 10.0, 40.0])  # milliseconds at which the stream passes one event after the other
 
     class Event:
@@ -147,7 +163,9 @@ def resumed(directory: Path, options: dict[str, Any], now: dict[str, Any]) -> Pa
     for step, each in ((0, options), (5, now)):
         starts.add(directory, starts.Start(step, each))
     write_config(from_dict(now), directory)
-    (directory / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 9)))
+    (directory / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 9))
+    )
     write(by_hand(100.0), directory / "traces" / "records.json")
     return directory
 
@@ -232,13 +250,19 @@ def test_a_run_writes_every_action_of_every_rank(case: Case, prefix: str, ranks:
             assert after["ts"] >= before["ts"] + before["dur"]
         for event in events:  # nothing starts before what it needs, wherever that ran
             kind, stage, microbatch = event["name"][0], event["args"]["stage"], event["args"]["microbatch"]
-            needed = {"F": f"F{stage - 1}.{microbatch}", "B": f"B{stage + 1}.{microbatch}", "W": f"B{stage}.{microbatch}"}[kind]
+            needed = {
+                "F": f"F{stage - 1}.{microbatch}",
+                "B": f"B{stage + 1}.{microbatch}",
+                "W": f"B{stage}.{microbatch}",
+            }[kind]
             assert event["ts"] >= ends.get(needed, 0.0)
 
     assert 0 <= found["predicted"]["bubble_fraction"] < 1 and 0 < found["measured"]["bubble_fraction"] < 1
     assert f"bubble_fraction {found['measured']['bubble_fraction']:.1%} measured" in said and "timeline.json" in said
     assert "steps 2 to 3 are recorded" in printed[0] and not any(printed[1:])
-    bubbles = [json.loads(line)["bubble_fraction"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    bubbles = [
+        json.loads(line)["bubble_fraction"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert len(bubbles) == 4 and all(0 <= bubble < 1 for bubble in bubbles)
     records = [read_record(record) for record in json.loads((tmp_path / "run" / "traces" / "records.json").read_text())]
     for step in (2, 3):
@@ -249,13 +273,16 @@ def test_a_run_writes_every_action_of_every_rank(case: Case, prefix: str, ranks:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_reductions_and_gathers_are_seen_to_overlap_with_computing(zero: int, prefix: str, ranks: Any, tmp_path: Path) -> None:
+def test_reductions_and_gathers_are_seen_to_overlap_with_computing(
+    zero: int, prefix: str, ranks: Any, tmp_path: Path
+) -> None:
     """Two microbatches on one stage, two ranks, a bucket for each unit: 8 layers, the embedding, the head."""
     config = configure(prefix, tmp_path, {"timeline": True, "steps": [2, 3]}, dp=2, microbatches=2, zero=zero)
     config["parallel"]["bucket_mb"] = 1e-6
     ranks.run(2, fit_quietly, config)
     events = compared(config, tmp_path)[1]["traceEvents"]
-    starts = {event["id"]: event for event in events if event["ph"] == "b" and event["id"].startswith("3.0.")}  # step 3 of the first rank
+    # step 3 of the first rank
+    starts = {event["id"]: event for event in events if event["ph"] == "b" and event["id"].startswith("3.0.")}
     ends = {event["id"]: event["ts"] for event in events if event["ph"] == "e"}
     computed = {
         event["name"]: (event["ts"], event["ts"] + event["dur"])
@@ -272,11 +299,17 @@ def test_reductions_and_gathers_are_seen_to_overlap_with_computing(zero: int, pr
     assert sum(event["ts"] < end for event in during) >= 9, "reductions begin while the last backward still computes"
     if zero == 3:
         start, end = computed["F0.1"]
-        inside = [key for key, event in starts.items() if "gather" in event["name"] and start < event["ts"] and ends[key] < end]
+        inside = [
+            key
+            for key, event in starts.items()
+            if "gather" in event["name"] and start < event["ts"] and ends[key] < end
+        ]
         assert len(inside) == 9, "each layer's weights, and the head's, come while the layer before computes"
 
 
-def test_a_run_that_ends_early_writes_what_it_has_and_one_that_begins_late_says_so(prefix: str, ranks: Any, tmp_path: Path) -> None:
+def test_a_run_that_ends_early_writes_what_it_has_and_one_that_begins_late_says_so(
+    prefix: str, ranks: Any, tmp_path: Path
+) -> None:
     profiling = {"timeline": True, "steps": [2, 9]}
     early = configure(prefix, tmp_path, profiling, pp=2, microbatches=2, schedule="1f1b")
     ranks.run(2, fit_quietly, early)
@@ -286,7 +319,10 @@ def test_a_run_that_ends_early_writes_what_it_has_and_one_that_begins_late_says_
     late = configure(prefix, tmp_path, {**profiling, "steps": [1, 4]}, steps=5, pp=2, microbatches=2, schedule="1f1b")
     late["checkpoint"]["allow"] = ["horizon"]
     printed = ranks.run(2, fit_quietly, late)[0]
-    assert "resumed after step 4" in printed and "no timeline: the run has done none of profiling.steps = [1, 4]" in printed
+    assert (
+        "resumed after step 4" in printed
+        and "no timeline: the run has done none of profiling.steps = [1, 4]" in printed
+    )
     assert not path.exists()
 
 

@@ -15,7 +15,9 @@ from megalite.parallel.spec import ParamSpec, Segment
 from tests.optimizer.norms import total_norm
 
 OPTIONS = OptimizerConfig(lr=0.02, betas=[0.8, 0.97], eps=1e-6, weight_decay=0.3)
-MODEL = ModelConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, norm="layer", attention_bias=True)
+MODEL = ModelConfig(
+    vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, norm="layer", attention_bias=True
+)
 
 
 def make_store(specs, dtype=torch.float64, seed=1):
@@ -26,12 +28,16 @@ def make_store(specs, dtype=torch.float64, seed=1):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_steps_are_those_of_torch_with_clipping_and_decay_groups(dtype):
-    """One group of matrices that decay and one of biases and norms that do not; gradients clipped in some steps and not in others."""
+    """One group of matrices that decay and one of biases and norms that do not; gradients clipped in some steps and not
+    in others."""
     store = make_store(model_specs(MODEL), dtype)
     ours = AdamW(OptimizerState(store, OPTIMIZERS["adamw"].kinds), OPTIONS)
     parameters = {name: weight.tensor.detach().clone().requires_grad_() for name, weight in store.weights.items()}
     groups = [
-        {"params": [value for value in parameters.values() if (value.dim() > 1) is decays], "weight_decay": 0.3 * decays}
+        {
+            "params": [value for value in parameters.values() if (value.dim() > 1) is decays],
+            "weight_decay": 0.3 * decays,
+        }
         for decays in (True, False)
     ]
     theirs = torch.optim.AdamW(groups, lr=0.02, betas=(0.8, 0.97), eps=1e-6)
@@ -65,7 +71,8 @@ def test_clipping_only_ever_shrinks():
 
 @pytest.mark.parametrize("scale", [1.0, 1e-4])
 def test_norm_of_25_million_elements_keeps_its_digits(scale):
-    """torch's vector_norm, one running sum in fp32, loses the third digit here; the reference is fp64 over the same values."""
+    """torch's vector_norm, one running sum in fp32, loses the third digit here; the reference is fp64 over the same
+    values."""
     store = make_store([ParamSpec("w", 0, (Segment("w", (5000, 5000)),))], torch.float32)
     gradient = store.weights["w"].grad
     gradient.normal_(generator=torch.Generator().manual_seed(0)).add_(1.0).mul_(scale)

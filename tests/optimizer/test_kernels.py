@@ -22,7 +22,9 @@ from tests.conftest import HAS_GPU
 from tests.optimizer.norms import total_norm
 
 OPTIONS = OptimizerConfig(lr=0.02, betas=[0.8, 0.97], eps=1e-6, weight_decay=0.3)
-MODEL = ModelConfig(vocab_size=41, hidden_size=24, intermediate_size=40, num_hidden_layers=2, norm="layer", attention_bias=True)
+MODEL = ModelConfig(
+    vocab_size=41, hidden_size=24, intermediate_size=40, num_hidden_layers=2, norm="layer", attention_bias=True
+)
 
 
 @dataclass
@@ -36,8 +38,12 @@ def steps(context: Any, kernels: str, zero: int, grad_dtype: torch.dtype) -> Res
     """Three steps in bf16 from random gradients, of which the first is clipped."""
     from tests.kernels.interpreter import repair
 
-    mesh = context.cached(("kernels", context.world, zero), lambda: Mesh(Layout(dp=context.world, dp_shard=None if zero else 1)))
-    store = ParameterStore(model_specs(MODEL), mesh, StoreOptions(zero=zero, dtype=torch.bfloat16, grad_dtype=grad_dtype, bucket_bytes=3e3))
+    mesh = context.cached(
+        ("kernels", context.world, zero), lambda: Mesh(Layout(dp=context.world, dp_shard=None if zero else 1))
+    )
+    store = ParameterStore(
+        model_specs(MODEL), mesh, StoreOptions(zero=zero, dtype=torch.bfloat16, grad_dtype=grad_dtype, bucket_bytes=3e3)
+    )
     store.initialize(1)
     optimizer, norms = AdamW(OptimizerState(store, OPTIMIZERS["adamw"].kinds), OPTIONS), []
     generator = torch.Generator().manual_seed(5)
@@ -58,7 +64,8 @@ def steps(context: Any, kernels: str, zero: int, grad_dtype: torch.dtype) -> Res
     finally:
         dispatch.select("torch")
     rounds = all(
-        torch.equal(memory.owned_weights, memory.master.bfloat16()) and not memory.weights[memory.layout.slots[-1].stop :].any()
+        torch.equal(memory.owned_weights, memory.master.bfloat16())
+        and not memory.weights[memory.layout.slots[-1].stop :].any()
         for memory in store.buckets
     )
     return Result(norms, optimizer.state.copy(), rounds)
@@ -75,4 +82,6 @@ def test_steps_with_kernels_are_those_without(zero, grad_dtype, ranks):
             torch.testing.assert_close(got, expected, rtol=2e-6, atol=2e-8)
         assert ours.rounds and reference.rounds
     pairs = [zip(*(each.state for each in both), strict=True) for both in zip(*results.values(), strict=True)]
-    assert not all(torch.equal(x, y) for rank in pairs for x, y in rank), "kernels do not round as torch does: these can not have run"
+    assert not all(torch.equal(x, y) for rank in pairs for x, y in rank), (
+        "kernels do not round as torch does: these can not have run"
+    )

@@ -13,7 +13,16 @@ from megalite.training.trainer import Trainer
 from tests.distributed.support import jobs_training
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 
-CASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 4, "masked": False, "dropout": 0.0, "microbatches": 4}
+CASE = {
+    **SINGLE,
+    "tied": False,
+    "kv_heads": 2,
+    "vocab_size": 96,
+    "layers": 4,
+    "masked": False,
+    "dropout": 0.0,
+    "microbatches": 4,
+}
 
 
 def scales(events: str, **options) -> list[float]:
@@ -28,7 +37,8 @@ def test_the_scale_by_hand():
     assert scales("xxxx", initial_scale_power=2, hysteresis=1, min_loss_scale=1.0) == [2.0, 1.0, 1.0, 1.0]
     assert scales("......", initial_scale_power=4, loss_scale_window=3) == [16.0, 16.0, 32.0, 32.0, 32.0, 64.0]
     assert scales("x...x", initial_scale_power=4, hysteresis=1, loss_scale_window=3) == [8.0, 8.0, 8.0, 16.0, 8.0]
-    assert scales("x...x", initial_scale_power=4, hysteresis=2, loss_scale_window=3) == [16.0, 16.0, 16.0, 32.0, 32.0]  # patience is back
+    # patience is back
+    assert scales("x...x", initial_scale_power=4, hysteresis=2, loss_scale_window=3) == [16.0, 16.0, 16.0, 32.0, 32.0]
 
 
 def test_without_fp16_nothing_is_scaled():
@@ -85,7 +95,10 @@ def train(config, steps: int):
 
 
 def test_fp16_follows_fp32(prefix):
-    narrow, wide = train(fp16(CASE, prefix, initial_scale_power=12, loss_scale_window=1000), 8), train(config_of(CASE, prefix), 8)
+    narrow, wide = (
+        train(fp16(CASE, prefix, initial_scale_power=12, loss_scale_window=1000), 8),
+        train(config_of(CASE, prefix), 8),
+    )
     for got, expected in zip(narrow, wide, strict=True):
         assert got.loss == pytest.approx(expected.loss, rel=2e-3) and got.loss_scale == 4096.0
         assert got.grad_norm == pytest.approx(expected.grad_norm, rel=5e-3)
@@ -93,7 +106,8 @@ def test_fp16_follows_fp32(prefix):
 
 
 def test_too_large_a_scale_finds_its_way_down(prefix):
-    """Really overflowing gradients: steps are skipped until the scale fits, and from there the run is one that started with it."""
+    """Really overflowing gradients: steps are skipped until the scale fits, and from there the run is one that started
+    with it."""
     results = train(fp16(CASE, prefix, initial_scale_power=26, loss_scale_window=1000), 14)
     skipped = [result.skipped for result in results]
     count = skipped.index(False)

@@ -8,7 +8,16 @@ from megalite.config.load import from_dict
 from megalite.training.trainer import Trainer
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 
-CASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 2, "masked": False, "dropout": 0.0, "microbatches": 8}
+CASE = {
+    **SINGLE,
+    "tied": False,
+    "kv_heads": 2,
+    "vocab_size": 96,
+    "layers": 2,
+    "masked": False,
+    "dropout": 0.0,
+    "microbatches": 8,
+}
 
 
 @pytest.fixture
@@ -27,13 +36,16 @@ def make(tmp_path):
 
 
 def test_microbatches_add_up_in_fp32(make):
-    """The sum of what each microbatch gives alone, made in fp32; sums made in bf16 are off by far more than the tolerance."""
+    """The sum of what each microbatch gives alone, made in fp32; sums made in bf16 are off by far more than the
+    tolerance."""
     trainer = make("bf16")
     microbatches = trainer.loader.step(0)
     alone = build.schedule(trainer.config, 1)
     scale = 1.0 / (32 * 16)
     wide = {name: torch.zeros(weight.tensor.shape) for name, weight in trainer.store.weights.items()}
-    narrow = {name: torch.zeros(weight.tensor.shape, dtype=torch.bfloat16) for name, weight in trainer.store.weights.items()}
+    narrow = {
+        name: torch.zeros(weight.tensor.shape, dtype=torch.bfloat16) for name, weight in trainer.store.weights.items()
+    }
     for each in microbatches:
         trainer.store.reducer.begin_step(1)
         trainer.parts.runtime.run(alone, [each], step=1, loss_scale=scale)
@@ -52,7 +64,8 @@ def test_microbatches_add_up_in_fp32(make):
 
 
 def test_master_weights_keep_updates_that_bf16_would_lose(make):
-    """At a rate of 1e-6 a weight near 1 cannot move in bf16; its master does, and the weight is always the rounded master."""
+    """At a rate of 1e-6 a weight near 1 cannot move in bf16; its master does, and the weight is always the rounded
+    master."""
     trainer = make("bf16", optimizer={"lr": 1e-6, "decay": "constant", "warmup_steps": 0, "weight_decay": 0.0})
     before = {index: memory.master.clone() for index, memory in enumerate(trainer.store.buckets)}
     for _ in range(4):

@@ -1,4 +1,5 @@
-"""Muon on one rank against torch's, the iterations against the singular value decomposition, and the plan of who orthogonalises what."""
+"""Muon on one rank against torch's, the iterations against the singular value decomposition, and the plan of who
+orthogonalises what."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ MODEL = ModelConfig(  # no width is a multiple of a vector
 MIXTURE = replace(MODEL, num_experts=3, moe_intermediate_size=12, mlp_only_layers=[0])
 
 
-def make(muon: MuonConfig, dtype: torch.dtype = torch.float32, model: ModelConfig = MODEL) -> tuple[ParameterStore, Muon]:
+def make(
+    muon: MuonConfig, dtype: torch.dtype = torch.float32, model: ModelConfig = MODEL
+) -> tuple[ParameterStore, Muon]:
     store = ParameterStore(model_specs(model), Mesh(Layout()), StoreOptions(dtype=dtype, bucket_bytes=3e3))
     store.initialize(1)
     return store, Muon(OptimizerState(store, OPTIMIZERS["muon"].kinds), OPTIONS, muon)
@@ -69,7 +72,9 @@ def matrices(store: ParameterStore) -> list[tuple[torch.Tensor, torch.Tensor]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("nesterov, adjust", [(True, "original"), (False, "match_rms_adamw")])
 def test_bits_are_those_of_torch(dtype, nesterov, adjust):
-    store, ours = make(MuonConfig(nesterov=nesterov, adjust_lr=adjust, momentum=0.9, weight_decay=0.2, ns_steps=4), dtype)
+    store, ours = make(
+        MuonConfig(nesterov=nesterov, adjust_lr=adjust, momentum=0.9, weight_decay=0.2, ns_steps=4), dtype
+    )
     parameters = [value.clone().requires_grad_() for value, _ in matrices(store)]
     theirs = torch.optim.Muon(parameters, 0.02, 0.2, 0.9, nesterov=nesterov, ns_steps=4, adjust_lr_fn=adjust)
     for step in range(1, 5):
@@ -106,7 +111,9 @@ def test_a_divisor_that_is_not_a_number_changes_nothing():
     after = optimizer.state.copy()
     optimizer.state.restore(before)
     optimizer.step(2, OPTIONS.lr, None)
-    assert all(torch.equal(one, other) for one, other in zip(after, optimizer.state.changing(), strict=True)), "a step undone and repeated"
+    assert all(torch.equal(one, other) for one, other in zip(after, optimizer.state.changing(), strict=True)), (
+        "a step undone and repeated"
+    )
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (16, 40), (40, 16)])
@@ -123,7 +130,9 @@ def test_the_rate_of_matrices_has_the_shape_of_the_schedule():
     config = from_dict({"optimizer": {"lr": 1e-3, "warmup_steps": 4}, "train": {"steps": 10}})
     store = ParameterStore(model_specs(MODEL), Mesh(Layout()), StoreOptions(dtype=torch.float64))
     store.initialize(1)
-    optimizer = Muon(OptimizerState(store, OPTIMIZERS["muon"].kinds), config.optimizer, MuonConfig(lr=0.5, weight_decay=0.1))
+    optimizer = Muon(
+        OptimizerState(store, OPTIMIZERS["muon"].kinds), config.optimizer, MuonConfig(lr=0.5, weight_decay=0.1)
+    )
     for step, share in ((1, 0.25), (4, 1.0), (7, 0.5), (10, 0.0)):
         before = [value.clone() for value, _ in matrices(store)]
         optimizer.step(step, learning_rate(config, step), None)
@@ -153,7 +162,9 @@ def test_every_element_reaches_the_owner_once_and_returns_to_all_that_keep_it(la
         assert [matrix.owner for matrix in each] == sorted({matrix.owner for matrix in each})
         for matrix in each:
             assert sum(part.numel for part in matrix.parts) == matrix.segment.numel
-            by_part = [sorted(piece[2:] for piece in matrix.sent if piece.part == part) for part in range(len(matrix.parts))]
+            by_part = [
+                sorted(piece[2:] for piece in matrix.sent if piece.part == part) for part in range(len(matrix.parts))
+            ]
             for pieces in by_part:
                 assert (pieces[0][0], pieces[-1][1]) == (matrix.start, matrix.stop)
                 assert all(one[1] == following[0] for one, following in pairwise(pieces))
@@ -191,18 +202,24 @@ def test_an_experts_matrices_stay_with_the_ranks_that_hold_it(layout):
         holders = {rank for rank in range(layout.stage_ranks) if rank % layout.ep == expert // (4 // layout.ep)}
         assert matrix.owner in holders and holders >= {piece.rank for piece in (*matrix.sent, *matrix.kept)}
         sent = sorted(piece[2:] for piece in matrix.sent)
-        assert (sent[0][0], sent[-1][1]) == (matrix.start, matrix.stop) and matrix.stop - matrix.start == matrix.segment.numel
+        assert (sent[0][0], sent[-1][1]) == (
+            matrix.start,
+            matrix.stop,
+        ) and matrix.stop - matrix.start == matrix.segment.numel
         assert all(one[1] == following[0] for one, following in pairwise(sent))
         kept = sum(piece.stop - piece.start for piece in matrix.kept)
         assert kept == matrix.segment.numel * layout.expert_data // layout.expert_shard
 
 
 def test_replicas_share_the_work_evenly():
-    """Each rank has every matrix: the longest processing time first is at most 4/3 of the best division (Graham 1969)."""
+    """Each rank has every matrix: the longest processing time first is at most 4/3 of the best division (Graham
+    1969)."""
     model = replace(MODEL, num_hidden_layers=12)
     layout = Layout(dp=4, dp_shard=1)
     rounds = matrix_rounds(bucket_layout(model_specs(model), layout.coordinates(0), layout.owners, 25e6), layout)
-    loads = [sum(cost(matrix.segment) for each in rounds for matrix in each if matrix.owner == rank) for rank in range(4)]
+    loads = [
+        sum(cost(matrix.segment) for each in rounds for matrix in each if matrix.owner == rank) for rank in range(4)
+    ]
     assert max(loads) <= 4 / 3 * sum(loads) / 4
 
 
@@ -212,5 +229,8 @@ def test_spans_of_state_cover_a_bucket_once():
             start, stop = bucket.part(index, 3)
             spans = list(state_spans(bucket, start, stop, OPTIMIZERS["muon"].kinds))
             assert (spans[0].start, spans[-1].stop) == (start, stop)
-            assert all(one.stop == other.start and (one.decays, one.kinds) != (other.decays, other.kinds) for one, other in pairwise(spans))
+            assert all(
+                one.stop == other.start and (one.decays, one.kinds) != (other.decays, other.kinds)
+                for one, other in pairwise(spans)
+            )
             assert state_elements(bucket, start, stop, OPTIMIZERS["adamw"].kinds) == 2 * (stop - start)

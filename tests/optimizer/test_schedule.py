@@ -29,11 +29,16 @@ def torchs(make_decay, start: int = WARMUP) -> list[float]:
 
 
 def linear(length: int):
-    return lambda optimizer: lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=LOW / PEAK, total_iters=length)
+    return lambda optimizer: lr_scheduler.LinearLR(
+        optimizer, start_factor=1.0, end_factor=LOW / PEAK, total_iters=length
+    )
 
 
 SCHEDULES = {
-    "cosine": ({}, lambda: torchs(lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, STEPS - WARMUP, eta_min=LOW))),
+    "cosine": (
+        {},
+        lambda: torchs(lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, STEPS - WARMUP, eta_min=LOW)),
+    ),
     "linear": ({}, lambda: torchs(linear(STEPS - WARMUP))),
     "wsd": ({"wsd_decay_fraction": 0.2}, lambda: torchs(linear(10), start=STEPS - 10)),
     "constant": ({}, lambda: torchs(lambda optimizer: lr_scheduler.ConstantLR(optimizer, factor=1.0))),
@@ -41,12 +46,17 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("decay", SCHEDULES)
-@pytest.mark.filterwarnings("ignore::UserWarning")  # SequentialLR steps its own schedulers in a way that torch warns about
+# SequentialLR steps its own schedulers in a way that torch warns about
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_rates_are_those_of_torchs_schedulers(decay):
     options, reference = SCHEDULES[decay]
     got = [learning_rate(config(decay=decay, **options), step) for step in range(1, STEPS + 1)]
     assert got == pytest.approx(reference(), rel=1e-9)
-    assert max(got) == pytest.approx(PEAK) and got[WARMUP - 1] == pytest.approx(PEAK) and got[0] == pytest.approx(PEAK / WARMUP)
+    assert (
+        max(got) == pytest.approx(PEAK)
+        and got[WARMUP - 1] == pytest.approx(PEAK)
+        and got[0] == pytest.approx(PEAK / WARMUP)
+    )
 
 
 CORNERS = {"cosine": (0.165, LOW), "linear": (0.165, LOW), "wsd": (PEAK, LOW), "constant": (PEAK, PEAK)}
@@ -58,15 +68,27 @@ def test_corners_by_hand(decay):
     assert learning_rate(config(decay=decay), 29) == pytest.approx(middle)  # half-way between 8 and 50
     assert learning_rate(config(decay=decay), STEPS) == pytest.approx(end)
     assert learning_rate(config(decay=decay), STEPS + 5) == pytest.approx(end)
-    assert learning_rate(config(decay=decay, warmup_steps=STEPS, wsd_decay_fraction=0.0), STEPS // 2) == pytest.approx(PEAK / 2)
+    assert learning_rate(config(decay=decay, warmup_steps=STEPS, wsd_decay_fraction=0.0), STEPS // 2) == pytest.approx(
+        PEAK / 2
+    )
 
 
 SHORT = {
     # (decay, steps, options) → the rates of all steps
     "wsd of half a step": ("wsd", 5, {"wsd_decay_fraction": 0.1}, [PEAK] * 4 + [LOW]),
     "wsd of a hundredth of a step": ("wsd", 4, {"wsd_decay_fraction": 0.0025}, [PEAK] * 3 + [LOW]),
-    "wsd of one and a half steps": ("wsd", 6, {"wsd_decay_fraction": 0.25}, [PEAK] * 4 + [PEAK - (PEAK - LOW) / 3, LOW]),
-    "wsd after a warm-up": ("wsd", 5, {"wsd_decay_fraction": 0.1, "warmup_steps": 2}, [PEAK / 2, PEAK, PEAK, PEAK, LOW]),
+    "wsd of one and a half steps": (
+        "wsd",
+        6,
+        {"wsd_decay_fraction": 0.25},
+        [PEAK] * 4 + [PEAK - (PEAK - LOW) / 3, LOW],
+    ),
+    "wsd after a warm-up": (
+        "wsd",
+        5,
+        {"wsd_decay_fraction": 0.1, "warmup_steps": 2},
+        [PEAK / 2, PEAK, PEAK, PEAK, LOW],
+    ),
     "cosine of one step": ("cosine", 3, {"warmup_steps": 2}, [PEAK / 2, PEAK, LOW]),
     "linear of one step": ("linear", 1, {}, [LOW]),
     "a warm-up that leaves no decay": ("cosine", 2, {"warmup_steps": 2}, [PEAK / 2, PEAK]),

@@ -32,7 +32,9 @@ def test_layout_invariants(shards, tp, size, tied):
         assert all(before.stop <= after.start for before, after in zip(bucket.slots, bucket.slots[1:], strict=False))
         assert bucket.slots[-1].stop <= bucket.size
         shard_ranges = [bucket.owned(index) for index in range(shards)]
-        assert [low for low, _ in shard_ranges] == [0, *(high for _, high in shard_ranges[:-1])] and shard_ranges[-1][1] == bucket.size
+        assert [low for low, _ in shard_ranges] == [0, *(high for _, high in shard_ranges[:-1])] and shard_ranges[-1][
+            1
+        ] == bucket.size
         spans = state_spans(bucket, 0, bucket.size, OPTIMIZERS["adamw"].kinds)
         decays = {place: span.decays for span in spans for place in range(span.start, span.stop)}
         for slot in bucket.slots:
@@ -50,6 +52,13 @@ def test_units_stay_whole_and_tied_tensors_alone():
 @pytest.mark.parametrize("shards", [1, 3])
 def test_both_copies_of_a_tied_tensor_are_sharded_alike(shards):
     model = tiny(tie_word_embeddings=True)
-    ends = [bucket_layout(model_specs(model, units=units), Coordinates(), {"dense": shards}, 25e6) for units in ([0, 1, 2], [3, 4, 5])]
+    ends = [
+        bucket_layout(model_specs(model, units=units), Coordinates(), {"dense": shards}, 25e6)
+        for units in ([0, 1, 2], [3, 4, 5])
+    ]
     first, last = (next(bucket for bucket in buckets if bucket.slots[0].spec.tied) for buckets in ends)
-    assert (first.size, first.slots[0].start, first.slots[0].shape) == (last.size, last.slots[0].start, last.slots[0].shape)
+    assert (first.size, first.slots[0].start, first.slots[0].shape) == (
+        last.size,
+        last.slots[0].start,
+        last.slots[0].shape,
+    )

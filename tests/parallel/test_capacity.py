@@ -59,9 +59,15 @@ def test_drops_what_a_loop_over_slots_and_positions_drops(seed: int) -> None:
     limit = ceil(FACTOR * LENGTH * K / EXPERTS)
     expected = kept_by_loop(choice.experts.view(LENGTH, BATCH, K), valid, limit)
     assert torch.equal(kept(choice), expected) and not expected.all()
-    assert choice.counts.tolist() == [int((choice.experts.view_as(expected)[expected] == expert).sum()) for expert in range(EXPERTS)]
+    assert choice.counts.tolist() == [
+        int((choice.experts.view_as(expected)[expected] == expert).sum()) for expert in range(EXPERTS)
+    ]
 
-    matrices, x, weights = random(EXPERTS, 6, 4, seed=5), random(LENGTH * BATCH, 4, seed=6), random(LENGTH * BATCH, K, seed=7)
+    matrices, x, weights = (
+        random(EXPERTS, 6, 4, seed=5),
+        random(LENGTH * BATCH, 4, seed=6),
+        random(LENGTH * BATCH, K, seed=7),
+    )
     ours, theirs = ([each.clone().requires_grad_() for each in (x, weights)] for _ in range(2))
     groups, rows = Groups(choice.counts), spread(ours[0], choice)
     products = [own @ matrix.t() for own, matrix in zip(groups.split(rows), matrices, strict=True)]
@@ -106,7 +112,9 @@ def test_parts_of_a_sequence_drop_what_the_whole_drops(tp: int, monkeypatch: pyt
     def gathered(own: Tensor, axis: MeshAxis) -> object:
         if len(counts) < ranks:
             counts.append(own)
-        return type("Pending", (), {"wait": lambda self: torch.cat(counts if len(counts) == ranks else [own] * ranks)})()
+        return type(
+            "Pending", (), {"wait": lambda self: torch.cat(counts if len(counts) == ranks else [own] * ranks)}
+        )()
 
     monkeypatch.setattr(capacity, "all_gather", gathered)
     for attempt in range(2):

@@ -25,7 +25,9 @@ class Atomics(TorchDispatchMode):
         super().__init__()
         self.generator = torch.Generator().manual_seed(seed)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func is torch.ops.aten.index_add_.default:
             target, dim, rows, values = args
             order = torch.randperm(len(rows), generator=self.generator)
@@ -45,7 +47,10 @@ def gradient(positions: Tensor, seed: int) -> Tensor:
     """Two microbatches' gradient of the position table on one tp rank."""
     generator = torch.Generator().manual_seed(1)
     tables = [torch.randn(rows, HIDDEN, generator=generator) for rows in (50, SEQUENCE)]
-    tokens, grads = torch.randint(50, (SEQUENCE, BATCH), generator=generator), torch.randn(2, SEQUENCE, BATCH, HIDDEN, generator=generator)
+    tokens, grads = (
+        torch.randint(50, (SEQUENCE, BATCH), generator=generator),
+        torch.randn(2, SEQUENCE, BATCH, HIDDEN, generator=generator),
+    )
     words, places = weight(50, tables[0]), weight(SEQUENCE, tables[1])
     layer = ParallelEmbedding(words, places, MeshAxis("tp", 0, 1, (0,)), sequence_parallel=False)
     with Atomics(seed):

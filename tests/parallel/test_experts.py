@@ -1,4 +1,5 @@
-"""Choice, order, products and balance of experts, each against a reference that takes one token and one expert at a time."""
+"""Choice, order, products and balance of experts, each against a reference that takes one token and one expert at a
+time."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def weight(name: str, rows: int, columns: int, seed: int) -> Weight:
     spec = ParamSpec(name, 1, (Segment(name, (rows, columns), 0, axis="expert"),), domain="expert")
     made = Weight(spec, random(rows, columns, seed=seed).requires_grad_(), torch.float64, WeightGradQueue())
-    made.grad = torch.full((rows, columns), torch.nan, dtype=torch.float64)  # a buffer's content before the first contribution
+    # a buffer's content before the first contribution
+    made.grad = torch.full((rows, columns), torch.nan, dtype=torch.float64)
     made.begin_step(2, 1)
     return made
 
@@ -49,7 +51,8 @@ def test_equal_scores_are_chosen_by_index() -> None:
 
 
 def test_a_mixture_and_its_gradients_are_those_of_one_token_at_a_time() -> None:
-    """One expert has no token: its gradient is zero, and it counts as one contribution like the others. Two microbatches."""
+    """One expert has no token: its gradient is zero, and it counts as one contribution like the others. Two
+    microbatches."""
     into, down = weight("in", EXPERTS * 2 * WIDTH, HIDDEN, 1), weight("down", EXPERTS * HIDDEN, WIDTH, 2)
     experts = Experts(into, down, (None, None), EXPERTS, Activation("silu", True, CompiledOps()))
     matrices = [each.tensor.detach().clone().requires_grad_() for each in (into, down)]
@@ -84,7 +87,10 @@ def test_a_mixture_and_its_gradients_are_those_of_one_token_at_a_time() -> None:
 def test_the_grouped_kernel_is_the_loop(sizes: list[int]) -> None:
     rows, matrices = random(8, 16).float(), random(3, 8, 16, seed=1).float().transpose(1, 2)
     groups = Groups(torch.tensor(sizes))
-    found, expected = torch.nn.functional.grouped_mm(rows, matrices, offs=groups.ends), product_loop(rows, matrices, groups)
+    found, expected = (
+        torch.nn.functional.grouped_mm(rows, matrices, offs=groups.ends),
+        product_loop(rows, matrices, groups),
+    )
     torch.testing.assert_close(found[: sum(sizes)], expected[: sum(sizes)])
     assert torch.equal(grouped_product(rows, matrices, groups)[: sum(sizes)], expected[: sum(sizes)])
 
@@ -100,7 +106,9 @@ def test_a_router_computes_in_at_least_fp32() -> None:
     """Two experts whose logits differ by less than bf16 can tell apart, for rows and weights in bf16."""
     rows = torch.tensor([[1.0, 2.0**-9]], dtype=torch.bfloat16)
     spec = ParamSpec("router", 1, (Segment("router", (2, 2)),))
-    router = Router(Weight(spec, torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.bfloat16), torch.float32, WeightGradQueue()))
+    router = Router(
+        Weight(spec, torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.bfloat16), torch.float32, WeightGradQueue())
+    )
     logits = router(rows)
     assert logits.dtype == torch.float32 and logits.tolist() == [[1.0, 1.0 + 2.0**-9]]
     assert choose(logits.softmax(-1), 1).experts.tolist() == [[1]]
@@ -120,7 +128,9 @@ def losses(config: ModelConfig, state: RouterState, logits: Tensor, targets: Ten
     probabilities = logits.softmax(-1)
     choice = choose(probabilities, K)
     weights = torch.zeros(len(logits), K, dtype=torch.float64, requires_grad=True)
-    out, statistics = Balance(config, state, ALONE).with_losses(weights, logits, probabilities, choice, targets, 1 / targets.numel())
+    out, statistics = Balance(config, state, ALONE).with_losses(
+        weights, logits, probabilities, choice, targets, 1 / targets.numel()
+    )
     out.sum().backward()
     return logits.grad, statistics
 
@@ -130,7 +140,9 @@ def test_one_sequence_is_transformers_balancing_loss() -> None:
 
     logits = random(TOKENS, EXPERTS, seed=3)
     config = model(router_balance="sequence", router_aux_loss_coef=0.3)
-    found, statistics = losses(config, RouterState.start(config, torch.device("cpu")), logits, torch.zeros(TOKENS, 1, dtype=torch.long))
+    found, statistics = losses(
+        config, RouterState.start(config, torch.device("cpu")), logits, torch.zeros(TOKENS, 1, dtype=torch.long)
+    )
     theirs = logits.detach().requires_grad_()
     loss = load_balancing_loss_func((theirs,), EXPERTS, K)
     (0.3 * loss).backward()
@@ -183,8 +195,8 @@ def test_a_bias_moves_against_the_load_and_only_for_applied_steps() -> None:
 
 
 def test_the_loss_next_to_a_bias_is_deepseek_v3s() -> None:
-    """Its formula for each sequence: α Σ_i f_i P_i with f_i = E / (K T) Σ_t 1(score i of t is among its K largest), whatever the bias
-    chooses. Two sequences, of 11 and of 7 valid tokens; the option is α / K for one mixture.
+    """Its formula for each sequence: α Σ_i f_i P_i with f_i = E / (K T) Σ_t 1(score i of t is among its K largest),
+    whatever the bias chooses. Two sequences, of 11 and of 7 valid tokens; the option is α / K for one mixture.
     """
     alpha = 0.3
     config = model(router_balance="bias", router_scores="sigmoid", router_aux_loss_coef=alpha / K)
@@ -234,7 +246,11 @@ def test_a_choice_within_groups_is_deepseeks(version: int) -> None:
     x = random(TOKENS, HIDDEN, seed=7).float()
     with torch.no_grad():
         theirs.weight.copy_(random(12, HIDDEN, seed=8))
-        bias = torch.zeros(12) if version == 2 else theirs.e_score_correction_bias.normal_(generator=torch.Generator().manual_seed(9))
+        bias = (
+            torch.zeros(12)
+            if version == 2
+            else theirs.e_score_correction_bias.normal_(generator=torch.Generator().manual_seed(9))
+        )
         logits, weights, experts = theirs(x)
     scores = logits.softmax(-1) if version == 2 else logits.sigmoid()
     choice = choose(in_best_groups(scores + bias, 4, 2, version - 1), 4)

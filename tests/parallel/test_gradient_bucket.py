@@ -1,4 +1,5 @@
-"""A ZeRO-2 bucket's buffer is not zeroed when it is opened: what is reduced is what was contributed, and zeros elsewhere."""
+"""A ZeRO-2 bucket's buffer is not zeroed when it is opened: what is reduced is what was contributed, and zeros
+elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from megalite.parallel.spec import ParamSpec, Segment
 from megalite.parallel.weight import Weight
 from megalite.parallel.weight_grad_queue import WeightGradQueue
 
-SPECS = [ParamSpec(name, 1, (Segment(name, shape),)) for name, shape in (("a", (3, 5)), ("b", (7, 2)), ("rows", (6, 3)))]
+SPECS = [
+    ParamSpec(name, 1, (Segment(name, shape),)) for name, shape in (("a", (3, 5)), ("b", (7, 2)), ("rows", (6, 3)))
+]
 
 
 class Reducer:
@@ -45,13 +48,17 @@ def bucket(monkeypatch) -> tuple[GradientBucket, Reducer, dict[str, Weight]]:
     (layout,) = bucket_layout(SPECS, Coordinates(), {"dense": 2}, 1e9)
     domain, reducer = Domain("dense", MeshAxis("data", 0, 2, (0, 1)), MeshAxis("replicate", 0, 1, (0,))), Reducer()
     made = GradientBucket.allocate(layout, domain, 2, torch.float32, torch.device("cpu"), reducer)  # type: ignore[arg-type]
-    weights = {spec.name: Weight(spec, torch.zeros(spec.segments[0].shape), torch.float32, WeightGradQueue()) for spec in SPECS}
+    weights = {
+        spec.name: Weight(spec, torch.zeros(spec.segments[0].shape), torch.float32, WeightGradQueue()) for spec in SPECS
+    }
     for weight in weights.values():
         made.add(weight)
     return made, reducer, weights
 
 
-@pytest.mark.parametrize("used", [("a", "b", "rows"), ("b",), ("rows", "a"), ()], ids=lambda used: "+".join(used) or "none")
+@pytest.mark.parametrize(
+    "used", [("a", "b", "rows"), ("b",), ("rows", "a"), ()], ids=lambda used: "+".join(used) or "none"
+)
 def test_what_has_no_contribution_is_reduced_as_zeros(bucket, used) -> None:
     made, reducer, weights = bucket
     made.begin_step(2, 1.0)
@@ -65,7 +72,8 @@ def test_what_has_no_contribution_is_reduced_as_zeros(bucket, used) -> None:
     for weight in weights.values():
         weight.finish_step()
     assert len(reducer.reduced) == 2
-    expected = torch.zeros(made.layout.size)  # of both microbatches: a buffer is reduced when all weights, used or not, are complete
+    # of both microbatches: a buffer is reduced when all weights, used or not, are complete
+    expected = torch.zeros(made.layout.size)
     for slot in made.layout.slots:
         part = expected[slot.start : slot.stop].view(slot.shape)
         if slot.spec.name in used:

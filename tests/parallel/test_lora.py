@@ -1,4 +1,5 @@
-"""Adapters of a column- and of a row-parallel linear against torch's autograd, dropout and trained row lengths (DoRA) included."""
+"""Adapters of a column- and of a row-parallel linear against torch's autograd, dropout and trained row lengths (DoRA)
+included."""
 
 from __future__ import annotations
 
@@ -46,12 +47,20 @@ def test_outputs_and_gradients(kind, masked, deferred, dora):
     adapted = {"q": slice(0, 4), "v": slice(7, 12)} if by_rows else {"down": slice(0, 7)}
     base = [Segment(f"{part}.weight", (rows, WIDTH), 0 if by_rows else 1, role=part) for part, rows in parts.items()]
     stored = {"x.weight": weight(queue, "x.weight", *base, trained=False)}
-    stored["x.lora_a"] = weight(queue, "x.lora_a", *(Segment(f"{part}.lora_a", (RANKS[part], WIDTH)) for part in adapted), trained=True)
+    stored["x.lora_a"] = weight(
+        queue, "x.lora_a", *(Segment(f"{part}.lora_a", (RANKS[part], WIDTH)) for part in adapted), trained=True
+    )
     for part in adapted:
-        stored[f"{part}.lora_b"] = weight(queue, part, Segment(f"{part}.lora_b", (parts[part], RANKS[part])), trained=True)
+        stored[f"{part}.lora_b"] = weight(
+            queue, part, Segment(f"{part}.lora_b", (parts[part], RANKS[part])), trained=True
+        )
         if dora:
-            stored[f"{part}.lora_magnitude"] = weight(queue, part, Segment(f"{part}.lora_magnitude", (parts[part],)), trained=True)
-    bias = weight(queue, "x.bias", *(Segment(f"{part}.bias", (rows,), 0) for part, rows in parts.items()), trained=False)
+            stored[f"{part}.lora_magnitude"] = weight(
+                queue, part, Segment(f"{part}.lora_magnitude", (parts[part],)), trained=True
+            )
+    bias = weight(
+        queue, "x.bias", *(Segment(f"{part}.bias", (rows,), 0) for part, rows in parts.items()), trained=False
+    )
     stored |= {"x.bias": bias} if kind == "column with bias" else {}
     tp = Mesh(Layout()).tp
     attach_adapters(stored, replace(LORA, dora=dora), tp)
@@ -66,7 +75,9 @@ def test_outputs_and_gradients(kind, masked, deferred, dora):
         x = x if by_rows else torch.nn.functional.silu(x)
         dropped = x * MASK(torch.ones_like(x)) if masked else x
         out = x @ stored["x.weight"].tensor.t() + (stored["x.bias"].tensor if "x.bias" in stored else 0)
-        for a, (part, rows) in zip(stored["x.lora_a"].tensor.split([RANKS[part] for part in adapted]), adapted.items(), strict=True):
+        for a, (part, rows) in zip(
+            stored["x.lora_a"].tensor.split([RANKS[part] for part in adapted]), adapted.items(), strict=True
+        ):
             before = stored["x.weight"].tensor[rows]
             after = before + SCALES[part] * stored[f"{part}.lora_b"].tensor @ a
             if dora:  # as PEFT: the magnitude starts at the rows' lengths, and their present lengths are constants
@@ -87,13 +98,17 @@ def test_outputs_and_gradients(kind, masked, deferred, dora):
     assert stored["x.weight"].grad is None and len(trained) == (1 + len(adapted) * (2 if dora else 1))
 
 
-def untrained(value: Tensor, adapted: int, bias: Tensor | None = None) -> tuple[ColumnParallelLinear, dict[str, Weight]]:
+def untrained(
+    value: Tensor, adapted: int, bias: Tensor | None = None
+) -> tuple[ColumnParallelLinear, dict[str, Weight]]:
     """A linear with adapters (DoRA) as training starts, of its first `adapted` rows, and its weights by name."""
     rows = len(value)
     parts = {"q": adapted} | ({"k": rows - adapted} if adapted < rows else {})
     zeros = partial(torch.zeros, dtype=value.dtype)
     tensors = {"x.weight": value, "x.lora_a": torch.randn(2, WIDTH).to(value.dtype)}
-    tensors |= {"q.lora_b": zeros(adapted, 2), "q.lora_magnitude": zeros(adapted)} | ({} if bias is None else {"x.bias": bias})
+    tensors |= {"q.lora_b": zeros(adapted, 2), "q.lora_magnitude": zeros(adapted)} | (
+        {} if bias is None else {"x.bias": bias}
+    )
     stored = {}
     for name, tensor in tensors.items():
         segments = [Segment(name, tuple(tensor.shape))]
@@ -112,8 +127,8 @@ def untrained(value: Tensor, adapted: int, bias: Tensor | None = None) -> tuple[
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 def test_row_lengths_that_have_not_been_trained_change_nothing(biased, masked):
-    """In bf16 too, where no rounding of a stored length may change the model that training starts from. Neither a bias that is large beside
-    W x nor dropout makes the gradient of the lengths less exact."""
+    """In bf16 too, where no rounding of a stored length may change the model that training starts from. Neither a bias
+    that is large beside W x nor dropout makes the gradient of the lengths less exact."""
     torch.manual_seed(0)
     value, bias = torch.randn(8, WIDTH).bfloat16(), 100 * torch.randn(8).bfloat16()
     layer, stored = untrained(value, adapted=8, bias=bias if biased else None)

@@ -39,7 +39,9 @@ class Bucket:
     [(False, torch.bfloat16, 2), (True, torch.bfloat16, 1), (True, None, 1), (False, None, 4)],
     ids=["NCCL in bf16", "gloo in bf16", "gloo", "NCCL in place"],
 )
-def test_reductions_in_flight(gloo: bool, comm_dtype: torch.dtype | None, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reductions_in_flight(
+    gloo: bool, comm_dtype: torch.dtype | None, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flying: list[int] = []
     highest = 0
 

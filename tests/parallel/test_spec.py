@@ -38,7 +38,10 @@ def test_parameter_count_does_not_depend_on_the_layout(tp):
 segments = st.builds(
     lambda rows, columns, split, replicas, tp: (
         Segment(
-            "w", (rows * tp, columns * tp) if columns else (rows * tp,), min(split, 1 if columns else 0), replicas if replicas <= tp else 1
+            "w",
+            (rows * tp, columns * tp) if columns else (rows * tp,),
+            min(split, 1 if columns else 0),
+            replicas if replicas <= tp else 1,
         ),
         tp,
     ),
@@ -59,7 +62,9 @@ def test_ranges_of_all_ranks_tile_the_global_tensor(made, data):
     spec = ParamSpec("w", 0, (segment,))
     for rank in range(tp):
         part = segment.local(Coordinates.on("tp", rank, tp))
-        own = whole[tuple(slice(low, low + size) for low, size in zip(part.offsets, part.sizes, strict=True))].reshape(-1)
+        own = whole[tuple(slice(low, low + size) for low, size in zip(part.offsets, part.sizes, strict=True))].reshape(
+            -1
+        )
         cut = data.draw(st.integers(0, own.numel()))
         for start, stop in ((0, cut), (cut, own.numel())):
             found = list(rectangles(spec, Coordinates.on("tp", rank, tp), start, stop))
@@ -100,10 +105,14 @@ def test_key_value_heads_are_shared_by_neighbouring_ranks(rank):
 
 
 def test_holders_are_the_ranks_of_a_stage_by_their_coordinates():
-    """By hand: ranks 4 to 7 are the second stage of tp 2 × dp 2; a replicated norm is on all four, a split matrix has two halves."""
+    """By hand: ranks 4 to 7 are the second stage of tp 2 × dp 2; a replicated norm is on all four, a split matrix has
+    two halves."""
     layout = Layout(pp=2, dp=2, tp=2)
     matrix, norm = Segment("matrix", (6, 4), 0), Segment("norm", (4,))
-    found = [(held.segment.name, held.part.offsets, held.ranks) for held in holders(ParamSpec("both", 1, (matrix, norm)), layout, 1)]
+    found = [
+        (held.segment.name, held.part.offsets, held.ranks)
+        for held in holders(ParamSpec("both", 1, (matrix, norm)), layout, 1)
+    ]
     assert sorted(found) == [("matrix", (0, 0), (4, 6)), ("matrix", (3, 0), (5, 7)), ("norm", (0,), (4, 5, 6, 7))]
     shared = holders(ParamSpec("kv", 1, (Segment("kv", (2, 4), 0, replicas=2),)), Layout(tp=4), 0)
     assert [(held.part.offsets[0], held.ranks) for held in shared] == [(0, (0, 1)), (1, (2, 3))]

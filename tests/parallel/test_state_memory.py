@@ -25,8 +25,12 @@ def test_one_call_updates_tensors_of_one_device(monkeypatch):
     calls: list[set[str]] = []
     monkeypatch.setattr(adamw, "adamw_", lambda *arrays, **options: calls.append(devices(list(arrays))))
     monkeypatch.setattr(offload, "UPLOAD", 64)
-    monkeypatch.setattr(Tensor, "copy_", lambda target, source, non_blocking=False: target)  # meta tensors have no values to copy
-    specs = [ParamSpec(name, 1, (Segment(name, shape, decay=len(shape) > 1),)) for name, shape in (("matrix", (20, 8)), ("norm", (8,)))]
+    # meta tensors have no values to copy
+    monkeypatch.setattr(Tensor, "copy_", lambda target, source, non_blocking=False: target)
+    specs = [
+        ParamSpec(name, 1, (Segment(name, shape, decay=len(shape) > 1),))
+        for name, shape in (("matrix", (20, 8)), ("norm", (8,)))
+    ]
     options = StoreOptions(zero=3, dtype=torch.bfloat16, offload_parameters=True)
     store = ParameterStore(specs, Mesh(Layout()), options, device="meta", state=StateMemory(torch.device("meta")))
     assert {bucket.owned_weights.device.type for bucket in store.buckets} == {"cpu"}
@@ -41,8 +45,12 @@ def test_weights_elsewhere_receive_every_part(monkeypatch):
     monkeypatch.setattr(Tensor, "copy_", lambda target, source, non_blocking=False: copied.append(source) or target)
     masters = torch.arange(160.0)
     moments = [torch.zeros(160), torch.zeros(160)]
-    elsewhere = StateRange(True, torch.empty(160, dtype=torch.bfloat16, device="meta"), torch.ones(160), masters, moments)
-    here = StateRange(True, torch.empty(32, dtype=torch.bfloat16), torch.ones(32), torch.ones(32), [torch.zeros(32)] * 2)
+    elsewhere = StateRange(
+        True, torch.empty(160, dtype=torch.bfloat16, device="meta"), torch.ones(160), masters, moments
+    )
+    here = StateRange(
+        True, torch.empty(32, dtype=torch.bfloat16), torch.ones(32), torch.ones(32), [torch.zeros(32)] * 2
+    )
     for window in StateMemory(torch.device("cpu")).windows([elsewhere, here]):
         assert devices([[each.weights, each.grads, each.master, *each.state] for each in window]) == {"cpu"}
         for each in window:
@@ -52,7 +60,8 @@ def test_weights_elsewhere_receive_every_part(monkeypatch):
 
 
 def test_weights_elsewhere_are_kept_by_an_update_that_skips_itself(monkeypatch):
-    """The device decides whether a step is skipped: the host copies in any case, after an update that has written nothing."""
+    """The device decides whether a step is skipped: the host copies in any case, after an update that has written
+    nothing."""
     copied: list[Tensor] = []
     monkeypatch.setattr(Tensor, "copy_", lambda target, source, non_blocking=False: copied.append(source) or target)
     for dtype in (torch.bfloat16, torch.float32):

@@ -20,8 +20,16 @@ MIB = 2**20
 def config(microbatches: int = MICROBATCHES, **parallel: Any) -> Config:
     dp = WORLD // (parallel.get("tp", 1) * parallel.get("cp", 1))
     train = {"global_batch_size": microbatches * dp, "micro_batch_size": 1, "precision": "bf16"}
-    model = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 1024}
-    return from_dict({"model": model, "data": {"sequence_length": 128}, "train": train, "parallel": {"zero": 2, **parallel}})
+    model = {
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "vocab_size": 1024,
+    }
+    return from_dict(
+        {"model": model, "data": {"sequence_length": 128}, "train": train, "parallel": {"zero": 2, **parallel}}
+    )
 
 
 def test_the_bytes_of_each_option_are_those_of_rings_between_two_nodes() -> None:
@@ -34,11 +42,14 @@ def test_the_bytes_of_each_option_are_those_of_rings_between_two_nodes() -> None
         f"parallel.dp_shard: {NODE}": 2 * 4 * parameters / NODE / 2,
     }
     found = [float(number) * MIB for number in re.findall(r"([\d.]+) MiB", str(line))]
-    assert found == pytest.approx(list(expected.values()), rel=0.01) and all(name in str(line) for name in list(expected)[1:]), line
+    assert found == pytest.approx(list(expected.values()), rel=0.01) and all(
+        name in str(line) for name in list(expected)[1:]
+    ), line
 
 
 def test_ranks_of_cp_count_as_those_of_dp() -> None:
-    """Gradients are reduced over data = dp · cp, and dp_shard may be any divisor of it: the same bytes for cp 4 and dp 2 as for dp 8."""
+    """Gradients are reduced over data = dp · cp, and dp_shard may be any divisor of it: the same bytes for cp 4 and dp
+    2 as for dp 8."""
     line = hint(config(cp=4, context="gather"), WORLD, NODE)
     assert line is not None and line == hint(config(), WORLD, NODE)
 

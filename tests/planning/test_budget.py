@@ -1,4 +1,5 @@
-"""Recomputation by budget: the integer programme against trying everything, and its decisions against the other modes in the model."""
+"""Recomputation by budget: the integer programme against trying everything, and its decisions against the other modes
+in the model."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def drawn_programme(seed: int) -> tuple[list[Kind], list[int]]:
 
 def cost_of(kinds: list[Kind], counts: Any) -> float:
     return sum(
-        count * option.cost for kind, own in zip(kinds, counts, strict=True) for count, option in zip(own, kind.options, strict=True)
+        count * option.cost
+        for kind, own in zip(kinds, counts, strict=True)
+        for count, option in zip(own, kind.options, strict=True)
     )
 
 
@@ -71,21 +74,29 @@ def frees(kinds: list[Kind], counts: Any, index: int) -> int:
 @pytest.mark.parametrize("seed", range(150))
 def test_the_programme_is_solved_as_by_trying_everything(seed):
     kinds, needs = drawn_programme(seed)
-    each = [[taken for taken in product(range(kind.items + 1), repeat=len(kind.options)) if sum(taken) <= kind.items] for kind in kinds]
-    enough = [counts for counts in product(*each) if all(frees(kinds, counts, i) >= need for i, need in enumerate(needs))]
+    each = [
+        [taken for taken in product(range(kind.items + 1), repeat=len(kind.options)) if sum(taken) <= kind.items]
+        for kind in kinds
+    ]
+    enough = [
+        counts for counts in product(*each) if all(frees(kinds, counts, i) >= need for i, need in enumerate(needs))
+    ]
     found = solve(kinds, needs)
     assert (found is None) == (not enough)
     if found is not None:
         assert found in enough
         assert cost_of(kinds, found) == pytest.approx(min(cost_of(kinds, counts) for counts in enough))
     for i, need in enumerate(needs):
-        alone = [Kind(kind.items, tuple(Option(each.cost, (each.frees[i],)) for each in kind.options)) for kind in kinds]
+        alone = [
+            Kind(kind.items, tuple(Option(each.cost, (each.frees[i],)) for each in kind.options)) for kind in kinds
+        ]
         assert Relaxation(alone).least(need) <= (float("inf") if found is None else cost_of(kinds, found) + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_large_programme_is_solved_to_within_the_gap(seed, monkeypatch, capfd):
-    """HiGHS, which takes programmes with many kinds and constraints, beside following all partial choices. It prints nothing."""
+    """HiGHS, which takes programmes with many kinds and constraints, beside following all partial choices. It prints
+    nothing."""
     kinds, needs = drawn_programme(seed)
     best = solve(kinds, needs)
     monkeypatch.setattr(keeping, "MOST_FOLLOWED", 0)
@@ -99,11 +110,16 @@ def test_a_large_programme_is_solved_to_within_the_gap(seed, monkeypatch, capfd)
 
 
 def test_hundreds_of_nearly_equal_kinds_and_constraints_are_solved():
-    """Forty stages of a rank, each with a layer of three groups, in flight for nearly as many microbatches at each of forty loads."""
+    """Forty stages of a rank, each with a layer of three groups, in flight for nearly as many microbatches at each of
+    forty loads."""
     draw, stages = random.Random(1), 40
     held = [[50 - abs(stage - load) // 2 for load in range(stages)] for stage in range(stages)]
     sizes = [(draw.choice((7, 8)), draw.choice((16, 17)), draw.choice((30, 31))) for _ in range(stages)]
-    kinds = [Kind(1, (Option(size * 1.1, tuple(size * m for m in held[i])),)) for i, each in enumerate(sizes) for size in each]
+    kinds = [
+        Kind(1, (Option(size * 1.1, tuple(size * m for m in held[i])),))
+        for i, each in enumerate(sizes)
+        for size in each
+    ]
     needs = [sum(kind.options[0].frees[load] for kind in kinds) * 2 // 5 for load in range(stages)]
     found = solve(kinds, needs)
     assert all(frees(kinds, found, load) >= need for load, need in enumerate(needs))
@@ -115,7 +131,9 @@ def test_hundreds_of_nearly_equal_kinds_and_constraints_are_solved():
 # ---- decisions
 
 
-def tree(*, model: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **parallel: Any) -> dict[str, dict[str, Any]]:
+def tree(
+    *, model: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **parallel: Any
+) -> dict[str, dict[str, Any]]:
     return {
         "model": {**MODEL, **(model or {})},
         "parallel": {"dp": 1, "bucket_mb": 0.02, **parallel},
@@ -129,10 +147,21 @@ def drawn(seed: int) -> tuple[Config, Device]:
     draw = random.Random(seed)
     heads = draw.choice((2, 4))
     model = {
-        **{"num_attention_heads": heads, "num_key_value_heads": draw.choice((1, 2)), "hidden_size": heads * draw.choice((8, 16))},
+        **{
+            "num_attention_heads": heads,
+            "num_key_value_heads": draw.choice((1, 2)),
+            "hidden_size": heads * draw.choice((8, 16)),
+        },
         **{"intermediate_size": draw.choice((24, 64, 160)), "num_hidden_layers": draw.randint(4, 9)},
         **{"norm_placement": draw.choice(("pre", "pre", "both", "post")), "gated_mlp": draw.random() < 0.7},
-        **draw.choice(({}, {"sliding_window": 16, "sliding_window_layers": [0, 2]}, {"norm": "layer"}, {"parallel_block": "two_norms"})),
+        **draw.choice(
+            (
+                {},
+                {"sliding_window": 16, "sliding_window_layers": [0, 2]},
+                {"norm": "layer"},
+                {"parallel_block": "two_norms"},
+            )
+        ),
     }
     pp = draw.choice((1, 1, 2, 2))
     tp = draw.choice((1, 1, 2))
@@ -153,17 +182,23 @@ def seconds(config: Config, device: Device) -> list[float]:
     """Recomputation of each pipeline rank per microbatch, in the planner's model."""
     operations = Operations(COSTS[device], config.model, config.train.precision)
     share = Activations(config, device).share
-    own, units = placement(config.parallel.schedule, config.parallel.pp, config.parallel.virtual_stages), plan.units_of(config)
+    own, units = (
+        placement(config.parallel.schedule, config.parallel.pp, config.parallel.virtual_stages),
+        plan.units_of(config),
+    )
     sums = [0.0] * config.parallel.pp
     for stage, numbers in units.items():
         layers = [number - 1 for number in numbers if 0 < number <= config.model.num_hidden_layers]
-        sums[own[stage]] += sum(sum(operations.again(share, layer, mode_of(config.train.recompute, layer))) for layer in layers)
+        sums[own[stage]] += sum(
+            sum(operations.again(share, layer, mode_of(config.train.recompute, layer))) for layer in layers
+        )
     return sums
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_budget_is_never_worse_than_a_mode_that_fits_in_it(seed):
-    """With the memory of any other mode as the budget, every rank recomputes at most as long as under that mode, and none needs more."""
+    """With the memory of any other mode as the budget, every rank recomputes at most as long as under that mode, and
+    none needs more."""
     config, device = drawn(seed)
     world = config.parallel.pp * config.parallel.tp
     for mode in MODES:
@@ -172,13 +207,21 @@ def test_a_budget_is_never_worse_than_a_mode_that_fits_in_it(seed):
         chosen = with_mode(config, decide(config, budget, world, device).recompute)
         assert max(rank.total for rank in estimate(chosen, world, device)) <= budget
         least, taken = seconds(other, device), seconds(chosen, device)
-        assert all(a <= b * (1 + 1e-9) + 1e-15 for a, b in zip(taken, least, strict=True)), (mode, chosen.train.recompute)
+        assert all(a <= b * (1 + 1e-9) + 1e-15 for a, b in zip(taken, least, strict=True)), (
+            mode,
+            chosen.train.recompute,
+        )
 
 
 def test_no_choice_of_operations_is_faster_and_fits():
     """Against every combination of operations of two layers."""
-    config = from_dict(tree(model={"num_hidden_layers": 2, "parallel_block": "shared_norm"}, train={"precision": "bf16"}))
-    each = [["", *("+".join(operation.names) for operation in group)] for group in groups(Activations(config, "cuda").units, 0)]
+    config = from_dict(
+        tree(model={"num_hidden_layers": 2, "parallel_block": "shared_norm"}, train={"precision": "bf16"})
+    )
+    each = [
+        ["", *("+".join(operation.names) for operation in group)]
+        for group in groups(Activations(config, "cuda").units, 0)
+    ]
     modes = ["+".join(filter(None, names)) or "none" for names in product(*each)]
     assert len(modes) == 16
     every = []
@@ -242,7 +285,9 @@ def test_a_table_says_what_each_stage_recomputes():
     lines = table(decision)
     assert [rank.total <= decision.budget for rank in decision.ranks] == [True, True]
     assert "layers" in lines[1] and len(lines) >= 4 and any(name in " ".join(lines) for name in OPERATIONS)
-    assert [rank.nothing for rank in decision.ranks] == [rank.total for rank in estimate(with_mode(config, "none"), 2, "cpu")]
+    assert [rank.nothing for rank in decision.ranks] == [
+        rank.total for rank in estimate(with_mode(config, "none"), 2, "cpu")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Pictures: every action is where and as long as it should be, everything can be read, and nothing is loaded from elsewhere."""
+"""Pictures: every action is where and as long as it should be, everything can be read, and nothing is loaded from
+elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from megalite.planning.drawing import timeline as drawing
 
 SVG = "{http://www.w3.org/2000/svg}"
 WIDEST_DIGIT, MEAN_LETTER = 0.637, 0.6  # of the font's height, in DejaVu Sans, which is a wide font
-SIZES = [("1f1b", 4, 8, None), ("interleaved", 4, 8, 3), ("zb-v", 4, 8, None), ("zb-h2", 16, 32, None), ("v-half", 16, 32, None)]
+SIZES = [
+    ("1f1b", 4, 8, None),
+    ("interleaved", 4, 8, 3),
+    ("zb-v", 4, 8, None),
+    ("zb-h2", 16, 32, None),
+    ("v-half", 16, 32, None),
+]
 
 
 class Read:
@@ -31,14 +38,31 @@ class Read:
         self.bars, self.tints = {}, []
         for box in root.iter(f"{SVG}rect"):
             title = box.find(f"{SVG}title")
-            if title is not None and (found := re.match(r"([FBW])(\d+)\.(\d+): .*rank (\d+); (\S+) to (\S+)", title.text)):
+            if title is not None and (
+                found := re.match(r"([FBW])(\d+)\.(\d+): .*rank (\d+); (\S+) to (\S+)", title.text)
+            ):
                 kind, stage, microbatch, rank, start, end = found.groups()
                 x, y, width, height = (float(box.get(name)) for name in ("x", "y", "width", "height"))
-                self.bars[kind, int(stage), int(microbatch)] = (x, y, width, height, int(rank), float(start), float(end), box.get("fill"))
+                self.bars[kind, int(stage), int(microbatch)] = (
+                    x,
+                    y,
+                    width,
+                    height,
+                    int(rank),
+                    float(start),
+                    float(end),
+                    box.get("fill"),
+                )
             elif title is not None:
                 self.tints.append((title.text, float(box.get("x")), float(box.get("width"))))
         self.texts = [
-            (float(text.get("x")), float(text.get("y")), text.text, float(text.get("font-size")), text.get("text-anchor"))
+            (
+                float(text.get("x")),
+                float(text.get("y")),
+                text.text,
+                float(text.get("font-size")),
+                text.get("text-anchor"),
+            )
             for text in root.iter(f"{SVG}text")
         ]
 
@@ -51,7 +75,11 @@ def drawn(request) -> tuple[Plan, Read]:
 
 def test_every_action_is_drawn_in_its_time(drawn):
     found, seen = drawn
-    spans = {(a.kind.value, a.stage, a.microbatch): (rank, s, e) for rank, row in enumerate(found.timeline.spans) for a, s, e in row}
+    spans = {
+        (a.kind.value, a.stage, a.microbatch): (rank, s, e)
+        for rank, row in enumerate(found.timeline.spans)
+        for a, s, e in row
+    }
     assert seen.bars.keys() == spans.keys()
     assert all(bar[4:7] == pytest.approx(spans[key], rel=1e-5) for key, bar in seen.bars.items())
     x0, x1 = min(bar[0] for bar in seen.bars.values()), max(bar[0] + bar[2] for bar in seen.bars.values())
@@ -109,14 +137,24 @@ def test_title_and_legend_say_what_is_seen(drawn):
     assert texts[0].startswith(f"{found.schedule.name}: {found.schedule.ranks} ranks")
     for name in ("bubble_fraction", "bubble_over_ideal", "bubble_rate"):
         assert f"{name} {getattr(found.timeline, name):.1%}" in joined.replace("-0.0%", "0.0%")
-    for word in ("F forward", "B backward", "warm-up", "steady", "cool-down", "idle", "peak", *(f"rank {r}" for r in range(4))):
+    for word in (
+        "F forward",
+        "B backward",
+        "warm-up",
+        "steady",
+        "cool-down",
+        "idle",
+        "peak",
+        *(f"rank {r}" for r in range(4)),
+    ):
         assert word in joined
     assert ("W weight gradient" in joined) == found.splits
     assert ("first to last stage" in joined) == (found.chunks > 1)
 
 
 def test_phases_of_1f1b():
-    """Rank 0 of four waits for the first gradient until 10, and ends its last forward at 22; rank 3 starts its backward at once."""
+    """Rank 0 of four waits for the first gradient until 10, and ends its last forward at 22; rank 3 starts its backward
+    at once."""
     spans = simulate(build("1f1b", 4, 8)).spans
     assert drawing.phases(spans[0]) == (10, 22)
     assert drawing.phases(spans[3]) == (4, 25)
@@ -133,7 +171,9 @@ def test_several_timelines_share_one_scale():
     plans = compare(4, 8)
     text = drawing.svg(drawing.picture(plans))
     assert all(f"{found.schedule.name}: 4 ranks" in text for found in plans)
-    widths = {round(float(width), 1) for width in re.findall(r'width="([\d.]+)"[^>]*><title>F\d\.\d: [^;]*; 0 to 1<', text)}
+    widths = {
+        round(float(width), 1) for width in re.findall(r'width="([\d.]+)"[^>]*><title>F\d\.\d: [^;]*; 0 to 1<', text)
+    }
     assert len(widths) == 1
 
 
@@ -151,7 +191,9 @@ def test_the_page_needs_nothing_else_and_tells_every_action():
     page = Tags()
     text = drawing.html(drawing.picture([found]))
     page.feed(text)
-    tips = [attributes["data-tip"] for tag, attributes in page.found if tag == "rect" and "data-microbatch" in attributes]
+    tips = [
+        attributes["data-tip"] for tag, attributes in page.found if tag == "rect" and "data-microbatch" in attributes
+    ]
     assert len(tips) == 4 * 8 * 3
     assert "F2.0: forward of microbatch 0, stage 2, rank 2; 2 to 3" in tips
     assert not any({"src", "href"} & attributes.keys() for _, attributes in page.found)

@@ -1,4 +1,5 @@
-"""Plans of mixtures of experts: their time next to the bytes that are sent, their memory next to the estimate, and the search over ep."""
+"""Plans of mixtures of experts: their time next to the bytes that are sent, their memory next to the estimate, and the
+search over ep."""
 
 from __future__ import annotations
 
@@ -55,15 +56,20 @@ def test_a_step_adds_up_and_is_bounded(choice):
     stepper = Stepper(Job(MIXTRAL, H100, 4096, 32))
     step = stepper.step(choice)
     assert sum(step.parts().values()) == pytest.approx(step.total) and min(step.parts().values()) >= -1e-9
-    assert stepper.divided(choice) <= stepper.filled(replace(choice, offload="none")) <= stepper.least(choice) <= step.total * (1 + 1e-9)
+    assert (
+        stepper.divided(choice)
+        <= stepper.filled(replace(choice, offload="none"))
+        <= stepper.least(choice)
+        <= step.total * (1 + 1e-9)
+    )
     assert (step.experts > 0) == (choice.ep > 1)
     assert 0.05 < stepper.job.mfu(choice, step.total)[0] < H100.sustained
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_what_is_waited_for_are_the_bytes_that_are_sent(monkeypatch, choice):
-    """Where nothing is hidden and no hop takes time, communication is what `traffic` counts: also of ZeRO, whose experts have their own
-    ranks."""
+    """Where nothing is hidden and no hop takes time, communication is what `traffic` counts: also of ZeRO, whose
+    experts have their own ranks."""
     monkeypatch.setattr(links, "START", 0.0)
     link = Link("plain", 100e9, 0.0)
     device = replace(H100, within=link, between=link, cpu=True)  # whose communication runs beside nothing
@@ -83,7 +89,8 @@ def test_the_documented_bytes_of_experts():
 
 
 def test_an_exchange_across_nodes_takes_each_ranks_card():
-    """16 ranks on two nodes: half of a rank's rows leave the node. 2 of 8 experts for each of 4,096 tokens, there and back."""
+    """16 ranks on two nodes: half of a rank's rows leave the node. 2 of 8 experts for each of 4,096 tokens, there and
+    back."""
     fabric, rows = Fabric(H100), 2 * 4096 * 4096 * 2
     one, two = (fabric.all_to_all(rows, Group(size, 8, nodes)) for size, nodes in ((8, 1), (16, 2)))
     assert one == pytest.approx(rows * 7 / 8 / H100.within.bandwidth, rel=0.2)
@@ -122,9 +129,15 @@ def test_the_search_finds_what_trying_everything_finds():
 
 
 def test_plans_are_in_order_of_the_time_with_what_they_recompute():
-    """Also where the best recomputation, decided with messages in memory, takes longer than the one with which a layout was first timed."""
-    made, fixed = base(4096, preset("qwen3-235b-a22b")), {"ep": 4, "expert_dispatch": "all_gather", "offload": "none", "zero": 1}
-    plans = Search(Job(made.model, H100, 4096, 4096), made, 1024, {**fixed, "micro_batch_size": 1, "cp": 1}, wanted=2).plans()
+    """Also where the best recomputation, decided with messages in memory, takes longer than the one with which a layout
+    was first timed."""
+    made, fixed = (
+        base(4096, preset("qwen3-235b-a22b")),
+        {"ep": 4, "expert_dispatch": "all_gather", "offload": "none", "zero": 1},
+    )
+    plans = Search(
+        Job(made.model, H100, 4096, 4096), made, 1024, {**fixed, "micro_batch_size": 1, "cp": 1}, wanted=2
+    ).plans()
     assert plans[0].step.total <= plans[1].step.total
 
 
@@ -134,7 +147,8 @@ def test_fixed_sizes_stay():
 
 
 def test_the_worst_imbalance_is_counted_for_what_is_in_flight():
-    """Two stages of 1f1b: the first holds two microbatches, each of one or two mixtures (layer 0 is dense); recomputed, one at a time."""
+    """Two stages of 1f1b: the first holds two microbatches, each of one or two mixtures (layer 0 is dense); recomputed,
+    one at a time."""
     kept = search(ep=2, pp=2)
     choice = Choice(pp=2, dp=2, ep=2)
     one = worst_bytes(configured(kept.base, choice))
@@ -143,9 +157,12 @@ def test_the_worst_imbalance_is_counted_for_what_is_in_flight():
     assert kept.imbalance(Choice(dp=4, ep=4)) == 3 * worst_bytes(configured(kept.base, Choice(dp=4, ep=4)))
 
 
-@pytest.mark.parametrize(("ep", "tp", "cp", "factor"), [(2, 1, 1, 1.1), (4, 1, 1, 1.0), (2, 2, 1, 1.5), (2, 2, 2, 1.0), (4, 1, 2, 0.5)])
+@pytest.mark.parametrize(
+    ("ep", "tp", "cp", "factor"), [(2, 1, 1, 1.1), (4, 1, 1, 1.0), (2, 2, 1, 1.5), (2, 2, 2, 1.0), (4, 1, 2, 0.5)]
+)
 def test_a_capacity_limits_what_all_tokens_make_of_one_rank(ep, tp, cp, factor):
-    """Counted: each token of an expert group chooses those of the first rank's experts that have the most room left for its sequence."""
+    """Counted: each token of an expert group chooses those of the first rank's experts that have the most room left for
+    its sequence."""
     length, k, experts = 48, SMALL["num_experts_per_tok"], SMALL["num_experts"]
     choice = Choice(tp=tp, cp=cp, dp=8 // (tp * cp), ep=ep, sequence_parallel=tp > 1, context="gather")
     config = configured(base(8, SMALL | {"expert_capacity_factor": factor}, length), choice)
@@ -166,7 +183,23 @@ def test_a_capacity_limits_what_all_tokens_make_of_one_rank(ep, tp, cp, factor):
 
 def test_the_tool_explains_a_mixture(capsys):
     sizes = ["--gpus", "64", "--gpu", "h100", "--sequence_length", "4096", "--global_batch_size", "256", "--plans", "2"]
-    main(["--model", "mixtral-8x7b", *sizes, "--pp", "1", "--offload", "none", "--cp", "1", "--zero", "1", "--recompute", "none"])
+    main(
+        [
+            "--model",
+            "mixtral-8x7b",
+            *sizes,
+            "--pp",
+            "1",
+            "--offload",
+            "none",
+            "--cp",
+            "1",
+            "--zero",
+            "1",
+            "--recompute",
+            "none",
+        ]
+    )
     text = capsys.readouterr().out
     assert text.startswith("46,702,792,704 parameters (12,879,925,248 of them for each token) on 64 × ")
     assert "for equally loaded experts" in text and "sending tokens to their experts" in text

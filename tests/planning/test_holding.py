@@ -23,7 +23,10 @@ def test_the_fullest_passes_give_the_peaks_of_all(name, ranks, microbatches):
     splits = Kind.WEIGHT in schedule.passes
     fields = [field for field in FIELDS if splits or "stash" not in field]
     for rank in range(ranks):
-        stages = {stage: [Held(**{field: draw.randrange(100) for field in fields}) for _ in range(3)] for stage in schedule.stages_of(rank)}
+        stages = {
+            stage: [Held(**{field: draw.randrange(100) for field in fields}) for _ in range(3)]
+            for stage in schedule.stages_of(rank)
+        }
         profile = Profile(stages, tables)
         profile.follow(schedule, rank)
         held, logits, peaks = tables, 0, [0, 0, 0, 0]
@@ -43,7 +46,10 @@ def test_the_fullest_passes_give_the_peaks_of_all(name, ranks, microbatches):
                     held, logits = held + unit.stash - unit.saved, logits + unit.logits_stash - unit.logits
                 note(held, logits, 0)
             else:
-                held, logits = held - sum(unit.stash for unit in units), logits - sum(unit.logits_stash for unit in units)
+                held, logits = (
+                    held - sum(unit.stash for unit in units),
+                    logits - sum(unit.logits_stash for unit in units),
+                )
         assert [profile.activations, profile.logits, profile.workspace, profile.step] == peaks
         assert (held, logits) == (tables, 0)
         assert len(moments_of(schedule, rank)) <= len(schedule.compute(rank))

@@ -43,7 +43,12 @@ def test_a_recorded_timeline_predicts_what_it_was_made_from(name, ranks, tmp_pat
             Record(
                 "host",
                 [0.0],
-                {3: [ActionTiming(span.action, before, span.start, span.end) for before, span in zip(free, spans, strict=False)]},
+                {
+                    3: [
+                        ActionTiming(span.action, before, span.start, span.end)
+                        for before, span in zip(free, spans, strict=False)
+                    ]
+                },
             )
         )
     (tmp_path / "traces").mkdir()
@@ -51,7 +56,9 @@ def test_a_recorded_timeline_predicts_what_it_was_made_from(name, ranks, tmp_pat
     (tmp_path / "traces" / "timeline.json").write_text(json.dumps(found_by_the_run))
     run = read(tmp_path)
     assert run.plan.schedule == schedule and run.steps == [3]
-    assert run.plan.timeline.makespan == pytest.approx(found.makespan) and run.plan.durations["comm"] == pytest.approx(0.25)
+    assert run.plan.timeline.makespan == pytest.approx(found.makespan) and run.plan.durations["comm"] == pytest.approx(
+        0.25
+    )
     assert run.bubbles["bubble_fraction"] == pytest.approx(found.bubble_fraction)
 
 
@@ -61,7 +68,16 @@ def test_the_run_is_simulated_with_its_durations(tmp_path):
     assert run.bubbles == {"bubble_fraction": 0.4, "bubble_rate": 0.3}
     predicted = run.plan.timeline
     assert run.beside().split() == [
-        *("over", "2", "steps", "measured", "predicted", "bubble_fraction", "40.0%", f"{predicted.bubble_fraction:.1%}"),
+        *(
+            "over",
+            "2",
+            "steps",
+            "measured",
+            "predicted",
+            "bubble_fraction",
+            "40.0%",
+            f"{predicted.bubble_fraction:.1%}",
+        ),
         *("bubble_rate", "30.0%", f"{predicted.bubble_rate:.1%}"),
     ]
 

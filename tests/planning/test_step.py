@@ -42,7 +42,8 @@ PLAIN = replace(A100, within=Link("fast", 200e9, 1e-6), between=Link("slow", 20e
 GB = 1e9
 
 
-# --- devices -------------------------------------------------------------------------------------------------------------------
+# --- devices
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def test_every_device_of_the_table_is_complete_and_dense():
@@ -52,13 +53,16 @@ def test_every_device_of_the_table_is_complete_and_dense():
         assert 1e14 < peak < 3e15, "sparse peaks are twice as high as any dense one"
         assert device.between.bandwidth <= device.within.bandwidth * 2 and device.memory > 16e9 and device.price
     assert "bf16" not in find("v100-32gb").peaks
-    assert find("h100").peak("bf16") == 989e12 and find("h100").within.bandwidth == pytest.approx(0.8 * 450e9 * CONSTANTS.links)
+    assert find("h100").peak("bf16") == 989e12 and find("h100").within.bandwidth == pytest.approx(
+        0.8 * 450e9 * CONSTANTS.links
+    )
 
 
 def test_a_device_of_ones_own(tmp_path):
     own = tmp_path / "mine.yaml"
     own.write_text(
-        "tflops: {bf16: 100}\nsustained: 0.5\nmultiprocessors: 10\nmemory_gib: 8\nmemory_gbs: 100\nwithin: {gbs: 10, latency_us: 2}\n"
+        "tflops: {bf16: 100}\nsustained: 0.5\nmultiprocessors: 10\nmemory_gib: 8\nmemory_gbs: 100\nwithin: {gbs: 10, "
+        "latency_us: 2}\n"
         "between: ib200\ngpus_per_node: 2\nhost: pcie4\nproducts: {100: 1, 9: 3, 20: 2}\n"
     )
     device = find(str(own))
@@ -79,13 +83,21 @@ def test_a_device_of_ones_own(tmp_path):
     ],
 )
 def test_what_is_wrong_with_a_device_is_said(change, message):
-    row = {"tflops": {"bf16": 1}, "sustained": 0.5, "multiprocessors": 1, "memory_gib": 8, "memory_gbs": 1, "within": "pcie4"}
+    row = {
+        "tflops": {"bf16": 1},
+        "sustained": 0.5,
+        "multiprocessors": 1,
+        "memory_gib": 8,
+        "memory_gbs": 1,
+        "within": "pcie4",
+    }
     row |= {"between": "ib200", "gpus_per_node": 2, "host": "pcie4"} | change
     with pytest.raises(HardwareError, match=message):
         read_device("mine", {key: value for key, value in row.items() if value is not None})
 
 
-# --- kernels -------------------------------------------------------------------------------------------------------------------
+# --- kernels
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_large_product_reaches_what_is_sustained_and_a_thin_one_its_bytes():
@@ -111,7 +123,9 @@ def test_a_gradient_that_is_accumulated_moves_more():
 
 def test_measured_products_replace_tiles():
     device = replace(PLAIN, rates=((64.0, 1e9), (256.0, 3e9)), measured=True)
-    assert product(device, 128, 128, 128, "bf16") == pytest.approx(2 * 128**3 / 2e9), "half way between, in the logarithm"
+    assert product(device, 128, 128, 128, "bf16") == pytest.approx(2 * 128**3 / 2e9), (
+        "half way between, in the logarithm"
+    )
     assert product(device, 8, 8, 8, "bf16") == pytest.approx(2 * 8**3 / 1e9)
 
 
@@ -123,7 +137,8 @@ def test_attention_counts_blocks_below_the_diagonal():
     assert 0.5 < speed / 312e12 < 0.75 and 2.5 < backward / forward < 3.2  # FlashAttention-2 on A100: 0.6 to 0.7
 
 
-# --- links ---------------------------------------------------------------------------------------------------------------------
+# --- links
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -142,8 +157,13 @@ def test_where_a_group_lies(size, stride, expected):
 
 
 def test_groups_that_lie_across_the_ends_of_nodes_have_the_network_between_them():
-    """Nodes of 8: of three neighbours some are ranks 6 to 8; of six, 6 to 11, two on one node. In a world of 6 nobody leaves the node."""
-    assert group(A100, 3, 1, 24) == Group(3, 1, 3) and group(A100, 6, 1, 24) == Group(6, 2, 3) and group(A100, 3, 2, 24) == Group(3, 1, 3)
+    """Nodes of 8: of three neighbours some are ranks 6 to 8; of six, 6 to 11, two on one node. In a world of 6 nobody
+    leaves the node."""
+    assert (
+        group(A100, 3, 1, 24) == Group(3, 1, 3)
+        and group(A100, 6, 1, 24) == Group(6, 2, 3)
+        and group(A100, 3, 2, 24) == Group(3, 1, 3)
+    )
     assert group(A100, 6, 1, 6) == Group(6, 6, 1) and group(A100, 4, 2, 24) == Group(4, 4, 1)
 
 
@@ -165,17 +185,21 @@ def test_trees_carry_small_sums_over_many_nodes():
     assert fabric.all_reduce(100 * GB, ranks) < 2 * 100 * GB / 20e9 + 0.03, "and rings the large ones"
 
 
-# --- the pipeline's pace -------------------------------------------------------------------------------------------------------
+# --- the pipeline's pace
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_continuing_the_steady_state_is_simulating_the_whole(name):
-    """Also where the ends are heavier, where every stage differs, and where messages make waves as long as the pipeline."""
+    """Also where the ends are heavier, where every stage differs, and where messages make waves as long as the
+    pipeline."""
     draw = random.Random(name)
     for ranks, microbatches, message in ((2, 61, 0.3), (4, 70, 0.05), (3, 54, 0.0)):
         stages = None if name != "interleaved" else 3
         count = ranks * (stages or chunks_of(name))
-        forward, backward, weight = ([scale * draw.uniform(0.9, 1.1) for _ in range(count)] for scale in (1.0, 1.2, 0.8))
+        forward, backward, weight = (
+            [scale * draw.uniform(0.9, 1.1) for _ in range(count)] for scale in (1.0, 1.2, 0.8)
+        )
         durations = (forward, backward, weight) if ranks != 3 else ([1.0] * count,) * 3
         found = pace(Pipeline(name, ranks, microbatches, stages), Durations(*durations, message))
         whole = simulate(build(name, ranks, microbatches, stages), *durations, message)
@@ -184,10 +208,13 @@ def test_continuing_the_steady_state_is_simulating_the_whole(name):
         assert found.bubble_fraction == pytest.approx(whole.bubble_fraction, rel=1e-6, abs=1e-9)
         assert found.busy == pytest.approx(whole.busy, rel=1e-9)
         assert found.starts == pytest.approx([spans[0].start for spans in whole.spans], rel=1e-9)
-        assert found.ends == pytest.approx([whole.makespan - spans[-1].end for spans in whole.spans], rel=1e-9, abs=1e-9)
+        assert found.ends == pytest.approx(
+            [whole.makespan - spans[-1].end for spans in whole.spans], rel=1e-9, abs=1e-9
+        )
 
 
-# --- steps -----------------------------------------------------------------------------------------------------------------------
+# --- steps
+# ----------------------------------------------------------------------------------------------------------------------
 
 LLAMA = ModelConfig(**preset("llama-3-8b"))
 CHOICES = [
@@ -213,7 +240,12 @@ def test_a_step_adds_up_is_bounded_and_never_slower_on_better_hardware(choice):
     stepper = Stepper(Job(LLAMA, A100, 4096, 128))
     step = stepper.step(choice)
     assert sum(step.parts().values()) == pytest.approx(step.total) and min(step.parts().values()) >= -1e-9
-    assert stepper.divided(choice) <= stepper.filled(replace(choice, offload="none")) <= stepper.least(choice) <= step.total * (1 + 1e-9)
+    assert (
+        stepper.divided(choice)
+        <= stepper.filled(replace(choice, offload="none"))
+        <= stepper.least(choice)
+        <= step.total * (1 + 1e-9)
+    )
     faster = (
         replace(A100, bandwidth=2 * A100.bandwidth),
         replace(A100, within=replace(A100.within, bandwidth=2 * A100.within.bandwidth)),
@@ -229,12 +261,19 @@ def test_a_step_adds_up_is_bounded_and_never_slower_on_better_hardware(choice):
 def test_a_pipeline_takes_no_less_than_its_bound(name):
     """Whatever the number of microbatches, also where the last stage is heavier. That of 1f1b is close."""
     base = from_dict({"model": asdict(LLAMA), "data": {"sequence_length": 4096}, "train": {"global_batch_size": 8}})
-    for pp, microbatches, zero, recompute in ((4, 4, 1, "none"), (4, 13, 2, "full"), (8, 24, 1, "every-3"), (8, 37, 3, "none")):
+    for pp, microbatches, zero, recompute in (
+        (4, 4, 1, "none"),
+        (4, 13, 2, "full"),
+        (8, 24, 1, "every-3"),
+        (8, 37, 3, "none"),
+    ):
         job = Job(replace(LLAMA, vocab_size=512_000), A100, 4096, 2 * microbatches)
         free = name == "interleaved"
         if free and microbatches % pp:
             continue
-        choice = Choice(pp=pp, dp=2, zero=zero, schedule=name, virtual_stages=2 if free else chunks_of(name), recompute=recompute)
+        choice = Choice(
+            pp=pp, dp=2, zero=zero, schedule=name, virtual_stages=2 if free else chunks_of(name), recompute=recompute
+        )
         bounds = Bounds(base, Stepper(job))
         found, step = bounds.time(choice), bounds.stepper.step(choice)
         assert max(bounds.stepper.least(choice), bounds.alone(choice)) <= found <= step.total * (1 + 1e-9)
@@ -261,7 +300,11 @@ def test_what_each_choice_costs():
     slow = replace(A100, between=replace(A100.between, bandwidth=A100.between.bandwidth / 8))
     whole, shared = (seconds(Choice(dp=16, zero=3, dp_shard=shard), slow) for shard in (None, 8))
     assert shared < 0.7 * whole, "weights stay in the node, and gradients leave it once a step"
-    pipelines = [Choice(pp=8, dp=2), Choice(pp=8, dp=2, schedule="interleaved", virtual_stages=2), Choice(pp=8, dp=2, schedule="zb-h2")]
+    pipelines = [
+        Choice(pp=8, dp=2),
+        Choice(pp=8, dp=2, schedule="interleaved", virtual_stages=2),
+        Choice(pp=8, dp=2, schedule="zb-h2"),
+    ]
     assert seconds(pipelines[0]) > seconds(pipelines[1]) > seconds(pipelines[2])
     assert seconds(Choice(tp=16)) > 1.3 * seconds(Choice(tp=8, dp=2)), "tp across nodes"
 
@@ -279,9 +322,14 @@ LONG = {"max_position_embeddings": 131072}
 
 def long_search(**fixed: int | str) -> Search:
     """Long rows of documents on two nodes."""
-    sizes = {"data": {"sequence_length": 131072, "reset_positions": True}, "train": {"global_batch_size": 16, "precision": "bf16"}}
+    sizes = {
+        "data": {"sequence_length": 131072, "reset_positions": True},
+        "train": {"global_batch_size": 16, "precision": "bf16"},
+    }
     base = from_dict({"model": preset("llama-3-8b") | LONG, **sizes})
-    return Search(Job(base.model, A100, 131072, 16, rows=Rows.of(base)), base, 16, {"pp": 1, "micro_batch_size": 1, **fixed}, 1)
+    return Search(
+        Job(base.model, A100, 131072, 16, rows=Rows.of(base)), base, 16, {"pp": 1, "micro_batch_size": 1, **fixed}, 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -302,7 +350,10 @@ def test_parts_that_documents_make_unequal_are_balanced_and_said():
     """Inside a node keys and values are gathered; balanced parts take two thirds of the time of attention."""
     search = long_search(tp=1, cp=8, context="gather", recompute="full", zero=3, offload="none")
     (plan,) = search.plans()
-    assert plan.choice.context_parts == "balanced" and configured(search.base, plan.choice).parallel.context_parts == "balanced"
+    assert (
+        plan.choice.context_parts == "balanced"
+        and configured(search.base, plan.choice).parallel.context_parts == "balanced"
+    )
     assert plan.step.total < 0.8 * search.plan(replace(plan.choice, context_parts="zigzag")).step.total
     (said,) = uneven_parts(search, plan)
     assert "1.50 times" in said and "parallel.context_parts: balanced makes it 1.00" in said
@@ -318,7 +369,9 @@ def test_one_device_is_its_kernels_and_its_optimizer():
 def test_the_host_limits_layers_of_short_kernels_only():
     """A layer's 120 operations, of 4 microbatches and 32 layers. Kernels of 4,096 tokens of an 8B model hide them."""
     narrow = replace(LLAMA, hidden_size=512, intermediate_size=1024)
-    ours, other = (Stepper(Job(narrow, A100, 128, 4, software=Software(host=host))).step(Choice()).total for host in (1.0, 3.0))
+    ours, other = (
+        Stepper(Job(narrow, A100, 128, 4, software=Software(host=host))).step(Choice()).total for host in (1.0, 3.0)
+    )
     assert other - ours == pytest.approx(4 * 32 * 120 * 2 * A100.host_time)
     assert seconds(Choice(), software=Software(host=3.0)) == seconds(Choice())
 
@@ -332,7 +385,9 @@ def test_nodes_wait_for_the_latest_of_them(gpus, nodes):
     punctual = replace(A100, constants=replace(CONSTANTS, delay=0.0))
     other = Stepper(Job(LLAMA, punctual, 4096, gpus))
     assert step.total - other.step(Choice(dp=gpus)).total == pytest.approx(step.nodes)
-    assert stepper.least(Choice(dp=gpus)) - other.least(Choice(dp=gpus)) == pytest.approx(step.nodes), "a lower bound has it too"
+    assert stepper.least(Choice(dp=gpus)) - other.least(Choice(dp=gpus)) == pytest.approx(step.nodes), (
+        "a lower bound has it too"
+    )
 
 
 def test_muon_adds_its_iterations_which_ranks_share():
@@ -364,7 +419,8 @@ WAITING = [
 @pytest.mark.parametrize("rank", [0, 16])
 @pytest.mark.parametrize("choice", WAITING, ids=str)
 def test_what_is_waited_for_are_the_bytes_that_are_sent(monkeypatch, choice, recompute, rank):
-    """Where nothing is hidden and no hop takes time, communication is what `traffic` counts along specs, buckets and schedule."""
+    """Where nothing is hidden and no hop takes time, communication is what `traffic` counts along specs, buckets and
+    schedule."""
     monkeypatch.setattr(links, "START", 0.0)
     link = Link("plain", 100e9, 0.0)
     device = replace(A100, within=link, between=link)
@@ -393,8 +449,10 @@ def test_adapters_take_the_time_of_their_flops(rank):
 @pytest.mark.parametrize(
     "model, lora, each_layer",
     [
-        (replace(LLAMA, residual_dropout=0.1), LoraConfig(rank=0), 2 * 2 * LLAMA.hidden_size),  # of two blocks, forward and backward
-        (LLAMA, LoraConfig(rank=8, dropout=0.1), 3 * (3 * LLAMA.hidden_size + LLAMA.intermediate_size)),  # of q|k|v, out, gate|up, down
+        # of two blocks, forward and backward
+        (replace(LLAMA, residual_dropout=0.1), LoraConfig(rank=0), 2 * 2 * LLAMA.hidden_size),
+        # of q|k|v, out, gate|up, down
+        (LLAMA, LoraConfig(rank=8, dropout=0.1), 3 * (3 * LLAMA.hidden_size + LLAMA.intermediate_size)),
     ],
 )
 def test_dropout_reads_and_writes_each_value_once(model, lora, each_layer):
@@ -406,7 +464,8 @@ def test_dropout_reads_and_writes_each_value_once(model, lora, each_layer):
     assert dropped - without == pytest.approx(stream(device, moved), rel=1e-6)
 
 
-# --- published speeds ------------------------------------------------------------------------------------------------------------
+# --- published speeds
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -423,7 +482,9 @@ def test_the_page_and_the_constants_are_those_of_the_fit():
     content = json.loads(held_out.RESULTS.read_text())
     assert held_out.document(content) in published.PAGE.read_text(), "run python -m benchmarks.held_out"
     assert published.fitted() == pytest.approx(content["constants"]["all"], rel=0.02)
-    assert [math.exp(content[name]) - 1 for name in ("interval", "alike")] == pytest.approx([INTERVAL, ALIKE], abs=0.006)
+    assert [math.exp(content[name]) - 1 for name in ("interval", "alike")] == pytest.approx(
+        [INTERVAL, ALIKE], abs=0.006
+    )
 
 
 def test_tables_are_predicted_by_constants_fitted_without_them():
@@ -435,11 +496,14 @@ def test_tables_are_predicted_by_constants_fitted_without_them():
     for key in ("torchtitan-h100", "fms-h100", "mpt-a100"):
         values = content["constants"]["without"][key]
         (table,) = published.compare(values, [key])
-        assert [row.deviation for row in table.rows] == pytest.approx([row["deviation"] for row in content["tables"][key]["rows"]])
+        assert [row.deviation for row in table.rows] == pytest.approx(
+            [row["deviation"] for row in content["tables"][key]["rows"]]
+        )
 
 
 def test_a_fit_moves_only_what_the_other_tables_determine():
-    """Tables a and b depend on one constant each; the other two are as published. Without b, its constant stays near its source."""
+    """Tables a and b depend on one constant each; the other two are as published. Without b, its constant stays near
+    its source."""
     fit = object.__new__(held_out.Fit)
     fit.at = dict.fromkeys("xy", 1.0)
     fit.prior = {name: {"start": 1.0, "spread": 0.5} for name in "xy"}
@@ -450,7 +514,9 @@ def test_a_fit_moves_only_what_the_other_tables_determine():
 
 
 def test_a_share_counts_each_group_alike():
-    assert held_out.quantile([[1.0] * 90, [2.0], [3.0]], 0.6) == 2.0 and held_out.quantile([[5.0, 1.0, 3.0]], 0.5) == 3.0
+    assert (
+        held_out.quantile([[1.0] * 90, [2.0], [3.0]], 0.6) == 2.0 and held_out.quantile([[5.0, 1.0, 3.0]], 0.5) == 3.0
+    )
 
 
 def test_the_page_shows_what_is_predicted(tables):
@@ -464,13 +530,21 @@ def test_the_page_shows_what_is_predicted(tables):
         (
             "experts",
             0.1,
-            "Sending tokens to their experts costs most after computation: a smaller ep, or one inside a node, would help most.",
+            "Sending tokens to their experts costs most after computation: a smaller ep, or one inside a node, would "
+            "help most.",
         ),
-        ("bubble", 2.0, "The pipeline bubble is the bottleneck: more microbatches, more stages per rank or a smaller pp would help most."),
+        (
+            "bubble",
+            2.0,
+            "The pipeline bubble is the bottleneck: more microbatches, more stages per rank or a smaller pp would help "
+            "most.",
+        ),
         ("tensor", 0.01, "Computation is the bottleneck: everything else is small, and only a faster device"),
     ],
 )
 def test_only_what_takes_the_longest_is_called_the_bottleneck(part, seconds, says):
-    nothing = dict.fromkeys(("recompute", "tensor", "bubble", "gradients", "weights", "optimizer", "bubble_fraction"), 0.0)
+    nothing = dict.fromkeys(
+        ("recompute", "tensor", "bubble", "gradients", "weights", "optimizer", "bubble_fraction"), 0.0
+    )
     step = StepTime(**{**nothing, "total": 1 + seconds, "compute": 1.0, part: seconds})
     assert binding(SimpleNamespace(step=step)).startswith(says)

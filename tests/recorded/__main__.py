@@ -21,11 +21,19 @@ def main() -> None:
     recording = commands.add_parser("record", help="train the runs by the tree in a directory, and write their numbers")
     recording.add_argument("--tree", type=Path, required=True, metavar="DIR")
     recording.add_argument("--output", type=Path, required=True, metavar="FILE")
-    recording.add_argument("--only", nargs="+", choices=[run.name for run in RUNS], metavar="NAME", help="these runs alone")
-    recording.add_argument("--runs", type=Path, metavar="DIR", help="keep the runs there (new or empty), for --resume of another tree")
-    recording.add_argument("--resume", type=Path, metavar="DIR", help="also resume from the checkpoints of an older recording's --runs")
+    recording.add_argument(
+        "--only", nargs="+", choices=[run.name for run in RUNS], metavar="NAME", help="these runs alone"
+    )
+    recording.add_argument(
+        "--runs", type=Path, metavar="DIR", help="keep the runs there (new or empty), for --resume of another tree"
+    )
+    recording.add_argument(
+        "--resume", type=Path, metavar="DIR", help="also resume from the checkpoints of an older recording's --runs"
+    )
     recording.add_argument("--at_once", type=int, default=2, help="runs that are trained at the same time")
-    comparing = commands.add_parser("compare", help="name the first difference of each run; exit status 1 where there is one")
+    comparing = commands.add_parser(
+        "compare", help="name the first difference of each run; exit status 1 where there is one"
+    )
     comparing.add_argument("old", type=Path)
     comparing.add_argument("new", type=Path)
     options = parser.parse_args()
@@ -43,7 +51,11 @@ def record(options: argparse.Namespace) -> None:
     chosen.sort(key=lambda run: -run.ranks)  # the longest first, so that none is left over
     with tempfile.TemporaryDirectory() as scratch:
         recorder = Recorder(options.tree, options.runs or Path(scratch))
-        found: dict[str, Any] = {"only": options.only, "data": recorder.prepare(), "runs": recorder.record(chosen, options.at_once)}
+        found: dict[str, Any] = {
+            "only": options.only,
+            "data": recorder.prepare(),
+            "runs": recorder.record(chosen, options.at_once),
+        }
         if options.resume is not None:
             resumed = [run for run in chosen if run.resumed]
             found["resumed"] = recorder.record(resumed, options.at_once, options.resume / "runs")
@@ -53,7 +65,11 @@ def record(options: argparse.Namespace) -> None:
 
 def compare(old: dict[str, Any], new: dict[str, Any]) -> int:
     found = differences(old, new)
-    print("\n".join(found) if found else f"equal: {len(new['runs'])} runs, {len(new.get('resumed', {}))} of them resumed as well")
+    print(
+        "\n".join(found)
+        if found
+        else f"equal: {len(new['runs'])} runs, {len(new.get('resumed', {}))} of them resumed as well"
+    )
     return int(bool(found))
 
 

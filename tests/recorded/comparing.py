@@ -10,7 +10,8 @@ from tests.recorded.runs import SAVED
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """A line for each run that differs, with its first difference. A recording of some runs (--only) is compared in those."""
+    """A line for each run that differs, with its first difference. A recording of some runs (--only) is compared in
+    those."""
     names = [name for name in old["runs"] if new["only"] is None or name in new["only"]]
     found = [] if old["data"] == new["data"] else ["the token files differ"]
     for name in dict.fromkeys([*names, *new["runs"]]):
@@ -18,7 +19,10 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     for name, run in new.get("resumed", {}).items():
         uninterrupted = old["runs"].get(name)
         if uninterrupted is not None:
-            uninterrupted = {**uninterrupted, "steps": [line for line in uninterrupted["steps"] if line["step"] > SAVED]}
+            uninterrupted = {
+                **uninterrupted,
+                "steps": [line for line in uninterrupted["steps"] if line["step"] > SAVED],
+            }
         found += [f"{name}, resumed: {line}" for line in first(of_run(uninterrupted, run))]
     return found
 

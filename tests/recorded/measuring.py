@@ -51,8 +51,16 @@ class Recorder:
         temporary = self.directory / "tmp"
         temporary.mkdir(exist_ok=True)
         paths = f"{self.tree}{os.pathsep}{self.tree / 'kernels'}"
-        self.environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary), "CUDA_VISIBLE_DEVICES": ""}
-        found = self._run("check", ["-c", "import megalite, megalite_kernels as kernels; print(megalite.__file__, kernels.__file__)"])
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": paths,
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(temporary),
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        found = self._run(
+            "check", ["-c", "import megalite, megalite_kernels as kernels; print(megalite.__file__, kernels.__file__)"]
+        )
         if not all(Path(file).is_relative_to(self.tree) for file in found.split()):
             raise SystemExit(f"the interpreter takes other sources than those of {self.tree}: {found}")
 
@@ -61,17 +69,31 @@ class Recorder:
         write_inputs(self.directory)
         tool = str(self.tree / "tools" / "prepare_data.py")
         for name, options in {"text": (), "more": (), "chat": ("--chat", "--max_length", "65")}.items():
-            (self.directory / f"{name}.idx").unlink(missing_ok=True)  # of an earlier recording; not every tree's tool has --overwrite
-            arguments = ["--input", f"{name}.jsonl", "--tokenizer", "byte", "--output", name, "--workers", "1", *options]
+            # of an earlier recording; not every tree's tool has --overwrite
+            (self.directory / f"{name}.idx").unlink(missing_ok=True)
+            arguments = [
+                "--input",
+                f"{name}.jsonl",
+                "--tokenizer",
+                "byte",
+                "--output",
+                name,
+                "--workers",
+                "1",
+                *options,
+            ]
             self._run(f"prepare {name}", [tool, *arguments])
         files = sorted(path for kind in ("bin", "idx") for path in self.directory.glob(f"*.{kind}"))
         return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
     def record(self, runs: list[Run], at_once: int, checkpoints: Path | None = None) -> dict[str, Any]:
-        """Train each of the runs, or with `checkpoints`, what is left of them after the checkpoint that another recording has there."""
+        """Train each of the runs, or with `checkpoints`, what is left of them after the checkpoint that another
+        recording has there."""
 
         def one(run: Run) -> dict[str, Any]:
-            found = self.train(run, None if checkpoints is None else checkpoints / run.name / "checkpoints" / f"step_{SAVED:08}")
+            found = self.train(
+                run, None if checkpoints is None else checkpoints / run.name / "checkpoints" / f"step_{SAVED:08}"
+            )
             print(f"{run.name}: {len(found['steps'])} lines, {len(found['tensors'])} tensors", flush=True)
             return found
 
@@ -80,14 +102,19 @@ class Recorder:
 
     def train(self, run: Run, checkpoint: Path | None) -> dict[str, Any]:
         config = run.config()
-        if "fp32_products" in (self.tree / "megalite" / "config" / "schema.py").read_text():  # else the tree computes with oneDNN anyhow
+        # else the tree computes with oneDNN anyhow
+        if "fp32_products" in (self.tree / "megalite" / "config" / "schema.py").read_text():
             config["train"]["fp32_products"] = "onednn"
         if checkpoint is not None:
             config["checkpoint"]["load"] = str(checkpoint.resolve())
             config["run"]["dir"] = "resumed"
         file = self.directory / f"{config['run']['dir']} {run.name}.yaml"
         file.write_text(yaml.safe_dump(config))
-        launcher = [] if run.ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.ranks)]
+        launcher = (
+            []
+            if run.ranks == 1
+            else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.ranks)]
+        )
         self._run(file.stem, [*launcher, str(self.tree / "pretrain.py"), "--config", str(file)])
         left = self.directory / config["run"]["dir"] / run.name
         lines = [json.loads(line) for line in (left / "metrics.jsonl").read_text().splitlines()]
@@ -98,7 +125,9 @@ class Recorder:
         """Run Python to its end; what it prints. Ends the recording where that fails."""
         command, log = [sys.executable, *arguments], self.directory / f"{what}.log"
         with open(log, "w") as file:
-            ended = subprocess.run(command, cwd=self.directory, env=self.environment, stdout=file, stderr=file, timeout=TIMEOUT)
+            ended = subprocess.run(
+                command, cwd=self.directory, env=self.environment, stdout=file, stderr=file, timeout=TIMEOUT
+            )
         text = log.read_text()
         if ended.returncode:
             raise SystemExit(f"{what} failed with exit status {ended.returncode}:\n{text[-4000:]}")
@@ -110,11 +139,17 @@ def write_inputs(directory: Path) -> None:
     chance = random.Random(7)
 
     def text(longest: int) -> str:
-        return " ".join(WORDS[int(len(WORDS) * chance.random() ** 2)] for _ in range(1 + int(longest * chance.random())))
+        return " ".join(
+            WORDS[int(len(WORDS) * chance.random() ** 2)] for _ in range(1 + int(longest * chance.random()))
+        )
 
     texts, more = ([{"text": text(60)} for _ in range(count)] for count in (150, 50))
     chats = [
-        {"messages": [{"role": role, "content": text(4)} for _ in range(1 + number % 2) for role in ("user", "assistant")]}
+        {
+            "messages": [
+                {"role": role, "content": text(4)} for _ in range(1 + number % 2) for role in ("user", "assistant")
+            ]
+        }
         for number in range(300)
     ]
     for name, records in (("text", texts), ("more", more), ("chat", chats)):
@@ -122,7 +157,8 @@ def write_inputs(directory: Path) -> None:
 
 
 def tensors_of(checkpoint: Path) -> dict[str, Any]:
-    """The state of a checkpoint of format 1 and the hash of each of its tensors, whatever ranks have written which part."""
+    """The state of a checkpoint of format 1 and the hash of each of its tensors, whatever ranks have written which
+    part."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     assert manifest["format"] == 1, manifest["format"]
     hashes = {}
@@ -134,7 +170,9 @@ def tensors_of(checkpoint: Path) -> dict[str, Any]:
             with open(checkpoint / chunk["file"], "rb") as file:
                 file.seek(chunk["offset"])
                 part = np.frombuffer(file.read(chunk["bytes"]), whole.dtype).reshape(chunk["sizes"])
-            whole[tuple(slice(start, start + size) for start, size in zip(chunk["offsets"], chunk["sizes"], strict=True))] = part
+            whole[
+                tuple(slice(start, start + size) for start, size in zip(chunk["offsets"], chunk["sizes"], strict=True))
+            ] = part
             written += part.size
         assert written == prod(shape), f"{checkpoint}: {name} has {prod(shape)} elements, of which {written} are stored"
         hashes[name] = f"{kind} {shape} {hashlib.sha256(whole.tobytes()).hexdigest()}"

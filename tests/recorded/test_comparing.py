@@ -31,7 +31,9 @@ def write(directory: Path, parts: list[tuple[slice, slice]]) -> Path:
         place = {"offsets": [rows.start, columns.start], "sizes": list(part.shape)}
         chunks.append({**place, "file": f"rank_{rank:05}.bin", "offset": 128, "bytes": part.nbytes, "crc32c": ""})
     tensor = {"dtype": "float32", "shape": list(WHOLE.shape), "chunks": chunks}
-    (directory / "manifest.json").write_text(json.dumps({"format": 1, "state": dict.fromkeys(STATE, 0), "tensors": {"weight/a": tensor}}))
+    (directory / "manifest.json").write_text(
+        json.dumps({"format": 1, "state": dict.fromkeys(STATE, 0), "tensors": {"weight/a": tensor}})
+    )
     return directory
 
 

@@ -1,8 +1,11 @@
-"""What the imports of a training run cost beyond torch's: processor time, modules, and the time that the project's own modules take.
+"""What the imports of a training run cost beyond torch's: processor time, modules, and the time that the project's own
+modules take.
 
-    python -m tests.structure.import_cost --tree OLD --tree NEW [--times 5] [--modules pretrain megalite.training.trainer]
+    python -m tests.structure.import_cost --tree OLD --tree NEW [--times 5] [--modules pretrain
+    megalite.training.trainer]
 
-Each tree is measured in fresh processes, in turns with the others, after one that compiles its bytecode; medians are printed.
+Each tree is measured in fresh processes, in turns with the others, after one that compiles its bytecode; medians are
+printed.
 """
 
 from __future__ import annotations
@@ -54,7 +57,12 @@ def main() -> None:
     rounds = [{tree: measure(tree, options.modules) for tree in trees} for _ in range(options.times)]
     for tree in trees:
         values = {key: median(each[tree][key] for each in rounds) for key in rounds[0][tree]}
-        print(f"{tree}: " + ", ".join(f"{key} {value:g}" if "modules" in key else f"{key} {value:.3f}" for key, value in values.items()))
+        print(
+            f"{tree}: "
+            + ", ".join(
+                f"{key} {value:g}" if "modules" in key else f"{key} {value:.3f}" for key, value in values.items()
+            )
+        )
 
 
 if __name__ == "__main__":

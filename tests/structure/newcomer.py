@@ -1,4 +1,5 @@
-"""What a newcomer has who follows the manual: a clone, texts, conversations, a small Llama; and the commands of a page, run as written."""
+"""What a newcomer has who follows the manual: a clone, texts, conversations, a small Llama; and the commands of a page,
+run as written."""
 
 from __future__ import annotations
 
@@ -21,10 +22,12 @@ IMPORTED = {
     "ds_config.json": '{"train_batch_size": 32, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}',
     "default_config.yaml": "distributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\n",
     "train_llama3_8b.sh": "TP=2\ntorchrun pretrain_gpt.py --tensor-model-parallel-size $TP --lr 3e-4 2>&1 | tee log\n",
-    "train.sh": "if [ $1 = 8B ]; then LAYERS=32; fi\ntorchrun pretrain_gpt.py --tensor-model-parallel-size $TP --num-layers $LAYERS "
+    "train.sh": "if [ $1 = 8B ]; then LAYERS=32; fi\ntorchrun pretrain_gpt.py --tensor-model-parallel-size $TP "
+    "--num-layers $LAYERS "
     "--global-batch-size $2\n",
     "llama3_8b.toml": '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nlocal_batch_size = 1\n',
-    "lora-8b.yml": "base_model: models/llama\nadapter: lora\nlora_r: 8\nmicro_batch_size: 2\ngradient_accumulation_steps: 4\n",
+    "lora-8b.yml": "base_model: models/llama\nadapter: lora\nlora_r: 8\nmicro_batch_size: "
+    "2\ngradient_accumulation_steps: 4\n",
 }
 """Configurations of other programs."""
 BLOCK = re.compile(r'^```sh(?: title="([^"\n]*)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
@@ -69,7 +72,8 @@ def commands(page: str) -> list[Command]:
 
 
 def make_place(place: Path) -> Path:
-    """Fill a directory with a clone, a corpus of text, configurations of other programs, a small Llama and Mixtral, and conversations."""
+    """Fill a directory with a clone, a corpus of text, configurations of other programs, a small Llama and Mixtral, and
+    conversations."""
     for name in LINKED:
         (place / name).symlink_to(ROOT / name)
     for name, content in IMPORTED.items():
@@ -87,12 +91,16 @@ def make_place(place: Path) -> Path:
 
 
 def run(words: list[str], place: Path, redirected: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command in the newcomer's directory, with the programs of this environment, as an activated one would find them."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # `make test` may have started this
+    """Run a command in the newcomer's directory, with the programs of this environment, as an activated one would find
+    them."""
+    # `make test` may have started this
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     source = None if redirected is None else (place / redirected).open()
     try:
-        return subprocess.run(runnable(words), cwd=place, env=environment, stdin=source, capture_output=True, text=True, timeout=600)
+        return subprocess.run(
+            runnable(words), cwd=place, env=environment, stdin=source, capture_output=True, text=True, timeout=600
+        )
     finally:
         if source is not None:
             source.close()

@@ -22,6 +22,8 @@ def python(code: str, *arguments: str, first_on_path: Path | None = None, cwd: P
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     paths += [str(ROOT / path) for path in inherited if path]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    ended = subprocess.run([sys.executable, "-c", code, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout

@@ -1,4 +1,5 @@
-"""Every key of the configuration is read by something that acts on it: a key that is only checked, or not even that, promises nothing."""
+"""Every key of the configuration is read by something that acts on it: a key that is only checked, or not even that,
+promises nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ SCHEMA, LOADING = ROOT / "megalite" / "config" / "schema.py", ROOT / "megalite" 
 
 
 def unread(sources: Iterable[str], loading: str, schema: str) -> set[str]:
-    """Keys that no source reads. In `loading`, which turns keys into other keys, the text "section.key" is a read too."""
+    """Keys that no source reads. In `loading`, which turns keys into other keys, the text "section.key" is a read
+    too."""
     derived = derived_keys(ast.parse(schema))
     read = {node.value for node in ast.walk(ast.parse(loading)) if isinstance(node, ast.Constant)}
     for source in sources:
@@ -27,7 +29,8 @@ def unread(sources: Iterable[str], loading: str, schema: str) -> set[str]:
 
 
 def reads(tree: ast.Module) -> Iterator[str]:
-    """section.attribute of every attribute that is taken from a configuration section, or from a name that stands for one."""
+    """section.attribute of every attribute that is taken from a configuration section, or from a name that stands for
+    one."""
     names = aliases(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
@@ -47,7 +50,8 @@ def section_of(node: ast.expr) -> str | None:
 
 
 class Aliases:
-    """Names, in one file, that stand for a section: annotated with its class, or assigned from it. Annotations are visited first."""
+    """Names, in one file, that stand for a section: annotated with its class, or assigned from it. Annotations are
+    visited first."""
 
     def __init__(self) -> None:
         self.found: dict[str, set[str]] = {}
@@ -99,15 +103,23 @@ def derived_keys(schema: ast.Module) -> dict[str, set[str]]:
     for kind in (node for node in schema.body if isinstance(node, ast.ClassDef)):
         for section in (section for section, name in SECTIONS.items() if name == kind.name):
             for method in (node for node in kind.body if isinstance(node, ast.FunctionDef)):
-                taken = [node for node in ast.walk(method) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"]
+                taken = [
+                    node
+                    for node in ast.walk(method)
+                    if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"
+                ]
                 found[f"{section}.{method.name}"] = {f"{section}.{node.attr}" for node in taken}
     return found
 
 
 def acting(paths: Iterable[Path]) -> list[str]:
-    """The sources that act on the configuration; megalite/config/ only defines and checks it, but for the sizes that dims.py derives and
-    the length of the run that amounts.py resolves."""
-    return [path.read_text() for path in paths if LOADING.parent not in path.parents or path.name in ("dims.py", "amounts.py")]
+    """The sources that act on the configuration; megalite/config/ only defines and checks it, but for the sizes that
+    dims.py derives and the length of the run that amounts.py resolves."""
+    return [
+        path.read_text()
+        for path in paths
+        if LOADING.parent not in path.parents or path.name in ("dims.py", "amounts.py")
+    ]
 
 
 def test_every_key_is_read():

@@ -65,5 +65,10 @@ def test_the_image_is_built_and_runs():
         pytest.skip("needs Docker")
     cpu = "PIP_FLAGS=--extra-index-url https://download.pytorch.org/whl/cpu"
     subprocess.run(["docker", "build", "--tag", "megalite-test", "--build-arg", cpu, "."], cwd=ROOT, check=True)
-    done = subprocess.run(["docker", "run", "--rm", "megalite-test", "train", "--list_configs"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["docker", "run", "--rm", "megalite-test", "train", "--list_configs"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert "quickstart" in done.stdout

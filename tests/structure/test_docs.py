@@ -42,7 +42,9 @@ def test_relative_links_lead_somewhere(document: Path):
 
 def test_dead_links_are_found(tmp_path: Path):
     page = tmp_path / "page.md"
-    page.write_text("# A page\n[one](page.md#a-page) [two](gone.md) [three](#nowhere) `[four](gone)` [five](https://example.org)\n")
+    page.write_text(
+        "# A page\n[one](page.md#a-page) [two](gone.md) [three](#nowhere) `[four](gone)` [five](https://example.org)\n"
+    )
     assert dead_links(page) == ["gone.md", "#nowhere"]
 
 
@@ -51,20 +53,27 @@ FOREIGN = {
     *("tools/preprocess_data.py", "megalite/FILE"),
 }
 """Files of other projects that our texts name, and a placeholder."""
-SOURCES = [*PROGRAM, *(path for room in ("tests", "benchmarks", "docs") for path in sorted((ROOT / room).rglob("*.py")))]
+SOURCES = [
+    *PROGRAM,
+    *(path for room in ("tests", "benchmarks", "docs") for path in sorted((ROOT / room).rglob("*.py"))),
+]
 
 
 def texts_in(path: Path) -> Iterator[str]:
     """The comments and docstrings of a Python file."""
     text = path.read_text(encoding="utf-8")
-    yield from (token.string for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type == tokenize.COMMENT)
+    yield from (
+        token.string for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type == tokenize.COMMENT
+    )
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     yield from (ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, documented))
 
 
 def paths_named(text: str) -> set[str]:
     """Paths from the top of the repository, and names of Python files."""
-    whole = re.findall(r"(?<![\w/.-])((?:megalite|kernels|tests|tools|benchmarks(?!/results)|configs)/[\w./]*\w)(?![\w*{<-])", text)
+    whole = re.findall(
+        r"(?<![\w/.-])((?:megalite|kernels|tests|tools|benchmarks(?!/results)|configs)/[\w./]*\w)(?![\w*{<-])", text
+    )
     return {*whole, *re.findall(r"(?<![\w/.-])(\w+\.py)\b", text)}
 
 
@@ -84,7 +93,9 @@ def test_no_sentence_is_taken_for_an_item_of_a_list():
     """A number with a dot, or a dash, that begins a line inside a paragraph."""
     found = []
     for document in DOCUMENTS:
-        lines = re.sub(r"```.*?```", lambda block: "\n" * block[0].count("\n"), document.read_text(), flags=re.DOTALL).splitlines()
+        lines = re.sub(
+            r"```.*?```", lambda block: "\n" * block[0].count("\n"), document.read_text(), flags=re.DOTALL
+        ).splitlines()
         for before, line in zip(lines, lines[1:], strict=False):
             inside = before.strip() and not re.match(r"\s|\d+\. |[-+*] |#|\|", before)
             if inside and re.match(r"\d+\. |[-+*] ", line):

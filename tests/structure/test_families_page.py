@@ -1,4 +1,5 @@
-"""The table of docs/huggingface.md names what the tests prove of each family, and CONTRIBUTING.md shows the whole of one."""
+"""The table of docs/huggingface.md names what the tests prove of each family, and CONTRIBUTING.md shows the whole of
+one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What an import costs and needs: few modules, nothing heavy before it is used, no Triton, and no clash over the name `kernels`."""
+"""What an import costs and needs: few modules, nothing heavy before it is used, no Triton, and no clash over the name
+`kernels`."""
 
 from __future__ import annotations
 
@@ -14,10 +15,18 @@ from megalite.data.preparation.writer import IndexedWriter
 from tests.structure.sources import ROOT, python
 
 OWN = {"pretrain", "megalite", "megalite_kernels", "tools"}
-OTHERS = {"jsonargparse", "yaml", "_yaml", "numpy", "attr", "attrs"}  # jsonargparse imports the last two where they are installed
+# jsonargparse imports the last two where they are installed
+OTHERS = {"jsonargparse", "yaml", "_yaml", "numpy", "attr", "attrs"}
 MOST_OTHERS = 100  # modules of other packages; importing torch alone takes more than a thousand
 NEVER_WHILE_TRAINING = (
-    *("transformers", "datasets", "sentencepiece", "matplotlib", "torch.distributed.checkpoint", "torch.distributed.tensor"),
+    *(
+        "transformers",
+        "datasets",
+        "sentencepiece",
+        "matplotlib",
+        "torch.distributed.checkpoint",
+        "torch.distributed.tensor",
+    ),
     *("torch.distributed.fsdp", "torch._dynamo", "torch.optim", "torch.utils.checkpoint", "triton"),
 )
 ONE_STEP = """
@@ -68,7 +77,8 @@ def first_step(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 def test_training_imports_few_packages_beside_torch(first_step):
-    """Counted in modules beyond those that torch imports. What the project's own cost is measured by `import_cost.py`, in seconds."""
+    """Counted in modules beyond those that torch imports. What the project's own cost is measured by `import_cost.py`,
+    in seconds."""
     packages = Counter(module.partition(".")[0] for module in first_step["modules"])
     others = {name: packages[name] for name in packages.keys() & OTHERS}
     strange = {name for name in packages.keys() - OWN - OTHERS - sys.stdlib_module_names if "cython" not in name}
@@ -79,18 +89,33 @@ def test_training_imports_few_packages_beside_torch(first_step):
 
 @pytest.mark.parametrize("module", NEVER_WHILE_TRAINING)
 def test_nothing_heavy_is_imported_while_training(first_step, module: str):
-    assert {"megalite.training.trainer", "megalite.optimizer.adamw", "jsonargparse"} <= set(first_step["modules"]), "it has trained"
+    assert {"megalite.training.trainer", "megalite.optimizer.adamw", "jsonargparse"} <= set(first_step["modules"]), (
+        "it has trained"
+    )
     assert module not in first_step["modules"]
 
 
 def test_everything_imports_without_triton_and_the_packages_of_extras():
-    extras = ("triton", "transformers", "datasets", "sentencepiece", "pyarrow", "matplotlib", "tensorboard", "wandb", "lm_eval")
+    extras = (
+        "triton",
+        "transformers",
+        "datasets",
+        "sentencepiece",
+        "pyarrow",
+        "matplotlib",
+        "tensorboard",
+        "wandb",
+        "lm_eval",
+    )
     python(WITHOUT + EVERY_MODULE, *extras)
-    assert python(WITHOUT + "try:\n    import triton\nexcept ImportError:\n    print('hidden')", "triton") == "hidden\n", "hiding works"
+    assert (
+        python(WITHOUT + "try:\n    import triton\nexcept ImportError:\n    print('hidden')", "triton") == "hidden\n"
+    ), "hiding works"
 
 
 def test_a_distribution_called_kernels_does_not_clash(tmp_path: Path):
-    """transformers imports that distribution's package where it is installed; our directory of the same name must not stand in its way."""
+    """transformers imports that distribution's package where it is installed; our directory of the same name must not
+    stand in its way."""
     from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
     (tmp_path / "kernels").mkdir()

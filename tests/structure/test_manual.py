@@ -1,7 +1,9 @@
-"""Every command of the manual runs as written there, in the order of the pages, in one newcomer's directory, on small inputs.
+"""Every command of the manual runs as written there, in the order of the pages, in one newcomer's directory, on small
+inputs.
 
-A block that needs what is not here says so in its title, and the parts of it that can be run are. Each page may use what the ones before it
-have made. `pytest -m manual` runs them; they start many processes, so the usual run of the tests leaves them out.
+A block that needs what is not here says so in its title, and the parts of it that can be run are. Each page may use
+what the ones before it have made. `pytest -m manual` runs them; they start many processes, so the usual run of the
+tests leaves them out.
 """
 
 from __future__ import annotations
@@ -47,7 +49,13 @@ NODES = {
     "--tp 8 --pp 1 --dp 4": "--tp 2 --pp 1 --dp 2",
     "/shared/": "",
 }
-SIZES = ("hidden_size 32", "intermediate_size 64", "num_hidden_layers 2", "num_attention_heads 2", "num_key_value_heads 2")
+SIZES = (
+    "hidden_size 32",
+    "intermediate_size 64",
+    "num_hidden_layers 2",
+    "num_attention_heads 2",
+    "num_key_value_heads 2",
+)
 TINY = " ".join(f"--model.{size}" for size in SIZES)
 
 
@@ -70,7 +78,9 @@ def replaced(text: str, changes: dict[str, str]) -> str:
 def appended(words: list[str], table: dict[tuple[str, str], str]) -> list[str]:
     """Further options of a command that has one of the table's."""
     text = " ".join(words)
-    return [word for (name, part), more in table.items() if name in words and part in text for word in shlex.split(more)]
+    return [
+        word for (name, part), more in table.items() if name in words and part in text for word in shlex.split(more)
+    ]
 
 
 def as_written(command: Command, place: Path) -> Iterator[tuple[list[str], int]]:
@@ -91,7 +101,19 @@ def without_slurm(command: Command, place: Path) -> Iterator[tuple[list[str], in
     script = next(number for number, word in enumerate(words) if word.endswith(".sbatch"))
     assert (ROOT / words[script]).is_file() and words[1] == "--nodes"
     world = 8 * int(words[2])
-    yield ["megalite", "train", *words[script + 1 :], "--dry_run", "--world_size", str(world), "--model.vocab_size", "128256"], 0
+    yield (
+        [
+            "megalite",
+            "train",
+            *words[script + 1 :],
+            "--dry_run",
+            "--world_size",
+            str(world),
+            "--model.vocab_size",
+            "128256",
+        ],
+        0,
+    )
 
 
 def without_docker(command: Command, place: Path) -> Iterator[tuple[list[str], int]]:

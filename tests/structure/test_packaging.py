@@ -18,8 +18,26 @@ import megalite
 from tests.structure.sources import ROOT
 
 Run = Callable[..., str]
-TINY = ["--model.hidden_size", "32", "--model.intermediate_size", "64", "--data.sequence_length", "16", "--model.num_hidden_layers", "2"]
-BATCH = ["--train.global_batch_size", "4", "--train.micro_batch_size", "2", "--train.steps", "2", "--optimizer.warmup_steps", "1"]
+TINY = [
+    "--model.hidden_size",
+    "32",
+    "--model.intermediate_size",
+    "64",
+    "--data.sequence_length",
+    "16",
+    "--model.num_hidden_layers",
+    "2",
+]
+BATCH = [
+    "--train.global_batch_size",
+    "4",
+    "--train.micro_batch_size",
+    "2",
+    "--train.steps",
+    "2",
+    "--optimizer.warmup_steps",
+    "1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +57,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """run(*words, status=0) → what the installed `megalite` prints, or with `ranks` what torchrun prints; all in one directory.
+    """run(*words, status=0) → what the installed `megalite` prints, or with `ranks` what torchrun prints; all in one
+    directory.
 
-    The environment has the wheel and what this one has, without the checkout: lines of a .pth file are directories whose own .pth files,
-    such as that of an editable install, are not read.
+    The environment has the wheel and what this one has, without the checkout: lines of a .pth file are directories
+    whose own .pth files, such as that of an editable install, are not read.
     """
     place = tmp_path_factory.mktemp("installed")
     venv.create(place / "venv", symlinks=True)
@@ -56,7 +75,16 @@ def run(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     (place / "work").mkdir()
 
     def call(*words: str, ranks: int = 0, status: int = 0) -> str:
-        launch = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "megalite"]
+        launch = [
+            str(python),
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+            "-m",
+            "megalite",
+        ]
         command = [*(launch if ranks else [str(python.with_name("megalite"))]), *words]
         done = subprocess.run(command, cwd=place / "work", env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == status, done.stderr[-4000:]
@@ -70,9 +98,17 @@ def test_the_wheel_holds_every_module_and_data_file_and_nothing_else(wheel: Path
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     expected = {
-        *(str(path.relative_to(ROOT)) for kind in ("*.py", "*.yaml", "*.jinja", "*.js") for path in (ROOT / "megalite").rglob(kind)),
+        *(
+            str(path.relative_to(ROOT))
+            for kind in ("*.py", "*.yaml", "*.jinja", "*.js")
+            for path in (ROOT / "megalite").rglob(kind)
+        ),
         *(f"megalite/monitoring/report/uplot/{name}" for name in ("LICENSE", "uPlot.min.css")),
-        *(str(path.relative_to(ROOT / "kernels")) for kind in ("*.py", "*.yaml", "*.json") for path in (ROOT / "kernels").rglob(kind)),
+        *(
+            str(path.relative_to(ROOT / "kernels"))
+            for kind in ("*.py", "*.yaml", "*.json")
+            for path in (ROOT / "kernels").rglob(kind)
+        ),
         *(f"megalite/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")),
     }
     assert names == expected
@@ -85,15 +121,35 @@ def test_an_installed_megalite_prepares_trains_exports_and_generates(run: Run, t
     assert "gloo on cpu" in output
     made = "runs/demo/quickstart"
     run("convert", "export", made, "exported")
-    assert len(json.loads(run("generate", made, "--prompt", "a ship", "--tokens", "3", "--json", "--tp", "2"))["tokens"]) == 3
+    assert (
+        len(json.loads(run("generate", made, "--prompt", "a ship", "--tokens", "3", "--json", "--tp", "2"))["tokens"])
+        == 3
+    )
 
 
 def test_an_installed_megalite_plans(run: Run):
-    sizes = ["--gpus", "8", "--gpu", "h100", "--sequence_length", "2048", "--global_batch_size", "64", "--tp", "2", "--pp", "2"]
+    sizes = [
+        "--gpus",
+        "8",
+        "--gpu",
+        "h100",
+        "--sequence_length",
+        "2048",
+        "--global_batch_size",
+        "64",
+        "--tp",
+        "2",
+        "--pp",
+        "2",
+    ]
     run("plan", "--model", "llama-3-8b", *sizes, "--write", "plan.yaml")
-    assert json.loads(run("bubble", "--pp", "2", "--microbatches", "4", "--schedule", "1f1b", "--json"))["makespan"] == 15
+    assert (
+        json.loads(run("bubble", "--pp", "2", "--microbatches", "4", "--schedule", "1f1b", "--json"))["makespan"] == 15
+    )
     listed = run("train", "--list_configs")
-    assert [line.split()[0] for line in listed.splitlines()] == sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+    assert [line.split()[0] for line in listed.splitlines()] == sorted(
+        path.stem for path in (ROOT / "configs").glob("*.yaml")
+    )
 
 
 def test_an_installed_megalite_names_no_file_of_a_checkout(run: Run):

@@ -12,7 +12,12 @@ import yaml
 from tests.structure.sources import ROOT, relative
 
 DOCS = ROOT / "docs"
-WITH_PATHS = [ROOT / "CONTRIBUTING.md", DOCS / "architecture.md", DOCS / "status.md", *sorted((DOCS / "decisions").glob("*.md"))]
+WITH_PATHS = [
+    ROOT / "CONTRIBUTING.md",
+    DOCS / "architecture.md",
+    DOCS / "status.md",
+    *sorted((DOCS / "decisions").glob("*.md")),
+]
 ANY_NAME = re.compile("NAME|OPERATION")
 # of a run's directory; what must not exist
 NOT_IN_THE_TREE = ("config.yaml", "starts.jsonl", "metrics.jsonl", "checkpoints/", "kernels/__init__.py")
@@ -63,18 +68,27 @@ def test_the_tree_names_what_is_there_and_every_room():
     assert [path for path in named if not (ROOT / path).exists()] == []
     listed = {str(Path(path)) for path in named}
     rooms = [path.parent for path in (ROOT / "megalite").rglob("__init__.py")]
-    covered = [room for room in rooms if relative(room) in listed or any(Path(path) in room.relative_to(ROOT).parents for path in listed)]
+    covered = [
+        room
+        for room in rooms
+        if relative(room) in listed or any(Path(path) in room.relative_to(ROOT).parents for path in listed)
+    ]
     modules = [path for path in (ROOT / "megalite").glob("*.py") if path.name != "__init__.py"]
     assert rooms == covered and all(relative(path) in listed for path in modules)
-    whole = {str(Path(path).parent) for path in listed if path.endswith(".py")}  # rooms whose files are listed have all of them
-    files = {relative(path) for room in whole - {"."} for path in (ROOT / room).glob("*.py") if path.name != "__init__.py"}
+    # rooms whose files are listed have all of them
+    whole = {str(Path(path).parent) for path in listed if path.endswith(".py")}
+    files = {
+        relative(path) for room in whole - {"."} for path in (ROOT / room).glob("*.py") if path.name != "__init__.py"
+    }
     assert sorted(files - listed) == []
 
 
 def test_the_tree_names_nothing_twice():
     page = (DOCS / "architecture.md").read_text()
     block = page[page.index("## The tree") :].split("```")[1]
-    assert len(tree(page)) == sum(len(line.strip().partition("  ")[0].split(", ")) for line in filter(None, block.splitlines()))
+    assert len(tree(page)) == sum(
+        len(line.strip().partition("  ")[0].split(", ")) for line in filter(None, block.splitlines())
+    )
 
 
 def test_every_page_of_the_manual_is_on_its_first_page_and_in_its_navigation():
@@ -100,7 +114,11 @@ def test_every_feature_names_a_test_that_exists():
     named = {row: re.findall(r"`([\w/]+\.py)::(\w+)`", row) for row in rows}
     assert rows and [row for row, tests in named.items() if not tests] == []
     wanted = [(ROOT / "tests" / path, name) for tests in named.values() for path, name in tests]
-    gone = [f"{relative(path)}::{name}" for path, name in wanted if not path.is_file() or f"def {name}(" not in path.read_text()]
+    gone = [
+        f"{relative(path)}::{name}"
+        for path, name in wanted
+        if not path.is_file() or f"def {name}(" not in path.read_text()
+    ]
     assert gone == []
 
 

@@ -1,4 +1,5 @@
-"""Positions come from the loader: below it nobody counts tokens, which a rank that holds a part of a row would count wrong."""
+"""Positions come from the loader: below it nobody counts tokens, which a rank that holds a part of a row would count
+wrong."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ COUNTING = {"arange", "linspace", "cumsum"}
 
 @pytest.mark.parametrize("path", BELOW_THE_LOADER, ids=relative)
 def test_no_module_below_the_loader_makes_positions(path: Path):
-    """The kernels, whose blocks count queries and keys, are told where these begin (`AttentionDropout.position_offset`)."""
+    """The kernels, whose blocks count queries and keys, are told where these begin
+    (`AttentionDropout.position_offset`)."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     names = {ast.unparse(call.func).rpartition(".")[2]: call.lineno for call in calls}
     assert {name: line for name, line in names.items() if name in COUNTING} == {}

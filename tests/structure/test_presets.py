@@ -26,8 +26,10 @@ PARAMETERS = {  # by hand, norms and biases included; Llama 3 as published
     "quickstart": 4096 * 128 + 4 * (128 * (128 * 2 + 64 * 2) + 3 * 128 * 352 + 2 * 128) + 128,
     "shakespeare-char": (257 + 64) * 128 + 4 * (12 * 128**2 + 4 * 128) + 2 * 128,
     "llama-25m": 2 * 8192 * 512 + 6 * (512 * (512 * 2 + 256 * 2) + 3 * 512 * 1376 + 2 * 512) + 512,
-    "finetune-lora": 2 * 257 * 256 + 4 * (4 * 256**2 + 3 * 256 * 688 + 2 * 256) + 256,  # the default shape, as of the next
-    "finetune-chat": 2 * 257 * 256 + 4 * (4 * 256**2 + 3 * 256 * 688 + 2 * 256) + 256,  # the default shape: --model.from_hf gives another
+    # the default shape, as of the next
+    "finetune-lora": 2 * 257 * 256 + 4 * (4 * 256**2 + 3 * 256 * 688 + 2 * 256) + 256,
+    # the default shape: --model.from_hf gives another
+    "finetune-chat": 2 * 257 * 256 + 4 * (4 * 256**2 + 3 * 256 * 688 + 2 * 256) + 256,
     "llama-3-8b": 8_030_261_248,
     "llama-3-8b-128k": 8_030_261_248,
     "llama-3-70b": 70_553_706_496,
@@ -54,7 +56,9 @@ def test_a_preset_would_start_and_has_the_size_that_it_says(path: Path, tokens: 
     name = path.stem
     data = tokens[name.startswith("finetune-")]
     vocabulary = ["--model.vocab_size", "4096"] if name == "quickstart" else []
-    config = load_config(["--config", str(path), "--data.train", data, *vocabulary, *LAYOUT.get(name, [])], world_size=RANKS.get(name, 1))
+    config = load_config(
+        ["--config", str(path), "--data.train", data, *vocabulary, *LAYOUT.get(name, [])], world_size=RANKS.get(name, 1)
+    )
     assert parameter_count(model_specs(config.model)) == PARAMETERS[name]
     assert sum(build.partition(config)) == config.model.num_hidden_layers
     microbatches = build.layout(config).microbatches

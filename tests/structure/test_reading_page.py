@@ -20,7 +20,8 @@ NOT_NAMES = {"F0.1", "SF", "RF", "B", "SB", "RB"}  # actions of a schedule
 
 
 def own_names(statement: ast.AST) -> set[str]:
-    """What one statement or argument names: a function, a class, an argument, a variable or an attribute that it sets."""
+    """What one statement or argument names: a function, a class, an argument, a variable or an attribute that it
+    sets."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {statement.name}
     if isinstance(statement, ast.arg):
@@ -41,7 +42,8 @@ def names(path: Path) -> frozenset[str]:
 
 
 def unknown(text: str) -> list[str]:
-    """Names in backticks that the file named with them does not define, or, where no file is named, no file of the library."""
+    """Names in backticks that the file named with them does not define, or, where no file is named, no file of the
+    library."""
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     wrong = [name for name, path in IN_FILE.findall(prose) if name not in names((PAGE.parent / path).resolve())]
     everywhere = frozenset().union(*map(names, CORE))
@@ -50,7 +52,8 @@ def unknown(text: str) -> list[str]:
             wrong += [] if (ROOT / code).exists() else [code]
         elif NAME.fullmatch(code) and code not in NOT_NAMES:
             first, *rest = code.split(".")
-            known = code in everywhere or (first.islower() and everywhere.issuperset([first, *rest]))  # `mesh.traffic`: not of a class
+            # `mesh.traffic`: not of a class
+            known = code in everywhere or (first.islower() and everywhere.issuperset([first, *rest]))
             wrong += [] if known else [code]
     return wrong
 

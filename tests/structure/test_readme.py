@@ -1,4 +1,5 @@
-"""Every command of README.md runs as written there, in a directory of its own, with sizes appended that keep it short."""
+"""Every command of README.md runs as written there, in a directory of its own, with sizes appended that keep it
+short."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from tests.structure.sources import ROOT
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = commands("README.md")
-INSTALL = ["python3 -m venv .venv", ". .venv/bin/activate", "pip install -c constraints.txt -e '.[data]'"]  # test_packaging.py installs
+# test_packaging.py installs
+INSTALL = ["python3 -m venv .venv", ". .venv/bin/activate", "pip install -c constraints.txt -e '.[data]'"]
 MAKE = ["make demo", "make test"]
 
 
@@ -55,7 +57,8 @@ def test_commands_run_in_order(place):
     made = place / "models" / "llama-chat"
     assert (made / "model.safetensors").read_bytes() != (place / "models" / "llama" / "model.safetensors").read_bytes()
     assert (made / "chat_template.jinja").read_text() == CHATML
-    assert (place / "zb-v.svg").read_bytes() == (ROOT / "docs" / "pictures" / "zb-v.svg").read_bytes()  # what the page shows
+    # what the page shows
+    assert (place / "zb-v.svg").read_bytes() == (ROOT / "docs" / "pictures" / "zb-v.svg").read_bytes()
 
 
 @pytest.mark.parametrize("target", ["demo", "test"])

@@ -1,4 +1,5 @@
-"""Where things are: command lines, shims in tools/, packages that say what they are for, and imports only of what is used."""
+"""Where things are: command lines, shims in tools/, packages that say what they are for, and imports only of what is
+used."""
 
 from __future__ import annotations
 
@@ -20,13 +21,19 @@ HEAVY = ("torch", "numpy", "yaml", "jsonargparse", "megalite.config", "megalite.
 
 def test_tools_holds_shims_and_no_package():
     assert [relative(path) for path in (ROOT / "tools").rglob("*.py") if path not in SHIMS] == []
-    assert {relative(path): len(path.read_text().splitlines()) for path in SHIMS if len(path.read_text().splitlines()) > LONGEST_SHIM} == {}
+    assert {
+        relative(path): len(path.read_text().splitlines())
+        for path in SHIMS
+        if len(path.read_text().splitlines()) > LONGEST_SHIM
+    } == {}
 
 
 def test_every_command_is_a_module_and_has_a_shim():
     modules = {name: ROOT / "megalite" / "commands" / f"{name.replace('-', '_')}.py" for name in COMMANDS}
     assert all(path.is_file() for path in modules.values())
-    started = {name for name in COMMANDS for path in (*SHIMS, ROOT / "pretrain.py") if f'start("{name}")' in path.read_text()}
+    started = {
+        name for name in COMMANDS for path in (*SHIMS, ROOT / "pretrain.py") if f'start("{name}")' in path.read_text()
+    }
     assert started == set(COMMANDS)
 
 
@@ -35,8 +42,12 @@ def test_a_package_says_what_it_is_for_and_defines_nothing(path: Path):
     tree = ast.parse(path.read_text())
     purpose = ast.get_docstring(tree)
     assert purpose and len(purpose.splitlines()) <= LONGEST_PURPOSE
-    defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
-    assert defined <= ({"__getattr__"} if path.parent == ROOT / "megalite" else set()), "what stands in a package itself is hard to find"
+    defined = {
+        node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
+    assert defined <= ({"__getattr__"} if path.parent == ROOT / "megalite" else set()), (
+        "what stands in a package itself is hard to find"
+    )
 
 
 def test_the_public_names_are_imported_when_they_are_used():
@@ -54,7 +65,8 @@ def test_the_public_names_are_imported_when_they_are_used():
 @pytest.mark.parametrize("command", ["bubble", "plan", "prepare"])
 def test_only_the_chosen_command_is_imported(command: str):
     code = (
-        "import sys\nsys.argv = ['megalite', sys.argv[1], '--help']\nfrom megalite.__main__ import main\ntry:\n    main()\nfinally:\n    "
+        "import sys\nsys.argv = ['megalite', sys.argv[1], '--help']\nfrom megalite.__main__ import main\ntry:\n    "
+        "main()\nfinally:\n    "
     )
     code += "print([name for name in sys.modules if name == 'torch' or name.startswith('megalite.commands.')])"
     imported = ast.literal_eval(python(code, command).splitlines()[-1])
@@ -70,4 +82,6 @@ def test_the_console_command_names_its_commands_and_the_nearest_to_a_wrong_one()
     first, *_, status = python(code, "--version").splitlines()
     assert first.startswith(f"megalite {megalite.__version__}") and status == "0"
     found, imported = python(f"{code}\nprint('torch' in sys.modules)", "--version", "--json").splitlines()[::2]
-    assert {"megalite", "python", "torch", "triton", "devices", "commit"} <= json.loads(found).keys() and imported == "False"
+    assert {"megalite", "python", "torch", "triton", "devices", "commit"} <= json.loads(
+        found
+    ).keys() and imported == "False"

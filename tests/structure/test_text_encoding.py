@@ -1,4 +1,5 @@
-"""Text files are UTF-8 whatever the locale says: every call that opens one, or reads a program's output, names the encoding."""
+"""Text files are UTF-8 whatever the locale says: every call that opens one, or reads a program's output, names the
+encoding."""
 
 from __future__ import annotations
 
@@ -27,13 +28,16 @@ BINARY = {
 
 def mode(call: ast.Call, default: str) -> str:
     """The mode that a call opens a file in; of one that is computed, the text of its expression."""
-    given = [each.value for each in call.keywords if each.arg == "mode"] or [each for each in call.args if is_mode(each)]
+    given = [each.value for each in call.keywords if each.arg == "mode"] or [
+        each for each in call.args if is_mode(each)
+    ]
     return ast.unparse(given[0]) if given else default
 
 
 def is_mode(argument: ast.expr) -> bool:
     return any(
-        isinstance(each, ast.Constant) and isinstance(each.value, str) and set(each.value) <= set("rwaxbt+") for each in ast.walk(argument)
+        isinstance(each, ast.Constant) and isinstance(each.value, str) and set(each.value) <= set("rwaxbt+")
+        for each in ast.walk(argument)
     )
 
 
@@ -56,7 +60,9 @@ def without_encoding(tree: ast.AST) -> Iterator[ast.Call]:
 
 def test_text_is_utf_8():
     found = [
-        f"{relative(path)}:{call.lineno}" for path in SOURCES for call in without_encoding(ast.parse(path.read_text(encoding="utf-8")))
+        f"{relative(path)}:{call.lineno}"
+        for path in SOURCES
+        for call in without_encoding(ast.parse(path.read_text(encoding="utf-8")))
     ]
     assert not found, f"without encoding=: {found}"
 
@@ -72,6 +78,17 @@ def test_what_is_looked_for_is_found():
         "os.fdopen(f, 'w')",
     ]
     wrong += ["tempfile.TemporaryFile('w+')", "gzip.open(p, 'rt')"]
-    right = ["open(p, 'rb')", "open(p, encoding='utf-8')", "p.open('r+b' if q else 'wb')", "p.read_text('utf-8')", "bucket.open()"]
-    right += ["tempfile.TemporaryFile()", "os.open(p, os.O_RDWR)", "datasets(text=True)", "p.write_text(t, encoding='utf-8')"]
+    right = [
+        "open(p, 'rb')",
+        "open(p, encoding='utf-8')",
+        "p.open('r+b' if q else 'wb')",
+        "p.read_text('utf-8')",
+        "bucket.open()",
+    ]
+    right += [
+        "tempfile.TemporaryFile()",
+        "os.open(p, os.O_RDWR)",
+        "datasets(text=True)",
+        "p.write_text(t, encoding='utf-8')",
+    ]
     assert [code for code in (*wrong, *right) if list(without_encoding(ast.parse(code)))] == wrong

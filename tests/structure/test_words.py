@@ -1,4 +1,5 @@
-"""Identifiers use the field's words: those that the first version invented stay away. Values, keys and file formats are not looked at."""
+"""Identifiers use the field's words: those that the first version invented stay away. Values, keys and file formats are
+not looked at."""
 
 from __future__ import annotations
 
@@ -14,8 +15,17 @@ INSTEAD = {
     **{"Closing": "StepFinalizer", "settle": "drain", "validate_step": "confirm"},
     **{"Residency": "WeightGatherer", "residency": "gatherer", "WeightGradients": "WeightGradQueue"},
     **{"BucketMemory": "BucketBuffers", "BucketGradients": "GradientBucket"},
-    **{"apart": "separate_embedding_grad", "_apart": "separate_embedding_grad", "keep_apart": "separate_embedding_grad"},
-    **{"forget": "release_grad", "one_contribution": "accumulate_as_one", "_fresh": "uninitialized", "fresh_gradients": "uninitialized"},
+    **{
+        "apart": "separate_embedding_grad",
+        "_apart": "separate_embedding_grad",
+        "keep_apart": "separate_embedding_grad",
+    },
+    **{
+        "forget": "release_grad",
+        "one_contribution": "accumulate_as_one",
+        "_fresh": "uninitialized",
+        "fresh_gradients": "uninitialized",
+    },
     **{"counted_once": "owned_rectangles", "travel": "comm_dtype", "wide": "accumulate_dtype"},
     **{"ends_in_turn": "staggered_end", "runs_ahead": "optimistic_step", "chained": "staggered_end"},
     **{"Regions": "CompiledOps", "regions": "ops", "Ran": "ActionTiming", "Pace": "StepTiming", "Mark": "ActionMarks"},
@@ -46,7 +56,9 @@ def identifiers(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 def invented(source: str) -> list[str]:
     """The invented words among the identifiers of a source, each with its line and the word that belongs there."""
-    return [f"line {line}: {name} → {INSTEAD[name]}" for name, line in identifiers(ast.parse(source)) if name in INSTEAD]
+    return [
+        f"line {line}: {name} → {INSTEAD[name]}" for name, line in identifiers(ast.parse(source)) if name in INSTEAD
+    ]
 
 
 @pytest.mark.parametrize("path", PROGRAM, ids=relative)

@@ -18,8 +18,8 @@ WITHOUT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT
 
 
 def executed(context: Any, config: dict[str, Any]) -> set[str]:
-    """The core's files of which a function runs on this rank, on any of its threads, during the first step. One that a dataclass has made
-    belongs to the file of its class."""
+    """The core's files of which a function runs on this rank, on any of its threads, during the first step. One that a
+    dataclass has made belongs to the file of its class."""
     found: set[str] = set()
     active = False
 
@@ -62,5 +62,6 @@ def code_lines(source: str) -> int:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in WITHOUT_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
-    blank = {number for number, line in enumerate(source.splitlines(), 1) if not line.strip()}  # inside a text of several lines
+    # inside a text of several lines
+    blank = {number for number, line in enumerate(source.splitlines(), 1) if not line.strip()}
     return len(lines - texts - blank)

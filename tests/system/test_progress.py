@@ -59,13 +59,16 @@ def test_a_command_that_is_busy_with_one_thing_still_says_so_and_what_is_slow_ha
 
 
 def test_the_rate_of_work_that_continues_counts_what_was_done_now():
-    assert shown({0: ("reading", 900, 1000), 2: ("reading", 920, 1000)}, io.StringIO())[0] == "reading: 920 of 1,000 (92%), 10/s, 8 s left"
+    assert (
+        shown({0: ("reading", 900, 1000), 2: ("reading", 920, 1000)}, io.StringIO())[0]
+        == "reading: 920 of 1,000 (92%), 10/s, 8 s left"
+    )
 
 
 def test_an_unknown_total_has_a_rate_and_no_end():
-    assert shown({0: ("searching", 1, None, "layouts"), 2: ("searching", 4_801, None, "layouts")}, io.StringIO())[0] == (
-        "searching: 4,801 layouts, 2,400 layouts/s"
-    )
+    assert shown({0: ("searching", 1, None, "layouts"), 2: ("searching", 4_801, None, "layouts")}, io.StringIO())[
+        0
+    ] == ("searching: 4,801 layouts, 2,400 layouts/s")
 
 
 def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(capsys):

@@ -38,13 +38,19 @@ def options(prefix: str, directory: Path, **changes: dict[str, Any]) -> dict[str
     config = config_of(CASE, prefix, run={"dir": str(directory), "name": "run"})
     config["train"] |= {"steps": 9, "global_batch_size": 2, "micro_batch_size": 2, "watchdog": None}
     config["optimizer"]["decay"] = "constant"
-    config |= {"checkpoint": {"keep": 1}, "data": {**config["data"], "validation": 0.1}, "validation": {"interval": 1, "batches": 1}}
+    config |= {
+        "checkpoint": {"keep": 1},
+        "data": {**config["data"], "validation": 0.1},
+        "validation": {"interval": 1, "batches": 1},
+    }
     return {section: {**config.get(section, {}), **changes.get(section, {})} for section in {**config, **changes}}
 
 
 def run(config: dict[str, Any], losses: list[float], monkeypatch: pytest.MonkeyPatch) -> Trainer:
     """Train; the validation after step n gives the n-th loss."""
-    monkeypatch.setattr(validation, "losses", lambda of: Losses(losses[of.step_done - 1], {"one": losses[of.step_done - 1], "two": 1.0}))
+    monkeypatch.setattr(
+        validation, "losses", lambda of: Losses(losses[of.step_done - 1], {"one": losses[of.step_done - 1], "two": 1.0})
+    )
     return train(config)
 
 
@@ -76,13 +82,20 @@ def test_the_best_checkpoint_stays_and_a_name_leads_to_it(background, prefix, tm
     assert kept(tmp_path) == {"4": "best", "9": "latest"}
     named = tmp_path / "run" / "checkpoints" / "best"
     assert checkpoint.find(named).name == "step_00000004"
-    assert checkpoint.manifest_of(checkpoint.find(named)).state["loop"]["best"] == {"loss": 3.0, "step": 4, "improved": 3.0, "waited": 0}
+    assert checkpoint.manifest_of(checkpoint.find(named)).state["loop"]["best"] == {
+        "loss": 3.0,
+        "step": 4,
+        "improved": 3.0,
+        "waited": 0,
+    }
     check(from_dict(options(prefix, tmp_path, run={"name": "next"}, model={"init_from": str(named)})), 1)
 
 
 @pytest.mark.parametrize("part", ["save", "mark_best"])
 @pytest.mark.parametrize("background", [False, True])
-def test_a_loss_whose_checkpoint_could_not_be_saved_is_not_the_best(part, background, prefix, tmp_path, monkeypatch, capsys):
+def test_a_loss_whose_checkpoint_could_not_be_saved_is_not_the_best(
+    part, background, prefix, tmp_path, monkeypatch, capsys
+):
     """After step 4, that of the lowest loss: the next lower one than 4.0 is then the best."""
     whole = getattr(checkpoint, part)
 
@@ -117,7 +130,9 @@ def test_the_run_ends_after_so_many_validations_without_improvement(losses, pati
         if best.stopped_early(config, trainer.loop_state):
             break
     assert trainer.step_done == end
-    assert lowest == [all(not before <= loss for before in losses[:place]) and loss == loss for place, loss in enumerate(losses[:end])]
+    assert lowest == [
+        all(not before <= loss for before in losses[:place]) and loss == loss for place, loss in enumerate(losses[:end])
+    ]
 
 
 def test_a_run_that_ended_early_says_so_and_goes_on_with_more_patience(prefix, tmp_path, monkeypatch, capsys):
@@ -129,13 +144,17 @@ def test_a_run_that_ended_early_says_so_and_goes_on_with_more_patience(prefix, t
     claimed = claim(from_dict(config))
     claimed.lock.release()
     assert claimed.complete is not None and "nothing to do: 6 of 9 steps" in claimed.complete
-    assert "the best is 3.0000, after step 4. To continue, raise train.early_stopping_patience, or leave it out" in claimed.complete
+    assert (
+        "the best is 3.0000, after step 4. To continue, raise train.early_stopping_patience, or leave it out"
+        in claimed.complete
+    )
     assert run(options(prefix, tmp_path, train={"early_stopping_patience": 9}), FALLING, monkeypatch).step_done == 9
 
 
 @pytest.mark.parametrize("stop", [1, 5])
 def test_a_run_that_is_stopped_counts_on(stop, prefix, tmp_path, monkeypatch):
-    """A signal in any step: the run ends where, and with the best checkpoint with which, it would have ended without."""
+    """A signal in any step: the run ends where, and with the best checkpoint with which, it would have ended
+    without."""
     changes = {"checkpoint": {"keep_best": True}, "train": {"early_stopping_patience": 3}}
     stopped = options(prefix, tmp_path, **changes, faults={"inject": f"sigterm:rank=0,step={stop}"})
     assert run(stopped, FALLING, monkeypatch).step_done == stop
@@ -148,12 +167,20 @@ def test_one_set_can_be_followed_and_one_that_is_not_there_is_refused(prefix, tm
     config = options(prefix, tmp_path, data=named, train={"early_stopping_patience": 2}, validation={"monitor": "two"})
     assert run(config, FALLING, monkeypatch).step_done == 3
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line for line in lines if "val_loss" in line][0] == {"step": 1, "val_loss": 5.0, "val_loss/one": 5.0, "val_loss/two": 1.0}
-    with pytest.raises(ConfigError, match=r"validation\.monitor = tow is not the name of a set of data\.validation\. .*Nearest: two"):
+    assert [line for line in lines if "val_loss" in line][0] == {
+        "step": 1,
+        "val_loss": 5.0,
+        "val_loss/one": 5.0,
+        "val_loss/two": 1.0,
+    }
+    with pytest.raises(
+        ConfigError, match=r"validation\.monitor = tow is not the name of a set of data\.validation\. .*Nearest: two"
+    ):
         check(from_dict(options(prefix, tmp_path, data=named, validation={"monitor": "tow"})), 1)
 
 
-VALIDATIONS: dict[str, tuple[str, dict[str, Any]]] = {  # which checkpoint is the best in the end: after step 1 the loss is the lowest
+# which checkpoint is the best in the end: after step 1 the loss is the lowest
+VALIDATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "the same": ("1", {}),
     "the same files, moved": ("1", {"data": {"validation": {"one": "other", "two": "moved"}}}),
     "another set": ("4", {"validation": {"monitor": "one"}}),
@@ -171,7 +198,10 @@ def test_losses_of_another_validation_are_not_compared(changed, prefix, tmp_path
     files = {"same": prefix, "other": write_tokens(tmp_path, 96, 400, seed=1), "moved": str(tmp_path / "moved")}
     for end in (".bin", ".idx", ".json"):
         Path(files["moved"] + end).write_bytes(Path(prefix + end).read_bytes())
-    first: dict[str, Any] = {"data": {"validation": {"one": "other", "two": "same"}}, "validation": {"monitor": "two", "batches": 1}}
+    first: dict[str, Any] = {
+        "data": {"validation": {"one": "other", "two": "same"}},
+        "validation": {"monitor": "two", "batches": 1},
+    }
     first |= {"checkpoint": {"keep_best": True, "keep": 1}, "train": {"early_stopping_patience": 9}}
 
     def config(steps: int, **changes: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +212,9 @@ def test_losses_of_another_validation_are_not_compared(changed, prefix, tmp_path
 
     told = [1.0, 2.0, 4.0, 3.0, 3.5, 3.6]
     monkeypatch.setattr(
-        validation, "losses", lambda of: Losses(told[of.step_done - 1], dict.fromkeys(("one", "two"), told[of.step_done - 1]))
+        validation,
+        "losses",
+        lambda of: Losses(told[of.step_done - 1], dict.fromkeys(("one", "two"), told[of.step_done - 1])),
     )
     train(config(2))
     assert kept(tmp_path) == {"1": "best", "2": "latest"}
@@ -203,7 +235,10 @@ def test_a_run_that_goes_back_forgets_the_best_of_what_came_after(prefix, tmp_pa
 
 def test_nothing_changes_in_a_run_that_follows_nothing(prefix, tmp_path, monkeypatch):
     found = []
-    for name, changes in (("plain", {}), ("followed", {"checkpoint": {"keep_best": True}, "train": {"early_stopping_patience": 99}})):
+    for name, changes in (
+        ("plain", {}),
+        ("followed", {"checkpoint": {"keep_best": True}, "train": {"early_stopping_patience": 99}}),
+    ):
         trainer = run(options(prefix, tmp_path / name, **changes), FALLING, monkeypatch)
         found.append(global_tensors(trainer))
         state = checkpoint.manifest_of(checkpoint.find(tmp_path / name / "run")).state
@@ -215,7 +250,10 @@ def test_nothing_changes_in_a_run_that_follows_nothing(prefix, tmp_path, monkeyp
     "changes, message",
     [
         ({"checkpoint": {"keep_best": True}}, r"checkpoint\.keep_best = true needs validations to choose by"),
-        ({"train": {"early_stopping_patience": 2}}, r"train\.early_stopping_patience = 2 counts validations, and there are none"),
+        (
+            {"train": {"early_stopping_patience": 2}},
+            r"train\.early_stopping_patience = 2 counts validations, and there are none",
+        ),
         ({"train": {"early_stopping_patience": 0}}, r"train\.early_stopping_patience = 0 is not a positive size"),
         ({"train": {"early_stopping_threshold": 0.1}}, r"train\.early_stopping_threshold = 0\.1 has no effect"),
     ],

@@ -20,7 +20,16 @@ from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 
-CASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 1, "masked": False, "dropout": 0.0, "microbatches": 1}
+CASE = {
+    **SINGLE,
+    "tied": False,
+    "kv_heads": 2,
+    "vocab_size": 96,
+    "layers": 1,
+    "masked": False,
+    "dropout": 0.0,
+    "microbatches": 1,
+}
 
 
 class Between(Observer):

@@ -18,8 +18,19 @@ from megalite.training import dry_run
 from megalite.training import meta_device as meta
 
 LLAMA_405B = {
-    **{"model.preset": "llama-3-70b", "model.num_hidden_layers": 126, "model.hidden_size": 16384, "model.num_attention_heads": 128},
-    **{"model.intermediate_size": 53248, "tp": 8, "pp": 16, "parallel.sequence_parallel": "true", "train.precision": "bf16"},
+    **{
+        "model.preset": "llama-3-70b",
+        "model.num_hidden_layers": 126,
+        "model.hidden_size": 16384,
+        "model.num_attention_heads": 128,
+    },
+    **{
+        "model.intermediate_size": 53248,
+        "tp": 8,
+        "pp": 16,
+        "parallel.sequence_parallel": "true",
+        "train.precision": "bf16",
+    },
     **{"data.sequence_length": 8192, "train.micro_batch_size": 1, "train.global_batch_size": 2048},
 }
 
@@ -41,17 +52,23 @@ def say(monkeypatch, capsys, tmp_path):
 
 def test_a_dry_run_of_16384_ranks_builds_those_it_is_asked_for(say, monkeypatch):
     built, fake_process = [], meta.fake_process
-    monkeypatch.setattr(meta, "fake_process", lambda rank, world: built.append((rank, world)) or fake_process(rank, world))
+    monkeypatch.setattr(
+        meta, "fake_process", lambda rank, world: built.append((rank, world)) or fake_process(rank, world)
+    )
     found = json.loads(say(LLAMA_405B, "--world_size", "16384", "--ranks", "0,9000,16383", "--json"))
     assert built == [(0, 16384), (9000, 16384), (16383, 16384)]
     assert found["parameters"] == 405_853_388_800  # as published
     assert [(rank["first_rank"], rank["ranks"]) for rank in found["ranks"]] == [(1024 * pp, 1024) for pp in range(16)]
     assert sum(rank["optimizer"] for rank in found["ranks"]) * 1024 == pytest.approx(12 * found["parameters"], rel=1e-3)
-    assert found["flops_per_token"]["palm"]["model"] == pytest.approx(6 * found["parameters"] + 12 * 126 * 16384 * 8192, rel=0.01)
+    assert found["flops_per_token"]["palm"]["model"] == pytest.approx(
+        6 * found["parameters"] + 12 * 126 * 16384 * 8192, rel=0.01
+    )
 
 
 def test_it_prints_a_line_for_pipeline_ranks_that_are_alike(say):
-    lines = say({**LLAMA_405B, "train.recompute": "full", "pp": 4, "parallel.schedule": "gpipe"}, "--world_size", "128").splitlines()
+    lines = say(
+        {**LLAMA_405B, "train.recompute": "full", "pp": 4, "parallel.schedule": "gpipe"}, "--world_size", "128"
+    ).splitlines()
     table = [line.split() for line in lines[3:7]]
     assert [row[:2] for row in table] == [["pp", "rank"], ["0", "0-31"], ["1-2", "32-95"], ["3", "96-127"]]
     assert lines[-1] == "built on the meta device, with the planned number of bytes: 8 ranks"
@@ -61,13 +78,21 @@ def test_it_prints_a_line_for_pipeline_ranks_that_are_alike(say):
 @pytest.mark.parametrize(
     "options, words, message",
     [
-        ({"model.vocab_size": "null"}, [], "model.vocab_size = null is unknown: no PREFIX.json next to data.train gives it. Set --model"),
+        (
+            {"model.vocab_size": "null"},
+            [],
+            "model.vocab_size = null is unknown: no PREFIX.json next to data.train gives it. Set --model",
+        ),
         ({"tp": 3}, ["--world_size", "3"], "parallel.tp = 3 does not divide"),
         ({}, ["--world_size", "12"], "parallel.dp = 1 does not fill the run's 12 processes"),
         ({"model.vocab_size": 100}, ["--ranks", "1"], "--ranks 1 is not one of 1 ranks. Give ranks from 0 to 0."),
         ({}, ["--world_size", "0"], "argument --world_size: '0' is not a positive integer"),
         ({}, ["--ranks", "x"], "'x' is not a list of ranks such as 0,7"),
-        ({"parallel.zerro": 3}, [], "--parallel.zerro on the command line is not a known option. Nearest: --parallel.zero."),
+        (
+            {"parallel.zerro": 3},
+            [],
+            "--parallel.zerro on the command line is not a known option. Nearest: --parallel.zero.",
+        ),
     ],
 )
 def test_a_wrong_dry_run_is_one_message(options, words, message, say, capsys):
@@ -93,10 +118,17 @@ def test_the_rules_that_it_leaves_out_exist():
 def test_the_published_sizes():
     """The language models as their papers and model cards count them."""
     for name, parameters in {
-        **{"gpt2-124m": 124_439_808, "llama-3.2-1b": 1_235_814_400, "llama-3-8b": 8_030_261_248, "llama-3-70b": 70_553_706_496},
+        **{
+            "gpt2-124m": 124_439_808,
+            "llama-3.2-1b": 1_235_814_400,
+            "llama-3-8b": 8_030_261_248,
+            "llama-3-70b": 70_553_706_496,
+        },
         "tiny": 2 * 100 * 128 + 4 * (128 * (2 * 128 + 2 * 64) + 3 * 128 * 352 + 2 * 128) + 128,
     }.items():
-        config = dry_run.read(["--model.preset", name, *(["--model.vocab_size", "100"] if name == "tiny" else [])], None)
+        config = dry_run.read(
+            ["--model.preset", name, *(["--model.vocab_size", "100"] if name == "tiny" else [])], None
+        )
         assert parameter_count(model_specs(config.model)) == parameters, name
 
 
@@ -104,7 +136,13 @@ MIXTURES = {  # family, fields, the field of the number of experts, total parame
     "Mixtral-8x7B": ("mixtral", {}, "num_local_experts", 46_702_792_704),
     "Mixtral-8x22B": (
         "mixtral",
-        {"hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56, "num_attention_heads": 48, "vocab_size": 32768},
+        {
+            "hidden_size": 6144,
+            "intermediate_size": 16384,
+            "num_hidden_layers": 56,
+            "num_attention_heads": 48,
+            "vocab_size": 32768,
+        },
         "num_local_experts",
         140_630_071_296,
     ),
@@ -112,7 +150,13 @@ MIXTURES = {  # family, fields, the field of the number of experts, total parame
     "Qwen3-235B-A22B": (
         "qwen3_moe",
         {
-            **{"hidden_size": 4096, "moe_intermediate_size": 1536, "num_hidden_layers": 94, "num_attention_heads": 64, "head_dim": 128},
+            **{
+                "hidden_size": 4096,
+                "moe_intermediate_size": 1536,
+                "num_hidden_layers": 94,
+                "num_attention_heads": 64,
+                "head_dim": 128,
+            },
             "intermediate_size": 12288,
         },
         "num_experts",
@@ -122,7 +166,12 @@ MIXTURES = {  # family, fields, the field of the number of experts, total parame
     "Qwen2-57B-A14B": (
         "qwen2_moe",
         {
-            **{"hidden_size": 3584, "moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20480, "num_hidden_layers": 28},
+            **{
+                "hidden_size": 3584,
+                "moe_intermediate_size": 2560,
+                "shared_expert_intermediate_size": 20480,
+                "num_hidden_layers": 28,
+            },
             **{"num_attention_heads": 28, "num_key_value_heads": 4, "num_experts": 64, "num_experts_per_tok": 8},
             **{"intermediate_size": 18944, "vocab_size": 151936},
         },
@@ -134,13 +183,16 @@ MIXTURES = {  # family, fields, the field of the number of experts, total parame
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_the_sizes_of_mixtures_are_those_of_transformers(name):
-    """Active: with as many experts as a token has, transformers counts all but the rows of the router for the others."""
+    """Active: with as many experts as a token has, transformers counts all but the rows of the router for the
+    others."""
     import torch
     import transformers
 
     def counted(**changes: int) -> int:
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **fields | changes))
+            model = transformers.AutoModelForCausalLM.from_config(
+                transformers.AutoConfig.for_model(family, **fields | changes)
+            )
         return sum(each.numel() for each in model.parameters())
 
     family, fields, experts, total = MIXTURES[name]
@@ -151,9 +203,17 @@ def test_the_sizes_of_mixtures_are_those_of_transformers(name):
 
 
 def test_deepseek_v3_fits_on_2048_gpus(say):
-    """In DeepSeek's own layout, 16 stages and 64 expert-parallel ranks, 80 GB a GPU; memory is that of the most loaded rank."""
+    """In DeepSeek's own layout, 16 stages and 64 expert-parallel ranks, 80 GB a GPU; memory is that of the most loaded
+    rank."""
     layout = {"pp": 16, "parallel.ep": 64, "parallel.zero": 1, "train.recompute": "full"}
-    layout |= {"data.sequence_length": 4096, "train.global_batch_size": 8192, "train.micro_batch_size": 1, "train.precision": "bf16"}
-    found = json.loads(say({"model.preset": "deepseek-v3", **layout}, "--world_size", "2048", "--ranks", "0,2047", "--json"))
+    layout |= {
+        "data.sequence_length": 4096,
+        "train.global_batch_size": 8192,
+        "train.micro_batch_size": 1,
+        "train.precision": "bf16",
+    }
+    found = json.loads(
+        say({"model.preset": "deepseek-v3", **layout}, "--world_size", "2048", "--ranks", "0,2047", "--json")
+    )
     assert found["parameters"] == 671_026_404_352
     assert max(rank["total"] for rank in found["ranks"]) < 80e9

@@ -17,7 +17,16 @@ from megalite.training.trainer import Trainer
 from tests.device_rules import DEVICE, watched
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 
-CASE = {**SINGLE, "tied": True, "kv_heads": 2, "vocab_size": 101, "layers": 2, "masked": False, "dropout": 0.1, "microbatches": 2}
+CASE = {
+    **SINGLE,
+    "tied": True,
+    "kv_heads": 2,
+    "vocab_size": 101,
+    "layers": 2,
+    "masked": False,
+    "dropout": 0.1,
+    "microbatches": 2,
+}
 BATCH = {"global_batch_size": 4, "micro_batch_size": 2}
 
 
@@ -29,7 +38,8 @@ def trainer_of(directory: Path, device: str, precision: str, train: dict[str, An
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """The shapes of what the host reads: by `read_later`, which waits for its own copy only, or by `Tensor.cpu`, which waits for all."""
+    """The shapes of what the host reads: by `read_later`, which waits for its own copy only, or by `Tensor.cpu`, which
+    waits for all."""
     found: list[torch.Size] = []
     later, cpu = step_finalizer.read_later, Tensor.cpu
 
@@ -55,7 +65,12 @@ MIXTURE = {
     "router_z_loss_coef": 0.01,
 }
 LATENT = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
-FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 8, "attention_factor": 1.1}
+FACTORS = {
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 8,
+    "attention_factor": 1.1,
+}
 LONGROPE = {"rope_scaling": {"rope_type": "longrope", **FACTORS}}
 DOCUMENTS = {"masked": True, "dropout": 0.0}
 ADAPTERS = {"rank": 8, "dropout": 0.1}
@@ -66,19 +81,33 @@ STEPS: dict[str, dict[str, Any]] = {
     "Muon": {"case": {"optimizer": "muon"}},
     "latents, further tokens": {"case": {"kv_heads": 4, "dropout": 0.0}, "model": {**LATENT, "mtp_layers": 1}},
     "adapters with dropout": {"model": {}, "lora": {**ADAPTERS, "targets": "all-linear"}},
-    "mixture, adapters of experts": {"model": {**MIXTURE, "router_balance": "sequence", "n_group": 2, "topk_group": 1}, **OF_EXPERTS},
+    "mixture, adapters of experts": {
+        "model": {**MIXTURE, "router_balance": "sequence", "n_group": 2, "topk_group": 1},
+        **OF_EXPERTS,
+    },
     "mixture, capacity, biases, documents": {
         "case": {**DOCUMENTS, "recompute": "full"},
-        "model": {**MIXTURE, "expert_capacity_factor": 0.7, "router_balance": "bias", "mlp_bias": True, "router_logit_bias": True},
+        "model": {
+            **MIXTURE,
+            "expert_capacity_factor": 0.7,
+            "router_balance": "bias",
+            "mlp_bias": True,
+            "router_logit_bias": True,
+        },
     },
 }
 
 
-@pytest.mark.parametrize("precision, options", [*[("bf16", each) for each in STEPS.values()], ("fp16", {})], ids=[*STEPS, "loss scale"])
+@pytest.mark.parametrize(
+    "precision, options", [*[("bf16", each) for each in STEPS.values()], ("fp16", {})], ids=[*STEPS, "loss scale"]
+)
 def test_the_host_waits_for_the_results_alone(tmp_path: Path, precision: str, options: dict[str, Any]) -> None:
-    """The norm, the loss, the pace and the wish to stop, in one tensor, with the update queued behind it. Nothing is read or uploaded
-    besides (`tests.device_rules`)."""
-    case, sections = {"layers": 1, "microbatches": 1, **options.get("case", {})}, {key: options[key] for key in options.keys() - {"case"}}
+    """The norm, the loss, the pace and the wish to stop, in one tensor, with the update queued behind it. Nothing is
+    read or uploaded besides (`tests.device_rules`)."""
+    case, sections = (
+        {"layers": 1, "microbatches": 1, **options.get("case", {})},
+        {key: options[key] for key in options.keys() - {"case"}},
+    )
     config = config_of({**CASE, **case}, write_tokens(tmp_path, CASE["vocab_size"]), precision, **sections)
     config["train"] |= {"global_batch_size": 2, "micro_batch_size": 2}
     made = from_dict(config)
@@ -90,8 +119,12 @@ def test_the_host_waits_for_the_results_alone(tmp_path: Path, precision: str, op
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", ["triton", "torch"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("case", [{}, {"masked": True, "dropout": 0.0}, {"recompute": "full"}], ids=["dropout", "documents", "recompute"])
-def test_a_step_waits_for_the_gpu_once(tmp_path: Path, reads: list[torch.Size], case: dict[str, Any], precision: str, kernels: str) -> None:
+@pytest.mark.parametrize(
+    "case", [{}, {"masked": True, "dropout": 0.0}, {"recompute": "full"}], ids=["dropout", "documents", "recompute"]
+)
+def test_a_step_waits_for_the_gpu_once(
+    tmp_path: Path, reads: list[torch.Size], case: dict[str, Any], precision: str, kernels: str
+) -> None:
     trainer = trainer_of(tmp_path, "cuda", precision, {"kernels": kernels}, **case)
     trainer.step()  # compiles, and takes what is kept: tables, workspaces
     reads.clear()

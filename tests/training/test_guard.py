@@ -56,7 +56,13 @@ def test_a_guard_that_was_saved_judges_on_as_if_it_had_not_been():
 def test_an_overflow_counts_only_where_the_loss_scale_can_not_help():
     guard = Guard(FaultsConfig())
     streaks = []
-    for loss, norm, adapts in [(2.0, inf, True), (2.0, nan, False), (2.0, inf, True), (nan, nan, True), (2.0, 1.0, True)]:
+    for loss, norm, adapts in [
+        (2.0, inf, True),
+        (2.0, nan, False),
+        (2.0, inf, True),
+        (nan, nan, True),
+        (2.0, 1.0, True),
+    ]:
         guard.judge(loss, norm, adapts)
         streaks.append(guard.streak)
     assert streaks == [0, 1, 1, 2, 0]

@@ -39,8 +39,20 @@ class Run:
         place |= {"waits": waits, "peer": peer} if waits else {}
         axes = {name: self.layout.peers(rank, (name,)) for name in ("pp", "dp", "tp")}
         axes |= {"world": self.layout.peers(rank, AXES), "data": self.layout.peers(rank, PRODUCTS["data"])}
-        record = {"rank": rank, "host": f"node{rank}", "time": 200.0, "start": "b", "plan": plan, "axes": axes, "seen": {}}
-        record |= {"place": place | changed.pop("place", {}), "traffic": {"all_reduce data": 10, "isend pp": 5}, "frames": []} | changed
+        record = {
+            "rank": rank,
+            "host": f"node{rank}",
+            "time": 200.0,
+            "start": "b",
+            "plan": plan,
+            "axes": axes,
+            "seen": {},
+        }
+        record |= {
+            "place": place | changed.pop("place", {}),
+            "traffic": {"all_reduce data": 10, "isend pp": 5},
+            "frames": [],
+        } | changed
         (self.directory / "stalls" / f"rank_{rank:05d}.json").write_text(json.dumps(record))
 
     def explained(self) -> Explanation:
@@ -60,13 +72,16 @@ def test_a_rank_that_stays_in_a_computation(pipeline: Run) -> None:
     pipeline.leave(3, "reduction", "all_reduce over data", 2, traffic={"all_reduce data": 11})
     found = pipeline.explained()
     assert (found.culprit, found.unmatched) == (2, "RB0.0<1")
-    assert "B1.0, action 4 of 16" in found.instead and "sleep.py:3 in wait < attention.py:70 in forward" in found.instead
+    assert (
+        "B1.0, action 4 of 16" in found.instead and "sleep.py:3 in wait < attention.py:70 in forward" in found.instead
+    )
     assert [line.partition(" (")[0] for line in found.chain] == ["rank 1", "rank 0", "rank 3"]
     assert "its part is SB1.0>0" in found.chain[1] and "it has started 10, rank 3 11" in found.chain[2]
 
 
 def test_a_rank_that_waits_for_its_data(pipeline: Run) -> None:
-    """Rank 1 has not begun the step; its neighbour in the pipeline waits for it, and that one's replica for that one."""
+    """Rank 1 has not begun the step; its neighbour in the pipeline waits for it, and that one's replica for that
+    one."""
     pipeline.leave(0, "reduction", "all_reduce over data", 1, traffic={"all_reduce data": 11})
     pipeline.leave(1, READING, frames=["loader.py:120 in step"])
     pipeline.leave(2, "reduction", "all_reduce over data", 3, traffic={"all_reduce data": 11})
@@ -113,16 +128,29 @@ def test_a_rank_that_skipped_a_collective_and_waits_for_another_message(pipeline
     pipeline.leave(0, REDUCING, "all_reduce over data", 1, traffic={"all_reduce data": 11})
     pipeline.leave(1, REDUCING, "all_reduce over world", 3, traffic={"all_reduce data": 11, "all_reduce world": 7})
     pipeline.leave(2, REDUCING, "all_reduce over data", 3, traffic={"all_reduce data": 11})
-    pipeline.leave(3, "F1.0", "pipeline message RF1.0<0", 1, place={"step": STEP + 1, "runs": RUNS + 1}, traffic={"all_reduce world": 6})
+    pipeline.leave(
+        3,
+        "F1.0",
+        "pipeline message RF1.0<0",
+        1,
+        place={"step": STEP + 1, "runs": RUNS + 1},
+        traffic={"all_reduce world": 6},
+    )
     found = pipeline.explained()
-    assert found.culprit == 3 and "all_reduce over" in str(found.unmatched) and found.instead.startswith("it has skipped that: ")
+    assert (
+        found.culprit == 3
+        and "all_reduce over" in str(found.unmatched)
+        and found.instead.startswith("it has skipped that: ")
+    )
 
 
 @pytest.mark.parametrize("state", ["its process has ended", "its process exists but does not answer: it is stopped"])
 def test_a_rank_that_left_no_record(pipeline: Run, state: str) -> None:
     """The others have asked it; the record of an earlier start counts no more."""
     place = {"step": STEP, "runs": RUNS, "action": "F1.2", "number": None, "actions": 0}
-    pipeline.leave(0, "B0.0", "pipeline message RB0.0<1", 2, seen={2: {"state": state, "host": "node2", "place": place}})
+    pipeline.leave(
+        0, "B0.0", "pipeline message RB0.0<1", 2, seen={2: {"state": state, "host": "node2", "place": place}}
+    )
     pipeline.leave(2, "F1.1", start="a", time=50.0)
     pipeline.leave(1, "reduction", "all_reduce over data", 0, traffic={"all_reduce data": 11})
     found = pipeline.explained()
@@ -133,11 +161,16 @@ def test_a_rank_that_left_no_record(pipeline: Run, state: str) -> None:
 def test_a_rank_that_others_have_seen_later_than_it_wrote(pipeline: Run) -> None:
     """Its record is of a stall in an earlier step, after which it went on and was killed."""
     place = {"step": STEP, "runs": RUNS, "action": "F1.2", "number": 5, "actions": 16}
-    pipeline.leave(2, READING, place={"step": 3, "runs": 2}, traffic={"all_reduce data": 2}, frames=["loader.py:1 in step"])
+    pipeline.leave(
+        2, READING, place={"step": 3, "runs": 2}, traffic={"all_reduce data": 2}, frames=["loader.py:1 in step"]
+    )
     ended = {"state": "its process has ended", "host": "node2", "place": place}
     pipeline.leave(0, "B0.0", "pipeline message RB0.0<1", 2, seen={2: ended})
     found = pipeline.explained()
-    assert found.culprit == 2 and found.instead == f"its process has ended; last known in step {STEP}, F1.2, action 6 of 16"
+    assert (
+        found.culprit == 2
+        and found.instead == f"its process has ended; last known in step {STEP}, F1.2, action 6 of 16"
+    )
 
 
 def test_a_record_that_is_none_is_left_out(pipeline: Run) -> None:
@@ -153,7 +186,13 @@ def test_devices_that_wait(tmp_path: Path) -> None:
     for rank, last in ((0, 3), (1, 2)):
         run.leave(rank, "norm and update" if rank == 0 else BETWEEN)
         entries = [
-            {"process_group": ["g", "data"], "collective_seq_id": each, "is_p2p": False, "retired": each < 3, "state": "started"}
+            {
+                "process_group": ["g", "data"],
+                "collective_seq_id": each,
+                "is_p2p": False,
+                "retired": each < 3,
+                "state": "started",
+            }
             for each in range(1, last + 1)
         ]
         (tmp_path / "stalls" / f"collectives_{rank:05d}.json").write_text(json.dumps({"entries": entries}))
@@ -177,7 +216,9 @@ def test_the_command(pipeline: Run, capsys: pytest.CaptureFixture[str]) -> None:
     pipeline.leave(2, "B1.0")
     assert command.main([str(pipeline.directory)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == "first unmatched action: RB0.0<1" and lines[2].startswith("rank 0 (step 7, B0.0, action 6 of 16) waits for rank 2: ")
+    assert lines[1] == "first unmatched action: RB0.0<1" and lines[2].startswith(
+        "rank 0 (step 7, B0.0, action 6 of 16) waits for rank 2: "
+    )
     assert lines[3].startswith("rank 2 (host node2) did not do its part: it was in step 7, B1.0")
     assert command.main([str(pipeline.directory), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["culprit"] == 2

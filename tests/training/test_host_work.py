@@ -28,7 +28,16 @@ from megalite.training.trainer import Trainer
 from megalite.training.watchdog import Watchdog
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 
-CASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 1, "masked": False, "dropout": 0.0, "microbatches": 1}
+CASE = {
+    **SINGLE,
+    "tied": False,
+    "kv_heads": 2,
+    "vocab_size": 96,
+    "layers": 1,
+    "masked": False,
+    "dropout": 0.0,
+    "microbatches": 1,
+}
 ALONE = {
     "drawing weights",
     "reserving memory for saves",
@@ -49,7 +58,8 @@ ALONE = {
 }
 """Work of the host: it is not ended, however long it takes."""
 WAITS = {"F0.0", "B0.0", "reduction", "norm and update", "an update on the device", "a message that does not come"}
-"""There the host of a GPU may wait for the device, and the device for a rank that does not do its part: it is ended by name."""
+"""There the host of a GPU may wait for the device, and the device for a rank that does not do its part: it is ended by
+name."""
 
 
 class Alive:
@@ -63,7 +73,8 @@ class Alive:
 
 
 class Probe:
-    """Asks at any moment whether the watchdog would end this rank, had nothing changed for hours: the answers by the moment's name."""
+    """Asks at any moment whether the watchdog would end this rank, had nothing changed for hours: the answers by the
+    moment's name."""
 
     def __init__(self, dog: Watchdog, monkeypatch: pytest.MonkeyPatch):
         self.dog, self.monkeypatch, self.found = dog, monkeypatch, defaultdict[str, set[bool]](set)

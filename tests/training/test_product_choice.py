@@ -24,7 +24,13 @@ CPU = torch.device("cpu")
 def config(directory: Path, name: str = "a", **sections: dict[str, Any]) -> Config:
     made = {"run": {"dir": str(directory), "name": name}, "parallel": {"dp": 1}, **sections}
     made["run"] = {"dir": str(directory), "name": name, **sections.get("run", {})}
-    made["model"] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    made["model"] = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     made["data"] = {"train": "x", "sequence_length": 8}
     return from_dict(made)
 
@@ -103,11 +109,15 @@ def test_ranks_that_measure_differently_agree(ranks, tmp_path):
         "parallel": {"dp": 2},
         "train": {"global_batch_size": 8},
     }
-    assert ranks.run(2, jobs_products.settings_of, made, [{"onednn": 1.0, "mkl": 0.1}, {"onednn": 1.0, "mkl": 2.5}]) == [ONEDNN] * 2
+    assert (
+        ranks.run(2, jobs_products.settings_of, made, [{"onednn": 1.0, "mkl": 0.1}, {"onednn": 1.0, "mkl": 2.5}])
+        == [ONEDNN] * 2
+    )
 
 
 def test_the_products_of_a_step_are_the_models(tmp_path):
-    """FLOPs of a step by hand: 6 per weight of a matrix and token, and per layer, head and row six products of length² · width."""
+    """FLOPs of a step by hand: 6 per weight of a matrix and token, and per layer, head and row six products of length²
+    · width."""
     made = config(tmp_path, train={"global_batch_size": 4, "micro_batch_size": 2})
     found = step_products(made, Mesh(Layout.of(made)))
     weights = 2 * (3 * 16 * 16 + 16 * 16 + 3 * 16 * 24) + 64 * 16
@@ -122,7 +132,9 @@ def test_a_part_of_a_row_has_its_products(tmp_path):
     made.data.sequence_length = 3
     found = step_products(made, Mesh(Layout()))  # every cp rank has the same
     weights = 2 * (3 * 16 * 16 + 16 * 16 + 3 * 16 * 24) + 64 * 16
-    assert sum(product.flops * product.times for product in found) == 6 * weights * 4 * 2 + 2 * (6 * 2 * 2 * 8 * 8) * 2 * 4
+    assert (
+        sum(product.flops * product.times for product in found) == 6 * weights * 4 * 2 + 2 * (6 * 2 * 2 * 8 * 8) * 2 * 4
+    )
 
 
 @pytest.mark.parametrize("shape", [(5, 7, 3, 0), (3, 4, 6, 2), (40_000, 4096, 128_256, 0)])

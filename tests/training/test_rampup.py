@@ -1,4 +1,5 @@
-"""A run with a ramp-up of the batch size is the run that changes its batch size by hand, on the same sequence of samples."""
+"""A run with a ramp-up of the batch size is the run that changes its batch size by hand, on the same sequence of
+samples."""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ def test_it_is_the_run_that_changes_its_batch_size_by_hand(stop, prefix, tmp_pat
             assert (made.step_done, made.samples) == (step, sum(SIZES[:step]))
     assert losses == expected
     assert all(torch.equal(value, tensors[name]) for name, value in global_tensors(made).items())
-    assert [each["global_batch_size"] for each, _ in numbers] == SIZES and [count for _, count in numbers] == [16 * size for size in SIZES]
+    assert [each["global_batch_size"] for each, _ in numbers] == SIZES and [count for _, count in numbers] == [
+        16 * size for size in SIZES
+    ]
     assert [each["tokens_seen"] for each, _ in numbers] == [16 * sum(SIZES[: step + 1]) for step in range(len(SIZES))]
     made.close()
 
@@ -102,10 +105,19 @@ def test_other_layouts_train_the_same(layout, ranks, prefix, one_process, tmp_pa
 
 
 REFUSED = {
-    "three numbers": ({"train": {"rampup_batch_size": [4, 4]}}, r"train\.rampup_batch_size = \[4, 4\] is not three positive numbers"),
+    "three numbers": (
+        {"train": {"rampup_batch_size": [4, 4]}},
+        r"train\.rampup_batch_size = \[4, 4\] is not three positive numbers",
+    ),
     "above": ({"train": {"rampup_batch_size": [16, 4, 9]}}, r"\[16, 4, 9\] starts above train\.global_batch_size = 12"),
-    "increments": ({"train": {"rampup_batch_size": [4, 6, 9]}}, r"does not reach train\.global_batch_size = 12 in whole increments"),
-    "microbatches": ({"train": {"rampup_batch_size": [3, 3, 9]}}, r"no multiples of train\.micro_batch_size \* parallel\.dp = 2"),
+    "increments": (
+        {"train": {"rampup_batch_size": [4, 6, 9]}},
+        r"does not reach train\.global_batch_size = 12 in whole increments",
+    ),
+    "microbatches": (
+        {"train": {"rampup_batch_size": [3, 3, 9]}},
+        r"no multiples of train\.micro_batch_size \* parallel\.dp = 2",
+    ),
     "rollbacks": (
         {"faults": {"rollback": True}},
         r"changes the batch size.*: faults\.rollback = true\. Leave it out, or set faults\.rollback to",
@@ -126,5 +138,7 @@ def test_another_ramp_on_resume_is_refused(prefix, tmp_path):
     made.step()
     made.save()
     made.close()
-    with pytest.raises(ConfigError, match=r"train\.rampup_batch_size = null, but .* was made with \[4, 4, 16\].*allow = \[horizon\]"):
+    with pytest.raises(
+        ConfigError, match=r"train\.rampup_batch_size = null, but .* was made with \[4, 4, 16\].*allow = \[horizon\]"
+    ):
         trainer(options(prefix, tmp_path, train={"rampup_batch_size": None}))

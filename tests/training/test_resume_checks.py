@@ -21,7 +21,16 @@ from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 
-CASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 2, "masked": False, "dropout": 0.0, "microbatches": 4}
+CASE = {
+    **SINGLE,
+    "tied": False,
+    "kv_heads": 2,
+    "vocab_size": 96,
+    "layers": 2,
+    "masked": False,
+    "dropout": 0.0,
+    "microbatches": 4,
+}
 STEPS = 3
 
 
@@ -38,7 +47,9 @@ def other_prefix(tmp_path_factory) -> str:
 def trainer(prefix: str, run: dict[str, Any], restarted: bool = False, **changes: dict[str, Any]) -> Trainer:
     config = config_of(CASE, prefix, run=run)
     config["checkpoint"] = {}
-    made = from_dict({section: {**config.get(section, {}), **changes.get(section, {})} for section in {**config, **changes}})
+    made = from_dict(
+        {section: {**config.get(section, {}), **changes.get(section, {})} for section in {**config, **changes}}
+    )
     resolve_steps(made)
     return Trainer(made, build.make_mesh(made), restarted=restarted)
 
@@ -97,7 +108,8 @@ def with_a_removed_option(tree: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("stored", "step"), [(without_newer_options, 1), (with_a_removed_option, 0)])
 def test_a_restarted_job_compares_options_with_their_defaults_filled_in(stored, step, prefix, run, monkeypatch):
-    """An option that has come since does not hide the job's own checkpoint; one that has gone makes it another job's, and no error."""
+    """An option that has come since does not hide the job's own checkpoint; one that has gone makes it another job's,
+    and no error."""
     own, options = {**run, "name": stored.__name__}, {"load": "none"}
     with monkeypatch.context() as patch:
         patch.setattr("megalite.training.checkpointing.to_dict", lambda config: stored(to_dict(config)))
@@ -125,7 +137,11 @@ def test_the_order_of_the_targets_of_adapters_is_no_change(prefix):
 
 
 def test_a_signal_is_answered_with_a_save_before_a_validation_that_is_due(prefix, run, monkeypatch):
-    changes = {"validation": {"interval": 2, "batches": 1}, "faults": {"inject": "sigterm:rank=0,step=2"}, "train": {"watchdog": None}}
+    changes = {
+        "validation": {"interval": 2, "batches": 1},
+        "faults": {"inject": "sigterm:rank=0,step=2"},
+        "train": {"watchdog": None},
+    }
     made = trainer(prefix, {**run, "name": "signalled"}, data={"validation": 0.2}, **changes)
     losses, there = validation.losses, []
 
@@ -146,13 +162,22 @@ def test_a_signal_is_answered_with_a_save_before_a_validation_that_is_due(prefix
 
 REFUSED = {
     "another width": ({"model": {"intermediate_size": 64}}, "model.intermediate_size was 48, is 64"),
-    "two changes": ({"model": {"rope_theta": 1e6, "tie_word_embeddings": True}}, r"tie_word_embeddings was False, is True; .*rope_theta"),
-    "another horizon": ({"train": {"steps": 40}}, r"train\.steps = 40.*was made for 20.*checkpoint\.allow = \[horizon\]"),
+    "two changes": (
+        {"model": {"rope_theta": 1e6, "tie_word_embeddings": True}},
+        r"tie_word_embeddings was False, is True; .*rope_theta",
+    ),
+    "another horizon": (
+        {"train": {"steps": 40}},
+        r"train\.steps = 40.*was made for 20.*checkpoint\.allow = \[horizon\]",
+    ),
     "another sequence length": (
         {"data": {"sequence_length": 8}},
         r"other samples: data\.sequence_length was 16, is 8\. .*checkpoint\.allow = \[data\]",
     ),
-    "another order": ({"data": {"shuffle": False}}, r"other samples: data\.shuffle was true, is false\. .*checkpoint\.allow = \[data\]"),
+    "another order": (
+        {"data": {"shuffle": False}},
+        r"other samples: data\.shuffle was true, is false\. .*checkpoint\.allow = \[data\]",
+    ),
 }
 
 
@@ -170,7 +195,13 @@ def test_another_seed_is_named(prefix, run):
 
 def test_a_resume_lists_every_change_in_a_table(prefix, run):
     """Also what may change without being allowed: it changes what the run learns, or how fast it is."""
-    made = trainer(prefix, run, optimizer={"lr": 1e-4, "decay": "constant"}, train={"micro_batch_size": 4}, checkpoint={"load": "auto"})
+    made = trainer(
+        prefix,
+        run,
+        optimizer={"lr": 1e-4, "decay": "constant"},
+        train={"micro_batch_size": 4},
+        checkpoint={"load": "auto"},
+    )
     made.close()
     table = [line.split() for line in made.notes]
     assert table[0] == ["changed", "since", "the", "checkpoint", "was", "is"]
@@ -229,7 +260,11 @@ def test_a_run_directory_stands_for_its_newest_checkpoint(prefix, run):
 @pytest.mark.parametrize(
     ("model", "line"),
     [
-        ({"from_hf": "DIR"}, "the weights are random: model.from_hf = DIR gives the shape alone; for its own set model.init_from = hf:DIR"),
+        (
+            {"from_hf": "DIR"},
+            "the weights are random: model.from_hf = DIR gives the shape alone; for its own set model.init_from = "
+            "hf:DIR",
+        ),
         (
             {"from_hf": "DIR", "init_from": "none"},
             "the weights are random: model.from_hf = DIR gives the shape alone; as model.init_from = none",
@@ -248,7 +283,11 @@ def test_random_weights_are_announced_where_a_model_gave_its_shape(prefix, tmp_p
     capsys.readouterr()
     announce(named, [])
     first = capsys.readouterr().out.splitlines()[:6]
-    assert any(said.startswith(line) for said in first) if line else not any("weights are random" in said for said in first)
+    assert (
+        any(said.startswith(line) for said in first)
+        if line
+        else not any("weights are random" in said for said in first)
+    )
     named.step()
     announce(named, [])
     assert "weights are random" not in capsys.readouterr().out
@@ -275,7 +314,14 @@ def test_allowing_one_change_allows_no_other(prefix, other_prefix, run):
 
 
 def test_what_does_not_change_the_mathematics_may_change(prefix, run):
-    """Recomputation, buckets and the micro-batch size are free; so is the learning rate, which is the user's to steer."""
-    made = trainer(prefix, run, train={"recompute": "full", "micro_batch_size": 4}, parallel={"bucket_mb": 1.0}, optimizer={"lr": 1e-4})
+    """Recomputation, buckets and the micro-batch size are free; so is the learning rate, which is the user's to
+    steer."""
+    made = trainer(
+        prefix,
+        run,
+        train={"recompute": "full", "micro_batch_size": 4},
+        parallel={"bucket_mb": 1.0},
+        optimizer={"lr": 1e-4},
+    )
     made.close()
     assert made.step_done == 3

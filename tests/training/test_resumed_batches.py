@@ -1,4 +1,5 @@
-"""A run that is resumed with another global batch size ends after the samples that were asked for, and every figure counts them."""
+"""A run that is resumed with another global batch size ends after the samples that were asked for, and every figure
+counts them."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def resolved(prefix: str, directory: Path, batch: int, samples: int = SAMPLES, d
 
 
 def test_it_ends_after_the_samples_that_were_asked_for(prefix, tmp_path):
-    """2 steps of 4, 1 of 8, 4 of 2: 24 samples; the rate and the epochs are those of the samples, and no change has to be accepted."""
+    """2 steps of 4, 1 of 8, 4 of 2: 24 samples; the rate and the epochs are those of the samples, and no change has to
+    be accepted."""
     rates, seen, batches = [], [], []
     for batch, steps in ((4, 2), (8, 1), (2, 4)):
         config = resolved(prefix, tmp_path, batch)
@@ -49,7 +51,10 @@ def test_it_ends_after_the_samples_that_were_asked_for(prefix, tmp_path):
         assert claimed.complete is None
         claimed.lock.release()
         made = Trainer(config, build.make_mesh(config))
-        assert planned_samples(made) == SAMPLES and made.config.train.steps == made.step_done + (SAMPLES - made.samples) // batch
+        assert (
+            planned_samples(made) == SAMPLES
+            and made.config.train.steps == made.step_done + (SAMPLES - made.samples) // batch
+        )
         for _ in range(steps):
             before, result = made.samples, made.step()
             rates.append(result.lr)

@@ -1,4 +1,5 @@
-"""What a run may do with its directory: an earlier run is never lost unasked, and a run that is complete changes nothing."""
+"""What a run may do with its directory: an earlier run is never lost unasked, and a run that is complete changes
+nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from megalite.training.run_directory import claim
 
 
 def config(directory: Path, steps: int = 40, **sections: dict[str, Any]) -> Config:
-    return from_dict({"run": {"dir": str(directory), "name": "a", **sections.pop("run", {})}, "train": {"steps": steps}, **sections})
+    return from_dict(
+        {"run": {"dir": str(directory), "name": "a", **sections.pop("run", {})}, "train": {"steps": steps}, **sections}
+    )
 
 
 def write_run(directory: Path, step: int = 40, steps: int = 40, **sections: dict[str, Any]) -> Path:
@@ -38,7 +41,11 @@ def write_run(directory: Path, step: int = 40, steps: int = 40, **sections: dict
 
 
 def content(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file() and path.name != LOCK}
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file() and path.name != LOCK
+    }
 
 
 @pytest.mark.parametrize("source", ["none", "another run's checkpoint"])
@@ -49,7 +56,8 @@ def test_a_new_run_over_an_old_one_is_refused_with_a_fresh_name_and_changes_noth
     before = content(tmp_path)
     load = "none" if source == "none" else str(other)
     with pytest.raises(
-        ConfigError, match=r"a holds one already \(its newest checkpoint is step_00000040\).*run\.name = a-3.*run\.overwrite = true"
+        ConfigError,
+        match=r"a holds one already \(its newest checkpoint is step_00000040\).*run\.name = a-3.*run\.overwrite = true",
     ):
         claim(config(tmp_path, checkpoint={"load": load}))
     assert content(tmp_path) == before and not (run / LOCK).exists()
@@ -102,7 +110,9 @@ def test_a_complete_run_says_so_and_is_left_alone(tmp_path, steps, decay, messag
     with pytest.raises(JobEnd, match=message) as end:  # on another number of ranks
         begin_job(config(tmp_path, steps, optimizer={"decay": decay}, parallel={"tp": 2}), restarted=False)
     assert end.value.status == ExitStatus.DONE
-    assert content(run) == before and not (run / LOCK).exists(), "config.yaml least of all: nothing has run with these options"
+    assert content(run) == before and not (run / LOCK).exists(), (
+        "config.yaml least of all: nothing has run with these options"
+    )
 
 
 def test_other_options_under_the_name_of_a_complete_run_are_an_error_that_lists_them(tmp_path):
@@ -123,7 +133,9 @@ def test_other_options_under_the_name_of_a_complete_run_are_an_error_that_lists_
 
 def test_a_directory_that_can_not_be_made_is_one_message(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"run\.dir = .*file: .*can not be written \(Not a directory\)\. Choose another run\.dir"):
+    with pytest.raises(
+        ConfigError, match=r"run\.dir = .*file: .*can not be written \(Not a directory\)\. Choose another run\.dir"
+    ):
         claim(config(tmp_path / "file"))
 
 
@@ -149,13 +161,21 @@ def test_all_ranks_learn_what_rank_0_found(tmp_path):
 def test_summary_json_tells_how_the_run_stands(tmp_path):
     run = write_run(tmp_path, 20)
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 20, "loss": 1.5, "tokens_seen": 640, "epoch": 2.5, "epoch/data/a": 0.5, "epoch/data/b": 2.5}\n')
+        file.write(
+            '{"step": 20, "loss": 1.5, "tokens_seen": 640, "epoch": 2.5, "epoch/data/a": 0.5, "epoch/data/b": 2.5}\n'
+        )
         file.write('{"step": 20, "val_loss": 2.5}\n{"step": 21, "lo')  # a killed run's last line
     job, _ = begin_job(config(tmp_path), restarted=False)
     assert not (run / "summary.json").exists(), "nothing has been changed yet"
     job.running()
     found = json.loads((run / "summary.json").read_text())
-    assert (found["state"], found["exit_status"], found["step"], found["loss"], found["val_loss"]) == ("running", None, 20, 1.5, 2.5)
+    assert (found["state"], found["exit_status"], found["step"], found["loss"], found["val_loss"]) == (
+        "running",
+        None,
+        20,
+        1.5,
+        2.5,
+    )
     assert (found["tokens_seen"], found["epoch"], found["epochs"]) == (640, 2.5, {"data/a": 0.5, "data/b": 2.5})
     assert found["checkpoint"] == step_name(20) and found["pid"] == os.getpid()
     job.end(ExitStatus.FAILED, "rank 3: no memory\nsecond line")

@@ -23,7 +23,16 @@ from megalite.training.signals import INTERRUPT, SAVE, SHARE, STOP, SaveTimer, a
 from megalite.training.trainer import Trainer
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 
-CASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 1, "masked": False, "dropout": 0.0, "microbatches": 1}
+CASE = {
+    **SINGLE,
+    "tied": False,
+    "kv_heads": 2,
+    "vocab_size": 96,
+    "layers": 1,
+    "masked": False,
+    "dropout": 0.0,
+    "microbatches": 1,
+}
 
 
 class Clock:
@@ -67,7 +76,9 @@ def test_saves_take_at_most_a_share_of_the_time(seconds: float, pause: int) -> N
 
 
 @pytest.mark.parametrize(
-    "options, asks", [({"interval": 5}, True), ({"minutes": None}, True), ({}, False)], ids=["interval", "off", "rank 1"]
+    "options, asks",
+    [({"interval": 5}, True), ({"minutes": None}, True), ({}, False)],
+    ids=["interval", "off", "rank 1"],
 )
 def test_others_never_ask(options: dict[str, Any], asks: bool) -> None:
     clock = Clock()
@@ -86,7 +97,8 @@ def test_what_was_asked_for_twice_is_saved_once() -> None:
 
 
 def test_after_a_rollback_the_time_counts_from_there(tmp_path, capsys) -> None:
-    """The save of step 6, in the midst of bad steps, is after what the run goes back to: it holds nothing of what follows."""
+    """The save of step 6, in the midst of bad steps, is after what the run goes back to: it holds nothing of what
+    follows."""
     clock, advances = Clock(), {3: [900], 5: [0, 899], 6: [900, 1]}
 
     class Hours(Observer):
@@ -95,7 +107,13 @@ def test_after_a_rollback_the_time_counts_from_there(tmp_path, capsys) -> None:
 
     faults = {"inject": "nan:step=5-7", "skip_limit": 3, "rollback": True}
     made = from_dict(
-        config_of(CASE, write_tokens(tmp_path, 96), run={"dir": str(tmp_path), "name": "run"}, train={"steps": 8}, faults=faults)
+        config_of(
+            CASE,
+            write_tokens(tmp_path, 96),
+            run={"dir": str(tmp_path), "name": "run"},
+            train={"steps": 8},
+            faults=faults,
+        )
     )
     trainer = Trainer(made, build.make_mesh(made))
     try:
@@ -108,7 +126,9 @@ def test_after_a_rollback_the_time_counts_from_there(tmp_path, capsys) -> None:
     assert re.findall(r"(?:saved|back after) \S*?(?:step |step_0000000)(\d)", told) == ["3", "6", "3", "6", "8"]
 
 
-@pytest.mark.parametrize("others, end", [(0.0, None), (3 * STOP, ExitStatus.STOPPED), (511 * INTERRUPT + STOP, ExitStatus.INTERRUPTED)])
+@pytest.mark.parametrize(
+    "others, end", [(0.0, None), (3 * STOP, ExitStatus.STOPPED), (511 * INTERRUPT + STOP, ExitStatus.INTERRUPTED)]
+)
 @pytest.mark.parametrize("save", [0.0, SAVE])
 def test_a_save_and_an_end_are_told_apart_in_one_sum(others: float, end: ExitStatus | None, save: float) -> None:
     assert agreed(others + save) == end and asks_to_save(others + save) == bool(save)
@@ -120,17 +140,24 @@ def test_a_save_and_an_end_are_told_apart_in_one_sum(others: float, end: ExitSta
         ({}, "a checkpoint every 15 minutes (checkpoint.minutes), about 12 MB each; the newest 2 of these are kept"),
         ({"keep": 3}, "a checkpoint every 15 minutes (checkpoint.minutes), about 12 MB each; the newest 3 are kept"),
         ({"interval": 500}, "a checkpoint every 500 steps, about 12 MB each; all are kept"),
-        ({"minutes": None}, "no checkpoint before the end or a signal: checkpoint.interval and checkpoint.minutes are null"),
+        (
+            {"minutes": None},
+            "no checkpoint before the end or a signal: checkpoint.interval and checkpoint.minutes are null",
+        ),
     ],
 )
-def test_a_line_says_when_a_run_saves_and_what_it_keeps(options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_says_when_a_run_saves_and_what_it_keeps(
+    options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(states, "checkpoint_bytes", lambda config: 12_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=10**9))
     assert describe_saves(from_dict({"checkpoint": options})) == said
 
 
 @pytest.mark.parametrize("free, warned", [(36e6, False), (35e6, True)])
-def test_a_disk_without_room_for_them_is_told_before_the_first(free: float, warned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_for_them_is_told_before_the_first(
+    free: float, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(states, "checkpoint_bytes", lambda config: 12_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
     said = describe_saves(from_dict({}))

@@ -14,7 +14,10 @@ from megalite.training.signals import StopRequest
 def harmless():
     """Outside a StopRequest the signals are recorded here instead of ending pytest."""
     received = []
-    previous = {each: signal.signal(each, lambda number, frame: received.append(number)) for each in (signal.SIGTERM, signal.SIGUSR1)}
+    previous = {
+        each: signal.signal(each, lambda number, frame: received.append(number))
+        for each in (signal.SIGTERM, signal.SIGUSR1)
+    }
     yield received
     for each, handler in previous.items():
         signal.signal(each, handler)

@@ -64,7 +64,9 @@ def train(context: Any, config: dict[str, Any], factor: float) -> dict[str, Any]
         tensors = global_tensors(trainer, STATE)
     finally:
         trainer.close()
-    keys = [(result.step, result.loss, result.grad_norm, result.skipped, result.lr, result.tokens) for result in results]
+    keys = [
+        (result.step, result.loss, result.grad_norm, result.skipped, result.lr, result.tokens) for result in results
+    ]
     return {
         "results": keys,
         "known": [[result.step for result in step] for step in known],
@@ -95,7 +97,11 @@ def test_running_ahead_is_waiting(event, schedule, layout, precision, ranks, pre
     found = {}
     for optimistic in (True, False):
         config = config_of(case, prefix, precision)
-        config["parallel"] |= {"schedule": schedule, "optimistic_step": optimistic, "powersgd_rank": case.get("powersgd_rank")}
+        config["parallel"] |= {
+            "schedule": schedule,
+            "optimistic_step": optimistic,
+            "powersgd_rank": case.get("powersgd_rank"),
+        }
         config["optimizer"] |= {"lr": 1e-3}
         config["train"]["grad_clip"] = 10.0
         found[optimistic] = ranks.run(case["tp"] * case["pp"] * case["dp"], train, config, EVENTS[event])
@@ -104,7 +110,9 @@ def test_running_ahead_is_waiting(event, schedule, layout, precision, ranks, pre
     assert all(repr(rank["results"]) == repr(waited[0]["results"]) for rank in (*ahead, *waited))  # repr: NaN is itself
     assert all(torch.equal(value, waited[0]["tensors"][name]) for name, value in ahead[0]["tensors"].items())
     assert set(waited[0]["log"]) == {"waited"}
-    assert all(rank["known"] == ahead[0]["known"] for rank in ahead), "ranks that stop or save for a result must all do so in one step"
+    assert all(rank["known"] == ahead[0]["known"] for rank in ahead), (
+        "ranks that stop or save for a result must all do so in one step"
+    )
     logs = [rank["log"] for rank in ahead]
     assert all(log == logs[0] for log in logs)
     skipped = [skipped for _, _, _, skipped, *_ in ahead[0]["results"]]
@@ -123,7 +131,9 @@ def test_a_run_ahead_that_has_to_stop_saves_on_all_ranks(schedule, ranks, prefix
     config["run"] |= {"dir": str(tmp_path), "name": "run"}
     config["train"] |= {"steps": 100_000, "stop_after": "1s", "grad_clip": 0.0}
     done = ranks.run(4, fit_to_the_end, config)
-    assert len(set(done)) == 1 and (tmp_path / "run" / "checkpoints" / f"step_{done[0]:08d}" / "manifest.json").is_file()
+    assert (
+        len(set(done)) == 1 and (tmp_path / "run" / "checkpoints" / f"step_{done[0]:08d}" / "manifest.json").is_file()
+    )
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, done[0] + 1))
 

@@ -1,4 +1,5 @@
-"""A run does not continue or start from what another tokenizer of the same size made, and says how to accept it where one knows better."""
+"""A run does not continue or start from what another tokenizer of the same size made, and says how to accept it where
+one knows better."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ VOCAB = 261
 
 
 class World(NamedTuple):
-    """Two tokenizers of one size, data prepared with each, a Hugging Face model that came with the first, and a run on its data."""
+    """Two tokenizers of one size, data prepared with each, a Hugging Face model that came with the first, and a run on
+    its data."""
 
     tokenizers: tuple[Path, Path]
     data: tuple[str, str]
@@ -47,7 +49,13 @@ def exchange(directory: Path, one: str, other: str) -> None:
 
 
 def options(train: str, place: Path, **sections: dict[str, Any]) -> Config:
-    model = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": VOCAB}
+    model = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": VOCAB,
+    }
     made: dict[str, dict[str, Any]] = {
         "run": {"dir": str(place), "name": "run"},
         "model": model,
@@ -85,9 +93,15 @@ def checked(config: Config) -> list[str]:
 
 
 STARTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "resume": ("checkpoint.load = {run}/checkpoints/step_00000001", {"checkpoint": {"load": "{run}", "allow": ["data"]}}),
+    "resume": (
+        "checkpoint.load = {run}/checkpoints/step_00000001",
+        {"checkpoint": {"load": "{run}", "allow": ["data"]}},
+    ),
     "weights of a run": ("model.init_from = {run}", {"model": {"init_from": "{run}"}}),
-    "weights of a model": ("model.init_from = hf:{model}", {"model": {"init_from": "hf:{model}", "from_hf": "{model}"}}),
+    "weights of a model": (
+        "model.init_from = hf:{model}",
+        {"model": {"init_from": "hf:{model}", "from_hf": "{model}"}},
+    ),
     "weights of an import": ("model.init_from = {imported}", {"model": {"init_from": "{imported}"}}),
     "shape of a model": ("model.from_hf = {model}", {"model": {"from_hf": "{model}"}}),
     "an adapter": ("lora.init_from = {tokenizer}", {"lora": {"rank": 4, "init_from": "{tokenizer}"}}),
@@ -104,7 +118,12 @@ def filled(value: Any, names: dict[str, str]) -> Any:
 def names(world, tmp_path_factory) -> dict[str, str]:
     imported = tmp_path_factory.mktemp("imports") / "imported"
     import_model(world.model, imported)
-    return {"run": str(world.run), "model": str(world.model), "imported": str(imported), "tokenizer": str(world.tokenizers[0])}
+    return {
+        "run": str(world.run),
+        "model": str(world.model),
+        "imported": str(imported),
+        "tokenizer": str(world.tokenizers[0]),
+    }
 
 
 @pytest.mark.parametrize("name", STARTS)
@@ -125,7 +144,8 @@ def test_what_another_tokenizer_made_is_refused_by_name(name, world, names, tmp_
 
 
 def test_a_tokenizer_with_added_tokens_is_that_of_the_model_and_resizes_it(world, names, tmp_path, capsys):
-    """From the two files to the export: which tokens were added is said, rows are added, and transformers reads all of it."""
+    """From the two files to the export: which tokens were added is said, rows are added, and transformers reads all of
+    it."""
     from transformers import AutoConfig, AutoTokenizer
 
     added = tmp_path / "added"
@@ -136,7 +156,12 @@ def test_a_tokenizer_with_added_tokens_is_that_of_the_model_and_resizes_it(world
     prefix = str(tmp_path / "data")
     sources = open_inputs([str(tmp_path / "text.txt")], exclude=[], file_format="auto", text_key="text", split="train")
     prepare(sources, Path(prefix), str(added))
-    given = {"model.from_hf": names["model"], "model.init_from": f"hf:{names['model']}", "data.train": prefix, "run.dir": str(tmp_path)}
+    given = {
+        "model.from_hf": names["model"],
+        "model.init_from": f"hf:{names['model']}",
+        "data.train": prefix,
+        "run.dir": str(tmp_path),
+    }
     given |= {"data.sequence_length": "16", "train.steps": "1", "train.global_batch_size": "4"}
     shape = [word for option, value in given.items() for word in (f"--{option}", value)]
     for more in ([], ["--model.vocab_size", str(VOCAB + 2)]):
@@ -146,7 +171,9 @@ def test_a_tokenizer_with_added_tokens_is_that_of_the_model_and_resizes_it(world
     config = load_config([*shape, "--model.resize_embeddings", "mean"], world_size=1)
     assert config.model.vocab_size == VOCAB + 2
     notes = checked(config)
-    assert [note for note in notes if "adds 2 tokens to that of model.init_from" in note and '"<tool>", "abba"' in note], notes
+    assert [
+        note for note in notes if "adds 2 tokens to that of model.init_from" in note and '"<tool>", "abba"' in note
+    ], notes
     trainer = Trainer(config, build.make_mesh(config))
     trainer.step()
     saved = trainer.save()
@@ -176,7 +203,12 @@ def test_the_trainer_refuses_it_too(world):
 def test_a_checkpoint_knows_the_tokenizer(world):
     state = manifest_of(world.run / "checkpoints" / "step_00000001").state
     recorded, data = state["tokenizer"], of_token_file(world.data[0])
-    assert recorded == {"name": str(world.tokenizers[0]), "fingerprint": data.fingerprint, "digest": data.digest, "template_hash": None}
+    assert recorded == {
+        "name": str(world.tokenizers[0]),
+        "fingerprint": data.fingerprint,
+        "digest": data.digest,
+        "template_hash": None,
+    }
 
 
 def test_what_is_from_before_is_accepted_with_a_note(world, tmp_path):
@@ -187,7 +219,9 @@ def test_what_is_from_before_is_accepted_with_a_note(world, tmp_path):
     old = str(tmp_path / "old")
     (note,) = checked(options(old, tmp_path, model={"init_from": str(world.run)}))
     assert (
-        note == f"the tokenizer of data.train = {old} is not known, so whether it is that of model.init_from = {world.run} is not checked"
+        note
+        == f"the tokenizer of data.train = {old} is not known, so whether it is that of model.init_from = {world.run} "
+        "is not checked"
     )
     assert checked(options(old, tmp_path)) == []
 
@@ -199,8 +233,13 @@ def test_a_text_is_not_read_with_another_tokenizer(world, capfd):
     with pytest.raises(SystemExit):
         generate([*arguments, str(world.tokenizers[1])])
     said = capfd.readouterr().err
-    assert f"--tokenizer {world.tokenizers[1]} is another tokenizer than that of {world.run}/checkpoints/step_00000001" in said
+    assert (
+        f"--tokenizer {world.tokenizers[1]} is another tokenizer than that of {world.run}/checkpoints/step_00000001"
+        in said
+    )
     assert f"Give the tokenizer that the model was trained with, {world.tokenizers[0]}, with --tokenizer" in said
-    assert 'is "a" there and "b" here' in said and said.endswith("or accept the change with --allow_tokenizer_change.\n")
+    assert 'is "a" there and "b" here' in said and said.endswith(
+        "or accept the change with --allow_tokenizer_change.\n"
+    )
     assert generate([*arguments, str(world.tokenizers[1]), "--allow_tokenizer_change"]) == 0
     assert "which --allow_tokenizer_change accepts" in capfd.readouterr().err

@@ -1,4 +1,5 @@
-"""A run's copy of its tokenizer: the model is used with it once the data and its tokenizer were replaced or are gone."""
+"""A run's copy of its tokenizer: the model is used with it once the data and its tokenizer were replaced or are
+gone."""
 
 from __future__ import annotations
 
@@ -35,9 +36,22 @@ def prepared(text: str, tokenizer: str, **options: Any) -> None:
 
 
 def configured() -> Config:
-    model = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 400}
-    data, train = {"train": "data/x", "sequence_length": 16}, {"steps": 4, "global_batch_size": 2, "micro_batch_size": 2}
-    made = {"run": {"dir": "runs", "name": "run"}, "model": {**model, "max_position_embeddings": 64}, "parallel": {"dp": 1}}
+    model = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 400,
+    }
+    data, train = (
+        {"train": "data/x", "sequence_length": 16},
+        {"steps": 4, "global_batch_size": 2, "micro_batch_size": 2},
+    )
+    made = {
+        "run": {"dir": "runs", "name": "run"},
+        "model": {**model, "max_position_embeddings": 64},
+        "parallel": {"dp": 1},
+    }
     return from_dict({**made, "data": data, "train": train, "checkpoint": {}})
 
 
@@ -76,15 +90,21 @@ def test_a_model_is_used_with_the_copy_of_its_run(kind: Callable[[], str], place
     assert copies() == expected and expected
     keep(config.data, Path("runs/run"))
     assert copies() == expected, "stored once"
-    assert tokenizer_of(open_source("runs/run"), None).name == str(Path(name).resolve()), "the original as long as it is there"
+    assert tokenizer_of(open_source("runs/run"), None).name == str(Path(name).resolve()), (
+        "the original as long as it is there"
+    )
 
     shutil.rmtree("hf", ignore_errors=True)
     prepared(TEXT[:999] + "other words, other pieces " * 50, "data/x.model", train_tokenizer=310, overwrite=True)
     source, copy = open_source("runs/run"), (tmp_path / "runs" / "run" / place)
     assert tokenizer_of(source, None).encode(TEXT) == ids
-    with pytest.raises(ConfigError, match=rf"Give the tokenizer that the model was trained with, {copy}, with --tokenizer"):
+    with pytest.raises(
+        ConfigError, match=rf"Give the tokenizer that the model was trained with, {copy}, with --tokenizer"
+    ):
         tokenizer_of(source, "data/x.model")
-    with pytest.raises(ConfigError, match=rf"another tokenizer than checkpoint\.load.* id \d+ is .*Give data prepared with {copy}, or"):
+    with pytest.raises(
+        ConfigError, match=rf"another tokenizer than checkpoint\.load.* id \d+ is .*Give data prepared with {copy}, or"
+    ):
         check_tokenizers(config, "another")
     assert convert.main(["export", "runs/run", "out"]) == 0
     assert fingerprint(load("out")) == identity

@@ -14,15 +14,28 @@ from megalite.config.load import from_dict
 from megalite.training.trainer import Trainer
 from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 
-CASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 1, "masked": False, "dropout": 0.0, "microbatches": 1}
+CASE = {
+    **SINGLE,
+    "tied": False,
+    "kv_heads": 2,
+    "vocab_size": 96,
+    "layers": 1,
+    "masked": False,
+    "dropout": 0.0,
+    "microbatches": 1,
+}
 STEPS = 8
 
 
-def train(tmp_path: Path, precision: str, elsewhere: bool, **sections: dict[str, Any]) -> tuple[list[Any], list[Tensor], list[str]]:
-    """Results, the optimizer's state at the end, and the order of updates and readings. `elsewhere`: as if the state were offloaded from a
-    GPU, so that the host decides."""
+def train(
+    tmp_path: Path, precision: str, elsewhere: bool, **sections: dict[str, Any]
+) -> tuple[list[Any], list[Tensor], list[str]]:
+    """Results, the optimizer's state at the end, and the order of updates and readings. `elsewhere`: as if the state
+    were offloaded from a GPU, so that the host decides."""
     config = config_of(CASE, write_tokens(tmp_path, 96), precision)
-    config = from_dict({section: {**values, **sections.get(section, {})} for section, values in (config | {"faults": {}}).items()})
+    config = from_dict(
+        {section: {**values, **sections.get(section, {})} for section, values in (config | {"faults": {}}).items()}
+    )
     trainer = Trainer(config, build.make_mesh(config))
     finalizer, order = trainer.finalizer, list[str]()
     if elsewhere:

@@ -24,6 +24,8 @@ def test_the_count_stays_in_cpu_memory(monkeypatch):
     targets = torch.tensor([[1, IGNORE_INDEX], [2, 3]])
     microbatch = Microbatch.of(targets, targets, torch.arange(2))
     data = SimpleNamespace(chat=True)
-    rank = SimpleNamespace(config=Config(), train_data=data, device=torch.device("meta"), mesh=SimpleNamespace(counting="counting"))
+    rank = SimpleNamespace(
+        config=Config(), train_data=data, device=torch.device("meta"), mesh=SimpleNamespace(counting="counting")
+    )
     assert training.Trainer._valid_tokens(rank, [microbatch, microbatch]) == 3 + 3 + 5
     assert summed == [("cpu", "counting")]

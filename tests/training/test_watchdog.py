@@ -20,7 +20,8 @@ from megalite.training.hang import load
 
 
 class Looks:
-    """What the watchdog waits for, in a time of its own: every wait ends at once, after which the rank has moved on or not."""
+    """What the watchdog waits for, in a time of its own: every wait ends at once, after which the rank has moved on or
+    not."""
 
     def __init__(self, activity: Activity, moving: bool, looks: int):
         self.activity, self.moving, self.left, self.now, self.done = activity, moving, looks, 0.0, Event()
@@ -40,7 +41,9 @@ class Looks:
 
 
 @pytest.mark.parametrize("moving", [True, False])
-def test_a_long_validation_of_equal_batches_is_no_stall(moving: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_validation_of_equal_batches_is_no_stall(
+    moving: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Watched for five times as long as the watchdog's patience."""
     mesh = Mesh(Layout())
     looks = Looks(mesh.activity, moving, looks=20)
@@ -110,7 +113,9 @@ ERRORS = (DataError("a sample"), ConfigError("other data"), FaultLimit("20 bad s
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_the_others_learn_of_an_error_of_one_rank(error: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_others_learn_of_an_error_of_one_rank(
+    error: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
 
     class Others:
@@ -128,7 +133,9 @@ def test_the_others_learn_of_an_error_of_one_rank(error: Exception | None, tmp_p
 
 
 @pytest.mark.parametrize("waiting", [True, False])
-def test_on_a_gpu_the_rank_of_a_past_communication_is_not_blamed(waiting: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_the_rank_of_a_past_communication_is_not_blamed(
+    waiting: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There the host waits for the device in any place, and its last message may have arrived long ago."""
 
     class Alive:

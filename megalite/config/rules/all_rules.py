@@ -1,7 +1,7 @@
 """All checks between options, in the order in which they run; one file for each part of a run.
 
-The first rules require positive sizes, so that later ones can divide by them. A message names the option, its value, the reason and a way
-out:
+The first rules require positive sizes, so that later ones can divide by them. A message names the option, its
+value, the reason and a way out:
 
     parallel.tp = 6 does not divide model.num_attention_heads = 32: each rank must hold whole heads.
     Legal values: 1, 2, 4, 8, 16, 32. Nearest: 4 or 8.
@@ -16,11 +16,20 @@ from megalite.config.rule import Mistakes, Rule, RuleContext, named_in
 from megalite.config.rules import data, faults, model, numbers, parallel, training
 from megalite.config.schema import Config, ConfigError
 
-RULES: tuple[Rule, ...] = (*numbers.RULES, *model.RULES, *parallel.RULES, *data.RULES, *training.RULES, *faults.RULES)
+RULES: tuple[Rule, ...] = (
+    *numbers.RULES,
+    *model.RULES,
+    *parallel.RULES,
+    *data.RULES,
+    *training.RULES,
+    *faults.RULES,
+)
 """All rules; names are unique."""
 
 
-def check(config: Config, world_size: int, local_devices: int | None = None, leave_out: Container[str] = ()) -> None:
+def check(
+    config: Config, world_size: int, local_devices: int | None = None, leave_out: Container[str] = ()
+) -> None:
     """Raise ConfigError with the messages of the rules that a resolved configuration violates.
 
     One cause has one message: a rule that reads an option which an earlier message blames is not checked.
@@ -31,7 +40,10 @@ def check(config: Config, world_size: int, local_devices: int | None = None, lea
         leave_out: names of rules to skip.
     """
     blamed, mistakes = set[str](), Mistakes()
-    values = {section.name: _guarded(section.name, getattr(config, section.name), blamed) for section in fields(Config)}
+    values = {
+        section.name: _guarded(section.name, getattr(config, section.name), blamed)
+        for section in fields(Config)
+    }
     context = RuleContext(**values, world_size=world_size, local_devices=local_devices)
     for rule in RULES:
         if rule.name in leave_out:

@@ -41,7 +41,9 @@ def _parse(text: str) -> Fault:
     values = {name: value for name, _, value in (part.partition("=") for part in rest.split(","))}
     needed = {"step", *KINDS[kind]}
     if not needed <= values.keys() <= needed | {"rank", "restart"}:
-        raise ValueError(text, f"needs {' and '.join(sorted(needed))}, and besides it takes rank and restart only")
+        raise ValueError(
+            text, f"needs {' and '.join(sorted(needed))}, and besides it takes rank and restart only"
+        )
     first, _, last = values["step"].partition("-")
     try:
         steps = range(int(first), int(last or first) + 1)
@@ -50,12 +52,15 @@ def _parse(text: str) -> Fault:
     except ValueError:
         raise ValueError(text, "has a value that is not a number") from None
     if not steps or steps[0] < 1 or fault.restart < 0 or (kind == "slow" and not fault.amount > 0):
-        raise ValueError(text, "has a value out of range: steps count from 1, restarts from 0, and seconds are positive")
+        raise ValueError(
+            text, "has a value out of range: steps count from 1, restarts from 0, and seconds are positive"
+        )
     return fault
 
 
 def _amount(kind: str, values: dict[str, str]) -> float:
-    """The number that a kind of fault needs; seconds may have a unit. Raises ValueError if it is not a number."""
+    """The number that a kind of fault needs; seconds may have a unit. Raises ValueError if it is not a
+    number."""
     if kind == "slow" and (seconds := duration_seconds(values["seconds"])):
         return seconds
     return float(values[KINDS[kind][0]]) if KINDS[kind] else 0.0
@@ -69,7 +74,11 @@ def _wrong(c: RuleContext) -> tuple[str, str] | None:
         text, reason = error.args
         return text, reason
     absent = [fault for fault in faults if fault.rank is not None and not 0 <= fault.rank < c.world_size]
-    return (f"{absent[0].kind}:rank={absent[0].rank}", f"names a rank that {c.world_size} processes do not have") if absent else None
+    return (
+        (f"{absent[0].kind}:rank={absent[0].rank}", f"names a rank that {c.world_size} processes do not have")
+        if absent
+        else None
+    )
 
 
 RULES: tuple[Rule, ...] = (
@@ -80,7 +89,8 @@ RULES: tuple[Rule, ...] = (
         value=lambda c: (_wrong(c) or ("",))[0],
         message=lambda c: (_wrong(c) or ("", ""))[1],
         legal=(
-            "Write KIND:rank=R,step=S, for example kill:rank=0,step=7, nan:step=7-9, slow:rank=0,step=7,seconds=60, "
+            "Write KIND:rank=R,step=S, for example kill:rank=0,step=7, nan:step=7-9, "
+            "slow:rank=0,step=7,seconds=60, "
             f"spike:step=7,factor=100, kill:rank=0,step=9,restart=1; kinds: {', '.join(KINDS)}."
         ),
     ),

@@ -7,8 +7,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megalite.config.rule import CHECKPOINT_EXAMPLE, Rule, RuleContext, describe_legal, divisors, is_checkpoint, multiples
-from megalite.config.schema import EXPERTS, PROJECTIONS, ROPE_SCALING_KEYS, SAVED_MODULES, LoraConfig, ModelConfig
+from megalite.config.rule import (
+    CHECKPOINT_EXAMPLE,
+    Rule,
+    RuleContext,
+    describe_legal,
+    divisors,
+    is_checkpoint,
+    multiples,
+)
+from megalite.config.schema import (
+    EXPERTS,
+    PROJECTIONS,
+    ROPE_SCALING_KEYS,
+    SAVED_MODULES,
+    LoraConfig,
+    ModelConfig,
+)
 
 
 def _layers_exist(name: str) -> Rule:
@@ -35,7 +50,9 @@ def _own_weights(c: RuleContext) -> str:
 
     path = _init_from(c)
     if os.path.isfile(Path(path, "config.json")) or is_id(path):
-        return f"The weights of a Hugging Face model are hf:{path}; set model.from_hf to {path} for its shape."
+        return (
+            f"The weights of a Hugging Face model are hf:{path}; set model.from_hf to {path} for its shape."
+        )
     return CHECKPOINT_EXAMPLE
 
 
@@ -48,10 +65,13 @@ def _hf_weights(c: RuleContext) -> str:
 
 
 def _legal_heads(c: RuleContext) -> list[int]:
-    """Numbers of heads that divide the hidden size, if possible into heads that rope can rotate and key-value heads can be shared by."""
+    """Numbers of heads that divide the hidden size, if possible into heads that rope can rotate and key-value
+    heads can be shared by."""
     all_heads, kv = divisors(c.model.hidden_size), c.model.num_key_value_heads or 1
     even = 2 if c.model.position == "rope" else 1
-    return [heads for heads in all_heads if heads % kv == 0 and c.model.hidden_size // heads % even == 0] or all_heads
+    return [
+        heads for heads in all_heads if heads % kv == 0 and c.model.hidden_size // heads % even == 0
+    ] or all_heads
 
 
 def _rope_type(c: RuleContext) -> Any:
@@ -68,11 +88,16 @@ def _scaling_problem(c: RuleContext) -> str | None:
     if set(scaling) != set(required):
         return f"does not have the keys of rope_type {kind}"
     lists = [value for value in scaling.values() if isinstance(value, list)]
-    numbers = [value for value in scaling.values() if not isinstance(value, list)] + [value for each in lists for value in each]
+    numbers = [value for value in scaling.values() if not isinstance(value, list)] + [
+        value for each in lists for value in each
+    ]
     if not all(isinstance(v, (int, float)) and math.isfinite(v) and v > 0 for v in numbers):
         return "holds a value that is not a positive number"
     if [len(each) for each in lists] != ([c.model.rotary_dim // 2] * 2 if kind == "longrope" else []):
-        return f"needs {c.model.rotary_dim // 2} numbers, one for each pair of channels, in longrope's short_factor and long_factor"
+        return (
+            f"needs {c.model.rotary_dim // 2} numbers, one for each pair of channels, in longrope's "
+            "short_factor and long_factor"
+        )
     if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         return "has high_freq_factor <= low_freq_factor, between which it interpolates"
     return None
@@ -80,7 +105,10 @@ def _scaling_problem(c: RuleContext) -> str | None:
 
 def _scaling_example(c: RuleContext) -> str:
     lists = {"short_factor": "[N, …]", "long_factor": "[N, …]"}
-    keys = [f"rope_type: {_rope_type(c)}", *(f"{key}: {lists.get(key, 'N')}" for key in ROPE_SCALING_KEYS[_rope_type(c)])]
+    keys = [
+        f"rope_type: {_rope_type(c)}",
+        *(f"{key}: {lists.get(key, 'N')}" for key in ROPE_SCALING_KEYS[_rope_type(c)]),
+    ]
     return f"Write {{{', '.join(keys)}}}, every N a positive number."
 
 
@@ -96,7 +124,9 @@ def _without_rank(c: RuleContext) -> bool:
     """Whether there are no adapters, and yet an option that is about them."""
     plain = LoraConfig()
     names = ("dropout", "targets", "init_from", "ranks", "alphas", "dora", "modules_to_save", "scaling")
-    return not c.lora.rank and any((getattr(c.lora, name) or None) != (getattr(plain, name) or None) for name in names)
+    return not c.lora.rank and any(
+        (getattr(c.lora, name) or None) != (getattr(plain, name) or None) for name in names
+    )
 
 
 def _names(option: str, c: RuleContext) -> list[str]:
@@ -128,7 +158,9 @@ def _unknown(option: str, known: tuple[str, ...]) -> Rule:
 
 
 def _adapted(option: str) -> Rule:
-    find = partial(_first, option, lambda c, name: not c.lora.adapts(name) or name == "gate" and not c.model.gated_mlp)
+    find = partial(
+        _first, option, lambda c, name: not c.lora.adapts(name) or name == "gate" and not c.model.gated_mlp
+    )
     return Rule(
         f"lora.{option} are of targets",
         f"lora.{option}",
@@ -144,10 +176,19 @@ def _of_experts(c: RuleContext) -> str:
 
 
 def _of_no_layer(c: RuleContext) -> bool:
-    """Whether lora.targets names matrices of dense feed-forwards alone, and there are none: nothing would be trained."""
-    dense = c.model.shared_expert_intermediate_size or not all(map(c.model.is_mixture, range(c.model.num_hidden_layers)))
+    """Whether lora.targets names matrices of dense feed-forwards alone, and there are none: nothing would be
+    trained."""
+    dense = c.model.shared_expert_intermediate_size or not all(
+        map(c.model.is_mixture, range(c.model.num_hidden_layers))
+    )
     targets = set(_names("targets", c))
-    return bool(c.lora.rank and targets and targets <= {"gate", "up", "down"} and not dense and not c.lora.modules_to_save)
+    return bool(
+        c.lora.rank
+        and targets
+        and targets <= {"gate", "up", "down"}
+        and not dense
+        and not c.lora.modules_to_save
+    )
 
 
 _WITH_EXPERTS = tuple(
@@ -165,12 +206,22 @@ _WITHOUT_EXPERTS = tuple(
     Rule(
         f"{name} needs experts",
         f"model.{name}",
-        partial(lambda name, c: not c.model.num_experts and getattr(c.model, name) != getattr(ModelConfig(), name), name),
+        partial(
+            lambda name, c: (
+                not c.model.num_experts and getattr(c.model, name) != getattr(ModelConfig(), name)
+            ),
+            name,
+        ),
         message="has no effect: {model.num_experts}",
         legal="Remove it, or set model.num_experts.",
     )
     for name in (
-        *("moe_intermediate_size", "shared_expert_intermediate_size", "router_aux_loss_coef", "router_z_loss_coef"),
+        *(
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "router_aux_loss_coef",
+            "router_z_loss_coef",
+        ),
         *("router_scores", "routed_scaling_factor", "router_logit_bias", "n_group", "expert_capacity_factor"),
     )
 )
@@ -180,7 +231,8 @@ _AHEAD = (
         "modules of multi-token prediction look up tokens only",
         "model.mtp_layers",
         lambda c: c.model.mtp_layers and c.model.position == "learned",
-        message="does not fit {model.position}: the modules look up further tokens, which have no learned positions of their own",
+        message="does not fit {model.position}: the modules look up further tokens, which have no learned "
+        "positions of their own",
         legal="Set it to 0, or model.position to rope or none.",
     ),
     Rule(
@@ -194,7 +246,8 @@ _AHEAD = (
         "adapters and modules of multi-token prediction",
         "model.mtp_layers",
         lambda c: c.model.mtp_layers and c.lora.rank,
-        message="does not fit {lora.rank}: PEFT's models do not have these modules, so that an adapter of them could not be exported",
+        message="does not fit {lora.rank}: PEFT's models do not have these modules, so that an adapter of "
+        "them could not be exported",
         legal="Set it to 0, which leaves them out.",
     ),
 )
@@ -211,10 +264,18 @@ _GROUPS = (
         "a group has two experts",
         "model.n_group",
         lambda c: (
-            c.model.n_group and c.model.num_experts and c.model.router_scores == "sigmoid" and 2 * c.model.n_group > c.model.num_experts
+            c.model.n_group
+            and c.model.num_experts
+            and c.model.router_scores == "sigmoid"
+            and 2 * c.model.n_group > c.model.num_experts
         ),
-        message="leaves less than two of {model.num_experts} in a group, whose score is the sum of its two best experts",
-        legal=lambda c: [groups for groups in divisors(c.model.num_experts or 1) if 2 * groups <= (c.model.num_experts or 0)],
+        message="leaves less than two of {model.num_experts} in a group, whose score is the sum of its two "
+        "best experts",
+        legal=lambda c: [
+            groups
+            for groups in divisors(c.model.num_experts or 1)
+            if 2 * groups <= (c.model.num_experts or 0)
+        ],
     ),
     Rule(
         "topk_group needs groups",
@@ -232,7 +293,9 @@ _GROUPS = (
             and c.model.num_experts_per_tok * c.model.n_group > c.model.topk_group * c.model.num_experts
         ),
         message="is more than the experts in {model.topk_group} of {model.n_group} groups",
-        legal=lambda c: range(1, c.model.topk_group * (c.model.num_experts or 1) // (c.model.n_group or 1) + 1),
+        legal=lambda c: range(
+            1, c.model.topk_group * (c.model.num_experts or 1) // (c.model.n_group or 1) + 1
+        ),
     ),
 )
 
@@ -269,7 +332,8 @@ _LATENTS = (
         "every head has its key and value",
         "model.num_key_value_heads",
         lambda c: c.model.kv_lora_rank is not None and c.model.kv_heads != c.model.num_attention_heads,
-        message="does not fit latent attention, in which each of {model.num_attention_heads} has its own key and value",
+        message="does not fit latent attention, in which each of {model.num_attention_heads} has its own key "
+        "and value",
         legal="Remove it.",
     ),
 )
@@ -322,14 +386,20 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "init_from hf exists",
         "model.init_from",
-        lambda c: (path := _init_from(c)).startswith("hf:") and not (Path(path[3:]) / "config.json").is_file(),
+        lambda c: (
+            (path := _init_from(c)).startswith("hf:") and not (Path(path[3:]) / "config.json").is_file()
+        ),
         message="names no Hugging Face model: there is no config.json",
         legal=_hf_weights,
     ),
     Rule(
         "hidden size over heads",
         "model.num_attention_heads",
-        lambda c: c.model.head_dim is None and c.model.kv_lora_rank is None and c.model.hidden_size % c.model.num_attention_heads,
+        lambda c: (
+            c.model.head_dim is None
+            and c.model.kv_lora_rank is None
+            and c.model.hidden_size % c.model.num_attention_heads
+        ),
         message="does not divide {model.hidden_size}, and model.head_dim is not given",
         legal=_legal_heads,
     ),
@@ -337,7 +407,8 @@ RULES: tuple[Rule, ...] = (
         "heads over key-value heads",
         "model.num_key_value_heads",
         lambda c: c.model.num_attention_heads % c.model.kv_heads,
-        message="does not divide {model.num_attention_heads}: each key-value head is shared by the same number of query heads",
+        message="does not divide {model.num_attention_heads}: each key-value head is shared by the same "
+        "number of query heads",
         legal=lambda c: divisors(c.model.num_attention_heads),
     ),
     Rule(
@@ -351,7 +422,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "even rotating width for rope",
         "model.qk_rope_head_dim",
-        lambda c: c.model.position == "rope" and c.model.kv_lora_rank is not None and c.model.qk_rope_head_dim % 2,
+        lambda c: (
+            c.model.position == "rope" and c.model.kv_lora_rank is not None and c.model.qk_rope_head_dim % 2
+        ),
         message="is odd: rotary embeddings (model.position = rope) rotate pairs of channels",
         legal=lambda c: multiples(c.model.qk_rope_head_dim, 2),
     ),
@@ -359,11 +432,15 @@ RULES: tuple[Rule, ...] = (
         "partial_rotary_factor rotates pairs",
         "model.partial_rotary_factor",
         _rotates_part_of_a_pair,
-        message=lambda c: f"rotates {c.model.rotary_dim} of the {c.model.head_size} channels of a head: they rotate in pairs",
+        message=lambda c: (
+            f"rotates {c.model.rotary_dim} of the {c.model.head_size} channels of a head: they rotate in "
+            "pairs"
+        ),
         legal=lambda c: (
             "Legal values: 2, 4, 6 … channels, as a share of a head's width. "
             + describe_legal(
-                c.model.partial_rotary_factor, [channels / c.model.rotary_width for channels in range(2, c.model.rotary_width + 1, 2)]
+                c.model.partial_rotary_factor,
+                [channels / c.model.rotary_width for channels in range(2, c.model.rotary_width + 1, 2)],
             )
         ),
     ),
@@ -377,7 +454,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "rope_local_theta needs rope and a window",
         "model.rope_local_theta",
-        lambda c: c.model.rope_local_theta is not None and (c.model.position != "rope" or c.model.sliding_window is None),
+        lambda c: (
+            c.model.rope_local_theta is not None
+            and (c.model.position != "rope" or c.model.sliding_window is None)
+        ),
         message="has no effect: {model.position}, {model.sliding_window}",
         legal="Remove it, or set model.position to rope and give model.sliding_window.",
     ),
@@ -385,7 +465,8 @@ RULES: tuple[Rule, ...] = (
         "parallel_block with norms before",
         "model.parallel_block",
         lambda c: c.model.parallel_block != "none" and c.model.norm_placement != "pre",
-        message="does not fit {model.norm_placement}: in parallel, attention and feed-forward have norms at their input only",
+        message="does not fit {model.norm_placement}: in parallel, attention and feed-forward have norms at "
+        "their input only",
         legal="Set model.norm_placement to pre, or model.parallel_block to none.",
     ),
     Rule(
@@ -415,7 +496,11 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        "rope_scaling values", "model.rope_scaling", _scaling_problem, message=lambda c: _scaling_problem(c) or "", legal=_scaling_example
+        "rope_scaling values",
+        "model.rope_scaling",
+        _scaling_problem,
+        message=lambda c: _scaling_problem(c) or "",
+        legal=_scaling_example,
     ),
     _layers_exist("no_rope_layers"),
     Rule(
@@ -455,7 +540,10 @@ RULES: tuple[Rule, ...] = (
         "lora.targets are of this attention",
         "lora.targets",
         partial(_first, "targets", lambda c, name: name in PROJECTIONS and name not in _attention_has(c)),
-        message=lambda c: f"names {_first('targets', lambda c, name: name not in _attention_has(c), c)}, which this model does not have",
+        message=lambda c: (
+            f"names {_first('targets', lambda c, name: name not in _attention_has(c), c)}, which this model "
+            "does not have"
+        ),
         legal=_ALONE,
     ),
     Rule(
@@ -470,7 +558,8 @@ RULES: tuple[Rule, ...] = (
         "adapters are of some layer",
         "lora.targets",
         _of_no_layer,
-        message="names matrices of dense feed-forwards, and every layer of this model has a mixture of experts: nothing would be trained",
+        message="names matrices of dense feed-forwards, and every layer of this model has a mixture of "
+        "experts: nothing would be trained",
         legal=f"Name {' and '.join(EXPERTS)}, or projections of attention.",
     ),
     _adapted("ranks"),
@@ -479,7 +568,9 @@ RULES: tuple[Rule, ...] = (
         "a tied head is saved with the embedding",
         "lora.modules_to_save",
         lambda c: (
-            c.model.tie_word_embeddings and "head" in _names("modules_to_save", c) and "embedding" not in _names("modules_to_save", c)
+            c.model.tie_word_embeddings
+            and "head" in _names("modules_to_save", c)
+            and "embedding" not in _names("modules_to_save", c)
         ),
         message="names head, but {model.tie_word_embeddings}: the head is the embedding",
         legal="Name embedding, which trains both.",
@@ -487,7 +578,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "lora.init_from is an adapter",
         "lora.init_from",
-        lambda c: c.lora.init_from and not (c.model.initial_weights and Path(c.lora.init_from, "adapter_config.json").is_file()),
+        lambda c: (
+            c.lora.init_from
+            and not (c.model.initial_weights and Path(c.lora.init_from, "adapter_config.json").is_file())
+        ),
         message="is not a PEFT adapter, a directory with adapter_config.json, for {model.init_from}",
         legal="Set both options, model.init_from to the model that it adapts.",
     ),

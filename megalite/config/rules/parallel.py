@@ -7,14 +7,16 @@ from megalite.config.rule import Rule, RuleContext, around, describe_legal, divi
 
 
 def legal_tp(c: RuleContext) -> list[int]:
-    """Tensor-parallel sizes that the model allows: whole heads, key-value heads split or replicated evenly, feed-forward split evenly."""
+    """Tensor-parallel sizes that the model allows: whole heads, key-value heads split or replicated evenly,
+    feed-forward split evenly."""
     kv, shared = c.model.kv_heads, c.model.shared_expert_intermediate_size or 0
     whole = [tp for tp in divisors(c.model.num_attention_heads) if kv % tp == 0 or tp % kv == 0]
     return [tp for tp in whole if c.model.intermediate_size % tp == shared % tp == 0]
 
 
 def legal_ulysses(c: RuleContext) -> list[int]:
-    """Context-parallel sizes with which each rank attends with whole heads, and key-value heads are split or repeated evenly."""
+    """Context-parallel sizes with which each rank attends with whole heads, and key-value heads are split or
+    repeated evenly."""
     tp, heads = c.parallel.tp, c.model.num_attention_heads
     kv = max(c.model.kv_heads // tp, 1)  # on one tp rank
     return [cp for cp in divisors(heads // tp) if kv % cp == 0 or cp % kv == 0]
@@ -28,13 +30,19 @@ def legal_inner(c: RuleContext) -> list[int]:
 def _heads_for_ulysses(c: RuleContext) -> str:
     heads = f"heads / tp = {c.model.num_attention_heads // c.parallel.tp}"
     kv = f"key-value heads / tp = {max(c.model.kv_heads // c.parallel.tp, 1)}"
-    return f"does not fit {heads} and {kv}: under parallel.context = ulysses each rank attends with whole heads of every sequence"
+    return (
+        f"does not fit {heads} and {kv}: under parallel.context = ulysses each rank attends with whole heads "
+        "of every sequence"
+    )
 
 
 def _example_partition(c: RuleContext) -> str:
     layers, stages = c.model.num_hidden_layers, c.dims.stages
     each, rest = divmod(layers, stages)
-    return f"For {layers} layers on {stages} stages, for example: {[each + (stage < rest) for stage in range(stages)]}."
+    return (
+        f"For {layers} layers on {stages} stages, for example: "
+        f"{[each + (stage < rest) for stage in range(stages)]}."
+    )
 
 
 def _too_many_stages(c: RuleContext) -> str:
@@ -43,7 +51,9 @@ def _too_many_stages(c: RuleContext) -> str:
 
 
 def _legal_pp(c: RuleContext) -> Sequence[int] | str:
-    return range(1, c.model.num_hidden_layers // c.dims.virtual_stages + 1) or "Choose parallel.schedule 1f1b."
+    return (
+        range(1, c.model.num_hidden_layers // c.dims.virtual_stages + 1) or "Choose parallel.schedule 1f1b."
+    )
 
 
 def _sizes(c: RuleContext) -> str:
@@ -74,21 +84,29 @@ def _sizes_fit_the_world(axis: str) -> Rule:
     return Rule(
         f"{axis} fits the world",
         f"parallel.{axis}",
-        lambda c: c.parallel.dp is None and c.world_size % c.dims.replica and max(sizes, key=vars(c.parallel).__getitem__) == axis,
+        lambda c: (
+            c.parallel.dp is None
+            and c.world_size % c.dims.replica
+            and max(sizes, key=vars(c.parallel).__getitem__) == axis
+        ),
         message=_sizes_do_not_fit,
         legal=_legal_dp,
     )
 
 
 def _sharded_in_groups(dims: ParallelDims) -> bool:
-    """Whether ZeRO shards over some of the ranks that sum a gradient; with experts, also if those of an expert are in several groups."""
+    """Whether ZeRO shards over some of the ranks that sum a gradient; with experts, also if those of an
+    expert are in several groups."""
     return dims.shard not in (1, dims.data) or dims.experts and dims.expert_shard not in (1, dims.expert_data)
 
 
 def _legal_ep(c: RuleContext) -> list[int]:
-    """Sizes that divide the experts and the ranks of a stage, and leave a whole number of ranks for each bucket of experts."""
+    """Sizes that divide the experts and the ranks of a stage, and leave a whole number of ranks for each
+    bucket of experts."""
     shared = c.dims.shard * c.parallel.tp if c.parallel.zero else c.dims.stage_ranks
-    return [ep for ep in divisors(c.model.num_experts or 1) if c.dims.stage_ranks % ep == 0 and shared % ep == 0]
+    return [
+        ep for ep in divisors(c.model.num_experts or 1) if c.dims.stage_ranks % ep == 0 and shared % ep == 0
+    ]
 
 
 _EXPERTS = (
@@ -118,7 +136,8 @@ _EXPERTS = (
         "parallel.ep",
         lambda c: c.model.num_experts and c.parallel.zero and c.dims.shard * c.parallel.tp % c.parallel.ep,
         message=lambda c: (
-            f"does not divide dp_shard * cp * tp = {c.dims.shard * c.parallel.tp}: an expert is sharded over the ranks of a shard group "
+            f"does not divide dp_shard * cp * tp = {c.dims.shard * c.parallel.tp}: an expert is sharded over "
+            "the ranks of a shard group "
             "that hold it"
         ),
         legal=_legal_ep,
@@ -127,7 +146,8 @@ _EXPERTS = (
         "experts need a split sequence",
         "parallel.sequence_parallel",
         lambda c: c.model.num_experts and c.parallel.tp > 1 and not c.parallel.sequence_parallel,
-        message="does not fit {model.num_experts} and {parallel.tp}: every tp rank would route the same tokens",
+        message="does not fit {model.num_experts} and {parallel.tp}: every tp rank would route the same "
+        "tokens",
         legal="Set it to true, or parallel.tp to 1.",
     ),
     Rule(
@@ -152,7 +172,8 @@ RULES: tuple[Rule, ...] = (
         "tp fits key-value heads",
         "parallel.tp",
         lambda c: c.model.kv_heads % c.parallel.tp and c.parallel.tp % c.model.kv_heads,
-        message="neither divides {model.num_key_value_heads} nor is a multiple of it: key-value heads are split or replicated evenly",
+        message="neither divides {model.num_key_value_heads} nor is a multiple of it: key-value heads are "
+        "split or replicated evenly",
         legal=legal_tp,
     ),
     Rule(
@@ -165,16 +186,23 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "sequence_parallel divides the sequence",
         "data.sequence_length",
-        lambda c: c.parallel.cp == 1 and c.parallel.sequence_parallel and c.data.sequence_length % c.parallel.tp,  # parts are padded
+        # parts are padded
+        lambda c: (
+            c.parallel.cp == 1 and c.parallel.sequence_parallel and c.data.sequence_length % c.parallel.tp
+        ),
         message="is not a multiple of {parallel.tp}, as parallel.sequence_parallel needs",
         legal=lambda c: multiples(c.data.sequence_length, c.parallel.tp),
     ),
     Rule(
         "ulysses divides heads",
         "parallel.cp",
-        lambda c: c.parallel.context == "ulysses" and c.parallel.cp > 1 and c.parallel.cp not in legal_ulysses(c),
+        lambda c: (
+            c.parallel.context == "ulysses" and c.parallel.cp > 1 and c.parallel.cp not in legal_ulysses(c)
+        ),
         message=_heads_for_ulysses,
-        legal=lambda c: f"{describe_legal(c.parallel.cp, legal_ulysses(c))} Or set parallel.context to gather or ring.",
+        legal=lambda c: (
+            f"{describe_legal(c.parallel.cp, legal_ulysses(c))} Or set parallel.context to gather or ring."
+        ),
     ),
     Rule(
         "inner ranks belong to a ring",
@@ -186,21 +214,28 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "inner ranks divide the ring",
         "parallel.context_inner",
-        lambda c: c.parallel.context_inner > 1 and c.parallel.context_inner not in divisors(c.parallel.cp)[:-1],
-        message="does not divide {parallel.cp} into several groups of whole ranks: one group alone is parallel.context = ulysses",
+        lambda c: (
+            c.parallel.context_inner > 1 and c.parallel.context_inner not in divisors(c.parallel.cp)[:-1]
+        ),
+        message="does not divide {parallel.cp} into several groups of whole ranks: one group alone is "
+        "parallel.context = ulysses",
         legal=legal_inner,
     ),
     Rule(
         "inner ranks divide heads",
         "parallel.context_inner",
         lambda c: c.parallel.context == "ring" and c.parallel.context_inner not in (1, *legal_ulysses(c)),
-        message=lambda c: _heads_for_ulysses(c).replace("under parallel.context = ulysses each", "each inner"),
+        message=lambda c: _heads_for_ulysses(c).replace(
+            "under parallel.context = ulysses each", "each inner"
+        ),
         legal=legal_inner,
     ),
     Rule(
         "balanced parts of gather or ring",
         "parallel.context_parts",
-        lambda c: c.parallel.context_parts == "balanced" and c.parallel.cp > 1 and c.parallel.context == "ulysses",
+        lambda c: (
+            c.parallel.context_parts == "balanced" and c.parallel.cp > 1 and c.parallel.context == "ulysses"
+        ),
         message="has no effect: under {parallel.context} all ranks attend equally much already",
         legal="Leave it out, or set parallel.context to gather or ring.",
     ),
@@ -208,7 +243,9 @@ RULES: tuple[Rule, ...] = (
         "virtual stages belong to the schedule",
         "parallel.virtual_stages",
         lambda c: c.parallel.virtual_stages not in (None, c.dims.virtual_stages),
-        message=lambda c: f"does not belong to parallel.schedule = {c.parallel.schedule}, which has {c.dims.virtual_stages}",
+        message=lambda c: (
+            f"does not belong to parallel.schedule = {c.parallel.schedule}, which has {c.dims.virtual_stages}"
+        ),
         legal="Leave it out, or set parallel.schedule to interleaved.",
     ),
     Rule(
@@ -222,7 +259,8 @@ RULES: tuple[Rule, ...] = (
         "four schedule costs",
         "parallel.schedule_costs",
         lambda c: len(c.parallel.schedule_costs) != 4 or not sum(c.parallel.schedule_costs[:3]),
-        message="does not give the durations of forward, input gradient, weight gradient and message, not all of the first three 0",
+        message="does not give the durations of forward, input gradient, weight gradient and message, not "
+        "all of the first three 0",
         legal="Give four numbers, for example [1, 1, 1, 0].",
     ),
     Rule(
@@ -243,15 +281,26 @@ RULES: tuple[Rule, ...] = (
         "partition holds every layer",
         "parallel.partition",
         lambda c: c.parallel.partition and sum(c.parallel.partition) != c.model.num_hidden_layers,
-        message=lambda c: f"holds {sum(c.parallel.partition or [])} layers, but model.num_hidden_layers = {c.model.num_hidden_layers}",
+        message=lambda c: (
+            f"holds {sum(c.parallel.partition or [])} layers, but model.num_hidden_layers = "
+            f"{c.model.num_hidden_layers}"
+        ),
         legal=_example_partition,
     ),
     Rule(
         "a cost for each part",
         "parallel.layer_costs",
-        lambda c: c.parallel.layer_costs is not None and len(c.parallel.layer_costs) != c.model.num_hidden_layers + 2,
-        message=lambda c: f"has {len(c.parallel.layer_costs or [])} entries, but model.num_hidden_layers = {c.model.num_hidden_layers}",
-        legal=lambda c: f"Give {c.model.num_hidden_layers + 2} numbers: the embedding's, each layer's, the head's.",
+        lambda c: (
+            c.parallel.layer_costs is not None
+            and len(c.parallel.layer_costs) != c.model.num_hidden_layers + 2
+        ),
+        message=lambda c: (
+            f"has {len(c.parallel.layer_costs or [])} entries, but model.num_hidden_layers = "
+            f"{c.model.num_hidden_layers}"
+        ),
+        legal=lambda c: (
+            f"Give {c.model.num_hidden_layers + 2} numbers: the embedding's, each layer's, the head's."
+        ),
     ),
     Rule(
         "partition or layer costs",
@@ -264,7 +313,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "the mesh fills the world",
         "parallel.dp",
-        lambda c: c.world_size % c.dims.replica == 0 if c.parallel.dp is None else c.dims.world != c.world_size,
+        lambda c: (
+            c.world_size % c.dims.replica == 0 if c.parallel.dp is None else c.dims.world != c.world_size
+        ),
         message=lambda c: f"does not fill {_processes(c)} with {_sizes(c)}",
         legal=_legal_dp,
     ),
@@ -272,7 +323,10 @@ RULES: tuple[Rule, ...] = (
         "dp_shard divides dp",
         "parallel.dp_shard",
         lambda c: c.parallel.dp_shard and c.dims.data % c.parallel.dp_shard,
-        message=lambda c: f"does not divide dp * cp = {c.dims.dp} * {c.dims.cp} = {c.dims.data}: each group holds whole shards",
+        message=lambda c: (
+            f"does not divide dp * cp = {c.dims.dp} * {c.dims.cp} = {c.dims.data}: each group holds whole "
+            "shards"
+        ),
         legal=lambda c: divisors(c.dims.data),
     ),
     Rule(
@@ -282,7 +336,13 @@ RULES: tuple[Rule, ...] = (
         message="has nothing to shard: {parallel.zero}",
         legal="Leave it out, or set parallel.zero to 1, 2 or 3.",
     ),
-    Rule("zero stage", "parallel.zero", lambda c: c.parallel.zero not in (0, 1, 2, 3), message="is not a ZeRO stage", legal=[0, 1, 2, 3]),
+    Rule(
+        "zero stage",
+        "parallel.zero",
+        lambda c: c.parallel.zero not in (0, 1, 2, 3),
+        message="is not a ZeRO stage",
+        legal=[0, 1, 2, 3],
+    ),
     Rule(
         "offloaded parameters are sharded",
         "parallel.offload_parameters",

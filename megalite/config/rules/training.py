@@ -11,11 +11,21 @@ from pathlib import Path
 
 from megalite.config.amounts import duration_seconds
 from megalite.config.rampup import problem
-from megalite.config.rule import CHECKPOINT_EXAMPLE, Rule, RuleContext, can_be_written, is_checkpoint, multiples
+from megalite.config.rule import (
+    CHECKPOINT_EXAMPLE,
+    Rule,
+    RuleContext,
+    can_be_written,
+    is_checkpoint,
+    multiples,
+)
 from megalite.config.token_files import named_sets
 
 MODES = ("none", "selective", "full", "every-2", "budget")
-STARTS = {**dict.fromkeys(("true", "latest", "last", "newest", "resume"), "auto"), **dict.fromkeys(("false", "null", "scratch"), "none")}
+STARTS = {
+    **dict.fromkeys(("true", "latest", "last", "newest", "resume"), "auto"),
+    **dict.fromkeys(("false", "null", "scratch"), "none"),
+}
 """What other programs call the values of checkpoint.load."""
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 
@@ -47,7 +57,9 @@ def _wrong_mode(c: RuleContext) -> str:
 def _modes(c: RuleContext) -> str:
     """The recomputation modes, with the nearest to one that is misspelled."""
     near = get_close_matches(c.train.recompute, MODES, n=1)
-    listed = f"Legal values: {', '.join(MODES)}, or operations such as attn_norm+mlp_in, also in a list by layers."
+    listed = (
+        f"Legal values: {', '.join(MODES)}, or operations such as attn_norm+mlp_in, also in a list by layers."
+    )
     return f"{listed} Nearest: {near[0]}." if near else listed
 
 
@@ -105,7 +117,10 @@ RULES: tuple[Rule, ...] = (
         "whole microbatches",
         "train.global_batch_size",
         lambda c: c.train.global_batch_size % _samples_at_once(c),
-        message=lambda c: f"is not a multiple of train.micro_batch_size * parallel.dp = {c.train.micro_batch_size} * {c.dims.dp}",
+        message=lambda c: (
+            f"is not a multiple of train.micro_batch_size * parallel.dp = {c.train.micro_batch_size} * "
+            f"{c.dims.dp}"
+        ),
         legal=lambda c: multiples(c.train.global_batch_size, _samples_at_once(c)),
     ),
     Rule(
@@ -119,11 +134,17 @@ RULES: tuple[Rule, ...] = (
         "whole microbatches of a ramp-up",
         "train.rampup_batch_size",
         lambda c: any(each % _samples_at_once(c) for each in (c.train.rampup_batch_size or [])[:2]),
-        message=lambda c: f"has sizes that are no multiples of train.micro_batch_size * parallel.dp = {_samples_at_once(c)}",
+        message=lambda c: (
+            f"has sizes that are no multiples of train.micro_batch_size * parallel.dp = {_samples_at_once(c)}"
+        ),
         legal=lambda c: f"{_example_ramp(c)[:-1]}, or choose a smaller train.micro_batch_size.",
     ),
-    _no_ramp_up("faults.rollback", lambda c: c.faults.rollback, "the batch size, which a rollback would move,"),
-    _no_ramp_up("profiling.timeline", lambda c: c.profiling.timeline, "the schedule, of which a timeline shows one,"),
+    _no_ramp_up(
+        "faults.rollback", lambda c: c.faults.rollback, "the batch size, which a rollback would move,"
+    ),
+    _no_ramp_up(
+        "profiling.timeline", lambda c: c.profiling.timeline, "the schedule, of which a timeline shows one,"
+    ),
     Rule(
         "fp64 on CPU",
         "train.precision",
@@ -192,12 +213,17 @@ RULES: tuple[Rule, ...] = (
         "optimizer.warmup_steps",
         lambda c: c.optimizer.warmup_steps > c.known_steps,
         message="exceeds {train.steps}",
-        legal=lambda c: f"Legal values: 0 to {c.train.steps}, or a share of them such as 5%. Nearest: {c.train.steps}.",
+        legal=lambda c: (
+            f"Legal values: 0 to {c.train.steps}, or a share of them such as 5%. Nearest: {c.train.steps}."
+        ),
     ),
     Rule(
         "warm-up before the decay",
         "optimizer.wsd_decay_fraction",
-        lambda c: c.optimizer.decay == "wsd" and c.optimizer.warmup_steps + c.optimizer.wsd_decay_fraction * c.known_steps > c.known_steps,
+        lambda c: (
+            c.optimizer.decay == "wsd"
+            and c.optimizer.warmup_steps + c.optimizer.wsd_decay_fraction * c.known_steps > c.known_steps
+        ),
         message="of {train.steps} starts the decay before {optimizer.warmup_steps} are done",
         legal=_longest_decay,
     ),
@@ -226,7 +252,8 @@ RULES: tuple[Rule, ...] = (
         "Muon's rate follows AdamW's",
         "optimizer.lr",
         lambda c: c.optimizer.name == "muon" and not c.optimizer.lr,
-        message="leaves {muon.lr} no schedule: it has the warm-up and the decay of optimizer.lr, in proportion",
+        message="leaves {muon.lr} no schedule: it has the warm-up and the decay of optimizer.lr, in "
+        "proportion",
         legal="Legal values: every number above 0; to train the matrices alone, make it very small.",
     ),
     Rule(
@@ -261,7 +288,8 @@ RULES: tuple[Rule, ...] = (
         "checkpoint exists",
         "checkpoint.load",
         lambda c: _resumes(c) and not is_checkpoint(c.checkpoint.load),
-        message="is neither auto nor none, nor a checkpoint (it has no manifest.json), nor a run that has saved one",
+        message="is neither auto nor none, nor a checkpoint (it has no manifest.json), nor a run that has "
+        "saved one",
         legal=_start,
     ),
     Rule(
@@ -289,7 +317,8 @@ RULES: tuple[Rule, ...] = (
         "average on the device or in memory",
         "train.ema_decay",
         lambda c: c.train.ema_decay is not None and c.parallel.offload == "disk",
-        message="would read and write the whole average at every step: {parallel.offload} keeps only parts of the state in memory",
+        message="would read and write the whole average at every step: {parallel.offload} keeps only parts "
+        "of the state in memory",
         legal="Set it to null, or parallel.offload to cpu.",
     ),
     Rule(
@@ -304,7 +333,8 @@ RULES: tuple[Rule, ...] = (
         "validation.interval",
         lambda c: c.validation.interval and c.data.validation is None,
         message="needs data.validation",
-        legal="Give a token file PREFIX or a held-out fraction such as 0.05, or set validation.interval to null.",
+        legal="Give a token file PREFIX or a held-out fraction such as 0.05, or set validation.interval to "
+        "null.",
     ),
     Rule(
         "best of validations",
@@ -330,7 +360,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "monitored set exists",
         "validation.monitor",
-        lambda c: c.validation.monitor is not None and c.validation.monitor not in named_sets(c.data.validation),
+        lambda c: (
+            c.validation.monitor is not None and c.validation.monitor not in named_sets(c.data.validation)
+        ),
         message="is not the name of a set of data.validation",
         legal=lambda c: list(named_sets(c.data.validation)) or "Leave it out: data.validation is one set.",
     ),

@@ -1,1 +1,2 @@
-"""From texts and conversations to a token file: start at prepare.py; sources.py reads inputs, writer.py writes. Imports no torch."""
+"""From texts and conversations to a token file: start at prepare.py; sources.py reads inputs, writer.py
+writes."""

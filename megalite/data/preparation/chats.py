@@ -21,10 +21,10 @@ class Chats:
     """How conversations are converted to documents.
 
     Attributes:
-        template: Jinja source to use instead of the tokenizer's own (`megalite.data.chat_template.ChatTemplate`).
-        loss_on: the tokens whose loss is counted.
-        require_end: reject a conversation with a turn that counts and that no token ends.
-        max_length: maximum number of tokens of a conversation; longer ones are dropped or, with `truncate`, cut. None: no limit.
+        template: Jinja source to use instead of the tokenizer's own
+        (`megalite.data.chat_template.ChatTemplate`). loss_on: the tokens whose loss is counted.
+        require_end: reject a conversation with a turn that counts and that no token ends. max_length: maximum
+        number of tokens of a conversation; longer ones are dropped or, with `truncate`, cut. None: no limit.
         reader: how records are read.
         skip_bad: maximum number of bad records of the whole input, which are skipped.
     """
@@ -38,8 +38,8 @@ class Chats:
     require_end: bool = True
 
     def encode(self, task: Task, tokenizer: Tokenizer) -> Encoded:
-        """Encode a task. Raises DataError naming file, line and reason for the first record that is no conversation or that the template
-        cannot render, if none may be skipped."""
+        """Encode a task. Raises DataError naming file, line and reason for the first record that is no
+        conversation or that the template cannot render, if none may be skipped."""
         template = ChatTemplate(tokenizer, self.template, require_end=self.require_end)
         tokens, mask, sizes = array("i"), bytearray(), array("i")
         bad, done = BadRecords(self.skip_bad > 0), Encoded(input_bytes=task.size)
@@ -72,12 +72,16 @@ class Chats:
         """Raise BadRecord if a record is no conversation."""
         self.reader.read(record, where)
 
-    def _rendered(self, template: ChatTemplate, conversation: Conversation | Pair, where: object) -> tuple[list[int], list[int]]:
+    def _rendered(
+        self, template: ChatTemplate, conversation: Conversation | Pair, where: object
+    ) -> tuple[list[int], list[int]]:
         try:
             if isinstance(conversation, Pair):
                 return template.pair(conversation.prompt, conversation.completion, loss_on=self.loss_on)
             prompt = range(0 if self.loss_on == "all" else conversation.prompt)
             without = conversation.unweighted | set(prompt)
-            return template.render(conversation.messages, tools=conversation.tools, loss_on=self.loss_on, without=without)
+            return template.render(
+                conversation.messages, tools=conversation.tools, loss_on=self.loss_on, without=without
+            )
         except DataError as error:
             raise BadRecord(where, f": {error}") from None

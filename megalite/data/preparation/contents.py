@@ -1,4 +1,5 @@
-"""What the bytes of an input say, whatever it is called: how they are compressed, whether they are text, and which records of JSON."""
+"""What the bytes of an input say, whatever it is called: how they are compressed, whether they are text, and
+which records of JSON."""
 
 from __future__ import annotations
 
@@ -20,16 +21,24 @@ MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x
 """The first bytes of a compressed file → its compression."""
 SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zstd")
 PARQUET = b"PAR1"
-OTHERS = {b"%PDF-": "a PDF", PARQUET: "a parquet file", b"PK\x03\x04": "a ZIP archive", b"\x1f\x9d": "compressed by compress"}
+OTHERS = {
+    b"%PDF-": "a PDF",
+    PARQUET: "a parquet file",
+    b"PK\x03\x04": "a ZIP archive",
+    b"\x1f\x9d": "compressed by compress",
+}
 OTHERS |= {magic: f"compressed by {name}" for magic, name in MAGIC.items()}  # within a compressed file
 GIT_LFS = b"version https://git-lfs.github.com/spec/"
-UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # one of UTF-32's begins with the first, the other one has NUL bytes
+# one of UTF-32's begins with the first, the other one has NUL bytes
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 LOOKED_AT = 8192  # bytes that are searched for NUL, as git and grep do
 LINES = 10  # that are searched for a record, if the first ones are damaged
 LONGEST = 1 << 26  # bytes of a record that is looked for
 BEGINNING = 1 << 20  # bytes in which the first record of a list is looked for
 STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"\s*', re.DOTALL)
-STRINGS = re.compile(rf'\[\s*(?=")(?:{STRING.pattern},\s*)*+(?:{STRING.pattern}(?:\]\s*)?|"(?:[^"\\]++|\\.)*+\\?)?', re.DOTALL)
+STRINGS = re.compile(
+    rf'\[\s*(?=")(?:{STRING.pattern},\s*)*+(?:{STRING.pattern}(?:\]\s*)?|"(?:[^"\\]++|\\.)*+\\?)?', re.DOTALL
+)
 """A list of strings in JSON, or its beginning."""
 
 
@@ -41,14 +50,16 @@ def compression(path: Path) -> str | None:
     """The name of a file's compression; None if it is not compressed. Raises OSError if it cannot be read."""
     with path.open("rb") as file:
         start = file.read(6)
-    if len(start) > 3 and start[0] & 0xF0 == 0x50 and start[1:4] == b"\x2a\x4d\x18":  # a frame to skip, with which pzstd begins
+    # a frame to skip, with which pzstd begins
+    if len(start) > 3 and start[0] & 0xF0 == 0x50 and start[1:4] == b"\x2a\x4d\x18":
         return "zstd"
     return next((name for magic, name in MAGIC.items() if start.startswith(magic)), None)
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """A file's bytes, decompressed, to be read once; and the file itself, whose position says how far it has been read.
+    """A file's bytes, decompressed, to be read once; and the file itself, whose position says how far it has
+    been read.
 
     Raises Damage, here or where the bytes are read, if they cannot be read or decompressed.
     """
@@ -61,7 +72,9 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def _reason(error: BaseException) -> str:
-    return getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[
+        0
+    ].rstrip(".")
 
 
 def _decompressed(file: BinaryIO, kind: str | None) -> BinaryIO:
@@ -82,7 +95,9 @@ def _decompressed(file: BinaryIO, kind: str | None) -> BinaryIO:
         try:
             import pyarrow
         except ImportError:
-            raise OSError("zstd is decompressed by pyarrow, which is not installed: pip install 'megalite[data]'") from None
+            raise OSError(
+                "zstd is decompressed by pyarrow, which is not installed: pip install 'megalite[data]'"
+            ) from None
         return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
     return file
 
@@ -110,7 +125,8 @@ def without_mark(raw: bytes) -> bytes:
 
 
 def other_kind(raw: bytes) -> tuple[str, str] | None:
-    """What the beginning of a file is by its first bytes instead of text in UTF-8, and a way out; None if they do not say so.
+    """What the beginning of a file is by its first bytes instead of text in UTF-8, and a way out; None if
+    they do not say so.
 
     Text in encodings other than UTF-16 is text, whose bytes are replaced where they are not UTF-8.
     """
@@ -149,9 +165,9 @@ class Records(NamedTuple):
     """How a file holds records.
 
     Attributes:
-        form: a record a line, a list of records, or one object over several lines; apart: objects that are neither.
-        keys: those of the first record; TEXT_KEY alone if the records are strings.
-        several: more than one.
+        form: a record a line, a list of records, or one object over several lines; apart: objects that are
+        neither. keys: those of the first record; TEXT_KEY alone if the records are strings. several: more
+        than one.
         strings: the records are strings, not objects.
     """
 
@@ -180,13 +196,19 @@ def _records(plain: BinaryIO) -> Records | None:
         if STRINGS.fullmatch(text):
             return Records("list", frozenset({TEXT_KEY}), True, strings=True)
         begins = re.match(r"\[\s*(?=\{)", text)
-        return Records("list", frozenset(_leading_object(text[begins.end() :]) or ()), True) if begins else None
+        return (
+            Records("list", frozenset(_leading_object(text[begins.end() :]) or ()), True) if begins else None
+        )
     if STRING.fullmatch(first.decode(errors="replace")):
         return Records("lines", frozenset({TEXT_KEY}), True, strings=True)
     if not first.startswith(b"{"):
         return None
     if (found := _object(first)) is not None:
-        return Records("lines", frozenset(found), any(line.strip() for line in iter(lambda: plain.readline(BEGINNING), b"")))
+        return Records(
+            "lines",
+            frozenset(found),
+            any(line.strip() for line in iter(lambda: plain.readline(BEGINNING), b"")),
+        )
     rest = plain.read(LONGEST)
     if (found := _object(first + rest)) is not None:
         return Records("one", frozenset(found), False)

@@ -1,9 +1,10 @@
 """Long texts in pieces: one document, tokenized by several tasks as if it were tokenized at once.
 
-A text is cut after the first line end of each range where encoding both sides apart gives the tokens of encoding them together, tried on
-WINDOW bytes on either side. Each task finds the cuts around its range by itself, so that they depend on the text and the tokenizer alone.
-A tokenizer may add something to the beginning of a text, as sentencepiece adds a space: a piece is encoded with the line end before it,
-whose tokens are then removed.
+A text is cut after the first line end of each range where encoding both sides apart gives the tokens of
+encoding them together, tried on WINDOW bytes on either side. Each task finds the cuts around its range by
+itself, so that they depend on the text and the tokenizer alone. A tokenizer may add something to the
+beginning of a text, as sentencepiece adds a space: a piece is encoded with the line end before it, whose
+tokens are then removed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ CANDIDATES = 32  # line ends that are tried in a range; a range without a cut is
 
 
 def read_piece(span: Span, tokenizer: Tokenizer) -> tuple[bytes, bool]:
-    """The bytes between the cuts around a range, empty if no piece begins in it; and whether they reach the end of the file."""
+    """The bytes between the cuts around a range, empty if no piece begins in it; and whether they reach the
+    end of the file."""
     with span.path.open("rb") as file:
         size = file.seek(0, 2)
         start: int | None = 0 if span.start == 0 else _cut(file, span.start, span.stop, tokenizer)
@@ -36,7 +38,8 @@ def read_piece(span: Span, tokenizer: Tokenizer) -> tuple[bytes, bool]:
 
 
 def _cut(file: BinaryIO, start: int, stop: int, tokenizer: Tokenizer) -> int | None:
-    """The first place in [start, stop) where the text can be cut, or None if there is none among the CANDIDATES first line ends."""
+    """The first place in [start, stop) where the text can be cut, or None if there is none among the
+    CANDIDATES first line ends."""
     file.seek(start)
     content = file.read(min(stop - start, CANDIDATES * WINDOW))
     at = -1

@@ -1,4 +1,5 @@
-"""What an earlier preparation has left at PREFIX: the same one again has nothing to do, and another one must not replace it unasked.
+"""What an earlier preparation has left at PREFIX: the same one again has nothing to do, and another one must
+not replace it unasked.
 
 Models that were trained on PREFIX need its tokens and its tokenizer as they are.
 """
@@ -20,8 +21,8 @@ REPLACE = "or replace it with --overwrite, after which models that were trained 
 
 
 def summary_of(prefix: Path, key: str) -> dict[str, Any] | None:
-    """The stored summary of a complete preparation of PREFIX with the same key, whose files and tokenizer are all as it left them; None if
-    PREFIX is free.
+    """The stored summary of a complete preparation of PREFIX with the same key, whose files and tokenizer are
+    all as it left them; None if PREFIX is free.
 
     Raises:
         DataError: PREFIX holds something else.
@@ -31,7 +32,11 @@ def summary_of(prefix: Path, key: str) -> dict[str, Any] | None:
     try:
         facts = metadata(prefix)
         stored = facts.get("preparation", {})
-        if stored.get("key") == key and companion(prefix, "bin").is_file() and _tokenizer_is_unchanged(prefix):
+        if (
+            stored.get("key") == key
+            and companion(prefix, "bin").is_file()
+            and _tokenizer_is_unchanged(prefix)
+        ):
             found = {name: facts[name] for name in TOP} | stored | {"existing": True}
             del found["key"]
             return found
@@ -39,14 +44,20 @@ def summary_of(prefix: Path, key: str) -> dict[str, Any] | None:
     except ConfigError:
         facts, changed = {}, ""
     held = f"({_described(prefix, facts)}{changed})"
-    raise DataError(f"--output {prefix} holds data of other inputs, options or tokenizer {held}. Give another --output, {REPLACE}")
+    raise DataError(
+        f"--output {prefix} holds data of other inputs, options or tokenizer {held}. Give another --output, "
+        f"{REPLACE}"
+    )
 
 
 def check_new(tokenizer: Path) -> None:
     """Raise DataError if a tokenizer that is to be trained would replace a file."""
     if tokenizer.exists():
         made = f"made {_time(tokenizer)}"
-        raise DataError(f"--train_tokenizer would replace {tokenizer} ({made}). Give another --tokenizer or --output, {REPLACE}")
+        raise DataError(
+            f"--train_tokenizer would replace {tokenizer} ({made}). Give another --tokenizer or --output, "
+            f"{REPLACE}"
+        )
 
 
 TOP = ("vocab_size", "eos", "tokenizer", "documents", "tokens")
@@ -54,8 +65,13 @@ TOP = ("vocab_size", "eos", "tokenizer", "documents", "tokens")
 
 
 def entry(key: str, summary: dict[str, Any]) -> dict[str, Any]:
-    """The entry `preparation` of PREFIX.json: the rest of the summary, the same wherever and in however many parts it was prepared."""
-    return {"key": key} | {name: value for name, value in summary.items() if name not in (*TOP, "prefix", "resumed_bytes", "existing")}
+    """The entry `preparation` of PREFIX.json: the rest of the summary, the same wherever and in however many
+    parts it was prepared."""
+    return {"key": key} | {
+        name: value
+        for name, value in summary.items()
+        if name not in (*TOP, "prefix", "resumed_bytes", "existing")
+    }
 
 
 def _tokenizer_is_unchanged(prefix: Path) -> bool:
@@ -72,7 +88,10 @@ def _described(prefix: Path, facts: dict[str, Any]) -> str:
         size = f"{counted(len(index.sizes), 'document')}, {len(index):,} tokens, "
     except DataError:
         size = ""
-    return f"{size}made {_time(companion(prefix, 'idx'))} with the tokenizer {facts.get('tokenizer', 'of another program')}"
+    return (
+        f"{size}made {_time(companion(prefix, 'idx'))} with the tokenizer "
+        f"{facts.get('tokenizer', 'of another program')}"
+    )
 
 
 def _time(path: Path) -> str:

@@ -1,4 +1,5 @@
-"""A look at the first records of the input, so that records of another kind are reported before a tokenizer is loaded."""
+"""A look at the first records of the input, so that records of another kind are reported before a tokenizer
+is loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Reader(Protocol):
 
 
 def check_first(sources: Sequence[Source], reader: Reader) -> None:
-    """Raise DataError if more records at the beginning of the sources are of another kind than may be skipped."""
+    """Raise DataError if more records at the beginning of the sources are of another kind than may be
+    skipped."""
     bad = BadRecords(reader.skip_bad > 0)
     for source in sources[:SOURCES]:
         for record, where in islice(_first(source), RECORDS):
@@ -37,10 +39,14 @@ def check_first(sources: Sequence[Source], reader: Reader) -> None:
                 break  # the others are probably like this one
             if bad.count > reader.skip_bad:
                 reasons = listed([error.reason for error in bad.first])
-                raise DataError(f"--skip_bad {reader.skip_bad}: the input begins with more bad records. {bad.first[0].way_out}{reasons}")
+                raise DataError(
+                    f"--skip_bad {reader.skip_bad}: the input begins with more bad records. "
+                    f"{bad.first[0].way_out}{reasons}"
+                )
 
 
 def _first(source: Source) -> Iterator[tuple[Any, object]]:
-    """The records of the first task of a source; none if it holds texts. What is damaged is reported later, in the order of the input."""
+    """The records of the first task of a source; none if it holds texts. What is damaged is reported later,
+    in the order of the input."""
     for task in islice(source.tasks(), 1):
         yield from ((record, where) for record, where, _ in records(task, BadRecords(skip=True)))

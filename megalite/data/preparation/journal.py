@@ -1,7 +1,9 @@
-"""What an interrupted preparation continues from: a journal next to its temporary files, and the lock of a PREFIX.
+"""What an interrupted preparation continues from: a journal next to its temporary files, and the lock of a
+PREFIX.
 
-A process that is killed leaves its temporary files and the journal, which says how far they are right. A later preparation of the same
-inputs with the same tokenizer and options continues there; any other begins anew. After an error or Ctrl-C nothing is left.
+A process that is killed leaves its temporary files and the journal, which says how far they are right. A
+later preparation of the same inputs with the same tokenizer and options continues there; any other begins
+anew. After an error or Ctrl-C nothing is left.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ def digest(path: Path) -> str:
 
 
 class Journal:
-    """The journal of a preparation of PREFIX; a context manager that removes it at the end, unless `kept` is set.
+    """The journal of a preparation of PREFIX; a context manager that removes it at the end, unless `kept` is
+    set.
 
     Attributes:
         state: what an interrupted preparation with the same key has saved; None if there is none.
@@ -61,9 +64,13 @@ class Journal:
         return time.monotonic() - self._saved >= SAVE_S
 
     def save(self, state: dict[str, Any], others: list[Path]) -> None:
-        """Store the state atomically. others: temporary files outside of PREFIX's own, which a preparation with another key removes."""
+        """Store the state atomically. others: temporary files outside of PREFIX's own, which a preparation
+        with another key removes."""
         with replacing(self._path, temporary(self._prefix, "journal.new")) as fresh:
-            write_synced(fresh, json.dumps({"key": self._key, "state": state, "others": [str(path) for path in others]}))
+            write_synced(
+                fresh,
+                json.dumps({"key": self._key, "state": state, "others": [str(path) for path in others]}),
+            )
         self._saved = time.monotonic()
 
     def reject(self) -> None:
@@ -79,7 +86,10 @@ class Journal:
         return found if isinstance(found, dict) else {}
 
     def _clear(self, found: dict[str, Any]) -> None:
-        for path in [*self._prefix.parent.glob(temporary(self._prefix, "*").name), *map(Path, found.get("others", []))]:
+        for path in [
+            *self._prefix.parent.glob(temporary(self._prefix, "*").name),
+            *map(Path, found.get("others", [])),
+        ]:
             if path != temporary(self._prefix, "lock"):
                 path.unlink(missing_ok=True)
 
@@ -106,7 +116,9 @@ def locked(prefix: Path) -> Iterator[None]:
             except BlockingIOError:
                 file.seek(0)
                 holder = file.read().strip() or "another process"
-                raise DataError(f"--output {prefix} is being prepared by {holder}. Wait for it, or give another PREFIX.") from None
+                raise DataError(
+                    f"--output {prefix} is being prepared by {holder}. Wait for it, or give another PREFIX."
+                ) from None
             except OSError:
                 pass  # a file system without locks: two preparations are then not noticed
             if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):

@@ -1,7 +1,7 @@
 """Tasks to results, in the order of the tasks, in this process or in several.
 
-Workers receive the tokenizer once, and tasks, which name what to read; they return tokens. At most TASKS_AHEAD tasks per worker are in
-flight, so that memory is bounded for any input.
+Workers receive the tokenizer once, and tasks, which name what to read; they return tokens. At most
+TASKS_AHEAD tasks per worker are in flight, so that memory is bounded for any input.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from megalite.system.processes import blocked, watch_parent
 TASKS_AHEAD = 4
 BYTES_PER_WORKER = 4 << 20  # of input, below which starting a process costs more than it saves
 QUIET = "ignore:resource_tracker:UserWarning"
-"""Option -W of the process that Python starts to remove semaphores: Ctrl-C may leave some of the pool to it, which it would warn of."""
+"""Option -W of the process that Python starts to remove semaphores: Ctrl-C may leave some of the pool to it,
+which it would warn of."""
 
 
 class Encoder(Protocol):
@@ -55,11 +56,17 @@ def encoded(tasks: Iterator[Task], tokenizer: Tokenizer, encoder: Encoder, worke
         return
     if QUIET not in sys.warnoptions:
         sys.warnoptions.append(QUIET)
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(tokenizer, encoder))
+    pool = ProcessPoolExecutor(
+        workers,
+        multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(tokenizer, encoder),
+    )
     ahead: deque[Future[Encoded]] = deque()
     try:
         for task in tasks:
-            with blocked([signal.SIGINT]):  # the first task starts the workers, which leave Ctrl-C to this process
+            # the first task starts the workers, which leave Ctrl-C to this process
+            with blocked([signal.SIGINT]):
                 ahead.append(pool.submit(_encode, task))
             if len(ahead) > TASKS_AHEAD * workers:
                 yield ahead.popleft().result()
@@ -67,7 +74,9 @@ def encoded(tasks: Iterator[Task], tokenizer: Tokenizer, encoder: Encoder, worke
             yield ahead.popleft().result()
     except BrokenProcessPool:
         way_out = "Start again with fewer --workers, which continues from here."
-        raise WorkerLost(f"--workers {workers}: a worker was killed, most likely because memory ran out. {way_out}") from None
+        raise WorkerLost(
+            f"--workers {workers}: a worker was killed, most likely because memory ran out. {way_out}"
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 

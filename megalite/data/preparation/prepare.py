@@ -1,6 +1,8 @@
-"""Text or conversations to a token file: read, tokenize in parallel, and write in the order of the input for any number of workers.
+"""Text or conversations to a token file: read, tokenize in parallel, and write in the order of the input for
+any number of workers.
 
-A preparation that was killed continues from its journal; one that is complete is neither done again nor replaced unasked.
+A preparation that was killed continues from its journal; one that is complete is neither done again nor
+replaced unasked.
 """
 
 from collections.abc import Iterator
@@ -31,7 +33,8 @@ from megalite.data.preparation.writer import IndexedWriter
 from megalite.data.tokenizer_identity import digest_of, fingerprint
 from megalite.system.progress import Report, silent
 
-TRAINING_BYTES = 8_000_000  # of input to train a tokenizer on; more changes a vocabulary of thousands little and costs minutes
+# of input to train a tokenizer on; more changes a vocabulary of thousands little and costs minutes
+TRAINING_BYTES = 8_000_000
 
 
 @dataclass
@@ -41,12 +44,12 @@ class Summary:
     Attributes:
         loss_tokens: number of tokens whose loss is counted.
         longest: number of tokens of the longest document.
-        packed_rows: number of rows into which conversations can be packed, each as long as the maximum length or, without one, as the
+        packed_rows: number of rows into which conversations can be packed, each as long as the maximum length
+        or, without one, as the
             longest conversation.
-        skipped, skipped_first: number of bad records that were skipped, and the first of them with their place and the reason.
-        resumed_bytes: bytes of the input that an interrupted preparation had done.
-        existing: the same preparation was complete already, and nothing was written.
-        others: as in `Encoded`.
+        skipped, skipped_first: number of bad records that were skipped, and the first of them with their
+        place and the reason. resumed_bytes: bytes of the input that an interrupted preparation had done.
+        existing: the same preparation was complete already, and nothing was written. others: as in `Encoded`.
     """
 
     prefix: str
@@ -71,7 +74,8 @@ class Summary:
     existing: bool = False
 
     def add(self, part: Encoded, replaced_before: bool) -> None:
-        """Count a result. replaced_before: the document that it continues has been counted as one with replaced bytes."""
+        """Count a result. replaced_before: the document that it continues has been counted as one with
+        replaced bytes."""
         self.documents += len(part.sizes) - part.continues
         self.tokens += len(part.tokens)
         self.empty_documents += part.empty
@@ -120,34 +124,48 @@ def prepare(
     progress: Report = silent,
     note: Note = lambda line: None,
 ) -> Summary:
-    """Tokenize every document of the sources and write PREFIX.bin, .idx and .json, and for conversations PREFIX.loss.bin and .idx.
+    """Tokenize every document of the sources and write PREFIX.bin, .idx and .json, and for conversations
+    PREFIX.loss.bin and .idx.
 
     Args:
         sources: inputs, in the order of the documents.
         prefix: the start of the names of the files.
-        tokenizer: byte, a sentencepiece model, or a Hugging Face directory.
-        encoder: whether the sources hold texts or conversations, and how they are read.
-        train_tokenizer: a vocabulary size: a sentencepiece model is first trained on the sources, texts, and written to `tokenizer`.
-        overwrite: replace an earlier preparation of PREFIX, and the file of a tokenizer that is to be trained.
-        workers: number of processes; None: the usable cores, fewer for little input.
-        progress: called with the phase, the input bytes done, and their total.
-        note: called with lines for the user.
+        tokenizer: byte, a sentencepiece model, or a Hugging Face directory. encoder: whether the sources hold
+        texts or conversations, and how they are read. train_tokenizer: a vocabulary size: a sentencepiece
+        model is first trained on the sources, texts, and written to `tokenizer`. overwrite: replace an
+        earlier preparation of PREFIX, and the file of a tokenizer that is to be trained. workers: number of
+        processes; None: the usable cores, fewer for little input. progress: called with the phase, the input
+        bytes done, and their total. note: called with lines for the user.
 
     Raises:
-        DataError: on bad input, if PREFIX holds another preparation, or if another process prepares it. After an error or an interrupt no
+        DataError: on bad input, if PREFIX holds another preparation, or if another process prepares it. After
+        an error or an interrupt no
             files are left.
     """
     check_first(sources, encoder)
     if train_tokenizer is None:
         vocabulary = tokenizing.load(tokenizer)
         if vocabulary.unused_ids:
-            note(f"{tokenizer}: {vocabulary.unused_ids} of {vocabulary.vocab_size} ids have no token; the model has rows for them")
-        identity: list[Any] = [vocabulary.vocab_size, vocabulary.eos, vocabulary.chat_template, *map(digest, vocabulary.files)]
+            note(
+                f"{tokenizer}: {vocabulary.unused_ids} of {vocabulary.vocab_size} ids have no token; the "
+                "model has rows for them"
+            )
+        identity: list[Any] = [
+            vocabulary.vocab_size,
+            vocabulary.eos,
+            vocabulary.chat_template,
+            *map(digest, vocabulary.files),
+        ]
         if isinstance(encoder, Chats):
             identity.append(vocabulary.ends)
     else:
         identity = [train_tokenizer, TRAINING_BYTES]
-    key = key_of(_beside(tokenizer, prefix), identity, repr(encoder), [(type(source).__name__, source.identity) for source in sources])
+    key = key_of(
+        _beside(tokenizer, prefix),
+        identity,
+        repr(encoder),
+        [(type(source).__name__, source.identity) for source in sources],
+    )
     workers = workers or default_workers(sum(source.size for source in sources))
     with locked(prefix):
         if not overwrite and (found := earlier.summary_of(prefix, key)) is not None:
@@ -156,7 +174,10 @@ def prepare(
             earlier.check_new(Path(tokenizer))
         with Journal(prefix, key) as journal:
             if journal.foreign:
-                note(f"{prefix}: an interrupted preparation of other inputs or with other options was there; this one begins anew")
+                note(
+                    f"{prefix}: an interrupted preparation of other inputs or with other options was there; "
+                    "this one begins anew"
+                )
             job = _Job(sources, prefix, tokenizer, tokenizer, encoder, workers, progress, note, journal, key)
             if train_tokenizer is None:
                 return _encode(job, vocabulary)
@@ -167,7 +188,9 @@ def prepare(
 def _encode(job: _Job, vocabulary: tokenizing.Tokenizer) -> Summary:
     """Tokenize and write."""
     encoder, named, prefix = job.encoder, job.named, job.prefix
-    summary = Summary(str(prefix), vocab_size=vocabulary.vocab_size, eos=vocabulary.eos, tokenizer=_beside(named, prefix))
+    summary = Summary(
+        str(prefix), vocab_size=vocabulary.vocab_size, eos=vocabulary.eos, tokenizer=_beside(named, prefix)
+    )
     with _writer(job, vocabulary, summary) as writer:
         summary.dtype = writer.dtype.name
         _write_parts(job, vocabulary, writer, summary)
@@ -178,7 +201,10 @@ def _encode(job: _Job, vocabulary: tokenizing.Tokenizer) -> Summary:
         if isinstance(encoder, Chats):
             summary.packed_rows = _packed_rows(sizes, encoder.max_length or summary.longest)
         if not summary.documents and summary.skipped:
-            raise DataError(f"{prefix}: the input holds nothing else than bad records. Nothing was written.{listed(summary.skipped_first)}")
+            raise DataError(
+                f"{prefix}: the input holds nothing else than bad records. Nothing was "
+                f"written.{listed(summary.skipped_first)}"
+            )
         if job.loaded != named:
             Path(job.loaded).replace(named)
         facts = asdict(summary)
@@ -194,38 +220,61 @@ def _encode(job: _Job, vocabulary: tokenizing.Tokenizer) -> Summary:
 
 
 def _writer(job: _Job, vocabulary: tokenizing.Tokenizer, summary: Summary) -> IndexedWriter:
-    """The writer, at the position of an interrupted preparation if there is one, whose counts are then in the summary."""
+    """The writer, at the position of an interrupted preparation if there is one, whose counts are then in the
+    summary."""
     masked, state = isinstance(job.encoder, Chats), job.journal.state
     if state is not None and state.get("position"):
         try:
             writer = IndexedWriter(job.prefix, vocabulary.vocab_size, masked, state["position"])
         except (OSError, EOFError) as error:
-            job.note(f"{job.prefix}: an interrupted preparation can not be continued ({error}); this one begins anew")
+            job.note(
+                f"{job.prefix}: an interrupted preparation can not be continued ({error}); this one begins "
+                "anew"
+            )
             job.journal.reject()
         else:
             summary.__dict__.update(state["summary"])
             summary.resumed_bytes = summary.input_bytes
-            job.note(f"{job.prefix}: continues an interrupted preparation at {summary.input_bytes / 1e6:.1f} of {job.size / 1e6:.1f} MB")
+            job.note(
+                f"{job.prefix}: continues an interrupted preparation at {summary.input_bytes / 1e6:.1f} of "
+                f"{job.size / 1e6:.1f} MB"
+            )
             return writer
     return IndexedWriter(job.prefix, vocabulary.vocab_size, masked)
 
 
-def _write_parts(job: _Job, vocabulary: tokenizing.Tokenizer, writer: IndexedWriter, summary: Summary) -> None:
-    """Append the result of every task, and save the journal now and then. Raises DataError if there are too many bad records."""
+def _write_parts(
+    job: _Job, vocabulary: tokenizing.Tokenizer, writer: IndexedWriter, summary: Summary
+) -> None:
+    """Append the result of every task, and save the journal now and then. Raises DataError if there are too
+    many bad records."""
     state = job.journal.state or {}
     done, replaced = state.get("tasks", 0), state.get("replaced", False)
 
     def save() -> None:
-        counts = {"tasks": done, "replaced": replaced, "position": writer.position(), "summary": asdict(summary)}
-        job.journal.save({**(job.journal.state or {}), **counts}, [Path(job.loaded)] if job.loaded != job.named else [])
+        counts = {
+            "tasks": done,
+            "replaced": replaced,
+            "position": writer.position(),
+            "summary": asdict(summary),
+        }
+        job.journal.save(
+            {**(job.journal.state or {}), **counts}, [Path(job.loaded)] if job.loaded != job.named else []
+        )
 
     try:
         for part in encoded(islice(job.tasks(), done, None), vocabulary, job.encoder, job.workers):
             writer.add(part.tokens, part.sizes, part.mask, part.continues)
             summary.add(part, replaced)
-            replaced, done = bool(part.replaced or (replaced and (part.continues or not len(part.sizes)))), done + 1
+            replaced, done = (
+                bool(part.replaced or (replaced and (part.continues or not len(part.sizes)))),
+                done + 1,
+            )
             if summary.skipped > job.encoder.skip_bad:
-                raise DataError(f"--skip_bad {job.encoder.skip_bad}: {summary.prefix} has more bad records.{listed(summary.skipped_first)}")
+                raise DataError(
+                    f"--skip_bad {job.encoder.skip_bad}: {summary.prefix} has more bad "
+                    f"records.{listed(summary.skipped_first)}"
+                )
             if job.journal.due():
                 save()
             job.progress("tokenizing", summary.input_bytes, job.size, "B")
@@ -238,9 +287,14 @@ def _write_parts(job: _Job, vocabulary: tokenizing.Tokenizer, writer: IndexedWri
 def _check_left(summary: Summary, chat: Chats) -> None:
     """Raise DataError if conversations were read but none of them can be learned from."""
     if not summary.documents and summary.too_long + summary.without_loss:
-        long = f"{summary.too_long:,} conversations were longer than --max_length {chat.max_length}, " if summary.too_long else ""
+        long = (
+            f"{summary.too_long:,} conversations were longer than --max_length {chat.max_length}, "
+            if summary.too_long
+            else ""
+        )
         raise DataError(
-            f"{summary.prefix}: the input has nothing to train on: {long}{summary.without_loss:,} had no token to learn under --loss_on "
+            f"{summary.prefix}: the input has nothing to train on: {long}{summary.without_loss:,} had no "
+            "token to learn under --loss_on "
             f"{chat.loss_on}. Nothing was written."
         )
 
@@ -253,14 +307,19 @@ def _packed_rows(sizes: NDArray[np.int32], longest: int) -> int:
 def _chat_facts(chat: Chats, tokenizer: tokenizing.Tokenizer, summary: Summary) -> dict[str, Any]:
     """The entry `chat` of PREFIX.json: enough to render further conversations in the same way."""
     template = ChatTemplate(tokenizer, chat.template)
-    facts = {"template_hash": template.hash, "forms": summary.forms, "loss_on": chat.loss_on, "loss_tokens": summary.loss_tokens}
+    facts = {
+        "template_hash": template.hash,
+        "forms": summary.forms,
+        "loss_on": chat.loss_on,
+        "loss_tokens": summary.loss_tokens,
+    }
     return {"chat": facts | {"longest": summary.longest, "template": template.source}}
 
 
 @contextmanager
 def _trained(job: _Job, vocab_size: int) -> Iterator[Path]:
-    """A sentencepiece model trained on TRAINING_BYTES spread evenly over the input, or the one of an interrupted preparation; a temporary
-    file in the directory of the tokenizer."""
+    """A sentencepiece model trained on TRAINING_BYTES spread evenly over the input, or the one of an
+    interrupted preparation; a temporary file in the directory of the tokenizer."""
     path, total = Path(job.named), job.size
     every = -(-total // TRAINING_BYTES) or 1
 
@@ -301,7 +360,8 @@ def _training_texts(task: Task, encoder: Texts | Chats) -> Iterator[str]:
 
 
 def _beside(tokenizer: str, prefix: Path) -> str:
-    """The tokenizer's name in PREFIX.json: its file name if it is in PREFIX's directory, which may then move; else its absolute path."""
+    """The tokenizer's name in PREFIX.json: its file name if it is in PREFIX's directory, which may then move;
+    else its absolute path."""
     if tokenizer == "byte":
         return tokenizer
     path = Path(tokenizer).resolve()

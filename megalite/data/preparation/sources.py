@@ -1,8 +1,10 @@
-"""Sources of documents: text files, .jsonl, .csv, .parquet and Hugging Face datasets, cut into tasks to distribute over workers.
+"""Sources of documents: text files, .jsonl, .csv, .parquet and Hugging Face datasets, cut into tasks to
+distribute over workers.
 
-A document is a text or, for chat data, a whole record (then `text_key` is None, and records are sent as lines of JSON). Documents are in
-the order of the tasks, whichever worker runs them. Text files and .jsonl are cut by bytes, and the workers read them; one process
-decompresses a .jsonl or .csv that is compressed, and sends its records.
+A document is a text or, for chat data, a whole record (then `text_key` is None, and records are sent as lines
+of JSON). Documents are in the order of the tasks, whichever worker runs them. Text files and .jsonl are cut
+by bytes, and the workers read them; one process decompresses a .jsonl or .csv that is compressed, and sends
+its records.
 """
 
 import csv
@@ -36,18 +38,61 @@ from megalite.data.preparation.tasks import Numbered, Span, Task
 from megalite.data.record_hints import for_texts
 
 TASK_BYTES = 1 << 18
-PIECE_BYTES = 4 * TASK_BYTES  # of a text that is cut; longer than a task, as the search for a cut takes some tokenizing
+# of a text that is cut; longer than a task, as the search for a cut takes some tokenizing
+PIECE_BYTES = 4 * TASK_BYTES
 LONG_TEXT = 4 * PIECE_BYTES  # a text file from this size on is cut
 LONGEST_FIELD = 1 << 30  # characters of a .csv; the module's default refuses texts of more than 128 KiB
 TEXT_SUFFIXES = (
     *("", ".txt", ".text", ".md", ".rst", ".tex", ".log", ".html", ".htm", ".xml", ".css", ".yaml", ".yml"),
-    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".kt", ".scala", ".js", ".ts", ".tsx", ".go", ".rs", ".rb", ".php"),
-    *(".swift", ".lua", ".r", ".jl", ".hs", ".ml", ".el", ".lisp", ".sql", ".sh", ".pl", ".toml", ".ini", ".cfg"),
+    *(
+        ".py",
+        ".pyi",
+        ".c",
+        ".h",
+        ".cc",
+        ".cpp",
+        ".hpp",
+        ".cu",
+        ".java",
+        ".kt",
+        ".scala",
+        ".js",
+        ".ts",
+        ".tsx",
+        ".go",
+        ".rs",
+        ".rb",
+        ".php",
+    ),
+    *(
+        ".swift",
+        ".lua",
+        ".r",
+        ".jl",
+        ".hs",
+        ".ml",
+        ".el",
+        ".lisp",
+        ".sql",
+        ".sh",
+        ".pl",
+        ".toml",
+        ".ini",
+        ".cfg",
+    ),
 )
-FORMATS = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
+FORMATS = {
+    ".json": "json",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "csv",
+}
 FORMATS |= dict.fromkeys(TEXT_SUFFIXES, "text")
 UNSAID = ("", ".txt", ".text")
-"""Suffixes of text, and of files that are called so because nothing else was said, such as the parts that Spark writes."""
+"""Suffixes of text, and of files that are called so because nothing else was said, such as the parts that
+Spark writes."""
 
 
 class Source(Protocol):
@@ -67,9 +112,11 @@ class Source(Protocol):
 
 
 def _unusable(path: Path, size: int, lines: bool = False) -> Task | None:
-    """The only task of a file that cannot be opened or is no text, which counts as one bad record; None if it can be read.
+    """The only task of a file that cannot be opened or is no text, which counts as one bad record; None if it
+    can be read.
 
-    lines: it holds records, each of which is checked: NUL bytes may be one bad line, as a crash of the machine that wrote it leaves them.
+    lines: it holds records, each of which is checked: NUL bytes may be one bad line, as a crash of the
+    machine that wrote it leaves them.
         If it is compressed, its beginning is not read, as what comes before any damage counts.
     """
     try:
@@ -114,7 +161,10 @@ class TextFiles:
                     elif compression(path):
                         yield Task(size, files=(path,))
                     else:
-                        yield from (Task(span.stop - span.start, piece=span) for span in _spans(path, size, PIECE_BYTES))
+                        yield from (
+                            Task(span.stop - span.start, piece=span)
+                            for span in _spans(path, size, PIECE_BYTES)
+                        )
             else:
                 for chunk in _chunks(group, lambda item: item[1]):
                     yield Task(sum(size for _, size in chunk), files=tuple(path for path, _ in chunk))
@@ -134,10 +184,13 @@ class JsonLines:
         elif compression(self._path):
             yield from self._decompressed()
         else:
-            yield from (Task(span.stop - span.start, span=span) for span in _spans(self._path, self.size, TASK_BYTES))
+            yield from (
+                Task(span.stop - span.start, span=span) for span in _spans(self._path, self.size, TASK_BYTES)
+            )
 
     def _decompressed(self) -> Iterator[Task]:
-        """The lines themselves, about TASK_BYTES of them; the size is that of the file's bytes that were read for them."""
+        """The lines themselves, about TASK_BYTES of them; the size is that of the file's bytes that were read
+        for them."""
         lines: list[tuple[int, bytes]] = []
         length = before = 0
         damage: tuple[BadRecord, ...] = ()
@@ -159,7 +212,8 @@ class JsonLines:
 
 
 class JsonDocument:
-    """A file that is one list of records, as Alpaca's and ShareGPT's, or one record. If it is neither, its only task says so."""
+    """A file that is one list of records, as Alpaca's and ShareGPT's, or one record. If it is neither, its
+    only task says so."""
 
     uses_text_key = True
 
@@ -177,7 +231,8 @@ class JsonDocument:
             yield _only_bad(self._path, self.size, *found)
             return
         try:
-            # Bytes that are not UTF-8 become lone surrogates, which are replaced and counted where the record is read.
+            # Bytes that are not UTF-8 become lone surrogates, which are replaced and counted where the record
+            # is read.
             content = json.loads(without_mark(raw).decode(errors="surrogateescape"))
         except (ValueError, RecursionError) as error:
             yield _only_bad(self._path, self.size, f"is not JSON ({error})", way_out)
@@ -191,7 +246,8 @@ class JsonDocument:
 
 
 class Csv:
-    """A .csv or, with tabs, .tsv file, whose first row names the columns. Raises DataError if it has no such row."""
+    """A .csv or, with tabs, .tsv file, whose first row names the columns. Raises DataError if it has no such
+    row."""
 
     uses_text_key = True
 
@@ -210,8 +266,8 @@ class Csv:
         delimiter = "\t" if _suffix(self._path) == ".tsv" else ","
         try:
             with opened(self._path) as (plain, _):
-                # surrogateescape: as in JsonDocument. strict: a quote without its end is an error, where it would take all that follows
-                # into one field.
+                # surrogateescape: as in JsonDocument. strict: a quote without its end is an error, where it
+                # would take all that follows into one field.
                 file = io.TextIOWrapper(plain, encoding="utf-8-sig", errors="surrogateescape", newline="")
                 yield from self._read(csv.reader(file, delimiter=delimiter, strict=True))
         except Damage as error:
@@ -221,9 +277,13 @@ class Csv:
         try:
             names = next(rows, [])
         except csv.Error as error:
-            raise DataError(f"--input {self._path}: its first row, which names its columns, can not be read ({error}).") from None
+            raise DataError(
+                f"--input {self._path}: its first row, which names its columns, can not be read ({error})."
+            ) from None
         if not names:
-            raise DataError(f"--input {self._path} has no first row that names its columns. Add one, or --format text.")
+            raise DataError(
+                f"--input {self._path} has no first row that names its columns. Add one, or --format text."
+            )
         for number in count(1):
             where = Numbered(f"{self._path} row", number)
             try:
@@ -240,7 +300,8 @@ class Csv:
 
 
 class Parquet:
-    """A parquet file with its text in one column. Raises DataError if it cannot be read or has no such column."""
+    """A parquet file with its text in one column. Raises DataError if it cannot be read or has no such
+    column."""
 
     uses_text_key = True
 
@@ -252,19 +313,29 @@ class Parquet:
             self._file = parquet.ParquetFile(path)
         except (pyarrow.ArrowException, OSError) as error:
             reason = str(error).splitlines()[0].rstrip(".")
-            raise DataError(f"--input {path} is not a parquet file that pyarrow reads ({reason}).{_instead_of_parquet(path)}") from None
+            raise DataError(
+                f"--input {path} is not a parquet file that pyarrow reads "
+                f"({reason}).{_instead_of_parquet(path)}"
+            ) from None
         schema = self._file.schema_arrow
         if text_key is not None:
             _check_column(schema.names, text_key, str(path))
             kind = schema.field(text_key).type
             values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-            if values not in (pyarrow.string(), pyarrow.large_string(), pyarrow.null()):  # null: of a file whose texts are all null
+            # null: of a file whose texts are all null
+            if values not in (pyarrow.string(), pyarrow.large_string(), pyarrow.null()):
                 way_out = for_texts(dict.fromkeys(schema.names)) or "Choose the column that holds text."
                 raise DataError(f"--text_key {text_key} of {path} is {kind}, not text. {way_out}")
         self._path, self._key, self.identity = path, text_key, [_stamp(path)]
-        columns = [column for column in range(self._file.metadata.num_columns) if text_key in (None, self._name(column))]
+        columns = [
+            column
+            for column in range(self._file.metadata.num_columns)
+            if text_key in (None, self._name(column))
+        ]
         groups = (self._file.metadata.row_group(i) for i in range(self._file.metadata.num_row_groups))
-        self.size = sum(group.column(column).total_uncompressed_size for group in groups for column in columns)
+        self.size = sum(
+            group.column(column).total_uncompressed_size for group in groups for column in columns
+        )
 
     def _name(self, column: int) -> str:
         """The key of a record to which a stored column belongs."""
@@ -272,9 +343,13 @@ class Parquet:
 
     def tasks(self) -> Iterator[Task]:
         try:
-            batches = self._file.iter_batches(batch_size=1024, columns=None if self._key is None else [self._key])
+            batches = self._file.iter_batches(
+                batch_size=1024, columns=None if self._key is None else [self._key]
+            )
             if self._key is None:
-                yield from _record_tasks((row for batch in batches for row in batch.to_pylist()), f"{self._path} row")
+                yield from _record_tasks(
+                    (row for batch in batches for row in batch.to_pylist()), f"{self._path} row"
+                )
             else:
                 yield from _text_tasks(text for batch in batches for text in batch.column(0).to_pylist())
         except (ValueError, OSError) as error:  # pyarrow's errors are one of the two
@@ -282,7 +357,8 @@ class Parquet:
 
 
 class HuggingFace:
-    """hf:NAME or hf:NAME:CONFIG, one split, through `datasets`. Raises DataError if it cannot be loaded or has no such column."""
+    """hf:NAME or hf:NAME:CONFIG, one split, through `datasets`. Raises DataError if it cannot be loaded or
+    has no such column."""
 
     uses_text_key = True
 
@@ -298,21 +374,41 @@ class HuggingFace:
         datasets.disable_progress_bars()
         try:
             self._rows = datasets.load_dataset(name, configuration or None, split=split)
-        except Exception as error:  # `datasets` raises many types, for a missing name, split, configuration or network
+        except (
+            Exception
+        ) as error:  # `datasets` raises many types, for a missing name, split, configuration or network
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             download = f"hf download --repo-type dataset {name} --local-dir DIR"
-            way_out = "" if online else f". The Hub can not be reached: run {download} where there is a network, and give hf:DIR"
-            raise DataError(f"--input hf:{name} with --split {split} can not be loaded: {reason.rstrip('.')}{way_out}.") from None
+            way_out = (
+                ""
+                if online
+                else f". The Hub can not be reached: run {download} where there is a network, and give hf:DIR"
+            )
+            raise DataError(
+                f"--input hf:{name} with --split {split} can not be loaded: {reason.rstrip('.')}{way_out}."
+            ) from None
         if text_key is not None:
             _check_column(self._rows.column_names, text_key, f"hf:{name}")
             kind = getattr(self._rows.features[text_key], "dtype", "a list")
             if kind not in ("string", "large_string", "null"):
-                raise DataError(f"--text_key {text_key} of hf:{name} is {kind}, not text. Choose the column that holds text.")
+                raise DataError(
+                    f"--text_key {text_key} of hf:{name} is {kind}, not text. Choose the column that holds "
+                    "text."
+                )
         self._name, self._key, count = name, text_key, len(self._rows)
         sample = self._rows.select(range(0, count, max(1, count // 64)))
-        sizes = [len((json.dumps(row, default=str) if text_key is None else row[text_key]) or "") for row in sample]
+        sizes = [
+            len((json.dumps(row, default=str) if text_key is None else row[text_key]) or "") for row in sample
+        ]
         self.size = sum(sizes) * count // max(1, len(sizes))
-        self.identity = [name, configuration, split, count, sizes, [str(file["filename"]) for file in self._rows.cache_files]]
+        self.identity = [
+            name,
+            configuration,
+            split,
+            count,
+            sizes,
+            [str(file["filename"]) for file in self._rows.cache_files],
+        ]
 
     def tasks(self) -> Iterator[Task]:
         if self._key is None:
@@ -343,7 +439,8 @@ def open_inputs(
     skip_bad: bool = False,
     note: Callable[[str], None] = lambda line: None,
 ) -> list[Source]:
-    """The sources named by `--input`, in order; a file named twice is read once. Raises DataError on a bad input.
+    """The sources named by `--input`, in order; a file named twice is read once. Raises DataError on a bad
+    input.
 
     Args:
         text_key: the key of a record's text; None for whole records.
@@ -366,7 +463,9 @@ def open_inputs(
         else:
             sources.extend(of_file[kind](Path(p)) for p in group)
     if file_format == "auto":
-        as_text = [path for path, kind in formats.items() if kind == "text" and _suffix(Path(path)) == ".json"]
+        as_text = [
+            path for path, kind in formats.items() if kind == "text" and _suffix(Path(path)) == ".json"
+        ]
         if as_text:
             more = f" and {len(as_text) - 1} more .json files hold" if len(as_text) > 1 else " holds"
             note(f"{as_text[0]}{more} no records with --text_key {text_key}: read as text, braces and all")
@@ -374,7 +473,8 @@ def open_inputs(
 
 
 def _instead_of_parquet(path: Path) -> str:
-    """What a file is that should be parquet and is not, and a way out; empty if its beginning does not say so."""
+    """What a file is that should be parquet and is not, and a way out; empty if its beginning does not say
+    so."""
     if (kind := compression(path)) is not None:
         return f" It is compressed by {kind}: decompress it, as parquet is compressed inside."
     if records_in(path) is not None:
@@ -383,7 +483,11 @@ def _instead_of_parquet(path: Path) -> str:
         return ""
     with path.open("rb") as file:
         begins = file.read(len(PARQUET)) == PARQUET
-    return " It begins as one, so the rest is missing or damaged: copy it again." if begins else f" It {found[0]}. {found[1]}"
+    return (
+        " It begins as one, so the rest is missing or damaged: copy it again."
+        if begins
+        else f" It {found[0]}. {found[1]}"
+    )
 
 
 def _parquet(path: Path, text_key: str | None, skip_bad: bool) -> Source:
@@ -406,7 +510,10 @@ def _expand(name: str) -> list[str]:
     if name.startswith("hf:") or Path(name).is_file():
         return [name]
     if Path(name).is_dir():
-        raise DataError(f"--input {name} is a directory. Say which of its files, for example '{Path(name) / '**' / '*.txt'}'.")
+        raise DataError(
+            f"--input {name} is a directory. Say which of its files, for example "
+            f"'{Path(name) / '**' / '*.txt'}'."
+        )
     if not glob.has_magic(name):
         raise DataError(f"--input {name} does not exist. Give a file, a glob, or hf:NAME.")
     found = sorted(p for p in glob.glob(name, recursive=True) if Path(p).is_file())
@@ -421,7 +528,8 @@ def _suffix(path: Path) -> str:
 
 
 def _format(name: str, file_format: str, text_key: str | None) -> str:
-    """The format of an input: what was asked for, else what its suffix says; which records of JSON it holds, its content says.
+    """The format of an input: what was asked for, else what its suffix says; which records of JSON it holds,
+    its content says.
 
     Raises DataError if nothing says what it is, or if it is text where records are asked for (text_key None).
     """
@@ -434,26 +542,31 @@ def _format(name: str, file_format: str, text_key: str | None) -> str:
     elif file_format == "auto" and (kind in (None, "csv", "parquet") or _suffix(path) in UNSAID):
         kind = _format_of_records(path, text_key, said=False) or kind
     elif kind == "json":
-        kind = _format_of_records(path, text_key) or ("json" if text_key is None or other_kind_of(path) else "text")
+        kind = _format_of_records(path, text_key) or (
+            "json" if text_key is None or other_kind_of(path) else "text"
+        )
     elif kind == "jsonl":  # whose lines may, by mistake, be one list
         found = records_in(path)
         kind = "json" if found is not None and found.form in ("list", "one") else kind
     if kind is None:
         raise DataError(
-            f"--input {name}: the suffix {_suffix(path)} says nothing about its format. Add --format text, jsonl, csv or parquet."
+            f"--input {name}: the suffix {_suffix(path)} says nothing about its format. Add --format text, "
+            "jsonl, csv or parquet."
         )
     if kind == "text" and text_key is None:
         raise DataError(
-            f"--input {name} is text, and --chat reads conversations. Give .jsonl, .json, .csv, .parquet or hf:NAME, or add --format jsonl."
+            f"--input {name} is text, and --chat reads conversations. Give .jsonl, .json, .csv, .parquet or "
+            "hf:NAME, or add --format jsonl."
         )
     return kind
 
 
 def _format_of_records(path: Path, text_key: str | None, said: bool = True) -> str | None:
-    """json or jsonl if a file holds such records; None if it is text, as a file of JSON is that belongs to a program.
+    """json or jsonl if a file holds such records; None if it is text, as a file of JSON is that belongs to a
+    program.
 
-    Several objects are records. One alone is a record if it has a text, and so are the objects of a file whose name does not say JSON.
-    Strings are records where the name says JSON.
+    Several objects are records. One alone is a record if it has a text, and so are the objects of a file
+    whose name does not say JSON. Strings are records where the name says JSON.
 
     said: the name says JSON.
     """
@@ -461,11 +574,17 @@ def _format_of_records(path: Path, text_key: str | None, said: bool = True) -> s
     if found is None or (found.strings and not said):  # a line of text may be in quotation marks
         return None
     is_text = text_key is not None and text_key not in found.keys
-    if is_text and not (said and found.several and found.form in ("lines", "list")) or not (said or found.several):
+    if (
+        is_text
+        and not (said and found.several and found.form in ("lines", "list"))
+        or not (said or found.several)
+    ):
         return None
     if found.form == "apart":
         way_out = f"Put each on one line: jq -c . {path}"
-        raise DataError(f"--input {path} holds objects of JSON that are neither one a line nor in a list. {way_out}.")
+        raise DataError(
+            f"--input {path} holds objects of JSON that are neither one a line nor in a list. {way_out}."
+        )
     return "jsonl" if found.form == "lines" else "json"
 
 
@@ -498,8 +617,11 @@ def _text_tasks(texts: Iterable[str | None]) -> Iterator[Task]:
 
 
 def _record_tasks(rows: Iterable[Any], source: str) -> Iterator[Task]:
-    """Tasks of records, numbered from 1; a BadRecord among them takes the place of one that cannot be read."""
-    numbered = enumerate((row if isinstance(row, BadRecord) else json.dumps(row, default=str).encode() for row in rows), 1)
+    """Tasks of records, numbered from 1; a BadRecord among them takes the place of one that cannot be
+    read."""
+    numbered = enumerate(
+        (row if isinstance(row, BadRecord) else json.dumps(row, default=str).encode() for row in rows), 1
+    )
     for chunk in _chunks(numbered, lambda item: 0 if isinstance(item[1], BadRecord) else len(item[1])):
         lines = tuple((number, line) for number, line in chunk if isinstance(line, bytes))
         damage = tuple(line for _, line in chunk if isinstance(line, BadRecord))

@@ -1,4 +1,5 @@
-"""A task: plain data from which a worker makes documents. Files are named by it and read by the worker, not sent to it."""
+"""A task: plain data from which a worker makes documents. Files are named by it and read by the worker, not
+sent to it."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class Numbered:
 
 @dataclass(frozen=True)
 class LineAt:
-    """A line's place by its first byte; its number is counted when it is shown, which reads the file up to it."""
+    """A line's place by its first byte; its number is counted when it is shown, which reads the file up to
+    it."""
 
     path: Path
     offset: int
@@ -115,7 +117,8 @@ def lines_of(span: Span) -> Iterator[tuple[int, bytes]]:
 
 
 def documents(task: Task, text_key: str, bad: BadRecords) -> Iterator[tuple[str, bool]]:
-    """A task's documents, and for each whether it had invalid Unicode, which is replaced by U+FFFD. Pieces of long texts are not read."""
+    """A task's documents, and for each whether it had invalid Unicode, which is replaced by U+FFFD. Pieces of
+    long texts are not read."""
     for path in task.files:
         try:
             raw = contents(path)
@@ -138,16 +141,22 @@ def documents(task: Task, text_key: str, bad: BadRecords) -> Iterator[tuple[str,
 
 
 def records(task: Task, bad: BadRecords) -> Iterator[tuple[Any, object, bool]]:
-    """A task's records of JSON, the place of each, and whether it had invalid Unicode, which is replaced by U+FFFD."""
+    """A task's records of JSON, the place of each, and whether it had invalid Unicode, which is replaced by
+    U+FFFD."""
     for damage in task.damage:
         bad.add(damage)
     for where, line in _lines(task, bad):
         if line.strip():
-            text, invalid = decoded(without_mark(line))  # of a file, or of one of those that were put together
+            # of a file, or of one of those that were put together
+            text, invalid = decoded(without_mark(line))
             try:
                 record, replaced = parsed(text)
             except (ValueError, RecursionError) as error:
-                bad.add(BadRecord(where, f" is not JSON ({error}).", "A .jsonl file holds one JSON object a line."))
+                bad.add(
+                    BadRecord(
+                        where, f" is not JSON ({error}).", "A .jsonl file holds one JSON object a line."
+                    )
+                )
             else:
                 yield record, where, replaced or invalid
 
@@ -172,16 +181,25 @@ def decoded(raw: bytes) -> tuple[str, bool]:
 
 
 def text_of(record: Any, where: object, text_key: str) -> str:
-    """The text of a record, or the record itself if it is a string and TEXT_KEY is asked for; null is an empty text, as in a .parquet.
+    """The text of a record, or the record itself if it is a string and TEXT_KEY is asked for; null is an
+    empty text, as in a .parquet.
 
     Raises BadRecord with `where` and the reason if it has none.
     """
     if isinstance(record, str):
         if text_key == TEXT_KEY:
             return record
-        raise BadRecord(where, f" is a string, not an object with --text_key {text_key}.", "Leave out --text_key to read strings as texts.")
+        raise BadRecord(
+            where,
+            f" is a string, not an object with --text_key {text_key}.",
+            "Leave out --text_key to read strings as texts.",
+        )
     if not isinstance(record, dict):
-        raise BadRecord(where, f" is a {type(record).__name__}, not an object.", "A .jsonl file holds one JSON object a line.")
+        raise BadRecord(
+            where,
+            f" is a {type(record).__name__}, not an object.",
+            "A .jsonl file holds one JSON object a line.",
+        )
     if text_key not in record:
         keys = ", ".join(record)
         way_out = for_texts(record) or "Choose the one that holds the text."

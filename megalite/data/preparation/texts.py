@@ -62,7 +62,9 @@ class Texts:
             _put(done, [ids], tokenizer, end=last)
 
 
-def _put(done: Encoded, batch: Sequence[Sequence[int] | NDArray[np.integer]], tokenizer: Tokenizer, end: bool) -> None:
+def _put(
+    done: Encoded, batch: Sequence[Sequence[int] | NDArray[np.integer]], tokenizer: Tokenizer, end: bool
+) -> None:
     """Store the tokens of documents, each with EOS if they end."""
     done.sizes = np.fromiter((len(ids) + end for ids in batch), np.int32, len(batch))
     done.tokens = np.full(int(done.sizes.sum()), tokenizer.eos, token_dtype(tokenizer.vocab_size))

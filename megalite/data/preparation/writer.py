@@ -1,4 +1,5 @@
-"""Writes the indexed token file that `megalite.data.indexed` describes: one sequence per document, and a loss mask for chat data."""
+"""Writes the indexed token file that `megalite.data.indexed` describes: one sequence per document, and a loss
+mask for chat data."""
 
 import json
 import os
@@ -24,28 +25,48 @@ def temporary(prefix: Path, ending: str) -> Path:
 
 
 class IndexedWriter:
-    """Writes a token file as a stream, and with `masked` its PREFIX.loss; files have temporary names until `finish`.
+    """Writes a token file as a stream, and with `masked` its PREFIX.loss; files have temporary names until
+    `finish`.
 
-    A context manager: exiting it without `finish`, or by an exception, removes the temporary files, unless `kept` is set. With `position`,
-    another writer's `position()`, it continues the temporary files of that one, of which what follows is cut off.
+    A context manager: exiting it without `finish`, or by an exception, removes the temporary files, unless
+    `kept` is set. With `position`, another writer's `position()`, it continues the temporary files of that
+    one, of which what follows is cut off.
     """
 
-    def __init__(self, prefix: str | Path, vocab_size: int, masked: bool = False, position: dict[str, int] | None = None):
+    def __init__(
+        self,
+        prefix: str | Path,
+        vocab_size: int,
+        masked: bool = False,
+        position: dict[str, int] | None = None,
+    ):
         self.prefix, self.dtype, self.kept = Path(prefix), token_dtype(vocab_size), False
         self.sizes = array("i")
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
         endings = (*(("loss.bin", "loss.idx") if masked else ()), "bin", "json", "idx", "sizes")
         self._temporary = {end: temporary(self.prefix, end) for end in endings}
-        self._streams = {end: path.open("r+b" if position else "wb") for end, path in self._temporary.items() if end[-3:] in ("bin", "zes")}
-        self._file, self._loss, self._sizes_file = self._streams["bin"], self._streams.get("loss.bin"), self._streams["sizes"]
+        self._streams = {
+            end: path.open("r+b" if position else "wb")
+            for end, path in self._temporary.items()
+            if end[-3:] in ("bin", "zes")
+        }
+        self._file, self._loss, self._sizes_file = (
+            self._streams["bin"],
+            self._streams.get("loss.bin"),
+            self._streams["sizes"],
+        )
         if position is not None:
             self._continue(position)
 
     def add(
-        self, tokens: NDArray[np.integer], sizes: Iterable[int], mask: NDArray[np.uint8] | None = None, continues: bool = False
+        self,
+        tokens: NDArray[np.integer],
+        sizes: Iterable[int],
+        mask: NDArray[np.uint8] | None = None,
+        continues: bool = False,
     ) -> None:
-        """Append documents. tokens: those of all documents; sizes: tokens of each; mask: 1 for each token whose loss is counted; continues:
-        the first one continues the last one that was added."""
+        """Append documents. tokens: those of all documents; sizes: tokens of each; mask: 1 for each token
+        whose loss is counted; continues: the first one continues the last one that was added."""
         self._file.write(tokens.astype(self.dtype, copy=False).tobytes())
         if self._loss is not None:
             assert mask is not None and len(mask) == len(tokens)
@@ -54,11 +75,15 @@ class IndexedWriter:
         if continues:
             found[0] += self.sizes.pop()
         if found.max(initial=0) > LONGEST:
-            raise DataError(f"{self.prefix}: a document has more than {LONGEST:,} tokens, which the format can not index. Cut it.")
+            raise DataError(
+                f"{self.prefix}: a document has more than {LONGEST:,} tokens, which the format can not "
+                "index. Cut it."
+            )
         self.sizes.frombytes(found.astype(np.intc).tobytes())
 
     def position(self) -> dict[str, int]:
-        """Bytes of each temporary file, all on disk, and the size of the last document, which may continue."""
+        """Bytes of each temporary file, all on disk, and the size of the last document, which may
+        continue."""
         if not self.sizes:
             return dict.fromkeys((*self._streams, "last"), 0)
         stored = self._sizes_file.tell() // self.sizes.itemsize
@@ -82,7 +107,8 @@ class IndexedWriter:
             file.seek(0, 2)
 
     def finish(self, metadata: dict[str, Any]) -> None:
-        """Write the index and PREFIX.json, then give all files their final names, the index last: without it there is no token file."""
+        """Write the index and PREFIX.json, then give all files their final names, the index last: without it
+        there is no token file."""
         if not self.sizes:
             raise DataError(f"{self.prefix}: the input holds no text. Nothing was written.")
         _close_to_disk(self._file)
@@ -93,7 +119,8 @@ class IndexedWriter:
         with self._temporary["json"].open("w", encoding="utf-8") as text:
             text.write(json.dumps(metadata, indent=2) + "\n")
             _close_to_disk(text)
-        for end in ("idx", "loss.idx", "loss.bin"):  # an older index or mask must never be read with the newer tokens
+        # an older index or mask must never be read with the newer tokens
+        for end in ("idx", "loss.idx", "loss.bin"):
             companion(self.prefix, end).unlink(missing_ok=True)
         for end, path in self._temporary.items():
             if end != "sizes":
@@ -113,7 +140,9 @@ class IndexedWriter:
     def __enter__(self) -> "IndexedWriter":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for file in self._streams.values():
             file.close()
         for path in self._temporary.values():

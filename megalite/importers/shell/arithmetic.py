@@ -12,7 +12,18 @@ _TOKEN = re.compile(
     r"|(?P<sign><<=|>>=|\+\+|--|\*\*|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^]=|[-+*/%&|^<>=!~?:,()\[\]]))"
 )
 _LEVELS: tuple[tuple[str, ...], ...] = (
-    *(("||",), ("&&",), ("|",), ("^",), ("&",), ("==", "!="), ("<", "<=", ">", ">="), ("<<", ">>"), ("+", "-"), ("*", "/", "%")),
+    *(
+        ("||",),
+        ("&&",),
+        ("|",),
+        ("^",),
+        ("&",),
+        ("==", "!="),
+        ("<", "<=", ">", ">="),
+        ("<<", ">>"),
+        ("+", "-"),
+        ("*", "/", "%"),
+    ),
 )
 """Binary operators, those that bind least first."""
 _ASSIGNMENTS = frozenset(("=", "+=", "-=", "*=", "/=", "%=", "<<=", ">>=", "&=", "^=", "|="))
@@ -41,26 +52,53 @@ def _bounded(operation: Callable[[int, int], int]) -> Callable[[int, int], int]:
 
 
 _BINARY: dict[str, Callable[[int, int], int]] = {
-    **{"+": operator.add, "-": operator.sub, "*": operator.mul, "&": operator.and_, "|": operator.or_, "^": operator.xor},
-    **{"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
-    **{"/": _quotient, "%": lambda left, right: left - _quotient(left, right) * right, "**": _bounded(operator.pow)},
+    **{
+        "+": operator.add,
+        "-": operator.sub,
+        "*": operator.mul,
+        "&": operator.and_,
+        "|": operator.or_,
+        "^": operator.xor,
+    },
+    **{
+        "==": operator.eq,
+        "!=": operator.ne,
+        "<": operator.lt,
+        "<=": operator.le,
+        ">": operator.gt,
+        ">=": operator.ge,
+    },
+    **{
+        "/": _quotient,
+        "%": lambda left, right: left - _quotient(left, right) * right,
+        "**": _bounded(operator.pow),
+    },
     **{"<<": _bounded(operator.lshift), ">>": _bounded(operator.rshift)},
 }
-_UNARY: dict[str, Callable[[int], int]] = {"-": operator.neg, "+": operator.pos, "~": operator.invert, "!": lambda value: int(not value)}
+_UNARY: dict[str, Callable[[int], int]] = {
+    "-": operator.neg,
+    "+": operator.pos,
+    "~": operator.invert,
+    "!": lambda value: int(not value),
+}
 
 
 def calculate(text: str, read: Callable[[str], str | None], write: Callable[[str, str], None]) -> int:
     """The value of an expression; its assignments are written. Raises NotKnown.
 
-    read: a variable's text, None if it is not known; an element of an array is NAME[NUMBER]. write: sets a variable.
+    read: a variable's text, None if it is not known; an element of an array is NAME[NUMBER]. write: sets a
+    variable.
     """
     return _Expression(text, read, write, 0).value()
 
 
 class _Expression:
-    """A parser by precedence. Each part becomes a function, so that what `&&`, `||` or `?:` leave out is not computed."""
+    """A parser by precedence. Each part becomes a function, so that what `&&`, `||` or `?:` leave out is not
+    computed."""
 
-    def __init__(self, text: str, read: Callable[[str], str | None], write: Callable[[str, str], None], depth: int) -> None:
+    def __init__(
+        self, text: str, read: Callable[[str], str | None], write: Callable[[str, str], None], depth: int
+    ) -> None:
         if depth > 20 or len(text) > 10_000:
             raise NotKnown(text)
         self.tokens, self.read, self.write, self.depth = [*_tokens(text)], read, write, depth
@@ -99,7 +137,9 @@ class _Expression:
         if len(self.tokens) > 1 and _is_name(self.tokens[0]) and self.tokens[1] in _ASSIGNMENTS:
             name, sign = self.tokens.pop(0), self.tokens.pop(0)
             right = self._choice()
-            return lambda: self._assigned(name, _BINARY[sign[:-1]](self._variable(name), right()) if sign != "=" else right())
+            return lambda: self._assigned(
+                name, _BINARY[sign[:-1]](self._variable(name), right()) if sign != "=" else right()
+            )
         test = self._binary(0)
         if not self._take("?"):
             return test

@@ -1,4 +1,5 @@
-"""Simple commands: shell builtins, functions, programs that run further commands, and those that a caller asks for."""
+"""Simple commands: shell builtins, functions, programs that run further commands, and those that a caller
+asks for."""
 
 from __future__ import annotations
 
@@ -19,13 +20,31 @@ Status = bool | None
 SHELLS = frozenset(("bash", "sh", "zsh", "dash", "ksh"))
 SUBMITTERS = frozenset(("sbatch", "qsub", "bsub", "srun"))
 PREFIXES = frozenset(("command", "builtin", "nohup", "time", "setsid"))
-QUIET = frozenset(("echo", "printf", "trap", "alias", "grep", "egrep", "sed", "awk", "logger", "tee", "cat", "module"))
+QUIET = frozenset(
+    ("echo", "printf", "trap", "alias", "grep", "egrep", "sed", "awk", "logger", "tee", "cat", "module")
+)
 """Programs that do not run the text in their arguments."""
 SUCCEEDING = frozenset(
-    ("cd", "mkdir", "module", "ulimit", "umask", "wait", "sleep", "hostname", "pushd", "popd", "date", "ls", "nvidia-smi")
+    (
+        "cd",
+        "mkdir",
+        "module",
+        "ulimit",
+        "umask",
+        "wait",
+        "sleep",
+        "hostname",
+        "pushd",
+        "popd",
+        "date",
+        "ls",
+        "nvidia-smi",
+    )
 )
 SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
-_ENVIRONMENT = re.compile(r"(^|/)(activate|conda\.sh|\.?bashrc|profile|\.bash_profile|lmod\.sh|modules\.sh|setvars\.sh)$|^/")
+_ENVIRONMENT = re.compile(
+    r"(^|/)(activate|conda\.sh|\.?bashrc|profile|\.bash_profile|lmod\.sh|modules\.sh|setvars\.sh)$|^/"
+)
 """Files that set up an environment, and have no options of a training."""
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
@@ -37,11 +56,35 @@ class Commands:
         self.script = script
         self.within = 1  # getopts' place in a word of several letters
         self.builtins: dict[str, Callable[[list[str], State], Status]] = {
-            **{":": _succeed, "true": _succeed, "set": self._set, "shift": self._shift, "eval": self._eval, "read": self._read},
-            **{"source": self._source, ".": self._source, "false": lambda words, state: False, "printf": self._printf, "let": self._let},
+            **{
+                ":": _succeed,
+                "true": _succeed,
+                "set": self._set,
+                "shift": self._shift,
+                "eval": self._eval,
+                "read": self._read,
+            },
+            **{
+                "source": self._source,
+                ".": self._source,
+                "false": lambda words, state: False,
+                "printf": self._printf,
+                "let": self._let,
+            },
             **{"getopts": self._getopts, "exec": self._exec},
-            **{"test": self._test, "[": self._test, "export": self._export, "local": self._export, "declare": self._export},
-            **{"pwd": self._directory, "mapfile": self._mapfile, "readarray": self._mapfile, "unset": self._unset},
+            **{
+                "test": self._test,
+                "[": self._test,
+                "export": self._export,
+                "local": self._export,
+                "declare": self._export,
+            },
+            **{
+                "pwd": self._directory,
+                "mapfile": self._mapfile,
+                "readarray": self._mapfile,
+                "unset": self._unset,
+            },
             **{ending: self._end(ending) for ending in ("exit", "return", "break", "continue")},
         }
 
@@ -71,11 +114,18 @@ class Commands:
         if name not in QUIET:
             for word in words[1:]:
                 if re.search(r"\s", word) and re.search(r"\.py\b|\s-m\s|\btorchrun\b", word) and "--" in word:
-                    self.script.run_text(word.partition("=")[2] if re.match(r"--[\w-]+=", word) else word, state.child([], ""))
+                    self.script.run_text(
+                        word.partition("=")[2] if re.match(r"--[\w-]+=", word) else word, state.child([], "")
+                    )
         found = None
         if name == "cat" and len(words) == 2 and words[1] != "-":
             found = self.script.content(words[1])
-        elif name == "xargs" and len(words) > 1 and not words[1].startswith("-") and self.script.stdin is not None:
+        elif (
+            name == "xargs"
+            and len(words) > 1
+            and not words[1].startswith("-")
+            and self.script.stdin is not None
+        ):
             return self.run([*words[1:], *self.script.stdin.split()], state)
         elif name in PROGRAMS:
             found = PROGRAMS[name](words[1:], self.script.stdin)
@@ -96,7 +146,9 @@ class Commands:
         state.arguments = arguments
         status = script.run(body, state)
         state.arguments = before
-        for local in re.findall(r"\b(?:local|declare|typeset)\s+(?!-\w*g)(?:-\w+\s+)*([^;\n]*)", grammar.text_of(body)):
+        for local in re.findall(
+            r"\b(?:local|declare|typeset)\s+(?!-\w*g)(?:-\w+\s+)*([^;\n]*)", grammar.text_of(body)
+        ):
             for variable in re.findall(r"(?:^|\s)([A-Za-z_]\w*)(?==|\s|$)", local):
                 if variable in outer.variables:
                     state.variables[variable] = outer.variables[variable]
@@ -130,7 +182,11 @@ class Commands:
                 break
         if posixpath.basename(words[0]) not in SUBMITTERS:
             return False
-        wraps = [self._option(words, place) for place, word in enumerate(words) if word.partition("=")[0] == "--wrap"]
+        wraps = [
+            self._option(words, place)
+            for place, word in enumerate(words)
+            if word.partition("=")[0] == "--wrap"
+        ]
         if wraps:
             self.script.run_text(wraps[0], state.child([], ""))
         elif self.script.stdin is not None and posixpath.basename(words[0]) != "srun":
@@ -167,7 +223,9 @@ class Commands:
     def _file(self, path: str, arguments: list[str], state: State, new: bool) -> bool:
         """Run a script that this one has written, or one beside it. new: in a process of its own."""
         known = re.split(f"[{chr(FIRST)}-{chr(LAST)}]", path)
-        text = self.script.content(path if len(known) == 1 or path in self.script.files else known[-1].lstrip("/"))
+        text = self.script.content(
+            path if len(known) == 1 or path in self.script.files else known[-1].lstrip("/")
+        )
         if text is None:
             if not _ENVIRONMENT.search(path):
                 self.script.note("source", path)
@@ -208,9 +266,13 @@ class Commands:
         return True
 
     def _getopts(self, words: list[str], state: State) -> Status:
-        """getopts LETTERS NAME [ARGUMENT …]: the next option, its argument in OPTARG, the place after it in OPTIND."""
+        """getopts LETTERS NAME [ARGUMENT …]: the next option, its argument in OPTARG, the place after it in
+        OPTIND."""
         if state.arguments is None and len(words) < 3:
-            state.assign(words[1] if len(words) > 1 else "?", self.script.unknowns.mark("$@", "the script is given it as an argument"))
+            state.assign(
+                words[1] if len(words) > 1 else "?",
+                self.script.unknowns.mark("$@", "the script is given it as an argument"),
+            )
             return None
         arguments, index = words[2:] or state.arguments or [], state.variables.get("OPTIND", "1")
         place = int(index) if isinstance(index, str) and index.isdigit() else 1
@@ -237,7 +299,8 @@ class Commands:
         return status
 
     def _read(self, words: list[str], state: State) -> Status:
-        """read: the whole input with -d '', otherwise its first line, split if there are several names or with -a."""
+        """read: the whole input with -d '', otherwise its first line, split if there are several names or
+        with -a."""
         names: list[str] = []
         whole = array = False
         while words:
@@ -261,7 +324,9 @@ class Commands:
         if array and names:
             state.assign(names[0], _split(line, characters))
         else:
-            fields = _split(line, characters, len(names)) if len(names) > 1 else [line.strip(_spaces(characters))]
+            fields = (
+                _split(line, characters, len(names)) if len(names) > 1 else [line.strip(_spaces(characters))]
+            )
             for place, name in enumerate(names):
                 state.assign(name, "".join(fields[place : place + 1]))
         return bool(end)
@@ -277,7 +342,10 @@ class Commands:
     def _printf(self, words: list[str], state: State) -> Status:
         if words[:1] == ["-v"] and len(words) > 2:
             text = formatted(words[2:])
-            state.assign(words[1], self.script.unknowns.mark(f"${words[1]}", "it is formatted text") if text is None else text)
+            state.assign(
+                words[1],
+                self.script.unknowns.mark(f"${words[1]}", "it is formatted text") if text is None else text,
+            )
         else:
             text = formatted([word for word in words if word != "--"])
             self.script.write("\0" if text is None else text)
@@ -311,7 +379,11 @@ class Commands:
 
     def _end(self, ending: str) -> Callable[[list[str], State], Status]:
         def run(words: list[str], state: State) -> Status:
-            loops = words[0] if ending in ("break", "continue") and words and words[0].isdigit() and int(words[0]) > 1 else ""
+            loops = (
+                words[0]
+                if ending in ("break", "continue") and words and words[0].isdigit() and int(words[0]) > 1
+                else ""
+            )
             state.ended = f"{ending} {loops}".rstrip()
             return words[:1] in ([], ["0"])
 
@@ -323,13 +395,18 @@ def _spaces(separators: str) -> str:
 
 
 def _split(line: str, separators: str, most: int = 0) -> list[str]:
-    """The fields of a line, the last one with all that is left: between separators that are no spaces, one can be empty."""
+    """The fields of a line, the last one with all that is left: between separators that are no spaces, one
+    can be empty."""
     spaces, others = _spaces(separators), "".join(each for each in separators if not each.isspace())
     line = line.strip(spaces)
     if not line or not separators:
         return [line] if line else []
     space = f"[{re.escape(spaces)}]" if spaces else "(?!)"
-    fields = re.split(f"{space}*[{re.escape(others)}]{space}*|{space}+" if others else f"{space}+", line, maxsplit=max(most - 1, 0))
+    fields = re.split(
+        f"{space}*[{re.escape(others)}]{space}*|{space}+" if others else f"{space}+",
+        line,
+        maxsplit=max(most - 1, 0),
+    )
     return fields[:-1] if fields[-1] == "" else fields
 
 

@@ -13,8 +13,8 @@ _UNARY = {f"-{letter}" for letter in "abcdefghknoprstuvwxzGLNOS"}
 
 
 class Token(NamedTuple):
-    """A word or an operator of a condition. quoted: whether all of it is; glob, regular: the pattern that it is after == and =~, None if it
-    is not known."""
+    """A word or an operator of a condition. quoted: whether all of it is; glob, regular: the pattern that it
+    is after == and =~, None if it is not known."""
 
     text: str
     quoted: bool = False
@@ -31,7 +31,8 @@ def both(left: bool | None, right: bool | None) -> bool | None:
 
 
 class Condition:
-    """A reader of the tokens of one condition. double: whether it is [[ … ]], where == compares with a pattern.
+    """A reader of the tokens of one condition. double: whether it is [[ … ]], where == compares with a
+    pattern.
 
     groups: what a regular expression of the condition and its parentheses have matched; None without one.
     """
@@ -73,7 +74,11 @@ class Condition:
             found = self._any()
             self._operator(")")
             return found
-        if self._peek() in _UNARY and self._peek(1) not in ("", "&&", "||", "=", "==", "!=") or self._lone_unary():
+        if (
+            self._peek() in _UNARY
+            and self._peek(1) not in ("", "&&", "||", "=", "==", "!=")
+            or self._lone_unary()
+        ):
             name, text = self._peek(), self._peek(1)
             self.place += 2
             return self._unary(name, text)
@@ -88,7 +93,11 @@ class Condition:
 
     def _lone_unary(self) -> bool:
         """-z or -n before an empty word."""
-        return self._peek() in ("-z", "-n") and self.place + 1 < len(self.tokens) and self.tokens[self.place + 1].text == ""
+        return (
+            self._peek() in ("-z", "-n")
+            and self.place + 1 < len(self.tokens)
+            and self.tokens[self.place + 1].text == ""
+        )
 
     def _unary(self, name: str, text: str) -> bool | None:
         if name not in ("-n", "-z"):
@@ -107,7 +116,9 @@ class Condition:
                 return None
             return (difference > 0) - (difference < 0) in _ORDERS[sign]
         if sign in ("=", "==", "!="):
-            same = globs.regular(right.glob).fullmatch(left) is not None if self.double else left == right.text
+            same = (
+                globs.regular(right.glob).fullmatch(left) is not None if self.double else left == right.text
+            )
             return same if sign != "!=" else not same
         if sign == "=~":
             return self._searched(left, right)

@@ -1,4 +1,5 @@
-"""Words of a script → the words that a command gets: variables, quotes, arithmetic and word splitting, as bash has them."""
+"""Words of a script → the words that a command gets: variables, quotes, arithmetic and word splitting, as
+bash has them."""
 
 from __future__ import annotations
 
@@ -19,16 +20,31 @@ _PARAMETER = re.compile(
     re.DOTALL,
 )
 _OPERATOR = re.compile(r"(?P<sign>:?[-=+?]|##?|%%?|//?|\^\^?|,,?|:|@)(?P<word>.*)", re.DOTALL)
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "e": "\x1b", "E": "\x1b"}
-_BRACES = re.compile(r"([^{}]*)\{([^{},$]*(?:,[^{},$]*)+|-?\d+\.\.-?\d+(?:\.\.-?\d+)?|[A-Za-z]\.\.[A-Za-z])\}(.*)", re.DOTALL)
-_REPLACEMENT = re.compile(r"(?P<anchor>[#%]?)(?P<old>(?:\\.|\"[^\"]*\"|'[^']*'|[^/\\])*)(?:/(?P<new>.*))?", re.DOTALL)
+_ESCAPES = {
+    "n": "\n",
+    "t": "\t",
+    "r": "\r",
+    "a": "\a",
+    "b": "\b",
+    "f": "\f",
+    "v": "\v",
+    "e": "\x1b",
+    "E": "\x1b",
+}
+_BRACES = re.compile(
+    r"([^{}]*)\{([^{},$]*(?:,[^{},$]*)+|-?\d+\.\.-?\d+(?:\.\.-?\d+)?|[A-Za-z]\.\.[A-Za-z])\}(.*)", re.DOTALL
+)
+_REPLACEMENT = re.compile(
+    r"(?P<anchor>[#%]?)(?P<old>(?:\\.|\"[^\"]*\"|'[^']*'|[^/\\])*)(?:/(?P<new>.*))?", re.DOTALL
+)
 _ELEMENTS = re.compile(r"\$@|\$\{(@|!?\w+\[@\])")
 """What is no word at all, even in quotes, if it has no elements."""
 _DELIMITER = "END_OF_A_TEXT"
 
 
 class Piece(NamedTuple):
-    """A part of a word: literal, expanded (split at spaces unless it is quoted), or the break between two elements of an array."""
+    """A part of a word: literal, expanded (split at spaces unless it is quoted), or the break between two
+    elements of an array."""
 
     text: str
     kind: Literal["literal", "quoted", "split", "break"]
@@ -56,11 +72,19 @@ class Expander:
 
     def fields(self, node: Node) -> list[str]:
         """The words that one word of the script becomes."""
-        if _BRACES.match(grammar.text_of(node)) and node.type in ("word", "concatenation", "brace_expression"):
+        if _BRACES.match(grammar.text_of(node)) and node.type in (
+            "word",
+            "concatenation",
+            "brace_expression",
+        ):
             alternatives = [*braces(grammar.text_of(node))]
             if alternatives != [grammar.text_of(node)]:
                 first = grammar.parse("echo " + " ".join(alternatives)).named_children[0]
-                return [word for child in first.named_children[1:] for word in self._split(self.pieces(child, False))]
+                return [
+                    word
+                    for child in first.named_children[1:]
+                    for word in self._split(self.pieces(child, False))
+                ]
         return self._split(self.pieces(node, False))
 
     def text(self, node: Node | None) -> str:
@@ -70,30 +94,45 @@ class Expander:
         return _whole(self.pieces(node, False))
 
     def token(self, node: Node) -> Token:
-        """A word of a condition, and the patterns that it can be, in which quoted characters stand for themselves."""
+        """A word of a condition, and the patterns that it can be, in which quoted characters stand for
+        themselves."""
         pieces = [*self.pieces(node, False)]
-        if node.type == "regex" and re.search("[\"']", grammar.text_of(node)):  # the grammar does not say which part of it is quoted
+        # the grammar does not say which part of it is quoted
+        if node.type == "regex" and re.search("[\"']", grammar.text_of(node)):
             return Token(_whole(pieces), False, _pattern(pieces), None)
-        regular = "".join(re.escape(piece.text) if piece.kind == "quoted" else globs.with_classes(piece.text) for piece in pieces)
+        regular = "".join(
+            re.escape(piece.text) if piece.kind == "quoted" else globs.with_classes(piece.text)
+            for piece in pieces
+        )
         return Token(_whole(pieces), node.type in ("string", "raw_string"), _pattern(pieces), regular)
 
     def string(self, text: str) -> str:
-        """A text as in double quotes, or of a here document: variables are replaced, quotes are characters."""
+        """A text as in double quotes, or of a here document: variables are replaced, quotes are
+        characters."""
         if not re.search(r"[$`\\]", text):
             return text
-        tree = grammar.parse(f"cat <<{_DELIMITER}\n|{text}\n{_DELIMITER}\n")  # the grammar misses a variable that only spaces precede
+        # the grammar misses a variable that only spaces precede
+        tree = grammar.parse(f"cat <<{_DELIMITER}\n|{text}\n{_DELIMITER}\n")
         body = next((node for node in _walk(tree) if node.type == "heredoc_body"), None)
         if body is None:
             return text
-        found = "".join(self._unescaped(part, '"') if isinstance(part, str) else self._joined(part) for part in grammar.parts(body))
+        found = "".join(
+            self._unescaped(part, '"') if isinstance(part, str) else self._joined(part)
+            for part in grammar.parts(body)
+        )
         return checked(found.removesuffix("\n")[1:])
 
     def _joined(self, node: Node) -> str:
         return "".join(" " if piece.kind == "break" else piece.text for piece in self.pieces(node, True))
 
     def _unescaped(self, text: str, kept: str = "") -> str:
-        """A text without the backslashes that double quotes remove; those before characters in `kept` stay, too."""
-        return re.sub(r"\\([$`\"\\\n])", lambda found: "" if found[1] == "\n" else found[0] if found[1] in kept else found[1], text)
+        """A text without the backslashes that double quotes remove; those before characters in `kept` stay,
+        too."""
+        return re.sub(
+            r"\\([$`\"\\\n])",
+            lambda found: "" if found[1] == "\n" else found[0] if found[1] in kept else found[1],
+            text,
+        )
 
     def _split(self, pieces: Iterable[Piece]) -> list[str]:
         """Word splitting."""
@@ -123,11 +162,16 @@ class Expander:
             case "raw_string":
                 yield Piece(text[1:-1], "quoted")
             case "ansi_c_string":
-                yield Piece(re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[1]), text[2:-1]), "quoted")
+                yield Piece(
+                    re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[1]), text[2:-1]), "quoted"
+                )
             case "simple_expansion" | "expansion":
                 yield from self._parameter(text[2:-1] if text.startswith("${") else text[1:], text, quoted)
             case "arithmetic_expansion":
-                yield Piece(self.arithmetic(re.sub(r"^\$(\(\(|\[)|(\)\)|\])$", "", text), text), "quoted" if quoted else "split")
+                yield Piece(
+                    self.arithmetic(re.sub(r"^\$(\(\(|\[)|(\)\)|\])$", "", text), text),
+                    "quoted" if quoted else "split",
+                )
             case "command_substitution":
                 yield Piece(self.output(node, self.state).rstrip("\n"), "quoted" if quoted else "split")
             case "process_substitution":
@@ -141,7 +185,11 @@ class Expander:
     def _string(self, node: Node) -> Iterator[Piece]:
         inner = [*node.children]
         opening = len(inner[0].text or b"") if inner else 1
-        if len(inner) == 3 and _ELEMENTS.match(grammar.text_of(inner[1]).strip()) and inner[1].type.endswith("expansion"):
+        if (
+            len(inner) == 3
+            and _ELEMENTS.match(grammar.text_of(inner[1]).strip())
+            and inner[1].type.endswith("expansion")
+        ):
             yield from self.pieces(inner[1], True)
             return
         yield Piece("", "quoted")
@@ -153,7 +201,9 @@ class Expander:
 
     def arithmetic(self, inner: str, source: str) -> str:
         """The value of $((inner)), or an unknown part that is shown as `source`."""
-        expression = re.sub(r"\$(\w+)", r"\1", inner) if re.fullmatch(r"[^`{(]*", inner.replace("$((", "")) else inner
+        expression = (
+            re.sub(r"\$(\w+)", r"\1", inner) if re.fullmatch(r"[^`{(]*", inner.replace("$((", "")) else inner
+        )
         expression = self.string(expression)
         blocked: list[str] = []
 
@@ -172,8 +222,17 @@ class Expander:
             parts = self.unknowns.within(expression)
             found = [value for name in blocked if isinstance(value := self.state.variables.get(name), str)]
             parts += tuple(part for value in found for part in self.unknowns.within(value))
-            names = [*dict.fromkeys([part.source for part in parts] + [f"${name}" for name in blocked if name not in self.state.variables])]
-            why = f"{', '.join(names)}: {parts[0].why if parts else UNSET}" if names else "it is no integer arithmetic"
+            names = [
+                *dict.fromkeys(
+                    [part.source for part in parts]
+                    + [f"${name}" for name in blocked if name not in self.state.variables]
+                )
+            ]
+            why = (
+                f"{', '.join(names)}: {parts[0].why if parts else UNSET}"
+                if names
+                else "it is no integer arithmetic"
+            )
             return self.unknowns.mark(source, why)
 
     def _parameter(self, inner: str, source: str, quoted: bool) -> Iterator[Piece]:
@@ -204,19 +263,27 @@ class Expander:
             return self.unknowns.mark(source, self.why_unset(found["name"])) if keys is None else keys
         value = self._looked_up(found["name"], found["index"])
         if found["indirect"]:
-            if not isinstance(value, str) or has_unknown(value) or not re.fullmatch(r"[A-Za-z_]\w*(\[[@*]\])?", value):
+            if (
+                not isinstance(value, str)
+                or has_unknown(value)
+                or not re.fullmatch(r"[A-Za-z_]\w*(\[[@*]\])?", value)
+            ):
                 return self.unknowns.mark(source, UNSET)
             name, _, index = value.partition("[")
             value = self._looked_up(name, index[:-1] or None)
         if found["length"]:
-            known = value is not None and not any(map(has_unknown, [value] if isinstance(value, str) else value))
+            known = value is not None and not any(
+                map(has_unknown, [value] if isinstance(value, str) else value)
+            )
             return str(len(value or "")) if known else self.unknowns.mark(source, UNSET)
         operator = _OPERATOR.fullmatch(found["rest"])
         if operator is None:
             return self.unknowns.mark(source, self.why_unset(found["name"])) if value is None else value
         return self._with_operator(value, operator, found, source)
 
-    def _with_operator(self, value: str | list[str] | None, operator: re.Match[str], found: re.Match[str], source: str) -> Expanded:
+    def _with_operator(
+        self, value: str | list[str] | None, operator: re.Match[str], found: re.Match[str], source: str
+    ) -> Expanded:
         sign, word = operator["sign"], operator["word"]
         if sign[-1] in "-=+?" and sign != "@":
             empty = not value if sign[0] == ":" else value in (None, [])
@@ -233,7 +300,11 @@ class Expander:
         if value is None:
             return self.unknowns.mark(source, self.why_unset(found["name"]))
         if sign == ":" and isinstance(value, list):
-            return self._parameters(value, word, source) if found["name"] in "@*" else self._slice(value, word, source)
+            return (
+                self._parameters(value, word, source)
+                if found["name"] in "@*"
+                else self._slice(value, word, source)
+            )
         if isinstance(value, list):
             return [self._edited(element, sign, word, source) for element in value]
         return self._edited(value, sign, word, source)
@@ -288,7 +359,10 @@ class Expander:
         if found is None or not (found["anchor"] or found["old"]):
             return value
         anchor = found["anchor"] if sign == "/" else ""
-        old, new = _pattern(self.alternative(word[len(anchor) : found.end("old")])), self.alternative(found["new"] or "").text
+        old, new = (
+            _pattern(self.alternative(word[len(anchor) : found.end("old")])),
+            self.alternative(found["new"] or "").text,
+        )
         if anchor:
             longest = trimmed(value, anchor * 2, old)
             unchanged = longest == value and globs.regular(old).fullmatch("") is None
@@ -303,18 +377,27 @@ class Expander:
         return UNSET
 
     def _looked_up(self, name: str, index: str | None) -> str | list[str] | None:
-        """The value of a variable or parameter: a list for all elements of an array; None if it is not set."""
+        """The value of a variable or parameter: a list for all elements of an array; None if it is not
+        set."""
         arguments = self.state.arguments
         if name in ("@", "*"):
-            return arguments if arguments is not None else [self.unknowns.mark(f"${name}", self.why_unset(name))]
+            return (
+                arguments if arguments is not None else [self.unknowns.mark(f"${name}", self.why_unset(name))]
+            )
         if name == "#":
             return None if arguments is None else str(len(arguments))
         if name == "0":
             return self.state.program or None
         if name.isdigit():
-            return None if arguments is None else arguments[int(name) - 1] if int(name) <= len(arguments) else ""
+            return (
+                None if arguments is None else arguments[int(name) - 1] if int(name) <= len(arguments) else ""
+            )
         if name == "?":
-            return self.unknowns.mark("$?", "it is the status of a command that fails") if self.state.failed else "0"
+            return (
+                self.unknowns.mark("$?", "it is the status of a command that fails")
+                if self.state.failed
+                else "0"
+            )
         value = self.state.variables.get(self.state.named(name))
         if value is None and name == "BASH_SOURCE":
             return self.state.program or None
@@ -322,7 +405,11 @@ class Expander:
 
     def _element(self, value: Value | None, index: str | None) -> str | list[str] | None:
         if isinstance(value, dict):
-            return [*value.values()] if index in ("@", "*") else value.get(self._unescaped(self.string((index or "0").strip("\"'"))))
+            return (
+                [*value.values()]
+                if index in ("@", "*")
+                else value.get(self._unescaped(self.string((index or "0").strip("\"'"))))
+            )
         if value is None or (isinstance(value, str) and index in (None, "0")):
             return value
         if index in ("@", "*"):
@@ -371,7 +458,8 @@ def _pattern(pieces: Iterable[Piece]) -> str:
 
 
 def trimmed(value: str, sign: str, pattern: str) -> str:
-    """The value without the shortest (#, %) or longest (##, %%) match of the pattern at its beginning or end."""
+    """The value without the shortest (#, %) or longest (##, %%) match of the pattern at its beginning or
+    end."""
     lengths = range(len(value) + 1) if len(sign) == 1 else range(len(value), -1, -1)
     matcher = globs.regular(pattern)
     for length in lengths:

@@ -8,7 +8,15 @@ _PART = re.compile(
     r"\\(?P<quoted>.)|(?P<list>[?*+@])\(|(?P<none>!)\(|(?P<set>\[(?P<not>[!^]?)(?P<in>\]?(?:\[:\w+:\]|\\.|[^\]\\])*)\])|(?P<other>.)",
     re.DOTALL,
 )
-_CLASSES = {"alpha": "A-Za-z", "digit": "0-9", "alnum": "A-Za-z0-9", "upper": "A-Z", "lower": "a-z", "space": r"\s", "xdigit": "0-9A-Fa-f"}
+_CLASSES = {
+    "alpha": "A-Za-z",
+    "digit": "0-9",
+    "alnum": "A-Za-z0-9",
+    "upper": "A-Z",
+    "lower": "a-z",
+    "space": r"\s",
+    "xdigit": "0-9A-Fa-f",
+}
 _WILD = {"*": ".*", "?": "."}
 _MANY = {"@": "", "?": "?", "*": "*", "+": "+"}
 
@@ -19,7 +27,8 @@ def quoted(text: str) -> str:
 
 
 def regular(pattern: str) -> re.Pattern[str]:
-    """The regular expression of a pattern, in which a backslash quotes the character after it: for `fullmatch`, or anywhere in a text."""
+    """The regular expression of a pattern, in which a backslash quotes the character after it: for
+    `fullmatch`, or anywhere in a text."""
     result: list[str] = []
     lists: list[str] = []
     for part in _PART.finditer(pattern):

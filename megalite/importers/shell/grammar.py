@@ -23,7 +23,9 @@ def _parser() -> Parser:
         import tree_sitter
         import tree_sitter_bash
     except ImportError as error:
-        raise ConfigError(f"a shell script can not be read: {error}. Run `pip install tree-sitter tree-sitter-bash`.") from None
+        raise ConfigError(
+            f"a shell script can not be read: {error}. Run `pip install tree-sitter tree-sitter-bash`."
+        ) from None
     return tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language()))
 
 
@@ -37,7 +39,8 @@ def without_private_characters(text: str) -> str:
 
 
 def text_of(node: Node) -> str:
-    """The text of a node, without the spaces and continued lines before it that the grammar counts to some."""
+    """The text of a node, without the spaces and continued lines before it that the grammar counts to
+    some."""
     text = node.text or b""
     return text[_leading(text) :].decode()
 
@@ -52,9 +55,11 @@ def line_of(node: Node) -> int:
 
 
 def parts(node: Node, opening: int = 0, closing: int = 0) -> Iterator[str | Node]:
-    """The children of a text that are expansions, and the literal text between them, without the first and last bytes.
+    """The children of a text that are expansions, and the literal text between them, without the first and
+    last bytes.
 
-    The literal text is what no expansion covers: the grammar has no node for some of it, and begins some expansions with spaces.
+    The literal text is what no expansion covers: the grammar has no node for some of it, and begins some
+    expansions with spaces.
     """
     source, offset = node.text or b"", node.start_byte
     place, end = opening, len(source) - closing

@@ -1,4 +1,5 @@
-"""Programs whose output is known without running them: what they print for these words and this input; None if it is not known."""
+"""Programs whose output is known without running them: what they print for these words and this input; None
+if it is not known."""
 
 from __future__ import annotations
 
@@ -37,9 +38,9 @@ def formatted(words: list[str]) -> str | None:
     pieces = re.split(r"(%[^%])", pattern)
     result = ""
     while True:
-        result += "".join((values.pop(0) if values else "") if place % 2 else piece for place, piece in enumerate(pieces)).replace(
-            "%%", "%"
-        )
+        result += "".join(
+            (values.pop(0) if values else "") if place % 2 else piece for place, piece in enumerate(pieces)
+        ).replace("%%", "%")
         if not values or not holes:
             return result
 
@@ -47,11 +48,19 @@ def formatted(words: list[str]) -> str | None:
 def _sequence(words: list[str], stdin: str | None) -> str | None:
     separator = "\n"
     if words and words[0].startswith("-s"):
-        separator, words = (words[0][2:], words[1:]) if len(words[0]) > 2 else ("".join(words[1:2]), words[2:])
+        separator, words = (
+            (words[0][2:], words[1:]) if len(words[0]) > 2 else ("".join(words[1:2]), words[2:])
+        )
     if not words or len(words) > 3 or not all(re.fullmatch(r"-?\d+", word) for word in words):
         return None
     numbers = [int(word) for word in words]
-    first, step, last = (1, 1, numbers[0]) if len(numbers) == 1 else (numbers[0], 1, numbers[1]) if len(numbers) == 2 else tuple(numbers)
+    first, step, last = (
+        (1, 1, numbers[0])
+        if len(numbers) == 1
+        else (numbers[0], 1, numbers[1])
+        if len(numbers) == 2
+        else tuple(numbers)
+    )
     if step == 0 or abs(last - first) // abs(step) > 10_000:
         return None
     return separator.join(map(str, range(first, last + (1 if step > 0 else -1), step))) + "\n"
@@ -87,7 +96,11 @@ def _base_name(words: list[str], stdin: str | None) -> str | None:
 
 def _directory(words: list[str], stdin: str | None) -> str | None:
     words = [word for word in words if word != "--"]
-    return f"{posixpath.dirname(words[0].rstrip('/')) or '.'}\n" if len(words) == 1 and "/" in words[0] + "/" else None
+    return (
+        f"{posixpath.dirname(words[0].rstrip('/')) or '.'}\n"
+        if len(words) == 1 and "/" in words[0] + "/"
+        else None
+    )
 
 
 def _same(words: list[str], stdin: str | None) -> str | None:
@@ -95,7 +108,11 @@ def _same(words: list[str], stdin: str | None) -> str | None:
 
 
 def _translated(words: list[str], stdin: str | None) -> str | None:
-    if stdin is None or has_unknown(stdin) or any(len(word) > 1 and word not in ("-d", "\\n") for word in words):
+    if (
+        stdin is None
+        or has_unknown(stdin)
+        or any(len(word) > 1 and word not in ("-d", "\\n") for word in words)
+    ):
         return None
     if len(words) == 2 and words[0] == "-d":
         return stdin.replace(_unescape(words[1]), "")

@@ -1,7 +1,9 @@
-"""The commands that a shell script starts, with the words they get. Nothing is executed, and this process's environment is not read.
+"""The commands that a shell script starts, with the words they get. Nothing is executed, and this process's
+environment is not read.
 
-A script is followed as bash would run it, over values of which some are not known: variables from outside, outputs of programs, and what is
-set differently in branches whose condition is not known. Such parts keep their text and have a reason.
+A script is followed as bash would run it, over values of which some are not known: variables from outside,
+outputs of programs, and what is set differently in branches whose condition is not known. Such parts keep
+their text and have a reason.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ class Run(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a script runs: the commands that a caller asks for, texts that were not understood or not read, by kind, and the words in the
-    variables at its end."""
+    """What a script runs: the commands that a caller asks for, texts that were not understood or not read, by
+    kind, and the words in the variables at its end."""
 
     runs: list[Run]
     unread: dict[str, list[str]]
@@ -54,12 +56,15 @@ class Found(NamedTuple):
 
 
 def commands(
-    text: str, wanted: Callable[[list[str]], bool], read: Callable[[str], str | None] = lambda path: None, name: str = ""
+    text: str,
+    wanted: Callable[[list[str]], bool],
+    read: Callable[[str], str | None] = lambda path: None,
+    name: str = "",
 ) -> Found:
     """The commands of a script that are `wanted`, in the order in which they would be started.
 
-    wanted: whether the words of a command are those of one; read: the text of another script that this one names, None if there is none;
-    name: the script's own path.
+    wanted: whether the words of a command are those of one; read: the text of another script that this one
+    names, None if there is none; name: the script's own path.
     Raises ConfigError for a script that does not end, or is nested without end.
     """
     script = Script(wanted, read)
@@ -67,9 +72,14 @@ def commands(
     try:
         script.run_text(text, state)
     except RecursionError:
-        raise ConfigError("the script can not be read: it is nested too deeply. Give the command alone.") from None
+        raise ConfigError(
+            "the script can not be read: it is nested too deeply. Give the command alone."
+        ) from None
     values = {key: [value] if isinstance(value, str) else [*value] for key, value in state.variables.items()}
-    words = {key: [script.unknowns.word(word) for text in texts for word in text.split()] for key, texts in values.items()}
+    words = {
+        key: [script.unknowns.word(word) for text in texts for word in text.split()]
+        for key, texts in values.items()
+    }
     return Found(script.runs, script.unread, words)
 
 
@@ -93,7 +103,9 @@ class Script:
         self.depth += 1
         if self.depth > DEEPEST:
             raise RecursionError
-        text = self._placeholders(text if self.depth > 1 else grammar.without_private_characters(text)).replace("\r\n", "\n")
+        text = self._placeholders(
+            text if self.depth > 1 else grammar.without_private_characters(text)
+        ).replace("\r\n", "\n")
         for name, value in _directives(text):
             if name not in state.variables:
                 state.assign(name, value)
@@ -102,7 +114,9 @@ class Script:
         for error in grammar.errors(tree):
             if grammar.open_quote(error, len(text.rstrip().encode())):
                 where = grammar.line_of(error) if self.depth == 1 else self.line
-                raise ConfigError(f"the script can not be read: a quotation in line {where} has no end. Correct its quotes.")
+                raise ConfigError(
+                    f"the script can not be read: a quotation in line {where} has no end. Correct its quotes."
+                )
             self.note("line", f"{grammar.line_of(error)}: {' '.join(grammar.text_of(error).split())[:60]}")
         status = self.block(tree.named_children, state)
         self.depth -= 1
@@ -149,7 +163,9 @@ class Script:
 
     def _shown(self, node: Node, state: State) -> Status:
         """The commands in $(…), or the file of $(< FILE)."""
-        files = [child for child in node.named_children if child.type == "file_redirect" and _sign(child) == "<"]
+        files = [
+            child for child in node.named_children if child.type == "file_redirect" and _sign(child) == "<"
+        ]
         if not files or len(node.named_children) > 1:
             return self.block(node.named_children, state)
         text = self.content(self.expander(state).text(files[0].child_by_field_name("destination")))
@@ -157,7 +173,8 @@ class Script:
         return None if text is None else True
 
     def content(self, path: str) -> str | None:
-        """The text of a file that the script has written, or that is beside it; None if it can not be read."""
+        """The text of a file that the script has written, or that is beside it; None if it can not be
+        read."""
         if path in self.files:
             return self.files[path]
         return None if has_unknown(path) else self.read(path)
@@ -189,7 +206,9 @@ class Script:
         """Run a command of any kind."""
         self.steps += 1
         if self.steps > MOST_STEPS:
-            raise ConfigError(f"the script can not be read: it runs over {MOST_STEPS} commands. Give the command alone.")
+            raise ConfigError(
+                f"the script can not be read: it runs over {MOST_STEPS} commands. Give the command alone."
+            )
         if self.depth == 1:
             self.line = grammar.line_of(node)
         method = getattr(self, f"_{node.type}", None)
@@ -198,10 +217,15 @@ class Script:
     def _command(self, node: Node, state: State, further: Iterable[Node] = ()) -> Status:
         expander = self.expander(state)
         assignments = [child for child in node.named_children if child.type == "variable_assignment"]
-        words = expander.words(child for child in node.named_children if child.type in _WORDS or child.type == "command_name")
+        words = expander.words(
+            child for child in node.named_children if child.type in _WORDS or child.type == "command_name"
+        )
         words += expander.words(further)
         texts = [child for child in node.named_children if child.type == "herestring_redirect"]
-        outer, self.stdin = self.stdin, expander.text(texts[0].named_children[-1]) + "\n" if texts else self.stdin
+        outer, self.stdin = (
+            self.stdin,
+            expander.text(texts[0].named_children[-1]) + "\n" if texts else self.stdin,
+        )
         before = state.fork()
         names = [self.assign(assignment, state) for assignment in assignments]
         status: Status = True
@@ -239,7 +263,9 @@ class Script:
             value, added = expander.arithmetic(f"{name}+({value})" if added else value, value), False
         if target.type == "subscript":
             index = target.child_by_field_name("index")
-            self._assign_element(name, expander.text(index), value if isinstance(value, str) else "", state, added)
+            self._assign_element(
+                name, expander.text(index), value if isinstance(value, str) else "", state, added
+            )
         elif added:
             state.append(name, value)
         else:
@@ -248,7 +274,9 @@ class Script:
 
     def _array(self, node: Node, expander: Expander, associative: bool) -> Value:
         keyed = [child for child in node.named_children if re.match(r"\[[^\]]*\]=", grammar.text_of(child))]
-        if associative or (keyed and len(keyed) == len([child for child in node.named_children if child.type != "comment"])):
+        if associative or (
+            keyed and len(keyed) == len([child for child in node.named_children if child.type != "comment"])
+        ):
             pairs = [expander.text(child).partition("]=") for child in keyed]
             found = {key[1:]: value for key, _, value in pairs}
             return found if associative else [found[key] for key in sorted(found)]
@@ -275,7 +303,9 @@ class Script:
     def _declaration_command(self, node: Node, state: State) -> Status:
         """export, declare, local, readonly and typeset."""
         expander = self.expander(state)
-        flags = "".join(word[1:] for child in node.named_children if (word := grammar.text_of(child)).startswith("-"))
+        flags = "".join(
+            word[1:] for child in node.named_children if (word := grammar.text_of(child)).startswith("-")
+        )
         exports = grammar.text_of(node).startswith("export") or "x" in flags
         for child in node.named_children:
             if child.type == "variable_assignment" and "n" in flags:
@@ -328,7 +358,11 @@ class Script:
 
     def _compound_statement(self, node: Node, state: State) -> Status:
         text = grammar.text_of(node)
-        return self._truth(text[2:-2], state) if text.startswith("((") else self.block(node.named_children, state)
+        return (
+            self._truth(text[2:-2], state)
+            if text.startswith("((")
+            else self.block(node.named_children, state)
+        )
 
     def _truth(self, expression: str, state: State) -> Status:
         found = self.expander(state).arithmetic(expression, expression)
@@ -365,9 +399,12 @@ class Script:
         return own, self.run(node, own)
 
     def _joined(self, before: State, ends: list[State], node: Node, condition: Node | None) -> State:
-        """The state after branches. A variable whose own emptiness is the condition has the default that one of them gives it."""
+        """The state after branches. A variable whose own emptiness is the condition has the default that one
+        of them gives it."""
         result = joined(before, ends, self.unknowns, f"under a condition in line {grammar.line_of(node)}")
-        for name in re.findall(r"\$\{?([A-Za-z_]\w*)", grammar.text_of(condition) if condition is not None else ""):
+        for name in re.findall(
+            r"\$\{?([A-Za-z_]\w*)", grammar.text_of(condition) if condition is not None else ""
+        ):
             given = [end.variables[name] for end in ends if name in end.variables]
             if name not in before.variables and len(given) == 1:
                 result.variables[name] = given[0]
@@ -427,7 +464,9 @@ class Script:
         values = node.children_by_field_name("value")
         words = expander.words(values) if values else (state.arguments or [])
         name = grammar.text_of(variable) if variable is not None else ""
-        known = not any(map(has_unknown, words)) and len(words) <= MOST_ROUNDS and node.children[0].type == "for"
+        known = (
+            not any(map(has_unknown, words)) and len(words) <= MOST_ROUNDS and node.children[0].type == "for"
+        )
         if known and (values or state.arguments is not None):
             for word in words:
                 state.assign(name, word)
@@ -455,10 +494,14 @@ class Script:
             own.assign(name, self.unknowns.mark(f"${name}", why))
         if body is not None:
             self._round(body, own)
-        state.replace(joined(state, [own, state.fork()], self.unknowns, f"in a loop in line {grammar.line_of(node)}"))
+        state.replace(
+            joined(state, [own, state.fork()], self.unknowns, f"in a loop in line {grammar.line_of(node)}")
+        )
 
     def _c_style_for_statement(self, node: Node, state: State) -> Status:
-        found = re.match(r"for\s*\(\((.*?);(.*?);(.*?)\)\)\s*(?:;|\n|do|\{)", grammar.text_of(node), re.DOTALL)
+        found = re.match(
+            r"for\s*\(\((.*?);(.*?);(.*?)\)\)\s*(?:;|\n|do|\{)", grammar.text_of(node), re.DOTALL
+        )
         body = node.child_by_field_name("body")
         if found is None or body is None:
             return None
@@ -475,9 +518,14 @@ class Script:
         return None
 
     def _while_statement(self, node: Node, state: State) -> Status:
-        tests, body = [child for child in node.children_by_field_name("condition") if child.is_named], node.child_by_field_name("body")
+        tests, body = (
+            [child for child in node.children_by_field_name("condition") if child.is_named],
+            node.child_by_field_name("body"),
+        )
         text = " ".join(map(grammar.text_of, tests))
-        if state.arguments is None and _reads_arguments(text, grammar.text_of(body) if body is not None else ""):
+        if state.arguments is None and _reads_arguments(
+            text, grammar.text_of(body) if body is not None else ""
+        ):
             return True  # those of the script: it has none
         for _ in range(MOST_ROUNDS):
             status = self.block(tests, state)
@@ -496,7 +544,9 @@ class Script:
         text = grammar.text_of(node)
         if text.startswith("(("):
             return self._truth(text[2:-2], state)
-        tokens = [token for child in node.children[1:-1] for token in self._tokens(child, self.expander(state))]
+        tokens = [
+            token for child in node.children[1:-1] for token in self._tokens(child, self.expander(state))
+        ]
         condition = Condition(tokens, text.startswith("[["))
         status = condition.value()
         if condition.groups is not None:
@@ -505,7 +555,13 @@ class Script:
 
     def _tokens(self, node: Node, expander: Expander) -> list[Token]:
         """The words and operators of a condition."""
-        if node.type in ("binary_expression", "unary_expression", "parenthesized_expression", "negated_command", "ternary_expression"):
+        if node.type in (
+            "binary_expression",
+            "unary_expression",
+            "parenthesized_expression",
+            "negated_command",
+            "ternary_expression",
+        ):
             return [token for child in node.children for token in self._tokens(child, expander)]
         if not node.is_named or node.type == "test_operator":
             return [Token(grammar.text_of(node).strip())]
@@ -513,7 +569,9 @@ class Script:
 
     def _pipeline(self, node: Node, state: State) -> Status:
         """Each command has the output of the one before as its input."""
-        return self._piped([child for child in node.named_children if child.type != "comment"], state, self.stdin)
+        return self._piped(
+            [child for child in node.named_children if child.type != "comment"], state, self.stdin
+        )
 
     def _piped(self, nodes: list[Node], state: State, stdin: str | None) -> Status:
         outer, self.stdin = self.stdin, stdin
@@ -533,10 +591,14 @@ class Script:
         redirects = [child for child in node.named_children if child.type.endswith("_redirect")]
         heredocs = [each for each in redirects if each.type == "heredoc_redirect"]
         files = [each for each in redirects if each.type == "file_redirect"]
-        files += [child for each in heredocs for child in each.named_children if child.type == "file_redirect"]
+        files += [
+            child for each in heredocs for child in each.named_children if child.type == "file_redirect"
+        ]
         further = [extra for each in files for extra in each.children_by_field_name("destination")[1:]]
         further += [extra for each in heredocs for extra in each.children_by_field_name("argument")]
-        inputs = [each for each in redirects if each.type != "file_redirect"] + [each for each in files if "<" in _sign(each)]
+        inputs = [each for each in redirects if each.type != "file_redirect"] + [
+            each for each in files if "<" in _sign(each)
+        ]
         outer, self.stdin = self.stdin, self._input(inputs[0], expander) if inputs else self.stdin
 
         def run() -> Status:
@@ -553,7 +615,9 @@ class Script:
         for pipe in pipes:
             self._piped(pipe.named_children, state, text)
         for each in heredocs:
-            if (second := each.child_by_field_name("right")) is not None and (sign := each.child_by_field_name("operator")) is not None:
+            if (second := each.child_by_field_name("right")) is not None and (
+                sign := each.child_by_field_name("operator")
+            ) is not None:
                 status = self._second(True if _reads(body) else status, sign.type, second, body, state)
         return status
 
@@ -576,7 +640,9 @@ class Script:
 
     def _document(self, node: Node, expander: Expander) -> str:
         body = next((child for child in node.named_children if child.type == "heredoc_body"), None)
-        start = next((grammar.text_of(child) for child in node.named_children if child.type == "heredoc_start"), "")
+        start = next(
+            (grammar.text_of(child) for child in node.named_children if child.type == "heredoc_start"), ""
+        )
         if body is None:
             return ""
         text = (body.text or b"").decode()
@@ -585,8 +651,25 @@ class Script:
 
 
 _WORDS = frozenset(
-    ("word", "string", "raw_string", "ansi_c_string", "translated_string", "number", "concatenation", "simple_expansion", "expansion")
-    + ("command_substitution", "arithmetic_expansion", "process_substitution", "brace_expression", "regex", "extglob_pattern")
+    (
+        "word",
+        "string",
+        "raw_string",
+        "ansi_c_string",
+        "translated_string",
+        "number",
+        "concatenation",
+        "simple_expansion",
+        "expansion",
+    )
+    + (
+        "command_substitution",
+        "arithmetic_expansion",
+        "process_substitution",
+        "brace_expression",
+        "regex",
+        "extglob_pattern",
+    )
 )
 
 

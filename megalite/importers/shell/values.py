@@ -1,4 +1,5 @@
-"""Texts whose unknown parts have a name: what a script takes from outside stands in them as one private character each."""
+"""Texts whose unknown parts have a name: what a script takes from outside stands in them as one private
+character each."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ class Unknowns:
         part = Unknown(source.strip(), why)
         if part not in self.parts:
             if len(self.parts) > LAST - FIRST:
-                raise ConfigError("the script can not be read: too much of it comes from outside. Give the command alone.")
+                raise ConfigError(
+                    "the script can not be read: too much of it comes from outside. Give the command alone."
+                )
             self.parts.append(part)
         return chr(FIRST + self.parts.index(part))
 
@@ -72,11 +75,11 @@ def checked(text: str) -> str:
 class State:
     """What a shell holds at one point of a script.
 
-    A variable that is unset is an empty array. withheld: variables that a parent process has and does not export; references: names that
-    stand for other variables; integers: variables of whose values the arithmetic is stored; arguments: the positional parameters, None if
-    the script's own;
-    ended: exit, return, break or continue (with a number of loops), once one of them was reached; failed: whether the last command is
-    known to have failed.
+    A variable that is unset is an empty array. withheld: variables that a parent process has and does not
+    export; references: names that stand for other variables; integers: variables of whose values the
+    arithmetic is stored; arguments: the positional parameters, None if the script's own;
+    ended: exit, return, break or continue (with a number of loops), once one of them was reached; failed:
+    whether the last command is known to have failed.
     """
 
     variables: dict[str, Value] = field(default_factory=dict)
@@ -91,20 +94,37 @@ class State:
     failed: bool = False
 
     def fork(self) -> State:
-        variables = {name: value if isinstance(value, str) else value.copy() for name, value in self.variables.items()}
+        variables = {
+            name: value if isinstance(value, str) else value.copy() for name, value in self.variables.items()
+        }
         copied = (self.withheld, {**self.references}, self.integers)
-        return State(variables, {*self.exported}, *copied, self.arguments, self.program, self.export_all, failed=self.failed)
+        return State(
+            variables,
+            {*self.exported},
+            *copied,
+            self.arguments,
+            self.program,
+            self.export_all,
+            failed=self.failed,
+        )
 
     def child(self, arguments: list[str] | None, program: str) -> State:
         """The state of a new process: it has what is exported."""
         variables: dict[str, Value] = {
-            name: value for name, value in self.variables.items() if name in self.exported and isinstance(value, str)
+            name: value
+            for name, value in self.variables.items()
+            if name in self.exported and isinstance(value, str)
         }
         withheld = frozenset(self.variables.keys() - variables.keys())
         return State(variables, {*variables}, withheld, arguments=arguments, program=program)
 
     def replace(self, other: State) -> None:
-        self.variables, self.exported, self.arguments, self.ended = other.variables, other.exported, other.arguments, other.ended
+        self.variables, self.exported, self.arguments, self.ended = (
+            other.variables,
+            other.exported,
+            other.arguments,
+            other.ended,
+        )
         self.references, self.integers, self.failed = other.references, other.integers, other.failed
 
     def named(self, name: str) -> str:
@@ -130,7 +150,9 @@ class State:
             self.exported.discard(name)
         elif isinstance(value, dict):
             value.pop(index, None)
-        elif isinstance(value, list) and index.lstrip("-").isdigit() and -len(value) <= int(index) < len(value):
+        elif (
+            isinstance(value, list) and index.lstrip("-").isdigit() and -len(value) <= int(index) < len(value)
+        ):
             del value[int(index)]
 
     def assign(self, name: str, value: Value) -> None:
@@ -155,7 +177,8 @@ class State:
 
 
 def joined(before: State, ends: list[State], unknowns: Unknowns, why: str) -> State:
-    """The state after branches of which it is not known which one was taken: what is equal in all of them is known."""
+    """The state after branches of which it is not known which one was taken: what is equal in all of them is
+    known."""
     going = [end for end in ends if end.ended != "exit"] or [before]
     result = going[0].fork()
     result.ended = going[0].ended if len({end.ended for end in going}) == 1 else ""
@@ -173,9 +196,15 @@ def _either(name: str, values: list[Value | None], unknowns: Unknowns, why: str)
     """One of several values: what they begin and end with in common, and between that an unknown part."""
     if any(isinstance(value, list) for value in values):
         return _either_list(
-            name, [value if isinstance(value, list) else [str(value or "")][: bool(value)] for value in values], unknowns, why
+            name,
+            [value if isinstance(value, list) else [str(value or "")][: bool(value)] for value in values],
+            unknowns,
+            why,
         )
-    texts = [value if isinstance(value, str) else unknowns.mark(f"${name}", "the script does not set it") for value in values]
+    texts = [
+        value if isinstance(value, str) else unknowns.mark(f"${name}", "the script does not set it")
+        for value in values
+    ]
     texts = [*dict.fromkeys(texts)]
     words = [text.split(" ") for text in texts]
     start, end = _common(words)
@@ -204,5 +233,7 @@ def _common(rows: list[list[str]]) -> tuple[int, int]:
 
 def _reason(texts: list[str], unknowns: Unknowns, why: str) -> str:
     shown = [" ".join(unknowns.show(text).split()) or "nothing" for text in dict.fromkeys(texts)]
-    shown = [text if len(text) <= 80 else f"{text[:77]}..." for text in shown[:6]] + ["..."] * (len(shown) > 6)
+    shown = [text if len(text) <= 80 else f"{text[:77]}..." for text in shown[:6]] + ["..."] * (
+        len(shown) > 6
+    )
     return f"the script sets it to {' or '.join(dict.fromkeys(shown))}, {why}"

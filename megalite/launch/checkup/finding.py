@@ -15,8 +15,8 @@ class Finding:
     """One row of the table.
 
     Attributes:
-        verdict: `bad` if training cannot work with it; `note` if it may be slow, or if something optional is missing.
-        advice: what to do; empty if it is good.
+        verdict: `bad` if training cannot work with it; `note` if it may be slow, or if something optional is
+        missing. advice: what to do; empty if it is good.
     """
 
     name: str
@@ -42,5 +42,13 @@ def bounded(name: str, check: Check, seconds: float) -> list[Finding]:
     running.start()
     running.join(seconds)
     if running.is_alive():
-        return [*found, Finding(name, f"no answer in {seconds:g} s", "bad", "It hangs: look at the network, the name service or the disk.")]
+        return [
+            *found,
+            Finding(
+                name,
+                f"no answer in {seconds:g} s",
+                "bad",
+                "It hangs: look at the network, the name service or the disk.",
+            ),
+        ]
     return found

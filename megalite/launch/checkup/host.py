@@ -28,18 +28,25 @@ def gpus() -> Iterator[Finding]:
         yield Finding("GPUs", "none", "note", "Training runs on the CPU, with gloo.")
         return
     for gpu, count in Counter(found).items():
-        yield Finding("GPUs", f"{count} × {gpu.name}" + (f", {gpu.memory / GIB:.0f} GiB each" if gpu.memory else ""))
+        yield Finding(
+            "GPUs", f"{count} × {gpu.name}" + (f", {gpu.memory / GIB:.0f} GiB each" if gpu.memory else "")
+        )
     yield Finding("driver", machine.driver_version() or "unknown")
 
 
 def cores() -> Iterator[Finding]:
     total, usable = os.cpu_count() or 1, machine.usable_cores()
-    yield Finding("CPU cores", f"{usable} of {total} usable, {machine.memory_bytes() / GIB:.0f} GiB of memory")
+    yield Finding(
+        "CPU cores", f"{usable} of {total} usable, {machine.memory_bytes() / GIB:.0f} GiB of memory"
+    )
     asked = os.environ.get("OMP_NUM_THREADS")
     if asked is None:
         yield Finding("OMP_NUM_THREADS", "not set (one process has all cores; of several, each has one)")
     elif not asked.isdecimal() or int(asked) > usable:
-        advice = f"Threads would wait for each other: OMP_NUM_THREADS times the number of ranks should be at most {usable}."
+        advice = (
+            "Threads would wait for each other: OMP_NUM_THREADS times the number of ranks should be at most "
+            f"{usable}."
+        )
         yield Finding("OMP_NUM_THREADS", asked, "note", advice)
     else:
         yield Finding("OMP_NUM_THREADS", asked)
@@ -47,24 +54,50 @@ def cores() -> Iterator[Finding]:
 
 def shared_memory() -> Iterator[Finding]:
     count = len(machine.gpus())
-    needed = machine.SHARED_MEMORY["cuda"] * count if count else machine.SHARED_MEMORY["cpu"] * machine.usable_cores()
+    needed = (
+        machine.SHARED_MEMORY["cuda"] * count
+        if count
+        else machine.SHARED_MEMORY["cpu"] * machine.usable_cores()
+    )
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError:
-        yield Finding("/dev/shm", "there is none", "note", "Ranks on one machine exchange messages through sockets, which is slower.")
+        yield Finding(
+            "/dev/shm",
+            "there is none",
+            "note",
+            "Ranks on one machine exchange messages through sockets, which is slower.",
+        )
         return
     value = f"{usage.free / MIB:,.0f} of {usage.total / MIB:,.0f} MiB free"
     if usage.free < needed:
-        yield Finding("/dev/shm", value, "note", f"Ranks here may need {needed / MIB:,.0f} MiB: docker run --shm-size 8g, or --ipc host.")
+        yield Finding(
+            "/dev/shm",
+            value,
+            "note",
+            f"Ranks here may need {needed / MIB:,.0f} MiB: docker run --shm-size 8g, or --ipc host.",
+        )
     else:
         yield Finding("/dev/shm", value)
 
 
 def limits() -> Iterator[Finding]:
-    yield _limit("open files (ulimit -n)", resource.RLIMIT_NOFILE, FILES, "ulimit -n 65536: many ranks, shards and connections need files.")
-    yield _limit("processes (ulimit -u)", resource.RLIMIT_NPROC, PROCESSES, "ulimit -u 65536: every rank has tens of threads.")
+    yield _limit(
+        "open files (ulimit -n)",
+        resource.RLIMIT_NOFILE,
+        FILES,
+        "ulimit -n 65536: many ranks, shards and connections need files.",
+    )
+    yield _limit(
+        "processes (ulimit -u)",
+        resource.RLIMIT_NPROC,
+        PROCESSES,
+        "ulimit -u 65536: every rank has tens of threads.",
+    )
     if Path("/sys/class/infiniband").is_dir():
-        advice = "ulimit -l unlimited (docker run --ulimit memlock=-1): InfiniBand locks its buffers in memory."
+        advice = (
+            "ulimit -l unlimited (docker run --ulimit memlock=-1): InfiniBand locks its buffers in memory."
+        )
         yield _limit("locked memory (ulimit -l)", resource.RLIMIT_MEMLOCK, resource.RLIM_INFINITY, advice)
 
 
@@ -73,7 +106,9 @@ def _limit(name: str, number: int, least: int, advice: str) -> Finding:
     if soft == resource.RLIM_INFINITY:
         return Finding(name, "unlimited")
     shown = (
-        f"{soft:,}" if hard == soft else f"{soft:,} (can be raised to {'any number' if hard == resource.RLIM_INFINITY else f'{hard:,}'})"
+        f"{soft:,}"
+        if hard == soft
+        else f"{soft:,} (can be raised to {'any number' if hard == resource.RLIM_INFINITY else f'{hard:,}'})"
     )
     if least == resource.RLIM_INFINITY or soft < least:
         return Finding(name, shown, "note", advice)
@@ -85,7 +120,10 @@ def host_name() -> Iterator[Finding]:
     try:
         addresses = sorted({str(each[4][0]) for each in socket.getaddrinfo(name, None)})
     except OSError:
-        advice = "gloo and other nodes look it up: add it to /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface."
+        advice = (
+            "gloo and other nodes look it up: add it to /etc/hosts, or set GLOO_SOCKET_IFNAME to the "
+            "interface."
+        )
         yield Finding("host name", f"{name} has no address", "note", advice)
         return
     yield Finding("host name", f"{name} is {', '.join(addresses)}")
@@ -94,7 +132,9 @@ def host_name() -> Iterator[Finding]:
 def compiler() -> Iterator[Finding]:
     """Triton compiles a launcher in C, against Python's headers, when a kernel first runs."""
     verdict = "bad" if machine.gpus() else "note"
-    words = os.environ.get("CC", "").split() or next(([name] for name in ("gcc", "clang", "cc") if shutil.which(name)), [])
+    words = os.environ.get("CC", "").split() or next(
+        ([name] for name in ("gcc", "clang", "cc") if shutil.which(name)), []
+    )
     if not words or shutil.which(words[0]) is None:
         advice = "Triton's kernels on GPUs need a C compiler: apt-get install gcc, or set CC."
         yield Finding("C compiler", "none", verdict, advice)  # type: ignore[arg-type]
@@ -102,14 +142,24 @@ def compiler() -> Iterator[Finding]:
     with tempfile.TemporaryDirectory(prefix="megalite_doctor_") as scratch:
         source = Path(scratch, "test.c")
         source.write_text(PROGRAM, encoding="utf-8")
-        command = [*words, str(source), f"-I{sysconfig.get_paths()['include']}", "-o", str(Path(scratch, "test"))]
+        command = [
+            *words,
+            str(source),
+            f"-I{sysconfig.get_paths()['include']}",
+            "-o",
+            str(Path(scratch, "test")),
+        ]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, encoding="utf-8", errors="replace")
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=COMPILE_S, encoding="utf-8", errors="replace"
+            )
             problem = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it failed"])[0]
         except (OSError, subprocess.TimeoutExpired) as error:
             problem = str(error)
     if problem:
-        advice = f"Triton's kernels on GPUs need it and Python's headers (apt-get install python3-dev): {problem}"
+        advice = (
+            f"Triton's kernels on GPUs need it and Python's headers (apt-get install python3-dev): {problem}"
+        )
         yield Finding("C compiler", f"{words[0]} does not compile", verdict, advice)  # type: ignore[arg-type]
     else:
         yield Finding("C compiler", f"{words[0]} compiles with Python's headers")

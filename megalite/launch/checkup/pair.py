@@ -1,4 +1,5 @@
-"""Two processes with torch: it imports and sees the GPUs, gloo connects them, Triton compiles. What they hang in is ended."""
+"""Two processes with torch: it imports and sees the GPUs, gloo connects them, Triton compiles. What they hang
+in is ended."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.launch import machine
-from megalite.launch.checkup.finding import Finding
+from megalite.launch.checkup.finding import Finding, Verdict
 from megalite.launch.local_ranks import package_path
 from megalite.system.processes import marked
 
@@ -27,14 +28,22 @@ def findings() -> Iterator[Finding]:
     answers, error, hangs = _run()
     if "torch" not in answers:
         what = f"does not import in {LIMIT_S:g} s" if hangs else "does not import"
-        yield Finding("torch imports", what, "bad", error or "Its file system may be slow: copy the environment to a local disk.")
+        yield Finding(
+            "torch imports",
+            what,
+            "bad",
+            error or "Its file system may be slow: copy the environment to a local disk.",
+        )
         return
     yield from _torch(answers["torch"], answers.get("cuda", ""))
     yield _gloo(answers.get("gloo"), error, hangs)
     if (problem := answers.get("triton")) is not None:
-        verdict = "bad" if problem and answers["torch"]["devices"] else "note"
-        advice = f"train.kernels torch works without it. {problem}"
-        yield Finding("Triton", "does not compile", verdict, advice) if problem else Finding("Triton", "compiles a kernel")  # type: ignore[arg-type]
+        if problem:
+            advice = f"train.kernels torch works without it. {problem}"
+            verdict: Verdict = "bad" if answers["torch"]["devices"] else "note"
+            yield Finding("Triton", "does not compile", verdict, advice)
+        else:
+            yield Finding("Triton", "compiles a kernel")
 
 
 def _torch(found: dict[str, Any], wrong: str) -> Iterator[Finding]:
@@ -46,7 +55,11 @@ def _torch(found: dict[str, Any], wrong: str) -> Iterator[Finding]:
         yield Finding("GPU computes", wrong, "bad", "Look at nvidia-smi and dmesg.")
     there = len(machine.gpus())
     if len(found["devices"]) < there:
-        reason = "the driver is too old for it, or a device is broken (nvidia-smi)" if found["cuda"] else "it is a build for CPUs"
+        reason = (
+            "the driver is too old for it, or a device is broken (nvidia-smi)"
+            if found["cuda"]
+            else "it is a build for CPUs"
+        )
         yield Finding(
             "torch's GPUs",
             f"{len(found['devices'])} of {there}",
@@ -59,7 +72,9 @@ def _gloo(seconds: float | None, error: str, hangs: bool) -> Finding:
     if seconds is not None:
         return Finding("gloo", f"two processes add in {1e3 * seconds:.1f} ms")
     advice = f"GLOO_SOCKET_IFNAME=lo (or another interface of `ip address`) often helps. {error}".rstrip()
-    return Finding("gloo", "two processes do not connect" + (f" in {LIMIT_S:g} s" if hangs else ""), "bad", advice)
+    return Finding(
+        "gloo", "two processes do not connect" + (f" in {LIMIT_S:g} s" if hangs else ""), "bad", advice
+    )
 
 
 def _run() -> tuple[dict[str, Any], str, bool]:
@@ -69,25 +84,40 @@ def _run() -> tuple[dict[str, Any], str, bool]:
         own.pop(name, None)
     with tempfile.TemporaryDirectory(prefix="megalite_doctor_") as scratch:
         command = [sys.executable, "-P", "-m", "megalite.launch.checkup.rank"]
-        outputs = [(open(Path(scratch, f"out{rank}"), "w+b"), open(Path(scratch, f"err{rank}"), "w+b")) for rank in range(2)]  # noqa: SIM115
+        outputs = [
+            tuple(open(Path(scratch, f"{name}{rank}"), "w+b") for name in ("out", "err"))  # noqa: SIM115
+            for rank in range(2)
+        ]
         ranks = [
-            subprocess.Popen([*command, str(rank), str(Path(scratch, "store"))], env=own, stdout=out, stderr=err)
+            subprocess.Popen(
+                [*command, str(rank), str(Path(scratch, "store"))], env=own, stdout=out, stderr=err
+            )
             for rank, (out, err) in enumerate(outputs)
         ]
         hangs = _wait(ranks)
         answers: dict[str, Any] = {}
         lines = []
         for rank, (out, err) in enumerate(outputs):
-            answers |= {name: value for line in _lines(out) if line.startswith("{") for name, value in json.loads(line).items()}
+            answers |= {
+                name: value
+                for line in _lines(out)
+                if line.startswith("{")
+                for name, value in json.loads(line).items()
+            }
             lines += _lines(err)[-1:] if ranks[rank].returncode else []
     return answers, lines[0] if lines else "", hangs
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> bool:
-    """Wait for both, and end them at the limit or if one has failed. Returns whether one was ended at the limit."""
+    """Wait for both, and end them at the limit or if one has failed. Returns whether one was ended at the
+    limit."""
     end = time.monotonic() + LIMIT_S
     try:
-        while any(rank.poll() is None for rank in ranks) and not any(rank.returncode for rank in ranks) and time.monotonic() < end:
+        while (
+            any(rank.poll() is None for rank in ranks)
+            and not any(rank.returncode for rank in ranks)
+            and time.monotonic() < end
+        ):
             time.sleep(0.05)
     finally:
         running = [rank for rank in ranks if rank.poll() is None]

@@ -1,4 +1,5 @@
-"""One of two processes that try what a run needs: torch and its GPUs, gloo, and Triton's compiler. Prints a line of JSON for each.
+"""One of two processes that try what a run needs: torch and its GPUs, gloo, and Triton's compiler. Prints a
+line of JSON for each.
 
 python -m megalite.launch.checkup.rank RANK STORE_FILE
 """
@@ -39,7 +40,9 @@ def torch_facts() -> dict[str, Any]:
     return {
         "version": torch.__version__,
         "cuda": torch.version.cuda,
-        "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if available else [],
+        "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        if available
+        else [],
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if available else None,
     }
 
@@ -49,7 +52,9 @@ def add(rank: int, store: str) -> float:
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT_S))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT_S)
+    )
     started, values = time.monotonic(), torch.full((1024,), float(rank + 1))
     dist.all_reduce(values)
     if values.tolist() != [3.0] * 1024:
@@ -69,7 +74,8 @@ def product() -> str:
 
 
 def compiled() -> str:
-    """An empty text if Triton compiles a kernel for the GPU, or where there is none for an A100; else the reason why it does not."""
+    """An empty text if Triton compiles a kernel for the GPU, or where there is none for an A100; else the
+    reason why it does not."""
     import torch
 
     try:

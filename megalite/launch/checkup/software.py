@@ -1,4 +1,5 @@
-"""Versions of Python and packages against the ranges that megalite declares, and the extras that are not installed."""
+"""Versions of Python and packages against the ranges that megalite declares, and the extras that are not
+installed."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def findings() -> Iterator[Finding]:
     try:
         metadata = importlib.metadata.metadata("megalite")
     except importlib.metadata.PackageNotFoundError:
-        yield Finding("megalite", "not installed", "note", f"Its requirements are not known here: {install('')}")
+        yield Finding(
+            "megalite", "not installed", "note", f"Its requirements are not known here: {install('')}"
+        )
         return
     needed = (metadata["Requires-Python"] or "").removeprefix(">=")
     yield _version("Python", platform.python_version(), needed, f"Install Python {needed} or newer.")
@@ -34,13 +37,19 @@ def findings() -> Iterator[Finding]:
         if "extra ==" not in line:
             yield _package(line)
     for extra, purpose in EXTRAS.items():
-        yield _extra(extra, purpose, [line for line in required if re.search(rf"extra == ['\"]{extra}['\"]", line)])
+        yield _extra(
+            extra, purpose, [line for line in required if re.search(rf"extra == ['\"]{extra}['\"]", line)]
+        )
 
 
 def install(extra: str) -> str:
     """The command that installs megalite with an extra."""
     suffix = f"[{extra}]" if extra else ""
-    return f"pip install 'megalite{suffix}'" if CHECKOUT is None else f"pip install -c constraints.txt -e '.{suffix}'"
+    return (
+        f"pip install 'megalite{suffix}'"
+        if CHECKOUT is None
+        else f"pip install -c constraints.txt -e '.{suffix}'"
+    )
 
 
 def is_older(version: str, needed: str) -> bool:
@@ -77,7 +86,9 @@ def _extra(extra: str, purpose: str, lines: list[str]) -> Finding:
         if version is None or (needed and is_older(version, needed)):
             missing.append(f"{name} >= {needed}" if version and needed else name)
     if missing:
-        return Finding(f"extra {extra}", f"without {', '.join(missing)}", "note", f"For {purpose}: {install(extra)}")
+        return Finding(
+            f"extra {extra}", f"without {', '.join(missing)}", "note", f"For {purpose}: {install(extra)}"
+        )
     return Finding(f"extra {extra}", purpose)
 
 

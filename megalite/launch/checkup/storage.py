@@ -24,7 +24,9 @@ def findings(directory: Path) -> Iterator[Finding]:
     name = f"disk {directory}"
     free = shutil.disk_usage(place).free
     yield Finding(
-        f"{name}, free", f"{free / GIB:,.1f} GiB", *(("note", "A checkpoint takes 12 to 16 bytes per parameter.") if free < LITTLE else ())
+        f"{name}, free",
+        f"{free / GIB:,.1f} GiB",
+        *(("note", "A checkpoint takes 12 to 16 bytes per parameter.") if free < LITTLE else ()),
     )
     try:
         with tempfile.NamedTemporaryFile(dir=place, prefix=".megalite_doctor_") as file:
@@ -32,11 +34,16 @@ def findings(directory: Path) -> Iterator[Finding]:
             written, read = _speed(file.fileno())
     except OSError as error:
         yield Finding(
-            name, f"can not be written: {error.strerror or error}", "bad", "Give another directory with --run.dir, or its rights."
+            name,
+            f"can not be written: {error.strerror or error}",
+            "bad",
+            "Give another directory with --run.dir, or its rights.",
         )
         return
     value = f"{written / 1e6:,.0f} MB/s written and synced, {read / 1e6:,.0f} MB/s read"
-    advice = f"A checkpoint of a billion parameters takes {14e9 / written / 60:.0f} minutes. Use a local disk."
+    advice = (
+        f"A checkpoint of a billion parameters takes {14e9 / written / 60:.0f} minutes. Use a local disk."
+    )
     yield Finding(f"{name}, speed", value, *(("note", advice) if written < SLOW else ()))
 
 

@@ -1,7 +1,8 @@
-"""The description of the modules of multi-token prediction (`model.multi_token`). Imports no torch.
+"""The description of the modules of multi-token prediction (`model.multi_token`).
 
-A module looks up tokens as the embedding does, joins them with the output of a norm, and has a layer and logits. The head keeps that
-output as well, unless it computes its loss in chunks (`planning.activations` counts it then).
+A module looks up tokens as the embedding does, joins them with the output of a norm, and has a layer and
+logits. The head keeps that output as well, unless it computes its loss in chunks (`planning.activations`
+counts it then).
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def joining(units: Units) -> UnitCost:
     width = 2 * hidden * (2 if model.norm == "layer" and model.norm_bias else 1)
     norms = Elementwise((2 * own, 2 * own, 4 * own), (3 * own, 3 * own, 4 * own), kept, width)
     ranks = share.tokens // share.own_tokens
-    product = OwnProduct("mtp.eh_proj", share.own_tokens, hidden, 2 * hidden, 2 * hidden * hidden, "outputs", ranks=ranks)
+    product = OwnProduct(
+        "mtp.eh_proj", share.own_tokens, hidden, 2 * hidden, 2 * hidden * hidden, "outputs", ranks=ranks
+    )
     return UnitCost((Block(norms, (product,), workspace=(Buffer("gradients of both", 4 * own),)),))
 
 

@@ -1,7 +1,7 @@
-"""What attention keeps and exchanges under context parallelism, by method (`megalite.parallel.context`). Imports no torch.
+"""What attention keeps and exchanges under context parallelism, by method (`megalite.parallel.context`).
 
-Each rank computes an equal part of the visible pairs: with ulysses those of some heads over whole rows, else those of its positions. The
-exchanged values are those of the table in docs/context-parallel.md.
+Each rank computes an equal part of the visible pairs: with ulysses those of some heads over whole rows, else
+those of its positions. The exchanged values are those of the table in docs/context-parallel.md.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from megalite.config.schema import ModelConfig
 
 FP32_COPIES = {"gather": 3, "ring": 4}
-"""Gradients of keys and values that exist at once. gather: as computed, stacked, ordered by rank. ring: of the rank's own part, of the part
-that is there, as computed, and on their way."""
+"""Gradients of keys and values that exist at once. gather: as computed, stacked, ordered by rank. ring: of
+the rank's own part, of the part that is there, as computed, and on their way."""
 
 
 class Exchange(NamedTuple):
@@ -48,35 +48,45 @@ class Heads(NamedTuple):
 
 
 def latents_travel(model: ModelConfig, method: str, cp: int, tp: int, sequence_parallel: bool) -> bool:
-    """Whether attention over cp exchanges latents, from which each rank computes keys and values, instead of keys and values.
+    """Whether attention over cp exchanges latents, from which each rank computes keys and values, instead of
+    keys and values.
 
-    It does where a rank sends fewer bytes so. The products that are added take about kv_lora_rank operations per byte that is saved, and a
-    GPU computes more than those while a byte passes its links (an H100 over NVLink about 1,300).
+    It does where a rank sends fewer bytes so. The products that are added take about kv_lora_rank operations
+    per byte that is saved, and a GPU computes more than those while a byte passes its links (an H100 over
+    NVLink about 1,300).
     """
     if model.kv_lora_rank is None or cp == 1 or method == "ulysses":
         return False
     keys_and_values = model.num_attention_heads // tp * (model.head_size + model.value_size)
-    senders = tp if sequence_parallel else 1  # each has the latents of a part of the tokens, but keys and values of all
+    # each has the latents of a part of the tokens, but keys and values of all
+    senders = tp if sequence_parallel else 1
     return model.kv_lora_rank + model.qk_rope_head_dim < keys_and_values * senders
 
 
 def levels(share: Share, heads: Heads) -> tuple[tuple[Share, Heads], ...]:
-    """What exchanges over cp: one method, or with `context_inner` ulysses and around it a ring, each with the share of its own ranks."""
+    """What exchanges over cp: one method, or with `context_inner` ulysses and around it a ring, each with the
+    share of its own ranks."""
     inner = share.context_inner
     if inner == 1:
         return ((share, heads),)
     within = replace(share, cp=inner, context="ulysses", context_inner=1)
     between = replace(share, sequence=share.sequence * inner, cp=share.cp // inner, context_inner=1)
-    return (within, heads), (between, heads._replace(query=heads.query // inner, kv=max(heads.kv, inner) // inner))
+    return (within, heads), (
+        between,
+        heads._replace(query=heads.query // inner, kv=max(heads.kv, inner) // inner),
+    )
 
 
 def kept(share: Share, heads: Heads) -> tuple[Buffer, ...]:
-    """Queries, keys, values and the output, for the backward of attention; latents are kept by the steps that compute them."""
+    """Queries, keys, values and the output, for the backward of attention; latents are kept by the steps that
+    compute them."""
     share, heads = levels(share, heads)[0]
     by_heads = share.cp > 1 and share.context == "ulysses"
     packed = heads.query * heads.size
     if not heads.latent:
-        packed = (heads.query + _kv_copies(share, heads)) * heads.size + _kv_copies(share, heads) * heads.value_size
+        packed = (heads.query + _kv_copies(share, heads)) * heads.size + _kv_copies(
+            share, heads
+        ) * heads.value_size
     output = share.tokens * heads.query * heads.value_size
     found = Buffer("queries, keys and values", share.tokens * packed), Buffer("output", output)
     return (*found, Buffer("output with whole rows", output)) if by_heads else found
@@ -94,7 +104,8 @@ def exchange(share: Share, heads: Heads) -> Exchange:
 
 
 def workspace(share: Share, heads: Heads) -> tuple[Buffer, ...]:
-    """Temporaries of attention's backward in addition to those of one rank: others' keys and values, and gradients of them."""
+    """Temporaries of attention's backward in addition to those of one rank: others' keys and values, and
+    gradients of them."""
     share, heads = levels(share, heads)[-1]
     if share.cp == 1 or share.context == "ulysses":
         return ()
@@ -103,10 +114,13 @@ def workspace(share: Share, heads: Heads) -> tuple[Buffer, ...]:
         at_once = whole if share.context == "gather" else whole // share.cp
         latents = 3 * share.tokens * share.cp * heads.latent  # as they arrive, in order, and their gradient
         return (
-            Buffer("keys and values of other ranks", 2 * at_once + latents),  # and their gradients at the compute dtype
+            # and their gradients at the compute dtype
+            Buffer("keys and values of other ranks", 2 * at_once + latents),
             Buffer("gradients of keys and values", at_once, "accumulate"),
         )
-    others, gradients = (whole, whole) if share.context == "gather" else (2 * whole // share.cp, whole // share.cp)
+    others, gradients = (
+        (whole, whole) if share.context == "gather" else (2 * whole // share.cp, whole // share.cp)
+    )
     return (
         Buffer("keys and values of other ranks", others),
         Buffer("gradients of keys and values", FP32_COPIES[share.context] * gradients, "accumulate"),

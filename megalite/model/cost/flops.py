@@ -1,7 +1,8 @@
-"""FLOPs of the model by the usual conventions, from the description of its units. Imports no torch.
+"""FLOPs of the model by the usual conventions, from the description of its units.
 
-Only matrix products count, two FLOPs per multiply-add; a backward counts twice its forward. The trainer's MFU, the partition over stages
-and the planner read this module. Model FLOPs are those of the PaLM paper (Chowdhery et al. 2022, appendix B): recomputation does not count.
+Only matrix products count, two FLOPs per multiply-add; a backward counts twice its forward. The trainer's
+MFU, the partition over stages and the planner read this module. Model FLOPs are those of the PaLM paper
+(Chowdhery et al. 2022, appendix B): recomputation does not count.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from megalite.model.parameters import layer_count
 
 
 class LayerCosts(NamedTuple):
-    """FLOPs of one sequence's forward pass; the backward of each unit takes twice as many, so the proportions hold for training."""
+    """FLOPs of one sequence's forward pass; the backward of each unit takes twice as many, so the proportions
+    hold for training."""
 
     layers: list[int]
     embedding: int
@@ -26,8 +28,8 @@ class LayerCosts(NamedTuple):
 def layer_costs(model: ModelConfig, sequence_length: int) -> LayerCosts:
     """FLOPs of matrix products and of the attended pairs of positions (causal, within the layer's window).
 
-    Norms, activations and other elementwise kernels do not count; a lookup counts one operation per element copied. Modules of multi-token
-    prediction count with the head.
+    Norms, activations and other elementwise kernels do not count; a lookup counts one operation per element
+    copied. Modules of multi-token prediction count with the head.
     """
     units = Units(model, Share(sequence_length))
     layers = [units.layer(index).flops for index in range(model.num_hidden_layers)]
@@ -42,9 +44,10 @@ def layer_costs(model: ModelConfig, sequence_length: int) -> LayerCosts:
 def model_flops_per_token(model: ModelConfig, sequence_length: int, lora: LoraConfig | None = None) -> float:
     """FLOPs of forward and backward for one token of a sequence.
 
-    Two per multiply-add; backward counts twice the forward; the head counts, the embedding lookup does not. Attention counts all positions
-    of the sequence (of the window, if the layer has one), although a causal mask needs only half of them: the convention of Megatron-LM and
-    PaLM, so that numbers are comparable. Norms, activations and softmax do not count. Frozen weights have no weight gradient.
+    Two per multiply-add; backward counts twice the forward; the head counts, the embedding lookup does not.
+    Attention counts all positions of the sequence (of the window, if the layer has one), although a causal
+    mask needs only half of them: the convention of Megatron-LM and PaLM, so that numbers are comparable.
+    Norms, activations and softmax do not count. Frozen weights have no weight gradient.
     """
     return per_token(model, sequence_length, lora=lora).model
 
@@ -57,9 +60,9 @@ class Flops:
     """FLOPs of a forward and backward for one token.
 
     Attributes:
-        convention: palm counts all positions for attention (Chowdhery et al. 2022, Megatron-LM), causal only those that the mask leaves.
-        layers: the matrix products with the layers' weights, those of modules of multi-token prediction included.
-        attention: query · key and probabilities · value.
+        convention: palm counts all positions for attention (Chowdhery et al. 2022, Megatron-LM), causal only
+        those that the mask leaves. layers: the matrix products with the layers' weights, those of modules of
+        multi-token prediction included. attention: query · key and probabilities · value.
         head: the product with the vocabulary, once for each token that is predicted.
         embedding: the lookup counted as a product with the vocabulary; 0 if it is not counted.
         recomputed: what backward computes again.
@@ -106,10 +109,10 @@ def per_token(
     """FLOPs of one token of a sequence.
 
     Args:
-        recompute: as train.recompute. selective recomputes the scores (query · key), full a layer's whole forward.
-        embedding: count the embedding as a product with the vocabulary, as the rule 6 · parameters does.
-        flash: attention runs a kernel that keeps no probabilities: every backward recomputes the scores.
-        lora: adapters. Frozen weights have no weight gradient: two products instead of three.
+        recompute: as train.recompute. selective recomputes the scores (query · key), full a layer's whole
+        forward. embedding: count the embedding as a product with the vocabulary, as the rule 6 · parameters
+        does. flash: attention runs a kernel that keeps no probabilities: every backward recomputes the
+        scores. lora: adapters. Frozen weights have no weight gradient: two products instead of three.
     """
     units = Units(model, Share(1), lora)  # one token
     head = (1 + model.mtp_layers) * float(sum(product.training_flops for product in units.head().products))
@@ -121,7 +124,10 @@ def per_token(
     for index in range(layer_count(model)):
         unit = units.layer(index)
         layers += sum(product.training_flops for product in unit.products)
-        scores = sum(each.product_flops(_attended(sequence_length, each.window, convention)) for each in unit.attentions)
+        scores = sum(
+            each.product_flops(_attended(sequence_length, each.window, convention))
+            for each in unit.attentions
+        )
         attention += 6 * scores
         mode = TrainConfig(recompute=recompute).recompute_of(index)
         again = unit.steps if mode == "full" else []

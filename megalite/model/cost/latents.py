@@ -1,4 +1,4 @@
-"""The description of multi-head latent attention. Imports no torch."""
+"""The description of multi-head latent attention."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ def latent_block(units: Units, index: int, products: dict[str, Product]) -> Bloc
         q, first = products["attention.q_b"], products["attention.q_a"]
         queries = (first, _norm(units, "queries", model.q_lora_rank, q.keeps_input), q)
     projected = q.outputs + up.outputs
-    moved = (2 * (q.rows * q.outputs + up.rows * up.outputs) + up.rows * heads.query * model.qk_rope_head_dim,)
+    moved = (
+        2 * (q.rows * q.outputs + up.rows * up.outputs) + up.rows * heads.query * model.qk_rope_head_dim,
+    )
     latent = _norm(units, "keys and values", model.kv_lora_rank or 0, up.keeps_input or heads.latent > 0)
-    # Where latents travel, attention keeps them and the rotated keys of its own tokens instead of keys and values.
+    # Where latents travel, attention keeps them and the rotated keys of its own tokens instead of keys and
+    # values.
     key = (Buffer("rotated keys", share.own_tokens * model.qk_rope_head_dim),) if heads.latent else ()
     out = products["attention.out"]
     workspace = [
@@ -34,7 +37,9 @@ def latent_block(units: Units, index: int, products: dict[str, Product]) -> Bloc
         *context.workspace(share, heads),
     ]
     if not units.flash:  # the reference works on copies of at least fp32
-        workspace.append(Buffer("copies of the reference", share.tokens * 2 * (out.inputs + projected), "accumulate"))
+        workspace.append(
+            Buffer("copies of the reference", share.tokens * 2 * (out.inputs + projected), "accumulate")
+        )
     before, after = units.around(down, is_first=True)
     rotary = Elementwise(moved, moved, key)
     attention = (up, units.attention(index)) if heads.latent else (units.attention(index),)
@@ -43,8 +48,12 @@ def latent_block(units: Units, index: int, products: dict[str, Product]) -> Bloc
 
 
 def _norm(units: Units, of: str, width: int, keeps_output: bool) -> Elementwise:
-    """The norm of a latent: its input, statistics, and its output if the product that reads it needs that in backward."""
+    """The norm of a latent: its input, statistics, and its output if the product that reads it needs that in
+    backward."""
     values = units.share.own_tokens * width
-    kept = (Buffer(f"latent of {of}", values), Buffer("statistics of its norm", units.share.own_tokens, "accumulate"))
+    kept = (
+        Buffer(f"latent of {of}", values),
+        Buffer("statistics of its norm", units.share.own_tokens, "accumulate"),
+    )
     output = (Buffer(f"normalised latent of {of}", values),) if keeps_output else ()
     return Elementwise((2 * values,), (3 * values,), (*kept, *output), width)

@@ -1,4 +1,4 @@
-"""The description of a mixture of experts, with equally loaded experts. Imports no torch."""
+"""The description of a mixture of experts, with equally loaded experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 def own_products(units: Units) -> list[OwnProduct]:
     """Router, and both products of the experts, for one rank's tokens."""
     model, share = units.model, units.share
-    ranks, k, hidden, experts = share.tokens // share.own_tokens, model.num_experts_per_tok, model.hidden_size, model.num_experts or 0
+    ranks, k, hidden, experts = (
+        share.tokens // share.own_tokens,
+        model.num_experts_per_tok,
+        model.hidden_size,
+        model.num_experts or 0,
+    )
     width, packed = model.expert_width, (2 if model.gated_mlp else 1) * model.expert_width
 
     def product(name: str, rows: int, outputs: int, inputs: int, matrices: int) -> OwnProduct:
@@ -44,7 +49,8 @@ def own_products(units: Units) -> list[OwnProduct]:
 
 
 def mixture_block(units: Units, products: dict[str, Product]) -> Block:
-    """Router, experts, and the shared expert. Kept: logits and probabilities, the choice, the rows that were sent and that came back."""
+    """Router, experts, and the shared expert. Kept: logits and probabilities, the choice, the rows that were
+    sent and that came back."""
     model, share, own = units.model, units.share, units.own
     router, into, down = own_products(units)
     forward, backward = (3, 6) if model.gated_mlp else (2, 4)
@@ -56,11 +62,14 @@ def mixture_block(units: Units, products: dict[str, Product]) -> Block:
             Buffer("the choice", 3 * into.rows, "index"),
         )
     )
-    sorts = share.ep > 1 and share.dispatch == "all_to_all"  # rows that arrive are sorted by expert, and back before they return
+    # rows that arrive are sorted by expert, and back before they return
+    sorts = share.ep > 1 and share.dispatch == "all_to_all"
     moved = (2 * sent,) * (3 if sorts else 1)
     spread = Elementwise(moved, moved, (Buffer("rows of the experts", sent),))
     activation = Elementwise(
-        (forward * inner,), (backward * inner,), (Buffer("input of the experts' activation", into.rows * into.outputs),)
+        (forward * inner,),
+        (backward * inner,),
+        (Buffer("input of the experts' activation", into.rows * into.outputs),),
     )
     summed = own * (share.ep if share.dispatch == "all_gather" else 1)
     combine = Elementwise((sent + summed,), (2 * sent + summed,), (Buffer("rows from the experts", sent),))
@@ -70,7 +79,14 @@ def mixture_block(units: Units, products: dict[str, Product]) -> Block:
     if "mlp.shared.in" in products:
         shared = units.feed_forward(products["mlp.shared.in"], products["mlp.shared.down"])
         gate = OwnProduct(
-            "mlp.shared_gate", share.own_tokens, 1, model.hidden_size, model.hidden_size, "outputs", ranks=router.ranks, at_least_fp32=True
+            "mlp.shared_gate",
+            share.own_tokens,
+            1,
+            model.hidden_size,
+            model.hidden_size,
+            "outputs",
+            ranks=router.ranks,
+            at_least_fp32=True,
         )
         steps = (*steps, *shared.steps, *((gate,) if model.shared_expert_gate else ()))
         workspace += shared.workspace

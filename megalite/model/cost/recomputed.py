@@ -1,8 +1,9 @@
-"""The operations of a layer whose results backward can compute again, with what each frees. Imports no torch.
+"""The operations of a layer whose results backward can compute again, with what each frees.
 
-Every tensor that a layer keeps is needed by its backward. An operation that is recomputed therefore runs once more whatever else is kept,
-as its inputs are there by then: costs and bytes of operations add up. Where one includes another (the residual sum its norm), they are
-alternatives of one `Group`. Names are those of `config.recomputation`.
+Every tensor that a layer keeps is needed by its backward. An operation that is recomputed therefore runs once
+more whatever else is kept, as its inputs are there by then: costs and bytes of operations add up. Where one
+includes another (the residual sum its norm), they are alternatives of one `Group`. Names are those of
+`config.recomputation`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from megalite.config.recomputation import operations_of
 from megalite.model.cost.steps import MODES, Attention, Block, Buffer, Elementwise, Expansion, Product, Step
 from megalite.model.cost.units import Units
 
-STREAM, NORMED, STATISTICS, PROBABILITIES = "residual stream", "output of the norm", "statistics of the norm", "probabilities"
+STREAM, NORMED, STATISTICS, PROBABILITIES = (
+    "residual stream",
+    "output of the norm",
+    "statistics of the norm",
+    "probabilities",
+)
 
 
 class Operation(NamedTuple):
@@ -25,7 +31,8 @@ class Operation(NamedTuple):
         buffers: what is not kept.
         steps: what backward computes again.
         dropped: number of values to which dropout applies again.
-        scores: attention's backward computes its probabilities again besides `steps`, a block at a time, so that they never exist at once.
+        scores: attention's backward computes its probabilities again besides `steps`, a block at a time, so
+        that they never exist at once.
     """
 
     names: tuple[str, ...]
@@ -55,7 +62,8 @@ def groups(units: Units, index: int) -> list[Group]:
 
 
 def chosen(options: Iterable[Group], mode: str) -> list[Operation]:
-    """The operations that a layer's mode of train.recompute stands for: of alternatives the last one that it names."""
+    """The operations that a layer's mode of train.recompute stands for: of alternatives the last one that it
+    names."""
     names, found = operations_of(mode), []
     for group in options:
         named = [each for each in group if names.issuperset(each.names)]
@@ -84,11 +92,18 @@ def _attention(units: Units, block: Block, parallel: bool) -> list[Group]:
     assert isinstance(step, Attention) and isinstance(out, Product)
     expansion = [projections.pop()] if isinstance(projections[-1], Expansion) else []  # a part of attention
     norm = Operation(("attn_norm",), _named(block.before.kept, NORMED, STATISTICS), (_norm(units),))
-    inputs = (*_named(step.kept, "queries, keys and values"), *(buffer for each in projections for buffer in each.kept))
-    scores, rest = _named(step.kept, PROBABILITIES), tuple(each for each in step.kept if each not in inputs and each.name != PROBABILITIES)
+    inputs = (
+        *_named(step.kept, "queries, keys and values"),
+        *(buffer for each in projections for buffer in each.kept),
+    )
+    scores, rest = (
+        _named(step.kept, PROBABILITIES),
+        tuple(each for each in step.kept if each not in inputs and each.name != PROBABILITIES),
+    )
     projected: list[Group] = [(Operation(("qkv",), inputs, tuple(projections)),)]
     names, buffers, steps = ("attention",), rest, (*expansion, step)
-    if units.share.cp > 1 and units.share.context == "ulysses":  # it keeps what it has exchanged, not its inputs
+    # it keeps what it has exchanged, not its inputs
+    if units.share.cp > 1 and units.share.context == "ulysses":
         projected, names, buffers, steps = [], ("qkv", "attention"), (*inputs, *rest), (*projections, step)  # type: ignore[assignment]
     whole = Operation(names, (*buffers, *scores), steps)
     if scores:
@@ -99,7 +114,9 @@ def _attention(units: Units, block: Block, parallel: bool) -> list[Group]:
         )
     else:
         again = (whole,)
-    last = [(Operation(("attn_out",), (*out.kept, *block.after.kept), (out, block.after)),)] if parallel else []
+    last = (
+        [(Operation(("attn_out",), (*out.kept, *block.after.kept), (out, block.after)),)] if parallel else []
+    )
     return [(norm,), *projected, again, *last]
 
 

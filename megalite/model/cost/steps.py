@@ -1,4 +1,4 @@
-"""The records that describe a unit: what one tensor-parallel rank computes and keeps for one microbatch. Imports no torch.
+"""The records that describe a unit: what one tensor-parallel rank computes and keeps for one microbatch.
 
 UnitCost          embedding, layer or head
   Block           a layer has two: attention, and the feed-forward
@@ -22,7 +22,8 @@ MODES: tuple[str, ...] = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Share:
-    """One tensor- and context-parallel rank's share of one microbatch; by default the whole model and one sequence.
+    """One tensor- and context-parallel rank's share of one microbatch; by default the whole model and one
+    sequence.
 
     Attributes:
         sequence: positions of a row that a context-parallel rank holds.
@@ -76,12 +77,16 @@ class Buffer(NamedTuple):
 def size_in_bytes(buffers: Iterable[Buffer], widths: Mapping[Dtype, int], mode: str = "none") -> int:
     """Bytes of the buffers that are kept under a recomputation mode, given the bytes of each dtype."""
     strength = MODES.index(mode)
-    return sum(buffer.values * widths[buffer.dtype] for buffer in buffers if MODES.index(buffer.kept_under) >= strength)
+    return sum(
+        buffer.values * widths[buffer.dtype]
+        for buffer in buffers
+        if MODES.index(buffer.kept_under) >= strength
+    )
 
 
 class Collectives(NamedTuple):
-    """Number of times that a ring passes a tensor around the tp ranks, once for an all-gather or reduce-scatter, twice for an all-reduce;
-    of a unit the sum over its tensors, times their values."""
+    """Number of times that a ring passes a tensor around the tp ranks, once for an all-gather or
+    reduce-scatter, twice for an all-reduce; of a unit the sum over its tensors, times their values."""
 
     forward: int
     backward: int
@@ -99,8 +104,8 @@ class Product:
         split: the dimension that is split over tp ranks.
         frozen: the weight has no gradient (LoRA).
         adapter_rank: outputs of the adapters' first factors A, which are stored together; 0 without adapters.
-        adapter_weights: elements of both factors of the adapters, over all tp ranks.
-        adapter_outputs: outputs that adapters keep, on this rank: with trained row lengths (DoRA) all of them.
+        adapter_weights: elements of both factors of the adapters, over all tp ranks. adapter_outputs: outputs
+        that adapters keep, on this rank: with trained row lengths (DoRA) all of them.
     """
 
     name: str
@@ -120,7 +125,8 @@ class Product:
         return self.outputs * self.inputs
 
     def local_adapter_weights(self, tp: int) -> float:
-        """Elements of the adapters on this rank: one factor is split like the product, the other is replicated."""
+        """Elements of the adapters on this rank: one factor is split like the product, the other is
+        replicated."""
         first = self.adapter_rank * self.inputs
         second = self.adapter_weights - first * (1 if self.split == "outputs" else tp)
         return first + second / (tp if self.split == "outputs" else 1) + self.adapter_outputs
@@ -132,7 +138,8 @@ class Product:
 
     @property
     def training_flops(self) -> int:
-        """FLOPs of forward and backward over all tp ranks: gradients of the input, and of weights that are trained."""
+        """FLOPs of forward and backward over all tp ranks: gradients of the input, and of weights that are
+        trained."""
         return 2 * self.rows * ((2 if self.frozen else 3) * self.weights + 3 * self.adapter_weights)
 
     @property
@@ -156,27 +163,33 @@ class Product:
 
     @property
     def lengths(self) -> int:
-        """Values all-reduced over tp in forward: two squared lengths of each row of a weight whose inputs are split (DoRA)."""
+        """Values all-reduced over tp in forward: two squared lengths of each row of a weight whose inputs are
+        split (DoRA)."""
         return 2 * self.adapter_outputs if self.split == "inputs" else 0
 
     @property
     def stashed(self) -> tuple[Buffer, ...]:
-        """What a split backward keeps until the W pass: the input and the output's gradient, both gathered."""
+        """What a split backward keeps until the W pass: the input and the output's gradient, both
+        gathered."""
         if not self.keeps_input:
             return ()
         return (
-            Buffer(f"{self.name}: input and gradient of the output", self.rows * (self.inputs + self.outputs)),
+            Buffer(
+                f"{self.name}: input and gradient of the output", self.rows * (self.inputs + self.outputs)
+            ),
             Buffer(f"{self.name}: the same of the adapters", 2 * self.rows * self.adapter_rank),
         )
 
     @property
     def travelling(self) -> int:
-        """Values of the tensor that `collectives` counts the passes of: the input of split outputs, the output of split inputs."""
+        """Values of the tensor that `collectives` counts the passes of: the input of split outputs, the
+        output of split inputs."""
         return self.rows * (self.inputs if self.split == "outputs" else self.outputs)
 
     def collectives(self, sequence_parallel: bool) -> Collectives:
-        """Split outputs: the input's gradient is summed; under sequence parallelism the input is gathered, and again for weight gradients.
-        Split inputs: the output is summed; under sequence parallelism its gradient is gathered."""
+        """Split outputs: the input's gradient is summed; under sequence parallelism the input is gathered,
+        and again for weight gradients. Split inputs: the output is summed; under sequence parallelism its
+        gradient is gathered."""
         if self.split == "outputs":
             return Collectives(1, 2 if self.keeps_input else 1) if sequence_parallel else Collectives(0, 2)
         return Collectives(1, 1) if sequence_parallel else Collectives(2, 0)
@@ -184,7 +197,8 @@ class Product:
 
 @dataclass(frozen=True)
 class OwnProduct(Product):
-    """A product of each rank's own tokens with whole matrices: a router, or the experts, if they are equally loaded.
+    """A product of each rank's own tokens with whole matrices: a router, or the experts, if they are equally
+    loaded.
 
     Attributes:
         rows: rows of this rank: tokens, or for experts k times as many.
@@ -213,7 +227,9 @@ class OwnProduct(Product):
 
     @property
     def training_flops(self) -> int:
-        return 2 * self.ranks * self.rows * ((2 if self.frozen else 3) * self.weights + 3 * self.adapter_weights)
+        return (
+            2 * self.ranks * self.rows * ((2 if self.frozen else 3) * self.weights + 3 * self.adapter_weights)
+        )
 
     def collectives(self, sequence_parallel: bool) -> Collectives:
         """None over tp."""
@@ -222,7 +238,8 @@ class OwnProduct(Product):
 
 @dataclass(frozen=True)
 class SharedColumns(OwnProduct):
-    """An `OwnProduct` of which every tp rank needs some outputs of all tokens: the rotating keys of latent attention.
+    """An `OwnProduct` of which every tp rank needs some outputs of all tokens: the rotating keys of latent
+    attention.
 
     Attributes:
         shared: number of these outputs.
@@ -241,7 +258,8 @@ class SharedColumns(OwnProduct):
 
 @dataclass(frozen=True)
 class Expansion(Product):
-    """Keys and values of whole rows from the latents of all cp ranks, part of attention: its backward computes them again.
+    """Keys and values of whole rows from the latents of all cp ranks, part of attention: its backward
+    computes them again.
 
     Attributes:
         rows: tokens of whole rows.
@@ -274,7 +292,8 @@ class Expansion(Product):
         return (self.rows if self.gathered else self.own_rows) * self.width
 
     def collectives(self, sequence_parallel: bool) -> Collectives:
-        """Under sequence parallelism latents are gathered, and again for backward; their gradient is summed, else that of own tokens."""
+        """Under sequence parallelism latents are gathered, and again for backward; their gradient is summed,
+        else that of own tokens."""
         return Collectives(1, 2) if sequence_parallel else Collectives(0, 2)
 
 
@@ -304,7 +323,8 @@ class Lookup:
         return self.values
 
     def collectives(self, sequence_parallel: bool) -> Collectives:
-        """Each rank has a part of the rows, so the output is summed; under sequence parallelism its gradient is gathered."""
+        """Each rank has a part of the rows, so the output is summed; under sequence parallelism its gradient
+        is gathered."""
         return Collectives(1, 0 if self.frozen else 1) if sequence_parallel else Collectives(2, 0)
 
 
@@ -335,7 +355,8 @@ class Attention:
 
     @property
     def head_size(self) -> float:
-        """Width of a head: the mean of that of keys and that of values, which one of the two products has each."""
+        """Width of a head: the mean of that of keys and that of values, which one of the two products has
+        each."""
         return (self.key_size + self.value_size) / 2
 
     @property
@@ -345,7 +366,8 @@ class Attention:
         return 2 * pairs * (self.key_size + self.value_size) // self.cp
 
     def product_flops(self, positions: float) -> float:
-        """FLOPs of one of the two products, in the mean, for one token that attends to `positions` positions."""
+        """FLOPs of one of the two products, in the mean, for one token that attends to `positions`
+        positions."""
         return positions * (self.heads * (self.key_size + self.value_size))
 
 
@@ -376,8 +398,8 @@ class Block:
 
     Attributes:
         before: the residual sum, and the norm that is fused with it.
-        steps: between the norms. The weight gradient of the last product is the first that a split backward defers.
-        after: the norm of the block's output.
+        steps: between the norms. The weight gradient of the last product is the first that a split backward
+        defers. after: the norm of the block's output.
         dropped: number of output values to which dropout applies.
         workspace: estimate of the largest temporaries of the backward: gradients, gathered inputs.
     """
@@ -422,7 +444,8 @@ class UnitCost:
 
     @property
     def local_weights(self) -> int:
-        """Elements of matrices, tables and norms on this rank; without biases and norms of queries and keys."""
+        """Elements of matrices, tables and norms on this rank; without biases and norms of queries and
+        keys."""
         return sum(step.local_weights for step in self.steps)
 
     @property

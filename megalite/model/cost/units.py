@@ -1,7 +1,8 @@
-"""The description of each unit of the model, for one tensor-parallel rank and one microbatch. Imports no torch.
+"""The description of each unit of the model, for one tensor-parallel rank and one microbatch.
 
-The steps are those of `megalite.model` and `megalite.parallel.tensor`; each tensor that their autograd functions save is a Buffer, each
-storage counted once. Shapes of weights are those of the stored parameters (`megalite.model.parameters`).
+The steps are those of `megalite.model` and `megalite.parallel.tensor`; each tensor that their autograd
+functions save is a Buffer, each storage counted once. Shapes of weights are those of the stored parameters
+(`megalite.model.parameters`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,18 @@ from typing import Any
 from megalite.config.schema import PROJECTIONS, LoraConfig, ModelConfig
 from megalite.mesh.layout import Coordinates
 from megalite.model.cost import context
-from megalite.model.cost.steps import Attention, Block, Buffer, Elementwise, Lookup, OwnProduct, Product, Share, SharedColumns, UnitCost
+from megalite.model.cost.steps import (
+    Attention,
+    Block,
+    Buffer,
+    Elementwise,
+    Lookup,
+    OwnProduct,
+    Product,
+    Share,
+    SharedColumns,
+    UnitCost,
+)
 from megalite.model.parameters import head_unit, kv_replicas, model_specs, padded_vocabulary
 
 ATTENTION_BLOCK = 64  # queries per block of the reference in `megalite_kernels.attention`
@@ -34,7 +46,8 @@ class Units:
         self._layers: dict[Hashable, UnitCost] = {}
 
     def unit(self, number: int) -> UnitCost:
-        """The unit of a number: 0 is the embedding, 1 … L are the layers, L + 1 is the head, without modules of multi-token prediction."""
+        """The unit of a number: 0 is the embedding, 1 … L are the layers, L + 1 is the head, without modules
+        of multi-token prediction."""
         if number == 0:
             return self.embedding()
         return self.head() if number == head_unit(self.model) else self.layer(number - 1)
@@ -48,32 +61,58 @@ class Units:
         key = self.alike(index)
         if key not in self._layers:
             products = self._layer_products(index)
-            self._layers[key] = UnitCost((self._attention_block(index, products), self._transformation(index, products)))
+            self._layers[key] = UnitCost(
+                (self._attention_block(index, products), self._transformation(index, products))
+            )
         return self._layers[key]
 
     def embedding(self) -> UnitCost:
-        """The vocabulary table, and learned positions. Kept are the token ids, and a mask of those whose rows are on other ranks."""
+        """The vocabulary table, and learned positions. Kept are the token ids, and a mask of those whose rows
+        are on other ranks."""
         model, share = self.model, self.share
         table = self._vocabulary * model.hidden_size
         positions = model.position == "learned"
-        kept = [Buffer("tokens", share.tokens, "index"), Buffer("tokens of other ranks", share.tokens, "mask")]
+        kept = [
+            Buffer("tokens", share.tokens, "index"),
+            Buffer("tokens of other ranks", share.tokens, "mask"),
+        ]
         kept += [Buffer("positions", share.sequence, "index")] if positions else []
         kept += self._dropout(model.embedding_dropout)
         weights = table + (model.hidden_size * model.max_position_embeddings if positions else 0)
         return UnitCost(
-            (Block(Elementwise(), (Lookup(share.tokens, model.hidden_size, weights, self._frozen("embedding"), tuple(kept)),)),)
+            (
+                Block(
+                    Elementwise(),
+                    (
+                        Lookup(
+                            share.tokens, model.hidden_size, weights, self._frozen("embedding"), tuple(kept)
+                        ),
+                    ),
+                ),
+            )
         )
 
     def head(self) -> UnitCost:
-        """The final norm and the logits. What the loss keeps depends on how it is computed and is not included."""
+        """The final norm and the logits. What the loss keeps depends on how it is computed and is not
+        included."""
         model = self.model
         name = "embedding" if model.tie_word_embeddings else "head"
         weights = model.vocabulary * model.hidden_size
-        product = Product(name, self.share.tokens, self._vocabulary, model.hidden_size, weights, "outputs", self._frozen(name))
+        product = Product(
+            name,
+            self.share.tokens,
+            self._vocabulary,
+            model.hidden_size,
+            weights,
+            "outputs",
+            self._frozen(name),
+        )
         scale = () if model.logit_scale is None else (2 * self.own,)
         kept = (Buffer("residual stream", self.own), *self._norm_buffers(product))
         norm = Elementwise((2 * self.own, *scale), (3 * self.own, *scale), kept)
-        return UnitCost((Block(norm, (product,), workspace=(Buffer("gradients of the norm", 2 * self.whole),)),))
+        return UnitCost(
+            (Block(norm, (product,), workspace=(Buffer("gradients of the norm", 2 * self.whole),)),)
+        )
 
     def _frozen(self, module: str) -> bool:
         return self.lora.rank > 0 and module not in (self.lora.modules_to_save or ())
@@ -95,17 +134,26 @@ class Units:
 
     @property
     def exchanges(self) -> tuple[tuple[int, context.Exchange], ...]:
-        """What a layer's attention exchanges over cp, or over each of its two levels, with the number of ranks there."""
-        return tuple((share.cp, context.exchange(share, heads)) for share, heads in context.levels(self.share, self.heads))
+        """What a layer's attention exchanges over cp, or over each of its two levels, with the number of
+        ranks there."""
+        return tuple(
+            (share.cp, context.exchange(share, heads))
+            for share, heads in context.levels(self.share, self.heads)
+        )
 
-    # --- a layer -----------------------------------------------------------------------------------------------------------
+    # --- a layer
+    # --------------------------------------------------------------------------------------------------------
 
     def _layer_products(self, index: int) -> dict[str, Product]:
         """The products of all tokens with each of a layer's weights, by name."""
         lora, tp, found = self.lora, self.share.tp, {}
         prefix = f"layers.{index}."  # the last unit may have several layers
         for spec in model_specs(self.model, tp=tp, units=[min(index + 1, head_unit(self.model))]):
-            segments = [segment for segment in spec.segments if segment.role in PROJECTIONS and segment.name.startswith(prefix)]
+            segments = [
+                segment
+                for segment in spec.segments
+                if segment.role in PROJECTIONS and segment.name.startswith(prefix)
+            ]
             if not segments:
                 continue
             name = spec.name.removeprefix(prefix).removesuffix(".weight")
@@ -144,7 +192,9 @@ class Units:
         query = heads * model.head_size
         normed: tuple[Buffer, ...] = ()
         if model.qk_norm != "none":
-            statistics = {"full": 2, "head": heads + kv_heads, "each_head": 2 * (heads + kv_heads)}[model.qk_norm]
+            statistics = {"full": 2, "head": heads + kv_heads, "each_head": 2 * (heads + kv_heads)}[
+                model.qk_norm
+            ]
             normed = (
                 Buffer("normed queries and keys", tokens * (heads + kv_heads) * model.head_size),
                 Buffer("their statistics", tokens * statistics, "accumulate"),
@@ -152,7 +202,10 @@ class Units:
         moved = (2 * tokens * packed,) * (2 if normed else 1)
         rotary = Elementwise(moved, moved, normed, summed=2 * tokens if model.qk_norm == "full" else 0)
         attention = self.attention(index)
-        workspace = [Buffer("gradients of attention", tokens * (query + 2 * packed)), *context.workspace(share, self.heads)]
+        workspace = [
+            Buffer("gradients of attention", tokens * (query + 2 * packed)),
+            *context.workspace(share, self.heads),
+        ]
         if not self.flash:  # the reference works on copies of at least fp32
             workspace.append(Buffer("copies of the reference", tokens * 2 * (query + packed), "accumulate"))
         before, after = self.around(qkv, is_first=True)
@@ -162,7 +215,16 @@ class Units:
         """Attention itself, between the projections."""
         model, share, heads = self.model, self.share, self.heads
         kept = (*context.kept(share, heads), *self._probabilities(index, heads.query))
-        return Attention(share.batch, share.row, heads.query, heads.size, heads.value_size, model.window(index), kept, share.cp)
+        return Attention(
+            share.batch,
+            share.row,
+            heads.query,
+            heads.size,
+            heads.value_size,
+            model.window(index),
+            kept,
+            share.cp,
+        )
 
     def _transformation(self, index: int, products: dict[str, Product]) -> Block:
         if not self.model.is_mixture(index):
@@ -177,13 +239,18 @@ class Units:
         inner = tokens * down.inputs
         forward, backward = (3, 6) if self.model.gated_mlp else (2, 4)
         # The activation's input is kept; its output is recomputed.
-        activation = Elementwise((forward * inner,), (backward * inner,), (Buffer("input of the activation", tokens * into.outputs),))
+        activation = Elementwise(
+            (forward * inner,),
+            (backward * inner,),
+            (Buffer("input of the activation", tokens * into.outputs),),
+        )
         workspace = Buffer("gradients of the feed-forward", self.whole + 2 * inner + tokens * into.outputs)
         before, after = self.around(into, is_first=False)
         return Block(before, (into, activation, down), after, self.dropped, (workspace,))
 
     def around(self, column: Product, is_first: bool) -> tuple[Elementwise, Elementwise]:
-        """The residual sum with its fused norm, and the norm of the output. `is_first`: the block's input is the layer's input."""
+        """The residual sum with its fused norm, and the norm of the output. `is_first`: the block's input is
+        the layer's input."""
         model, placement, own = self.model, self.model.norm_placement, self.own
         width = model.hidden_size * (2 if model.norm == "layer" and model.norm_bias else 1)
         scale = (2 * own,) if model.residual_multiplier != 1.0 else ()
@@ -193,30 +260,49 @@ class Units:
             norm = Elementwise((3 * own, 2 * own), (3 * own, 3 * own), self._norm_buffers(column), width)
             return addition if shared else norm, Elementwise(scale, scale)
         stream = Buffer("residual stream", own, kept_under="full" if is_first else "selective")
-        before = (stream, *(self._norm_buffers(column) if placement != "post" else ()))  # positions for dropout are the microbatch's
+        # positions for dropout are the microbatch's
+        before = (stream, *(self._norm_buffers(column) if placement != "post" else ()))
         after = self._norm_buffers() if placement != "pre" else ()
         second = placement == "both"
         return (
             Elementwise((4 * own,), (4 * own,), before, width),
-            Elementwise((2 * own, *scale) if second else scale, (3 * own, *scale) if second else scale, after, width if second else 0),
+            Elementwise(
+                (2 * own, *scale) if second else scale,
+                (3 * own, *scale) if second else scale,
+                after,
+                width if second else 0,
+            ),
         )
 
     def _norm_buffers(self, column: Product | None = None) -> tuple[Buffer, ...]:
-        """What a norm and the following product keep: the norm's output, unless that product needs no input, and statistics (rstd; for
-        LayerNorm also the mean)."""
-        statistics = Buffer("statistics of the norm", self.share.own_tokens * (1 if self.model.norm == "rms" else 2), "accumulate")
-        return (Buffer("output of the norm", self.own), statistics) if column is None or column.keeps_input else (statistics,)
+        """What a norm and the following product keep: the norm's output, unless that product needs no input,
+        and statistics (rstd; for LayerNorm also the mean)."""
+        statistics = Buffer(
+            "statistics of the norm",
+            self.share.own_tokens * (1 if self.model.norm == "rms" else 2),
+            "accumulate",
+        )
+        return (
+            (Buffer("output of the norm", self.own), statistics)
+            if column is None or column.keeps_input
+            else (statistics,)
+        )
 
     def _dropout(self, probability: float) -> list[Buffer]:
         """The positions that are part of a mask's key; the mask itself is recomputed."""
-        return [Buffer("positions for dropout", self.share.own_tokens // self.share.batch, "index")] if probability else []
+        return (
+            [Buffer("positions for dropout", self.share.own_tokens // self.share.batch, "index")]
+            if probability
+            else []
+        )
 
     @property
     def dropped(self) -> int:
         return self.own if self.model.residual_dropout else 0
 
     def _probabilities(self, index: int, heads: int) -> tuple[Buffer, ...]:
-        """What attention keeps: log-sum-exp, or the reference's probabilities, block by block of queries, of the keys that a block sees."""
+        """What attention keeps: log-sum-exp, or the reference's probabilities, block by block of queries, of
+        the keys that a block sees."""
         by_positions = self.share.cp > 1 and self.share.context != "ulysses"  # never keeps probabilities
         if self.flash or by_positions or self.model.attention_sinks:
             return (Buffer("log-sum-exp", self.share.tokens * heads, "accumulate"),)
@@ -227,4 +313,6 @@ class Units:
         for first in range(0, sequence, ATTENTION_BLOCK):
             stop = min(first + ATTENTION_BLOCK, sequence)
             seen += (stop - first) * (stop - max(first - window + 1, 0))
-        return (Buffer("probabilities", self.share.batch * heads * seen // self.share.cp, "accumulate", "none"),)
+        return (
+            Buffer("probabilities", self.share.batch * heads * seen // self.share.cp, "accumulate", "none"),
+        )

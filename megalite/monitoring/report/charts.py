@@ -23,7 +23,8 @@ LONGEST_NAME = 40  # characters
 
 @dataclass(frozen=True)
 class Chart:
-    """One figure: the curves of some keys of metrics.jsonl. `scale` multiplies the values; `over`: a key of AXES."""
+    """One figure: the curves of some keys of metrics.jsonl. `scale` multiplies the values; `over`: a key of
+    AXES."""
 
     title: str
     unit: str
@@ -35,7 +36,11 @@ class Chart:
     over: str = "step"
 
 
-AXES = {"step": ("step", 1.0), "tokens": ("million tokens", 1e-6), "step_time_s": ("minutes of training", 1 / 60)}
+AXES = {
+    "step": ("step", 1.0),
+    "tokens": ("million tokens", 1e-6),
+    "step_time_s": ("minutes of training", 1 / 60),
+}
 """What a curve is drawn over: key of metrics.jsonl, summed up to a step → name, and what multiplies it."""
 LOSS, LOSS_UNIT = ("loss", "val_loss"), "nats a token"
 COMPARED = (
@@ -52,13 +57,16 @@ CHARTS = (
     Chart("Time of a step", "s", ("step_time_s",), from_zero=True),
     Chart("Bubble", "% of the pipeline's time", ("bubble_fraction",), 100, from_zero=True),
     Chart("Peak memory of rank 0", "GiB", ("peak_memory_bytes",), 2.0**-30, from_zero=True),
-    Chart("Load of the fullest expert", "over the mean; of all layers", ("expert_load_peak",), from_zero=True),
+    Chart(
+        "Load of the fullest expert", "over the mean; of all layers", ("expert_load_peak",), from_zero=True
+    ),
     Chart("Global batch size", "sequences", ("global_batch_size",), from_zero=True, whole=True),
     Chart("Loss scale", "", ("loss_scale",), logarithmic=True),
 )
 
 BY_NAME = {VALIDATED: "Validation loss of each set", SOURCE: "Training loss of each member of the data"}
-"""What keys of metrics.jsonl that have names in them start with → title of the chart that a run has of them."""
+"""What keys of metrics.jsonl that have names in them start with → title of the chart that a run has of them.
+"""
 LOADS = "expert_load_peaks"  # of each mixture
 ONLY_IF_IT_CHANGES = ("loss_scale", "global_batch_size")
 
@@ -69,30 +77,42 @@ def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
     title, unit, over     its name, and those of its axes
     log, zero, whole      the axis of values is logarithmic, starts at zero, has whole numbers alone
     whole_over            the other axis has whole numbers alone
-    kind                  lines; stack, in which each line is drawn on top of the one before; heat, a row for each line
-    lines                 name, color (an index), at, values, and of a thinned line low and high; dots: markers, and a dashed line
+    kind                  lines; stack, in which each line is drawn on top of the one before; heat, a row for
+    each line
+    lines                 name, color (an index), at, values, and of a thinned line low and high; dots:
+    markers, and a dashed line
     marks                 (place, segment, color) of the beginning of each segment but the first
     """
     wanted = (CHARTS[0], *COMPARED, *CHARTS[1:]) if len(runs) > 1 else CHARTS
     made = [_curves(chart, runs) for chart in wanted if any(_shows(run, chart) for run in runs)]
     made += [_loads(run) for run in runs if any(line.get(LOADS) for line in run.steps)]
-    made += [_by_name(run, prefix, title) for run in runs for prefix, title in BY_NAME.items() if run.names(prefix)]
+    made += [
+        _by_name(run, prefix, title) for run in runs for prefix, title in BY_NAME.items() if run.names(prefix)
+    ]
     return [*made, *(_phases(run) for run in runs if run.phases)]
 
 
 def _shows(run: Run, chart: Chart) -> bool:
     """Whether a chart has a curve to show: more than a constant loss scale."""
     values = [value for key in chart.keys for value in run.curve(key)[1] if isfinite(value)]
-    return _applies(run, chart) and bool(values) and (chart.keys[0] not in ONLY_IF_IT_CHANGES or len(set(values)) > 1)
+    return (
+        _applies(run, chart)
+        and bool(values)
+        and (chart.keys[0] not in ONLY_IF_IT_CHANGES or len(set(values)) > 1)
+    )
 
 
 def _applies(run: Run, chart: Chart) -> bool:
-    """Whether a run has what a chart is about: a pipeline of one stage has no bubble, but the noise of its measurement."""
+    """Whether a run has what a chart is about: a pipeline of one stage has no bubble, but the noise of its
+    measurement."""
     return chart.keys[0] != "bubble_fraction" or any(each.has_pipeline for each in run.segments)
 
 
-def thinned(steps: Sequence[float], values: Sequence[float], begins: Sequence[float] = ()) -> tuple[np.ndarray[Any, Any], ...]:
-    """About POINTS points at most: arrays of the mean step, and the mean, the smallest and the largest value of neighbouring steps.
+def thinned(
+    steps: Sequence[float], values: Sequence[float], begins: Sequence[float] = ()
+) -> tuple[np.ndarray[Any, Any], ...]:
+    """About POINTS points at most: arrays of the mean step, and the mean, the smallest and the largest value
+    of neighbouring steps.
 
     begins: places where a segment begins; no point has steps of two segments.
     """
@@ -100,7 +120,8 @@ def thinned(steps: Sequence[float], values: Sequence[float], begins: Sequence[fl
     pieces = [np.split(np.asarray(each, dtype=float), places) for each in (steps, values)]
     at, of = ([part for piece in each for part in _divided(piece, len(steps))] for each in pieces)
     return tuple(
-        np.array([reduce(part) for part in source]) for source, reduce in ((at, np.mean), (of, np.mean), (of, np.min), (of, np.max))
+        np.array([reduce(part) for part in source])
+        for source, reduce in ((at, np.mean), (of, np.mean), (of, np.min), (of, np.max))
     )
 
 
@@ -120,7 +141,9 @@ def _begins(run: Run, over: str = "step") -> list[float]:
     return [scale * values[bisect_left(steps, first)] for first in later]
 
 
-def _chart(title: str, unit: str, kind: str, lines: list[dict[str, Any]], runs: Sequence[Run], **options: Any) -> dict[str, Any]:
+def _chart(
+    title: str, unit: str, kind: str, lines: list[dict[str, Any]], runs: Sequence[Run], **options: Any
+) -> dict[str, Any]:
     over = options.pop("over", "step")
     marks = [
         [rounded(place, PLACE_DIGITS), segment.number, index if len(runs) > 1 else None]
@@ -131,7 +154,9 @@ def _chart(title: str, unit: str, kind: str, lines: list[dict[str, Any]], runs: 
     return facts | {"log": False, "zero": False, "whole": False} | options | {"lines": lines, "marks": marks}
 
 
-def _line(name: str, color: int, at: Sequence[float], values: Sequence[float], begins: Sequence[float] = ()) -> dict[str, Any]:
+def _line(
+    name: str, color: int, at: Sequence[float], values: Sequence[float], begins: Sequence[float] = ()
+) -> dict[str, Any]:
     """A curve, thinned: means, and the smallest and largest value where a point stands for several steps."""
     places, mean, low, high = thinned(at, values, begins)
     line = {"name": name, "color": color, "at": [rounded(each, PLACE_DIGITS) for each in places]}
@@ -156,7 +181,9 @@ def _curves(chart: Chart, runs: Sequence[Run]) -> dict[str, Any]:
                 continue
             color = index if len(runs) > 1 else int(key == "val_loss")
             places = _places(run, chart.over, steps)
-            line = _line(_label(run, key, len(runs)), color, places, [value * chart.scale for value in values], begins)
+            line = _line(
+                _label(run, key, len(runs)), color, places, [value * chart.scale for value in values], begins
+            )
             lines.append(line | ({"dots": True} if key == "val_loss" else {}))
     options = {"log": chart.logarithmic, "zero": chart.from_zero, "whole": chart.whole, "over": chart.over}
     return _chart(chart.title, chart.unit, "lines", lines, runs, **options)
@@ -184,17 +211,34 @@ def _places(run: Run, over: str, steps: Sequence[int]) -> list[float]:
 
 
 def _loads(run: Run) -> dict[str, Any]:
-    """The load of the fullest expert of each layer over the steps as a heat map: 1 where all experts are equally loaded."""
+    """The load of the fullest expert of each layer over the steps as a heat map: 1 where all experts are
+    equally loaded."""
     recorded = [line for line in run.steps if line.get(LOADS)]
-    steps, columns = [line["step"] for line in recorded], zip(*(line[LOADS] for line in recorded), strict=True)
+    steps, columns = (
+        [line["step"] for line in recorded],
+        zip(*(line[LOADS] for line in recorded), strict=True),
+    )
     layers = filter(run.config.model.is_mixture, range(run.config.model.num_hidden_layers))
-    lines = [_line(f"layer {layer}", 0, steps, column, _begins(run)) for layer, column in zip(layers, columns, strict=False)]
-    return _chart(f"Load of the fullest expert, over the mean: {_short(run.name)}", "layer", "heat", lines, [run], whole=True)
+    lines = [
+        _line(f"layer {layer}", 0, steps, column, _begins(run))
+        for layer, column in zip(layers, columns, strict=False)
+    ]
+    return _chart(
+        f"Load of the fullest expert, over the mean: {_short(run.name)}",
+        "layer",
+        "heat",
+        lines,
+        [run],
+        whole=True,
+    )
 
 
 def _by_name(run: Run, prefix: str, title: str) -> dict[str, Any]:
     """A curve for each name."""
-    lines = [_line(_short(name), index, *run.curve(prefix + name), _begins(run)) for index, name in enumerate(run.names(prefix))]
+    lines = [
+        _line(_short(name), index, *run.curve(prefix + name), _begins(run))
+        for index, name in enumerate(run.names(prefix))
+    ]
     if prefix == VALIDATED:
         lines = [line | {"dots": True} for line in lines]
     return _chart(f"{title}: {_short(run.name)}", "nats a token", "lines", lines, [run])

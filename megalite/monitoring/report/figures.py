@@ -1,4 +1,5 @@
-"""The figures of one run or several side by side: rows of text for the page and the terminal, and plain data."""
+"""The figures of one run or several side by side: rows of text for the page and the terminal, and plain
+data."""
 
 from __future__ import annotations
 
@@ -39,14 +40,25 @@ OF_A_SEGMENT: dict[str, Callable[[Segment], str]] = {
 
 
 def summary(runs: Sequence[Run]) -> list[list[str]]:
-    """The summary table, with a column for each run. A value that differs between segments is given for each: "a → b"."""
+    """The summary table, with a column for each run. A value that differs between segments is given for each:
+    "a → b"."""
     found, lefts = [as_json(run) for run in runs], [time_left(run) for run in runs]
     names = dict.fromkeys(name for run in runs for name in run.names(VALIDATED))
     last = {name: [next(reversed(run.curve(VALIDATED + name)[1]), None) for run in runs] for name in names}
-    sets = [[f"Last validation loss of {name}", *(number(value, ".4f") for value in values)] for name, values in last.items()]
+    sets = [
+        [f"Last validation loss of {name}", *(number(value, ".4f") for value in values)]
+        for name, values in last.items()
+    ]
     trained = [", ".join(seen_in_training(run.config.data)) for run in runs]
-    by_segment = {name: [name, *(_joined([of(each) for each in run.segments]) for run in runs)] for name, of in OF_A_SEGMENT.items()}
-    settings = [row for name, row in by_segment.items() if name in ("Layout", "Ranks", "Precision, recomputation", "Global batch")]
+    by_segment = {
+        name: [name, *(_joined([of(each) for each in run.segments]) for run in runs)]
+        for name, of in OF_A_SEGMENT.items()
+    }
+    settings = [
+        row
+        for name, row in by_segment.items()
+        if name in ("Layout", "Ranks", "Precision, recomputation", "Global batch")
+    ]
     return [
         ["State", *(state(run) for run in runs)],
         ["Parameters", *(f"{run.parameters:,}" for run in runs)],
@@ -54,7 +66,11 @@ def summary(runs: Sequence[Run]) -> list[list[str]]:
         ["Steps done, of", *(f"{each['step']:,} of {each['steps']:,}" for each in found)],
         ["Tokens seen", *(f"{each['tokens']:,}" for each in found)],
         ["Time of all steps", *(duration(each["seconds"]) for each in found)],
-        *([["Time left", *("–" if left is None else duration(left) for left in lefts)]] if any(left is not None for left in lefts) else []),
+        *(
+            [["Time left", *("–" if left is None else duration(left) for left in lefts)]]
+            if any(left is not None for left in lefts)
+            else []
+        ),
         ["Last loss", *(number(each["loss"], ".4f") for each in found)],
         ["Last validation loss", *(number(each["val_loss"], ".4f") for each in found)],
         ["Best validation loss", *(number(each["best_val_loss"], ".4f") for each in found)],
@@ -75,12 +91,16 @@ def segment_rows(run: Run) -> list[list[str]]:
     """A run's segments side by side: what OF_A_SEGMENT lists, and the options that were changed."""
     rows = [[name, *(map(of, run.segments))] for name, of in OF_A_SEGMENT.items()]
     options = changed_options([each.start for each in run.segments])
-    changed = [[name, *("–" if value is None else str(value) for value in values)] for name, values in options.items()]
+    changed = [
+        [name, *("–" if value is None else str(value) for value in values)]
+        for name, values in options.items()
+    ]
     return [["Steps", *(each.steps for each in run.segments)], *rows, *changed]
 
 
 def time_left(run: Run) -> float | None:
-    """Seconds that a running run still needs for its steps, each as long as the last RECENT ones; None if it does not run or has none."""
+    """Seconds that a running run still needs for its steps, each as long as the last RECENT ones; None if it
+    does not run or has none."""
     seconds = run.segments[-1].values("step_time_s")[-RECENT:]
     if run.summary.get("state") != "running" or not seconds:
         return None
@@ -94,7 +114,8 @@ def state(run: Run) -> str:
 
 
 def as_json(run: Run) -> dict[str, Any]:
-    """The final figures as plain data. Speeds are medians of the second half of the steps of the last segment."""
+    """The final figures as plain data. Speeds are medians of the second half of the steps of the last
+    segment."""
     last, validations, newest = run.steps[-1] if run.steps else {}, run.curve("val_loss")[1], run.segments[-1]
     return {
         "run": run.name,
@@ -121,21 +142,26 @@ def _segment_json(run: Run, segment: Segment) -> dict[str, Any]:
         "last_step": segment.last,
         "ranks": segment.ranks,
         "device": segment.device,
-        "layout": None if config is None else {**segment.sizes(), "ep": config.parallel.ep, "zero": config.parallel.zero},
+        "layout": None
+        if config is None
+        else {**segment.sizes(), "ep": config.parallel.ep, "zero": config.parallel.zero},
         "schedule": None if config is None or config.parallel.pp == 1 else config.parallel.schedule,
         "precision": None if config is None else config.train.precision,
         "global_batch_size": None if config is None else config.train.global_batch_size,
         "micro_batch_size": None if config is None else config.train.micro_batch_size,
         "kernels": segment.start.kernels if segment.start else [],
-        **{key: segment.typical(key) for key in ("step_time_s", "tokens_per_second", "tflops_per_gpu", "mfu", "bubble_fraction")},
+        **{
+            key: segment.typical(key)
+            for key in ("step_time_s", "tokens_per_second", "tflops_per_gpu", "mfu", "bubble_fraction")
+        },
         "peak_memory_bytes": segment.highest("peak_memory_bytes"),
         "predicted": {name: value for name, value, _ in segment.predicted(run.recorded_in(segment))},
     }
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """The options in which the newest starts of the runs differ, their names aside: option → value of each run, None where a run has no
-    such option."""
+    """The options in which the newest starts of the runs differ, their names aside: option → value of each
+    run, None where a run has no such option."""
     flat = [dict(flattened(run.options)) for run in runs]
     names = dict.fromkeys(name for options in flat for name in options)
     found = {name: [options.get(name) for options in flat] for name in names if name != "run.name"}
@@ -144,4 +170,7 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 def difference_rows(runs: Sequence[Run]) -> list[list[str]]:
     """The differing options as text."""
-    return [[name, *("–" if value is None else str(value) for value in values)] for name, values in differences(runs).items()]
+    return [
+        [name, *("–" if value is None else str(value) for value in values)]
+        for name, values in differences(runs).items()
+    ]

@@ -1,11 +1,13 @@
-"""Serves the page of one run to this machine's browsers, while the run trains, before its first step, and after its end.
+"""Serves the page of one run to this machine's browsers, while the run trains, before its first step, and
+after its end.
 
     GET /           the page, with a script that asks for /content every few seconds
     GET /content    the part below its title; 304 if the browser has it
     anything else   404
 
-Only 127.0.0.1 is listened on. A request must name this machine as its host: otherwise a page from elsewhere, whose name its owner lets
-resolve to 127.0.0.1 (DNS rebinding), could read the run. Everything from the run is escaped, and the page may run only its own script.
+Only 127.0.0.1 is listened on. A request must name this machine as its host: otherwise a page from elsewhere,
+whose name its owner lets resolve to 127.0.0.1 (DNS rebinding), could read the run. Everything from the run is
+escaped, and the page may run only its own script.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from megalite.system.progress import duration
 
 HOSTS = ("127.0.0.1", "localhost")
 REFRESH_S = 5.0
-SILENT_S, SILENT_STEPS = 60.0, 10  # without a step for so long, in seconds and in times of a step, the page says so
+# without a step for so long, in seconds and in times of a step, the page says so
+SILENT_S, SILENT_STEPS = 60.0, 10
 SHARE = 0.1  # of a core at most, for drawing: the run may need it
 ICON = '<link rel="icon" href="data:,">'  # otherwise browsers ask for /favicon.ico
 SCRIPT = """
@@ -69,7 +72,8 @@ def whole_script() -> str:
 
 ALLOWED_SCRIPT = "sha256-" + b64encode(sha256(whole_script().encode()).digest()).decode()
 HEADERS = {
-    "Content-Security-Policy": f"default-src 'none'; script-src '{ALLOWED_SCRIPT}'; style-src 'unsafe-inline'; connect-src 'self'; "
+    "Content-Security-Policy": f"default-src 'none'; script-src '{ALLOWED_SCRIPT}'; style-src "
+    "'unsafe-inline'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -79,7 +83,8 @@ HEADERS = {
 
 
 class LivePage:
-    """The page of a run as it stands. It is drawn again when a file of the run has changed, and then at most a tenth of the time."""
+    """The page of a run as it stands. It is drawn again when a file of the run has changed, and then at most
+    a tenth of the time."""
 
     def __init__(self, directory: Path, clock: Callable[[], float] = monotonic):
         self.directory, self._clock = directory, clock
@@ -105,7 +110,10 @@ class LivePage:
     def whole(self) -> str:
         """The whole page."""
         body, tag = self.content()
-        parts = f'<main data-tag=\'{tag}\'>\n{body}\n</main>\n<p id="note" role="status"></p>\n<script>{whole_script()}</script>'
+        parts = (
+            f"<main data-tag='{tag}'>\n{body}\n</main>\n<p id=\"note\" "
+            f'role="status"></p>\n<script>{whole_script()}</script>'
+        )
         return document(self.title, parts, ICON)
 
     def _state(self) -> list[Any]:
@@ -149,7 +157,8 @@ class LivePage:
 
 
 class LiveServer(ThreadingHTTPServer):
-    """Serves a page on 127.0.0.1 until it is closed. `port` 0: a free one. Raises OSError if the port is taken."""
+    """Serves a page on 127.0.0.1 until it is closed. `port` 0: a free one. Raises OSError if the port is
+    taken."""
 
     daemon_threads = True
 

@@ -1,4 +1,5 @@
-"""The report: one self-contained HTML page, with the library that draws its charts (uPlot, MIT, in uplot/) in it."""
+"""The report: one self-contained HTML page, with the library that draws its charts (uPlot, MIT, in uplot/) in
+it."""
 
 from __future__ import annotations
 
@@ -85,17 +86,28 @@ def content(runs: Sequence[Run]) -> str:
         ("Configuration", "".join(_details(run.name, run.options) for run in runs)),
         ("Environment", "".join(_details(run.name, run.environment) for run in runs if run.environment)),
     ]
-    return "\n".join(f"<h2>{heading}</h2>\n{content}" if heading else content for heading, content in sections if content)
+    return "\n".join(
+        f"<h2>{heading}</h2>\n{content}" if heading else content for heading, content in sections if content
+    )
 
 
 def _chart(chart: dict[str, Any]) -> str:
     """A chart, which charts.js draws, and some of its values as a table."""
     data, title = escape(json.dumps(chart, separators=(",", ":")), quote=True), escape(chart["title"])
-    toggle = '<button type="button" aria-pressed="false">log</button>' if chart["kind"] == "lines" and _is_positive(chart) else ""
+    toggle = (
+        '<button type="button" aria-pressed="false">log</button>'
+        if chart["kind"] == "lines" and _is_positive(chart)
+        else ""
+    )
     names = [line["name"] for line in chart["lines"]]
     described = f"{title}: {escape(', '.join(names))} over {chart['over']}"
-    plot = f'<div class="plot" role="img" aria-label="{described}"><noscript>Curves need JavaScript.</noscript></div>'
-    return f'<section class="chart" data-chart="{data}">{toggle}<h3>{title}</h3>{plot}{_values(chart)}</section>'
+    plot = (
+        f'<div class="plot" role="img" aria-label="{described}"><noscript>Curves need '
+        "JavaScript.</noscript></div>"
+    )
+    return (
+        f'<section class="chart" data-chart="{data}">{toggle}<h3>{title}</h3>{plot}{_values(chart)}</section>'
+    )
 
 
 def _is_positive(chart: dict[str, Any]) -> bool:
@@ -107,29 +119,46 @@ def _values(chart: dict[str, Any]) -> str:
     """Values of its curves at a few places, the first and the last included."""
     lines = [dict(zip(line["at"], line["values"], strict=True)) for line in chart["lines"]]
     places = sorted({place for line in lines for place in line})
-    chosen = [places[round(index * (len(places) - 1) / max(ROWS - 1, 1))] for index in range(ROWS)] if len(places) > ROWS else places
-    rows = [[f"{place:,.6g}", *("–" if (value := line.get(place)) is None else f"{value:,.6g}" for line in lines)] for place in chosen]
+    chosen = (
+        [places[round(index * (len(places) - 1) / max(ROWS - 1, 1))] for index in range(ROWS)]
+        if len(places) > ROWS
+        else places
+    )
+    rows = [
+        [f"{place:,.6g}", *("–" if (value := line.get(place)) is None else f"{value:,.6g}" for line in lines)]
+        for place in chosen
+    ]
     return f"<details><summary>values</summary>{_table([chart['over'], *(line['name'] for line in chart['lines'])], rows)}</details>"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
     lines = (
-        f'<tr><th scope="row">{escape(first)}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in rest) + "</tr>"
+        f'<tr><th scope="row">{escape(first)}</th>'
+        + "".join(f"<td>{escape(cell)}</td>" for cell in rest)
+        + "</tr>"
         for first, *rest in rows
     )
     return f'<div class="wide"><table><tr>{top}</tr>{"".join(lines)}</table></div>'
 
 
 def _segments(run: Run) -> str:
-    """A run that was resumed with another layout, on other hardware or with other options: a column for each."""
+    """A run that was resumed with another layout, on other hardware or with other options: a column for
+    each."""
     head = [run.name, *(f"{each.number}" for each in run.segments)]
-    return f"<p>Each column is a part of the run; dashed lines in its curves begin one.</p>{_table(head, figures.segment_rows(run))}"
+    return (
+        "<p>Each column is a part of the run; dashed lines in its curves begin "
+        f"one.</p>{_table(head, figures.segment_rows(run))}"
+    )
 
 
 def _named(run: Run, segment: Segment) -> str:
     """The run, and which part of it if there are several."""
-    return run.name if len(run.segments) == 1 else f"{run.name}, segment {segment.number} ({segment.steps}: {segment.layout})"
+    return (
+        run.name
+        if len(run.segments) == 1
+        else f"{run.name}, segment {segment.number} ({segment.steps}: {segment.layout})"
+    )
 
 
 def _pipeline(run: Run, segment: Segment) -> str:
@@ -137,18 +166,28 @@ def _pipeline(run: Run, segment: Segment) -> str:
     plan = segment.schedule() if recorded is None else recorded.plan
     if plan is None:
         return ""
-    timed = "the durations that the run recorded" if recorded else "the durations that it was planned for: profiling.timeline records"
+    timed = (
+        "the durations that the run recorded"
+        if recorded
+        else "the durations that it was planned for: profiling.timeline records"
+    )
     try:
         drawn = drawing.svg(drawing.picture([plan]))
     except drawing.DrawingError as error:
         drawn = f"<p>{escape(str(error))}</p>"
-    return f'<p>{escape(_named(run, segment))}, simulated with {timed}.</p><div class="wide drawing">{drawn}</div>'
+    return (
+        f'<p>{escape(_named(run, segment))}, simulated with {timed}.</p><div class="wide '
+        f'drawing">{drawn}</div>'
+    )
 
 
 def _predictions(run: Run, segment: Segment) -> str:
     """Predicted and measured values of a segment, where both are known."""
     found = segment.predicted(run.recorded_in(segment))
-    rows = [[name, *(f"{each:.4g}" if name == "step_time_s" else f"{each:.1%}" for each in values)] for name, *values in found]
+    rows = [
+        [name, *(f"{each:.4g}" if name == "step_time_s" else f"{each:.1%}" for each in values)]
+        for name, *values in found
+    ]
     return _table([_named(run, segment), "predicted", "measured"], rows) if rows else ""
 
 

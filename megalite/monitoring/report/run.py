@@ -1,6 +1,8 @@
-"""Reads a run's directory: configuration, metrics of every step, validation, and the segments with their predictions.
+"""Reads a run's directory: configuration, metrics of every step, validation, and the segments with their
+predictions.
 
-Everything except config.yaml may be missing, half-written or still growing: a report can be made while a run trains.
+Everything except config.yaml may be missing, half-written or still growing: a report can be made while a run
+trains.
 """
 
 from __future__ import annotations
@@ -23,7 +25,12 @@ from megalite.monitoring.report.segments import Segment, segments
 from megalite.parallel.pipeline.schedule import ScheduleError
 from megalite.planning.drawing import measured
 
-METRICS, ENVIRONMENT, PREDICTION, SUMMARY = "metrics.jsonl", "environment.json", "prediction.json", "summary.json"
+METRICS, ENVIRONMENT, PREDICTION, SUMMARY = (
+    "metrics.jsonl",
+    "environment.json",
+    "prediction.json",
+    "summary.json",
+)
 FILES = ("config.yaml", METRICS, starts.FILE, ENVIRONMENT, PREDICTION, SUMMARY, measured.TIMELINE)
 """What a report is made of."""
 PHASES = "time_"  # metrics.jsonl's keys of a step's phases start with this
@@ -71,17 +78,33 @@ class Run:
         """
         if self.steps and all(f"{key}_seen" in line for line in self.steps):
             return {line["step"]: line[f"{key}_seen"] for line in self.steps}
-        return dict(zip((line["step"] for line in self.steps), accumulate(line.get(key) or 0 for line in self.steps), strict=True))
+        return dict(
+            zip(
+                (line["step"] for line in self.steps),
+                accumulate(line.get(key) or 0 for line in self.steps),
+                strict=True,
+            )
+        )
 
     def curve(self, key: str) -> tuple[list[int], list[float]]:
         """The steps that have a number under this key, and these numbers."""
-        found = [(line["step"], line[key]) for line in (*self.steps, *self.validations) if isinstance(line.get(key), int | float)]
+        found = [
+            (line["step"], line[key])
+            for line in (*self.steps, *self.validations)
+            if isinstance(line.get(key), int | float)
+        ]
         return [step for step, _ in found], [float(value) for _, value in found]
 
     def names(self, prefix: str) -> list[str]:
-        """The names under which the run has numbers: what follows the prefix in keys, in the order in which they first appear."""
+        """The names under which the run has numbers: what follows the prefix in keys, in the order in which
+        they first appear."""
         lines = (*self.steps, *self.validations)
-        found = dict.fromkeys(key for line in lines for key, value in line.items() if key.startswith(prefix) and value is not None)
+        found = dict.fromkeys(
+            key
+            for line in lines
+            for key, value in line.items()
+            if key.startswith(prefix) and value is not None
+        )
         return [key.removeprefix(prefix) for key in found]
 
     @property
@@ -95,10 +118,14 @@ class Run:
 
 
 def read_all(directories: Sequence[Path]) -> list[Run]:
-    """Read several runs. Runs of the same name are called by their directories. Raises ReportError if one is not a run."""
+    """Read several runs. Runs of the same name are called by their directories. Raises ReportError if one is
+    not a run."""
     runs = [read(directory) for directory in directories]
     names = [run.name for run in runs]
-    return [replace(run, name=str(at)) if names.count(run.name) > 1 else run for run, at in zip(runs, directories, strict=True)]
+    return [
+        replace(run, name=str(at)) if names.count(run.name) > 1 else run
+        for run, at in zip(runs, directories, strict=True)
+    ]
 
 
 def read(directory: Path) -> Run:
@@ -107,7 +134,9 @@ def read(directory: Path) -> Run:
         options = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8")) or {}
         config = from_dict(options)
     except OSError as error:
-        raise ReportError(f"{directory}: config.yaml can not be read: {error.strerror}. Give the directory of a run.") from None
+        raise ReportError(
+            f"{directory}: config.yaml can not be read: {error.strerror}. Give the directory of a run."
+        ) from None
     except (ConfigError, yaml.YAMLError) as error:
         raise ReportError(f"{directory / 'config.yaml'}: {error}") from None
     lines = _lines(directory / METRICS)
@@ -115,17 +144,25 @@ def read(directory: Path) -> Run:
         recorded = measured.read(directory) if (directory / measured.TIMELINE).exists() else None
     except ScheduleError as error:
         raise ReportError(str(error)) from None
-    steps, validations = [line for line in lines if "loss" in line], [line for line in lines if "val_loss" in line]
-    environment, prediction, summary = (_object(directory / name) for name in (ENVIRONMENT, PREDICTION, SUMMARY))
+    steps, validations = (
+        [line for line in lines if "loss" in line],
+        [line for line in lines if "val_loss" in line],
+    )
+    environment, prediction, summary = (
+        _object(directory / name) for name in (ENVIRONMENT, PREDICTION, SUMMARY)
+    )
     begun = [replace(start, options=_whole(start.options)) for start in starts.read(directory)]
     if not begun:  # a run of an earlier version: its last start is all that is known
         after = steps[0]["step"] - 1 if steps else 0
         begun = [starts.Start(after, to_dict(config), environment, prediction=prediction)]
-    return Run(directory.resolve().name, config, options, steps, validations, begun, recorded, environment, summary)
+    return Run(
+        directory.resolve().name, config, options, steps, validations, begun, recorded, environment, summary
+    )
 
 
 def _whole(options: dict[str, Any]) -> dict[str, Any]:
-    """Options with the defaults of those that an earlier version did not have; as they are if this version cannot read them."""
+    """Options with the defaults of those that an earlier version did not have; as they are if this version
+    cannot read them."""
     try:
         return to_dict(from_dict(options))
     except ConfigError:

@@ -1,6 +1,8 @@
-"""The segments of a run: steps in a row that were done with the same layout, hardware, precision, kernels and options.
+"""The segments of a run: steps in a row that were done with the same layout, hardware, precision, kernels and
+options.
 
-A resume may change all of these. What depends on them (speeds, bubble, peak memory, predictions) is a figure of a segment, not of the run.
+A resume may change all of these. What depends on them (speeds, bubble, peak memory, predictions) is a figure
+of a segment, not of the run.
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ from megalite.planning.drawing.measured import MeasuredRun
 ELSEWHERE = ("run", "checkpoint", "faults", "validation", "logging", "profiling", "network")
 """Sections that change neither what a step computes nor where."""
 HORIZON = frozenset(
-    ("model.init_from", "lora.init_from", "train.steps", "train.tokens", "train.epochs", "train.stop_after", "train.watchdog")
+    (
+        "model.init_from",
+        "lora.init_from",
+        "train.steps",
+        "train.tokens",
+        "train.epochs",
+        "train.stop_after",
+        "train.watchdog",
+    )
     + ("train.early_stopping_patience", "train.early_stopping_threshold")
 )
 """Options of other sections that only say where a run begins and ends."""
@@ -53,7 +63,9 @@ class Segment:
     @property
     def steps(self) -> str:
         """Its steps in words."""
-        return f"steps {self.first:,} to {self.last:,}" if self.last is not None else f"from step {self.first:,}"
+        return (
+            f"steps {self.first:,} to {self.last:,}" if self.last is not None else f"from step {self.first:,}"
+        )
 
     @cached_property
     def config(self) -> Config | None:
@@ -90,7 +102,10 @@ class Segment:
         schedule = f", {parallel.schedule}" if parallel.pp > 1 else ""
         context = f" × cp {parallel.cp}" if parallel.cp > 1 else ""
         experts = f", ep {parallel.ep}" if parallel.ep > 1 else ""
-        return f"tp {parallel.tp} × pp {parallel.pp}{context} × dp {parallel.dp}{experts}, ZeRO-{parallel.zero}{schedule}"
+        return (
+            f"tp {parallel.tp} × pp {parallel.pp}{context} × dp {parallel.dp}{experts}, "
+            f"ZeRO-{parallel.zero}{schedule}"
+        )
 
     @property
     def device(self) -> str | None:
@@ -100,7 +115,11 @@ class Segment:
     def ranks(self) -> int | None:
         if self.start is not None and "ranks" in self.start.environment:
             return int(self.start.environment["ranks"])
-        return None if self.config is None or self.config.parallel.dp is None else ParallelDims.of(self.config).world
+        return (
+            None
+            if self.config is None or self.config.parallel.dp is None
+            else ParallelDims.of(self.config).world
+        )
 
     @property
     def hardware(self) -> str:
@@ -114,7 +133,9 @@ class Segment:
     def batch(self) -> str:
         if self.config is None:
             return "–"
-        return f"{self.config.train.global_batch_size}, in microbatches of {self.config.train.micro_batch_size}"
+        return (
+            f"{self.config.train.global_batch_size}, in microbatches of {self.config.train.micro_batch_size}"
+        )
 
     @property
     def kernels(self) -> str:
@@ -128,20 +149,33 @@ class Segment:
         return {} if self.start is None else self.start.prediction
 
     def is_recorded_by(self, recorded: MeasuredRun) -> bool:
-        """Whether a recorded timeline is of its steps, with its layout. Steps that were done again may have been recorded before."""
-        if self.config is None or not recorded.steps or not self.first <= recorded.steps[0] <= (self.last or self.first - 1):
+        """Whether a recorded timeline is of its steps, with its layout. Steps that were done again may have
+        been recorded before."""
+        if (
+            self.config is None
+            or not recorded.steps
+            or not self.first <= recorded.steps[0] <= (self.last or self.first - 1)
+        ):
             return False
         parallel, schedule = self.config.parallel, recorded.plan.schedule
         if parallel.dp is None or (parallel.schedule, parallel.pp) != (schedule.name, schedule.ranks):
             return False
-        return schedule.microbatches == ParallelDims.of(self.config).microbatches and recorded.layout in (None, self.sizes())
+        return schedule.microbatches == ParallelDims.of(self.config).microbatches and recorded.layout in (
+            None,
+            self.sizes(),
+        )
 
     def sizes(self) -> dict[str, int | None]:
         """The ranks along each axis."""
-        return {} if self.config is None else {axis: getattr(self.config.parallel, axis) for axis in ("tp", "pp", "dp", "cp")}
+        return (
+            {}
+            if self.config is None
+            else {axis: getattr(self.config.parallel, axis) for axis in ("tp", "pp", "dp", "cp")}
+        )
 
     def schedule(self) -> Plan | None:
-        """The pipeline of a step with the durations that its schedule was planned for; None without a pipeline."""
+        """The pipeline of a step with the durations that its schedule was planned for; None without a
+        pipeline."""
         if self.config is None or self.config.parallel.pp == 1 or self.config.parallel.dp is None:
             return None
         parallel = self.config.parallel
@@ -152,10 +186,15 @@ class Segment:
         """Name, predicted and measured value, where both are known. recorded: a timeline of these steps."""
         found: list[tuple[str, float, float]] = []
         if recorded is not None:
-            found += [(name, getattr(recorded.plan.timeline, name), recorded.bubbles[name]) for name in recorded.bubbles]
+            found += [
+                (name, getattr(recorded.plan.timeline, name), recorded.bubbles[name])
+                for name in recorded.bubbles
+            ]
         elif (plan := self.schedule()) is not None and (bubble := self.typical(BUBBLES[0])) is not None:
             planned_for = self.prediction.get(BUBBLES[0])
-            found.append((BUBBLES[0], plan.timeline.bubble_fraction if planned_for is None else planned_for, bubble))
+            found.append(
+                (BUBBLES[0], plan.timeline.bubble_fraction if planned_for is None else planned_for, bubble)
+            )
         seconds, measured = self.prediction.get("step_time_s"), self.typical("step_time_s")
         if seconds is not None and measured is not None:
             found.append(("step_time_s", seconds, measured))
@@ -182,18 +221,31 @@ def segments(starts: Sequence[Start], lines: Sequence[dict[str, Any]]) -> list[S
 
 def alike(one: Start, other: Start) -> bool:
     """Whether two starts belong to one segment."""
-    return not differences([one, other]) and one.environment == other.environment and one.kernels == other.kernels
+    return (
+        not differences([one, other])
+        and one.environment == other.environment
+        and one.kernels == other.kernels
+    )
 
 
 def differences(starts: Sequence[Start | None]) -> dict[str, list[Any]]:
-    """The options with a part in what a step computes, and where, in which starts differ: option → value of each."""
+    """The options with a part in what a step computes, and where, in which starts differ: option → value of
+    each."""
     flat = [dict(flattened(start.options)) if start is not None else {} for start in starts]
     names = dict.fromkeys(name for options in flat for name in options)
     counted = [name for name in names if name not in HORIZON and name.partition(".")[0] not in ELSEWHERE]
     known = [options for options in flat if options]
-    return {name: [each.get(name) for each in flat] for name in counted if any(each.get(name) != known[0].get(name) for each in known)}
+    return {
+        name: [each.get(name) for each in flat]
+        for name in counted
+        if any(each.get(name) != known[0].get(name) for each in known)
+    }
 
 
 def flattened(options: dict[str, Any]) -> Iterable[tuple[str, Any]]:
     """Every option as `section.name` and its value."""
-    return ((f"{section}.{key}", value) for section, values in options.items() for key, value in (values or {}).items())
+    return (
+        (f"{section}.{key}", value)
+        for section, values in options.items()
+        for key, value in (values or {}).items()
+    )

@@ -1,4 +1,5 @@
-"""The one interface of context parallelism that the model calls: attention of a rank's part of every row to whole rows."""
+"""The one interface of context parallelism that the model calls: attention of a rank's part of every row to
+whole rows."""
 
 from __future__ import annotations
 
@@ -19,10 +20,11 @@ METHODS = {"ulysses": Ulysses, "gather": Gathered, "ring": Ring}
 
 
 def attention_over(cp: MeshAxis, method: str, levels: tuple[MeshAxis, MeshAxis] | None = None) -> Attend:
-    """attend(q, k, v, options): q [seq/cp, batch, heads, dim], k and v [seq/cp, batch, kv_heads, dim] -> the shape of q.
+    """attend(q, k, v, options): q [seq/cp, batch, heads, dim], k and v [seq/cp, batch, kv_heads, dim] -> the
+    shape of q.
 
-    options: those of `megalite_kernels.attention`, and `part`, which says what the cp ranks hold; `sinks`, if heads have
-    them. All cp ranks call it in the same order.
+    options: those of `megalite_kernels.attention`, and `part`, which says what the cp ranks hold; `sinks`, if
+    heads have them. All cp ranks call it in the same order.
     levels: the inner and the outer axis of a ring of groups (`two_level`).
     """
     if levels is not None:

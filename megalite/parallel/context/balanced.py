@@ -1,9 +1,12 @@
-"""Parts of rows by their documents, so that every rank has equally much attention to compute. Pure functions; no torch.
+"""Parts of rows by their documents, so that every rank has equally much attention to compute. Pure functions;
+no torch.
 
-A token attends to its own document only, so that where documents end inside a row, a late part may see few keys. What a part costs is the
-number of tiles of queries by keys that the kernels visit (`megalite_kernels.attention_part_triton`), not the number of visible pairs: a
-tile that holds one visible pair costs as much as a full one. Rows are cut into blocks of whole tiles; the ranks take equally many blocks,
-and about equal sums of their tiles. Every rank computes the same parts from the same rows: nothing is communicated.
+A token attends to its own document only, so that where documents end inside a row, a late part may see few
+keys. What a part costs is the number of tiles of queries by keys that the kernels visit
+(`megalite_kernels.attention_part_triton`), not the number of visible pairs: a tile that holds one visible
+pair costs as much as a full one. Rows are cut into blocks of whole tiles; the ranks take equally many blocks,
+and about equal sums of their tiles. Every rank computes the same parts from the same rows: nothing is
+communicated.
 """
 
 from __future__ import annotations
@@ -25,18 +28,22 @@ EVERY_KEY: Windows = ((None, 1),)
 KEYS = TILE // 2
 """Keys of a tile of `TILE` queries."""
 MOST_SWAPS = 16  # per rank
-MOST_TRIALS, MOST_FAILURES, MOST_PAIRS = 256, 8, 1 << 14  # of exchanges for a ring, of which those of 2^14 / ranks² pairs are one trial
+# of exchanges for a ring, of which those of 2^14 / ranks² pairs are one trial
+MOST_TRIALS, MOST_FAILURES, MOST_PAIRS = 256, 8, 1 << 14
 
 
 def balanced(starts: Counts, ranks: int, windows: Windows = EVERY_KEY, method: str = "gather") -> list[Runs]:
-    """The runs of each rank, of rows with documents that start at `starts` [seq, batch]: equally many positions, about equally many tiles.
+    """The runs of each rank, of rows with documents that start at `starts` [seq, batch]: equally many
+    positions, about equally many tiles.
 
-    For a ring, the tiles at each hop are about equal too. Rows of one microbatch share their parts: tiles are summed over them.
+    For a ring, the tiles at each hop are about equal too. Rows of one microbatch share their parts: tiles are
+    summed over them.
     """
     length = len(starts)
     block = block_length(length // ranks)
     blocks = [Run(start, block) for start in range(0, length, block)]
-    # Where blocks are shorter than a tile, as in tests, tiles shrink with them: otherwise all would cost the same.
+    # Where blocks are shorter than a tile, as in tests, tiles shrink with them: otherwise all would cost the
+    # same.
     tiles = visited(blocks, starts, windows, min(TILE, block), max(min(KEYS, block // 2), 1))
     owners = _dealt(tiles.sum(1), ranks)
     _swap(tiles.sum(1), owners, ranks)
@@ -45,14 +52,20 @@ def balanced(starts: Counts, ranks: int, windows: Windows = EVERY_KEY, method: s
     return [joined([blocks[index] for index in np.flatnonzero(owners == rank)]) for rank in range(ranks)]
 
 
-def visited(runs: Sequence[Run], starts: Counts, windows: Windows = EVERY_KEY, queries: int = TILE, keys: int = KEYS) -> Counts:
-    """Tiles that attention of each run of queries to each run of keys visits, [runs, runs], summed over rows and layers.
+def visited(
+    runs: Sequence[Run], starts: Counts, windows: Windows = EVERY_KEY, queries: int = TILE, keys: int = KEYS
+) -> Counts:
+    """Tiles that attention of each run of queries to each run of keys visits, [runs, runs], summed over rows
+    and layers.
 
-    starts: [seq, batch], the first position of each position's document. Tiles begin with their run, and have queries · keys pairs.
+    starts: [seq, batch], the first position of each position's document. Tiles begin with their run, and have
+    queries · keys pairs.
     """
-    first = np.array([position for run in runs for position in range(run.start, run.stop, queries)])  # of each tile of queries
+    # of each tile of queries
+    first = np.array([position for run in runs for position in range(run.start, run.stop, queries)])
     key_start, key_length = (np.array(column) for column in zip(*runs, strict=True))
-    stop = np.clip(first[:, None] + queries - key_start, 0, key_length)  # [tiles, runs], counted from the run's first key
+    # [tiles, runs], counted from the run's first key
+    stop = np.clip(first[:, None] + queries - key_start, 0, key_length)
     total = np.zeros(stop.shape, np.int64)
     for window, layers in windows:
         for document in starts[first].T:  # a row's starts ascend: that of a tile's first query is the least
@@ -73,9 +86,11 @@ def between_ranks(parts: Sequence[Runs], starts: Counts, windows: Windows = EVER
 
 
 def imbalance(microbatches: Sequence[Counts], method: str) -> float:
-    """The time of attention over that of equal shares, at least 1, given the tiles `between_ranks` of each microbatch.
+    """The time of attention over that of equal shares, at least 1, given the tiles `between_ranks` of each
+    microbatch.
 
-    gather: that of the slowest rank. ring: ranks wait for each other at each hop, so it is the sum over hops of that hop's slowest rank.
+    gather: that of the slowest rank. ring: ranks wait for each other at each hop, so it is the sum over hops
+    of that hop's slowest rank.
     """
     ranks = len(microbatches[0])
     slowest = sum(int(_hops(tiles) if method == "ring" else tiles.sum(1).max()) for tiles in microbatches)
@@ -90,9 +105,11 @@ def _hops(tiles: Counts) -> Counts:
 
 
 def _dealt(costs: Counts, ranks: int) -> Counts:
-    """The rank of each block: the longest first, each to the rank with the least so far of those that have room."""
+    """The rank of each block: the longest first, each to the rank with the least so far of those that have
+    room."""
     owners = np.empty(len(costs), np.int64)
-    heap = [(0, rank, len(costs) // ranks) for rank in range(ranks)]  # what each has, and how many more it takes
+    # what each has, and how many more it takes
+    heap = [(0, rank, len(costs) // ranks) for rank in range(ranks)]
     heapify(heap)
     for block in np.argsort(-costs, kind="stable"):
         load, rank, room = heappop(heap)
@@ -111,7 +128,8 @@ def _swap(costs: Counts, owners: Counts, ranks: int) -> None:
             gap = loads[most] - loads[other]
             mine, its = np.flatnonzero(owners == most), np.flatnonzero(owners == other)
             moved = costs[mine][:, None] - costs[its]
-            left = np.where((moved > 0) & (moved < gap), np.abs(gap - 2 * moved), gap)  # the gap after each exchange
+            # the gap after each exchange
+            left = np.where((moved > 0) & (moved < gap), np.abs(gap - 2 * moved), gap)
             best = int(left.argmin())
             if left.flat[best] < gap:
                 one, two = mine[best // len(its)], its[best % len(its)]
@@ -124,24 +142,27 @@ def _swap(costs: Counts, owners: Counts, ranks: int) -> None:
 
 
 def _swap_for_ring(tiles: Counts, owners: Counts, ranks: int) -> None:
-    """Exchange blocks, in place, as long as that makes the slowest ranks of the hops faster: of random pairs always the best.
+    """Exchange blocks, in place, as long as that makes the slowest ranks of the hops faster: of random pairs
+    always the best.
 
     The numbers are drawn from a fixed seed, so that all ranks try the same pairs.
     """
     random, one_hot = np.random.default_rng(0), np.eye(ranks, dtype=np.int64)
     held = one_hot[owners]  # [blocks, ranks]
     floats = tiles.astype(np.float64)  # products of integers would be slow; these are exact
-    queries, keys = (
-        (each @ held).astype(np.int64) for each in (floats, floats.T)
-    )  # of each block's queries with a rank's keys; vice versa
+    # of each block's queries with a rank's keys; vice versa
+    queries, keys = ((each @ held).astype(np.int64) for each in (floats, floats.T))
     between, failed = held.T @ queries, 0  # [ranks, ranks]
     for _ in range(MOST_TRIALS):
         a, b = random.integers(len(tiles), size=(2, max(MOST_PAIRS // ranks**2, 16)))
         a, b = (each[owners[a] != owners[b]] for each in (a, b))
-        moved = one_hot[owners[b]] - one_hot[owners[a]]  # [pairs, ranks]: what block a adds to the ranks, and b takes away
+        # [pairs, ranks]: what block a adds to the ranks, and b takes away
+        moved = one_hot[owners[b]] - one_hot[owners[a]]
         corner = tiles[a, a] - tiles[a, b] - tiles[b, a] + tiles[b, b]
         added = queries[a] - queries[b] + corner[:, None] * moved
-        after = between + moved[:, :, None] * added[:, None] + (keys[a] - keys[b])[:, :, None] * moved[:, None]
+        after = (
+            between + moved[:, :, None] * added[:, None] + (keys[a] - keys[b])[:, :, None] * moved[:, None]
+        )
         best = int(_hops(after).argmin())
         failed += 1
         if _hops(after[best]) < _hops(between):

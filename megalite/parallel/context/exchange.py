@@ -1,4 +1,5 @@
-"""What the methods of context parallelism send over the cp axis, started and awaited separately. `axis.traffic` counts it.
+"""What the methods of context parallelism send over the cp axis, started and awaited separately.
+`axis.traffic` counts it.
 
 The axis has a communicator of its own: nothing here waits for a gradient reduction.
 """
@@ -16,7 +17,8 @@ from megalite.parallel.collectives import Pending, Work, exchange, group_work
 
 
 def all_to_all(x: Tensor, axis: MeshAxis) -> Pending:
-    """Part i of x goes to rank i, whose part for this rank becomes part i of the result: [size, …] -> [size, …], contiguous."""
+    """Part i of x goes to rank i, whose part for this rank becomes part i of the result: [size, …] -> [size,
+    …], contiguous."""
     axis.traffic["all_to_all", axis.name] += 1
     x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     if dist.get_backend(axis.group) != "gloo":
@@ -32,11 +34,20 @@ def pass_on(x: Tensor, axis: MeshAxis) -> Pending:
     axis.traffic["hop", axis.name] += 1
     x, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     target, source = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]
-    send, receive = partial(dist.isend, x, target, group=axis.group), partial(dist.irecv, received, source, group=axis.group)
+    send, receive = (
+        partial(dist.isend, x, target, group=axis.group),
+        partial(dist.irecv, received, source, group=axis.group),
+    )
     if dist.get_backend(axis.group) == "gloo":
-        works = [Work(send, "hop over cp", axis.activity, target), Work(receive, "hop over cp", axis.activity, source)]
+        works = [
+            Work(send, "hop over cp", axis.activity, target),
+            Work(receive, "hop over cp", axis.activity, source),
+        ]
     else:  # both in one batch: NCCL would finish the send before it starts the receive, on every rank
-        operations = [dist.P2POp(dist.isend, x, target, axis.group), dist.P2POp(dist.irecv, received, source, axis.group)]
+        operations = [
+            dist.P2POp(dist.isend, x, target, axis.group),
+            dist.P2POp(dist.irecv, received, source, axis.group),
+        ]
         # One work for the whole batch, as NCCL groups it.
         works = [Work(lambda: dist.batch_isend_irecv(operations)[-1], "hop over cp", axis.activity, source)]
     return Pending(works, lambda: received, x)

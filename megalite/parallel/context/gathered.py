@@ -1,4 +1,5 @@
-"""Gathered attention (Llama 3, Grattafiori et al. 2024): every rank attends with its own queries to the keys and values of whole rows.
+"""Gathered attention (Llama 3, Grattafiori et al. 2024): every rank attends with its own queries to the keys
+and values of whole rows.
 
     forward    all-gather of k and v along the sequence
     backward   the same again, so that they are not kept, then reduce-scatter of dk and dv in at least fp32
@@ -34,11 +35,19 @@ def by_rank(x: Tensor, parts: Sequence[Runs]) -> Tensor:
 
 
 class Gathered(torch.autograd.Function):
-    """Attention of parts of rows: q [seq/cp, batch, heads, dim], k and v with this tp rank's key-value heads -> the shape of q."""
+    """Attention of parts of rows: q [seq/cp, batch, heads, dim], k and v with this tp rank's key-value heads
+    -> the shape of q."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: MeshAxis, part: Part, options: dict[str, Any], sinks: Sinks | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cp: MeshAxis,
+        part: Part,
+        options: dict[str, Any],
+        sinks: Sinks | None,
     ) -> Tensor:
         ctx.cp, ctx.part, ctx.options, ctx.sinks = cp, part, options, sinks
         keys, values = _whole(k, v, cp, part)
@@ -58,7 +67,11 @@ class Gathered(torch.autograd.Function):
         accumulate_gradient(ctx.sinks, lse, inner)
         dq, *found = attention_part_backward(dout, q, keys, values, lse, inner, *places, **ctx.options)
         del keys, values  # their gradients take as much again
-        dk, dv = reduce_scatter(by_rank(torch.cat(found, dim=-1), part.runs), cp).wait().split((k.shape[-1], v.shape[-1]), dim=-1)
+        dk, dv = (
+            reduce_scatter(by_rank(torch.cat(found, dim=-1), part.runs), cp)
+            .wait()
+            .split((k.shape[-1], v.shape[-1]), dim=-1)
+        )
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 

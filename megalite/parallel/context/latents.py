@@ -1,16 +1,22 @@
-"""Latent attention over parts of rows: the latents of tokens travel, and each rank computes keys and values of its heads from them.
+"""Latent attention over parts of rows: the latents of tokens travel, and each rank computes keys and values
+of its heads from them.
 
-    forward    all-gather of latents and shared keys, over cp; with sequence parallelism each tp rank has those of a part of its positions,
+    forward    all-gather of latents and shared keys, over cp; with sequence parallelism each tp rank has
+    those of a part of its positions,
                and they are then gathered over tp too
-    backward   the same again, so that neither they nor keys and values are kept, and the keys and values are computed again; then the sum
-               of their gradients: reduce-scatter over tp in the compute dtype (sequence parallelism), reduce-scatter over cp in at least
-               fp32; without sequence parallelism that over cp comes first, then an all-reduce over tp of this rank's part
+    backward   the same again, so that neither they nor keys and values are kept, and the keys and values are
+    computed again; then the sum
+               of their gradients: reduce-scatter over tp in the compute dtype (sequence parallelism),
+               reduce-scatter over cp in at least fp32; without sequence parallelism that over cp comes first,
+               then an all-reduce over tp of this rank's part
 
-Each rank computes the gradients of the keys and values of whole rows from its own queries and heads. So the gradient of a latent is a sum
-over cp and tp, and the gradient of the weights that expand it one over cp, which is that of all weights over data = dp · cp.
+Each rank computes the gradients of the keys and values of whole rows from its own queries and heads. So the
+gradient of a latent is a sum over cp and tp, and the gradient of the weights that expand it one over cp,
+which is that of all weights over data = dp · cp.
 
-gather computes keys and values of whole rows at once; ring those of one rank's part at a time, whose results are merged as in `ring`: the
-latents need no hops, as those of whole rows take less memory than keys and values of one part.
+gather computes keys and values of whole rows at once; ring those of one rank's part at a time, whose results
+are merged as in `ring`: the latents need no hops, as those of whole rows take less memory than keys and
+values of one part.
 """
 
 from __future__ import annotations
@@ -31,7 +37,8 @@ from megalite.parallel.context.parts import Part, Run, Runs, sees
 from megalite.parallel.weight import Weight
 
 Expand = Callable[[Tensor, Tensor, Runs], tuple[Tensor, Tensor]]
-"""(latents [seq, batch, rank], shared keys [seq, batch, dim], their positions) -> keys and values of this tp rank's heads."""
+"""(latents [seq, batch, rank], shared keys [seq, batch, dim], their positions) -> keys and values of this tp
+rank's heads."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +47,8 @@ class Latents:
 
     Attributes:
         split: with sequence parallelism, tp ranks hold consecutive pieces of their cp rank's positions.
-        by_part: keys and values are computed for one rank's part at a time, if their weight's gradient allows.
-        weight: what expands latents.
+        by_part: keys and values are computed for one rank's part at a time, if their weight's gradient
+        allows. weight: what expands latents.
     """
 
     cp: MeshAxis
@@ -51,7 +58,8 @@ class Latents:
     weight: Weight
 
     def spread(self, own: Tensor) -> Tensor:
-        """[seq/cp (/tp), batch, width] of this rank -> [seq, batch, width], the parts of cp rank 0, 1, … one after the other."""
+        """[seq/cp (/tp), batch, width] of this rank -> [seq, batch, width], the parts of cp rank 0, 1, … one
+        after the other."""
         found = all_gather(own, self.cp).wait()
         if not self.split:
             return found
@@ -65,11 +73,16 @@ class Latents:
             summed = reduce_scatter(grad.to(accumulate_dtype), self.cp).wait().to(grad.dtype)
             return all_reduce(summed, self.tp, disposable=True).wait()
         pieces = grad.unflatten(0, (self.cp.size, self.tp.size, -1)).transpose(0, 1).flatten(0, 2)
-        return reduce_scatter(reduce_scatter(pieces, self.tp).wait().to(accumulate_dtype), self.cp).wait().to(grad.dtype)
+        return (
+            reduce_scatter(reduce_scatter(pieces, self.tp).wait().to(accumulate_dtype), self.cp)
+            .wait()
+            .to(grad.dtype)
+        )
 
     @property
     def at_once(self) -> bool:
-        """Whether keys and values of whole rows are computed in one product, which gives its weights one contribution to their gradients.
+        """Whether keys and values of whole rows are computed in one product, which gives its weights one
+        contribution to their gradients.
 
         A W pass needs the operands of all parts' products in any case.
         """
@@ -96,7 +109,8 @@ class _Rows:
         self.spread = way.spread(torch.cat((latent, key), dim=-1))
 
     def pieces(self) -> Iterator[_Piece]:
-        """This rank's own part first, of which each query sees some; parts that none of its queries sees are left out."""
+        """This rank's own part first, of which each query sees some; parts that none of its queries sees are
+        left out."""
         parts = self.part.runs
         if self.way.at_once:
             yield _Piece(None, (Run(0, len(self.spread)),), in_order(self.spread, parts))
@@ -124,18 +138,26 @@ class _Rows:
 
 
 class Expanded(torch.autograd.Function):
-    """Attention of q [seq/cp, batch, heads, dim] to whole rows, given latents and rotated shared keys [seq/cp (/tp), batch, width] of this
-    rank's positions -> [seq/cp, batch, heads, value dim]."""
+    """Attention of q [seq/cp, batch, heads, dim] to whole rows, given latents and rotated shared keys [seq/cp
+    (/tp), batch, width] of this rank's positions -> [seq/cp, batch, heads, value dim]."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, latent: Tensor, key: Tensor, way: Latents, part: Part, options: dict[str, Any], expand: Expand
+        ctx: Any,
+        q: Tensor,
+        latent: Tensor,
+        key: Tensor,
+        way: Latents,
+        part: Part,
+        options: dict[str, Any],
+        expand: Expand,
     ) -> Tensor:
         ctx.way, ctx.part, ctx.options, ctx.expand = way, part, options, expand
         rows = _Rows(way, latent, key, part, options["window"])
         own = part.runs[part.rank]
         out, lse = merged(
-            attention_part(q, *expand(*rows.inputs(piece), piece.runs), own, piece.runs, **options) for piece in rows.pieces()
+            attention_part(q, *expand(*rows.inputs(piece), piece.runs), own, piece.runs, **options)
+            for piece in rows.pieces()
         )
         out = out.to(q.dtype)
         ctx.save_for_backward(q, latent, key, out, lse)
@@ -150,24 +172,30 @@ class Expanded(torch.autograd.Function):
         gradients: list[tuple[_Piece, Tensor]] = []
         with way.as_one():
             for piece in rows.pieces():
-                inputs = [x.detach().requires_grad_() for x in rows.inputs(piece)]  # leaves: the inner backward ends here
+                # leaves: the inner backward ends here
+                inputs = [x.detach().requires_grad_() for x in rows.inputs(piece)]
                 with torch.enable_grad():  # off inside a backward
                     k, v = ctx.expand(*inputs, piece.runs)
                 places = part.runs[part.rank], piece.runs
-                found, dk, dv = attention_part_backward(dout, q, k.detach(), v.detach(), lse, inner, *places, **ctx.options)
+                found, dk, dv = attention_part_backward(
+                    dout, q, k.detach(), v.detach(), lse, inner, *places, **ctx.options
+                )
                 dq += found
-                its = torch.autograd.grad((k, v), inputs, (dk.to(k.dtype), dv.to(v.dtype)))  # the weight gets its gradient on the way
+                # the weight gets its gradient on the way
+                its = torch.autograd.grad((k, v), inputs, (dk.to(k.dtype), dv.to(v.dtype)))
                 gradients.append((piece, torch.cat(its, dim=-1)))
         dlatent, dkey = rows.collected(gradients)
         return dq.to(q.dtype), dlatent, dkey, None, None, None, None
 
 
 def expanding(way: Latents) -> Callable[[Tensor, Tensor, Tensor, dict[str, Any]], Tensor]:
-    """attend(q, latent, key, options), as `attend.attention_over` describes it, with latents and shared keys instead of keys and values.
+    """attend(q, latent, key, options), as `attend.attention_over` describes it, with latents and shared keys
+    instead of keys and values.
 
     options: also `expand`.
     """
-    left_out = ("part", "expand", "recompute", "boundaries")  # probabilities are never kept, and queries are of no whole document
+    # probabilities are never kept, and queries are of no whole document
+    left_out = ("part", "expand", "recompute", "boundaries")
 
     def attend(q: Tensor, latent: Tensor, key: Tensor, options: dict[str, Any]) -> Tensor:
         given = {name: value for name, value in options.items() if name not in left_out}

@@ -1,6 +1,7 @@
 """Which positions of a row each context-parallel rank holds. Pure functions; no torch.
 
-A part is a list of runs of consecutive positions, (start, length) each, in ascending order. The ranks hold equally many positions.
+A part is a list of runs of consecutive positions, (start, length) each, in ascending order. The ranks hold
+equally many positions.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ class Part(NamedTuple):
         runs: those of every cp rank, which together have each position of a padded row once.
         rank: this rank's index among them.
         length: positions of a row, without the padding at its end.
-        document_start: [padded row, batch], of the whole rows; None: each is one document.
-        tiles: of attention, those of each rank's queries that visit each rank's keys (`balanced.between_ranks`); None: not counted.
+        document_start: [padded row, batch], of the whole rows; None: each is one document. tiles: of
+        attention, those of each rank's queries that visit each rank's keys (`balanced.between_ranks`); None:
+        not counted.
     """
 
     runs: Sequence[Runs]
@@ -52,7 +54,8 @@ def contiguous(length: int, ranks: int) -> list[Runs]:
 
 
 def zigzag(length: int, ranks: int) -> list[Runs]:
-    """Rank r holds parts r and 2·ranks − 1 − r of 2·ranks equal ones: of one long document every rank has equally many visible pairs."""
+    """Rank r holds parts r and 2·ranks − 1 − r of 2·ranks equal ones: of one long document every rank has
+    equally many visible pairs."""
     each = _equal(length, 2 * ranks)
     return [(Run(rank * each, each), Run((2 * ranks - 1 - rank) * each, each)) for rank in range(ranks)]
 
@@ -79,7 +82,10 @@ def _slice(runs: Runs, rank: int, ranks: int) -> Runs:
 @lru_cache(maxsize=64)
 def grouped(parts: tuple[Runs, ...], ranks: int) -> list[Runs]:
     """The inverse of `split`: what `ranks` neighbours hold together."""
-    return [joined(run for runs in parts[first : first + ranks] for run in runs) for first in range(0, len(parts), ranks)]
+    return [
+        joined(run for runs in parts[first : first + ranks] for run in runs)
+        for first in range(0, len(parts), ranks)
+    ]
 
 
 def joined(runs: Iterable[Run]) -> Runs:
@@ -100,6 +106,10 @@ def _equal(length: int, parts: int) -> int:
 
 
 def sees(queries: Sequence[tuple[int, int]], keys: Sequence[tuple[int, int]], window: int | None) -> bool:
-    """Whether any of the queries sees any of the keys, documents aside: key j is visible from query i if j ≤ i and i − j < window."""
+    """Whether any of the queries sees any of the keys, documents aside: key j is visible from query i if j ≤
+    i and i − j < window."""
     pairs = ((Run(*query), Run(*key)) for query in queries for key in keys)
-    return any(key.start < query.stop and (window is None or query.start - (key.stop - 1) < window) for query, key in pairs)
+    return any(
+        key.start < query.stop and (window is None or query.start - (key.stop - 1) < window)
+        for query, key in pairs
+    )

@@ -1,13 +1,15 @@
-"""Ring attention (Liu et al. 2023): keys and values travel from rank to rank; each rank attends with its own queries to the part it has.
+"""Ring attention (Liu et al. 2023): keys and values travel from rank to rank; each rank attends with its own
+queries to the part it has.
 
     forward    cp − 1 hops of k and v
     backward   the same again, and cp − 1 hops of dk and dv in at least fp32
 
-A hop runs while the part that is there is computed. Partial results are merged by their log-sum-exp, and gradients are added, in at least
-fp32. Parts are zigzag, so that the ranks have equally much to compute at each hop; a part that no query of a rank sees is passed on.
+A hop runs while the part that is there is computed. Partial results are merged by their log-sum-exp, and
+gradients are added, in at least fp32. Parts are zigzag, so that the ranks have equally much to compute at
+each hop; a part that no query of a rank sees is passed on.
 
-dk and dv of a part travel one hop behind it: the part's owner keeps its own contribution, the next rank starts a sum, each further rank
-adds to it, and the last one, whose next rank is the owner, returns it.
+dk and dv of a part travel one hop behind it: the part's owner keeps its own contribution, the next rank
+starts a sum, each further rank adds to it, and the last one, whose next rank is the owner, returns it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from megalite.parallel.context.sinks import Sinks, accumulate_gradient, with_sin
 
 
 def _visits(k: Tensor, v: Tensor, cp: MeshAxis, part: Part) -> Iterator[tuple[Runs, Tensor, Tensor]]:
-    """The positions, keys and values of each part that comes by, this rank's own first. The next one arrives while one is used."""
+    """The positions, keys and values of each part that comes by, this rank's own first. The next one arrives
+    while one is used."""
     here = torch.cat((k, v), dim=-1)  # [seq/cp, batch, kv_heads, both dims]
     for hop in range(cp.size):
         coming = pass_on(here, cp) if hop < cp.size - 1 else None
@@ -37,11 +40,19 @@ def _visits(k: Tensor, v: Tensor, cp: MeshAxis, part: Part) -> Iterator[tuple[Ru
 
 
 class Ring(torch.autograd.Function):
-    """Attention of parts of rows: q [seq/cp, batch, heads, dim], k and v with this tp rank's key-value heads -> the shape of q."""
+    """Attention of parts of rows: q [seq/cp, batch, heads, dim], k and v with this tp rank's key-value heads
+    -> the shape of q."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: MeshAxis, part: Part, options: dict[str, Any], sinks: Sinks | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cp: MeshAxis,
+        part: Part,
+        options: dict[str, Any],
+        sinks: Sinks | None,
     ) -> Tensor:
         ctx.cp, ctx.part, ctx.options, ctx.sinks = cp, part, options, sinks
         own = part.runs[part.rank]
@@ -63,8 +74,10 @@ class Ring(torch.autograd.Function):
         accumulate_gradient(ctx.sinks, lse, inner)
         dq = torch.zeros_like(q, dtype=inner.dtype)
         both = (*k.shape[:3], k.shape[-1] + v.shape[-1])
-        home = torch.zeros(both, dtype=inner.dtype, device=k.device)  # dk and dv of this rank's part from its own queries
-        travelling: Pending | None = None  # dk and dv of the part that is here from the ranks before, one hop behind it
+        # dk and dv of this rank's part from its own queries
+        home = torch.zeros(both, dtype=inner.dtype, device=k.device)
+        # dk and dv of the part that is here from the ranks before, one hop behind it
+        travelling: Pending | None = None
         for hop, (runs, keys, values) in enumerate(_visits(k, v, cp, part)):
             dkv = home if hop == 0 else torch.zeros_like(home)
             if sees(own, runs, options["window"]):

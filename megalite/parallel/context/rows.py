@@ -1,7 +1,7 @@
 """Whole rows to one context-parallel rank's part of them.
 
-The loader reads rows, shifts targets, marks documents and masks; only then are they cut. So the token after a part's last one is its
-target, and what a rank knows of documents is the same as on one process.
+The loader reads rows, shifts targets, marks documents and masks; only then are they cut. So the token after a
+part's last one is its target, and what a rank knows of documents is the same as on one process.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from megalite.parallel.context.parts import PARTS, Part, Runs, split
 class Cut:
     """Makes the microbatch of a rank, called as `Microbatch.of`.
 
-    Rows whose length has no equal parts are padded at their ends. Padding has no target, and no token before it sees it.
+    Rows whose length has no equal parts are padded at their ends. Padding has no target, and no token before
+    it sees it.
 
     Attributes:
-        parts: the runs of every group of `inner` cp ranks, which together hold each position of a padded row once.
-        rank: this rank's index among the cp ranks.
+        parts: the runs of every group of `inner` cp ranks, which together hold each position of a padded row
+        once. rank: this rank's index among the cp ranks.
         uneven: parallel.context, if documents make its ranks unequal: their tiles are counted. None: not.
         by_documents: rows with documents have parts of their own (`balanced`).
         windows: those of the model's layers.
@@ -61,7 +62,8 @@ class Cut:
         boundaries: Boundaries | None = None,
         ahead: Ahead | None = None,
     ) -> Microbatch:
-        """tokens, targets, document_start: [seq, batch] of whole rows. `boundaries` would be others where rows are padded."""
+        """tokens, targets, document_start: [seq, batch] of whole rows. `boundaries` would be others where
+        rows are padded."""
         length, padded = len(tokens), sum(run.length for runs in self.parts for run in runs)
         missing = (0, 0, 0, padded - length)
         if document_start is not None:  # padding continues the last document
@@ -81,7 +83,10 @@ class Cut:
             boundaries=boundaries if padded == length else None,
             part=part,
             ahead=ahead
-            and ahead._replace(tokens=_each(ahead.tokens, missing, 0, own), targets=_each(ahead.targets, missing, IGNORE_INDEX, own)),
+            and ahead._replace(
+                tokens=_each(ahead.tokens, missing, 0, own),
+                targets=_each(ahead.targets, missing, IGNORE_INDEX, own),
+            ),
         )
         made.positions.clamp_(max=length - 1)  # a table of learned positions may end there
         return made
@@ -91,8 +96,16 @@ class Cut:
         if document_start is None or self.uneven is None:
             return Part(split(self.parts, self.inner), self.rank, length, document_start)
         starts = document_start.numpy()
-        parts = balanced(starts, len(self.parts), self.windows, self.uneven) if self.by_documents else self.parts
-        return Part(split(parts, self.inner), self.rank, length, document_start, between_ranks(parts, starts, self.windows))
+        parts = (
+            balanced(starts, len(self.parts), self.windows, self.uneven) if self.by_documents else self.parts
+        )
+        return Part(
+            split(parts, self.inner),
+            self.rank,
+            length,
+            document_start,
+            between_ranks(parts, starts, self.windows),
+        )
 
 
 def _each(values: Tensor, missing: tuple[int, ...], padding: int, own: Callable[[Tensor], Tensor]) -> Tensor:

@@ -1,6 +1,8 @@
-"""The sinks of the heads that a rank attends with, where they are some of those of its tp rank. No communication.
+"""The sinks of the heads that a rank attends with, where they are some of those of its tp rank. No
+communication.
 
-Every cp rank has the gradient of its own queries or heads, zero for other heads; the sum over cp is that of all weights.
+Every cp rank has the gradient of its own queries or heads, zero for other heads; the sum over cp is that of
+all weights.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Sinks | None) -> tuple[Tensor, T
 
 
 def accumulate_gradient(sinks: Sinks | None, lse: Tensor, inner: Tensor) -> None:
-    """Add the gradient of sinks, from the log-sum-exp with them and the inner products of the output and its gradient."""
+    """Add the gradient of sinks, from the log-sum-exp with them and the inner products of the output and its
+    gradient."""
     if sinks is not None:
         sinks.accumulate(sinks_gradient(sinks.tensor, lse, inner))
 

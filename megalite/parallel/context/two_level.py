@@ -1,10 +1,12 @@
-"""Two levels of context parallelism (as USP, Fang & Zhao 2024): Ulysses among the ranks of a node, a ring between nodes.
+"""Two levels of context parallelism (as USP, Fang & Zhao 2024): Ulysses among the ranks of a node, a ring
+between nodes.
 
-    inner    all-to-all: parts of all heads for the positions of the whole inner group, with some of the heads; back after attention
+    inner    all-to-all: parts of all heads for the positions of the whole inner group, with some of the
+    heads; back after attention
     outer    a ring over the ranks with the same heads, whose parts are those of the inner groups
 
-The inner group's positions are in ascending order where rank after rank of it holds consecutive pieces of them (`parts.split`). Hops
-between nodes carry the keys and values of some of the heads only.
+The inner group's positions are in ascending order where rank after rank of it holds consecutive pieces of
+them (`parts.split`). Hops between nodes carry the keys and values of some of the heads only.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from megalite.parallel.context.ring import Ring
 from megalite.parallel.context.sinks import SomeSinks
 from megalite.parallel.context.ulysses import summed, to_heads, to_positions
 
-LEFT_OUT = ("part", "sinks", "recompute", "boundaries")  # a ring never keeps probabilities, and its queries are of no whole document
+# a ring never keeps probabilities, and its queries are of no whole document
+LEFT_OUT = ("part", "sinks", "recompute", "boundaries")
 
 
 class _ToHeads(torch.autograd.Function):
-    """q, k, v [seq/cp, batch, heads, dim] -> [seq/outer, batch, heads/inner, dim]. Backward: the inverse, copies of a head summed."""
+    """q, k, v [seq/cp, batch, heads, dim] -> [seq/outer, batch, heads/inner, dim]. Backward: the inverse,
+    copies of a head summed."""
 
     @staticmethod
     def forward(ctx: Any, inner: MeshAxis, q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -40,7 +44,8 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToPositions(torch.autograd.Function):
-    """The output [seq/outer, batch, heads/inner, dim] -> [seq/cp, batch, heads, dim]. Backward: the inverse."""
+    """The output [seq/outer, batch, heads/inner, dim] -> [seq/cp, batch, heads, dim]. Backward: the
+    inverse."""
 
     @staticmethod
     def forward(ctx: Any, inner: MeshAxis, out: Tensor) -> Tensor:

@@ -1,10 +1,13 @@
-"""Ulysses (DeepSpeed-Ulysses, Jacobs et al. 2023): exchange parts of all heads for whole rows of some, and attend as one process does.
+"""Ulysses (DeepSpeed-Ulysses, Jacobs et al. 2023): exchange parts of all heads for whole rows of some, and
+attend as one process does.
 
-    forward    all-to-all of q, k and v     [seq/cp, batch, heads] -> [seq, batch, heads/cp];  of the output, back
+    forward    all-to-all of q, k and v     [seq/cp, batch, heads] -> [seq, batch, heads/cp];  of the output,
+    back
     backward   all-to-all of dout, there;  of dq, dk and dv, back
 
-Documents, windows, soft-cap and dropout work as in the attention that runs unchanged, and so do its kernels. Where there are fewer
-key-value heads than cp ranks, each goes to several ranks, and their gradients are summed on the way back.
+Documents, windows, soft-cap and dropout work as in the attention that runs unchanged, and so do its kernels.
+Where there are fewer key-value heads than cp ranks, each goes to several ranks, and their gradients are
+summed on the way back.
 """
 
 from __future__ import annotations
@@ -25,38 +28,54 @@ from megalite.parallel.context.sinks import Sinks
 
 
 def to_heads(tensors: Sequence[Tensor], cp: MeshAxis) -> list[Tensor]:
-    """[seq/cp, batch, heads, dim] each -> [seq, batch, heads/cp, dim], in one all-to-all. cp must divide the heads of each."""
+    """[seq/cp, batch, heads, dim] each -> [seq, batch, heads/cp, dim], in one all-to-all. cp must divide the
+    heads of each."""
     length, batch = tensors[0].shape[:2]
     widths = [x.shape[2] // cp.size * x.shape[3] for x in tensors]
     packed = tensors[0].new_empty(cp.size, length, batch, sum(widths))  # first the rank that they go to
     for part, x in zip(packed.split(widths, dim=3), tensors, strict=True):
         part.unflatten(3, (-1, x.shape[3])).copy_(x.unflatten(2, (cp.size, -1)).movedim(2, 0))
-    received = all_to_all(packed, cp).wait()  # first the rank that they come from, which holds the positions before those of the next
+    # first the rank that they come from, which holds the positions before those of the next
+    received = all_to_all(packed, cp).wait()
     parts = zip(received.flatten(0, 1).split(widths, dim=2), tensors, strict=True)
     return [part.unflatten(2, (-1, x.shape[3])) for part, x in parts]
 
 
 def to_positions(tensors: Sequence[Tensor], cp: MeshAxis) -> list[Tensor]:
     """The inverse of `to_heads`."""
-    packed = torch.cat([x.flatten(2) for x in tensors], dim=2).unflatten(0, (cp.size, -1))  # [cp, seq/cp, batch, heads/cp · dim]
-    received = all_to_all(packed, cp).wait()  # first the rank that they come from, which had the heads before those of the next
+    # [cp, seq/cp, batch, heads/cp · dim]
+    packed = torch.cat([x.flatten(2) for x in tensors], dim=2).unflatten(0, (cp.size, -1))
+    # first the rank that they come from, which had the heads before those of the next
+    received = all_to_all(packed, cp).wait()
     parts = received.split([x.shape[2] * x.shape[3] for x in tensors], dim=3)
-    return [part.unflatten(3, x.shape[2:]).movedim(0, 2).flatten(2, 3) for part, x in zip(parts, tensors, strict=True)]
+    return [
+        part.unflatten(3, x.shape[2:]).movedim(0, 2).flatten(2, 3)
+        for part, x in zip(parts, tensors, strict=True)
+    ]
 
 
 class Ulysses(torch.autograd.Function):
-    """Attention of parts of rows: q [seq/cp, batch, heads, dim], k and v with this tp rank's key-value heads -> the shape of q."""
+    """Attention of parts of rows: q [seq/cp, batch, heads, dim], k and v with this tp rank's key-value heads
+    -> the shape of q."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: MeshAxis, part: Part, options: dict[str, Any], sinks: Sinks | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cp: MeshAxis,
+        part: Part,
+        options: dict[str, Any],
+        sinks: Sinks | None,
     ) -> Tensor:
         ctx.cp, ctx.kv_heads, repeats = cp, k.shape[2], max(cp.size // k.shape[2], 1)
         if options["dropout"] is not None:
             first = options["dropout"].head_offset + q.shape[2] // cp.size * cp.rank
             options = {**options, "dropout": replace(options["dropout"], head_offset=first)}
         ctx.options = {**options, "document_start": part.document_start}
-        own = to_heads((q, *(x.repeat_interleave(repeats, dim=2) for x in (k, v))), cp)  # [seq, batch, heads/cp, dim] each
+        # [seq, batch, heads/cp, dim] each
+        own = to_heads((q, *(x.repeat_interleave(repeats, dim=2) for x in (k, v))), cp)
         ctx.sinks = sinks
         if sinks is None:
             out, saved = attention(*own, **ctx.options)
@@ -73,7 +92,9 @@ class Ulysses(torch.autograd.Function):
         if ctx.sinks is None:
             found: Sequence[Tensor] = attention_backward(dout, q, k, v, out, tuple(saved), **ctx.options)
         else:
-            *found, dsinks = attention_with_sinks_backward(dout, q, k, v, out, saved[0], ctx.sinks.tensor, **ctx.options)
+            *found, dsinks = attention_with_sinks_backward(
+                dout, q, k, v, out, saved[0], ctx.sinks.tensor, **ctx.options
+            )
             ctx.sinks.accumulate(dsinks)
         dq, dk, dv = to_positions(found, ctx.cp)
         return dq, summed(dk, ctx.kv_heads), summed(dv, ctx.kv_heads), None, None, None, None
@@ -83,4 +104,8 @@ def summed(grad: Tensor, kv_heads: int) -> Tensor:
     """The gradient of each key-value head, summed over the ranks that it went to in at least fp32."""
     if grad.shape[2] == kv_heads:
         return grad
-    return grad.unflatten(2, (kv_heads, -1)).sum(3, dtype=torch.promote_types(grad.dtype, torch.float32)).to(grad.dtype)
+    return (
+        grad.unflatten(2, (kv_heads, -1))
+        .sum(3, dtype=torch.promote_types(grad.dtype, torch.float32))
+        .to(grad.dtype)
+    )

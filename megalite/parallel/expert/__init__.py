@@ -1,4 +1,6 @@
-"""Mixtures of experts: which experts process a token (routing), the way of its row to them and back, and their matrix products.
+"""Mixtures of experts: which experts process a token (routing), the way of its row to them and back, and
+their matrix products.
 
-Start with `megalite.model.mixture`, which calls these modules in order: router.py, choice.py, balance.py, dispatch.py, products.py.
+Start with `megalite.model.mixture`, which calls these modules in order: router.py, choice.py, balance.py,
+dispatch.py, products.py.
 """

@@ -1,15 +1,18 @@
 """Keeps the experts of a layer equally loaded, in ways that no layout of ranks changes.
 
-    global    auxiliary loss  E · Σ_e f_e P_e, with f the share of the previous step's tokens (all ranks') that chose expert e
+    global    auxiliary loss  E · Σ_e f_e P_e, with f the share of the previous step's tokens (all ranks')
+    that chose expert e
     sequence  the same with f the share of the token's own sequence (DeepSeek-V2)
-    bias      a bias is added to the probabilities when experts are chosen, not when they are weighted; after each applied step it moves by
-              `router_bias_rate` against the load (Wang et al. 2024). A loss, if it has a coefficient, is that of `sequence` with f the
-              share that the k most probable experts of each token would give, without bias and groups (DeepSeek-V3)
+    bias      a bias is added to the probabilities when experts are chosen, not when they are weighted; after
+    each applied step it moves by
+              `router_bias_rate` against the load (Wang et al. 2024). A loss, if it has a coefficient, is that
+              of `sequence` with f the share that the k most probable experts of each token would give,
+              without bias and groups (DeepSeek-V3)
 
-P is the mean router probability; of sigmoid scores, that of a token's scores over their sum. With f fixed the loss is a sum over tokens,
-so it adds over microbatches and ranks like the loss of the model: it is divided by the number of valid tokens of the global batch, and
-tokens whose loss does not count do not count here either. A balance by microbatch, which is usual,
-depends on the micro-batch size and on the layout.
+P is the mean router probability; of sigmoid scores, that of a token's scores over their sum. With f fixed the
+loss is a sum over tokens, so it adds over microbatches and ranks like the loss of the model: it is divided by
+the number of valid tokens of the global batch, and tokens whose loss does not count do not count here either.
+A balance by microbatch, which is usual, depends on the micro-batch size and on the layout.
 
 Communication: a loss by sequence sums counts over the ranks that share one, in forward.
 """
@@ -32,12 +35,12 @@ AUXILIARY, Z, DROPPED = -3, -2, -1  # columns of the statistics, after one for e
 
 
 class RouterState(NamedTuple):
-    """What a layer's router has learned from earlier steps; not a function of the weights. Both [experts], fp64, on the device; or of
-    several layers, [layers, experts].
+    """What a layer's router has learned from earlier steps; not a function of the weights. Both [experts],
+    fp64, on the device; or of several layers, [layers, experts].
 
     Attributes:
-        load: share of the previous step's tokens that chose each expert; the sum is k. At the start equal, without a gradient.
-        bias: added to the probabilities when experts are chosen.
+        load: share of the previous step's tokens that chose each expert; the sum is k. At the start equal,
+        without a gradient. bias: added to the probabilities when experts are chosen.
     """
 
     load: Tensor
@@ -46,7 +49,9 @@ class RouterState(NamedTuple):
     @staticmethod
     def start(model: ModelConfig, device: torch.device) -> RouterState:
         experts = model.num_experts or 0
-        equal = torch.full((experts,), model.num_experts_per_tok / experts, dtype=torch.float64, device=device)
+        equal = torch.full(
+            (experts,), model.num_experts_per_tok / experts, dtype=torch.float64, device=device
+        )
         return RouterState(equal, torch.zeros_like(equal))
 
     def learned(self, counts: Tensor, model: ModelConfig) -> RouterState:
@@ -54,11 +59,14 @@ class RouterState(NamedTuple):
         bias = self.bias
         if model.router_balance == "bias":
             bias = bias + model.router_bias_rate * (counts.mean(-1, keepdim=True) - counts).sign()
-        return RouterState(counts * (model.num_experts_per_tok / counts.sum(-1, keepdim=True).clamp(min=1)), bias)
+        return RouterState(
+            counts * (model.num_experts_per_tok / counts.sum(-1, keepdim=True).clamp(min=1)), bias
+        )
 
 
 class _AddLoss(torch.autograd.Function):
-    """x, unchanged.  Backward: the loss gets the gradient 1, as if it had been added to the model's loss. No communication."""
+    """x, unchanged.  Backward: the loss gets the gradient 1, as if it had been added to the model's loss. No
+    communication."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -79,13 +87,23 @@ class Balance:
 
     def __init__(self, model: ModelConfig, state: RouterState, sequence: MeshAxis):
         self.model, self.state, self.sequence = model, state, sequence
-        self.layers = max(sum(map(model.is_mixture, range(model.num_hidden_layers))), 1)  # modules of multi-token prediction do not count
-        self.by_sequence = model.router_balance == "sequence" or (model.router_balance == "bias" and model.router_aux_loss_coef > 0)
+        # modules of multi-token prediction do not count
+        self.layers = max(sum(map(model.is_mixture, range(model.num_hidden_layers))), 1)
+        self.by_sequence = model.router_balance == "sequence" or (
+            model.router_balance == "bias" and model.router_aux_loss_coef > 0
+        )
 
     def with_losses(
-        self, weights: Tensor, logits: Tensor, probabilities: Tensor, choice: Choice, targets: Tensor, scale: float
+        self,
+        weights: Tensor,
+        logits: Tensor,
+        probabilities: Tensor,
+        choice: Choice,
+        targets: Tensor,
+        scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """Weights [tokens, k] whose backward adds the auxiliary losses, and the layer's statistics [experts + 3].
+        """Weights [tokens, k] whose backward adds the auxiliary losses, and the layer's statistics [experts +
+        3].
 
         Args:
             logits, probabilities: [tokens, experts] of this rank's tokens, [seq, batch] flattened.
@@ -97,10 +115,14 @@ class Balance:
         factor = scale / self.layers
         statistics = torch.zeros(logits.shape[1] + 3, dtype=torch.float64, device=logits.device)
         statistics[:AUXILIARY] = count_by_column(choice.experts, valid, len(choice.counts)).sum(0)
-        statistics[DROPPED] = ((choice.inverse >= len(choice.order)).view_as(choice.experts) & valid.flatten().unsqueeze(1)).sum()
+        statistics[DROPPED] = (
+            (choice.inverse >= len(choice.order)).view_as(choice.experts) & valid.flatten().unsqueeze(1)
+        ).sum()
         shares = self._shares(choice, probabilities, valid).to(logits.dtype)  # [1 or batch, experts]
         shares = shares.expand(valid.shape[1], -1)
-        balance = (probabilities.view(*valid.shape, -1) * shares * valid.unsqueeze(-1)).sum() * shares.shape[1]
+        balance = (probabilities.view(*valid.shape, -1) * shares * valid.unsqueeze(-1)).sum() * shares.shape[
+            1
+        ]
         z = (logits.logsumexp(-1).square() * mask).sum()
         statistics[AUXILIARY], statistics[Z] = balance.detach(), z.detach()
         loss = balance * (model.router_aux_loss_coef * factor) + z * (model.router_z_loss_coef * factor)

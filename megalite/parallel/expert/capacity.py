@@ -1,8 +1,10 @@
-"""Limits the rows that a sequence sends to an expert: C = ⌈factor · S · k / E⌉ of them are kept, the others are dropped.
+"""Limits the rows that a sequence sends to an expert: C = ⌈factor · S · k / E⌉ of them are kept, the others
+are dropped.
 
-Rows are kept in the order of (slot, position): the first choices of all tokens, from the first position on, then their second choices, and
-so on. Tokens whose loss does not count come after all others, so that padding takes no place from them. What is dropped is a function of
-the sequence alone: it depends neither on the other sequences of the microbatch nor on the ranks that share the sequence.
+Rows are kept in the order of (slot, position): the first choices of all tokens, from the first position on,
+then their second choices, and so on. Tokens whose loss does not count come after all others, so that padding
+takes no place from them. What is dropped is a function of the sequence alone: it depends neither on the other
+sequences of the microbatch nor on the ranks that share the sequence.
 
 Communication: counts of rows are gathered over the ranks that share a sequence, in forward.
 """
@@ -25,7 +27,8 @@ from megalite.parallel.expert.choice import Choice
 
 
 def pieces_of(runs: Sequence[Sequence[tuple[int, int]]], tp: int) -> list[list[Run]]:
-    """The positions of each rank that shares a sequence, as runs of consecutive ones: tp equal parts of each cp rank's."""
+    """The positions of each rank that shares a sequence, as runs of consecutive ones: tp equal parts of each
+    cp rank's."""
     found = []
     for own in runs:
         each = sum(length for _, length in own) // tp
@@ -65,24 +68,38 @@ class Capacity:
         whole = length * self.tp if part is None else part.length
         pieces = pieces_of([[(0, whole)]] if part is None else part.runs, self.tp)
         own, most = pieces[self.sequence.rank], max(map(len, pieces))
-        groups = 2 * choice.k * batch * experts  # of one piece; all rows of a group have equal (valid, slot, sequence, expert)
+        # of one piece; all rows of a group have equal (valid, slot, sequence, expert)
+        groups = 2 * choice.k * batch * experts
         flat = self._groups(choice, valid, own, whole, groups, most).flatten()
-        places, counts = places_among_equals(flat, most * groups + 1)  # of each row among those of its group on this rank
-        gathered = all_gather(counts[:-1].view(1, most, 2 * choice.k, -1), self.sequence).wait()  # [ranks, most, 2 k, batch · experts]
+        # of each row among those of its group on this rank
+        places, counts = places_among_equals(flat, most * groups + 1)
+        # [ranks, most, 2 k, batch · experts]
+        gathered = all_gather(counts[:-1].view(1, most, 2 * choice.k, -1), self.sequence).wait()
         limit = rows_per_expert(self.factor, whole, choice.k, experts)
-        before = torch.cat([*self._before(gathered, pieces), counts.new_full((1,), limit)])  # padding is dropped
+        # padding is dropped
+        before = torch.cat([*self._before(gathered, pieces), counts.new_full((1,), limit)])
         kept = places + before[flat] < limit
 
-        # The device alone knows how many rows are kept, so the host takes as many as there can be. Those that are dropped come last.
+        # The device alone knows how many rows are kept, so the host takes as many as there can be. Those that
+        # are dropped come last.
         sent = choice.experts.flatten().masked_fill(~kept, experts)
         most_rows = min(rows, batch * experts * limit)
         order = sent.argsort(stable=True)[:most_rows]
         counts = count(sent, experts + 1)[:-1]
         inverse = inverse_order(order, rows)
-        return Choice(choice.experts, order, inverse.masked_fill(inverse >= counts.sum(), most_rows), counts, partial=True)
+        return Choice(
+            choice.experts,
+            order,
+            inverse.masked_fill(inverse >= counts.sum(), most_rows),
+            counts,
+            partial=True,
+        )
 
-    def _groups(self, choice: Choice, valid: Tensor, own: Sequence[Run], whole: int, groups: int, most: int) -> Tensor:
-        """The group of each row, [seq, batch, k], numbered piece by piece; one more for padding past the end of a sequence."""
+    def _groups(
+        self, choice: Choice, valid: Tensor, own: Sequence[Run], whole: int, groups: int, most: int
+    ) -> Tensor:
+        """The group of each row, [seq, batch, k], numbered piece by piece; one more for padding past the end
+        of a sequence."""
         found = choice_groups(choice.experts.view(*valid.shape, -1), valid, len(choice.counts))
         for number, part in enumerate(found.split([run.length for run in own])):
             part += number * groups
@@ -92,8 +109,11 @@ class Capacity:
         return found
 
     def _before(self, gathered: Tensor, pieces: Sequence[Sequence[Run]]) -> list[Tensor]:
-        """Number of rows of the sequence that come before those of each of this rank's groups, piece by piece, flat."""
-        places = sorted((run.start, rank, index) for rank, runs in enumerate(pieces) for index, run in enumerate(runs))
+        """Number of rows of the sequence that come before those of each of this rank's groups, piece by
+        piece, flat."""
+        places = sorted(
+            (run.start, rank, index) for rank, runs in enumerate(pieces) for index, run in enumerate(runs)
+        )
         earlier_slots = sums_before(gathered.sum((0, 1)))  # [2 k, batch · experts]
         earlier_pieces = sums_before(torch.stack([gathered[rank, index] for _, rank, index in places]))
         found = [earlier_slots] * gathered.shape[1]

@@ -1,7 +1,8 @@
 """Which experts process each token, and the order in which the tokens' rows are sent to them.
 
-Rows are sorted by expert, then by token: the rows for one rank are consecutive. Back from the experts, a token's k rows are gathered and
-summed in the order of its choices, without atomic additions, so that a run repeats bit for bit. No communication.
+Rows are sorted by expert, then by token: the rows for one rank are consecutive. Back from the experts, a
+token's k rows are gathered and summed in the order of its choices, without atomic additions, so that a run
+repeats bit for bit. No communication.
 """
 
 from __future__ import annotations
@@ -10,7 +11,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from megalite_kernels.permutation import by_slot, combine_rows, combine_rows_backward, count, gather_rows, inverse_order
+from megalite_kernels.permutation import (
+    by_slot,
+    combine_rows,
+    combine_rows_backward,
+    count,
+    gather_rows,
+    inverse_order,
+)
 from torch import Tensor
 
 
@@ -19,13 +27,15 @@ class Choice:
     """The experts of a microbatch's tokens on this rank. Recomputation uses the choice of the first forward.
 
     Attributes:
-        experts: [tokens, k] int64, each token's experts, the most probable first.
-        order: [rows] int64, which (token, k) of the flattened experts each sent row is: all of them, or fewer if some are not sent. Rows
-            that are not sent may follow: then their number is a function of shapes alone, and the host need not wait for it.
-        inverse: [tokens · k] int64, the sent row of each (token, k); at least the number of rows if it is not sent.
-        counts: [experts] int64, rows for each expert.
+        experts: [tokens, k] int64, each token's experts, the most probable first. order: [rows] int64, which
+        (token, k) of the flattened experts each sent row is: all of them, or fewer if some are not sent. Rows
+            that are not sent may follow: then their number is a function of shapes alone, and the host need
+            not wait for it.
+        inverse: [tokens · k] int64, the sent row of each (token, k); at least the number of rows if it is not
+        sent. counts: [experts] int64, rows for each expert.
         partial: whether some of all rows may not be sent.
-        kept: what `balance` and `dispatch` have computed once for this choice, among it what was read from the device or communicated.
+        kept: what `balance` and `dispatch` have computed once for this choice, among it what was read from
+        the device or communicated.
     """
 
     experts: Tensor
@@ -55,8 +65,10 @@ class Choice:
 
 
 def best(scores: Tensor, k: int) -> Tensor:
-    """[tokens, k]: the experts with the largest scores [tokens, experts] of each token; of equal ones those with the lower index."""
-    return scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, :k].contiguous()  # topk breaks ties in any order
+    """[tokens, k]: the experts with the largest scores [tokens, experts] of each token; of equal ones those
+    with the lower index."""
+    # topk breaks ties in any order
+    return scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
 
 
 def choose(scores: Tensor, k: int) -> Choice:
@@ -68,18 +80,25 @@ def choose(scores: Tensor, k: int) -> Choice:
 
 
 def in_best_groups(scores: Tensor, groups: int, kept: int, counted: int) -> Tensor:
-    """The scores [tokens, experts], −inf outside each token's `kept` best of `groups` equal groups; of equal ones the first are better.
+    """The scores [tokens, experts], −inf outside each token's `kept` best of `groups` equal groups; of equal
+    ones the first are better.
 
     A group's score is the sum of its `counted` largest ones.
     """
     grouped = scores.detach().unflatten(-1, (groups, -1))  # [tokens, groups, experts / groups]
-    best = grouped.topk(counted, dim=-1).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices[:, :kept]
+    best = (
+        grouped.topk(counted, dim=-1)
+        .values.sum(-1)
+        .sort(dim=-1, descending=True, stable=True)
+        .indices[:, :kept]
+    )
     hidden = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, False)
     return grouped.masked_fill(hidden.unsqueeze(-1), -torch.inf).flatten(1)
 
 
 class _Spread(torch.autograd.Function):
-    """[tokens, hidden] -> [rows, hidden]: each token's row once for each of its experts, sorted.  Backward: their sum, in order."""
+    """[tokens, hidden] -> [rows, hidden]: each token's row once for each of its experts, sorted.  Backward:
+    their sum, in order."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, choice: Choice) -> Tensor:
@@ -92,7 +111,8 @@ class _Spread(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Σ_k weight · row of each token: [rows, hidden] sorted by expert, [tokens, k] -> [tokens, hidden].  Backward: both gradients."""
+    """Σ_k weight · row of each token: [rows, hidden] sorted by expert, [tokens, k] -> [tokens, hidden].
+    Backward: both gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, choice: Choice) -> Tensor:
@@ -103,7 +123,8 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (rows, weights), choice = ctx.saved_tensors, ctx.choice
-        drows, dweights = combine_rows_backward(grads[0], rows, choice.order, weights)  # [rows, hidden], [rows]
+        # [rows, hidden], [rows]
+        drows, dweights = combine_rows_backward(grads[0], rows, choice.order, weights)
         return drows, by_slot(dweights, choice.inverse, choice.partial).view_as(weights), None
 
 
@@ -113,5 +134,6 @@ def spread(rows: Tensor, choice: Choice) -> Tensor:
 
 
 def combine(rows: Tensor, weights: Tensor, choice: Choice) -> Tensor:
-    """The weighted sum of the rows that came back: [rows, hidden], [tokens, k] at least fp32 -> [tokens, hidden]."""
+    """The weighted sum of the rows that came back: [rows, hidden], [tokens, k] at least fp32 -> [tokens,
+    hidden]."""
     return _Combine.apply(rows, weights, choice)

@@ -1,7 +1,7 @@
 """Numbers of rows that the host must know before it can send them, and the tensors that they are counted in.
 
-The host waits for the collective that brings the tensor, and for the copy, but for nothing that the device is given in the meantime: on a
-GPU both are on a stream of their own. No communication besides.
+The host waits for the collective that brings the tensor, and for the copy, but for nothing that the device is
+given in the meantime: on a GPU both are on a stream of their own. No communication besides.
 """
 
 from __future__ import annotations

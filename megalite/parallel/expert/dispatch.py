@@ -4,12 +4,14 @@
     local        none                                                none
     all_to_all   all-gather of counts, read by the host; rows to     two all-to-all, of the same sizes
                  their experts' ranks and back: two all-to-all
-    all_gather   all-gather of all rows, choices and weights;        all-gather; reduce-scatter of both gradients
+    all_gather   all-gather of all rows, choices and weights;        all-gather; reduce-scatter of both
+    gradients
                  reduce-scatter of the sums
     same_rows    all-reduce of the sums                              none: in inference only
 
-Each is started (`begin`) before other work is queued, and the device does that work while the host waits for the counts. What `begin` finds
-is kept in the choice: recomputation and backward neither communicate nor read it again.
+Each is started (`begin`) before other work is queued, and the device does that work while the host waits for
+the counts. What `begin` finds is kept in the choice: recomputation and backward neither communicate nor read
+it again.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class Dispatch(Protocol):
         """Start what a choice needs before its rows can be sent."""
 
     def run(self, rows: Tensor, weights: Tensor, choice: Choice, experts: Experts) -> Tensor:
-        """Σ_k weight · expert(row) of each of this rank's tokens: [tokens, hidden], [tokens, k] -> [tokens, hidden]."""
+        """Σ_k weight · expert(row) of each of this rank's tokens: [tokens, hidden], [tokens, k] -> [tokens,
+        hidden]."""
 
 
 class LocalDispatch:
@@ -59,7 +62,8 @@ class _Route(NamedTuple):
     Attributes:
         send, receive: rows to and from each rank.
         groups: those of this rank's experts.
-        order: the received rows, which come sorted by rank and then by expert, sorted by expert and then by rank; and its inverse.
+        order: the received rows, which come sorted by rank and then by expert, sorted by expert and then by
+        rank; and its inverse.
     """
 
     send: list[int]
@@ -104,7 +108,8 @@ class AllToAllDispatch:
 
 
 class AllGatherDispatch:
-    """Every rank gets all rows, computes those of its experts, and the sums are scattered: fewer, larger messages for a small group."""
+    """Every rank gets all rows, computes those of its experts, and the sums are scattered: fewer, larger
+    messages for a small group."""
 
     def __init__(self, axis: MeshAxis):
         self.axis = axis
@@ -112,9 +117,12 @@ class AllGatherDispatch:
     def begin(self, choice: Choice) -> None:
         if "whole" not in choice.kept and "chosen" not in choice.kept:
             number = len(choice.counts)
-            own = choice.experts.flatten().masked_fill(choice.inverse >= len(choice.order), number)  # not sent: no expert's
+            # not sent: no expert's
+            own = choice.experts.flatten().masked_fill(choice.inverse >= len(choice.order), number)
             chosen = all_gather(own.view_as(choice.experts), self.axis)  # [tokens, k] -> [ep · tokens, k]
-            choice.kept["chosen"] = CountedAhead(chosen, own, lambda whole: count(whole.flatten(), number + 1))
+            choice.kept["chosen"] = CountedAhead(
+                chosen, own, lambda whole: count(whole.flatten(), number + 1)
+            )
 
     def run(self, rows: Tensor, weights: Tensor, choice: Choice, experts: Experts) -> Tensor:
         if "whole" not in choice.kept:
@@ -126,8 +134,8 @@ class AllGatherDispatch:
 
 
 class SameRowsDispatch:
-    """All ranks have the same rows, as tensor parallelism without a split sequence gives them. Each computes those of its experts, and the
-    sums are all-reduced."""
+    """All ranks have the same rows, as tensor parallelism without a split sequence gives them. Each computes
+    those of its experts, and the sums are all-reduced."""
 
     def __init__(self, axis: MeshAxis):
         self.axis = axis
@@ -137,11 +145,14 @@ class SameRowsDispatch:
 
     def run(self, rows: Tensor, weights: Tensor, choice: Choice, experts: Experts) -> Tensor:
         own = _own_rows(choice.experts, len(choice.counts), choice.counts.tolist(), self.axis)
-        return all_reduce(combine(experts(spread(rows, own), own.kept["groups"]), weights, own), self.axis).wait()
+        return all_reduce(
+            combine(experts(spread(rows, own), own.kept["groups"]), weights, own), self.axis
+        ).wait()
 
 
 def _own_rows(chosen: Tensor, number: int, sizes: list[int], axis: MeshAxis) -> Choice:
-    """The choice of several ranks' tokens, [tokens, k], of which only the rows for this rank's experts are sent.
+    """The choice of several ranks' tokens, [tokens, k], of which only the rows for this rank's experts are
+    sent.
 
     number: of experts; sizes: the rows of each, and perhaps of those that are not sent.
     """
@@ -155,7 +166,8 @@ def _own_rows(chosen: Tensor, number: int, sizes: list[int], axis: MeshAxis) -> 
 
 
 def make_dispatch(name: str, axis: MeshAxis) -> Dispatch:
-    """The way of rows over an expert axis: `parallel.expert_dispatch`, or same_rows where all its ranks have the same rows."""
+    """The way of rows over an expert axis: `parallel.expert_dispatch`, or same_rows where all its ranks have
+    the same rows."""
     if axis.size == 1:
         return LocalDispatch()
     kinds: dict[str, Callable[[MeshAxis], Dispatch]]

@@ -1,7 +1,8 @@
 """All-to-all of uneven sizes over the ranks of an expert group, and its autograd functions.
 
-On gloo each rank exchanges directly with every other one that it has rows for; on NCCL this is torch.distributed's collective.
-`mesh.traffic` counts the calls, and as all_to_all_bytes the bytes that a rank sends to others.
+On gloo each rank exchanges directly with every other one that it has rows for; on NCCL this is
+torch.distributed's collective. `mesh.traffic` counts the calls, and as all_to_all_bytes the bytes that a rank
+sends to others.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from megalite.parallel.collectives import Pending, Work, all_gather, group_work,
 
 
 def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], axis: MeshAxis) -> Pending:
-    """Send the first send[0] rows of x to rank 0 of the axis, and so on. The result has receive[r] rows from each rank r, in rank order."""
+    """Send the first send[0] rows of x to rank 0 of the axis, and so on. The result has receive[r] rows from
+    each rank r, in rank order."""
     if axis.size == 1:
         return Pending([], lambda: x)
     axis.traffic["all_to_all", axis.name] += 1
@@ -30,16 +32,26 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], axis: Mes
     if dist.get_backend(axis.group) != "gloo":
         sizes = list(receive), list(send)
         return Pending(
-            [group_work(lambda: dist.all_to_all_single(out, x, *sizes, group=axis.group, async_op=True), "all_to_all", axis)],
+            [
+                group_work(
+                    lambda: dist.all_to_all_single(out, x, *sizes, group=axis.group, async_op=True),
+                    "all_to_all",
+                    axis,
+                )
+            ],
             lambda: out,
             x,
         )
     outgoing, incoming = x.split(list(send)), out.split(list(receive))
     incoming[axis.rank].copy_(outgoing[axis.rank])
     works = []
-    for step in range(1, axis.size):  # each rank starts with its own neighbour, so that no rank is the first target of all
+    # each rank starts with its own neighbour, so that no rank is the first target of all
+    for step in range(1, axis.size):
         source, target = (axis.rank - step) % axis.size, (axis.rank + step) % axis.size
-        for peer, tensor, operation in ((source, incoming[source], dist.irecv), (target, outgoing[target], dist.isend)):
+        for peer, tensor, operation in (
+            (source, incoming[source], dist.irecv),
+            (target, outgoing[target], dist.isend),
+        ):
             if tensor.numel():
                 start = partial(operation, tensor, axis.ranks[peer], group=axis.group)
                 works.append(Work(start, f"all_to_all over {axis.name}", axis.activity, axis.ranks[peer]))

@@ -1,6 +1,8 @@
-"""The low-rank adapters of a layer's experts (LoRA): y_e += scale · B_e A_e x for the rows of each expert e. No communication.
+"""The low-rank adapters of a layer's experts (LoRA): y_e += scale · B_e A_e x for the rows of each expert e.
+No communication.
 
-All experts of a stored tensor have one rank. Gate and up of an expert have one A together, as in PEFT's adapters of fused parameters.
+All experts of a stored tensor have one rank. Gate and up of an expert have one A together, as in PEFT's
+adapters of fused parameters.
 """
 
 from __future__ import annotations
@@ -26,13 +28,15 @@ class ExpertAdapter:
         self.number = a.tensor.shape[0] // b.tensor.shape[1]
 
     def add(self, rows: Tensor, out: Tensor, groups: Groups) -> Tensor:
-        """Add scale · B A rows to `out` ([n, in], [n, out], sorted by expert). Returns scale · A rows, [n, rank]."""
+        """Add scale · B A rows to `out` ([n, in], [n, out], sorted by expert). Returns scale · A rows, [n,
+        rank]."""
         low = grouped_product(rows, self._each(self.a).transpose(1, 2), groups).mul_(self.scale)
         out.add_(grouped_product(low, self._each(self.b).transpose(1, 2), groups))
         return low
 
     def add_gradient(self, grad: Tensor, drows: Tensor, groups: Groups) -> Tensor:
-        """Add the gradient of the rows through B A to `drows`, given that of the output. Returns that of A rows, [n, rank]."""
+        """Add the gradient of the rows through B A to `drows`, given that of the output. Returns that of A
+        rows, [n, rank]."""
         dlow = grouped_product(grad, self._each(self.b), groups).mul_(self.scale)
         drows.add_(grouped_product(dlow, self._each(self.a), groups))
         return dlow

@@ -1,7 +1,8 @@
 """Matrix products of rows that are sorted by expert with each expert's matrices. No communication.
 
-The loop over experts is the reference, and what runs on a CPU. On a GPU one grouped kernel computes a whole product of bf16 matrices,
-without the host knowing how many rows an expert has; in other precisions the loop waits for these numbers.
+The loop over experts is the reference, and what runs on a CPU. On a GPU one grouped kernel computes a whole
+product of bf16 matrices, without the host knowing how many rows an expert has; in other precisions the loop
+waits for these numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _ALIGNED = 16  # bytes: torch's grouped kernel reads rows of this alignment
 
 
 def product_loop(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
-    """The rows of each group times its matrix: [n, in], [groups, in, out] -> [n, out]; undefined for rows of no group."""
+    """The rows of each group times its matrix: [n, in], [groups, in, out] -> [n, out]; undefined for rows of
+    no group."""
     out = rows.new_empty(rows.shape[0], matrices.shape[2])
     for own, matrix, into in zip(groups.split(rows), matrices, groups.split(out), strict=True):
         torch.mm(own, matrix, out=into)
@@ -34,13 +36,15 @@ def product_loop(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
 def grouped_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     """As `product_loop`, in one kernel where there is one: on a GPU, in bf16."""
     aligned = all(size * rows.itemsize % _ALIGNED == 0 for size in matrices.shape[1:])
-    if rows.is_cpu or rows.dtype != torch.bfloat16 or not aligned or not len(rows):  # a kernel might not take an empty tensor
+    # a kernel might not take an empty tensor
+    if rows.is_cpu or rows.dtype != torch.bfloat16 or not aligned or not len(rows):
         return product_loop(rows, matrices, groups)
     return torch.nn.functional.grouped_mm(rows, matrices, offs=groups.ends)
 
 
 def _sums(rows: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
-    """The sum of each group's rows, one after the other, flat. On a GPU as products with ones, which add in one order."""
+    """The sum of each group's rows, one after the other, flat. On a GPU as products with ones, which add in
+    one order."""
     if rows.is_cpu:
         return torch.cat([own.sum(0, dtype=dtype) for own in groups.split(rows)])
     total = torch.empty(len(groups), rows.shape[1], 1, dtype=dtype, device=rows.device)
@@ -49,7 +53,8 @@ def _sums(rows: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
 
 
 class _Experts(torch.autograd.Function):
-    """down(act(in(x))) of rows sorted by expert. Backward: the input's gradient; weight gradients go to the queue."""
+    """down(act(in(x))) of rows sorted by expert. Backward: the input's gradient; weight gradients go to the
+    queue."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, into: Tensor, down: Tensor, layer: Experts, groups: Groups) -> Tensor:
@@ -61,12 +66,19 @@ class _Experts(torch.autograd.Function):
         out = grouped_product(active, layer.each(down).transpose(1, 2), groups)  # [n, hidden]
         layer.add_bias(out, 1, groups)
         low_down = None if second is None else second.add(active, out, groups)
-        ctx.save_for_backward(rows if layer.into.trainable or first is not None else None, inner, low_in, low_down)
+        ctx.save_for_backward(
+            rows if layer.into.trainable or first is not None else None, inner, low_in, low_down
+        )
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (rows, inner, low_in, low_down), layer, groups, grad = ctx.saved_tensors, ctx.layer, ctx.groups, grads[0]
+        (rows, inner, low_in, low_down), layer, groups, grad = (
+            ctx.saved_tensors,
+            ctx.layer,
+            ctx.groups,
+            grads[0],
+        )
         first, second = layer.adapters
         dactive = grouped_product(grad, layer.each(layer.down.tensor), groups)  # [n, width]
         dlow_down = None if second is None else second.add_gradient(grad, dactive, groups)
@@ -88,14 +100,27 @@ class Experts(nn.Module):
     """This rank's experts, each a feed-forward: rows [n, hidden] sorted by expert -> [n, hidden].
 
     Args:
-        into, down: their matrices, expert after expert: [experts · (2 ·) width, hidden] and [experts · hidden, width].
-        biases: theirs, [experts · (2 ·) width] and [experts · hidden].
+        into, down: their matrices, expert after expert: [experts · (2 ·) width, hidden] and [experts ·
+        hidden, width]. biases: theirs, [experts · (2 ·) width] and [experts · hidden].
         number: experts on this rank.
     """
 
-    def __init__(self, into: Weight, down: Weight, biases: tuple[Weight | None, Weight | None], number: int, activation: Activation):
+    def __init__(
+        self,
+        into: Weight,
+        down: Weight,
+        biases: tuple[Weight | None, Weight | None],
+        number: int,
+        activation: Activation,
+    ):
         super().__init__()
-        self.into, self.down, self.biases, self.number, self.activation = into, down, biases, number, activation
+        self.into, self.down, self.biases, self.number, self.activation = (
+            into,
+            down,
+            biases,
+            number,
+            activation,
+        )
 
     @property
     def adapters(self) -> tuple[ExpertAdapter | None, ExpertAdapter | None]:
@@ -112,7 +137,8 @@ class Experts(nn.Module):
             out.add_(bias.tensor.view(self.number, -1).index_select(0, groups.of_rows(len(out))))
 
     def accumulate_biases(self, grads: Sequence[Tensor], groups: Groups) -> None:
-        """Accumulate the gradients of both biases, given those of the products; zero for an expert without rows."""
+        """Accumulate the gradients of both biases, given those of the products; zero for an expert without
+        rows."""
         for bias, grad in zip(self.biases, grads, strict=True):
             if bias is not None and bias.grad_dtype is not None:
                 bias.accumulate(_sums(grad, groups, bias.grad_dtype))

@@ -1,6 +1,8 @@
-"""The cost of a schedule: its bubble by all three definitions in use, its memory and its messages; for one plan, every schedule or a sweep.
+"""The cost of a schedule: its bubble by all three definitions in use, its memory and its messages; for one
+plan, every schedule or a sweep.
 
-The schedule is the one that `generator.build` returns for the runtime, and times are simulated: no closed formulas are used.
+The schedule is the one that `generator.build` returns for the runtime, and times are simulated: no closed
+formulas are used.
 """
 
 from __future__ import annotations
@@ -13,7 +15,15 @@ from megalite.parallel.pipeline.communication import send_after, with_communicat
 from megalite.parallel.pipeline.gathering import check_gathering, with_gathering
 from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.parallel.pipeline.orders import RECIPES
-from megalite.parallel.pipeline.schedule import Action, Costs, Kind, Schedule, ScheduleError, Unit, peak_activations
+from megalite.parallel.pipeline.schedule import (
+    Action,
+    Costs,
+    Kind,
+    Schedule,
+    ScheduleError,
+    Unit,
+    peak_activations,
+)
 from megalite.parallel.pipeline.simulator import Timeline, simulate
 
 BUBBLES = ("bubble_fraction", "bubble_over_ideal", "bubble_rate")
@@ -50,7 +60,8 @@ class Plan:
     """A schedule and its simulated times.
 
     Attributes:
-        durations: forward, input_backward and weight_backward of one microbatch: a number for a rank's whole share of the model, or a list
+        durations: forward, input_backward and weight_backward of one microbatch: a number for a rank's whole
+        share of the model, or a list
             with one for each stage; comm is the latency of a message.
         unit: unit of the durations; "" if they have none.
         weights: how weights are gathered for use; None if they stay whole.
@@ -82,14 +93,17 @@ class Plan:
         return sizes[axis]
 
     def peaks(self, until: Kind = Kind.BACKWARD) -> list[float]:
-        """For each rank, its peak in whole-stage activations of one microbatch, held from the forward to the end of the `until` pass."""
+        """For each rank, its peak in whole-stage activations of one microbatch, held from the forward to the
+        end of the `until` pass."""
         return [peak / self.chunks for peak in peak_activations(self.schedule, until)]
 
     def messages(self) -> list[int]:
         """For each rank, the number of messages that it sends in a step."""
         schedule, sent = self.schedule, [0] * self.schedule.ranks
         for stage, rank in enumerate(schedule.placement):
-            sent[rank] += schedule.microbatches * sum(send_after(Action(kind, stage, 0), schedule) is not None for kind in schedule.passes)
+            sent[rank] += schedule.microbatches * sum(
+                send_after(Action(kind, stage, 0), schedule) is not None for kind in schedule.passes
+            )
         return sent
 
     def with_messages(self) -> Schedule:
@@ -98,12 +112,15 @@ class Plan:
         return schedule if self.weights is None else self.weights.gathered(schedule)
 
     def gathering(self) -> dict[str, Any]:
-        """The gathering of weights: its parameters, and for each rank how many times a step gathers the whole weights, the largest fraction
-        of them that is whole at once, and the time that compute waits for them."""
+        """The gathering of weights: its parameters, and for each rank how many times a step gathers the whole
+        weights, the largest fraction of them that is whole at once, and the time that compute waits for them.
+        """
         if self.weights is None:
             return {}
         ranks, gathers = range(self.schedule.ranks), [len(spans) for spans in self.timeline.gathers]
-        buckets = [sum(len(self.schedule.units[stage]) for stage in self.schedule.stages_of(rank)) for rank in ranks]
+        buckets = [
+            sum(len(self.schedule.units[stage]) for stage in self.schedule.stages_of(rank)) for rank in ranks
+        ]
         return {
             **self.weights._asdict(),
             "buckets": buckets[0],
@@ -113,7 +130,8 @@ class Plan:
         }
 
     def measures(self) -> dict[str, Any]:
-        """Every figure by its name, as `megalite bubble --json` prints it. Peaks are in whole-stage activations of one microbatch."""
+        """Every figure by its name, as `megalite bubble --json` prints it. Peaks are in whole-stage
+        activations of one microbatch."""
         timeline, schedule = self.timeline, self.schedule
         return {
             "schedule": schedule.name,
@@ -147,18 +165,33 @@ def plan(
     """
     costs = costs or Costs()
     if not costs.forward + costs.input_backward + costs.weight_backward > 0:
-        raise ScheduleError("forward, input_backward and weight_backward are all 0: a step must take some time.")
+        raise ScheduleError(
+            "forward, input_backward and weight_backward are all 0: a step must take some time."
+        )
     schedule = build(name, ranks, microbatches, virtual_stages, costs)
     if weights is not None:
         schedule = weights.gathered(schedule)
-    return Plan(schedule, simulate(schedule, *costs, weights.gather if weights else 0), costs._asdict(), weights=weights)
+    return Plan(
+        schedule,
+        simulate(schedule, *costs, weights.gather if weights else 0),
+        costs._asdict(),
+        weights=weights,
+    )
 
 
 def compare(
-    ranks: int, microbatches: int, virtual_stages: int | None = None, costs: Costs | None = None, weights: Weights | None = None
+    ranks: int,
+    microbatches: int,
+    virtual_stages: int | None = None,
+    costs: Costs | None = None,
+    weights: Weights | None = None,
 ) -> list[Plan]:
-    """Every schedule at one size. `virtual_stages` applies to those whose number of stages per rank can be chosen."""
-    return [plan(name, ranks, microbatches, None if RECIPES[name].chunks else virtual_stages, costs, weights) for name in SCHEDULES]
+    """Every schedule at one size. `virtual_stages` applies to those whose number of stages per rank can be
+    chosen."""
+    return [
+        plan(name, ranks, microbatches, None if RECIPES[name].chunks else virtual_stages, costs, weights)
+        for name in SCHEDULES
+    ]
 
 
 def sweep(
@@ -171,7 +204,8 @@ def sweep(
     costs: Costs | None = None,
     weights: Weights | None = None,
 ) -> list[Plan]:
-    """One schedule, or every one if `name` is None, at each of `values` of `axis`: pp (ranks) or microbatches."""
+    """One schedule, or every one if `name` is None, at each of `values` of `axis`: pp (ranks) or
+    microbatches."""
     plans = []
     for value in values:
         sizes = (value, microbatches) if axis == "pp" else (ranks, value)

@@ -1,19 +1,23 @@
-"""The pass that adds sends and receives to a schedule, such that no execution of it can deadlock. Imports no torch.
+"""The pass that adds sends and receives to a schedule, such that no execution of it can deadlock.
 
 The rules by which the runtime executes the result, and the validator models it:
 
-- *Channels.* All ranks of the pipeline axis share one communicator for each tensor kind (forward, backward) and direction along the
-  rank order (up, down). On one communicator, a rank's operations complete in the order in which the rank issued them, as NCCL's do.
-- *Rendezvous.* A send and its receive complete together, and only once each is the oldest unfinished operation of its rank on the channel.
-- *Blocking.* Issuing a send or a receive never blocks. A compute action blocks until its receive has completed. The end of the step blocks
-  until every send has completed; until then the runtime keeps the tensors that it sends.
+- *Channels.* All ranks of the pipeline axis share one communicator for each tensor kind (forward, backward)
+  and direction along the rank order (up, down). On one communicator, a rank's operations complete in the
+  order in which the rank issued them, as NCCL's do.
+- *Rendezvous.* A send and its receive complete together, and only once each is the oldest unfinished
+  operation of its rank on the channel.
+- *Blocking.* Issuing a send or a receive never blocks. A compute action blocks until its receive has
+  completed. The end of the step blocks until every send has completed; until then the runtime keeps the
+  tensors that it sends.
 
-Proof that this cannot deadlock: simulate the compute actions, and sort those of all ranks by their end times; place each message right
-after the action that produced it. In this global order every item comes after its dependencies. Compute actions on every rank, and
-operations on every channel of a rank, are issued in this order, and no receive is issued later than its place in the order. Therefore the
-first unfinished item of the global order can always finish: if it is a compute action, its inputs have arrived; if it is a message, both
-ends have been issued and are the oldest on their channel. The proof does not need asynchronous sends: it holds if each send blocks until
-it is received.
+Proof that this cannot deadlock: simulate the compute actions, and sort those of all ranks by their end times;
+place each message right after the action that produced it. In this global order every item comes after its
+dependencies. Compute actions on every rank, and operations on every channel of a rank, are issued in this
+order, and no receive is issued later than its place in the order. Therefore the first unfinished item of the
+global order can always finish: if it is a compute action, its inputs have arrived; if it is a message, both
+ends have been issued and are the oldest on their channel. The proof does not need asynchronous sends: it
+holds if each send blocks until it is received.
 """
 
 from __future__ import annotations
@@ -27,14 +31,15 @@ from typing import Literal, NamedTuple
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, dependencies
 
 PASS, MESSAGE = 16, 1  # durations of the simulation that the global order comes from
-CONNECTION_BYTES = (
-    32 << 20
-)  # NCCL's buffers at one end of an edge. Estimate: 0.5 GB a peer with 32 thread blocks both ways; channels have 4
+# NCCL's buffers at one end of an edge. Estimate: 0.5 GB a peer with 32 thread blocks both ways; channels have
+# 4
+CONNECTION_BYTES = 32 << 20
 OUTSTANDING_SENDS = 4  # sends that a rank may leave incomplete: bounds the memory of messages
 
 
 class Channel(NamedTuple):
-    """One communicator over the pipeline axis: for activations (forward) or gradients (backward), to higher (up) or lower (down) ranks."""
+    """One communicator over the pipeline axis: for activations (forward) or gradients (backward), to higher
+    (up) or lower (down) ranks."""
 
     kind: Literal["forward", "backward"]
     direction: Literal["up", "down"]
@@ -46,7 +51,12 @@ class Channel(NamedTuple):
 
 Edge = tuple[int, int]
 """The pipeline ranks (source, target) between which messages are sent."""
-CHANNELS = (Channel("forward", "up"), Channel("forward", "down"), Channel("backward", "up"), Channel("backward", "down"))
+CHANNELS = (
+    Channel("forward", "up"),
+    Channel("forward", "down"),
+    Channel("backward", "up"),
+    Channel("backward", "down"),
+)
 
 
 def channel_of(action: Action, rank: int) -> Channel:
@@ -58,7 +68,8 @@ def channel_of(action: Action, rank: int) -> Channel:
 
 
 def edges(schedule: Schedule) -> dict[str, tuple[Edge, ...]]:
-    """The channels that a schedule uses by name, in the order in which every rank creates them, each with the edges that it uses."""
+    """The channels that a schedule uses by name, in the order in which every rank creates them, each with the
+    edges that it uses."""
     used: dict[Channel, set[Edge]] = {channel: set() for channel in CHANNELS}
     for rank, actions in enumerate(schedule.actions):
         for action in actions:
@@ -73,12 +84,14 @@ def chain(ranks: int, down: bool = False) -> tuple[Edge, ...]:
 
 
 def connection_bytes(used: Sequence[Edge], rank: int) -> int:
-    """Memory of a rank's connections on a channel under NCCL: each edge that it has is an end with its own buffers."""
+    """Memory of a rank's connections on a channel under NCCL: each edge that it has is an end with its own
+    buffers."""
     return sum(rank in edge for edge in used) * CONNECTION_BYTES
 
 
 def send_after(action: Action, schedule: Schedule) -> Action | None:
-    """The send of a compute action's result; None within a rank, at the ends of the model, and for weight passes."""
+    """The send of a compute action's result; None within a rank, at the ends of the model, and for weight
+    passes."""
     step = {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(action.kind)
     if step is None or not 0 <= action.stage + step < schedule.stages:
         return None
@@ -88,7 +101,8 @@ def send_after(action: Action, schedule: Schedule) -> Action | None:
 
 
 def receive_before(action: Action, schedule: Schedule) -> Action | None:
-    """The receive of a compute action's input, which matches `send_after` of the action that produces it; None if there is none."""
+    """The receive of a compute action's input, which matches `send_after` of the action that produces it;
+    None if there is none."""
     step = {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(action.kind)
     if step is None or not 0 <= action.stage - step < schedule.stages:
         return None
@@ -105,26 +119,35 @@ def received_from(receive: Action) -> Action:
 
 
 def with_communication(schedule: Schedule) -> Schedule:
-    """The schedule's compute actions with their sends and receives; gathers and reshards are added afterwards.
+    """The schedule's compute actions with their sends and receives; gathers and reshards are added
+    afterwards.
 
-    A send comes right after the action that produces its tensor. A receive comes one compute action before the one that needs it, so that
-    the transfer overlaps with compute, or earlier if its tensor is expected earlier, but never before operations on its channel that
-    precede it in the global order.
+    A send comes right after the action that produces its tensor. A receive comes one compute action before
+    the one that needs it, so that the transfer overlaps with compute, or earlier if its tensor is expected
+    earlier, but never before operations on its channel that precede it in the global order.
 
     Raises:
         ScheduleError: compute actions wait for each other in a cycle, or for one that is in no list.
     """
     order = _global_order(schedule)
-    return replace(schedule, actions=tuple(_rank_actions(schedule, rank, order) for rank in range(schedule.ranks)), units=())
+    return replace(
+        schedule,
+        actions=tuple(_rank_actions(schedule, rank, order) for rank in range(schedule.ranks)),
+        units=(),
+    )
 
 
 def _global_order(schedule: Schedule) -> dict[Action, int]:
     """The index of every compute action when all are sorted by their simulated ends.
 
-    Any positive durations give a correct order. Equal durations of all passes, long compared with a message, give an order that is close to
-    execution. Integers make the order the same on every machine.
+    Any positive durations give a correct order. Equal durations of all passes, long compared with a message,
+    give an order that is close to execution. Integers make the order the same on every machine.
     """
-    durations = {Kind.FORWARD: PASS, Kind.BACKWARD: PASS if Kind.WEIGHT in schedule.passes else 2 * PASS, Kind.WEIGHT: PASS}
+    durations = {
+        Kind.FORWARD: PASS,
+        Kind.BACKWARD: PASS if Kind.WEIGHT in schedule.passes else 2 * PASS,
+        Kind.WEIGHT: PASS,
+    }
     todo = [deque(schedule.compute(rank)) for rank in range(schedule.ranks)]
     ends: dict[Action, float] = {}
     free, known = [0.0] * schedule.ranks, -1
@@ -132,7 +155,10 @@ def _global_order(schedule: Schedule) -> dict[Action, int]:
     def end_of(action: Action, rank: int) -> float:
         """The time at which the next action of a rank ends; infinity if it is not known yet."""
         needed = dependencies(action, schedule.stages)
-        arrivals = (ends.get(other, inf) + (MESSAGE if schedule.placement[other.stage] != rank else 0) for other in needed)
+        arrivals = (
+            ends.get(other, inf) + (MESSAGE if schedule.placement[other.stage] != rank else 0)
+            for other in needed
+        )
         return max(free[rank], *arrivals, 0) + durations[action.kind]
 
     while known < len(ends):
@@ -154,8 +180,10 @@ def _rank_actions(schedule: Schedule, rank: int, order: dict[Action, int]) -> tu
     queues = _queues(schedule, compute, rank, order)
     actions: list[Action] = []
     for action, following in zip(compute, [*compute[1:], None], strict=True):
-        horizon = dict.fromkeys(queues, order[action])  # receives ordered before this action are issued before it …
-        if following and (receive := receive_before(following, schedule)):  # … and so is the next action's, to overlap with this one
+        # receives ordered before this action are issued before it …
+        horizon = dict.fromkeys(queues, order[action])
+        # … and so is the next action's, to overlap with this one
+        if following and (receive := receive_before(following, schedule)):
             channel = channel_of(receive, rank)
             horizon[channel] = max(horizon[channel], order[received_from(receive)])
         for channel, queue in queues.items():
@@ -167,7 +195,9 @@ def _rank_actions(schedule: Schedule, rank: int, order: dict[Action, int]) -> tu
     return tuple(actions)
 
 
-def _queues(schedule: Schedule, compute: list[Action], rank: int, order: dict[Action, int]) -> dict[Channel, deque[tuple[int, Action]]]:
+def _queues(
+    schedule: Schedule, compute: list[Action], rank: int, order: dict[Action, int]
+) -> dict[Channel, deque[tuple[int, Action]]]:
     """For each channel, the rank's operations with their places in the global order, sorted by these."""
     operations = []
     for action in compute:

@@ -1,9 +1,11 @@
-"""The pass that adds gathers and reshards of weights to a schedule (ZeRO-3; Rajbhandari et al. 2020). Imports no torch.
+"""The pass that adds gathers and reshards of weights to a schedule (ZeRO-3; Rajbhandari et al. 2020). Imports
+no torch.
 
-A rank keeps a shard of each bucket of weights. The buckets of a unit of the model are all-gathered over data parallelism before the unit
-computes, and freed afterwards. The list of actions determines the next unit, so its buckets are gathered while the current one computes,
-and a bucket that the next unit also needs stays whole: at most the buckets of two units are whole at a time. With `keep` nothing is freed
-before the end of the step: each bucket is gathered once per step instead of once per use, and all weights stay in memory.
+A rank keeps a shard of each bucket of weights. The buckets of a unit of the model are all-gathered over data
+parallelism before the unit computes, and freed afterwards. The list of actions determines the next unit, so
+its buckets are gathered while the current one computes, and a bucket that the next unit also needs stays
+whole: at most the buckets of two units are whole at a time. With `keep` nothing is freed before the end of
+the step: each bucket is gathered once per step instead of once per use, and all weights stay in memory.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, Schedule
 
 def uses(action: Action, schedule: Schedule) -> Sequence[Unit]:
     """The units whose gathered weights a compute action needs, in the order of its computation."""
-    if not schedule.units or action.kind is Kind.WEIGHT:  # a weight gradient needs only inputs and output gradients
+    # a weight gradient needs only inputs and output gradients
+    if not schedule.units or action.kind is Kind.WEIGHT:
         return ()
     units = schedule.units[action.stage]
     if action.kind is Kind.FORWARD:
@@ -30,7 +33,8 @@ def with_gathering(schedule: Schedule, units: tuple[tuple[Unit, ...], ...], keep
 
     Args:
         units: for each stage, its units, first to last.
-        keep: insert no reshards; the gatherer frees all weights when the shards change or the next run begins.
+        keep: insert no reshards; the gatherer frees all weights when the shards change or the next run
+        begins.
     """
     known = replace(schedule, units=units)
     return replace(known, actions=tuple(_rank_actions(known, rank, keep) for rank in range(schedule.ranks)))
@@ -43,7 +47,9 @@ def _rank_actions(schedule: Schedule, rank: int, keep: bool) -> tuple[Action, ..
 
     def gather(action: Action, wanted: Unit, during: int | None) -> None:
         missing = [bucket for bucket in wanted.buckets if bucket not in whole]
-        moves[action] += [Action(Kind.GATHER, action.stage, action.microbatch, None, bucket, during) for bucket in missing]
+        moves[action] += [
+            Action(Kind.GATHER, action.stage, action.microbatch, None, bucket, during) for bucket in missing
+        ]
         whole.update(missing)
 
     if used:
@@ -53,16 +59,21 @@ def _rank_actions(schedule: Schedule, rank: int, keep: bool) -> tuple[Action, ..
         gather(action, following, unit.number)
         if not keep:
             done = [bucket for bucket in unit.buckets if bucket not in following.buckets]
-            moves[action] += [Action(Kind.RESHARD, action.stage, action.microbatch, None, bucket, unit.number) for bucket in done]
+            moves[action] += [
+                Action(Kind.RESHARD, action.stage, action.microbatch, None, bucket, unit.number)
+                for bucket in done
+            ]
             whole.difference_update(done)
     return tuple(made for action in schedule.actions[rank] for made in (*moves.get(action, ()), action))
 
 
 def check_gathering(schedule: Schedule, rank: int) -> int:
-    """Replay a rank's gathers and reshards as the runtime executes them. Returns the maximum number of buckets that are whole at once.
+    """Replay a rank's gathers and reshards as the runtime executes them. Returns the maximum number of
+    buckets that are whole at once.
 
     Raises:
-        ScheduleError: a unit computes with a bucket that is not whole, or a bucket is gathered or freed twice.
+        ScheduleError: a unit computes with a bucket that is not whole, or a bucket is gathered or freed
+        twice.
     """
     whole: set[int] = set()
     announced: defaultdict[tuple[Kind, int | None], list[Action]] = defaultdict(list)
@@ -82,10 +93,16 @@ def check_gathering(schedule: Schedule, rank: int) -> int:
             carry_out(action.kind, None)
         for unit in uses(action, schedule) if action.is_compute else ():
             if lacking := sorted(set(unit.buckets) - whole):
-                raise ScheduleError(f"rank {rank}: {action} reaches unit {unit.number}, whose bucket {lacking[0]} is not gathered.")
+                raise ScheduleError(
+                    f"rank {rank}: {action} reaches unit {unit.number}, whose bucket {lacking[0]} is not "
+                    "gathered."
+                )
             carry_out(Kind.GATHER, unit.number)
             most = max(most, len(whole))
             carry_out(Kind.RESHARD, unit.number)
         if action.is_compute and announced:
-            raise ScheduleError(f"rank {rank}: {next(iter(announced.values()))[0]} never happens: {action} does not use its unit.")
+            raise ScheduleError(
+                f"rank {rank}: {next(iter(announced.values()))[0]} never happens: {action} does not use its "
+                "unit."
+            )
     return most

@@ -1,4 +1,5 @@
-"""Builds a schedule from its name and sizes: the order of each rank, with weight passes in its gaps. Imports no torch."""
+"""Builds a schedule from its name and sizes: the order of each rank, with weight passes in its gaps. Imports
+no torch."""
 
 from __future__ import annotations
 
@@ -13,13 +14,16 @@ SCHEDULES = tuple(RECIPES)
 
 
 def chunks_of(name: str, virtual_stages: int | None = None) -> int:
-    """Number of stages on each rank: `virtual_stages`, or by default the schedule's own number, or 2 if it has none.
+    """Number of stages on each rank: `virtual_stages`, or by default the schedule's own number, or 2 if it
+    has none.
 
     Raises:
         ScheduleError: the schedule is unknown, or has a fixed number that differs from virtual_stages.
     """
     if name not in RECIPES:
-        raise ScheduleError(f"parallel.schedule = {name!r} is not a schedule. Choose one of: {', '.join(SCHEDULES)}.")
+        raise ScheduleError(
+            f"parallel.schedule = {name!r} is not a schedule. Choose one of: {', '.join(SCHEDULES)}."
+        )
     own = RECIPES[name].chunks
     if virtual_stages is not None and (virtual_stages < 1 or own not in (None, virtual_stages)):
         legal = f"{name} has {own}: leave it out" if own else "give 1 or more"
@@ -34,14 +38,20 @@ def placement(name: str, ranks: int, virtual_stages: int | None = None) -> tuple
 
 
 def build(
-    name: str, ranks: int, microbatches: int, virtual_stages: int | None = None, costs: Costs | None = None, forward_only: bool = False
+    name: str,
+    ranks: int,
+    microbatches: int,
+    virtual_stages: int | None = None,
+    costs: Costs | None = None,
+    forward_only: bool = False,
 ) -> Schedule:
     """The schedule of compute actions; `with_communication` adds the sends and receives.
 
     Args:
-        virtual_stages: stages on each rank, for `interleaved` (default 2); the other schedules have a fixed number.
-        costs: durations by which the weight passes of a split backward are placed (default: all passes equal, messages take no time).
-        forward_only: keep only the forwards, in the same order, for evaluation.
+        virtual_stages: stages on each rank, for `interleaved` (default 2); the other schedules have a fixed
+        number. costs: durations by which the weight passes of a split backward are placed (default: all
+        passes equal, messages take no time). forward_only: keep only the forwards, in the same order, for
+        evaluation.
 
     Raises:
         ScheduleError: the name is unknown, or a size is below 1 or does not belong to the schedule.
@@ -53,7 +63,9 @@ def build(
     recipe = RECIPES[name]
     actions = tuple(tuple(recipe.order(rank, shape)) for rank in range(ranks))
     limit = tuple(min(recipe.activations(rank, shape), microbatches * shape.chunks) for rank in range(ranks))
-    schedule = Schedule(name, ranks, ranks * shape.chunks, microbatches, recipe.placement(shape), actions, limit)
+    schedule = Schedule(
+        name, ranks, ranks * shape.chunks, microbatches, recipe.placement(shape), actions, limit
+    )
     if forward_only:
         return _forward_only(schedule)
     return with_weight_passes(schedule, costs or Costs()) if recipe.splits else schedule
@@ -61,5 +73,7 @@ def build(
 
 def _forward_only(schedule: Schedule) -> Schedule:
     """Keep only the forwards. The order stays valid, since a forward depends only on forwards."""
-    actions = tuple(tuple(action for action in actions if action.kind is Kind.FORWARD) for actions in schedule.actions)
+    actions = tuple(
+        tuple(action for action in actions if action.kind is Kind.FORWARD) for actions in schedule.actions
+    )
     return replace(schedule, actions=actions, activation_limit=(1,) * schedule.ranks, passes=(Kind.FORWARD,))

@@ -1,10 +1,12 @@
-"""The order of each rank's forwards and backwards, for every schedule. Imports no torch.
+"""The order of each rank's forwards and backwards, for every schedule.
 
-Each order is a closed form of a few lines. If a schedule splits the backward, its weight passes are not in the order: `weight_passes.py`
-puts them into the gaps, which depend on the durations. The zero-bubble schedules therefore need no generator of their own: zb-h1 is 1f1b,
-zb-h2 is 1f1b with more forwards at the start, zb-v is 1f1b on a model folded in two.
+Each order is a closed form of a few lines. If a schedule splits the backward, its weight passes are not in
+the order: `weight_passes.py` puts them into the gaps, which depend on the durations. The zero-bubble
+schedules therefore need no generator of their own: zb-h1 is 1f1b, zb-h2 is 1f1b with more forwards at the
+start, zb-v is 1f1b on a model folded in two.
 
-Forwards and backwards of a stage run in ascending microbatch order under every schedule, so gradients are added in the same order, bitwise.
+Forwards and backwards of a stage run in ascending microbatch order under every schedule, so gradients are
+added in the same order, bitwise.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ F, B = Kind.FORWARD, Kind.BACKWARD
 
 
 class Shape(NamedTuple):
-    """Sizes of a schedule: ranks of the pipeline axis, microbatches of a step, chunks (stages on each rank)."""
+    """Sizes of a schedule: ranks of the pipeline axis, microbatches of a step, chunks (stages on each
+    rank)."""
 
     ranks: int
     microbatches: int
@@ -38,7 +41,8 @@ def folded(shape: Shape) -> tuple[int, ...]:
 
 
 def gpipe(rank: int, shape: Shape) -> list[Action]:
-    """GPipe (Huang et al. 2019): every forward, then every backward, in ascending order, not mirrored as in the paper."""
+    """GPipe (Huang et al. 2019): every forward, then every backward, in ascending order, not mirrored as in
+    the paper."""
     return [Action(kind, rank, i) for kind in (F, B) for i in range(shape.microbatches)]
 
 
@@ -49,12 +53,14 @@ def alternating(forwards: list[Action], backwards: list[Action], warmup: int) ->
 
 
 def one_f_one_b(rank: int, shape: Shape) -> list[Action]:
-    """1F1B (Narayanan et al. 2019): warm up, alternate, drain. Stage s of p holds at most p - s activations."""
+    """1F1B (Narayanan et al. 2019): warm up, alternate, drain. Stage s of p holds at most p - s
+    activations."""
     return _ahead(rank, shape, shape.ranks - rank - 1)
 
 
 def zb_h2(rank: int, shape: Shape) -> list[Action]:
-    """ZB-H2 (Qi et al. 2023): 2(p - s) - 1 forwards in flight, enough to compute until the first microbatch's gradient returns."""
+    """ZB-H2 (Qi et al. 2023): 2(p - s) - 1 forwards in flight, enough to compute until the first microbatch's
+    gradient returns."""
     return _ahead(rank, shape, 2 * (shape.ranks - rank - 1))
 
 
@@ -66,8 +72,8 @@ def _ahead(rank: int, shape: Shape, warmup: int) -> list[Action]:
 def groups(shape: Shape) -> list[range]:
     """The microbatches in groups that pass through one chunk after the other.
 
-    A group of fewer than p leaves ranks idle at every change of chunk. There are therefore floor(m / p) groups, at least one, of sizes as
-    equal as possible, the larger ones first.
+    A group of fewer than p leaves ranks idle at every change of chunk. There are therefore floor(m / p)
+    groups, at least one, of sizes as equal as possible, the larger ones first.
     """
     count = max(1, shape.microbatches // shape.ranks)
     size, rest = divmod(shape.microbatches, count)
@@ -76,23 +82,35 @@ def groups(shape: Shape) -> list[range]:
 
 
 def interleaved_warmup(rank: int, shape: Shape) -> int:
-    """Number of forwards before the first backward (Narayanan et al. 2021): a group's forwards of every chunk but the last, and two for
-    each rank that follows, for the way down and back up the ranks. With one chunk the way down suffices: that is 1F1B.
+    """Number of forwards before the first backward (Narayanan et al. 2021): a group's forwards of every chunk
+    but the last, and two for each rank that follows, for the way down and back up the ranks. With one chunk
+    the way down suffices: that is 1F1B.
     """
     ways, largest = 2 if shape.chunks > 1 else 1, len(groups(shape)[0])
-    return min(ways * (shape.ranks - rank - 1) + (shape.chunks - 1) * largest, shape.microbatches * shape.chunks)
+    return min(
+        ways * (shape.ranks - rank - 1) + (shape.chunks - 1) * largest, shape.microbatches * shape.chunks
+    )
 
 
 def interleaved(rank: int, shape: Shape) -> list[Action]:
-    """Interleaved 1F1B (Narayanan et al. 2021): group by group, in a group chunk by chunk, ascending in forward, descending in backward."""
+    """Interleaved 1F1B (Narayanan et al. 2021): group by group, in a group chunk by chunk, ascending in
+    forward, descending in backward."""
     chunks = range(shape.chunks)
-    forwards = [Action(F, chunk * shape.ranks + rank, i) for group in groups(shape) for chunk in chunks for i in group]
-    backwards = [Action(B, chunk * shape.ranks + rank, i) for group in groups(shape) for chunk in reversed(chunks) for i in group]
+    forwards = [
+        Action(F, chunk * shape.ranks + rank, i) for group in groups(shape) for chunk in chunks for i in group
+    ]
+    backwards = [
+        Action(B, chunk * shape.ranks + rank, i)
+        for group in groups(shape)
+        for chunk in reversed(chunks)
+        for i in group
+    ]
     return alternating(forwards, backwards, interleaved_warmup(rank, shape))
 
 
 class _Folded:
-    """Builds a rank's order on the V, which has a downward and an upward stage: each pass once for every microbatch."""
+    """Builds a rank's order on the V, which has a downward and an upward stage: each pass once for every
+    microbatch."""
 
     def __init__(self, rank: int, shape: Shape):
         self.down, self.up = rank, 2 * shape.ranks - 1 - rank
@@ -101,7 +119,8 @@ class _Folded:
         self._microbatches = shape.microbatches
 
     def put(self, *wanted: tuple[Kind, int]) -> None:
-        """Append each (kind, stage) for its next microbatch, if one is left and, for a backward, its forward is done."""
+        """Append each (kind, stage) for its next microbatch, if one is left and, for a backward, its forward
+        is done."""
         for kind, stage in wanted:
             microbatch = self._next[kind, stage]
             limit = self._microbatches if kind is F else self._next[F, stage]
@@ -111,7 +130,8 @@ class _Folded:
 
 
 def zb_v(rank: int, shape: Shape) -> list[Action]:
-    """ZB-V (Qi et al. 2023): downward forwards until the first microbatch is back, then both halves alternately."""
+    """ZB-V (Qi et al. 2023): downward forwards until the first microbatch is back, then both halves
+    alternately."""
     order = _Folded(rank, shape)
     order.put(*[(F, order.down)] * (2 * (shape.ranks - rank) - 1))
     order.put(*[(F, order.up), (F, order.down)] * rank)
@@ -122,11 +142,13 @@ def zb_v(rank: int, shape: Shape) -> list[Action]:
 
 
 def v_half(rank: int, shape: Shape) -> list[Action]:
-    """V-Half (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"): one microbatch's pattern, repeated every six passes.
+    """V-Half (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"): one microbatch's pattern,
+    repeated every six passes.
 
-    From rank to rank, downward forwards and upward backwards start two passes later, the other two one pass later. Modulo three, the first
-    two then never coincide with the other two on any rank; within each pair the start times differ by three modulo six. A microbatch's
-    activations are held for about 3p passes of a stage in total: half as long as under 1F1B.
+    From rank to rank, downward forwards and upward backwards start two passes later, the other two one pass
+    later. Modulo three, the first two then never coincide with the other two on any rank; within each pair
+    the start times differ by three modulo six. A microbatch's activations are held for about 3p passes of a
+    stage in total: half as long as under 1F1B.
     """
     p, period = shape.ranks, 6
 
@@ -143,7 +165,11 @@ def v_half(rank: int, shape: Shape) -> list[Action]:
         (B, up): backward_up + 2 * rank,
         (B, down): backward_down + p - 1 - rank,
     }
-    placed = [(time + period * i, Action(*what, i)) for what, time in times.items() for i in range(shape.microbatches)]
+    placed = [
+        (time + period * i, Action(*what, i))
+        for what, time in times.items()
+        for i in range(shape.microbatches)
+    ]
     return [action for _, action in sorted(placed)]
 
 
@@ -155,8 +181,8 @@ class Recipe(NamedTuple):
         activations: maximum number of (stage, microbatch) activations that a rank holds at once.
         placement: the rank of each stage.
         chunks: number of stages on each rank; None if it can be chosen.
-        splits: whether the backward is split into an input and a weight pass.
-        staggered: whether ranks finish one after the other, so that a rank that waits for none begins the next step meanwhile.
+        splits: whether the backward is split into an input and a weight pass. staggered: whether ranks finish
+        one after the other, so that a rank that waits for none begins the next step meanwhile.
     """
 
     order: Callable[[int, Shape], list[Action]]

@@ -1,8 +1,10 @@
-"""Partition of layers into pipeline stages: the contiguous split that minimises the cost of the slowest stage. Imports no torch.
+"""Partition of layers into pipeline stages: the contiguous split that minimises the cost of the slowest
+stage.
 
-The embedding belongs to the first stage and the head to the last, so their costs are counted there: with a large vocabulary the head alone
-costs as much as several layers, and an even split would leave every other stage waiting for the last.
-`balanced` takes plain costs; `assembly.plan.partition` chooses between configured, measured and estimated ones.
+The embedding belongs to the first stage and the head to the last, so their costs are counted there: with a
+large vocabulary the head alone costs as much as several layers, and an even split would leave every other
+stage waiting for the last. `balanced` takes plain costs; `assembly.plan.partition` chooses between
+configured, measured and estimated ones.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from itertools import accumulate
 def balanced(costs: Sequence[float], stages: int, first_extra: float = 0, last_extra: float = 0) -> list[int]:
     """Number of layers of each stage, first to last, at least one each.
 
-    Exact: the minimum of the largest stage cost; among those splits the most even one (least sum of squared costs); among those, fewer
-    layers on earlier stages, which hold more activations.
+    Exact: the minimum of the largest stage cost; among those splits the most even one (least sum of squared
+    costs); among those, fewer layers on earlier stages, which hold more activations.
 
     Args:
         costs: cost of each layer.
@@ -26,16 +28,24 @@ def balanced(costs: Sequence[float], stages: int, first_extra: float = 0, last_e
     """
     if len(costs) < stages:
         raise ValueError(
-            f"parallel.pp = {stages} for model.num_hidden_layers = {len(costs)}: a stage needs a layer. Use parallel.pp <= {len(costs)}."
+            f"parallel.pp = {stages} for model.num_hidden_layers = {len(costs)}: a stage needs a layer. Use "
+            f"parallel.pp <= {len(costs)}."
         )
     before = list(accumulate(costs, initial=0.0))
 
     def cost(stage: int, start: int, stop: int) -> float:
-        return before[stop] - before[start] + (first_extra if stage == 0 else 0) + (last_extra if stage == stages - 1 else 0)
+        return (
+            before[stop]
+            - before[start]
+            + (first_extra if stage == 0 else 0)
+            + (last_extra if stage == stages - 1 else 0)
+        )
 
     slowest, _ = _best_split(len(costs), stages, cost, max)
     infinite = float("inf")
-    _, sizes = _best_split(len(costs), stages, cost, lambda total, one: total + one**2 if one <= slowest else infinite)
+    _, sizes = _best_split(
+        len(costs), stages, cost, lambda total, one: total + one**2 if one <= slowest else infinite
+    )
     return sizes
 
 

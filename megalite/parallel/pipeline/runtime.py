@@ -1,13 +1,14 @@
 """The runtime: an interpreter of one rank's list of actions. It makes no decisions; the schedule does.
 
-Communication: point-to-point over the pp axis. Forward sends activations to the next stage, backward sends their gradients to the
-previous one, both [seq (/tp), batch, hidden]. A receive is posted where the list has it and awaited only by the computation that needs
-it. A send starts right after the computation that produces its tensor, which is kept until the send completes (gloo reads it only when
-the receiver is ready). The host never waits for the device. A clock marks the start and end of each computation: these marks give the
-measured bubble.
+Communication: point-to-point over the pp axis. Forward sends activations to the next stage, backward sends
+their gradients to the previous one, both [seq (/tp), batch, hidden]. A receive is posted where the list has
+it and awaited only by the computation that needs it. A send starts right after the computation that produces
+its tensor, which is kept until the send completes (gloo reads it only when the receiver is ready). The host
+never waits for the device. A clock marks the start and end of each computation: these marks give the measured
+bubble.
 
-`_Handoff` detaches a stage's output from its autograd graph: the graph keeps a scalar token instead of the activations, so their memory
-is freed as soon as they are sent.
+`_Handoff` detaches a stage's output from its autograd graph: the graph keeps a scalar token instead of the
+activations, so their memory is freed as soon as they are sent.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ INPUTS = {Kind.FORWARD: (Kind.RECEIVE_FORWARD, -1), Kind.BACKWARD: (Kind.RECEIVE
 
 
 class Gatherer(Protocol):
-    """Executes a schedule's gathers and reshards (ZeRO-3): weights are stored as shards and are whole only while they are used."""
+    """Executes a schedule's gathers and reshards (ZeRO-3): weights are stored as shards and are whole only
+    while they are used."""
 
     def begin_run(self, planned: bool) -> None:
         """Call before a schedule is executed. `planned`: its list has gathers and reshards."""
@@ -68,7 +70,8 @@ class _Handoff(torch.autograd.Function):
 
 @dataclass
 class _Run:
-    """The state of one execution of a schedule. Activations and their gradients are [seq (/tp), batch, hidden]."""
+    """The state of one execution of a schedule. Activations and their gradients are [seq (/tp), batch,
+    hidden]."""
 
     schedule: Schedule
     microbatches: Sequence[Microbatch]
@@ -76,12 +79,17 @@ class _Run:
     loss_scale: float
     training: bool
     statistics: dict[str, Tensor]
-    inputs: dict[Key, Tensor] = field(default_factory=dict)  # leaves of the stages' graphs, whose .grad goes to the previous stage
-    roots: dict[Key, Tensor] = field(default_factory=dict)  # scalars that backward starts from: the loss, or a _Handoff's token
+    # leaves of the stages' graphs, whose .grad goes to the previous stage
+    inputs: dict[Key, Tensor] = field(default_factory=dict)
+    # scalars that backward starts from: the loss, or a _Handoff's token
+    roots: dict[Key, Tensor] = field(default_factory=dict)
     gradients: dict[Key, _Gradient] = field(default_factory=dict)
-    products: dict[Key, Tensor] = field(default_factory=dict)  # outputs and input gradients that another stage has yet to consume
-    arriving: dict[tuple[Kind, Key], tuple[Any, Tensor]] = field(default_factory=dict)  # receives in flight, with their buffers
-    sends: dict[tuple[Kind, Key], tuple[Any, Tensor]] = field(default_factory=dict)  # sends in flight, with the tensors they read
+    # outputs and input gradients that another stage has yet to consume
+    products: dict[Key, Tensor] = field(default_factory=dict)
+    # receives in flight, with their buffers
+    arriving: dict[tuple[Kind, Key], tuple[Any, Tensor]] = field(default_factory=dict)
+    # sends in flight, with the tensors they read
+    sends: dict[tuple[Kind, Key], tuple[Any, Tensor]] = field(default_factory=dict)
     marks: list[ActionMarks] = field(default_factory=list)
 
 
@@ -89,14 +97,14 @@ class Runtime:
     """Executes schedules on this rank's stages.
 
     Args:
-        stages: the stages on this rank by number (`megalite.model.stage.Stage`).
-        activation_shape: [seq (/tp), batch, hidden], the shape of every message between stages; their dtype is `dtype`.
-        weight_grads: the stages' queue of weight-gradient products, which W actions compute.
-        gatherer: gathers and frees the stages' weights (ZeRO-3) as the list of actions says.
+        stages: the stages on this rank by number (`megalite.model.stage.Stage`). activation_shape: [seq
+        (/tp), batch, hidden], the shape of every message between stages; their dtype is `dtype`.
+        weight_grads: the stages' queue of weight-gradient products, which W actions compute. gatherer:
+        gathers and frees the stages' weights (ZeRO-3) as the list of actions says.
 
     Attributes:
-        clock: measures the computations. On a GPU the default measures nothing, since reading its events waits for the device.
-        ran: start and end of this rank's computations in the last execution.
+        clock: measures the computations. On a GPU the default measures nothing, since reading its events
+        waits for the device. ran: start and end of this rank's computations in the last execution.
     """
 
     def __init__(
@@ -129,13 +137,16 @@ class Runtime:
         """Execute this rank's actions.
 
         Args:
-            loss_scale: factor on the loss of every microbatch, and so on all gradients.
-            confirm: called after the forwards that the rank's list starts with (`Schedule.forward_prefix`). It returns False, on every
-                rank, if the weights have changed since the run began: the prefix is then discarded and executed again.
+            loss_scale: factor on the loss of every microbatch, and so on all gradients. confirm: called after
+            the forwards that the rank's list starts with (`Schedule.forward_prefix`). It returns False, on
+            every
+                rank, if the weights have changed since the run began: the prefix is then discarded and
+                executed again.
 
         Returns:
-            The statistics of this rank's stages by name, summed over microbatches (0-d, fp64; `loss` is multiplied by loss_scale, and 0 on
-            a rank without the last stage), and the rank's times, if the clock measures them. Discarded work counts as waiting.
+            The statistics of this rank's stages by name, summed over microbatches (0-d, fp64; `loss` is
+            multiplied by loss_scale, and 0 on a rank without the last stage), and the rank's times, if the
+            clock measures them. Discarded work counts as waiting.
         """
         run = self._begin(schedule, microbatches, step, loss_scale, training)
         self.mesh.activity.plan = actions = schedule.actions[self.mesh.pp.rank]
@@ -159,7 +170,14 @@ class Runtime:
         self.ran, before = read[len(thrown_away) :], read[: len(thrown_away)]
         return run.statistics, StepTiming.of(self.ran, 0 in self.stages, before)
 
-    def _begin(self, schedule: Schedule, microbatches: Sequence[Microbatch], step: int, loss_scale: float, training: bool) -> _Run:
+    def _begin(
+        self,
+        schedule: Schedule,
+        microbatches: Sequence[Microbatch],
+        step: int,
+        loss_scale: float,
+        training: bool,
+    ) -> _Run:
         if self.gatherer is not None:
             self.gatherer.begin_run(planned=bool(schedule.units))
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -178,13 +196,18 @@ class Runtime:
             elif action.is_message:
                 (self._send if action.is_send else self._receive)(run, action)
             else:
-                assert self.gatherer is not None and action.bucket is not None, f"{action} in a schedule for weights that are whole"
-                (self.gatherer.gather if action.kind is Kind.GATHER else self.gatherer.reshard)(action.bucket, action.unit)
+                assert self.gatherer is not None and action.bucket is not None, (
+                    f"{action} in a schedule for weights that are whole"
+                )
+                (self.gatherer.gather if action.kind is Kind.GATHER else self.gatherer.reshard)(
+                    action.bucket, action.unit
+                )
 
     @classmethod
     def _await_input(cls, run: _Run, action: Action) -> None:
-        """Wait for an action's input if another rank produces it; it then goes where a stage of this rank would have put it. The wait for
-        what it makes superfluous is here as well, so that the time of a pass has none."""
+        """Wait for an action's input if another rank produces it; it then goes where a stage of this rank
+        would have put it. The wait for what it makes superfluous is here as well, so that the time of a pass
+        has none."""
         receive, step = INPUTS.get(action.kind, (action.kind, 0))
         if arrived := run.arriving.pop((receive, action[1:3]), None):
             work, buffer = arrived
@@ -194,9 +217,11 @@ class Runtime:
             cls._release_output(run, action[1:3])
 
     def _throw_away(self, run: _Run) -> None:
-        """Complete every message of the prefixes: a message left over would be received in place of its successor from the second try.
+        """Complete every message of the prefixes: a message left over would be received in place of its
+        successor from the second try.
 
-        A peer's prefix may contain sends whose receives come after this rank's prefix; these are received here, too.
+        A peer's prefix may contain sends whose receives come after this rank's prefix; these are received
+        here, too.
         """
         rank, plans, lengths = self.mesh.pp.rank, run.schedule.actions, run.schedule.forward_prefix
         for action in plans[rank][lengths[rank] :]:
@@ -216,8 +241,11 @@ class Runtime:
         else:
             x = run.products.pop((action.stage - 1, action.microbatch))  # [seq (/tp), batch, hidden]
             if run.training:
-                run.inputs[key] = x.requires_grad_()  # detached from the previous stage's graph, so each stage has a graph of its own
-        out, statistics = stage(x, microbatch, stage.forward_state(microbatch, run.step, run.training), run.loss_scale)
+                # detached from the previous stage's graph, so each stage has a graph of its own
+                run.inputs[key] = x.requires_grad_()
+        out, statistics = stage(
+            x, microbatch, stage.forward_state(microbatch, run.step, run.training), run.loss_scale
+        )
         for name, value in statistics.items():
             run.statistics[name] = run.statistics[name] + value if name in run.statistics else value.double()
         if action.stage == run.schedule.stages - 1:
@@ -232,9 +260,11 @@ class Runtime:
         key = (action.stage, action.microbatch)
         if action.stage < run.schedule.stages - 1:
             run.gradients.pop(key).value = run.products.pop((action.stage + 1, action.microbatch))
-        self.weight_grads.begin_backward(*key)  # before backward: products are queued under this key, for the W action
-        # From the loss, or from the received gradient (`_Handoff.backward`), down through the backwards of the head, the layers and, in the
-        # first stage, the embedding: the autograd functions of parallel/tensor. Each hands weight gradients to its `Weight`.
+        # before backward: products are queued under this key, for the W action
+        self.weight_grads.begin_backward(*key)
+        # From the loss, or from the received gradient (`_Handoff.backward`), down through the backwards of
+        # the head, the layers and, in the first stage, the embedding: the autograd functions of
+        # parallel/tensor. Each hands weight gradients to its `Weight`.
         torch.autograd.backward(run.roots.pop(key))
         if action.stage > 0:
             gradient = run.inputs.pop(key).grad
@@ -253,18 +283,21 @@ class Runtime:
     def _send(self, run: _Run, action: Action) -> None:
         key = (action.stage, action.microbatch)
         tensor = run.products.pop(key).contiguous()
-        # Release completed sends, else the tensors of all microbatches would stay in memory until the end of the run. On NCCL the wait is
-        # one of the stream and free; without it torch itself holds the tensor until its watchdog looks at the send.
+        # Release completed sends, else the tensors of all microbatches would stay in memory until the end of
+        # the run. On NCCL the wait is one of the stream and free; without it torch itself holds the tensor
+        # until its watchdog looks at the send.
         for sent in [sent for sent, (work, _) in run.sends.items() if work.is_completed()]:
             run.sends.pop(sent)[0].wait()
         run.sends[action.kind, key] = (self._transfer(dist.isend, tensor, action), tensor)
-        while len(run.sends) > OUTSTANDING_SENDS:  # gloo does not report a send as complete before it is waited for
+        # gloo does not report a send as complete before it is waited for
+        while len(run.sends) > OUTSTANDING_SENDS:
             work, _ = run.sends.pop(next(iter(run.sends)))
             work.wait()
 
     @staticmethod
     def _release_output(run: _Run, key: Key) -> None:
-        """Free a sent output. Its gradient has arrived, so the receiver has it; the wait returns at once, and gloo needs it."""
+        """Free a sent output. Its gradient has arrived, so the receiver has it; the wait returns at once, and
+        gloo needs it."""
         work, _ = run.sends.pop((Kind.SEND_FORWARD, key), (None, None))
         if work is not None:
             work.wait()

@@ -1,8 +1,10 @@
-"""A pipeline schedule as data: which rank computes which stage for which microbatch, in which order. Imports no torch.
+"""A pipeline schedule as data: which rank computes which stage for which microbatch, in which order. Imports
+no torch.
 
-A schedule is a pure function of (name, ranks, microbatches, virtual stages, costs), see `generator.build`: a placement (stage → rank) and
-one list of actions for each rank. The same object is printed, validated, simulated, drawn and executed, so what the tools predict is what
-runs. Code that reads a schedule must not assume that a stage's number is its rank, or that the loss is on the last rank: use `placement`.
+A schedule is a pure function of (name, ranks, microbatches, virtual stages, costs), see `generator.build`: a
+placement (stage → rank) and one list of actions for each rank. The same object is printed, validated,
+simulated, drawn and executed, so what the tools predict is what runs. Code that reads a schedule must not
+assume that a stage's number is its rank, or that the loss is on the last rank: use `placement`.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from typing import NamedTuple
 
 
 class ScheduleError(ValueError):
-    """A schedule cannot be built, or would not compute the right result; the message names rank, action and reason."""
+    """A schedule cannot be built, or would not compute the right result; the message names rank, action and
+    reason."""
 
 
 class Kind(StrEnum):
-    """The kinds of actions: three compute, four send or receive between two pipeline ranks, two gather and free weights."""
+    """The kinds of actions: three compute, four send or receive between two pipeline ranks, two gather and
+    free weights."""
 
     FORWARD = "F"
     BACKWARD = "B"  # gradient of the input; of the weights too, unless the schedule has a WEIGHT pass
@@ -34,11 +38,13 @@ class Kind(StrEnum):
 
 
 class Action(NamedTuple):
-    """One action of one rank. `stage` is on this rank: the consuming stage of a receive, the producing stage of a send.
+    """One action of one rank. `stage` is on this rank: the consuming stage of a receive, the producing stage
+    of a send.
 
-    Printed form: F0.3 is stage 0's forward of microbatch 3, SF0.3>1 sends its output to rank 1, RF1.3<0 receives it from rank 0.
-    A gather or reshard belongs to the computation that follows it in the list: G2@5 starts gathering the rank's bucket 2 when that
-    computation reaches unit 5 of the model, R2@5 frees it when the computation leaves unit 5; G2 starts at once.
+    Printed form: F0.3 is stage 0's forward of microbatch 3, SF0.3>1 sends its output to rank 1, RF1.3<0
+    receives it from rank 0. A gather or reshard belongs to the computation that follows it in the list: G2@5
+    starts gathering the rank's bucket 2 when that computation reaches unit 5 of the model, R2@5 frees it when
+    the computation leaves unit 5; G2 starts at once.
     """
 
     kind: Kind
@@ -68,7 +74,8 @@ class Action(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Durations of one microbatch on a rank's whole share of the model (a virtual stage takes its part of it), in any unit.
+    """Durations of one microbatch on a rank's whole share of the model (a virtual stage takes its part of
+    it), in any unit.
 
     Schedules are built for these durations, never for measured ones, which would differ between ranks.
     """
@@ -80,7 +87,8 @@ class Costs(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """A unit of the model (embedding, layer, head), and the numbers of its rank's buckets that hold shards of its weights."""
+    """A unit of the model (embedding, layer, head), and the numbers of its rank's buckets that hold shards of
+    its weights."""
 
     number: int
     buckets: tuple[int, ...]
@@ -93,14 +101,16 @@ class Schedule:
     Attributes:
         name: name of the generator.
         ranks: size of the pipeline axis.
-        stages: number of parts of the model, a multiple of ranks; larger than ranks if ranks hold several (virtual) stages.
-        microbatches: microbatches of one step.
+        stages: number of parts of the model, a multiple of ranks; larger than ranks if ranks hold several
+        (virtual) stages. microbatches: microbatches of one step.
         placement: the rank of each stage.
         actions: for each rank, its actions in order.
-        activation_limit: for each rank, the maximum number of (stage, microbatch) activations that it holds at once, each from its forward
+        activation_limit: for each rank, the maximum number of (stage, microbatch) activations that it holds
+        at once, each from its forward
             to the end of its last pass.
-        passes: the compute kinds that every microbatch passes through on every stage; only FORWARD in evaluation.
-        units: for each stage, its units, if their weights are sharded and gathered for use (ZeRO-3); else empty.
+        passes: the compute kinds that every microbatch passes through on every stage; only FORWARD in
+        evaluation. units: for each stage, its units, if their weights are sharded and gathered for use
+        (ZeRO-3); else empty.
     """
 
     name: str
@@ -114,27 +124,46 @@ class Schedule:
     units: tuple[tuple[Unit, ...], ...] = ()
 
     def __hash__(self) -> int:
-        """Of the sizes alone: schedules are the keys of caches, and the actions of a large one are a hundred thousand."""
+        """Of the sizes alone: schedules are the keys of caches, and the actions of a large one are a hundred
+        thousand."""
         return hash((self.name, self.ranks, self.stages, self.microbatches, self.passes))
 
     @cached_property
     def hash(self) -> str:
-        """A digest of the plan, independent of rank, machine and Python version: ranks compare it at start-up."""
+        """A digest of the plan, independent of rank, machine and Python version: ranks compare it at
+        start-up."""
         passes = "".join(kind.value for kind in self.passes)
-        shape = (self.name, self.ranks, self.stages, self.microbatches, self.placement, passes, self.activation_limit, self.units)
+        shape = (
+            self.name,
+            self.ranks,
+            self.stages,
+            self.microbatches,
+            self.placement,
+            passes,
+            self.activation_limit,
+            self.units,
+        )
         return hashlib.sha256(repr((*shape, self.actions)).encode()).hexdigest()[:16]
 
     @cached_property
     def forward_prefix(self) -> tuple[int, ...]:
-        """For each rank, the number of actions at the start of its list that can be run twice: forwards with their messages and gathers,
-        before any backward.
+        """For each rank, the number of actions at the start of its list that can be run twice: forwards with
+        their messages and gathers, before any backward.
 
-        Closed under messages: every receive in a prefix has its send in a prefix. All ranks can therefore discard the results of their
-        prefixes and their messages, and start again.
+        Closed under messages: every receive in a prefix has its send in a prefix. All ranks can therefore
+        discard the results of their prefixes and their messages, and start again.
         """
         forward = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.GATHER, Kind.RESHARD)
-        lengths = [next((i for i, action in enumerate(actions) if action.kind not in forward), len(actions)) for actions in self.actions]
-        sent_at = {action[1:3]: i for actions in self.actions for i, action in enumerate(actions) if action.kind is Kind.SEND_FORWARD}
+        lengths = [
+            next((i for i, action in enumerate(actions) if action.kind not in forward), len(actions))
+            for actions in self.actions
+        ]
+        sent_at = {
+            action[1:3]: i
+            for actions in self.actions
+            for i, action in enumerate(actions)
+            if action.kind is Kind.SEND_FORWARD
+        }
 
         def cut(rank: int) -> int:
             """The length of a rank's prefix up to the first receive whose send is in no prefix."""
@@ -159,8 +188,19 @@ class Schedule:
         return [stage for stage, owner in enumerate(self.placement) if owner == rank]
 
     def __str__(self) -> str:
-        head = f"{self.name}: {self.stages} stages on {self.ranks} ranks, {self.microbatches} microbatches, hash {self.hash}"
-        return "\n".join([head, *(f"rank {rank}: " + " ".join(map(repr, actions)) for rank, actions in enumerate(self.actions))])
+        head = (
+            f"{self.name}: {self.stages} stages on {self.ranks} ranks, {self.microbatches} microbatches, "
+            f"hash {self.hash}"
+        )
+        return "\n".join(
+            [
+                head,
+                *(
+                    f"rank {rank}: " + " ".join(map(repr, actions))
+                    for rank, actions in enumerate(self.actions)
+                ),
+            ]
+        )
 
 
 def dependencies(action: Action, stages: int) -> list[Action]:
@@ -174,11 +214,15 @@ def dependencies(action: Action, stages: int) -> list[Action]:
     return [*own, Action(kind, stage + 1, microbatch)] if stage + 1 < stages else own
 
 
-def peak_activations(schedule: Schedule, until: Kind = Kind.BACKWARD, sizes: Sequence[float] | None = None) -> list[float]:
-    """For each rank, the maximum of (stage, microbatch) activations held at once, each from its forward to the end of its `until` pass.
+def peak_activations(
+    schedule: Schedule, until: Kind = Kind.BACKWARD, sizes: Sequence[float] | None = None
+) -> list[float]:
+    """For each rank, the maximum of (stage, microbatch) activations held at once, each from its forward to
+    the end of its `until` pass.
 
     Args:
-        until: WEIGHT also counts what a split backward keeps for the weight gradient. Without that pass in the schedule, activations are
+        until: WEIGHT also counts what a split backward keeps for the weight gradient. Without that pass in
+        the schedule, activations are
             held to the end of its last pass: the backward, or the forward in evaluation.
         sizes: memory of one activation on each stage; default: 1 each.
     """

@@ -1,9 +1,11 @@
-"""Computes the start and end of each action of a schedule from given durations, exactly, from the dependencies. Imports no torch.
+"""Computes the start and end of each action of a schedule from given durations, exactly, from the
+dependencies.
 
-A rank computes one action at a time, in the order of its list. An action starts when its rank is free and its inputs have arrived: at once
-from the same rank, one message latency after the end of their computation from another. Messages overlap with compute.
-If weights are gathered for use (ZeRO-3), a rank gathers one bucket at a time, overlapping with its compute, in the order of its list, and a
-unit of the model waits for its buckets; the units of a stage take equal time.
+A rank computes one action at a time, in the order of its list. An action starts when its rank is free and its
+inputs have arrived: at once from the same rank, one message latency after the end of their computation from
+another. Messages overlap with compute. If weights are gathered for use (ZeRO-3), a rank gathers one bucket at
+a time, overlapping with its compute, in the order of its list, and a unit of the model waits for its buckets;
+the units of a stage take equal time.
 """
 
 from __future__ import annotations
@@ -49,7 +51,10 @@ class Timeline:
     def busy(self) -> tuple[float, ...]:
         """The time that each rank computes, without stalls."""
         waits = self.stalled or (0.0,) * len(self.spans)
-        return tuple(sum(end - start for _, start, end in spans) - wait for spans, wait in zip(self.spans, waits, strict=True))
+        return tuple(
+            sum(end - start for _, start, end in spans) - wait
+            for spans, wait in zip(self.spans, waits, strict=True)
+        )
 
     @property
     def stalled(self) -> tuple[float, ...]:
@@ -65,7 +70,8 @@ class Timeline:
     def longest_span(self) -> float:
         """The longest time that any one rank spends from its first action to its last.
 
-        This is the time per step if steps follow each other without a barrier: a rank then begins the next one while others end this one.
+        This is the time per step if steps follow each other without a barrier: a rank then begins the next
+        one while others end this one.
         """
         return max(spans[-1].end - spans[0].start for spans in self.spans)
 
@@ -76,7 +82,8 @@ class Timeline:
 
     @property
     def bubble_over_ideal(self) -> float:
-        """Idle time relative to the ideal: the quantity usually given as (p - 1) / m (Narayanan et al. 2021)."""
+        """Idle time relative to the ideal: the quantity usually given as (p - 1) / m (Narayanan et al.
+        2021)."""
         return self.makespan / self.ideal - 1
 
     @property
@@ -96,10 +103,13 @@ def simulate(
     """Time a schedule.
 
     Args:
-        forward, input_backward, weight_backward: duration of one microbatch on a rank's whole share of the model (a virtual stage takes its
-            part of it), or one duration for each stage. A schedule without a WEIGHT pass computes both gradients in its backward.
-        comm: latency of one message between two ranks; any number of messages can be in flight, and none is needed within a rank.
-        gather: time to gather a rank's whole weights once; each of its buckets takes an equal part.
+        forward, input_backward, weight_backward: duration of one microbatch on a rank's whole share of the
+        model (a virtual stage takes its
+            part of it), or one duration for each stage. A schedule without a WEIGHT pass computes both
+            gradients in its backward.
+        comm: latency of one message between two ranks; any number of messages can be in flight, and none is
+        needed within a rank. gather: time to gather a rank's whole weights once; each of its buckets takes an
+        equal part.
 
     Raises:
         ScheduleError: actions wait for each other in a cycle, or for one that is in no list.
@@ -110,7 +120,8 @@ def simulate(
     todo = [deque(schedule.compute(rank)) for rank in range(schedule.ranks)]
     links = [_Link(schedule, rank, gather) for rank in range(schedule.ranks)] if schedule.units else []
     spans: list[list[Span]] = [[] for _ in todo]
-    waiting: defaultdict[Action, list[int]] = defaultdict(list)  # action not yet ended → ranks that need it next
+    # action not yet ended → ranks that need it next
+    waiting: defaultdict[Action, list[int]] = defaultdict(list)
     runnable = list(range(schedule.ranks))
     while runnable:
         rank = runnable.pop()
@@ -123,15 +134,25 @@ def simulate(
                 missing = next(other.source for other in inputs[kind, stage] if microbatch not in other.ends)
                 waiting[Action(*missing, microbatch)].append(rank)
                 break
-            now = links[rank].run(action, now, start, durations[kind][stage]) if links else start + durations[kind][stage]
+            now = (
+                links[rank].run(action, now, start, durations[kind][stage])
+                if links
+                else start + durations[kind][stage]
+            )
             spans[rank].append(Span(action, start, now))
             ended[kind, stage][microbatch] = now
             todo[rank].popleft()
             if action in waiting:
                 runnable += waiting.pop(action)
     for missing_action, ranks in waiting.items():
-        raise ScheduleError(f"rank {ranks[0]}: {todo[ranks[0]][0]} waits for {missing_action}, which never ends.")
-    return Timeline(tuple(map(tuple, spans)), tuple(tuple(link.spans) for link in links), tuple(tuple(link.stalls) for link in links))
+        raise ScheduleError(
+            f"rank {ranks[0]}: {todo[ranks[0]][0]} waits for {missing_action}, which never ends."
+        )
+    return Timeline(
+        tuple(map(tuple, spans)),
+        tuple(tuple(link.spans) for link in links),
+        tuple(tuple(link.stalls) for link in links),
+    )
 
 
 Ends = dict[tuple[Kind, int], dict[int, float]]
@@ -139,7 +160,8 @@ Ends = dict[tuple[Kind, int], dict[int, float]]
 
 
 class _Input(NamedTuple):
-    """An input of a pass: when its computation ends for each microbatch, the latency of its message, and its source (pass, stage)."""
+    """An input of a pass: when its computation ends for each microbatch, the latency of its message, and its
+    source (pass, stage)."""
 
     ends: dict[int, float]
     latency: float
@@ -151,7 +173,8 @@ class _Link:
 
     def __init__(self, schedule: Schedule, rank: int, gather: float):
         self.schedule = schedule
-        self.moves: defaultdict[tuple[Kind, int, int, int | None], list[Action]] = defaultdict(list)  # (pass, stage, microbatch, unit)
+        # (pass, stage, microbatch, unit)
+        self.moves: defaultdict[tuple[Kind, int, int, int | None], list[Action]] = defaultdict(list)
         waiting: list[Action] = []
         for action in schedule.actions[rank]:
             if action.kind is Kind.GATHER:
@@ -160,7 +183,12 @@ class _Link:
                 for move in waiting:
                     self.moves[*action[:3], move.unit].append(move)
                 waiting = []
-        buckets = {bucket for stage in schedule.stages_of(rank) for unit in schedule.units[stage] for bucket in unit.buckets}
+        buckets = {
+            bucket
+            for stage in schedule.stages_of(rank)
+            for unit in schedule.units[stage]
+            for bucket in unit.buckets
+        }
         self.seconds = gather / max(len(buckets), 1)
         self.whole: dict[int, float] = {}  # bucket → time at which its last gather ends
         self.spans: list[Span] = []
@@ -190,11 +218,15 @@ def _inputs(schedule: Schedule, kind: Kind, stage: int, comm: float, ended: Ends
     """The inputs of a pass on a stage."""
     rank = schedule.placement[stage]
     sources = [(other.kind, other.stage) for other in dependencies(Action(kind, stage, 0), schedule.stages)]
-    return [_Input(ended[source], comm if schedule.placement[source[1]] != rank else 0, source) for source in sources]
+    return [
+        _Input(ended[source], comm if schedule.placement[source[1]] != rank else 0, source)
+        for source in sources
+    ]
 
 
 def _earliest(now: float, inputs: list[_Input], microbatch: int) -> float | None:
-    """The time at which a pass can start on a rank that is free at `now`; None if an input has not ended yet."""
+    """The time at which a pass can start on a rank that is free at `now`; None if an input has not ended
+    yet."""
     for ends, latency, _ in inputs:
         end = ends.get(microbatch)
         if end is None:

@@ -1,12 +1,15 @@
-"""Checks before any process starts that a schedule is correct, terminates and respects its memory limit. Imports no torch.
+"""Checks before any process starts that a schedule is correct, terminates and respects its memory limit.
 
 The checks:
 
-1. *Complete*: each rank's list has exactly its stages' compute actions and exactly the sends and receives that they need.
-2. *Ordered*: in its rank's list, an action follows its dependencies; a receive precedes and a send follows its compute action; backward
-   and weight passes of a stage run in ascending microbatch order, so that gradients are added in one order under every schedule.
-3. *Progress*: the lists, executed by the rules in `communication.py`, run to their end, and each receive matches the send of its own
-   message. (All messages of a step have the same shape: with a crossed order, wrong data would be received without an error.)
+1. *Complete*: each rank's list has exactly its stages' compute actions and exactly the sends and receives
+   that they need.
+2. *Ordered*: in its rank's list, an action follows its dependencies; a receive precedes and a send follows
+   its compute action; backward and weight passes of a stage run in ascending microbatch order, so that
+   gradients are added in one order under every schedule.
+3. *Progress*: the lists, executed by the rules in `communication.py`, run to their end, and each receive
+   matches the send of its own message. (All messages of a step have the same shape: with a crossed order,
+   wrong data would be received without an error.)
 4. *Memory*: no rank holds more activations than its limit.
 5. *Weights*: if they are gathered for use, the buckets of each unit are whole when it computes.
 """
@@ -15,16 +18,30 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 
-from megalite.parallel.pipeline.communication import Channel, channel_of, receive_before, received_from, send_after
+from megalite.parallel.pipeline.communication import (
+    Channel,
+    channel_of,
+    receive_before,
+    received_from,
+    send_after,
+)
 from megalite.parallel.pipeline.gathering import check_gathering
-from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, dependencies, peak_activations
+from megalite.parallel.pipeline.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    ScheduleError,
+    dependencies,
+    peak_activations,
+)
 
 
 def validate(schedule: Schedule, outstanding_sends: int | None = None) -> None:
     """Check a schedule that includes its communication.
 
     Args:
-        outstanding_sends: number of sends that a rank may leave incomplete before its next action; 0: sends block; None: no bound.
+        outstanding_sends: number of sends that a rank may leave incomplete before its next action; 0: sends
+        block; None: no bound.
 
     Raises:
         ScheduleError: a check fails; the message names the rank, the action and the reason.
@@ -38,17 +55,23 @@ def validate(schedule: Schedule, outstanding_sends: int | None = None) -> None:
     peaks = peak_activations(schedule, until=schedule.passes[-1])
     for rank, (peak, limit) in enumerate(zip(peaks, schedule.activation_limit, strict=True)):
         if peak > limit:
-            raise ScheduleError(f"rank {rank}: holds {peak} activations at once, but {schedule.name} promises at most {limit}.")
+            raise ScheduleError(
+                f"rank {rank}: holds {peak} activations at once, but {schedule.name} promises at most "
+                f"{limit}."
+            )
 
 
 def _check_placement(schedule: Schedule) -> None:
     if len(schedule.placement) != schedule.stages or set(schedule.placement) != set(range(schedule.ranks)):
         raise ScheduleError(
-            f"placement {schedule.placement} must give each of {schedule.stages} stages a rank, and each of {schedule.ranks} ranks a stage."
+            f"placement {schedule.placement} must give each of {schedule.stages} stages a rank, and each of "
+            f"{schedule.ranks} ranks a stage."
         )
     for what in ("actions", "activation_limit"):
         if len(getattr(schedule, what)) != schedule.ranks:
-            raise ScheduleError(f"{what} has {len(getattr(schedule, what))} entries for {schedule.ranks} ranks.")
+            raise ScheduleError(
+                f"{what} has {len(getattr(schedule, what))} entries for {schedule.ranks} ranks."
+            )
 
 
 def _check_complete(schedule: Schedule, rank: int) -> None:
@@ -61,11 +84,16 @@ def _check_complete(schedule: Schedule, rank: int) -> None:
     ]
     expected = set(compute)
     for action in compute:
-        expected |= {other for other in (receive_before(action, schedule), send_after(action, schedule)) if other}
+        expected |= {
+            other for other in (receive_before(action, schedule), send_after(action, schedule)) if other
+        }
     found = Counter(action for action in schedule.actions[rank] if action.bucket is None)
     for action, count in found.items():
         if action not in expected:
-            raise ScheduleError(f"rank {rank}: {action} does not belong here: rank {rank} holds stages {schedule.stages_of(rank)}.")
+            raise ScheduleError(
+                f"rank {rank}: {action} does not belong here: rank {rank} holds stages "
+                f"{schedule.stages_of(rank)}."
+            )
         if count > 1:
             raise ScheduleError(f"rank {rank}: {action} is in the list {count} times.")
     for action in sorted(expected - found.keys()):
@@ -73,16 +101,21 @@ def _check_complete(schedule: Schedule, rank: int) -> None:
 
 
 def _check_order(schedule: Schedule, rank: int) -> None:
-    """Check that each action follows those of the same rank that it needs, and that gradients accumulate in ascending microbatch order."""
+    """Check that each action follows those of the same rank that it needs, and that gradients accumulate in
+    ascending microbatch order."""
     seen: set[Action] = set()
-    accumulated: Counter[tuple[Kind, int]] = Counter()  # number of microbatches whose gradient pass is done, by (pass, stage)
+    # number of microbatches whose gradient pass is done, by (pass, stage)
+    accumulated: Counter[tuple[Kind, int]] = Counter()
     for action in schedule.actions[rank]:
         for needed in _needed_here(action, schedule, rank):
             if needed not in seen:
                 raise ScheduleError(f"rank {rank}: {action} comes before {needed}, which it needs.")
         if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
             if action.microbatch != accumulated[action.kind, action.stage]:
-                raise ScheduleError(f"rank {rank}: {action} is out of turn: gradients accumulate in ascending microbatch order.")
+                raise ScheduleError(
+                    f"rank {rank}: {action} is out of turn: gradients accumulate in ascending microbatch "
+                    "order."
+                )
             accumulated[action.kind, action.stage] += 1
         seen.add(action)
 
@@ -91,15 +124,26 @@ def _needed_here(action: Action, schedule: Schedule, rank: int) -> list[Action]:
     """The actions that must precede an action in its rank's own list."""
     if action.is_compute:
         receive = receive_before(action, schedule)
-        local = [other for other in dependencies(action, schedule.stages) if schedule.placement[other.stage] == rank]
+        local = [
+            other
+            for other in dependencies(action, schedule.stages)
+            if schedule.placement[other.stage] == rank
+        ]
         return [*local, receive] if receive else local
     if action.is_send:
-        return [Action(Kind.FORWARD if action.kind is Kind.SEND_FORWARD else Kind.BACKWARD, action.stage, action.microbatch)]
+        return [
+            Action(
+                Kind.FORWARD if action.kind is Kind.SEND_FORWARD else Kind.BACKWARD,
+                action.stage,
+                action.microbatch,
+            )
+        ]
     return []
 
 
 class _Execution:
-    """Executes the lists of all ranks in one process, with a queue for each (rank, channel) instead of communicators."""
+    """Executes the lists of all ranks in one process, with a queue for each (rank, channel) instead of
+    communicators."""
 
     def __init__(self, schedule: Schedule, outstanding_sends: int | None):
         self.schedule, self.outstanding_sends = schedule, outstanding_sends
@@ -120,10 +164,16 @@ class _Execution:
                     self.sending[rank] += action.is_send
                     self.queues[rank, channel].append(action)
                     self._complete(rank, channel)
-        stuck = [rank for rank, actions in enumerate(self.schedule.actions) if self.position[rank] < len(actions)]
-        if stuck:  # if no rank is stuck, the channels are empty: every receive was needed by a compute action, so its send has completed
+        stuck = [
+            rank for rank, actions in enumerate(self.schedule.actions) if self.position[rank] < len(actions)
+        ]
+        # if no rank is stuck, the channels are empty: every receive was needed by a compute action, so its
+        # send has completed
+        if stuck:
             reasons = (
-                f"rank {rank} cannot start {self.schedule.actions[rank][self.position[rank]]}: {self._obstacle(rank)}" for rank in stuck
+                f"rank {rank} cannot start {self.schedule.actions[rank][self.position[rank]]}: "
+                f"{self._obstacle(rank)}"
+                for rank in stuck
             )
             raise ScheduleError(f"deadlock: {'; '.join(reasons)}.")
 
@@ -136,7 +186,8 @@ class _Execution:
         return f"{receive} has not completed" if receive and (rank, receive) not in self.received else None
 
     def _complete(self, rank: int, channel: Channel) -> None:
-        """Complete every matching send and receive at the heads of their queues, starting with this rank's: each may expose another."""
+        """Complete every matching send and receive at the heads of their queues, starting with this rank's:
+        each may expose another."""
         touched = [rank]
         while touched:
             here = touched.pop()
@@ -151,7 +202,10 @@ class _Execution:
             send, receive = self.queues[sender, channel].popleft(), self.queues[receiver, channel].popleft()
             produced = received_from(receive)
             if (send.stage, send.microbatch) != (produced.stage, produced.microbatch):
-                raise ScheduleError(f"rank {receiver}: {receive} would take the data of rank {sender}'s {send}: their orders differ.")
+                raise ScheduleError(
+                    f"rank {receiver}: {receive} would take the data of rank {sender}'s {send}: their orders "
+                    "differ."
+                )
             self.received.add((receiver, receive))
             self.sending[sender] -= 1
             self.runnable += (sender, receiver)

@@ -1,14 +1,15 @@
-"""Places the weight passes of a split backward in the gaps of an order of forwards and backwards. Imports no torch.
+"""Places the weight passes of a split backward in the gaps of an order of forwards and backwards.
 
-No other rank waits for a weight gradient, so it can be computed whenever its rank would idle (Qi et al. 2023). The order is executed in
-simulated time, in which a rank runs its oldest remaining weight pass
+No other rank waits for a weight gradient, so it can be computed whenever its rank would idle (Qi et al.
+2023). The order is executed in simulated time, in which a rank runs its oldest remaining weight pass
 
 - when its activations have reached the limit and a forward is next: the pass frees one;
 - when its next forward or backward cannot start yet, and the gap is long enough;
 - when nothing else is left.
 
-The best minimum length of a gap depends on the durations: a pass that does not fit delays what follows, and a gap that is left empty is
-lost. The whole order is therefore tried with several thresholds, and the result with the shortest longest span is taken.
+The best minimum length of a gap depends on the durations: a pass that does not fit delays what follows, and a
+gap that is left empty is lost. The whole order is therefore tried with several thresholds, and the result
+with the shortest longest span is taken.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ def with_weight_passes(schedule: Schedule, costs: Costs) -> Schedule:
     Raises:
         ScheduleError: the order cannot run within the limits, or its actions wait for each other.
     """
-    tries = [_Filling(schedule, costs, threshold) for threshold in (THRESHOLDS if costs.weight_backward > 0 else THRESHOLDS[:1])]
+    tries = [
+        _Filling(schedule, costs, threshold)
+        for threshold in (THRESHOLDS if costs.weight_backward > 0 else THRESHOLDS[:1])
+    ]
     best = min(tries, key=lambda filling: (filling.longest_span, filling.makespan))
     passes = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
     return replace(schedule, actions=tuple(map(tuple, best.actions)), passes=passes)
@@ -63,7 +67,8 @@ class _Filling:
         self._started = [inf] * schedule.ranks
         self._free = [0.0] * schedule.ranks
         self._ended: dict[tuple[bool, int, int], float] = {}  # (is forward, stage, microbatch)
-        self._events = [(0.0, rank) for rank in ranks]  # (time, rank): the rank becomes free, or a message for it arrives
+        # (time, rank): the rank becomes free, or a message for it arrives
+        self._events = [(0.0, rank) for rank in ranks]
         while self._events:
             now, rank = heapq.heappop(self._events)
             if now >= self._free[rank]:
@@ -73,7 +78,8 @@ class _Filling:
         self.longest_span = max(end - start for start, end in zip(self._started, self._free, strict=True))
 
     def _decide(self, now: float, rank: int) -> None:
-        """Run the next action of the rank's order, or a weight pass if that cannot start before the gap has passed."""
+        """Run the next action of the rank's order, or a weight pass if that cannot start before the gap has
+        passed."""
         order, left = self._orders[rank], self._left[rank]
         ready = self._ready(order[0], rank) if order else inf
         if ready <= now * (1 + LATE):
@@ -83,7 +89,8 @@ class _Filling:
             self._run(Action(Kind.WEIGHT, backward.stage, backward.microbatch), now, rank)
 
     def _ready(self, action: Action, rank: int) -> float:
-        """The time at which an action can start; infinity if it is not known, or if the rank must free an activation first."""
+        """The time at which an action can start; infinity if it is not known, or if the rank must free an
+        activation first."""
         kind, stage, microbatch = action[:3]
         if kind is Kind.FORWARD and self._held[rank] >= self.schedule.activation_limit[rank]:
             return inf

@@ -1,4 +1,5 @@
-"""A bucket's buffers on one rank: weights, master weights and, with ZeRO-3, this rank's shard of the weights. No communication."""
+"""A bucket's buffers on one rank: weights, master weights and, with ZeRO-3, this rank's shard of the weights.
+No communication."""
 
 from __future__ import annotations
 
@@ -18,10 +19,12 @@ from megalite.parallel.spec import FlatRectangle, Rectangle, rectangles
 
 @dataclass(eq=False)
 class BucketBuffers:
-    """The buffers of a bucket. `master` covers [start, stop), the range whose optimizer state this rank keeps.
+    """The buffers of a bucket. `master` covers [start, stop), the range whose optimizer state this rank
+    keeps.
 
-    In fp32 and fp64 the master weights are the weights themselves, unless optimizer state is offloaded; in bf16 and fp16 they are a
-    separate fp32 copy. Frozen weights are their own masters in any precision, and every rank keeps all of them, except under ZeRO-3.
+    In fp32 and fp64 the master weights are the weights themselves, unless optimizer state is offloaded; in
+    bf16 and fp16 they are a separate fp32 copy. Frozen weights are their own masters in any precision, and
+    every rank keeps all of them, except under ZeRO-3.
     """
 
     layout: BucketLayout
@@ -60,7 +63,8 @@ class BucketBuffers:
             self.gathering = None
 
     def allocate(self) -> None:
-        """Allocate the memory of the full weights. Resizing the storage keeps every weight's view of it valid, as does `free`."""
+        """Allocate the memory of the full weights. Resizing the storage keeps every weight's view of it
+        valid, as does `free`."""
         self.weights.untyped_storage().resize_(self.layout.size * self.weights.itemsize)
 
     def free(self) -> None:
@@ -84,10 +88,13 @@ class BucketBuffers:
             offset: start of flat's stored tensor in the bucket.
         """
         own = slice(offset + flat.start - self.start, offset + flat.stop - self.start)
-        return Rectangle(f"{kind}/{flat.segment.name}", flat.segment.shape, flat.offsets, values[own].view(flat.sizes))
+        return Rectangle(
+            f"{kind}/{flat.segment.name}", flat.segment.shape, flat.offsets, values[own].view(flat.sizes)
+        )
 
     def rectangles_in(self, start: int, stop: int, at: Coordinates) -> Iterator[tuple[FlatRectangle, int]]:
-        """The rectangles of global tensors in [start, stop), each with the start of its stored tensor in the bucket."""
+        """The rectangles of global tensors in [start, stop), each with the start of its stored tensor in the
+        bucket."""
         for slot in self.layout.slots:
             low, high = max(start, slot.start) - slot.start, min(stop, slot.stop) - slot.start
             if low < high:

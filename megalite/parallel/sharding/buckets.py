@@ -1,9 +1,10 @@
-"""Bucket layout: the offset of each stored tensor in a few flat buffers. A pure function of the specs, the same for every ZeRO stage.
+"""Bucket layout: the offset of each stored tensor in a few flat buffers. A pure function of the specs, the
+same for every ZeRO stage.
 
-Whole units (embedding, a layer, the head) share a bucket up to the bucket size, so that the gradients of a bucket complete together and the
-weights of a layer are gathered together. Inside a bucket, tensors with weight decay come first: the optimizer then updates two ranges.
-Tied tensors have a bucket of their own, so that both copies are sharded alike, and frozen tensors have theirs, which need no gradients.
-Imports no torch.
+Whole units (embedding, a layer, the head) share a bucket up to the bucket size, so that the gradients of a
+bucket complete together and the weights of a layer are gathered together. Inside a bucket, tensors with
+weight decay come first: the optimizer then updates two ranges. Tied tensors have a bucket of their own, so
+that both copies are sharded alike, and frozen tensors have theirs, which need no gradients.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class BucketLayout:
     Attributes:
         slots: the tensors, in order.
         size: elements, a multiple of owners × 64.
-        owners: number of equal parts, one of which each rank of the domain counts in norms and stores in checkpoints.
+        owners: number of equal parts, one of which each rank of the domain counts in norms and stores in
+        checkpoints.
     """
 
     slots: tuple[Slot, ...]
@@ -63,7 +65,10 @@ class BucketLayout:
     @property
     def gaps(self) -> list[tuple[int, int]]:
         """Ranges of padding, between tensors and at the end."""
-        starts, stops = [*(slot.start for slot in self.slots), self.size], [0, *(slot.stop for slot in self.slots)]
+        starts, stops = (
+            [*(slot.start for slot in self.slots), self.size],
+            [0, *(slot.stop for slot in self.slots)],
+        )
         return [(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start]
 
     def owned(self, index: int) -> tuple[int, int]:
@@ -77,7 +82,8 @@ class BucketLayout:
 
 
 def buckets_of_units(layouts: Sequence[BucketLayout]) -> dict[int, tuple[int, ...]]:
-    """The numbers of the buckets that each unit computes with. The last also needs the embedding's if they share a tensor on this rank."""
+    """The numbers of the buckets that each unit computes with. The last also needs the embedding's if they
+    share a tensor on this rank."""
     last = max(chain.from_iterable(layout.units for layout in layouts))
     found: dict[int, tuple[int, ...]] = {}
     for number, layout in enumerate(layouts):
@@ -93,27 +99,33 @@ def _round_up(value: int, multiple: int) -> int:
 
 def _bucket(specs: Sequence[ParamSpec], at: Coordinates, owners: int) -> BucketLayout:
     slots, start = [], 0
-    for spec in sorted(specs, key=lambda spec: not spec.decay):  # stable: those with decay first, each group in the model's order
+    # stable: those with decay first, each group in the model's order
+    for spec in sorted(specs, key=lambda spec: not spec.decay):
         slot = Slot(spec, spec.local_shape(at), start)
         slots.append(slot)
         start = _round_up(slot.stop, ALIGN)
     return BucketLayout(tuple(slots), _round_up(start, owners * SHARD_ALIGN), owners)
 
 
-def bucket_layout(specs: Sequence[ParamSpec], at: Coordinates, owners: Mapping[str, int], bucket_bytes: float) -> list[BucketLayout]:
+def bucket_layout(
+    specs: Sequence[ParamSpec], at: Coordinates, owners: Mapping[str, int], bucket_bytes: float
+) -> list[BucketLayout]:
     """The buckets of one pipeline rank, in the model's order.
 
     Args:
         specs: the stored tensors of this rank, in the model's order.
         at: the rank's coordinates on the axes that split tensors.
         owners: for each domain, the number of ranks among which each element of a bucket has one owner.
-        bucket_bytes: maximum size of a bucket, in bytes of fp32 gradients; a larger unit gets a bucket of its own.
+        bucket_bytes: maximum size of a bucket, in bytes of fp32 gradients; a larger unit gets a bucket of its
+        own.
     """
     alone = [[spec] for spec in specs if spec.tied]
     groups: list[list[ParamSpec]] = []
     domains = dict.fromkeys(spec.domain for spec in specs)
     for domain, trainable in product(domains, (True, False)):
-        rest = [spec for spec in specs if not spec.tied and spec.domain == domain and spec.trainable is trainable]
+        rest = [
+            spec for spec in specs if not spec.tied and spec.domain == domain and spec.trainable is trainable
+        ]
         filled = math.inf
         for _, unit in groupby(rest, key=lambda spec: spec.unit):
             members = list(unit)

@@ -1,11 +1,15 @@
-"""The gradients of one bucket on one rank: the buffers that they accumulate in, and which weights are complete.
+"""The gradients of one bucket on one rank: the buffers that they accumulate in, and which weights are
+complete.
 
-    ZeRO-0, 1   one full buffer for the whole step; after the last microbatch one all-reduce (ZeRO-0) or reduce-scatter (ZeRO-1)
-    ZeRO-2, 3   a full buffer only while a microbatch's gradients arrive; then a reduce-scatter, whose result is added to the shard
+    ZeRO-0, 1   one full buffer for the whole step; after the last microbatch one all-reduce (ZeRO-0) or
+    reduce-scatter (ZeRO-1)
+    ZeRO-2, 3   a full buffer only while a microbatch's gradients arrive; then a reduce-scatter, whose result
+    is added to the shard
 
-Keeping only shards saves memory and costs traffic: with m microbatches a bucket is reduced m times. A bucket is reduced when every
-weight in it has all contributions of a microbatch. A weight may already hold contributions of later microbatches (under a split backward
-a norm's gradient comes with B, a matrix's with W): they are reduced with the rest, since the result is a sum.
+Keeping only shards saves memory and costs traffic: with m microbatches a bucket is reduced m times. A bucket
+is reduced when every weight in it has all contributions of a microbatch. A weight may already hold
+contributions of later microbatches (under a split backward a norm's gradient comes with B, a matrix's with
+W): they are reduced with the rest, since the result is a sum.
 """
 
 from __future__ import annotations
@@ -30,13 +34,13 @@ class GradientBucket:
     """The gradients of one bucket.
 
     Attributes:
-        start, stop: the range of the bucket that this rank keeps optimizer state for.
-        owned: [stop - start], the gradients of that range; valid after `GradientReducer.finish`.
-        full: [size], the buffer that gradients accumulate in. With `shards_only`, None between a reduction and the next contribution.
-        shards_only: whether only `owned` outlives a microbatch (ZeRO-2 and 3).
-        separate_embedding_grad: [size], a tied tensor's second accumulator, see Weight.separate_embedding_grad.
-        compression: PowerSGD's reduction of `full`; None: `full` is reduced as it is.
-        missing: for each reduction of the step, how many weights are not complete. A single counter would be wrong: under a split
+        start, stop: the range of the bucket that this rank keeps optimizer state for. owned: [stop - start],
+        the gradients of that range; valid after `GradientReducer.finish`. full: [size], the buffer that
+        gradients accumulate in. With `shards_only`, None between a reduction and the next contribution.
+        shards_only: whether only `owned` outlives a microbatch (ZeRO-2 and 3). separate_embedding_grad:
+        [size], a tied tensor's second accumulator, see Weight.separate_embedding_grad. compression:
+        PowerSGD's reduction of `full`; None: `full` is reduced as it is. missing: for each reduction of the
+        step, how many weights are not complete. A single counter would be wrong: under a split
             backward the contributions of several microbatches arrive interleaved.
     """
 
@@ -56,7 +60,12 @@ class GradientBucket:
 
     @staticmethod
     def allocate(
-        layout: BucketLayout, domain: Domain, zero: int, dtype: torch.dtype, device: torch.device, reducer: GradientReducer
+        layout: BucketLayout,
+        domain: Domain,
+        zero: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        reducer: GradientReducer,
     ) -> GradientBucket:
         shard = domain.shard
         start, stop = layout.part(shard.rank, shard.size)
@@ -75,14 +84,16 @@ class GradientBucket:
             weight.grad = self._view(self.full, len(self.weights) - 1)
 
     def separate_embedding(self) -> None:
-        """Give a tensor that embedding and head share a second buffer, reduced like the first and added at the end of the step."""
+        """Give a tensor that embedding and head share a second buffer, reduced like the first and added at
+        the end of the step."""
         assert self.full is not None
         self.separate_embedding_grad = torch.zeros_like(self.full)
         for index, weight in enumerate(self.weights):
             weight.separate_embedding_grad(self._view(self.separate_embedding_grad, index))
 
     def begin_step(self, microbatches: int, loss_scale: float) -> None:
-        reductions = microbatches if self.shards_only else 1  # a shard's full buffer is freed after each microbatch
+        # a shard's full buffer is freed after each microbatch
+        reductions = microbatches if self.shards_only else 1
         self.missing, self.uninitialized = [len(self.weights)] * reductions, True
         if self.compression is not None:
             self.compression.loss_scale = loss_scale
@@ -91,8 +102,10 @@ class GradientBucket:
 
     def open(self) -> None:
         """Allocate the buffer that gradients accumulate in, and set `grad` of every weight."""
-        self.reducer.make_room(in_flight=1)  # bounds memory: each reduction in flight still holds a full buffer
-        # Not zeroed: a weight's first contribution overwrites its part, and `release_full` zeroes what has none. Padding must stay finite.
+        # bounds memory: each reduction in flight still holds a full buffer
+        self.reducer.make_room(in_flight=1)
+        # Not zeroed: a weight's first contribution overwrites its part, and `release_full` zeroes what has
+        # none. Padding must stay finite.
         self.full = torch.empty(self.layout.size, dtype=self.owned.dtype, device=self.owned.device)
         for start, stop in self.layout.gaps:
             self.full[start:stop].zero_()

@@ -1,16 +1,16 @@
 """Memory of the optimizer state: on the device of the weights, in CPU memory, or in a memory-mapped file.
 
-Optimizer state is what the optimizer keeps for this rank's owned ranges: the moments, and the master weights if they are not the weights
-themselves. In every case it consists of ordinary tensors, so initialisation and checkpoints are the same for all. An optimizer step
-processes offloaded state in windows:
+Optimizer state is what the optimizer keeps for this rank's owned ranges: the moments, and the master weights
+if they are not the weights themselves. In every case it consists of ordinary tensors, so initialisation and
+checkpoints are the same for all. An optimizer step processes offloaded state in windows:
 
     copy      the next window's gradients to pinned memory; the disk reads the window's pages ahead
     update    this window's master weights and moments, on the CPU
     copy      the window's new weights back in compute precision; the disk's pages are evicted from memory
 
-With two staging buffers in each direction the copies of neighbouring windows overlap with an update (Ren et al. 2021, ZeRO-Offload;
-Rajbhandari et al. 2021, ZeRO-Infinity). If the weights are on the CPU, nothing is copied. No communication, except in `Uploads`, which
-all-gathers ZeRO-3's weights.
+With two staging buffers in each direction the copies of neighbouring windows overlap with an update (Ren et
+al. 2021, ZeRO-Offload; Rajbhandari et al. 2021, ZeRO-Infinity). If the weights are on the CPU, nothing is
+copied. No communication, except in `Uploads`, which all-gathers ZeRO-3's weights.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import Pending, all_gather
 
 UPLOAD = 1 << 26  # elements of updated weights that are on the device before they are copied to pinned memory
-WINDOW = 1 << 20  # elements, 12 MiB of fp32 masters and moments; a multiple of 64, so that vectorised updates round the same
+# elements, 12 MiB of fp32 masters and moments; a multiple of 64, so that vectorised updates round the same
+WINDOW = 1 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14; missing in Python's mmap
 
 
 class OffloadError(RuntimeError):
-    """Offloaded optimizer state can no longer be read or written; the message names the directory and the reason."""
+    """Offloaded optimizer state can no longer be read or written; the message names the directory and the
+    reason."""
 
 
 @dataclass(frozen=True)
@@ -74,27 +76,36 @@ class StateMemory:
         return torch.zeros(count, dtype=dtype, device=self.device)
 
     def windows(self, ranges: Sequence[StateRange]) -> Iterator[list[StateRange]]:
-        """Yield parts of the ranges, each part once. The caller updates a part, masters and weights, before it asks for the next.
+        """Yield parts of the ranges, each part once. The caller updates a part, masters and weights, before
+        it asks for the next.
 
-        Here there are two parts, with and without weight decay. If the weights are on another device than their masters (ZeRO-3 with
-        `offload_parameters`), parts are windows of UPLOAD elements: one call updates tensors of one device, so the new weights are written
-        to a temporary and copied.
+        Here there are two parts, with and without weight decay. If the weights are on another device than
+        their masters (ZeRO-3 with `offload_parameters`), parts are windows of UPLOAD elements: one call
+        updates tensors of one device, so the new weights are written to a temporary and copied.
         """
         for decays in (True, False):
             group = [each for each in ranges if each.decays is decays]
             if together := [each for each in group if each.weights.device == each.master.device]:
                 yield together
-            for window in (window for each in group if each.weights.device != each.master.device for window in each.cut(UPLOAD)):
-                weights = window.master.to(window.weights.dtype, copy=True)  # the present ones: an update may skip itself on the device
+            for window in (
+                window
+                for each in group
+                if each.weights.device != each.master.device
+                for window in each.cut(UPLOAD)
+            ):
+                # the present ones: an update may skip itself on the device
+                weights = window.master.to(window.weights.dtype, copy=True)
                 yield [replace(window, weights=weights)]
-                window.weights.copy_(weights, non_blocking=True)  # into pinned memory, in order with the kernels that read it next
+                # into pinned memory, in order with the kernels that read it next
+                window.weights.copy_(weights, non_blocking=True)
 
     def place_of(self, tensor: Tensor) -> str:
         """Where a tensor is stored: cuda, cpu or disk."""
         return tensor.device.type
 
     def release(self, tensor: Tensor | None = None) -> None:
-        """Evict the pages of a tensor of state, or of all of them, after an access other than through windows."""
+        """Evict the pages of a tensor of state, or of all of them, after an access other than through
+        windows."""
 
     def sync(self) -> None:
         """Wait until written state can be read back. Raises OffloadError if it cannot."""
@@ -108,7 +119,8 @@ class CPUState(StateMemory):
         self._staging: _Staging | None = None
 
     def windows(self, ranges: Sequence[StateRange]) -> Iterator[list[StateRange]]:
-        """Yield one window at a time. During its update the gradients and pages of the next and the weights of the last are copied."""
+        """Yield one window at a time. During its update the gradients and pages of the next and the weights
+        of the last are copied."""
         cut = [window for each in ranges for window in each.cut(WINDOW)]
         if self._staging is None and cut and cut[0].grads.is_cuda:
             self._staging = _Staging(cut[0].grads, cut[0].weights)
@@ -144,23 +156,27 @@ class CPUState(StateMemory):
 
 
 class _Staging:
-    """Pinned memory between a GPU and the optimizer on the CPU: two buffers in each direction, so that copies overlap with updates."""
+    """Pinned memory between a GPU and the optimizer on the CPU: two buffers in each direction, so that copies
+    overlap with updates."""
 
     def __init__(self, grads: Tensor, weights: Tensor):
         self._grads, self._weights = (
-            [torch.empty(WINDOW, dtype=tensor.dtype, pin_memory=True) for _ in range(2)] for tensor in (grads, weights)
+            [torch.empty(WINDOW, dtype=tensor.dtype, pin_memory=True) for _ in range(2)]
+            for tensor in (grads, weights)
         )
         self._device = grads.device
         self._incoming, self._outgoing = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
         self._arrived, self._left = ([torch.cuda.Event(), torch.cuda.Event()] for _ in range(2))
 
     def begin(self) -> None:
-        """Make the copies wait for the GPU's queued work: after it gradients are complete, and the old weights are no longer read."""
+        """Make the copies wait for the GPU's queued work: after it gradients are complete, and the old
+        weights are no longer read."""
         for stream in (self._incoming, self._outgoing):
             stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def fetch(self, index: int, grads: Tensor) -> None:
-        """Start copying a window's gradients. The window two before it, which used the same buffer, must have been updated."""
+        """Start copying a window's gradients. The window two before it, which used the same buffer, must have
+        been updated."""
         with torch.cuda.stream(self._incoming):
             self._grads[index % 2][: grads.numel()].copy_(grads, non_blocking=True)
             self._arrived[index % 2].record()
@@ -189,8 +205,9 @@ class _Staging:
 class DiskState(CPUState):
     """Optimizer state in a memory-mapped file of this process, of which only windows are in memory.
 
-    The file has no name, so it is removed however the process ends. Its space is reserved when a tensor is created: a full disk raises an
-    error then, not a bus error later. Evicted pages stay in the page cache while it has room; the kernel decides when to write them.
+    The file has no name, so it is removed however the process ends. Its space is reserved when a tensor is
+    created: a full disk raises an error then, not a bus error later. Evicted pages stay in the page cache
+    while it has room; the kernel decides when to write them.
 
     Raises:
         ConfigError: the directory cannot hold the file.
@@ -203,7 +220,10 @@ class DiskState(CPUState):
         self._mappings: dict[int, mmap.mmap] = {}  # by address: advice on other memory would drop its content
 
     def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
-        size, start = -(-count * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE, os.fstat(self.file.fileno()).st_size
+        size, start = (
+            -(-count * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE,
+            os.fstat(self.file.fileno()).st_size,
+        )
         _check_room(self.directory, size)
         try:
             os.posix_fallocate(self.file.fileno(), start, size)
@@ -225,7 +245,8 @@ class DiskState(CPUState):
             mapping.madvise(mmap.MADV_DONTNEED)
 
     def sync(self) -> None:
-        """Raises OffloadError also for pages that the kernel has failed to write since the file was created: their content is lost."""
+        """Raises OffloadError also for pages that the kernel has failed to write since the file was created:
+        their content is lost."""
         try:
             os.fsync(self.file.fileno())
         except OSError as error:
@@ -248,7 +269,8 @@ class DiskState(CPUState):
             self._advise(tensor, advice)
 
     def _advise(self, tensor: Tensor, advice: int) -> None:
-        """Give the kernel advice on the pages of a tensor, if they belong to this file. DONTNEED on a shared mapping loses no data."""
+        """Give the kernel advice on the pages of a tensor, if they belong to this file. DONTNEED on a shared
+        mapping loses no data."""
         mapping = self._mappings.get(tensor.untyped_storage().data_ptr())
         if mapping is None:
             return
@@ -256,15 +278,24 @@ class DiskState(CPUState):
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         try:
             mapping.madvise(advice, first, start + int(tensor.nbytes) - first)
-        except OSError as error:  # populating reports errors that would kill the process on access to the page
-            if error.errno != errno.EINVAL or advice != MADV_POPULATE_WRITE:  # EINVAL from older kernels: pages are loaded on access
+        except (
+            OSError
+        ) as error:  # populating reports errors that would kill the process on access to the page
+            # EINVAL from older kernels: pages are loaded on access
+            if error.errno != errno.EINVAL or advice != MADV_POPULATE_WRITE:
                 raise self._lost(error) from error
 
     def _lost(self, error: OSError) -> OffloadError:
-        reason = "its pages can not be read from, or reserved on, the disk" if error.errno == errno.EFAULT else error.strerror
+        reason = (
+            "its pages can not be read from, or reserved on, the disk"
+            if error.errno == errno.EFAULT
+            else error.strerror
+        )
         return OffloadError(
-            f"parallel.offload_dir = {self.directory}: the file with the optimizer state is damaged: {reason}. "
-            "Nothing of that was saved. Start again with another directory, or parallel.offload cpu, from the newest checkpoint."
+            f"parallel.offload_dir = {self.directory}: the file with the optimizer state is damaged: "
+            f"{reason}. "
+            "Nothing of that was saved. Start again with another directory, or parallel.offload cpu, from "
+            "the newest checkpoint."
         )
 
 
@@ -276,7 +307,8 @@ def state_memory(offload: str, device: torch.device, directory: Path) -> StateMe
 
 
 def check_directory(directory: Path, wanted: int) -> None:
-    """Create a directory. Raises ConfigError if it cannot be written or has less than `wanted` bytes of space."""
+    """Create a directory. Raises ConfigError if it cannot be written or has less than `wanted` bytes of
+    space."""
     _open(directory).close()
     _check_room(directory, wanted)
 
@@ -301,13 +333,15 @@ def _check_room(directory: Path, wanted: int) -> None:
 def _no_room(directory: Path, wanted: int, reason: str | None) -> ConfigError:
     free = shutil.disk_usage(directory).free
     return ConfigError(
-        f"parallel.offload_dir = {directory} has no room for the optimizer state: {wanted:,} bytes are wanted, {free:,} are free "
+        f"parallel.offload_dir = {directory} has no room for the optimizer state: {wanted:,} bytes are "
+        f"wanted, {free:,} are free "
         f"({reason}). Free as much, give a directory on a larger disk, or set parallel.offload to cpu."
     )
 
 
 class Uploads:
-    """All-gathers weights whose shards are in CPU memory: copies this rank's shard to its place in the full weights, then gathers in place.
+    """All-gathers weights whose shards are in CPU memory: copies this rank's shard to its place in the full
+    weights, then gathers in place.
 
     On a GPU both run on a separate stream and overlap with compute.
     """
@@ -320,7 +354,8 @@ class Uploads:
         own = weights.chunk(axis.size)[axis.rank]
         if self._stream is None:
             return all_gather(own.copy_(shard), axis, weights)
-        self._stream.wait_stream(torch.cuda.current_stream(weights.device))  # the memory of `weights` may just have been freed
+        # the memory of `weights` may just have been freed
+        self._stream.wait_stream(torch.cuda.current_stream(weights.device))
         with torch.cuda.stream(self._stream):
             pending = all_gather(own.copy_(shard, non_blocking=True), axis, weights)
             done = self._stream.record_event()
@@ -333,7 +368,8 @@ class Uploads:
 
 
 def pinned_zeros(counts: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Zeros in CPU memory, pinned for CUDA devices so that copies from it are asynchronous: one tensor for each count of elements."""
+    """Zeros in CPU memory, pinned for CUDA devices so that copies from it are asynchronous: one tensor for
+    each count of elements."""
     from megalite.system import pinned_memory
 
     sizes = [count * dtype.itemsize for count in counts]

@@ -1,21 +1,25 @@
-"""PowerSGD (Vogels et al. 2019): gradient matrices are reduced as two thin factors; the compression error is added to the next gradient.
+"""PowerSGD (Vogels et al. 2019): gradient matrices are reduced as two thin factors; the compression error is
+added to the next gradient.
 
 With G_i the gradient of data rank i, E_i the rank's error, and Q the right factor of the previous step:
 
-    M_i = G_i + E_i         P = Σ M_i Q, orthonormalised         Q = Σ M_iᵀ P         Σ M_i ≈ P Qᵀ, the gradient of this step
+    M_i = G_i + E_i         P = Σ M_i Q, orthonormalised         Q = Σ M_iᵀ P         Σ M_i ≈ P Qᵀ, the
+    gradient of this step
 
-    E_i = M_i − P Qᵀ / n    so that the sum of E_i is the error of this step's gradient: nothing is lost, it is applied later
+    E_i = M_i − P Qᵀ / n    so that the sum of E_i is the error of this step's gradient: nothing is lost, it
+    is applied later
 
 Gradients here are sums over n ranks, not means.
-Communication in backward: an all-reduce of P when the bucket is complete, together with the uncompressed rest of the bucket, then an
-all-reduce of Q, both over the data axis; those of experts, which are compressed one by one, over the ranks that hold the same ones.
-Every rank computes P Qᵀ from the same bits. Forward: none.
+Communication in backward: an all-reduce of P when the bucket is complete, together with the uncompressed rest
+of the bucket, then an all-reduce of Q, both over the data axis; those of experts, which are compressed one by
+one, over the ranks that hold the same ones. Every rank computes P Qᵀ from the same bits. Forward: none.
 
-P is orthonormalised by Householder reflections, which yield a basis even for zeros: a factor Q of zeros would otherwise stay zero, and its
-matrix would never be updated again. If Q has lost its directions, the next Q comes from that basis.
+P is orthonormalised by Householder reflections, which yield a basis even for zeros: a factor Q of zeros would
+otherwise stay zero, and its matrix would never be updated again. If Q has lost its directions, the next Q
+comes from that basis.
 
-A new E and Q are adopted only when the step is applied (`confirm`): with non-finite gradients they are discarded with the step. Until then
-the old and the new ones are kept.
+A new E and Q are adopted only when the step is applied (`confirm`): with non-finite gradients they are
+discarded with the step. Until then the old and the new ones are kept.
 """
 
 from __future__ import annotations
@@ -36,8 +40,9 @@ from megalite.parallel.spec import LocalPart, Rectangle, Segment
 
 @dataclass(eq=False)
 class Matrix:
-    """A segment whose gradient is compressed: this rank's part of it, with padding, which starts at `start` of its bucket. One matrix, or
-    those of the experts that the rank holds: then all tensors have a first dimension more.
+    """A segment whose gradient is compressed: this rank's part of it, with padding, which starts at `start`
+    of its bucket. One matrix, or those of the experts that the rank holds: then all tensors have a first
+    dimension more.
 
     The error is stored without the loss scale, which changes from step to step.
     """
@@ -48,7 +53,8 @@ class Matrix:
     axis: MeshAxis  # whose ranks' gradients are summed
     error: Tensor  # [n, m], of experts [matrices, n, m]
     factor: Tensor  # Q, [m, rank], of experts [matrices, m, rank]
-    undecided: tuple[Tensor, Tensor] | None = None  # error and factor after a step that may still be discarded
+    # error and factor after a step that may still be discarded
+    undecided: tuple[Tensor, Tensor] | None = None
 
     @property
     def stop(self) -> int:
@@ -62,7 +68,8 @@ class Matrix:
 
 @dataclass(eq=False)
 class Compression:
-    """The compressed reduction of one bucket: its matrices as factors, the `rest`, ranges (start, stop), uncompressed."""
+    """The compressed reduction of one bucket: its matrices as factors, the `rest`, ranges (start, stop),
+    uncompressed."""
 
     matrices: Sequence[Matrix]
     rest: Sequence[tuple[int, int]]
@@ -70,25 +77,36 @@ class Compression:
     loss_scale: float = 1.0  # of the current step
 
     def reduce(self, full: Tensor) -> Iterator[None]:
-        """Sum a bucket ([size]) over the axis, in place, on every rank. Each `next` waits for a collective and starts the one after it."""
+        """Sum a bucket ([size]) over the axis, in place, on every rank. Each `next` waits for a collective
+        and starts the one after it."""
         # Views of the bucket, [n, m] each, of experts [matrices, n, m].
         values = [full[matrix.start : matrix.stop].view_as(matrix.error) for matrix in self.matrices]
         rest = [full[start:stop] for start, stop in self.rest]
         for value, matrix in zip(values, self.matrices, strict=True):
             value.add_(matrix.error, alpha=self.loss_scale)
-        left = [value @ matrix.factor for value, matrix in zip(values, self.matrices, strict=True)]  # P, [n, rank] each
+        # P, [n, rank] each
+        left = [value @ matrix.factor for value, matrix in zip(values, self.matrices, strict=True)]
         wait = all_reduce_together([*left, *rest], self.axis)
         yield
         sums = wait()
         for own, total in zip(rest, sums[len(left) :], strict=True):
             own.copy_(total)
         left = [torch.linalg.qr(each).Q for each in sums[: len(left)]]
-        wait = all_reduce_together([value.mT @ basis for value, basis in zip(values, left, strict=True)], self.axis)
+        wait = all_reduce_together(
+            [value.mT @ basis for value, basis in zip(values, left, strict=True)], self.axis
+        )
         yield
         for matrix, value, basis, factor in zip(self.matrices, values, left, wait(), strict=True):
             plus_product = torch.addmm if value.dim() == 2 else torch.baddbmm
-            error = plus_product(value, basis, factor.mT, beta=1 / self.loss_scale, alpha=-1 / (self.loss_scale * self.axis.size))
-            matrix.undecided = error, factor.clone()  # own memory: how BLAS rounds depends on a matrix's address
+            error = plus_product(
+                value,
+                basis,
+                factor.mT,
+                beta=1 / self.loss_scale,
+                alpha=-1 / (self.loss_scale * self.axis.size),
+            )
+            # own memory: how BLAS rounds depends on a matrix's address
+            matrix.undecided = error, factor.clone()
             torch.matmul(basis, factor.mT, out=value)
 
 
@@ -107,7 +125,8 @@ class PowerSGD:
         self.matrices: list[Matrix] = []
 
     def compress(self, layout: BucketLayout, like: Tensor) -> Compression | None:
-        """The compression of a bucket whose gradients have the dtype and device of `like`; None if it has nothing to compress."""
+        """The compression of a bucket whose gradients have the dtype and device of `like`; None if it has
+        nothing to compress."""
         axis, matrices = self.axes[layout.domain], list[Matrix]()
         if axis.size == 1:  # experts that no other rank holds
             return None
@@ -128,12 +147,18 @@ class PowerSGD:
         return Compression(matrices, rest, axis)
 
     def _initial_factor(self, segment: Segment, part: LocalPart, found: Matrices) -> Tensor:
-        """Q of the first step, [m, rank]; of experts [matrices, m, rank], each drawn by its number in the layer, the same for any ep."""
+        """Q of the first step, [m, rank]; of experts [matrices, m, rank], each drawn by its number in the
+        layer, the same for any ep."""
         shape = found.m, self.rank
         if segment.axis != "expert":
             return rng.normal(shape, self.seed, segment.name, "powersgd")
         first = part.offsets[0] // found.n
-        return torch.stack([rng.normal(shape, self.seed, segment.name, "powersgd", first + index) for index in range(found.number)])
+        return torch.stack(
+            [
+                rng.normal(shape, self.seed, segment.name, "powersgd", first + index)
+                for index in range(found.number)
+            ]
+        )
 
     def confirm(self, applied: bool) -> None:
         """Adopt the errors and factors of the last step if it was applied, else discard them."""
@@ -142,9 +167,12 @@ class PowerSGD:
                 matrix.error, matrix.factor = matrix.undecided
             matrix.undecided = None
 
-    # ---- checkpoints: errors as [ranks of the axis, *segment], factors as [tp parts or experts' matrices, m, rank]
+    # ---- checkpoints: errors as [ranks of the axis, *segment], factors as [tp parts or experts' matrices, m,
+    # rank]
 
-    def _error(self, matrix: Matrix, values: Tensor, row: int, rows: int, name: str | None = None) -> Rectangle:
+    def _error(
+        self, matrix: Matrix, values: Tensor, row: int, rows: int, name: str | None = None
+    ) -> Rectangle:
         """`values` (as the matrix's error, without the padding) as the error of rank `row` of `rows`."""
         shape, offsets = (rows, *matrix.segment.shape), (row, *matrix.part.offsets)
         held = values.view(matrix.part.shape)[: matrix.part.sizes[0]]
@@ -154,31 +182,50 @@ class PowerSGD:
         index, parts = (0, 1) if matrix.segment.split is None else self.at[matrix.segment.axis]
         values = matrix.factor.view(-1, *matrix.factor.shape[-2:])
         count = values.shape[0]
-        return Rectangle(f"powersgd_factor/{matrix.name}", (parts * count, *values.shape[1:]), (index * count, 0, 0), values)
+        return Rectangle(
+            f"powersgd_factor/{matrix.name}",
+            (parts * count, *values.shape[1:]),
+            (index * count, 0, 0),
+            values,
+        )
 
     def to_save(self) -> list[Rectangle]:
-        """This rank's part of a checkpoint: its errors, and from the axis's rank 0 the factors, which are the same on all of its ranks."""
-        own = [matrix for matrix in self.matrices if matrix.segment.split is not None or self.at[matrix.segment.axis].rank == 0]
+        """This rank's part of a checkpoint: its errors, and from the axis's rank 0 the factors, which are the
+        same on all of its ranks."""
+        own = [
+            matrix
+            for matrix in self.matrices
+            if matrix.segment.split is not None or self.at[matrix.segment.axis].rank == 0
+        ]
         errors = [self._error(matrix, matrix.error, matrix.axis.rank, matrix.axis.size) for matrix in own]
         return errors + [self._factor(matrix) for matrix in own if matrix.axis.rank == 0]
 
     def restore(self, stored: Mapping[str, tuple[int, ...]], fill: Callable[[list[Rectangle]], None]) -> None:
         """Restore from a checkpoint: this rank's errors, or their mean if another number of ranks saved them.
 
-        The sum over ranks, the part of the gradient that is still to be applied, is the same in both cases. A tied tensor that had two
-        copies and has one now gets the errors of both. Matrices and factors that the checkpoint does not contain start anew.
+        The sum over ranks, the part of the gradient that is still to be applied, is the same in both cases. A
+        tied tensor that had two copies and has one now gets the errors of both. Matrices and factors that the
+        checkpoint does not contain start anew.
 
         Args:
             stored: global shapes by name.
             fill: fills rectangles from the checkpoint.
         """
-        names = [(matrix, name) for matrix in self.matrices for name in (matrix.name, *([f"{matrix.name}.copy"] if self.one_copy else []))]
+        names = [
+            (matrix, name)
+            for matrix in self.matrices
+            for name in (matrix.name, *([f"{matrix.name}.copy"] if self.one_copy else []))
+        ]
         known = [(matrix, name) for matrix, name in names if f"powersgd_error/{name}" in stored]
         for matrix in self.matrices:
             matrix.error.zero_()  # a checkpoint that turned out to be damaged may have filled some
-        fill([each for each in map(self._factor, self.matrices) if stored.get(each.name) == each.global_shape])
+        fill(
+            [each for each in map(self._factor, self.matrices) if stored.get(each.name) == each.global_shape]
+        )
         for axis in self.axes.values():
-            self._restore_errors(axis, [(matrix, name) for matrix, name in known if matrix.axis is axis], stored, fill)
+            self._restore_errors(
+                axis, [(matrix, name) for matrix, name in known if matrix.axis is axis], stored, fill
+            )
 
     def _restore_errors(
         self,
@@ -187,13 +234,20 @@ class PowerSGD:
         stored: Mapping[str, tuple[int, ...]],
         fill: Callable[[list[Rectangle]], None],
     ) -> None:
-        """Restore the errors of the matrices of an axis, each from the checkpoint's of the name next to it."""
+        """Restore the errors of the matrices of an axis, each from the checkpoint's of the name next to
+        it."""
         if not known:
             return
         rows = stored[f"powersgd_error/{known[0][1]}"][0]
         scratch = [torch.zeros_like(matrix.error) for matrix, _ in known]
-        for row in [axis.rank] if rows == axis.size else range(rows):  # one rank's errors at a time, which bounds the memory
-            fill([self._error(matrix, values, row, rows, name) for (matrix, name), values in zip(known, scratch, strict=True)])
+        # one rank's errors at a time, which bounds the memory
+        for row in [axis.rank] if rows == axis.size else range(rows):
+            fill(
+                [
+                    self._error(matrix, values, row, rows, name)
+                    for (matrix, name), values in zip(known, scratch, strict=True)
+                ]
+            )
             for (matrix, _), values in zip(known, scratch, strict=True):
                 matrix.error.add_(values)
         if rows != axis.size:

@@ -1,9 +1,11 @@
 """Reduction of the gradients in a rank's buckets.
 
-Forward: no communication. Backward: a bucket whose last weight is complete (`GradientBucket.complete` decides) is reduced over the
-data-parallel ranks, which overlaps with the rest of the backward: an all-reduce if nothing is sharded, else a reduce-scatter over the shard
-axis. After the backward, `finish` waits for all reductions, sums shards over their replicas (HSDP), and all-reduces what several ranks hold
-partial sums of: gradients that are partial over tp, key-value heads that several tp ranks hold, and the two copies of a tied embedding.
+Forward: no communication. Backward: a bucket whose last weight is complete (`GradientBucket.complete`
+decides) is reduced over the data-parallel ranks, which overlaps with the rest of the backward: an all-reduce
+if nothing is sharded, else a reduce-scatter over the shard axis. After the backward, `finish` waits for all
+reductions, sums shards over their replicas (HSDP), and all-reduces what several ranks hold partial sums of:
+gradients that are partial over tp, key-value heads that several tp ranks hold, and the two copies of a tied
+embedding.
 
 The loss is divided by the global token count before the backward, so every reduction is a plain sum.
 """
@@ -18,7 +20,13 @@ import torch
 from torch import Tensor
 
 from megalite.mesh.mesh import Mesh, MeshAxis
-from megalite.parallel.collectives import all_gather, all_reduce, all_reduce_together, reduce_scatter, reduces_in_place
+from megalite.parallel.collectives import (
+    all_gather,
+    all_reduce,
+    all_reduce_together,
+    reduce_scatter,
+    reduces_in_place,
+)
 from megalite.parallel.sharding.gradient_bucket import GradientBucket
 from megalite.parallel.sharding.transfers import TransferLog
 from megalite.parallel.spec import Segment
@@ -61,7 +69,8 @@ class Reduction:
             self.advance()
 
     def _next_round(self) -> bool:
-        """Run to the next `yield`. Returns whether the reduction has ended; `self` is the sentinel of the exhausted iterator."""
+        """Run to the next `yield`. Returns whether the reduction has ended; `self` is the sentinel of the
+        exhausted iterator."""
         return next(self._rounds, self) is self
 
 
@@ -70,22 +79,31 @@ class GradientReducer:
 
     Args:
         log: records every reduction.
-        comm_dtype: gradients are cast to this before they are sent; None: they are sent in the accumulate dtype.
-        powersgd: compresses the reductions of ZeRO-0 and ZeRO-1.
+        comm_dtype: gradients are cast to this before they are sent; None: they are sent in the accumulate
+        dtype. powersgd: compresses the reductions of ZeRO-0 and ZeRO-1.
     """
 
-    def __init__(self, mesh: Mesh, log: TransferLog, comm_dtype: torch.dtype | None = None, powersgd: PowerSGD | None = None):
+    def __init__(
+        self,
+        mesh: Mesh,
+        log: TransferLog,
+        comm_dtype: torch.dtype | None = None,
+        powersgd: PowerSGD | None = None,
+    ):
         self.mesh = mesh
         self.log, self.comm_dtype, self.powersgd = log, comm_dtype, powersgd
         self.buckets: list[GradientBucket] = []
         self._at = mesh.coordinates
-        # A reduction that allocates buffers must leave little room for others. On NCCL in another dtype two of them: the second one starts
-        # while the device still adds the first one's parts. On gloo one, whose buffers are as large as all ranks' parts.
+        # A reduction that allocates buffers must leave little room for others. On NCCL in another dtype two
+        # of them: the second one starts while the device still adds the first one's parts. On gloo one, whose
+        # buffers are as large as all ranks' parts.
         in_place = all(map(reduces_in_place, (mesh.shard, mesh.replicate, *mesh.expert_split)))
         self._most_in_flight = 1 if not in_place else 2 if comm_dtype is not None else None
         self._in_flight: deque[Reduction] = deque()
-        self._partial: list[Tensor] = []  # views of `owned` that are partial over tp, summed after the backward
-        self._replicated: list[Tensor] = []  # views of `owned` of key-value heads that several tp ranks hold, summed over these
+        # views of `owned` that are partial over tp, summed after the backward
+        self._partial: list[Tensor] = []
+        # views of `owned` of key-value heads that several tp ranks hold, summed over these
+        self._replicated: list[Tensor] = []
 
     def add(self, bucket: GradientBucket) -> None:
         """Add a bucket that has all of its weights."""
@@ -105,12 +123,19 @@ class GradientReducer:
         if bucket.domain.owners == 1:
             return  # one rank holds the bucket: nothing to reduce over data parallelism
         if bucket.shards_only:
-            if bucket.full is None:  # no weight of the bucket was used here; other ranks may have used it and take part in the collective
+            # no weight of the bucket was used here; other ranks may have used it and take part in the
+            # collective
+            if bucket.full is None:
                 bucket.open()
             self._start(bucket, self._into_shard(bucket))
             return
         assert bucket.full is not None
-        self._start(bucket, self._in_place(bucket, bucket.full) if bucket.compression is None else bucket.compression.reduce(bucket.full))
+        self._start(
+            bucket,
+            self._in_place(bucket, bucket.full)
+            if bucket.compression is None
+            else bucket.compression.reduce(bucket.full),
+        )
         if bucket.separate_embedding_grad is not None:
             self._start(bucket, self._in_place(bucket, bucket.separate_embedding_grad))
 
@@ -120,7 +145,8 @@ class GradientReducer:
             self._in_flight.popleft().finish()
 
     def finish(self) -> None:
-        """Wait for every reduction; then sum over replicas of shards, partial tp ranks, key-value replicas and tied copies, in this order.
+        """Wait for every reduction; then sum over replicas of shards, partial tp ranks, key-value replicas
+        and tied copies, in this order.
 
         `owned` is valid afterwards.
 
@@ -129,12 +155,14 @@ class GradientReducer:
         """
         for bucket in self.buckets:
             for weight in bucket.weights:
-                weight.finish_step()  # starts the reductions of buckets with weights that the step did not use
+                # starts the reductions of buckets with weights that the step did not use
+                weight.finish_step()
         _finish_all(self._in_flight)
         for bucket in self.buckets:
             if bucket.separate_embedding_grad is not None:
                 bucket.owned.add_(bucket.separate_embedding_grad[bucket.start : bucket.stop])
-        # These sums need only the owned ranges, 1/shard of the volume: the peers on the other axes own the same ranges.
+        # These sums need only the owned ranges, 1/shard of the volume: the peers on the other axes own the
+        # same ranges.
         self._sum_over_replicas()
         _sum_together(self._partial, self.mesh.tp)
         _sum_together(self._replicated, self.mesh.kv_replica)
@@ -144,7 +172,8 @@ class GradientReducer:
                     all_reduce(bucket.owned, self.mesh.tied_pair, bucket.owned).wait()
 
     def confirm(self, applied: bool) -> None:
-        """State whether the last reduced gradients were applied: PowerSGD discards the errors of those that were not."""
+        """State whether the last reduced gradients were applied: PowerSGD discards the errors of those that
+        were not."""
         if self.powersgd is not None:
             self.powersgd.confirm(applied)
 
@@ -157,25 +186,30 @@ class GradientReducer:
 
     def _into_shard(self, bucket: GradientBucket) -> Rounds:
         """Reduce a microbatch's gradients, free their buffer, and add this rank's part to its shard."""
-        pending = reduce_scatter(bucket.release_full(), bucket.domain.shard, comm_dtype=self.comm_dtype)  # [size]
+        # [size]
+        pending = reduce_scatter(bucket.release_full(), bucket.domain.shard, comm_dtype=self.comm_dtype)
         yield
         bucket.add_to_shard(pending.wait())  # [size/shard]
 
     def _in_place(self, bucket: GradientBucket, buffer: Tensor) -> Rounds:
-        """Reduce a full buffer ([size]) in place; with a shard axis only this rank's part is valid afterwards (ZeRO-1)."""
+        """Reduce a full buffer ([size]) in place; with a shard axis only this rank's part is valid afterwards
+        (ZeRO-1)."""
         if bucket.domain.shard.size == 1:
             yield from self._over_replicas(buffer, bucket.domain.replicate)
             return
-        pending = reduce_scatter(buffer, bucket.domain.shard, buffer[bucket.start : bucket.stop], self.comm_dtype)
+        pending = reduce_scatter(
+            buffer, bucket.domain.shard, buffer[bucket.start : bucket.stop], self.comm_dtype
+        )
         yield
         pending.wait()
 
     def _over_replicas(self, buffer: Tensor, axis: MeshAxis) -> Rounds:
         """Sum a buffer over the replicas, in place, to the same bits on each.
 
-        With a comm_dtype, the rank that computes a part of the sum in fp32 must also use it as rounded to comm_dtype, since that is what
-        the other ranks receive. With two ranks the sum need not be rounded: exchanging all contributions costs as much as exchanging
-        halves of the contributions and halves of the sums.
+        With a comm_dtype, the rank that computes a part of the sum in fp32 must also use it as rounded to
+        comm_dtype, since that is what the other ranks receive. With two ranks the sum need not be rounded:
+        exchanging all contributions costs as much as exchanging halves of the contributions and halves of the
+        sums.
         """
         comm_dtype = self.comm_dtype
         if axis.size == 1:
@@ -185,7 +219,8 @@ class GradientReducer:
             yield
             summed.wait()
         elif axis.size == 2:
-            both = all_gather(buffer.to(comm_dtype), axis)  # [2 · size], both ranks' contributions, this rank's rounded, too
+            # [2 · size], both ranks' contributions, this rank's rounded, too
+            both = all_gather(buffer.to(comm_dtype), axis)
             yield
             torch.add(*both.wait().to(buffer.dtype).chunk(2), out=buffer)
         else:
@@ -196,9 +231,12 @@ class GradientReducer:
             buffer.copy_(whole.wait())
 
     def _sum_over_replicas(self) -> None:
-        """Sum the shards of every bucket over their replicas, with the collectives of all buckets in flight at once."""
+        """Sum the shards of every bucket over their replicas, with the collectives of all buckets in flight
+        at once."""
         reductions = [
-            Reduction(f"replicate {number}", self._over_replicas(bucket.owned, bucket.domain.replicate), self.log)
+            Reduction(
+                f"replicate {number}", self._over_replicas(bucket.owned, bucket.domain.replicate), self.log
+            )
             for number, bucket in enumerate(self.buckets)
             if bucket.domain.shard.size > 1
         ]
@@ -207,7 +245,8 @@ class GradientReducer:
         _finish_all(deque(reductions))
 
     def _owned_parts(self, bucket: GradientBucket, wanted: Callable[[Segment], bool]) -> Iterator[Tensor]:
-        """Views of this rank's owned gradients of the wanted segments, flat: a shard may hold a part of a segment, or none."""
+        """Views of this rank's owned gradients of the wanted segments, flat: a shard may hold a part of a
+        segment, or none."""
         for slot in bucket.layout.slots:
             start = slot.start
             for segment in slot.spec.segments:
@@ -219,7 +258,8 @@ class GradientReducer:
 
 
 def _finish_all(reductions: deque[Reduction]) -> None:
-    """Finish reductions, advancing each by one collective at a time: the collectives of all of them then overlap."""
+    """Finish reductions, advancing each by one collective at a time: the collectives of all of them then
+    overlap."""
     while reductions:
         reduction = reductions.popleft()
         if not reduction.done:
@@ -228,7 +268,8 @@ def _finish_all(reductions: deque[Reduction]) -> None:
 
 
 def _sum_together(parts: list[Tensor], axis: MeshAxis) -> None:
-    """Sum many small tensors over an axis in one collective, in place: a collective each would cost its latency each."""
+    """Sum many small tensors over an axis in one collective, in place: a collective each would cost its
+    latency each."""
     if not parts or axis.size == 1:
         return
     for part, value in zip(parts, all_reduce_together(parts, axis)(), strict=True):

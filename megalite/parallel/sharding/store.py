@@ -1,13 +1,16 @@
-"""The memory of one rank's parameters: flat buckets of weights, gradients and master weights, full or as ZeRO shards.
+"""The memory of one rank's parameters: flat buckets of weights, gradients and master weights, full or as ZeRO
+shards.
 
     forward    `gatherer` waits for the weights gathered after the last step, or gathers them for use (ZeRO-3)
-    backward   `weight_grads` computes weight gradients; a complete bucket starts its reduction at once (`reducer`)
-    then       `reducer.finish()` waits for the reductions and sums tensor-partial, replicated key-value and tied gradients
+    backward   `weight_grads` computes weight gradients; a complete bucket starts its reduction at once
+    (`reducer`)
+    then       `reducer.finish()` waits for the reductions and sums tensor-partial, replicated key-value and
+    tied gradients
     optimizer  updates `owned` ranges: the whole bucket (ZeRO-0) or this rank's shard of it
     after      `gatherer.gather_updated()` starts gathering the updated shards
 
-The store allocates this memory, sets the values of weights, and enumerates the rectangles of global tensors that this rank holds. The
-communication is that of its gatherer and reducer.
+The store allocates this memory, sets the values of weights, and enumerates the rectangles of global tensors
+that this rank holds. The communication is that of its gatherer and reducer.
 """
 
 from __future__ import annotations
@@ -52,15 +55,16 @@ class StoreOptions:
     """How a rank stores its parameters.
 
     Attributes:
-        zero: ZeRO stage. 0: every dp rank keeps everything of every bucket; 1: optimizer state is sharded; 2: gradients, too;
+        zero: ZeRO stage. 0: every dp rank keeps everything of every bucket; 1: optimizer state is sharded; 2:
+        gradients, too;
             3: weights, too, except those in use.
         dtype: compute precision.
         grad_dtype: accumulate dtype of gradients; default: `dtype`, but at least fp32.
         reduce_dtype: communication dtype of data-parallel gradient reductions; default: the accumulate dtype.
         bucket_bytes: see `bucket_layout`.
-        separate_embedding_grad: see `Weight.separate_embedding_grad`.
-        offload_parameters: with zero 3, store shards of weights in CPU memory. A single rank then also frees its weights after use.
-        training: False allocates only weights, in `dtype`: no gradient buffers and no master weights.
+        separate_embedding_grad: see `Weight.separate_embedding_grad`. offload_parameters: with zero 3, store
+        shards of weights in CPU memory. A single rank then also frees its weights after use. training: False
+        allocates only weights, in `dtype`: no gradient buffers and no master weights.
     """
 
     zero: int = 0
@@ -103,11 +107,17 @@ class ParameterStore:
     ):
         options = options or StoreOptions()
         if options.zero == 0 and mesh.shard.size > 1:
-            raise ValueError(f"zero = 0 shards nothing, but the mesh's shard axis has {mesh.shard.size} ranks: create it with dp_shard=1")
+            raise ValueError(
+                f"zero = 0 shards nothing, but the mesh's shard axis has {mesh.shard.size} ranks: create it "
+                "with dp_shard=1"
+            )
         self.mesh, self.at, self.options = mesh, mesh.coordinates, options
-        # Without offloading, a single rank shards nothing. At dp = 1 experts may still have several ranks, whose weights stay whole.
+        # Without offloading, a single rank shards nothing. At dp = 1 experts may still have several ranks,
+        # whose weights stay whole.
         alone = mesh.shard.size == 1 and not options.offload_parameters
-        self.zero = min(options.zero, 2 if mesh.domain("expert").shard.size > 1 else 0) if alone else options.zero
+        self.zero = (
+            min(options.zero, 2 if mesh.domain("expert").shard.size > 1 else 0) if alone else options.zero
+        )
         self.device = torch.device(device)
         self.state = state or StateMemory(self.device)
         self.weight_grads, self.log = WeightGradQueue(), TransferLog()
@@ -117,14 +127,20 @@ class ParameterStore:
         layouts = bucket_layout(specs, self.at, owners, options.bucket_bytes)
         master_dtype = torch.promote_types(options.dtype, torch.float32)
         dtypes = _Dtypes(options.dtype, master_dtype, options.grad_dtype or master_dtype)
-        self.buckets = [self._allocate(layout, dtypes, shard) for layout, shard in zip(layouts, self._shards(layouts), strict=True)]
+        self.buckets = [
+            self._allocate(layout, dtypes, shard)
+            for layout, shard in zip(layouts, self._shards(layouts), strict=True)
+        ]
         for bucket in self.buckets:
             if bucket.gradients is not None:
                 self.reducer.add(bucket.gradients)
         self.gatherer = self._make_gatherer(layouts)
 
     def _make_gatherer(self, layouts: Sequence[BucketLayout]) -> WeightGatherer:
-        by_unit = {unit: [self.buckets[number] for number in numbers] for unit, numbers in buckets_of_units(layouts).items()}
+        by_unit = {
+            unit: [self.buckets[number] for number in numbers]
+            for unit, numbers in buckets_of_units(layouts).items()
+        }
         if self.zero == 3:
             collective = Uploads(self.device) if self.options.offload_parameters else all_gather
             return ShardGatherer(self.buckets, by_unit, self.log, collective)
@@ -138,13 +154,21 @@ class ParameterStore:
         own = weights[start:stop] if shard is None else shard
         trains = layout.trainable and self.options.training
         # With the same dtype and device the weights themselves are the masters.
-        in_place = not trains or (dtypes.master == dtypes.weights and own.device.type == self.state.device.type)
+        in_place = not trains or (
+            dtypes.master == dtypes.weights and own.device.type == self.state.device.type
+        )
         master = own if in_place else self.state.zeros(stop - start, dtypes.master)
         gradients = self._allocate_gradients(layout, domain, dtypes.gradients) if trains else None
         bucket = BucketBuffers(layout, domain, weights, gradients, start, stop, master, shard)
         for slot in layout.slots:
-            # Frozen weights require grad, too: else no input of the first adapted layer would, and autograd would skip its backward.
-            tensor = weights[slot.start : slot.stop].view(slot.shape).detach().requires_grad_(self.options.training)
+            # Frozen weights require grad, too: else no input of the first adapted layer would, and autograd
+            # would skip its backward.
+            tensor = (
+                weights[slot.start : slot.stop]
+                .view(slot.shape)
+                .detach()
+                .requires_grad_(self.options.training)
+            )
             weight = Weight(slot.spec, tensor, dtypes.gradients if trains else None, self.weight_grads)
             self.weights[slot.spec.name] = weight
             if gradients is not None:
@@ -164,10 +188,14 @@ class ParameterStore:
         if self.options.offload_parameters:
             return pinned_zeros(counts, dtype, self.device)
         # A bucket that no other rank has stays whole: experts at ep = dp · cp · tp.
-        return [torch.zeros(n, dtype=dtype, device=self.device) if size > 1 else None for n, size in zip(counts, ranks, strict=True)]
+        return [
+            torch.zeros(n, dtype=dtype, device=self.device) if size > 1 else None
+            for n, size in zip(counts, ranks, strict=True)
+        ]
 
     def _allocate_gradients(self, layout: BucketLayout, domain: Domain, dtype: torch.dtype) -> GradientBucket:
-        zero = min(self.zero, 1) if self._separates(layout) else self.zero  # both accumulators last a step: adding per microbatch reorders
+        # both accumulators last a step: adding per microbatch reorders
+        zero = min(self.zero, 1) if self._separates(layout) else self.zero
         return GradientBucket.allocate(layout, domain, zero, dtype, self.device, self.reducer)
 
     def _separates(self, layout: BucketLayout) -> bool:
@@ -186,13 +214,17 @@ class ParameterStore:
         self.gatherer.finish()
 
     def draw(self, seed: int, threads: int = 1, roles: Collection[str] = ()) -> None:
-        """Draw the weights, or only those of some roles, that this rank keeps the master of; `publish` then gathers them."""
+        """Draw the weights, or only those of some roles, that this rank keeps the master of; `publish` then
+        gathers them."""
         for (bucket, start), first, values in rng.ahead(self._draws(seed, roles), threads):
             bucket.write(start + first, values)
             self.state.release(bucket.master)  # offloaded masters: evict the pages that were just written
 
-    def _draws(self, seed: int, roles: Collection[str]) -> Iterator[tuple[tuple[BucketBuffers, int], rng.Draw]]:
-        """What initialises this rank's masters: draws, each with its bucket and the first element there of its segment."""
+    def _draws(
+        self, seed: int, roles: Collection[str]
+    ) -> Iterator[tuple[tuple[BucketBuffers, int], rng.Draw]]:
+        """What initialises this rank's masters: draws, each with its bucket and the first element there of
+        its segment."""
         for bucket in self.buckets:
             for slot in bucket.layout.slots:
                 start = slot.start
@@ -200,12 +232,14 @@ class ParameterStore:
                     size = segment.local(self.at).numel
                     low, high = max(bucket.start - start, 0), min(bucket.stop - start, size)
                     if not roles or segment.role in roles:
-                        yield from zip(repeat((bucket, start)), rng.initial_values(segment, self.at, seed, low, high))
+                        yield from zip(
+                            repeat((bucket, start)), rng.initial_values(segment, self.at, seed, low, high)
+                        )
                     start += size
 
     def to_load(self, without: Collection[str] = ()) -> list[Rectangle]:
-        """The master weights that this rank keeps, except those of some roles, for a checkpoint to fill; `publish` then copies them to the
-        weights.
+        """The master weights that this rank keeps, except those of some roles, for a checkpoint to fill;
+        `publish` then copies them to the weights.
         """
         return [
             bucket.rectangle("weight", bucket.master, flat, offset)
@@ -215,7 +249,8 @@ class ParameterStore:
         ]
 
     def publish(self) -> None:
-        """Copy the master weights to the weights, after a load or an undone step, and start gathering them."""
+        """Copy the master weights to the weights, after a load or an undone step, and start gathering
+        them."""
         with torch.no_grad():
             for bucket in self.buckets:
                 if bucket.has_own_master:
@@ -226,16 +261,21 @@ class ParameterStore:
     # ---- which rectangles of global tensors this rank holds
 
     def owned_rectangles(self) -> Iterator[tuple[BucketBuffers, FlatRectangle, int]]:
-        """Rectangles that cover every global element exactly once over the whole mesh, without padding and copies.
+        """Rectangles that cover every global element exactly once over the whole mesh, without padding and
+        copies.
 
-        Yields (bucket, rectangle, offset): the rectangle's elements are [offset + start, offset + stop) of the bucket. A rank yields its
-        1/owners of each bucket, under every ZeRO stage, and only segments that it owns on the tp axis.
+        Yields (bucket, rectangle, offset): the rectangle's elements are [offset + start, offset + stop) of
+        the bucket. A rank yields its 1/owners of each bucket, under every ZeRO stage, and only segments that
+        it owns on the tp axis.
         """
         for bucket in self.buckets:
             for flat, offset in self.rectangles_in(bucket, *bucket.layout.owned(bucket.domain.share)):
                 if flat.segment.is_owner(self.at):
                     yield bucket, flat, offset
 
-    def rectangles_in(self, bucket: BucketBuffers, start: int, stop: int) -> Iterator[tuple[FlatRectangle, int]]:
-        """The rectangles of global tensors in [start, stop) of a bucket, each with the start of its stored tensor in the bucket."""
+    def rectangles_in(
+        self, bucket: BucketBuffers, start: int, stop: int
+    ) -> Iterator[tuple[FlatRectangle, int]]:
+        """The rectangles of global tensors in [start, stop) of a bucket, each with the start of its stored
+        tensor in the bucket."""
         return bucket.rectangles_in(start, stop, self.at)

@@ -1,14 +1,18 @@
 """Makes the full weights of a unit available before its forward and its backward.
 
-`WeightGatherer` is for ZeRO 0 to 2: full weights stay in memory. The parts that each rank has updated are gathered after the step, and the
-unit's first forward waits for them. `ShardGatherer` is for ZeRO-3: a rank keeps its shard of each bucket, and full weights exist only while
-they are used. The schedule decides when: a gather or reshard precedes, in the list, the computation during which it happens
-(`pipeline.gathering`). `gather` and `reshard` record it, and the units of the model execute it as they begin and end:
+`WeightGatherer` is for ZeRO 0 to 2: full weights stay in memory. The parts that each rank has updated are
+gathered after the step, and the unit's first forward waits for them. `ShardGatherer` is for ZeRO-3: a rank
+keeps its shard of each bucket, and full weights exist only while they are used. The schedule decides when: a
+gather or reshard precedes, in the list, the computation during which it happens (`pipeline.gathering`).
+`gather` and `reshard` record it, and the units of the model execute it as they begin and end:
 
-    forward   pre_forward:  wait for the unit's weights, start the gathers recorded for the unit     post_forward: free what is recorded
-    backward  post_forward: the same                                                                 pre_forward:  the same
+    forward   pre_forward:  wait for the unit's weights, start the gathers recorded for the unit
+    post_forward: free what is recorded
+    backward  post_forward: the same
+    pre_forward:  the same
 
-Communication: all-gather over the shard axis, once a step in ZeRO-1 and 2, as often as the schedule gathers in ZeRO-3.
+Communication: all-gather over the shard axis, once a step in ZeRO-1 and 2, as often as the schedule gathers
+in ZeRO-3.
 """
 
 from __future__ import annotations
@@ -36,8 +40,8 @@ class WeightGatherer:
     Args:
         buckets: the buckets of the rank, by number.
         by_unit: the buckets that each unit needs.
-        sharded_update: whether each rank updates only its part of a bucket, so that the parts must be gathered (ZeRO-1 and 2).
-        log: records every gather.
+        sharded_update: whether each rank updates only its part of a bucket, so that the parts must be
+        gathered (ZeRO-1 and 2). log: records every gather.
     """
 
     def __init__(
@@ -59,11 +63,13 @@ class WeightGatherer:
         return x
 
     def gather_updated(self) -> None:
-        """Start gathering the updated weights. The next step's forwards wait for them unit by unit, so the gathers overlap with it."""
+        """Start gathering the updated weights. The next step's forwards wait for them unit by unit, so the
+        gathers overlap with it."""
         for number, bucket in enumerate(self.buckets):
             if self.sharded_update and bucket.layout.trainable:
                 bucket.await_weights()  # pending only if no forward has run since the last update: a rollback
-                gathering = all_gather(bucket.owned_weights, bucket.domain.shard, bucket.weights)  # [size/shard] -> [size], in place
+                # [size/shard] -> [size], in place
+                gathering = all_gather(bucket.owned_weights, bucket.domain.shard, bucket.weights)
                 bucket.gathering = self.log.gathering(f"gather {number}", gathering)
 
     def wait_for(self, unit: int) -> None:
@@ -80,7 +86,8 @@ class WeightGatherer:
         """Call before a schedule is executed. `planned`: its list has gathers and reshards."""
 
     def gather(self, bucket: int, unit: int | None) -> None:
-        """Record that a bucket is to be gathered when the next computation reaches a unit; None: gather it now."""
+        """Record that a bucket is to be gathered when the next computation reaches a unit; None: gather it
+        now."""
         raise RuntimeError(f"the schedule gathers bucket {bucket}, whose weights are always whole")
 
     def reshard(self, bucket: int, unit: int | None) -> None:
@@ -89,7 +96,8 @@ class WeightGatherer:
 
 
 class ShardGatherer(WeightGatherer):
-    """Gathers and frees the full weights of buckets that are stored as shards (ZeRO-3; Rajbhandari et al. 2020).
+    """Gathers and frees the full weights of buckets that are stored as shards (ZeRO-3; Rajbhandari et al.
+    2020).
 
     Args:
         collective: the collective that gathers shards into full weights.
@@ -102,14 +110,20 @@ class ShardGatherer(WeightGatherer):
         log: TransferLog,
         collective: Gather = all_gather,
     ):
-        super().__init__(buckets, {unit: [each for each in own if each.shard is not None] for unit, own in by_unit.items()}, False, log)
+        super().__init__(
+            buckets,
+            {unit: [each for each in own if each.shard is not None] for unit, own in by_unit.items()},
+            False,
+            log,
+        )
         self._collective = collective
         self._planned = False
         self._gathers: defaultdict[int, list[BucketBuffers]] = defaultdict(list)  # by unit
         self._reshards: defaultdict[int, list[BucketBuffers]] = defaultdict(list)
 
     def begin_run(self, planned: bool) -> None:
-        """Free what the last run kept. Without planned gathers, a unit's weights are gathered when it begins and freed when it ends."""
+        """Free what the last run kept. Without planned gathers, a unit's weights are gathered when it begins
+        and freed when it ends."""
         self._free_all()
         self._planned = planned
         self._gathers.clear()
@@ -142,11 +156,14 @@ class ShardGatherer(WeightGatherer):
         """Do nothing: `pre_forward` waits for the weights."""
 
     def acquire(self, unit: int) -> None:
-        """Wait for a unit's weights, then start the gathers recorded for it: they prefetch the next unit while this one computes."""
+        """Wait for a unit's weights, then start the gathers recorded for it: they prefetch the next unit
+        while this one computes."""
         for bucket in self.by_unit.get(unit, ()):
             if not self._planned:
                 self._start(bucket)
-            assert bucket.resident, f"the schedule does not gather the weights of unit {unit} before they are used"
+            assert bucket.resident, (
+                f"the schedule does not gather the weights of unit {unit} before they are used"
+            )
             bucket.await_weights()
         for bucket in self._gathers.pop(unit, ()):
             self._start(bucket)
@@ -169,13 +186,16 @@ class ShardGatherer(WeightGatherer):
 
 
 class _UnitBoundary(torch.autograd.Function):
-    """The start or end of a unit of the model.  Forward: call `forward_action`.  Backward: call `backward_action`.
+    """The start or end of a unit of the model.  Forward: call `forward_action`.  Backward: call
+    `backward_action`.
 
     The backward passes a unit's end first and its start last, so the two actions are swapped between the two.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_action: Callable[[], None], backward_action: Callable[[], None]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, forward_action: Callable[[], None], backward_action: Callable[[], None]
+    ) -> Tensor:
         ctx.backward_action = backward_action
         forward_action()
         return x.view_as(x)

@@ -1,11 +1,12 @@
 """Cross-entropy over logits that are split by vocabulary: the full logits are never gathered.
 
-Forward: one all-gather of three or four numbers per token (largest logit, sum of exponentials, target logit, and with label smoothing the
-sum of logits). Backward: no communication; the gradient overwrites the logits, so a second backward through them raises.
+Forward: one all-gather of three or four numbers per token (largest logit, sum of exponentials, target logit,
+and with label smoothing the sum of logits). Backward: no communication; the gradient overwrites the logits,
+so a second backward through them raises.
 
-`loss_in_chunks` also computes the head that makes the logits, one chunk of tokens at a time, and each chunk's gradients with its loss:
-the logits of only one chunk exist at a time. Its forward does the communication of head and loss, forward and backward, once per chunk; its
-backward does none.
+`loss_in_chunks` also computes the head that makes the logits, one chunk of tokens at a time, and each chunk's
+gradients with its loss: the logits of only one chunk exist at a time. Its forward does the communication of
+head and loss, forward and backward, once per chunk; its backward does none.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ ChunkLoss = Callable[[Tensor, Tensor], Tensor]
 class CrossEntropy:
     """Sum of token losses times `scale`, for logits [tokens, vocabulary/tp] and targets [tokens].
 
-    Padded columns (beyond the vocabulary) are left out of the softmax. Targets of IGNORE_INDEX have a loss of 0.
-    `label_smoothing` is spread over the global vocabulary (torch's convention); `z_loss` z adds z · lse².
+    Padded columns (beyond the vocabulary) are left out of the softmax. Targets of IGNORE_INDEX have a loss of
+    0. `label_smoothing` is spread over the global vocabulary (torch's convention); `z_loss` z adds z · lse².
     """
 
     tp: MeshAxis
@@ -59,9 +60,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, scale: float, loss: CrossEntropy) -> Tensor:
         first, valid = loss.part(logits)
-        own = statistics(logits, targets, first, valid, IGNORE_INDEX, loss.label_smoothing > 0)  # [k, tokens], k = 3 or 4
+        # [k, tokens], k = 3 or 4
+        own = statistics(logits, targets, first, valid, IGNORE_INDEX, loss.label_smoothing > 0)
         stats = all_gather(own, loss.tp).wait().view(loss.tp.size, *own.shape)  # [tp, k, tokens]
-        losses, lse = combine(stats, targets, IGNORE_INDEX, loss.label_smoothing, loss.z_loss, loss.vocab_size)
+        losses, lse = combine(
+            stats, targets, IGNORE_INDEX, loss.label_smoothing, loss.z_loss, loss.vocab_size
+        )
         ctx.save_for_backward(logits, targets, lse)
         ctx.scale, ctx.loss = scale, loss
         if loss.observe is not None:
@@ -77,21 +81,33 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         first, valid = loss.part(logits)
         scale = grads[0] * ctx.scale
         # In place: the logits, [tokens, vocabulary/tp], are usually the largest tensor of a step.
-        gradient_(logits, targets, lse, scale, first, valid, IGNORE_INDEX, loss.label_smoothing, loss.z_loss, loss.vocab_size)
+        gradient_(
+            logits,
+            targets,
+            lse,
+            scale,
+            first,
+            valid,
+            IGNORE_INDEX,
+            loss.label_smoothing,
+            loss.z_loss,
+            loss.vocab_size,
+        )
         return logits, None, None, None
 
 
 def loss_in_chunks(loss: ChunkLoss, x: Tensor, targets: Tensor, weight: Weight, length: int) -> Tensor:
     """The sum of `loss` over chunks of the head's input.
 
-    If gradients are required, each chunk's are computed with its loss: that of x is kept for backward, that of the weight is accumulated
-    at once, all chunks as one contribution. Backward can therefore run only once, from a gradient of 1: any other factor could not be
-    applied to the weight's gradient any more, and raises.
+    If gradients are required, each chunk's are computed with its loss: that of x is kept for backward, that
+    of the weight is accumulated at once, all chunks as one contribution. Backward can therefore run only
+    once, from a gradient of 1: any other factor could not be applied to the weight's gradient any more, and
+    raises.
 
     Args:
         x: [seq (/tp), batch, hidden].
-        targets: [seq, batch]. Under sequence parallelism a chunk has the same rows of every tp rank's part of x.
-        weight: the weight of the head.
+        targets: [seq, batch]. Under sequence parallelism a chunk has the same rows of every tp rank's part of
+        x. weight: the weight of the head.
         length: positions of x in a chunk.
     """
     if torch.is_grad_enabled() and (x.requires_grad or weight.trainable):
@@ -101,14 +117,20 @@ def loss_in_chunks(loss: ChunkLoss, x: Tensor, targets: Tensor, weight: Weight, 
 
 def _parts(x: Tensor, targets: Tensor, length: int) -> Iterator[tuple[Tensor, Tensor]]:
     by_rank = targets.unflatten(0, (-1, x.shape[0]))  # [ranks that split x, seq / ranks, batch]
-    return ((part, its.reshape(-1)) for part, its in zip(x.split(length), by_rank.split(length, dim=1), strict=True))
+    return (
+        (part, its.reshape(-1))
+        for part, its in zip(x.split(length), by_rank.split(length, dim=1), strict=True)
+    )
 
 
 class _GradientWithLoss(torch.autograd.Function):
-    """Forward: every chunk's loss and its backward, with their communication.  Backward: returns the gradient found in forward."""
+    """Forward: every chunk's loss and its backward, with their communication.  Backward: returns the gradient
+    found in forward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, _: Tensor, loss: ChunkLoss, targets: Tensor, weight: Weight, length: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, _: Tensor, loss: ChunkLoss, targets: Tensor, weight: Weight, length: int
+    ) -> Tensor:
         losses, dx = [], torch.empty_like(x)  # dx: [seq (/tp), batch, hidden]
         with weight.accumulate_as_one(), torch.enable_grad():
             for (part, its), gradient in zip(_parts(x, targets, length), dx.split(length), strict=True):
@@ -125,7 +147,11 @@ class _GradientWithLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         if torch.is_grad_enabled():
             raise RuntimeError(NO_SECOND_DERIVATIVE)
-        torch._assert_async(grads[0] == 1, "a loss in chunks has added its weight gradient: scale the loss before, not its gradient")
+        torch._assert_async(
+            grads[0] == 1,
+            "a loss in chunks has added its weight gradient: scale the loss before, not its gradient",
+        )
         (dx,) = ctx.saved_tensors
-        torch.autograd.graph.increment_version(dx)  # a second backward must raise: it would not add the weight's gradient again
+        # a second backward must raise: it would not add the weight's gradient again
+        torch.autograd.graph.increment_version(dx)
         return dx, None, None, None, None, None

@@ -1,15 +1,18 @@
 """Adapters with trained row lengths (DoRA, Liu et al. 2024): y = g · (W + scale · B A) x.
 
-g = (‖W‖ + δ) / ‖W + scale · B A‖, with the norm of each row. As in PEFT, the norms are constants for the gradient, and dropout applies to
-all that the adapter changes: y = W x + (g · (W + scale · B A) - W) dropout(x). PEFT trains the magnitude ‖W‖ + δ; here δ is
-trained, which starts at zero: the model then computes exactly what W alone does, in bf16 too.
+g = (‖W‖ + δ) / ‖W + scale · B A‖, with the norm of each row. As in PEFT, the norms are constants for the
+gradient, and dropout applies to all that the adapter changes: y = W x + (g · (W + scale · B A) - W)
+dropout(x). PEFT trains the magnitude ‖W‖ + δ; here δ is trained, which starts at zero: the model then
+computes exactly what W alone does, in bf16 too.
 
-The squared norms follow from ‖W‖² + 2 scale · W·(B A) + scale² · ‖B A‖² without a matrix of W's size. Communication in forward:
+The squared norms follow from ‖W‖² + 2 scale · W·(B A) + scale² · ‖B A‖² without a matrix of W's size.
+Communication in forward:
 
     column   none: each rank has whole rows of W
     row      all-reduce of two numbers per output: a rank has a part of each row
 
-The gradient of δ is, as that of B, split like the outputs of a column-parallel layer, and partial in a row-parallel one.
+The gradient of δ is, as that of B, split like the outputs of a column-parallel layer, and partial in a
+row-parallel one.
 """
 
 from __future__ import annotations
@@ -24,22 +27,32 @@ from megalite.parallel.tensor.lora import AccumulateAdapter, Adapter, Mask
 
 
 class DoraAdapter(Adapter):
-    """The adapters of one stored matrix. Rows without an adapter, and adapted ones of length 0, have g = 1."""
+    """The adapters of one stored matrix. Rows without an adapter, and adapted ones of length 0, have g =
+    1."""
 
     def forward(self, x: Tensor, out: Tensor, mask: Mask | None) -> tuple[Tensor, ...]:
         """Make of the layer's `out` ([seq, batch, out]) the adapted one. Returns what `backward` needs."""
         factors, norms = self._factors()
         dropped, rows = self.dropped(x, mask), out.flatten(0, -2)
         # With a bias W x is computed again: out - bias would lose what was rounded off beside a large bias.
-        plain = rows if mask is None and not self.biased else torch.mm(dropped.flatten(0, -2), self.base.tensor.t())  # [tokens, out]
+        # [tokens, out]
+        plain = (
+            rows
+            if mask is None and not self.biased
+            else torch.mm(dropped.flatten(0, -2), self.base.tensor.t())
+        )
         adapted, inner = plain.clone(), self.inner(dropped)
         self.add(inner, adapted)
         scaled = adapted * factors  # in at least fp32
-        rows.copy_(scaled if plain is rows else scaled.sub_(plain).add_(rows))  # the difference first: before training it is 0
+        # the difference first: before training it is 0
+        rows.copy_(scaled if plain is rows else scaled.sub_(plain).add_(rows))
         return inner, adapted, factors, norms
 
-    def backward(self, grad: Tensor, saved: Sequence[Tensor], mask: Mask | None) -> tuple[Tensor, AccumulateAdapter]:
-        """As `Adapter.backward`; the gradients of the magnitudes are accumulated at once, as those of biases are."""
+    def backward(
+        self, grad: Tensor, saved: Sequence[Tensor], mask: Mask | None
+    ) -> tuple[Tensor, AccumulateAdapter]:
+        """As `Adapter.backward`; the gradients of the magnitudes are accumulated at once, as those of biases
+        are."""
         inner, adapted, factors, norms = saved
         rows = grad.flatten(0, -2)
         scaled = (rows * factors).to(rows.dtype)  # [tokens, out], the gradient of `adapted`
@@ -55,7 +68,8 @@ class DoraAdapter(Adapter):
         return dx.add_(self.dropped(added.view_as(dx), mask)), accumulate
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        """g and ‖W + scale · B A‖ of each of this rank's outputs, in at least fp32; a length of 0 is given as 1."""
+        """g and ‖W + scale · B A‖ of each of this rank's outputs, in at least fp32; a length of 0 is given as
+        1."""
         weight = self.base.tensor
         dtype = torch.promote_types(weight.dtype, torch.float32)
         before = torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()

@@ -1,8 +1,9 @@
 """The embedding: its rows are split over tp by vocabulary.
 
-Forward: each rank looks up the tokens of its vocabulary range and sets the rows of the others to zero; then all-reduce, or reduce-scatter
-along the sequence under sequence parallelism. Backward: each rank accumulates the rows of its own tokens; no communication, or all-gather
-of the gradient along the sequence under sequence parallelism.
+Forward: each rank looks up the tokens of its vocabulary range and sets the rows of the others to zero; then
+all-reduce, or reduce-scatter along the sequence under sequence parallelism. Backward: each rank accumulates
+the rows of its own tokens; no communication, or all-gather of the gradient along the sequence under sequence
+parallelism.
 """
 
 from __future__ import annotations
@@ -21,15 +22,19 @@ class _Embed(torch.autograd.Function):
     """Communication: see the module."""
 
     @staticmethod
-    def forward(ctx: Any, table: Tensor, tokens: Tensor, positions: Tensor | None, layer: ParallelEmbedding) -> Tensor:
+    def forward(
+        ctx: Any, table: Tensor, tokens: Tensor, positions: Tensor | None, layer: ParallelEmbedding
+    ) -> Tensor:
         ctx.layer = layer
         local = tokens - layer.first  # [seq, batch], row in this rank's part of the table
         outside = (local < 0) | (local >= table.shape[0])  # tokens of other ranks
         rows = local.masked_fill(outside, 0) if layer.tp.size > 1 else tokens
         out = table[rows]  # [seq, batch, hidden]
         if layer.tp.size > 1:
-            out.masked_fill_(outside.unsqueeze(-1), 0)  # each token then has one non-zero term in the sum over tp
-        out = (reduce_scatter if layer.sequence_parallel else all_reduce)(out, layer.tp).wait()  # [seq (/tp), batch, hidden]
+            # each token then has one non-zero term in the sum over tp
+            out.masked_fill_(outside.unsqueeze(-1), 0)
+        # [seq (/tp), batch, hidden]
+        out = (reduce_scatter if layer.sequence_parallel else all_reduce)(out, layer.tp).wait()
         if layer.scale is not None:
             out = out * layer.scale
         if layer.positions is not None:
@@ -52,7 +57,8 @@ class _Embed(torch.autograd.Function):
         if layer.scale is not None:
             grad = grad * layer.scale
         if layer.tp.size > 1:
-            grad = grad.masked_fill(outside.unsqueeze(-1), 0)  # other ranks' tokens add zero to row 0: no shape depends on data
+            # other ranks' tokens add zero to row 0: no shape depends on data
+            grad = grad.masked_fill(outside.unsqueeze(-1), 0)
         layer.weight.accumulate_rows(rows.reshape(-1), grad.flatten(0, 1), layer.first_stage)
         return None, None, None, None
 
@@ -60,34 +66,44 @@ class _Embed(torch.autograd.Function):
 def _summed_by_position(grad: Tensor, positions: Tensor, rows: int) -> Tensor:
     """The gradient of the position table, [rows, hidden], in at least fp32.
 
-    Its order of additions is fixed. `index_add_` on a GPU adds with atomics, in any order: without sequence parallelism the tp ranks, which
-    all compute this same gradient and exchange nothing, would drift apart.
+    Its order of additions is fixed. `index_add_` on a GPU adds with atomics, in any order: without sequence
+    parallelism the tp ranks, which all compute this same gradient and exchange nothing, would drift apart.
     """
     values = grad.to(torch.promote_types(grad.dtype, torch.float32))  # [seq (/tp), batch, hidden]
     return torch.ops.aten.embedding_dense_backward(values, positions.expand(grad.shape[:2]), rows, -1, False)
 
 
 class ParallelEmbedding(nn.Module):
-    """Token (and learned position) embedding: tokens [seq, batch] -> [seq, batch, hidden], or [seq/tp, …] under sequence parallelism.
+    """Token (and learned position) embedding: tokens [seq, batch] -> [seq, batch, hidden], or [seq/tp, …]
+    under sequence parallelism.
 
     Args:
         positions: the learned position table, or None.
         scale: factor on the token embedding, or None.
 
     Attributes:
-        first_stage: whether it is the model's first unit, whose gradient may be accumulated separately from the last stage's.
+        first_stage: whether it is the model's first unit, whose gradient may be accumulated separately from
+        the last stage's.
     """
 
     first_stage = True
 
-    def __init__(self, weight: Weight, positions: Weight | None, tp: MeshAxis, sequence_parallel: bool, scale: float | None = None):
+    def __init__(
+        self,
+        weight: Weight,
+        positions: Weight | None,
+        tp: MeshAxis,
+        sequence_parallel: bool,
+        scale: float | None = None,
+    ):
         super().__init__()
         self.weight, self.positions, self.tp, self.scale = weight, positions, tp, scale
         self.sequence_parallel = sequence_parallel and tp.size > 1
         self.first = tp.rank * weight.tensor.shape[0]
 
     def own_sequence(self, x: Tensor) -> Tensor:
-        """This rank's part of a tensor over the whole sequence: [seq, …] -> [seq/tp, …], split like the activations."""
+        """This rank's part of a tensor over the whole sequence: [seq, …] -> [seq/tp, …], split like the
+        activations."""
         return x.chunk(self.tp.size)[self.tp.rank] if self.sequence_parallel else x
 
     def forward(self, tokens: Tensor, positions: Tensor | None) -> Tensor:

@@ -1,14 +1,18 @@
-"""Column- and row-parallel linear layers (Shoeybi et al. 2019; sequence parallelism: Korthikanti et al. 2022).
+"""Column- and row-parallel linear layers (Shoeybi et al. 2019; sequence parallelism: Korthikanti et al.
+2022).
 
                  without sequence parallelism                      with it
-    column       forward  none                                     forward  all-gather of the input along the sequence
-                 backward all-reduce of the input gradient         backward all-gather again (only the part is kept), reduce-scatter
+    column       forward  none                                     forward  all-gather of the input along the
+    sequence
+                 backward all-reduce of the input gradient         backward all-gather again (only the part is
+                 kept), reduce-scatter
     row          forward  all-reduce of the output                 forward  reduce-scatter along the sequence
                  backward none                                     backward all-gather of the output gradient
 
-The column layer's backward starts the communication of its input gradient, computes its weight gradient, and only then waits: the two
-overlap. If neither its weight nor an adapter is trained, its input is neither saved nor gathered again.
-Weight gradients do not pass through autograd, which gets None for them: `Weight.accumulate_product` adds them to the weight's bucket.
+The column layer's backward starts the communication of its input gradient, computes its weight gradient, and
+only then waits: the two overlap. If neither its weight nor an adapter is trained, its input is neither saved
+nor gathered again. Weight gradients do not pass through autograd, which gets None for them:
+`Weight.accumulate_product` adds them to the weight's bucket.
 """
 
 from __future__ import annotations
@@ -35,15 +39,23 @@ def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
-def _input_gradient(grad: Tensor, weight: Weight, saved: Sequence[Tensor], mask: Mask | None) -> tuple[Tensor, AccumulateAdapter | None]:
-    """grad · weight: [seq, batch, out] -> [seq, batch, in], with what an adapter adds, and what accumulates the adapter's gradients."""
+def _input_gradient(
+    grad: Tensor, weight: Weight, saved: Sequence[Tensor], mask: Mask | None
+) -> tuple[Tensor, AccumulateAdapter | None]:
+    """grad · weight: [seq, batch, out] -> [seq, batch, in], with what an adapter adds, and what accumulates
+    the adapter's gradients."""
     if weight.adapter is not None:
         return weight.adapter.backward(grad, saved, mask)
-    return torch.mm(grad.reshape(-1, grad.shape[-1]), weight.tensor).view(*grad.shape[:-1], weight.tensor.shape[1]), None
+    return torch.mm(grad.reshape(-1, grad.shape[-1]), weight.tensor).view(
+        *grad.shape[:-1], weight.tensor.shape[1]
+    ), None
 
 
-def _accumulate_linear(weight: Weight, bias: Weight | None, grad: Tensor, inputs: Tensor, rest: AccumulateAdapter | None) -> None:
-    """Accumulate bias and weight gradients, from `grad` [seq, batch, out] and `inputs` [seq, batch, in]. `rest`: those of the adapter."""
+def _accumulate_linear(
+    weight: Weight, bias: Weight | None, grad: Tensor, inputs: Tensor, rest: AccumulateAdapter | None
+) -> None:
+    """Accumulate bias and weight gradients, from `grad` [seq, batch, out] and `inputs` [seq, batch, in].
+    `rest`: those of the adapter."""
     rows = grad.reshape(-1, grad.shape[-1])  # [tokens, out]
     if bias is not None and bias.trainable:
         bias.accumulate(rows.sum(0, dtype=bias.grad_dtype))
@@ -56,12 +68,15 @@ class _Column(torch.autograd.Function):
     """y = x Wᵀ + b with W split along its outputs. Communication: see the module."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: ColumnParallelLinear, mask: Mask | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, layer: ColumnParallelLinear, mask: Mask | None
+    ) -> Tensor:
         ctx.layer, ctx.mask, adapter = layer, mask, layer.weight.adapter
         full = all_gather(x, layer.tp).wait() if layer.sequence_parallel else x  # [seq, batch, in]
         out = _matmul(full, weight, None if layer.bias is None else layer.bias.tensor)  # [seq, batch, out/tp]
         saved = () if adapter is None else adapter.forward(full, out, mask)
-        # Save x, not `full`: [seq/tp, batch, in] under sequence parallelism; gathering it again in backward costs less than the memory.
+        # Save x, not `full`: [seq/tp, batch, in] under sequence parallelism; gathering it again in backward
+        # costs less than the memory.
         ctx.save_for_backward(x if layer.weight.trainable or adapter is not None else None, *saved)
         return out
 
@@ -73,17 +88,25 @@ class _Column(torch.autograd.Function):
         gathering = all_gather(x, layer.tp) if layer.sequence_parallel and x is not None else None
         reduction = rest = None
         if ctx.needs_input_grad[0]:
-            dx, rest = _input_gradient(grad, layer.weight, saved, ctx.mask)  # [seq, batch, in], a partial sum: of this rank's outputs
-            reduction = reduce_scatter(dx, layer.tp) if layer.sequence_parallel else all_reduce(dx, layer.tp, disposable=True)
+            # [seq, batch, in], a partial sum: of this rank's outputs
+            dx, rest = _input_gradient(grad, layer.weight, saved, ctx.mask)
+            reduction = (
+                reduce_scatter(dx, layer.tp)
+                if layer.sequence_parallel
+                else all_reduce(dx, layer.tp, disposable=True)
+            )
         if x is not None:  # between start and wait of the reduction, which it hides
-            _accumulate_linear(layer.weight, layer.bias, grad, x if gathering is None else gathering.wait(), rest)
+            _accumulate_linear(
+                layer.weight, layer.bias, grad, x if gathering is None else gathering.wait(), rest
+            )
         return (None if reduction is None else reduction.wait()), None, None, None
 
 
 class ColumnParallelLinear(nn.Module):
     """Linear layer whose outputs are split over tp: [seq, batch, in] -> [seq, batch, out/tp].
 
-    With sequence parallelism the input is [seq/tp, batch, in] and is gathered first. `mask` is the dropout of an adapter's input.
+    With sequence parallelism the input is [seq/tp, batch, in] and is gathered first. `mask` is the dropout of
+    an adapter's input.
     """
 
     def __init__(self, weight: Weight, bias: Weight | None, tp: MeshAxis, sequence_parallel: bool):
@@ -119,23 +142,32 @@ class _Row(torch.autograd.Function):
         ctx.layer, ctx.mask, adapter = layer, mask, layer.weight.adapter
         active = x if layer.activation is None else layer.activation.forward(x)  # [seq, batch, in/tp]
         out = _matmul(active, weight)  # [seq, batch, out], a partial sum: this rank has a part of the inputs
-        # The adapter adds to `out`, so before its reduction. `active` is not saved: backward recomputes it from x.
+        # The adapter adds to `out`, so before its reduction. `active` is not saved: backward recomputes it
+        # from x.
         ctx.save_for_backward(x, *(() if adapter is None else adapter.forward(active, out, mask)))
-        summed = reduce_scatter(out, layer.tp) if layer.sequence_parallel else all_reduce(out, layer.tp, disposable=True)
+        summed = (
+            reduce_scatter(out, layer.tp)
+            if layer.sequence_parallel
+            else all_reduce(out, layer.tp, disposable=True)
+        )
         out = summed.wait()  # [seq (/tp), batch, out]
-        return out if layer.bias is None else out.add_(layer.bias.tensor)  # after the sum, which would otherwise add it tp times
+        # after the sum, which would otherwise add it tp times
+        return out if layer.bias is None else out.add_(layer.bias.tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
         layer, grad = ctx.layer, grads[0]
-        if layer.bias is not None and layer.bias.trainable:  # before the gather: a partial gradient, of this rank's part of the sequence
+        # before the gather: a partial gradient, of this rank's part of the sequence
+        if layer.bias is not None and layer.bias.trainable:
             layer.bias.accumulate(grad.flatten(0, -2).sum(0, dtype=layer.bias.grad_dtype))
         if layer.sequence_parallel:
             grad = all_gather(grad, layer.tp).wait()  # [seq, batch, out]
         inputs, *saved = ctx.saved_tensors
-        dx, rest = _input_gradient(grad, layer.weight, saved, ctx.mask)  # [seq, batch, in/tp]: each rank needs only its own
+        # [seq, batch, in/tp]: each rank needs only its own
+        dx, rest = _input_gradient(grad, layer.weight, saved, ctx.mask)
         if layer.activation is not None:
-            dx, inputs = layer.activation.backward(dx, inputs)  # dx of the activation's input; `inputs`: its output, recomputed
+            # dx of the activation's input; `inputs`: its output, recomputed
+            dx, inputs = layer.activation.backward(dx, inputs)
         _accumulate_linear(layer.weight, None, grad, inputs, rest)
         return dx, None, None, None
 
@@ -143,11 +175,18 @@ class _Row(torch.autograd.Function):
 class RowParallelLinear(nn.Module):
     """Linear layer whose inputs are split over tp: [seq, batch, in/tp] -> [seq, batch, out], summed over tp.
 
-    With sequence parallelism the output is [seq/tp, batch, out]. The bias is added once, after the sum. `activation` is applied to the
-    input first; its output is not saved but recomputed in backward.
+    With sequence parallelism the output is [seq/tp, batch, out]. The bias is added once, after the sum.
+    `activation` is applied to the input first; its output is not saved but recomputed in backward.
     """
 
-    def __init__(self, weight: Weight, bias: Weight | None, tp: MeshAxis, sequence_parallel: bool, activation: Activation | None = None):
+    def __init__(
+        self,
+        weight: Weight,
+        bias: Weight | None,
+        tp: MeshAxis,
+        sequence_parallel: bool,
+        activation: Activation | None = None,
+    ):
         super().__init__()
         self.weight, self.bias, self.tp = weight, bias, tp
         self.sequence_parallel = sequence_parallel and tp.size > 1

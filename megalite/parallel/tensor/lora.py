@@ -1,10 +1,13 @@
 """The low-rank adapters of one linear layer (LoRA, Hu et al. 2021): y += scale · B A dropout(x).
 
-No communication of their own. The linear layer passes them the whole sequence, with and without sequence parallelism, and they add to its
-output and its input gradient before it communicates these. Partial gradients are summed over tp at the end of the step:
+No communication of their own. The linear layer passes them the whole sequence, with and without sequence
+parallelism, and they add to its output and its input gradient before it communicates these. Partial gradients
+are summed over tp at the end of the step:
 
-    column   A has whole inputs, but gradients of only this rank's outputs: its gradient is partial. B is split like the outputs
-    row      A is split like the inputs. B has the products of this rank's part of A, and whole gradients: its gradient is partial
+    column   A has whole inputs, but gradients of only this rank's outputs: its gradient is partial. B is
+    split like the outputs
+    row      A is split like the inputs. B has the products of this rank's part of A, and whole gradients: its
+    gradient is partial
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ from megalite.mesh.layout import Coordinates
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.weight import Weight
 
-Mask = Callable[..., Tensor]  # dropout of (x [seq, batch, channels], channel_offset); linear, so it is also its own gradient
-AccumulateAdapter = Callable[[Tensor], None]  # accumulates an adapter's weight gradients, given the layer's input [seq, batch, in]
+# dropout of (x [seq, batch, channels], channel_offset); linear, so it is also its own gradient
+Mask = Callable[..., Tensor]
+# accumulates an adapter's weight gradients, given the layer's input [seq, batch, in]
+AccumulateAdapter = Callable[[Tensor], None]
 
 
 class Part(NamedTuple):
@@ -57,7 +62,8 @@ class Adapter:
         self.first_channel = a.spec.segments[0].local(Coordinates.on("tp", tp.rank, tp.size)).offsets[1]
 
     def forward(self, x: Tensor, out: Tensor, mask: Mask | None) -> tuple[Tensor, ...]:
-        """Add scale · B A dropout(x) to `out` ([seq, batch, out]), with x [seq, batch, in]. Returns what `backward` needs."""
+        """Add scale · B A dropout(x) to `out` ([seq, batch, out]), with x [seq, batch, in]. Returns what
+        `backward` needs."""
         inner = self.inner(self.dropped(x, mask))
         self.add(inner, out.flatten(0, -2))
         return (inner,)
@@ -74,11 +80,14 @@ class Adapter:
         for each, part in zip(inner.split(self.ranks, 1), self.parts, strict=True):
             rows[:, part.columns].addmm_(each, part.b.tensor.t())
 
-    def backward(self, grad: Tensor, saved: Sequence[Tensor], mask: Mask | None) -> tuple[Tensor, AccumulateAdapter]:
-        """The gradient of the input, [seq, batch, in], from the output's `grad` [seq, batch, out] and what the forward has returned.
+    def backward(
+        self, grad: Tensor, saved: Sequence[Tensor], mask: Mask | None
+    ) -> tuple[Tensor, AccumulateAdapter]:
+        """The gradient of the input, [seq, batch, in], from the output's `grad` [seq, batch, out] and what
+        the forward has returned.
 
-        Returns also a function of x that accumulates the weight gradients: the column layer calls it once x is gathered, while the input
-        gradient is reduced.
+        Returns also a function of x that accumulates the weight gradients: the column layer calls it once x
+        is gathered, while the input gradient is reduced.
         """
         (inner,) = saved
         rows = grad.flatten(0, -2)
@@ -87,8 +96,12 @@ class Adapter:
         return dx.add_(self.dropped(added.view_as(dx), mask)), accumulate
 
     def gradients(self, rows: Tensor, inner: Tensor, mask: Mask | None) -> tuple[Tensor, AccumulateAdapter]:
-        """The gradient of the dropped input through B A, [tokens, in], from that of its output, `rows`; and `backward`'s function of x."""
-        dinner = torch.cat([torch.mm(rows[:, part.columns], part.b.tensor).mul_(part.scale) for part in self.parts], 1)  # [tokens, Σ rank]
+        """The gradient of the dropped input through B A, [tokens, in], from that of its output, `rows`; and
+        `backward`'s function of x."""
+        # [tokens, Σ rank]
+        dinner = torch.cat(
+            [torch.mm(rows[:, part.columns], part.b.tensor).mul_(part.scale) for part in self.parts], 1
+        )
 
         def accumulate(x: Tensor) -> None:
             self.a.accumulate_product(dinner, self.dropped(x, mask).flatten(0, -2))
@@ -102,7 +115,8 @@ class Adapter:
 
 
 def attach_adapters(weights: Mapping[str, Weight], lora: LoraConfig, tp: MeshAxis) -> None:
-    """Attach to each stored matrix its adapters, by name: NAME.lora_a of the matrix, NAME.lora_b of each of its segments."""
+    """Attach to each stored matrix its adapters, by name: NAME.lora_a of the matrix, NAME.lora_b of each of
+    its segments."""
     kind: type[Adapter] = Adapter
     if lora.dora:
         from megalite.parallel.tensor.dora import DoraAdapter
@@ -113,7 +127,9 @@ def attach_adapters(weights: Mapping[str, Weight], lora: LoraConfig, tp: MeshAxi
         if (a := weights.get(f"{stem}lora_a")) and weight.spec.domain == "expert":
             from megalite.parallel.expert.lora import ExpertAdapter
 
-            weight.expert_adapter = ExpertAdapter(a, weights[f"{stem}lora_b"], lora.scale_of(weight.spec.segments[0].role))
+            weight.expert_adapter = ExpertAdapter(
+                a, weights[f"{stem}lora_b"], lora.scale_of(weight.spec.segments[0].role)
+            )
         elif a:
             # The bias of a row-parallel layer is added later, after its reduction.
             biased = weight.spec.segments[0].split != 1 and f"{stem}bias" in weights

@@ -1,8 +1,9 @@
 """Normalisation layers. Their weight gradients are accumulated directly in gradient buckets.
 
-A norm over the hidden dimension has whole rows on every tp rank: no communication in forward or backward. Under sequence parallelism its
-weight gradient is partial (each rank has its part of the sequence) and is summed over tp at the end of the step. A norm over the width of
-all heads (OLMo-2's query and key norms) spans the tp ranks: all-reduce of one number per token in forward and in backward.
+A norm over the hidden dimension has whole rows on every tp rank: no communication in forward or backward.
+Under sequence parallelism its weight gradient is partial (each rank has its part of the sequence) and is
+summed over tp at the end of the step. A norm over the width of all heads (OLMo-2's query and key norms) spans
+the tp ranks: all-reduce of one number per token in forward and in backward.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class RMSNorm(Norm):
         return self.ops.rms_norm(x, self.weight.tensor, self.eps, self.offset)
 
     def gradient(self, dy: Tensor, x: Tensor, *statistics: Tensor, dtotal: Tensor | None = None) -> Tensor:
-        """As Norm.gradient. `dtotal`, the gradient that reaches x on another path, is added in the same pass."""
+        """As Norm.gradient. `dtotal`, the gradient that reaches x on another path, is added in the same
+        pass."""
         dx, dweight = self.ops.rms_norm_backward(dy, x, self.weight.tensor, *statistics, self.offset, dtotal)
         self.weight.accumulate(dweight)
         return dx
@@ -105,7 +107,9 @@ class LayerNorm(Norm):
         self.bias, self.offset, self.ops = bias, offset, ops
 
     def compute(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.ops.layer_norm(x, self.weight.tensor, None if self.bias is None else self.bias.tensor, self.eps, self.offset)
+        return self.ops.layer_norm(
+            x, self.weight.tensor, None if self.bias is None else self.bias.tensor, self.eps, self.offset
+        )
 
     def gradient(self, dy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
         dx, dweight, dbias = self.ops.layer_norm_backward(dy, x, self.weight.tensor, *statistics, self.offset)
@@ -116,7 +120,8 @@ class LayerNorm(Norm):
 
 
 class EachHeadLayerNorm(Norm):
-    """LayerNorm without bias of each head of [seq, batch, heads/tp, head_dim]; each head has its own weights. No communication."""
+    """LayerNorm without bias of each head of [seq, batch, heads/tp, head_dim]; each head has its own weights.
+    No communication."""
 
     def __init__(self, weight: Weight, eps: float, offset: float):
         super().__init__(weight, eps)
@@ -133,14 +138,17 @@ class EachHeadLayerNorm(Norm):
         self.weight.accumulate((grad * (upcast - mean) * rstd).sum((0, 1)).flatten())  # [heads/tp · head_dim]
         grad = grad * (self.weight.tensor.view(x.shape[-2:]) + self.offset)
         only_input = (True, False, False)
-        dx, _, _ = torch.ops.aten.native_layer_norm_backward(grad, upcast, x.shape[-1:], mean, rstd, None, None, only_input)
+        dx, _, _ = torch.ops.aten.native_layer_norm_backward(
+            grad, upcast, x.shape[-1:], mean, rstd, None, None, only_input
+        )
         return dx.to(x.dtype)
 
 
 class FullWidthRMSNorm(Norm):
     """RMSNorm over the width of all heads, of which this rank holds [seq, batch, width · replicas / tp].
 
-    Forward: all-reduce of one number per token over tp, since the mean spans the heads of every rank.  Backward: the same.
+    Forward: all-reduce of one number per token over tp, since the mean spans the heads of every rank.
+    Backward: the same.
     """
 
     def __init__(self, weight: Weight, eps: float, offset: float, tp: MeshAxis):
@@ -150,7 +158,8 @@ class FullWidthRMSNorm(Norm):
 
     def compute(self, x: Tensor) -> tuple[Tensor, ...]:
         upcast = x.to(torch.promote_types(x.dtype, torch.float32))
-        squares = upcast.square().sum(-1, keepdim=True) / self.replicas  # [seq, batch, 1]; each head is summed by `replicas` ranks
+        # [seq, batch, 1]; each head is summed by `replicas` ranks
+        squares = upcast.square().sum(-1, keepdim=True) / self.replicas
         rstd = torch.rsqrt(all_reduce(squares, self.tp).wait() / self.width + self.eps)
         return (upcast * rstd).to(x.dtype) * (self.weight.tensor + self.offset), rstd
 
@@ -160,6 +169,9 @@ class FullWidthRMSNorm(Norm):
         grad = dy.to(rstd.dtype)
         self.weight.accumulate((grad * normed).flatten(0, -2).sum(0))  # [width · replicas / tp]
         grad = grad * (self.weight.tensor.detach() + self.offset)
-        # A replicated head's gradient is spread over its replicas: the sum over tp is the whole, of which each replica takes its part.
-        projection = all_reduce((grad * normed).sum(-1, keepdim=True), self.tp).wait() / (self.width * self.replicas)
+        # A replicated head's gradient is spread over its replicas: the sum over tp is the whole, of which
+        # each replica takes its part.
+        projection = all_reduce((grad * normed).sum(-1, keepdim=True), self.tp).wait() / (
+            self.width * self.replicas
+        )
         return (rstd * (grad - normed * projection)).to(x.dtype)

@@ -1,4 +1,5 @@
-"""The durations that a run measured, and its schedule simulated with them: the time that the run should have taken."""
+"""The durations that a run measured, and its schedule simulated with them: the time that the run should have
+taken."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ class MeasuredRun:
 
     def beside(self) -> str:
         """Measured and predicted, side by side."""
-        rows = [(name, percent(value), percent(getattr(self.plan.timeline, name))) for name, value in self.bubbles.items()]
+        rows = [
+            (name, percent(value), percent(getattr(self.plan.timeline, name)))
+            for name, value in self.bubbles.items()
+        ]
         return "\n".join(aligned([(f"over {len(self.steps)} steps", "measured", "predicted"), *rows], left=1))
 
     def compare(self) -> list[Plan]:
@@ -47,7 +51,10 @@ class MeasuredRun:
             backward = weight = (backward + weight) / 2
         costs = Costs(forward, backward, weight, self.plan.durations["comm"])
         chunks = self.plan.chunks if schedule.name == "interleaved" else None
-        return [replace(plan, unit=self.plan.unit) for plan in compare(schedule.ranks, schedule.microbatches, chunks, costs)]
+        return [
+            replace(plan, unit=self.plan.unit)
+            for plan in compare(schedule.ranks, schedule.microbatches, chunks, costs)
+        ]
 
 
 def read(run: Path) -> MeasuredRun:
@@ -61,8 +68,12 @@ def read(run: Path) -> MeasuredRun:
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError("it is no JSON object")
-        costs = Costs(*map(float, found["schedule_costs"])) if "schedule_costs" in found else _planned_for(run)
-        schedule = build(found["schedule"], found["pp"], found["microbatches"], found["virtual_stages"], costs)
+        costs = (
+            Costs(*map(float, found["schedule_costs"])) if "schedule_costs" in found else _planned_for(run)
+        )
+        schedule = build(
+            found["schedule"], found["pp"], found["microbatches"], found["virtual_stages"], costs
+        )
         passes = {name: _per_stage(found["durations"], name, schedule.stages) for name in PASSES}
         comm = _seconds(found["comm"])
         forward, input_backward, weight_backward = passes.values()
@@ -73,7 +84,9 @@ def read(run: Path) -> MeasuredRun:
         if not timeline.ideal > 0:
             raise ValueError("its durations are all 0")
     except OSError as error:
-        raise ScheduleError(f"{path}: {error.strerror}. A run writes it if profiling.timeline is set.") from None
+        raise ScheduleError(
+            f"{path}: {error.strerror}. A run writes it if profiling.timeline is set."
+        ) from None
     except KeyError as error:
         raise ScheduleError(f"{path} has no {error}: it is not a run's timeline.") from None
     except (TypeError, ValueError) as error:
@@ -82,7 +95,8 @@ def read(run: Path) -> MeasuredRun:
 
 
 def _planned_for(run: Path) -> Costs | None:
-    """The costs that the run's schedule was built for, from its configuration: earlier versions did not write them into the timeline."""
+    """The costs that the run's schedule was built for, from its configuration: earlier versions did not write
+    them into the timeline."""
     import yaml
 
     path = run / "config.yaml"
@@ -91,7 +105,9 @@ def _planned_for(run: Path) -> Costs | None:
     try:
         costs = yaml.safe_load(path.read_text(encoding="utf-8"))["parallel"]["schedule_costs"]
     except (yaml.YAMLError, TypeError, KeyError):
-        raise ScheduleError(f"{path} has no parallel.schedule_costs: it is not a run's configuration") from None
+        raise ScheduleError(
+            f"{path} has no parallel.schedule_costs: it is not a run's configuration"
+        ) from None
     return Costs(*map(float, costs))
 
 

@@ -23,18 +23,28 @@ def percent(value: float) -> str:
 def heading(plan: Plan) -> str:
     """One line that describes a plan."""
     stages = f" of {plan.chunks} stages" if plan.chunks > 1 else ""
-    return f"{plan.schedule.name}: {plan.schedule.ranks} ranks{stages}, {plan.schedule.microbatches} microbatches"
+    return (
+        f"{plan.schedule.name}: {plan.schedule.ranks} ranks{stages}, {plan.schedule.microbatches} "
+        "microbatches"
+    )
 
 
 def durations(plan: Plan) -> str:
     """One line with the durations that a plan is timed with."""
     values = dict(plan.durations)
-    if not plan.splits and isinstance(values["weight_backward"], list):  # measured: one pass computes both gradients
+    # measured: one pass computes both gradients
+    if not plan.splits and isinstance(values["weight_backward"], list):
         parts = zip(values.pop("input_backward"), values.pop("weight_backward"), strict=True)
-        values = {"forward": values["forward"], "backward": [sum(both) for both in parts], "comm": values["comm"]}
+        values = {
+            "forward": values["forward"],
+            "backward": [sum(both) for both in parts],
+            "comm": values["comm"],
+        }
     times = [f"{name} {_range(value, plan.unit)}" for name, value in values.items()]
     if plan.weights is not None:
-        times.append(f"gather {number(plan.weights.gather, plan.unit)} in {plan.gathering()['buckets']} buckets")
+        times.append(
+            f"gather {number(plan.weights.gather, plan.unit)} in {plan.gathering()['buckets']} buckets"
+        )
     return ", ".join(times)
 
 
@@ -49,19 +59,39 @@ def summary(plan: Plan) -> str:
     """Every measure of one plan with its meaning, one per line."""
     timeline = plan.timeline
     rows = [
-        ("makespan", number(timeline.makespan, plan.unit), "from the first action's start to the last one's end"),
+        (
+            "makespan",
+            number(timeline.makespan, plan.unit),
+            "from the first action's start to the last one's end",
+        ),
         ("ideal", number(timeline.ideal, plan.unit), "without any waiting"),
-        ("longest_span", number(timeline.longest_span, plan.unit), "of any one rank, from its first action to its last"),
+        (
+            "longest_span",
+            number(timeline.longest_span, plan.unit),
+            "of any one rank, from its first action to its last",
+        ),
         ("bubble_fraction", percent(timeline.bubble_fraction), "idle / makespan"),
         ("bubble_over_ideal", percent(timeline.bubble_over_ideal), "makespan / ideal - 1"),
-        ("bubble_rate", percent(timeline.bubble_rate), "(longest_span - ideal) / longest_span: steps that follow without a barrier"),
-        ("peak_activations", _by_rank(plan.peaks()), "microbatches of a whole stage, from forward to the end of backward"),
+        (
+            "bubble_rate",
+            percent(timeline.bubble_rate),
+            "(longest_span - ideal) / longest_span: steps that follow without a barrier",
+        ),
+        (
+            "peak_activations",
+            _by_rank(plan.peaks()),
+            "microbatches of a whole stage, from forward to the end of backward",
+        ),
         ("peak_with_weight_stash", _by_rank(plan.peaks(Kind.WEIGHT)), "to the end of the weight gradient"),
         ("messages", str(sum(plan.messages())), f"in a step, at most {max(plan.messages())} from one rank"),
     ]
     if gathering := plan.gathering():
         rows += [
-            ("weights_gathered", _by_rank(gathering["weights_gathered"]), "times in a step, over data parallelism"),
+            (
+                "weights_gathered",
+                _by_rank(gathering["weights_gathered"]),
+                "times in a step, over data parallelism",
+            ),
             ("weights_whole", _by_rank(gathering["weights_whole"]), "share of a rank's weights, at most"),
             ("stalled", _by_rank(gathering["stalled"]), "time that compute waits for weights, part of idle"),
         ]
@@ -76,21 +106,29 @@ def _by_rank(values: Sequence[float]) -> str:
 
 
 def table(plans: Sequence[Plan], axis: str = "schedule") -> str:
-    """A row for each plan, labelled by what varies between them: the schedule, pp or microbatches. If ranks differ, the largest value."""
+    """A row for each plan, labelled by what varies between them: the schedule, pp or microbatches. If ranks
+    differ, the largest value."""
     gathering = ["gathered", "stalled"] if plans[0].weights else []
     rows = [[axis, "v", "makespan", "longest_span", *BUBBLES, "peak", "with stash", "messages", *gathering]]
     for plan in plans:
         timeline = plan.timeline
-        times = [number(timeline.makespan), number(timeline.longest_span), *(percent(getattr(timeline, name)) for name in BUBBLES)]
+        times = [
+            number(timeline.makespan),
+            number(timeline.longest_span),
+            *(percent(getattr(timeline, name)) for name in BUBBLES),
+        ]
         memory = [number(max(plan.peaks())), number(max(plan.peaks(Kind.WEIGHT)))]
         found = plan.gathering()
         gathered = [number(max(found[name])) for name in ("weights_gathered", "stalled")] if found else []
-        rows.append([str(plan.size(axis)), str(plan.chunks), *times, *memory, str(sum(plan.messages())), *gathered])
+        rows.append(
+            [str(plan.size(axis)), str(plan.chunks), *times, *memory, str(sum(plan.messages())), *gathered]
+        )
     return "\n".join(aligned(rows, left=1))
 
 
 def grid(plans: Sequence[Plan], axis: str, measure: str) -> str:
-    """One measure of several schedules (columns) at several sizes (rows); `axis` is the size that varies, peaks are the largest rank's."""
+    """One measure of several schedules (columns) at several sizes (rows); `axis` is the size that varies,
+    peaks are the largest rank's."""
     names = list(dict.fromkeys(plan.schedule.name for plan in plans))
     rows = [[axis, *names]]
     for start in range(0, len(plans), len(names)):

@@ -8,15 +8,20 @@ from megalite.parallel.pipeline.simulator import Timeline
 
 
 def draw(timeline: Timeline, columns: int | None = None) -> str:
-    """A timeline as text: a row for each rank, with dots where the rank waits, including waits for weights within an action.
+    """A timeline as text: a row for each rank, with dots where the rank waits, including waits for weights
+    within an action.
 
-    A bar reads F3 for the forward of microbatch 3, or F2.3 (stage 2) if ranks hold several stages, and ends with `|`. The shortest action
-    is as wide as its label, unless the rows would be wider than `columns`: then all are scaled down to fit, if possible to whole cells,
-    and a bar that is too short for its label shows only its letter.
+    A bar reads F3 for the forward of microbatch 3, or F2.3 (stage 2) if ranks hold several stages, and ends
+    with `|`. The shortest action is as wide as its label, unless the rows would be wider than `columns`: then
+    all are scaled down to fit, if possible to whole cells, and a bar that is too short for its label shows
+    only its letter.
     """
     bars = [span for spans in timeline.spans for span in spans]
     several = any(len({span.action.stage for span in spans}) > 1 for spans in timeline.spans)
-    labels = {span.action: repr(span.action) if several else f"{span.action.kind.value}{span.action.microbatch}" for span in bars}
+    labels = {
+        span.action: repr(span.action) if several else f"{span.action.kind.value}{span.action.microbatch}"
+        for span in bars
+    }
     shortest = min(span.end - span.start for span in bars if span.end > span.start)
     cell = (1 + max(map(len, labels.values()))) / shortest
     heads = [f"rank {rank}  " for rank in range(len(timeline.spans))]

@@ -1,8 +1,8 @@
 """Timelines as pictures: laid out once as boxes and labels in pixels, and written as SVG, HTML or PNG.
 
-A row is a rank; a bar is an action, coloured by its pass and shaded by its stage among the rank's stages. A tint behind the bars and a
-strip below them show the phase: warm-up until the rank's first backward, cool-down after its last forward, steady in between. A line
-along the bars' lower edge shows the gathering of weights.
+A row is a rank; a bar is an action, coloured by its pass and shaded by its stage among the rank's stages. A
+tint behind the bars and a strip below them show the phase: warm-up until the rank's first backward, cool-down
+after its last forward, steady in between. A line along the bars' lower edge shows the gathering of weights.
 """
 
 from __future__ import annotations
@@ -24,14 +24,22 @@ from megalite.planning.drawing.tables import durations, heading, number, percent
 
 COLOURS = {Kind.FORWARD: "#2a62a8", Kind.BACKWARD: "#c8691b", Kind.WEIGHT: "#2f7d4f"}
 MEANING = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "weight gradient"}
-PHASES = {"warm-up": ("#fdf0c0", "#e9bb2d"), "steady": ("#ececec", "#a9a9ae"), "cool-down": ("#dfe3fb", "#8d99e6")}  # tint, strip
+# tint, strip
+PHASES = {
+    "warm-up": ("#fdf0c0", "#e9bb2d"),
+    "steady": ("#ececec", "#a9a9ae"),
+    "cool-down": ("#dfe3fb", "#8d99e6"),
+}
 GATHER, STALL = "#b03a8c", "#f3dcea"
 INK, FAINT = "#1d1d1f", "#77777c"
-LEFT, RIGHT, MARGIN = 66, 112, 16  # pixels for the ranks' names, for each rank's figures, and around everything
+# pixels for the ranks' names, for each rank's figures, and around everything
+LEFT, RIGHT, MARGIN = 66, 112, 16
 WIDTHS = (880, 2600)  # smallest and largest width of the time axis in pixels
 SHORTEST = 15  # preferred width of the shortest bar in pixels
 SMALLEST = 6  # smallest readable font in pixels
-ZOOM_FROM = 1300  # width of the time axis from which letters and rows grow with it, to stay readable when the picture is scaled to a screen
+# width of the time axis from which letters and rows grow with it, to stay readable when the picture is scaled
+# to a screen
+ZOOM_FROM = 1300
 DIGIT, LETTER = 0.64, 0.57  # width of a digit and mean width of a letter, relative to the font's height
 MOST_BARS = 50_000
 
@@ -66,7 +74,8 @@ class Label(NamedTuple):
 
 @dataclass
 class Picture:
-    """Boxes and labels, back to front. Coordinates are from the upper left corner, in units of `zoom` pixels."""
+    """Boxes and labels, back to front. Coordinates are from the upper left corner, in units of `zoom`
+    pixels."""
 
     width: float
     height: float
@@ -75,7 +84,8 @@ class Picture:
     labels: list[Label] = field(default_factory=list)
 
 
-# --- Layout --------------------------------------------------------------------------------------------------------------------
+# --- Layout
+# ------------------------------------------------------------------------------------------------------------
 
 
 def picture(plans: Sequence[Plan]) -> Picture:
@@ -86,7 +96,10 @@ def picture(plans: Sequence[Plan]) -> Picture:
     """
     bars = [span for plan in plans for spans in plan.timeline.spans for span in spans]
     if len(bars) > MOST_BARS:
-        raise DrawingError(f"{len(bars)} actions are too many for a picture (at most {MOST_BARS}). A .json of any size opens in Perfetto.")
+        raise DrawingError(
+            f"{len(bars)} actions are too many for a picture (at most {MOST_BARS}). A .json of any size "
+            "opens in Perfetto."
+        )
     longest = max(plan.timeline.makespan for plan in plans)
     shortest = min(span.end - span.start for span in bars if span.end > span.start)
     scale = min(max(WIDTHS[0] / longest, SHORTEST / shortest), WIDTHS[1] / longest)
@@ -109,14 +122,22 @@ def _add_panel(made: Picture, plan: Plan, scale: float) -> None:
         made.labels.append(Label(LEFT, made.height + 14, line, fill=FAINT))
     right = LEFT + timeline.makespan * scale
     idle, peak = right + 52, right + RIGHT - 12  # the right edges of two columns
-    made.labels += [Label(x, made.height + 28, text, 11, "end", FAINT) for x, text in ((idle, "idle"), (peak, "peak"))]
+    made.labels += [
+        Label(x, made.height + 28, text, 11, "end", FAINT) for x, text in ((idle, "idle"), (peak, "peak"))
+    ]
     made.height += 33
     row = 28 if ranks <= 8 else 24 if ranks <= 16 else 16
     for rank, (held, busy) in enumerate(zip(plan.peaks(), timeline.busy, strict=True)):
         _add_row(made, plan, rank, scale, row)
         _add_gathers(made, plan, rank, scale, row)
-        columns = ((LEFT - 8, f"rank {rank}"), (idle, percent(1 - busy / timeline.makespan)), (peak, f"{held:.4g}"))
-        made.labels += [Label(x, made.height + row / 2 + 2, text, min(12, row - 4), "end") for x, text in columns]
+        columns = (
+            (LEFT - 8, f"rank {rank}"),
+            (idle, percent(1 - busy / timeline.makespan)),
+            (peak, f"{held:.4g}"),
+        )
+        made.labels += [
+            Label(x, made.height + row / 2 + 2, text, min(12, row - 4), "end") for x, text in columns
+        ]
         made.height += row
     _add_axis(made, timeline.makespan, scale, plan.unit)
 
@@ -125,7 +146,10 @@ def _title(plan: Plan) -> list[str]:
     """Lines that describe the plan: its name and sizes, bubbles and times, memory and durations."""
     timeline = plan.timeline
     bubbles = [f"{name} {percent(getattr(timeline, name))}" for name in BUBBLES]
-    times = [f"makespan {number(timeline.makespan, plan.unit)}", f"longest span {number(timeline.longest_span, plan.unit)}"]
+    times = [
+        f"makespan {number(timeline.makespan, plan.unit)}",
+        f"longest span {number(timeline.longest_span, plan.unit)}",
+    ]
     stash = f" ({number(max(plan.peaks(Kind.WEIGHT)))} with the weight stash)" if plan.splits else ""
     return [
         heading(plan),
@@ -149,12 +173,29 @@ def _add_row(made: Picture, plan: Plan, rank: int, scale: float, row: float) -> 
         x, width = LEFT + start * scale, (stop - start) * scale
         fill = shade(COLOURS[action.kind], places[action.stage], plan.chunks)
         hover = _describe(action, rank, start, stop, plan.unit)
-        made.boxes.append(Box(x, made.height + 1, max(width - 0.8 / made.zoom, width / 2), row - 7, fill, hover, action.microbatch))
+        made.boxes.append(
+            Box(
+                x,
+                made.height + 1,
+                max(width - 0.8 / made.zoom, width / 2),
+                row - 7,
+                fill,
+                hover,
+                action.microbatch,
+            )
+        )
         size = min(11.0, 0.6 * row, (width - 2 / made.zoom) / (DIGIT * digits))
         if size * made.zoom >= SMALLEST:
             ink = "#ffffff" if _is_dark(fill) and not _stalls_at((start + stop) / 2, plan, rank) else INK
             made.labels.append(
-                Label(x + width / 2 - 0.4, made.height + row / 2 - 2.5 + 0.36 * size, str(action.microbatch), size, "middle", ink)
+                Label(
+                    x + width / 2 - 0.4,
+                    made.height + row / 2 - 2.5 + 0.36 * size,
+                    str(action.microbatch),
+                    size,
+                    "middle",
+                    ink,
+                )
             )
 
 
@@ -168,26 +209,53 @@ def _stalls_at(time: float, plan: Plan, rank: int) -> bool:
 def _add_gathers(made: Picture, plan: Plan, rank: int, scale: float, row: float) -> None:
     """Add a rank's waits for weights over its bars, and a mark for each bucket that it gathers."""
     for start, stop in plan.timeline.stalls[rank] if plan.weights else ():
-        made.boxes.append(Box(LEFT + start * scale, made.height + 1, (stop - start) * scale, row - 7, STALL, f"rank {rank} waits: weights"))
+        made.boxes.append(
+            Box(
+                LEFT + start * scale,
+                made.height + 1,
+                (stop - start) * scale,
+                row - 7,
+                STALL,
+                f"rank {rank} waits: weights",
+            )
+        )
     for move, start, stop in plan.timeline.gathers[rank] if plan.weights else ():
         x, width = LEFT + start * scale, (stop - start) * scale
-        hover = f"{move}: gathers bucket {move.bucket}, rank {rank}; {number(start)} to {number(stop, plan.unit)}"
-        made.boxes.append(Box(x, made.height + row - 8, max(width - 0.8 / made.zoom, width / 2), 2.5, GATHER, hover, move.microbatch))
+        hover = (
+            f"{move}: gathers bucket {move.bucket}, rank {rank}; {number(start)} to {number(stop, plan.unit)}"
+        )
+        made.boxes.append(
+            Box(
+                x,
+                made.height + row - 8,
+                max(width - 0.8 / made.zoom, width / 2),
+                2.5,
+                GATHER,
+                hover,
+                move.microbatch,
+            )
+        )
 
 
 def phases(spans: Sequence[Span]) -> tuple[float, float]:
-    """The ends of a rank's warm-up and steady phase: the start of its first backward and the end of its last forward.
+    """The ends of a rank's warm-up and steady phase: the start of its first backward and the end of its last
+    forward.
 
     Without a steady phase both are the latter.
     """
     last_forward = max(end for action, _, end in spans if action.kind is Kind.FORWARD)
-    first_backward = min((start for action, start, _ in spans if action.kind is Kind.BACKWARD), default=last_forward)
+    first_backward = min(
+        (start for action, start, _ in spans if action.kind is Kind.BACKWARD), default=last_forward
+    )
     return min(first_backward, last_forward), last_forward
 
 
 def _describe(action: Action, rank: int, start: float, stop: float, unit: str) -> str:
     """The tooltip of an action."""
-    what = f"{action}: {MEANING[action.kind]} of microbatch {action.microbatch}, stage {action.stage}, rank {rank}"
+    what = (
+        f"{action}: {MEANING[action.kind]} of microbatch {action.microbatch}, stage {action.stage}, rank "
+        f"{rank}"
+    )
     return f"{what}; {number(start)} to {number(stop, unit)}"
 
 
@@ -207,7 +275,10 @@ def _add_legend(made: Picture, plans: Sequence[Plan]) -> None:
     """Add the legend of colours, shades, tints and figures, with as many entries per line as fit."""
     most = max(plan.chunks for plan in plans)
     passes = [kind for kind in COLOURS if any(kind in plan.schedule.passes for plan in plans)]
-    entries = [([shade(COLOURS[kind], place, most) for place in range(most)], f"{kind} {MEANING[kind]}") for kind in passes]
+    entries = [
+        ([shade(COLOURS[kind], place, most) for place in range(most)], f"{kind} {MEANING[kind]}")
+        for kind in passes
+    ]
     entries += [([tint, strip], name) for name, (tint, strip) in PHASES.items()]
     if any(plan.weights for plan in plans):
         entries += [([GATHER], "gathering of weights"), ([STALL], "waiting for them")]
@@ -217,7 +288,9 @@ def _add_legend(made: Picture, plans: Sequence[Plan]) -> None:
         entries.append(([], "dark to light: a rank's first to last stage"))
     entries.append(([], "in a bar: microbatch"))
     entries.append(([], "idle: share of the makespan"))
-    entries.append(([], "peak: most activations held, of one microbatch on a whole stage, from F to the end of B"))
+    entries.append(
+        ([], "peak: most activations held, of one microbatch on a whole stage, from F to the end of B")
+    )
     x = float(LEFT)
     for colours, text in entries:
         width = 14 * len(colours) + LETTER * 11 * len(text) + 26
@@ -242,7 +315,8 @@ def _is_dark(colour: str) -> bool:
     return 0.299 * red + 0.587 * green + 0.114 * blue < 150
 
 
-# --- Formats -------------------------------------------------------------------------------------------------------------------
+# --- Formats
+# ------------------------------------------------------------------------------------------------------------
 
 
 PAGE = """<!doctype html>
@@ -272,19 +346,31 @@ PAGE = """<!doctype html>
 
 
 def svg(drawn: Picture, hover: Callable[[Box], tuple[str, str]] | None = None) -> str:
-    """The picture as SVG. `hover` returns a box's attributes and content, by default a title, which viewers show as a tooltip."""
+    """The picture as SVG. `hover` returns a box's attributes and content, by default a title, which viewers
+    show as a tooltip."""
     hover = hover or (lambda box: ("", f"<title>{escape(box.hover)}</title>" if box.hover else ""))
     width, height = drawn.width, drawn.height
-    size = f'width="{width * drawn.zoom:.0f}" height="{height * drawn.zoom:.0f}" viewBox="0 0 {_short(width)} {_short(height)}"'
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="DejaVu Sans, Verdana, sans-serif">']
+    size = (
+        f'width="{width * drawn.zoom:.0f}" height="{height * drawn.zoom:.0f}" viewBox="0 0 {_short(width)} '
+        f'{_short(height)}"'
+    )
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="DejaVu Sans, Verdana, sans-serif">'
+    ]
     lines.append('<rect width="100%" height="100%" fill="#ffffff"/>')
     for box in drawn.boxes:
         attributes, content = hover(box)
-        place = f'x="{_short(box.x)}" y="{_short(box.y)}" width="{_short(box.width)}" height="{_short(box.height)}"'
+        place = (
+            f'x="{_short(box.x)}" y="{_short(box.y)}" width="{_short(box.width)}" '
+            f'height="{_short(box.height)}"'
+        )
         lines.append(f'<rect {place} fill="{box.fill}"{attributes}>{content}</rect>')
     lines.append('<g pointer-events="none">')
     for label in drawn.labels:
-        style = f'font-size="{_short(label.size)}" text-anchor="{label.anchor}" fill="{label.fill}"' + ' font-weight="bold"' * label.bold
+        style = (
+            f'font-size="{_short(label.size)}" text-anchor="{label.anchor}" fill="{label.fill}"'
+            + ' font-weight="bold"' * label.bold
+        )
         lines.append(f'<text x="{_short(label.x)}" y="{_short(label.y)}" {style}>{escape(label.text)}</text>')
     return "\n".join([*lines, "</g>", "</svg>", ""])
 
@@ -311,7 +397,8 @@ def write_png(drawn: Picture, path: Path) -> None:
     from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(drawn.width / 72, drawn.height / 72), facecolor="white")  # one unit is one point (1/72 inch)
+    # one unit is one point (1/72 inch)
+    figure = Figure(figsize=(drawn.width / 72, drawn.height / 72), facecolor="white")
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, drawn.width), ylim=(drawn.height, 0))
     axes.axis("off")
@@ -319,7 +406,16 @@ def write_png(drawn: Picture, path: Path) -> None:
     axes.add_collection(PolyCollection(corners, facecolors=[box.fill for box in drawn.boxes], linewidths=0))
     sides = {"start": "left", "middle": "center", "end": "right"}
     for x, y, text, size, anchor, fill, bold in drawn.labels:
-        axes.text(x, y, text, fontsize=size, ha=sides[anchor], va="baseline", color=fill, weight="bold" if bold else "normal")
+        axes.text(
+            x,
+            y,
+            text,
+            fontsize=size,
+            ha=sides[anchor],
+            va="baseline",
+            color=fill,
+            weight="bold" if bold else "normal",
+        )
     FigureCanvasAgg(figure)
     figure.savefig(path, dpi=144 * drawn.zoom)
 

@@ -1,7 +1,7 @@
 """A timeline in the Chrome trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-Each rank is a thread with a slice per action, and a second thread with its gathering of weights if the plan has any. A flow (an arrow) is
-a message between ranks; a counter shows the activations on a rank.
+Each rank is a thread with a slice per action, and a second thread with its gathering of weights if the plan
+has any. A flow (an arrow) is a message between ranks; a counter shows the activations on a rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from megalite.parallel.pipeline.bubble import Plan
 from megalite.parallel.pipeline.communication import send_after
 from megalite.parallel.pipeline.schedule import Action, Kind
 
-MICROSECONDS = {"s": 1e6, "ms": 1e3, "": 1e3}  # per unit of time; durations without a unit are shown as milliseconds
+# per unit of time; durations without a unit are shown as milliseconds
+MICROSECONDS = {"s": 1e6, "ms": 1e3, "": 1e3}
 CATEGORIES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "weight gradient"}
 
 
@@ -20,8 +21,12 @@ def chrome_trace(plan: Plan) -> dict[str, Any]:
     """The whole trace, ready for json.dump, with the plan's measures as metadata."""
     events: list[dict[str, Any]] = []
     for rank in range(plan.schedule.ranks):
-        events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}})
-        events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": rank, "args": {"sort_index": rank}})
+        events.append(
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+        )
+        events.append(
+            {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": rank, "args": {"sort_index": rank}}
+        )
         events += _slices(plan, rank) + _counter(plan, rank)
         if plan.weights is not None:
             events += _gathers(plan, rank)
@@ -32,7 +37,13 @@ def _slices(plan: Plan, rank: int) -> list[dict[str, Any]]:
     scale = MICROSECONDS[plan.unit]
     return [
         {
-            **{"ph": "X", "name": f"{action.kind}{action.microbatch}", "cat": CATEGORIES[action.kind], "pid": 0, "tid": rank},
+            **{
+                "ph": "X",
+                "name": f"{action.kind}{action.microbatch}",
+                "cat": CATEGORIES[action.kind],
+                "pid": 0,
+                "tid": rank,
+            },
             **{"ts": start * scale, "dur": (end - start) * scale},
             "args": {"action": repr(action), "stage": action.stage, "microbatch": action.microbatch},
         }
@@ -44,7 +55,14 @@ def _gathers(plan: Plan, rank: int) -> list[dict[str, Any]]:
     """A rank's gathering of weights, on a thread below the rank's own."""
     scale, thread = MICROSECONDS[plan.unit], {"pid": 0, "tid": plan.schedule.ranks + rank}
     slices = [
-        {"ph": "X", "name": repr(move), "cat": "gather", **thread, "ts": start * scale, "dur": (end - start) * scale}
+        {
+            "ph": "X",
+            "name": repr(move),
+            "cat": "gather",
+            **thread,
+            "ts": start * scale,
+            "dur": (end - start) * scale,
+        }
         for move, start, end in plan.timeline.gathers[rank]
     ]
     return [
@@ -55,7 +73,8 @@ def _gathers(plan: Plan, rank: int) -> list[dict[str, Any]]:
 
 
 def _counter(plan: Plan, rank: int) -> list[dict[str, Any]]:
-    """A counter of activations in whole stages, from the start of a forward to the end of the last pass that needs them."""
+    """A counter of activations in whole stages, from the start of a forward to the end of the last pass that
+    needs them."""
     scale, held, events = MICROSECONDS[plan.unit], 0, []
     for action, start, end in plan.timeline.spans[rank]:
         change = {Kind.FORWARD: 1, plan.schedule.passes[-1]: -1}.get(action.kind, 0)
@@ -63,7 +82,16 @@ def _counter(plan: Plan, rank: int) -> list[dict[str, Any]]:
             held += change
             time = start if change > 0 else end
             value = {"activations": held / plan.chunks}
-            events.append({"ph": "C", "name": f"rank {rank} holds", "pid": 0, "tid": rank, "ts": time * scale, "args": value})
+            events.append(
+                {
+                    "ph": "C",
+                    "name": f"rank {rank} holds",
+                    "pid": 0,
+                    "tid": rank,
+                    "ts": time * scale,
+                    "args": value,
+                }
+            )
     return events
 
 
@@ -78,6 +106,7 @@ def _flows(plan: Plan) -> list[dict[str, Any]]:
         step = 1 if action.kind is Kind.FORWARD else -1
         target, needed = placed[Action(action.kind, action.stage + step, action.microbatch)]
         common = {"name": "message", "cat": "message", "id": len(events), "pid": 0}
-        events.append({**common, "ph": "s", "tid": rank, "ts": (span.start + span.end) / 2 * scale})  # inside the slice, to attach to it
+        # inside the slice, to attach to it
+        events.append({**common, "ph": "s", "tid": rank, "ts": (span.start + span.end) / 2 * scale})
         events.append({**common, "ph": "f", "bp": "e", "tid": target, "ts": needed.start * scale})
     return events

@@ -85,7 +85,12 @@ def config_of(case: Case, prefix: str, precision: str = "fp32", **changes: dict[
             "virtual_stages": virtual_stages,
             "bucket_mb": 0.02,  # several buckets, so that reductions start at different times
         },
-        "data": {"train": prefix, "sequence_length": SEQUENCE, "eod_mask_loss": case["masked"], "reset_positions": case["masked"]},
+        "data": {
+            "train": prefix,
+            "sequence_length": SEQUENCE,
+            "eod_mask_loss": case["masked"],
+            "reset_positions": case["masked"],
+        },
         "train": {
             "steps": STEPS,
             "global_batch_size": global_batch(case),

@@ -2,9 +2,9 @@
 
     python -m tests.distributed.support.covering SPACE [--cases 52] [--moves 4000000] [--seed 1]
 
-Simulated annealing from the table in tables/SPACE.txt, which it replaces if it finds a cheaper one, or if that one lacks a pair (an option
-has a new value). A few minutes for the default number of moves. A move changes one option of one case; a missing pair counts as MISSING
-seconds.
+Simulated annealing from the table in tables/SPACE.txt, which it replaces if it finds a cheaper one, or if that one
+lacks a pair (an option has a new value). A few minutes for the default number of moves. A move changes one option of
+one case; a missing pair counts as MISSING seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ Reference = tuple[Key, float]
 
 
 def seconds(case: Case) -> float:
-    """Of a complete case on two cores, by counts of what its ranks do (milliseconds per layer, collective and message are measured)."""
+    """Of a complete case on two cores, by counts of what its ranks do (milliseconds per layer, collective and message
+    are measured)."""
     tp, pp, zero, recompute = (case[option] for option in ("tp", "pp", "zero", "recompute"))
     cp = case.get("cp", 1)
     data, ranks = case["dp"] * cp, world(case)
@@ -38,7 +39,11 @@ def seconds(case: Case) -> float:
     microbatches, layers = 2 if lonely else case["microbatches"], case["layers"] / pp
     each = 12 + 4 * microbatches * layers * RECOMPUTED[recompute]
     if tp > 1:
-        collectives = (10 if case["sequence_parallel"] else 4) * (1.3 if recompute in ("full", "every-2", "operations") else 1.0) * layers
+        collectives = (
+            (10 if case["sequence_parallel"] else 4)
+            * (1.3 if recompute in ("full", "every-2", "operations") else 1.0)
+            * layers
+        )
         each += 0.45 * (tp - 1) * microbatches * (collectives + 2 / pp)
     if pp > 1:
         each += 5 * microbatches * stages(case) / pp
@@ -49,7 +54,13 @@ def seconds(case: Case) -> float:
     each += 3 * (case.get("balance") is not None) * microbatches * layers * (1 + (case.get("ep", 1) > 1))
     each += (6 * layers + data) * (case.get("optimizer") == "muon")
     steps = 20 if case.get("precision") == "fp32" else 10
-    fixed = 0.4 + 0.12 * ranks + 0.4 * (case.get("offload") == "disk") + 0.1 * ranks * (recompute == "budget") + 0.3 * lonely
+    fixed = (
+        0.4
+        + 0.12 * ranks
+        + 0.4 * (case.get("offload") == "disk")
+        + 0.1 * ranks * (recompute == "budget")
+        + 0.3 * lonely
+    )
     return float(ranks * each * steps / 1000 / min(ranks, 2) + fixed)
 
 
@@ -75,7 +86,11 @@ class Search:
     """A table under annealing, with the counts that a move changes."""
 
     def __init__(self, space: Space, table: list[Case], seed: int):
-        self.space, self.random, self.table = space, Random(seed), [{name: case[name] for name in space.options} for case in table]
+        self.space, self.random, self.table = (
+            space,
+            Random(seed),
+            [{name: case[name] for name in space.options} for case in table],
+        )
         self.legal, self.priced, self.kept = space.legal_pairs(), Priced(space), len(space.named)
         self.counts = Counter(pair for case in self.table for pair in space.pairs_of(case))
         self.references = Counter(self.priced.of(case)[1] for case in self.table)
@@ -106,7 +121,9 @@ class Search:
         lost, gained = (self.space.pairs_with(case, changed) for case in (old, new))
         (cost, leaves), (new_cost, enters) = self.priced.of(old), self.priced.of(new)
         rise = new_cost - cost
-        rise += MISSING * (sum(self.counts[pair] == 1 for pair in lost) - sum(self.counts[pair] == 0 for pair in gained))
+        rise += MISSING * (
+            sum(self.counts[pair] == 1 for pair in lost) - sum(self.counts[pair] == 0 for pair in gained)
+        )
         if leaves != enters:
             rise += enters[1] * (not self.references[enters]) - leaves[1] * (self.references[leaves] == 1)
         if rise <= 0 or self.random.random() < math.exp(-rise / temperature):

@@ -1,7 +1,8 @@
 """Random delays in computation and communication: with any timing, a run must give the undelayed result, bit for bit.
 
-The delays are injected from outside: hooks on the layers of a stage, forward and backward, a pause before each weight pass, and wrappers
-around torch.distributed's isend and irecv, which on gloo carry everything, including collectives. Each rank draws its own delays.
+The delays are injected from outside: hooks on the layers of a stage, forward and backward, a pause before each weight
+pass, and wrappers around torch.distributed's isend and irecv, which on gloo carry everything, including collectives.
+Each rank draws its own delays.
 """
 
 from __future__ import annotations
@@ -32,11 +33,17 @@ FULL: Case = {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True, "
 SCHEDULES = OPTIONS["schedule"]
 LAYOUTS: dict[str, Case] = {
     **{f"tp2-pp2-dp2-{schedule}": {**FULL, "schedule": schedule} for schedule in SCHEDULES},
-    **{f"pp{pp}-{schedule}": {"pp": pp, "schedule": schedule, "microbatches": 8} for pp in range(2, 9) for schedule in SCHEDULES},
+    **{
+        f"pp{pp}-{schedule}": {"pp": pp, "schedule": schedule, "microbatches": 8}
+        for pp in range(2, 9)
+        for schedule in SCHEDULES
+    },
 }
 
 
-def delayed_job(context: RankContext, config: dict[str, Any], steps: int, seed: int, longest_s: float) -> dict[str, Any]:
+def delayed_job(
+    context: RankContext, config: dict[str, Any], steps: int, seed: int, longest_s: float
+) -> dict[str, Any]:
     """Train under delays of up to longest_s, without extra waits if the schedule updates optimistically.
 
     Every rank returns losses, norms, its number of sleeps and of steps left open; rank 0 also the weights.
@@ -58,7 +65,8 @@ def delayed_job(context: RankContext, config: dict[str, Any], steps: int, seed: 
 
 @contextmanager
 def delays(trainer: Trainer, random: Random, longest_s: float) -> Iterator[list[float]]:
-    """Sometimes sleep after a layer's forward and before its backward, a weight pass or a message; yields the list of sleeps in seconds."""
+    """Sometimes sleep after a layer's forward and before its backward, a weight pass or a message; yields the list of
+    sleeps in seconds."""
     slept: list[float] = []
 
     def pause() -> None:

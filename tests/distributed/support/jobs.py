@@ -17,7 +17,8 @@ def mesh_of(context: Any, config: Any) -> Mesh:
     dims = build.layout(config)
     options = build.mesh_options(config)
     options |= {"channels": tuple(options["channels"])}  # by name: on gloo their edges decide about nothing
-    wanted = (replace(dims, virtual_stages=1, microbatches=1), *options.values())  # sizes which decide about no group are left out
+    # sizes which decide about no group are left out
+    wanted = (replace(dims, virtual_stages=1, microbatches=1), *options.values())
     if wanted not in context.cache:
         context.cache[wanted] = build.make_mesh(config)
     mesh: Mesh = context.cache[wanted]
@@ -38,7 +39,10 @@ def train(context: Any, config: dict[str, Any], steps: int, kinds: tuple[str, ..
         tensors = global_tensors(trainer, kinds)
     finally:
         trainer.close()
-    found: dict[str, Any] = {"losses": [result.loss for result in results], "grad_norms": [result.grad_norm for result in results]}
+    found: dict[str, Any] = {
+        "losses": [result.loss for result in results],
+        "grad_norms": [result.grad_norm for result in results],
+    }
     for key, name in (("dropped", "dropped_tokens"), ("mtp_losses", "mtp_loss")):
         if name in results[0].routing:
             found[key] = [result.routing[name] for result in results]

@@ -36,7 +36,14 @@ def inputs(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, ...]:
 def options_of(shape: Shape, masked: bool) -> dict[str, Any]:
     """Those of the attention operation; masked: documents, a window, a soft-cap and dropout."""
     sequence, batch, *_ = shape
-    options: dict[str, Any] = {"scale": 0.3, "window": None, "document_start": None, "softcap": None, "dropout": None, "recompute": False}
+    options: dict[str, Any] = {
+        "scale": 0.3,
+        "window": None,
+        "document_start": None,
+        "softcap": None,
+        "dropout": None,
+        "recompute": False,
+    }
     if masked:
         starts = torch.arange(sequence).div(11, rounding_mode="floor").mul(11).unsqueeze(1).repeat(1, batch)
         starts[:, 0] = 0
@@ -55,7 +62,8 @@ def whole(shape: Shape, dtype: torch.dtype, masked: bool) -> tuple[Tensor, ...]:
 
 @contextmanager
 def counted(axis: MeshAxis | None = None) -> Iterator[list[int]]:
-    """Counts the bytes that this rank sends, at the sockets: over an axis, or all, in the last number of the list that it gives."""
+    """Counts the bytes that this rank sends, at the sockets: over an axis, or all, in the last number of the list that
+    it gives."""
     sent, isend = [0], dist.isend
 
     def counting(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +78,8 @@ def counted(axis: MeshAxis | None = None) -> Iterator[list[int]]:
 
 
 def attend(context: Any, method: str, shape: Shape, dtype: torch.dtype, masked: bool, inner: int = 1) -> dict[str, Any]:
-    """out, dq, dk and dv of this rank's part, its positions, and the bytes that forward and backward have sent, counted at the sockets."""
+    """out, dq, dk and dv of this rank's part, its positions, and the bytes that forward and backward have sent, counted
+    at the sockets."""
     mesh = context.cached(("cp", context.world, inner), lambda: Mesh(Layout(cp=context.world, context_inner=inner)))
     parts = split(PARTS[method](shape[0], context.world // inner), inner)
     places = torch.cat([torch.arange(run.start, run.stop) for run in parts[context.rank]])
@@ -87,8 +96,11 @@ def attend(context: Any, method: str, shape: Shape, dtype: torch.dtype, masked: 
     return {"places": places, "found": (out.detach(), *(x.grad for x in leaves)), "sent": sent}
 
 
-def attend_latents(context: Any, method: str, tp: int, split_sequence: bool, shape: tuple[int, int, int], dtype: torch.dtype) -> Any:
-    """The bytes that forward and backward send over two cp ranks, where latents of 12 channels and shared keys of 4 travel."""
+def attend_latents(
+    context: Any, method: str, tp: int, split_sequence: bool, shape: tuple[int, int, int], dtype: torch.dtype
+) -> Any:
+    """The bytes that forward and backward send over two cp ranks, where latents of 12 channels and shared keys of 4
+    travel."""
     mesh = context.cached(("cp 2, tp", tp), lambda: Mesh(Layout(cp=2, tp=tp)))
     (sequence, batch, heads), own = shape, shape[0] // 2 // (tp if split_sequence else 1)
 
@@ -112,4 +124,6 @@ def shares_a_communicator(context: Any) -> bool:
     """Whether what the cp axis sends goes through the group of another axis, where these are the same ranks."""
     mesh = context.cached(("cp", context.world), lambda: Mesh(Layout(cp=context.world)))
     assert mesh.cp.ranks == mesh.data.ranks == mesh.world.ranks
-    return any(mesh.cp.group is axis.group for axis in (mesh.data, mesh.world, mesh.shard, mesh.stage) if axis is not None)
+    return any(
+        mesh.cp.group is axis.group for axis in (mesh.data, mesh.world, mesh.shard, mesh.stage) if axis is not None
+    )

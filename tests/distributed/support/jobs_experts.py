@@ -34,7 +34,16 @@ BALANCE = {
     "bias": {"router_balance": "bias", "router_aux_loss_coef": 0.0, "router_bias_rate": 0.01},
     "bias_loss": {"router_balance": "bias", "router_bias_rate": 0.01},
 }
-BASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 4, "masked": True, "dropout": 0.0, "precision": "fp64"}
+BASE = {
+    **SINGLE,
+    "tied": False,
+    "kv_heads": 2,
+    "vocab_size": 96,
+    "layers": 4,
+    "masked": True,
+    "dropout": 0.0,
+    "precision": "fp64",
+}
 BASE |= {"microbatches": 4, "ep": 1, "balance": "global", "dispatch": "all_to_all", "dp_shard": None}
 
 
@@ -50,11 +59,13 @@ def configs(prefix: str, **layout: Any) -> tuple[dict[str, Any], dict[str, Any]]
     return several, one
 
 
-Scores = tuple[list[tuple[int, int, int, int]], Tensor]  # step, layer, sample and position of each token, and its [tokens, experts]
+# step, layer, sample and position of each token, and its [tokens, experts]
+Scores = tuple[list[tuple[int, int, int, int]], Tensor]
 
 
 def train_recorded(context: Any, config: dict[str, Any], steps: int, replayed: Scores | None = None) -> dict[str, Any]:
-    """As `jobs.train`, with the scores that this rank chooses experts by. replayed: the scores of a run whose choices are made again."""
+    """As `jobs.train`, with the scores that this rank chooses experts by. replayed: the scores of a run whose choices
+    are made again."""
     recorded: dict[tuple[int, int, int, int], Tensor] = {}
     earlier = None if replayed is None else dict(zip(*replayed, strict=True))
     choose = Mixture._choice
@@ -62,9 +73,13 @@ def train_recorded(context: Any, config: dict[str, Any], steps: int, replayed: S
     def choosing(mixture: Mixture, scores: Tensor, targets: Tensor | None, state: ForwardState) -> Choice:
         length = len(scores) // len(state.samples)
         positions = state.positions.flatten().tolist()[length * mixture.part :][:length]
-        keys = [(state.step, mixture.layer, sample, position) for position in positions for sample in state.samples.tolist()]
+        keys = [
+            (state.step, mixture.layer, sample, position) for position in positions for sample in state.samples.tolist()
+        ]
         recorded.update(zip(keys, scores.detach().clone(), strict=True))
-        return choose(mixture, scores if earlier is None else torch.stack([earlier[key] for key in keys]), targets, state)
+        return choose(
+            mixture, scores if earlier is None else torch.stack([earlier[key] for key in keys]), targets, state
+        )
 
     with patch.object(Mixture, "_choice", choosing):
         return jobs.train(context, config, steps) | {"scores": (list(recorded), torch.stack([*recorded.values()]))}
@@ -81,7 +96,8 @@ def sent(context: Any, config: dict[str, Any]) -> int:
 
 
 def exchanged(context: Any, config: dict[str, Any], sizes: list[list[int]]) -> dict[str, Any]:
-    """An exchange of sizes[source][target] rows, each with its source's number and a counter, and the gradient of Σ row · its target."""
+    """An exchange of sizes[source][target] rows, each with its source's number and a counter, and the gradient of Σ row
+    · its target."""
     axis = mesh_of(context, from_dict(config)).expert
     send, receive = sizes[axis.rank], [row[axis.rank] for row in sizes]
     x = torch.arange(float(sum(send))).unsqueeze(1).repeat(1, 3) + 100 * axis.rank

@@ -12,7 +12,8 @@ from tests.distributed.support.jobs import mesh_of
 
 
 def train(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Train some steps; every rank returns losses and gradient norms, rank 0 also the whole global weights before and after."""
+    """Train some steps; every rank returns losses and gradient norms, rank 0 also the whole global weights before and
+    after."""
     made = from_dict(config)
     trainer = Trainer(made, mesh_of(context, made))
     try:

@@ -84,7 +84,9 @@ def made_parts(context: Any, config: dict[str, Any]) -> tuple[Config, build.Part
     length, batch = made.data.sequence_length, made.train.micro_batch_size
     tokens = torch.randint(made.model.vocabulary, (length, batch))
     make = build.microbatch_maker(made, mesh.cp)
-    batches = [make(tokens.clone(), tokens.clone(), torch.arange(batch)) for _ in range(build.layout(made).microbatches)]
+    batches = [
+        make(tokens.clone(), tokens.clone(), torch.arange(batch)) for _ in range(build.layout(made).microbatches)
+    ]
     for each in batches:
         if each.ahead is not None:
             each.ahead = each.ahead._replace(factors=(1.0,) * made.model.mtp_layers)
@@ -96,7 +98,8 @@ def most_kept(context: Any, config: dict[str, Any]) -> tuple[int, int]:
     made, parts, batches = made_parts(context, config)
     vocabulary = padded_vocabulary(made.model.vocabulary, made.parallel.tp) // made.parallel.tp
     ledger = Ledger(
-        [memory.weights for memory in parts.store.buckets], batches[0].tokens.numel() * vocabulary * parts.runtime.dtype.itemsize
+        [memory.weights for memory in parts.store.buckets],
+        batches[0].tokens.numel() * vocabulary * parts.runtime.dtype.itemsize,
     )
     ledger.watch(parts.store.weight_grads)
     parts.store.reducer.begin_step(len(batches))

@@ -23,7 +23,13 @@ from megalite.training.verify import global_tensors
 from tests.distributed.support.jobs_training import make_trainer
 
 MODEL = ModelConfig(
-    vocab_size=44, hidden_size=32, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, mlp_bias=True
+    vocab_size=44,
+    hidden_size=32,
+    intermediate_size=56,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    mlp_bias=True,
 )
 OPTIONS, MUON = OptimizerConfig(lr=0.01), MuonConfig(lr=0.03)
 SEED, STEPS = 3, 3
@@ -32,16 +38,24 @@ SEED, STEPS = 3, 3
 def gradients(step: int) -> dict[str, Tensor]:
     """The gradient of every global tensor, the same wherever it is computed."""
     generator = torch.Generator().manual_seed(step)
-    return {segment.name: torch.randn(segment.shape, generator=generator) for spec in model_specs(MODEL) for segment in spec.segments}
+    return {
+        segment.name: torch.randn(segment.shape, generator=generator)
+        for spec in model_specs(MODEL)
+        for segment in spec.segments
+    }
 
 
 def window(rectangle: Rectangle) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(rectangle.offsets, rectangle.tensor.shape, strict=True))
+    return tuple(
+        slice(start, start + size) for start, size in zip(rectangle.offsets, rectangle.tensor.shape, strict=True)
+    )
 
 
-def stepped(context: Any, layout: dict[str, Any], options: dict[str, Any]) -> tuple[list[tuple[str, Any, Tensor]], int, int]:
-    """All state that this rank keeps after some steps of given gradients, as (name, where, values). And what was sent: the number of
-    all-to-alls, and the elements of this rank.
+def stepped(
+    context: Any, layout: dict[str, Any], options: dict[str, Any]
+) -> tuple[list[tuple[str, Any, Tensor]], int, int]:
+    """All state that this rank keeps after some steps of given gradients, as (name, where, values). And what was sent:
+    the number of all-to-alls, and the elements of this rank.
 
     layout: of the mesh. options: of the store.
     """

@@ -1,4 +1,5 @@
-"""Single parts on the pool's ranks, each to be compared with plain torch: loss, gradient norm, weight decay, hand-over between stages."""
+"""Single parts on the pool's ranks, each to be compared with plain torch: loss, gradient norm, weight decay, hand-over
+between stages."""
 
 from __future__ import annotations
 
@@ -41,8 +42,11 @@ def rows_read(context: Any, config: dict[str, Any]) -> dict[str, Any]:
     return {"dp": trainer.mesh.dp.rank, "cp": trainer.mesh.cp.rank, "rows": rows}
 
 
-def cross_entropy(context: Any, logits: Tensor, targets: Tensor, smoothing: float, z_loss: float, padded: int) -> tuple[float, Tensor]:
-    """The loss and this rank's part of its gradient. logits [tokens, vocabulary] are whole; padded columns get a large value."""
+def cross_entropy(
+    context: Any, logits: Tensor, targets: Tensor, smoothing: float, z_loss: float, padded: int
+) -> tuple[float, Tensor]:
+    """The loss and this rank's part of its gradient. logits [tokens, vocabulary] are whole; padded columns get a large
+    value."""
     mesh = plain_mesh(context, tp=context.world)
     whole = F.pad(logits, (0, padded - logits.shape[1]), value=50.0)
     own = whole.chunk(context.world, dim=1)[context.rank].clone().requires_grad_()
@@ -53,7 +57,8 @@ def cross_entropy(context: Any, logits: Tensor, targets: Tensor, smoothing: floa
 
 
 def gradient_norm(context: Any, config: dict[str, Any], gradients: dict[str, Tensor]) -> float:
-    """The norm of given global gradients, held as the layout holds them; everything that must not count is `PADDING`."""
+    """The norm of given global gradients, held as the layout holds them; everything that must not count is
+    `PADDING`."""
     made = from_dict(config)
     mesh = mesh_of(context, made)
     store = build_parts(made, mesh, "cpu").store
@@ -61,7 +66,9 @@ def gradient_norm(context: Any, config: dict[str, Any], gradients: dict[str, Ten
     def part_of(segment: Segment) -> Tensor:
         part = segment.local(mesh.coordinates)
         values = torch.full(part.shape, PADDING, dtype=torch.float64)
-        whole = gradients[segment.name][tuple(slice(low, low + size) for low, size in zip(part.offsets, part.sizes, strict=True))]
+        whole = gradients[segment.name][
+            tuple(slice(low, low + size) for low, size in zip(part.offsets, part.sizes, strict=True))
+        ]
         values[tuple(slice(0, size) for size in part.sizes)] = whole
         return values.to(torch.promote_types(store.buckets[0].master.dtype, torch.float32))
 
@@ -98,7 +105,8 @@ def step_without_gradient(context: Any, config: dict[str, Any]) -> tuple[dict[st
 
 
 def token_losses(context: Any, config: dict[str, Any], validation: bool) -> tuple[list[float], list[int], float]:
-    """For each microbatch of this dp rank, from plain logits: summed loss and number of tokens; and the loss that the trainer reports."""
+    """For each microbatch of this dp rank, from plain logits: summed loss and number of tokens; and the loss that the
+    trainer reports."""
     trainer = make_trainer(context, config)
     try:
         (stage,) = trainer.parts.stages.values()
@@ -115,7 +123,9 @@ def token_losses(context: Any, config: dict[str, Any], validation: bool) -> tupl
                 logits = stage.logits(each.tokens, stage.forward_state(each, 1, training=False)).flatten(0, 1)
             vocabulary = trainer.config.model.vocabulary
             targets = each.targets.reshape(-1)
-            sums.append(F.cross_entropy(logits[:, :vocabulary], targets, ignore_index=IGNORE_INDEX, reduction="sum").item())
+            sums.append(
+                F.cross_entropy(logits[:, :vocabulary], targets, ignore_index=IGNORE_INDEX, reduction="sum").item()
+            )
             counts.append(int((each.targets != IGNORE_INDEX).sum()))
         return sums, counts, trainer.evaluate() if validation else trainer.step().loss
     finally:
@@ -169,7 +179,8 @@ class CountingStage:
 
 
 def hand_over(context: Any, schedule: str, microbatches: int, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Run the schedule over one counting stage a rank: what arrived, how many outputs lived, the first stage's gradient."""
+    """Run the schedule over one counting stage a rank: what arrived, how many outputs lived, the first stage's
+    gradient."""
     plan = with_communication(build(schedule, context.world, microbatches))
     mesh = context.cached(("pipeline", schedule), lambda: Mesh(Layout(pp=context.world), channels=edges(plan)))
     stage = CountingStage(context.rank, context.rank == context.world - 1)
@@ -177,7 +188,9 @@ def hand_over(context: Any, schedule: str, microbatches: int, shape: tuple[int, 
         Microbatch.of(torch.full(shape, float(index + 1)), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
         for index in range(microbatches)
     ]
-    statistics, _ = Runtime({context.rank: stage}, mesh, shape, torch.float32, "cpu").run(plan, batches, step=1, loss_scale=0.5)
+    statistics, _ = Runtime({context.rank: stage}, mesh, shape, torch.float32, "cpu").run(
+        plan, batches, step=1, loss_scale=0.5
+    )
     dist.barrier()
     gradient = stage.parameter.grad
     return {

@@ -59,12 +59,22 @@ class BytesSent:
 
 
 def reduced(context: Any, steps: list[Gradients], options: dict[str, Any]) -> dict[str, Any]:
-    """What the optimizer of this rank finds after each step: by segment a list of (offsets, values). And the bytes that were sent.
+    """What the optimizer of this rank finds after each step: by segment a list of (offsets, values). And the bytes that
+    were sent.
 
-    options: zero, dp_shard, rank (of PowerSGD), skipped (steps that are thrown away), scales (a step's loss scale), as_nccl (torch's own
-    collectives, as on a GPU), specs, ep (None: no experts), and what else the store takes.
+    options: zero, dp_shard, rank (of PowerSGD), skipped (steps that are thrown away), scales (a step's loss scale),
+    as_nccl (torch's own collectives, as on a GPU), specs, ep (None: no experts), and what else the store takes.
     """
-    plain = {"zero": 0, "dp_shard": None, "rank": None, "skipped": (), "scales": None, "as_nccl": False, "specs": SPECS, "ep": None}
+    plain = {
+        "zero": 0,
+        "dp_shard": None,
+        "rank": None,
+        "skipped": (),
+        "scales": None,
+        "as_nccl": False,
+        "specs": SPECS,
+        "ep": None,
+    }
     options = plain | options
     dtype, specs, ep = steps[0]["matrix"].dtype, options["specs"], options["ep"]
     shards = 1 if options["zero"] == 0 else options["dp_shard"]
@@ -72,7 +82,9 @@ def reduced(context: Any, steps: list[Gradients], options: dict[str, Any]) -> di
     mesh = context.cached(("reduced", shards, ep), lambda: Mesh(layout))
     powersgd = PowerSGD(mesh, options["rank"], SEED) if options["rank"] else None
     rest = {name: value for name, value in options.items() if name in ("reduce_dtype", "bucket_bytes")}
-    store = ParameterStore(specs, mesh, StoreOptions(zero=options["zero"], dtype=dtype, **{"bucket_bytes": 2e3, **rest}), powersgd=powersgd)
+    store = ParameterStore(
+        specs, mesh, StoreOptions(zero=options["zero"], dtype=dtype, **{"bucket_bytes": 2e3, **rest}), powersgd=powersgd
+    )
     sent, found = BytesSent(), []
     with ExitStack() as patches:
         patches.enter_context(patch.object(dist, "isend", sent))

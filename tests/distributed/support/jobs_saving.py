@@ -82,7 +82,8 @@ def fit_by_a_clock_of_its_own(context: Any, config: dict[str, Any]) -> list[tupl
 def fit_with_full_disk(context: Any, config: dict[str, Any], full: int, at: int, last: int) -> tuple[int, str, bool]:
     """On one rank no file may be longer than a little while the steps from `at` to `last` are trained.
 
-    Returns the step at which it ended, the error if it did not end well, and whether rank 0 saw that a failed save had left something.
+    Returns the step at which it ended, the error if it did not end well, and whether rank 0 saw that a failed save had
+    left something.
     """
     made = from_dict(config)
     trainer = Trainer(made, mesh_of(context, made))
@@ -151,7 +152,8 @@ def save_while_training(context: Any, config: dict[str, Any], steps: int, others
 def await_a_slow_writer(context: Any, config: dict[str, Any], go_on: Path) -> tuple[int, bool]:
     """A save in which rank 1 writes only when rank 0 was seen to wait for it, as if both had a GPU.
 
-    Returns for rank 0 how many collectives it had started by then, and whether its watchdog would have ended it after hours.
+    Returns for rank 0 how many collectives it had started by then, and whether its watchdog would have ended it after
+    hours.
     """
     trainer = make_trainer(context, config)
     dog = Watchdog(trainer.config, trainer.mesh, trainer.run_dir)
@@ -162,7 +164,10 @@ def await_a_slow_writer(context: Any, config: dict[str, Any], go_on: Path) -> tu
         time.sleep(0.2)  # in which a rank that did not wait would begin its collective
         ended: list[str] = []
         peers = SimpleNamespace(look=lambda: None, origin=lambda peer: None)
-        with patch.object(dog, "_end", lambda verdict, what: ended.append(what)), patch("torch.cuda.is_initialized", lambda: True):
+        with (
+            patch.object(dog, "_end", lambda verdict, what: ended.append(what)),
+            patch("torch.cuda.is_initialized", lambda: True),
+        ):
             dog._look(peers, 1e9)  # type: ignore[arg-type]
         seen.append((len(started), bool(ended)))
         go_on.touch()
@@ -181,7 +186,12 @@ def await_a_slow_writer(context: Any, config: dict[str, Any], go_on: Path) -> tu
     if context.rank == 0:
         trainer.mesh.activity.listeners = (*listeners, waits)
     slow = patch.object(tensors, "append", append if context.rank == 1 else original)
-    with slow, patch.object(dist, "gather_object", lambda *args, **options: [started.append("gather"), gather(*args, **options)]):
+    with (
+        slow,
+        patch.object(
+            dist, "gather_object", lambda *args, **options: [started.append("gather"), gather(*args, **options)]
+        ),
+    ):
         trainer.save()
     trainer.mesh.activity.listeners = listeners
     trainer.close()
@@ -205,7 +215,8 @@ def fit_until_killed(context: Any, config: dict[str, Any], seconds: float | None
 
 
 def content_of(directory: Path) -> dict[str, Any]:
-    """All that a checkpoint holds, to be compared with another: bytes, tables and state, but for the options that a test varies."""
+    """All that a checkpoint holds, to be compared with another: bytes, tables and state, but for the options that a
+    test varies."""
     found: dict[str, Any] = {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
     manifest = json.loads(found.pop("manifest.json"))
     state = {name: value for name, value in manifest["state"].items() if name != "config"}

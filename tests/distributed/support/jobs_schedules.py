@@ -15,7 +15,8 @@ from tests.distributed.support.jobs import mesh_of
 
 
 def advance_and_save(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Train without waiting where the schedule lets it, and save; `pending` tells whether the last step was then still open."""
+    """Train without waiting where the schedule lets it, and save; `pending` tells whether the last step was then still
+    open."""
     made = from_dict(config)
     trainer = Trainer(made, mesh_of(context, made))
     try:
@@ -31,9 +32,9 @@ def advance_and_save(context: Any, config: dict[str, Any], steps: int) -> dict[s
 def weight_passes(context: Any, config: dict[str, Any]) -> dict[str, Any]:
     """One step, watched from a stage's interface to the runtime.
 
-    Returns an event for the end of each backward and of each weight pass (the tensors whose accumulated gradients it changed, and how many
-    reductions over dp this rank has started in this step), each stage's tensors with whether they are matrices of a linear layer, the
-    tensors of each bucket, and the order of passes that the schedule has.
+    Returns an event for the end of each backward and of each weight pass (the tensors whose accumulated gradients it
+    changed, and how many reductions over dp this rank has started in this step), each stage's tensors with whether they
+    are matrices of a linear layer, the tensors of each bucket, and the order of passes that the schedule has.
     """
     made = from_dict(config)
     trainer = Trainer(made, mesh_of(context, made))
@@ -51,7 +52,9 @@ def weight_passes(context: Any, config: dict[str, Any]) -> dict[str, Any]:
         nonlocal before
         now = gradients()
         changed = sorted(name for name, value in now.items() if not value.equal(before[name]))
-        events.append({"kind": kind, "stage": stage, "changed": changed, "reductions": traffic["all_reduce", "data"] - started})
+        events.append(
+            {"kind": kind, "stage": stage, "changed": changed, "reductions": traffic["all_reduce", "data"] - started}
+        )
         before = now
 
     passes = trainer.parts.runtime._passes

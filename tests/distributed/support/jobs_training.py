@@ -38,8 +38,11 @@ def numbers(results: list[StepResult]) -> dict[str, Any]:
     return {"losses": [result.loss for result in results], "grad_norms": [result.grad_norm for result in results]}
 
 
-def train_and_save(context: Any, config: dict[str, Any], before: int, after: int, kinds: Sequence[str] = STATE) -> dict[str, Any]:
-    """Train, save, and train on: what is saved, and the numbers of both halves (rank 0 adds weights and moments at the end)."""
+def train_and_save(
+    context: Any, config: dict[str, Any], before: int, after: int, kinds: Sequence[str] = STATE
+) -> dict[str, Any]:
+    """Train, save, and train on: what is saved, and the numbers of both halves (rank 0 adds weights and moments at the
+    end)."""
     trainer = make_trainer(context, config)
     try:
         results = [trainer.step() for _ in range(before)]
@@ -86,8 +89,8 @@ def refusal(context: Any, config: dict[str, Any]) -> str:
 
 
 def initial_weights(context: Any, config: dict[str, Any]) -> tuple[dict[str, Tensor], int, int]:
-    """The weights of a run that starts, the random numbers that this rank has drawn for them, and those of the blocks that it keeps a part
-    of."""
+    """The weights of a run that starts, the random numbers that this rank has drawn for them, and those of the blocks
+    that it keeps a part of."""
     sizes: list[int] = []
 
     def normal(numbers: Tensor, *parts: int | str) -> Tensor:
@@ -119,8 +122,11 @@ def evaluate(context: Any, config: dict[str, Any], steps: int) -> tuple[float, f
         trainer.close()
 
 
-def train_with_infinite_gradient(context: Any, config: dict[str, Any], broken_step: int, broken_rank: int, steps: int) -> dict[str, Any]:
-    """One element of one rank's gradients becomes infinite in one step; its weights before and after that step are kept."""
+def train_with_infinite_gradient(
+    context: Any, config: dict[str, Any], broken_step: int, broken_rank: int, steps: int
+) -> dict[str, Any]:
+    """One element of one rank's gradients becomes infinite in one step; its weights before and after that step are
+    kept."""
     trainer = make_trainer(context, config)
     finish = trainer.store.reducer.finish
     kept: list[dict[str, Tensor]] = []
@@ -157,8 +163,9 @@ def train_with_infinite_gradient(context: Any, config: dict[str, Any], broken_st
 def communication_of_a_step(context: Any, config: dict[str, Any]) -> dict[str, Any]:
     """What one step (not the first) communicates: counted by the mesh, and independently by torch's dispatcher.
 
-    `observed` counts every c10d operation that this process issued, whoever asked for it; `expected` is what the mesh's count amounts to
-    on gloo, where a collective of n ranks is n - 1 sends and receives, and over tp one message in shared memory.
+    `observed` counts every c10d operation that this process issued, whoever asked for it; `expected` is what the mesh's
+    count amounts to on gloo, where a collective of n ranks is n - 1 sends and receives, and over tp one message in
+    shared memory.
     """
     trainer = make_trainer(context, config)
     mesh, store = trainer.mesh, trainer.store
@@ -176,7 +183,8 @@ def communication_of_a_step(context: Any, config: dict[str, Any]) -> dict[str, A
     finally:
         trainer.close()
     assert recorded.kineto_results is not None
-    names = [event.name() for event in recorded.kineto_results.events()]  # `function_events` makes a tree of them, which takes long
+    # `function_events` makes a tree of them, which takes long
+    names = [event.name() for event in recorded.kineto_results.events()]
     observed = Counter(name for name in names if name.startswith("c10d::"))
     if shared is not None:
         observed["published"] = shared.published - before
@@ -191,7 +199,11 @@ def communication_of_a_step(context: Any, config: dict[str, Any]) -> dict[str, A
         else:
             expected["c10d::send"] += count * (sizes[axis] - 1)
             expected["c10d::recv_"] += count * (sizes[axis] - 1)
-    owned = [rectangle.segment for memory in store.buckets for rectangle, _ in store.rectangles_in(memory, memory.start, memory.stop)]
+    owned = [
+        rectangle.segment
+        for memory in store.buckets
+        for rectangle, _ in store.rectangles_in(memory, memory.start, memory.stop)
+    ]
     holds = {
         "partial": any(segment.grad_partial_axis is not None for segment in owned),
         "replicated": any(segment.replicas > 1 for segment in owned),

@@ -1,4 +1,5 @@
-"""Kills a run repeatedly at random moments: nothing that was published is lost, and the run ends with the same weights."""
+"""Kills a run repeatedly at random moments: nothing that was published is lost, and the run ends with the same
+weights."""
 
 from __future__ import annotations
 
@@ -34,12 +35,20 @@ class Kills:
     """Kills runs of one layout; the uninterrupted run is computed once."""
 
     def __init__(self, layout: str, prefix: str, directory: Path, ranks: RankPool, *, background: bool):
-        self.layout, self.prefix, self.directory, self.ranks, self.background = layout, prefix, directory, ranks, background
+        self.layout, self.prefix, self.directory, self.ranks, self.background = (
+            layout,
+            prefix,
+            directory,
+            ranks,
+            background,
+        )
         config = configuration(layout, prefix, directory / "straight", background=background)
         began = time.monotonic()
         ranks.run(2, jobs_saving.fit_to_the_end, config)
         self.seconds = time.monotonic() - began
-        self.expected = jobs_saving.content_of(directory / "straight" / "killed" / "checkpoints" / checkpoint.step_name(STEPS))
+        self.expected = jobs_saving.content_of(
+            directory / "straight" / "killed" / "checkpoints" / checkpoint.step_name(STEPS)
+        )
 
     def prove(self, kills: int, seed: int) -> None:
         """Kill one rank or both, `kills` times in total; a run that survives to its end is followed by another."""
@@ -64,7 +73,8 @@ class Kills:
             except RankError as error:
                 assert "died with exit code -9" in str(error), error
             trained, published = steps_of(run), newest(run)
-            # A save in flight is lost, with the steps since the previous one; with background saves, also the steps after it.
+            # A save in flight is lost, with the steps since the previous one; with background saves, also the steps
+            # after it.
             assert published >= max(trained, default=0) - INTERVAL * (3 if self.background else 2), (trained, published)
         assert steps_of(run) == list(range(1, STEPS + 1))
         assert jobs_saving.content_of(run / "checkpoints" / checkpoint.step_name(STEPS)) == self.expected

@@ -47,7 +47,8 @@ def with_layers(case: Case) -> Case:
 def is_legal(case: Case) -> bool:
     """At most 8 ranks; sequence parallelism only with tp.
 
-    Muon runs where the weights are, and in fp64: its iterations enlarge the rounding of fp32. An average is not kept on disk.
+    Muon runs where the weights are, and in fp64: its iterations enlarge the rounding of fp32. An average is not kept on
+    disk.
     """
     small = case["tp"] * case["pp"] * case["dp"] <= MAX_WORLD and case["tp"] > case["sequence_parallel"]
     muon = case["optimizer"] == "adamw" or (case["offload"] == "none" and case["precision"] == "fp64")

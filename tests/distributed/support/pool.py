@@ -1,11 +1,13 @@
 """A pool of real gloo ranks that every distributed test shares.
 
-Starting ranks is what makes distributed tests slow, so it is paid once: a fork server imports torch while pytest collects, ranks are
-forked from it when first needed and stay, and their process group stays as long as the world size does (a dispatch then takes under a
-millisecond). What one process runs alone, such as the reference of a layout, has a process of its own, so that the group of the others
-stays. A job that fails or hangs may leave its peers inside a collective, so the pool then kills all ranks and forks new ones.
+Starting ranks is what makes distributed tests slow, so it is paid once: a fork server imports torch while pytest
+collects, ranks are forked from it when first needed and stay, and their process group stays as long as the world size
+does (a dispatch then takes under a millisecond). What one process runs alone, such as the reference of a layout, has a
+process of its own, so that the group of the others stays. A job that fails or hangs may leave its peers inside a
+collective, so the pool then kills all ranks and forks new ones.
 
-This module imports no torch at its top: `start_fork_server` must run before pytest's own import of torch, so that the two overlap.
+This module imports no torch at its top: `start_fork_server` must run before pytest's own import of torch, so that the
+two overlap.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ class RankContext:
     cache: dict[Any, Any] = field(default_factory=dict)
 
     def cached(self, key: Any, make: Callable[[], Any]) -> Any:
-        """The cached result of `make` for this key and process group. If `make` communicates, all ranks must call this alike."""
+        """The cached result of `make` for this key and process group. If `make` communicates, all ranks must call this
+        alike."""
         if key not in self.cache:
             self.cache[key] = make()
         return self.cache[key]
@@ -102,7 +105,9 @@ def _serve(rank: int, pipe: connection.Connection, store_port: int, log_path: st
                     dist.destroy_process_group()
                 if world > 1:
                     group_store = dist.PrefixStore(f"group{wanted}", store)
-                    dist.init_process_group("gloo", store=group_store, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
+                    dist.init_process_group(
+                        "gloo", store=group_store, rank=rank, world_size=world, timeout=GROUP_TIMEOUT
+                    )
                 generation, context = wanted, RankContext(rank, world)
             function, args = pickle.loads(job)
             reply = _dumps((None, function(context, *args)))
@@ -115,8 +120,8 @@ def _serve(rank: int, pipe: connection.Connection, store_port: int, log_path: st
 def _share_one_device() -> None:
     """Let all gloo groups of this process use one device.
 
-    Each device has a thread that wakes 100 times a second, and torch makes one for each group: with the groups of all cached meshes, eight
-    ranks spent a fifth of the processors' time on that.
+    Each device has a thread that wakes 100 times a second, and torch makes one for each group: with the groups of all
+    cached meshes, eight ranks spent a fifth of the processors' time on that.
     """
     from torch.distributed import distributed_c10d
     from torch.distributed.distributed_c10d import ProcessGroupGloo
@@ -133,14 +138,16 @@ def _share_one_device() -> None:
 
 
 def _remember_schedules() -> None:
-    """Keep more schedules than a run needs: tests ask for the same ones again and again, and a rank builds and validates those of all."""
+    """Keep more schedules than a run needs: tests ask for the same ones again and again, and a rank builds and
+    validates those of all."""
     from megalite.assembly import plan
 
     plan._validated = lru_cache(maxsize=64)(plan._validated.__wrapped__)
 
 
 def _dumps(reply: Any) -> bytes:
-    """Pickle with tensors as arrays of bytes: torch's own way takes ten times longer, and there may be hundreds of them."""
+    """Pickle with tensors as arrays of bytes: torch's own way takes ten times longer, and there may be hundreds of
+    them."""
     import torch
 
     class Pickler(pickle.Pickler):
@@ -257,7 +264,9 @@ class RankPool:
                     errors[number] = error
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         if errors:
-            raise RankError("\n".join(f"rank {number} failed:\n{text}{_tail(ranks[number])}" for number, text in errors.items()))
+            raise RankError(
+                "\n".join(f"rank {number} failed:\n{text}{_tail(ranks[number])}" for number, text in errors.items())
+            )
         if waiting:
             raise RankError(self._stacks(ranks, sorted(waiting.values()), timeout))
         return [results[number] for number in range(len(ranks))]

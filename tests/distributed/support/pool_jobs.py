@@ -25,7 +25,11 @@ def process(context: RankContext) -> tuple[int, int]:
 
 
 def settings(context: RankContext) -> dict[str, Any]:
-    return {"threads": torch.get_num_threads(), "initialised": dist.is_initialized(), "policy": os.sched_getscheduler(0)}
+    return {
+        "threads": torch.get_num_threads(),
+        "initialised": dist.is_initialized(),
+        "policy": os.sched_getscheduler(0),
+    }
 
 
 def scaled(context: RankContext, tensor: torch.Tensor, factor: float) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Random configurations over the whole space of options, each of which must either train or be rejected.
 
-`draw(seed, files)` is deterministic. About three of five draws are built to be legal; they must train. The others have some of their
-options replaced by values that may be illegal on their own, illegal in combination, of the wrong type, or legal after all.
+`draw(seed, files)` is deterministic. About three of five draws are built to be legal; they must train. The others have
+some of their options replaced by values that may be illegal on their own, illegal in combination, of the wrong type, or
+legal after all.
 """
 
 from __future__ import annotations
@@ -35,15 +36,18 @@ TIMEOUT_S = 300.0
 LAYOUTS = [(tp, pp, dp) for tp in range(1, 9) for pp in range(1, 9) for dp in range(1, 9) if tp * pp * dp <= 8]
 LEGAL_SHARE = 0.6
 WARM_LR = 0.02  # above it one step amplifies rounding noise beyond any tolerance: only the first step is then compared
-NOT_SPOILED = ("run.dir", "run.name", "train.compile", "logging.tensorboard")  # compiling takes 20 s, and TensorBoard is not part of a step
+# compiling takes 20 s, and TensorBoard is not part of a step
+NOT_SPOILED = ("run.dir", "run.name", "train.compile", "logging.tensorboard")
 
 Steps = list[tuple[float, float, bool]]
-"""Loss, gradient norm and whether the update was skipped, for each step; if the run validates, the validation loss as a last entry."""
+"""Loss, gradient norm and whether the update was skipped, for each step; if the run validates, the validation loss as a
+last entry."""
 
 
 @dataclass(frozen=True)
 class Files:
-    """Token files to draw from: two of 96 tokens, one of 101; one without description; one too short for most sequences."""
+    """Token files to draw from: two of 96 tokens, one of 101; one without description; one too short for most
+    sequences."""
 
     directory: Path
     pair: tuple[str, str]
@@ -104,7 +108,9 @@ def legal_options(random: Random, files: Files) -> Options:
 def _model(random: Random, tp: int, layers: int) -> Options:
     choose = random.choice
     kv_heads = choose([n for n in range(1, 9) if n % tp == 0 or tp % n == 0])
-    heads = kv_heads * choose([n for n in range(1, 9) if kv_heads * n % tp == 0 and (kv_heads * n <= 8 or kv_heads * n == tp * kv_heads)])
+    heads = kv_heads * choose(
+        [n for n in range(1, 9) if kv_heads * n % tp == 0 and (kv_heads * n <= 8 or kv_heads * n == tp * kv_heads)]
+    )
     position = choose(("rope", "rope", "learned", "none"))
     head_dim = choose((2, 4, 6, 10)) if position == "rope" else choose((1, 3, 4, 7))
     own_width = random.random() < 0.5
@@ -130,7 +136,15 @@ def _model(random: Random, tp: int, layers: int) -> Options:
         "model.hidden_act": choose(("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2")),
         "model.gated_mlp": choose((True, False)),
         **{f"model.{part}_bias": choose((True, False)) for part in ("attention", "attention_out", "mlp")},
-        **choose(({}, {"model.sliding_window": random.randint(1, 20), "model.sliding_window_layers": choose((None, some_layers))})),
+        **choose(
+            (
+                {},
+                {
+                    "model.sliding_window": random.randint(1, 20),
+                    "model.sliding_window_layers": choose((None, some_layers)),
+                },
+            )
+        ),
         "model.attention_scale": choose((None, 0.3)),
         "model.attention_softcap": choose((None, 5.0)),
         "model.logit_softcap": choose((None, 5.0)),
@@ -145,14 +159,24 @@ def _model(random: Random, tp: int, layers: int) -> Options:
 SCALINGS = (
     {"rope_type": "default"},
     {"rope_type": "linear", "factor": 2.0},
-    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8,
+    },
 )
 
 
 def _schedule(random: Random) -> tuple[str, int | None, int]:
     """A schedule, its virtual_stages option, and the resulting number of stages per rank."""
     schedule = random.choice(SCHEDULES)
-    own = {"interleaved": random.choice((None, 1, 2, 3)), "zb-v": random.choice((None, 2)), "v-half": random.choice((None, 2))}
+    own = {
+        "interleaved": random.choice((None, 1, 2, 3)),
+        "zb-v": random.choice((None, 2)),
+        "v-half": random.choice((None, 2)),
+    }
     given = own.get(schedule, random.choice((None, None, 1)))
     return schedule, given, given or (2 if schedule in own else 1)
 
@@ -213,7 +237,9 @@ def _train(random: Random, dp: int) -> Options:
         "train.label_smoothing": choose((0.0, 0.1, 0.9)),
         "train.z_loss": choose((0.0, 1e-4, 0.1)),
         "optimizer.warmup_steps": choose((0, 1, steps // 2)),
-        **choose(({}, {"optimizer.lr_scaling": choose(("linear", "sqrt")), "optimizer.base_batch_size": choose((batch, 7))})),
+        **choose(
+            ({}, {"optimizer.lr_scaling": choose(("linear", "sqrt")), "optimizer.base_batch_size": choose((batch, 7))})
+        ),
     }
 
 
@@ -236,7 +262,8 @@ def _optimizer(random: Random) -> Options:
 
 
 def spoil(random: Random, options: Options, files: Files) -> None:
-    """Replace the values of one to three options, in place; data options more often, because they can be wrong in most ways."""
+    """Replace the values of one to three options, in place; data options more often, because they can be wrong in most
+    ways."""
     candidates = [option for option in OPTIONS if option not in NOT_SPOILED]
     candidates += 3 * [option for option in candidates if option.startswith("data.")]
     for option in random.sample(candidates, random.randint(1, 3)):
@@ -249,8 +276,30 @@ def wild_values(option: str, files: Files) -> list[Any]:
     """Values near and beyond the limits of an option's type, except values that only cost memory."""
     first, second = files.pair
     special: dict[str, list[Any]] = {
-        "data.train": [files.short, files.bare, files.odd, [], {first: 0}, {first: -1.0, second: 1}, [first, files.odd], first + "x", 3],
-        "data.validation": [files.short, files.odd, 0, 0.0, 1, 0.999, 1e-9, -0.5, {first: 1, second: 0}, math.nan, [second, first]],
+        "data.train": [
+            files.short,
+            files.bare,
+            files.odd,
+            [],
+            {first: 0},
+            {first: -1.0, second: 1},
+            [first, files.odd],
+            first + "x",
+            3,
+        ],
+        "data.validation": [
+            files.short,
+            files.odd,
+            0,
+            0.0,
+            1,
+            0.999,
+            1e-9,
+            -0.5,
+            {first: 1, second: 0},
+            math.nan,
+            [second, first],
+        ],
         "parallel.offload_dir": [str(files.directory / "scratch"), f"{first}.bin", f"{first}.bin/inside", "", 5],
         "run.seed": [-1, 2**70, 1.5],
         "train.recompute": ["every-0", "every-", "every-03", "all", "", 2],
@@ -265,7 +314,16 @@ def _wild(hint: Any, files: Files) -> list[Any]:
     if get_origin(hint) is list:
         return [[], [0], [1, 2], [-1, 1], [3, 3], [1, "x"], "x", 4, [[1]]]
     if get_origin(hint) is dict:
-        return [{}, *SCALINGS, {"rope_type": "yarn", "factor": 2.0}, {"factor": 2.0}, {**SCALINGS[1], "factor": "2"}, {1: 2}, "linear", []]
+        return [
+            {},
+            *SCALINGS,
+            {"rope_type": "yarn", "factor": 2.0},
+            {"factor": 2.0},
+            {**SCALINGS[1], "factor": "2"},
+            {1: 2},
+            "linear",
+            [],
+        ]
     plain: dict[Any, list[Any]] = {
         int: [-1, 0, 1, 2, 3, 5, 7, 8, 12, 33, 2.0, 2.5, "2", "x", True, [1], None],
         float: [-1.0, 0.0, 1e-9, 0.5, 1.0, 1, 2.5, math.nan, math.inf, "3e-4", "x", True, None],
@@ -280,9 +338,12 @@ def _wild(hint: Any, files: Files) -> list[Any]:
 
 
 def configuration(drawn: Draw, directory: Path) -> Config | str:
-    """Read a draw through YAML and every check, as pretrain.py does: the configuration, or the message that rejects it."""
+    """Read a draw through YAML and every check, as pretrain.py does: the configuration, or the message that rejects
+    it."""
     path = directory / f"random_{drawn.seed}.yaml"
-    path.write_text(yaml.safe_dump(nest({**drawn.options, "run.dir": str(directory / "runs"), "run.name": f"random_{drawn.seed}"})))
+    path.write_text(
+        yaml.safe_dump(nest({**drawn.options, "run.dir": str(directory / "runs"), "run.name": f"random_{drawn.seed}"}))
+    )
     try:
         config = resolve(Arguments(files=[str(path)]), drawn.world)
         check(config, drawn.world, local_devices=0)
@@ -340,7 +401,8 @@ def comparable(config: Config, steps: int) -> int:
 
 
 def assert_refused(drawn: Draw, message: str) -> str:
-    """Check that a rejection is right, and has a line for each mistake that names an option, or a section if that is wrong."""
+    """Check that a rejection is right, and has a line for each mistake that names an option, or a section if that is
+    wrong."""
     names = [*OPTIONS, *(f"Nearest: {section.name}" for section in fields(Config))]
     assert not drawn.legal, f"a legal configuration is refused: {message}"
     first, *others = message.rstrip("\n").split("\n")
@@ -356,6 +418,8 @@ def on_one_process(config: Config) -> Config:
     """The configuration without the options that must not change the mathematics."""
     alone = from_dict(to_dict(config))
     alone.parallel = ParallelConfig(dp=1, zero=0)
-    alone.train = replace(alone.train, micro_batch_size=alone.train.global_batch_size, recompute="none", memory_budget=None)
+    alone.train = replace(
+        alone.train, micro_batch_size=alone.train.global_batch_size, recompute="none", memory_budget=None
+    )
     alone.run = replace(alone.run, deterministic=False)
     return alone

@@ -1,5 +1,5 @@
-"""Options that some random configurations have: kinds of attention, experts, adapters, context parallelism, multi-token prediction,
-Muon, an average, operations that are recomputed.
+"""Options that some random configurations have: kinds of attention, experts, adapters, context parallelism, multi-token
+prediction, Muon, an average, operations that are recomputed.
 
 Each group is drawn from a generator of its own, so that a new group leaves the others of a seed as they were.
 """
@@ -142,7 +142,9 @@ def _adapters(random: Random, options: Options) -> Options:
 
 def _modules(random: Random, options: Options) -> Options:
     """A quarter of the models that may have modules of multi-token prediction."""
-    fits = options["model.position"] != "learned" and options["model.logit_scale"] is None and "lora.rank" not in options
+    fits = (
+        options["model.position"] != "learned" and options["model.logit_scale"] is None and "lora.rank" not in options
+    )
     most = min(options["data.sequence_length"] - 1, 2)
     if random.random() < 0.75 or not fits or not most:
         return {}
@@ -169,7 +171,10 @@ def _average(random: Random, options: Options) -> Options:
     """A quarter of the runs that may have one, half of them validate with it."""
     if random.random() < 0.75 or options["parallel.offload"] == "disk":
         return {}
-    return {"train.ema_decay": 0.8, "validation.ema": options["validation.interval"] is not None and random.random() < 0.5}
+    return {
+        "train.ema_decay": 0.8,
+        "validation.ema": options["validation.interval"] is not None and random.random() < 0.5,
+    }
 
 
 def _operations(random: Random, options: Options) -> Options:
@@ -197,4 +202,5 @@ GROUPS = {
     "average": _average,
     "operations": _operations,
 }
-"""By the name of their generators, in the order in which they are drawn: later groups read what earlier ones have chosen."""
+"""By the name of their generators, in the order in which they are drawn: later groups read what earlier ones have
+chosen."""

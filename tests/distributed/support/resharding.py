@@ -1,4 +1,5 @@
-"""Saves on one layout and loads on another: the same tensors bit for bit, the same samples, and the metrics of an uninterrupted run."""
+"""Saves on one layout and loads on another: the same tensors bit for bit, the same samples, and the metrics of an
+uninterrupted run."""
 
 from __future__ import annotations
 
@@ -41,13 +42,22 @@ def world(layout: str) -> int:
 
 def configuration(layout: str, prefix: str, directory: Path, steps: int, load: str) -> dict[str, Any]:
     case = {**MODEL, **LAYOUTS[layout]}
-    train = {"global_batch_size": BATCH, "micro_batch_size": BATCH // (case["dp"] * case["microbatches"]), "steps": SAVED_AFTER + steps}
-    changes: dict[str, Any] = {"run": {"dir": str(directory), "name": layout}, "train": train, "checkpoint": {"load": load}}
+    train = {
+        "global_batch_size": BATCH,
+        "micro_batch_size": BATCH // (case["dp"] * case["microbatches"]),
+        "steps": SAVED_AFTER + steps,
+    }
+    changes: dict[str, Any] = {
+        "run": {"dir": str(directory), "name": layout},
+        "train": train,
+        "checkpoint": {"load": load},
+    }
     return config_of(case, prefix, **changes)
 
 
 def train(context: Any, config: dict[str, Any], until: int) -> dict[str, Any]:
-    """Train from step 0 with a save, or from a checkpoint: losses, and on rank 0 the samples of each step and all global tensors."""
+    """Train from step 0 with a save, or from a checkpoint: losses, and on rank 0 the samples of each step and all
+    global tensors."""
     trainer = make_trainer(context, config)
     losses, samples, found = [], [], {}
     try:
@@ -68,7 +78,8 @@ def _consumed(trainer: Any) -> list[tuple[int, int]]:
     rows, mesh = [], trainer.mesh
     for microbatch in trainer.loader.step(trainer.samples):
         weighted = microbatch.tokens * (microbatch.positions + 1)
-        if mesh.tp.rank == mesh.pp.rank == 0:  # the others of a replica read the same; of cp ranks each reads a part of the row
+        # the others of a replica read the same; of cp ranks each reads a part of the row
+        if mesh.tp.rank == mesh.pp.rank == 0:
             rows += list(zip(microbatch.samples.tolist(), weighted.sum(0).tolist(), strict=True))
     gathered = [rows]
     if trainer.mesh.world.size > 1:

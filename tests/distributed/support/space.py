@@ -1,7 +1,8 @@
-"""A space of layouts and models: each of its cases must train as on one process. What runs of it are a table and samples.
+"""A space of layouts and models: each of its cases must train as on one process. What runs of it are a table and
+samples.
 
-A case is a dict of option values. The table has every legal pair of option values, in few cases (tables/NAME.txt, which covering.py
-searches); a sample has random cases.
+A case is a dict of option values. The table has every legal pair of option values, in few cases (tables/NAME.txt, which
+covering.py searches); a sample has random cases.
 """
 
 from __future__ import annotations
@@ -25,11 +26,10 @@ class Space:
 
     Attributes:
         options: values of each option, the plainest first.
-        is_legal: whether a case can run; it reads the options `bound`, all others combine freely.
-        model: what a run on one process depends on, among the keys of a complete case.
-        complete: a case with the other sizes that follow from it, as `configs.config_of` takes them.
-        configs: the configuration of a case with the token file of a prefix, and that of the same model and data on one process.
-        named: cases that the table begins with.
+        is_legal: whether a case can run; it reads the options `bound`, all others combine freely. model: what a run on
+        one process depends on, among the keys of a complete case. complete: a case with the other sizes that follow
+        from it, as `configs.config_of` takes them. configs: the configuration of a case with the token file of a
+        prefix, and that of the same model and data on one process. named: cases that the table begins with.
     """
 
     name: str
@@ -51,9 +51,16 @@ class Space:
 
     def legal_pairs(self) -> set[Pair]:
         """The pairs of option values that some legal case has."""
-        legal = [case for case in self._products([option for option in self.options if option in self.bound]) if self.is_legal(case)]
+        legal = [
+            case
+            for case in self._products([option for option in self.options if option in self.bound])
+            if self.is_legal(case)
+        ]
         found = {pair for case in legal for pair in combinations(case.items(), 2)}
-        values = {option: {case[option] for case in legal} if option in self.bound else set(all) for option, all in self.options.items()}
+        values = {
+            option: {case[option] for case in legal} if option in self.bound else set(all)
+            for option, all in self.options.items()
+        }
         for one, other in combinations(self.options, 2):
             if one not in self.bound or other not in self.bound:
                 found |= {((one, a), (other, b)) for a, b in product(values[one], values[other])}
@@ -71,7 +78,8 @@ class Space:
         return case
 
     def sample(self, number: int) -> list[Case]:
-        """Distinct cases in random order, always the same ones: any beginning of them is a sample of the whole space."""
+        """Distinct cases in random order, always the same ones: any beginning of them is a sample of the whole
+        space."""
         random, found = Random(0), dict[tuple[Any, ...], Case]()
         while len(found) < number:
             case = self.draw(random)
@@ -105,7 +113,10 @@ class Space:
         """Cases in which every legal pair occurs. An option without a column has its first value."""
         header, *rows = (line.split() for line in self.file.read_text().splitlines())
         values = {option: {str(value): value for value in self.options[option]} for option in header}
-        return [self.plain(**{option: values[option][word] for option, word in zip(header, row, strict=True)}) for row in rows]
+        return [
+            self.plain(**{option: values[option][word] for option, word in zip(header, row, strict=True)})
+            for row in rows
+        ]
 
     def write(self, cases: Sequence[Case]) -> None:
         """Write the table, and add its pairs to the record."""
@@ -114,14 +125,18 @@ class Space:
         self.file.write_text("".join("  ".join(map(str.ljust, row, widths)).rstrip() + "\n" for row in rows))
         known = self.recorded() | self.covered(cases)
         words = [f"{option}={value}" for option, values in self.options.items() for value in values]
-        found = {one: [other for other in words[index:] if frozenset((one, other)) in known] for index, one in enumerate(words)}
+        found = {
+            one: [other for other in words[index:] if frozenset((one, other)) in known]
+            for index, one in enumerate(words)
+        }
         self.record.write_text("".join(f"{one}: {' '.join(others)}\n" for one, others in found.items() if others))
 
     # ---- the record of pairs that its table has had
 
     @property
     def record(self) -> Path:
-        """A line for each option value, `tp=1: pp=1 pp=2 …`, with the values of later options beside which a case has had it."""
+        """A line for each option value, `tp=1: pp=1 pp=2 …`, with the values of later options beside which a case has
+        had it."""
         return RECORDS / f"{self.name}.txt"
 
     def recorded(self) -> set[frozenset[str]]:

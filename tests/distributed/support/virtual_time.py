@@ -1,7 +1,7 @@
 """Virtual time controlled by a test: each rank has its own clock, and messages carry the sender's time.
 
-The ranks, the messages and the runtime are real, and real messages determine the order of execution. The test sets the durations of passes
-and messages, so recorded times are exact on any machine under any load.
+The ranks, the messages and the runtime are real, and real messages determine the order of execution. The test sets the
+durations of passes and messages, so recorded times are exact on any machine under any load.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class _Arrival:
 
 @contextmanager
 def virtual_messages(clock: VirtualClock, latency: float) -> Iterator[None]:
-    """Messages (fp64) that arrive `latency` after the sender starts them. Their values are replaced by the time of arrival."""
+    """Messages (fp64) that arrive `latency` after the sender starts them. Their values are replaced by the time of
+    arrival."""
     send, receive = dist.isend, dist.irecv
 
     @wraps(send)

@@ -34,7 +34,10 @@ def visible(starts: np.ndarray, window: int | None) -> np.ndarray:
 @pytest.mark.parametrize("window", [None, 100])
 def test_visited_tiles_are_those_with_a_visible_pair(window):
     starts, length = drawn(1024, 2), 1024
-    tiles = sum(visible(row, window).reshape(length // TILE, TILE, length // KEYS, KEYS).any((1, 3)).astype(int) for row in starts.T)
+    tiles = sum(
+        visible(row, window).reshape(length // TILE, TILE, length // KEYS, KEYS).any((1, 3)).astype(int)
+        for row in starts.T
+    )
     blocks = [Run(start, 2 * TILE) for start in range(0, length, 2 * TILE)]
     expected = tiles.reshape(length // (2 * TILE), 2, length // (2 * TILE), 2 * TILE // KEYS).sum((1, 3))
     assert (visited(blocks, starts, ((window, 1),)) == expected).all()
@@ -42,7 +45,11 @@ def test_visited_tiles_are_those_with_a_visible_pair(window):
     assert (both == 3 * visited(blocks, starts) + 2 * expected).all(), "layers with other windows"
     parts = zigzag(length, 2)
     counted = [
-        [sum(tiles[i // TILE, j // KEYS] for i in positions(own)[::TILE] for j in positions(its)[::KEYS]) for its in parts] for own in parts
+        [
+            sum(tiles[i // TILE, j // KEYS] for i in positions(own)[::TILE] for j in positions(its)[::KEYS])
+            for its in parts
+        ]
+        for own in parts
     ]
     assert (between_ranks(parts, starts, ((window, 1),)) == counted).all()
 
@@ -57,7 +64,9 @@ def test_each_position_has_one_rank_and_runs_are_whole_tiles(length, ranks):
     block = block_length(length // ranks)
     assert all(start % block == run % block == 0 for runs in parts for start, run in runs)
     assert length < 8192 or block % TILE == 0
-    assert all(one.stop < other.start for runs in parts for one, other in zip(runs, runs[1:], strict=False)), "neighbours are one run"
+    assert all(one.stop < other.start for runs in parts for one, other in zip(runs, runs[1:], strict=False)), (
+        "neighbours are one run"
+    )
     assert balanced(starts.copy(), ranks) == parts, "every rank computes the same"
 
 
@@ -68,7 +77,11 @@ def test_tiles_are_balanced_for_log_normal_documents(documents):
     found = [imbalance([between_ranks(balanced(starts, 8), starts)], "gather") for starts in rows]
     assert np.mean(found) <= 1.05 and max(found) <= 1.15
     hops = [imbalance([between_ranks(balanced(starts, 8, method="ring"), starts)], "ring") for starts in rows]
-    assert np.mean(hops) <= 1.25 < np.mean([imbalance([between_ranks(zigzag(8192, 8), starts)], "ring") for starts in rows])
+    assert (
+        np.mean(hops)
+        <= 1.25
+        < np.mean([imbalance([between_ranks(zigzag(8192, 8), starts)], "ring") for starts in rows])
+    )
     assert np.mean([imbalance([between_ranks(zigzag(8192, 8), starts)], "gather") for starts in rows]) > 1.15
 
 

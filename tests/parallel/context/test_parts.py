@@ -48,7 +48,9 @@ def test_what_sees_what_is_what_a_mask_says(window):
             for queries in parts:
                 for keys in parts:
                     pairs = ((i, j) for i in positions(queries) for j in positions(keys))
-                    assert sees(queries, keys, window) == any(j <= i and (window is None or i - j < window) for i, j in pairs)
+                    assert sees(queries, keys, window) == any(
+                        j <= i and (window is None or i - j < window) for i, j in pairs
+                    )
 
 
 def rows(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -61,7 +63,8 @@ def rows(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("length", [16, 13, 9])
 @pytest.mark.parametrize("context", PARTS)
 def test_the_parts_of_rows_are_the_rows(context, length):
-    """No token is lost at the end of a row whose length does not divide, none counts twice, and the target after a part's end is kept."""
+    """No token is lost at the end of a row whose length does not divide, none counts twice, and the target after a
+    part's end is kept."""
     config = from_dict({"parallel": {"cp": 4, "context": context}, "data": {"sequence_length": length}})
     parts = PARTS[context](part_length(config) * 4, 4)
     tokens, targets, starts = rows(length)
@@ -75,16 +78,23 @@ def test_the_parts_of_rows_are_the_rows(context, length):
                 continue
             assert made.positions[place] == position and position not in found
             found[position] = torch.stack((made.tokens[place], made.targets[place], made.document_start[place]))
-        assert made.part is not None and made.part.length == length and len(made.part.document_start) == len(parts) * part_length(config)
+        assert (
+            made.part is not None
+            and made.part.length == length
+            and len(made.part.document_start) == len(parts) * part_length(config)
+        )
     assert sorted(found) == list(range(length))
-    assert torch.equal(torch.stack([found[position] for position in range(length)], 1), torch.stack((tokens, targets, starts)))
+    assert torch.equal(
+        torch.stack([found[position] for position in range(length)], 1), torch.stack((tokens, targets, starts))
+    )
 
 
 def test_lengths_are_padded_for_zigzag_and_sequence_parallelism():
     def of(length: int, **parallel) -> int:
         return part_length(from_dict({"parallel": parallel, "data": {"sequence_length": length}}))
 
-    assert of(13) == 13 and of(13, tp=2, sequence_parallel=True) == 13  # whole rows are not padded: a rule refuses this one
+    # whole rows are not padded: a rule refuses this one
+    assert of(13) == 13 and of(13, tp=2, sequence_parallel=True) == 13
     assert of(13, cp=4) == 4 and of(13, cp=4, context="ring") == 4 and of(17, cp=4, context="ring") == 6
     assert of(17, cp=4, tp=2, sequence_parallel=True) == 6 and of(17, cp=4, tp=2) == 5
 

@@ -1,4 +1,5 @@
-"""Communication and validator, against an independent reference: the rules of rendezvous as a graph whose cycles are deadlocks."""
+"""Communication and validator, against an independent reference: the rules of rendezvous as a graph whose cycles are
+deadlocks."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -9,7 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.parallel.pipeline.communication import CONNECTION_BYTES, channel_of, connection_bytes, edges, with_communication
+from megalite.parallel.pipeline.communication import (
+    CONNECTION_BYTES,
+    channel_of,
+    connection_bytes,
+    edges,
+    with_communication,
+)
 from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError
 from megalite.parallel.pipeline.simulator import simulate
@@ -27,7 +34,8 @@ def message_of(action):
 
 
 def rendezvous_graph(schedule, blocking):
-    """What each compute action and each message waits for, from the rules alone. A message is one node: both ends complete together."""
+    """What each compute action and each message waits for, from the rules alone. A message is one node: both ends
+    complete together."""
     waits = defaultdict(set)
     for rank, actions in enumerate(schedule.actions):
         done, last_on_channel = [], {}
@@ -37,7 +45,11 @@ def rendezvous_graph(schedule, blocking):
                 done.append(action)
                 if action.kind is F and action.stage > 0 and schedule.placement[action.stage - 1] != rank:
                     waits[action].add((True, action.stage - 1, action.microbatch))
-                if action.kind is B and action.stage + 1 < schedule.stages and schedule.placement[action.stage + 1] != rank:
+                if (
+                    action.kind is B
+                    and action.stage + 1 < schedule.stages
+                    and schedule.placement[action.stage + 1] != rank
+                ):
                     waits[action].add((False, action.stage + 1, action.microbatch))
                 continue
             message = message_of(action)
@@ -61,7 +73,8 @@ def terminates(schedule, blocking=False):
 
 
 def rendezvous_makespan(schedule, latency):
-    """When the last action ends, each taking 1, if a message starts once it is the oldest of its channel at both ends."""
+    """When the last action ends, each taking 1, if a message starts once it is the oldest of its channel at both
+    ends."""
     waits, ended = rendezvous_graph(schedule, blocking=False), {}
     for node in TopologicalSorter(waits).static_order():
         duration = 1 if isinstance(node, Action) else latency
@@ -79,7 +92,8 @@ def accepted(schedule, **options):
 
 @st.composite
 def random_schedules(draw):
-    """Any placement, any order that respects the dependencies (and ascending gradients), with or without a weight pass."""
+    """Any placement, any order that respects the dependencies (and ascending gradients), with or without a weight
+    pass."""
     ranks, per_rank, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
     stages = ranks * per_rank
     placement = tuple(draw(st.permutations([rank for rank in range(ranks) for _ in range(per_rank)])))
@@ -89,7 +103,9 @@ def random_schedules(draw):
         for i in range(microbatches):
             graph[Action(F, stage, i)] = {Action(F, stage - 1, i)} if stage else set()
             if B in passes:
-                graph[Action(B, stage, i)] = {Action(F, stage, i)} | ({Action(B, stage + 1, i)} if stage + 1 < stages else set())
+                graph[Action(B, stage, i)] = {Action(F, stage, i)} | (
+                    {Action(B, stage + 1, i)} if stage + 1 < stages else set()
+                )
                 graph[Action(B, stage, i)] |= {Action(B, stage, i - 1)} if i else set()
             if W in passes:
                 graph[Action(W, stage, i)] = {Action(B, stage, i)} | ({Action(W, stage, i - 1)} if i else set())
@@ -155,8 +171,11 @@ def test_channels_follow_the_rank_order_and_the_placement():
     assert names(replace(plain, placement=(1, 0), actions=plain.actions[::-1])) == ["forward_down", "backward_up"]
     folded = folded_forward()
     assert names(folded) == ["forward_up", "forward_down"]
-    messages = [action for actions in with_communication(folded).actions for action in actions if action.peer is not None]
-    assert {action.stage for action in messages} == {0, 1, 2, 3} and len(messages) == 4  # none between stages 1 and 2, both on rank 1
+    messages = [
+        action for actions in with_communication(folded).actions for action in actions if action.peer is not None
+    ]
+    # none between stages 1 and 2, both on rank 1
+    assert {action.stage for action in messages} == {0, 1, 2, 3} and len(messages) == 4
 
 
 def test_channels_connect_only_what_sends():
@@ -185,7 +204,9 @@ def folded_forward():
 
 def test_communication_of_a_circular_order_is_refused():
     plain = build("1f1b", 2, 2)
-    circular = replace(plain, actions=((Action(F, 0, 0), Action(B, 0, 0), Action(F, 0, 1), Action(B, 0, 1)), plain.actions[1][::-1]))
+    circular = replace(
+        plain, actions=((Action(F, 0, 0), Action(B, 0, 0), Action(F, 0, 1), Action(B, 0, 1)), plain.actions[1][::-1])
+    )
     with pytest.raises(ScheduleError, match=r"rank \d: .* waits for .*, which never ends"):
         with_communication(circular)
 
@@ -216,7 +237,8 @@ def test_every_dropped_or_repeated_action_is_caught(name, stages, microbatches):
 
 
 def runs_correctly(schedule):
-    """By the rules alone, if every list holds the right actions: local order, ascending gradients, one order at both ends, no cycle."""
+    """By the rules alone, if every list holds the right actions: local order, ascending gradients, one order at both
+    ends, no cycle."""
     traffic = defaultdict(list)
     for rank, actions in enumerate(schedule.actions):
         place = {action: i for i, action in enumerate(actions)}
@@ -271,7 +293,9 @@ def test_a_receive_ahead_of_a_send_that_it_depends_on_deadlocks_in_order_and_is_
     actions = [action for action in schedule.actions[1] if action != Action(RF, 1, 4, 0)]
     blocked = with_rank(schedule, 1, [Action(RF, 1, 4, 0), *actions])
     early = [message for message in actions if message.kind is RF]
-    reordered = with_rank(schedule, 1, [*early, Action(RF, 1, 4, 0), *(action for action in actions if action.kind is not RF)])
+    reordered = with_rank(
+        schedule, 1, [*early, Action(RF, 1, 4, 0), *(action for action in actions if action.kind is not RF)]
+    )
     with pytest.raises(ScheduleError, match=r"rank 1: RF1\.4<0 would take"):
         validate(blocked)
     with pytest.raises(ScheduleError, match=r"deadlock: rank 0 cannot start B0\.0: RB0\.0<1 has not completed; rank 1"):
@@ -284,12 +308,15 @@ def test_compute_orders_that_wait_for_each_other_are_caught():
     first, second = ([Action(F, 0, i), Action(SF, 0, i, 1)] for i in range(2))
     last = with_communication(build("gpipe", 2, 2)).actions[1]
     mutual = replace(schedule, actions=((*first, *actions[:2], Action(B, 0, 0), *second, Action(B, 0, 1)), last))
-    with pytest.raises(ScheduleError, match=r"deadlock: rank 0 cannot start B0\.0: .*rank 1 cannot start F1\.1: RF1\.1<0 has not"):
+    with pytest.raises(
+        ScheduleError, match=r"deadlock: rank 0 cannot start B0\.0: .*rank 1 cannot start F1\.1: RF1\.1<0 has not"
+    ):
         validate(mutual)
 
 
 def test_blocking_sends_are_modelled():
-    """Two ranks that send to each other before either receives: fine while sends wait in the background, a deadlock when they block."""
+    """Two ranks that send to each other before either receives: fine while sends wait in the background, a deadlock
+    when they block."""
 
     def line(text):
         return tuple(parse(word) for word in text.split())

@@ -1,4 +1,5 @@
-"""Gathers and reshards in the list of actions (ZeRO-3): each use finds its weights, no more is whole than needed, and what it costs."""
+"""Gathers and reshards in the list of actions (ZeRO-3): each use finds its weights, no more is whole than needed, and
+what it costs."""
 
 from __future__ import annotations
 
@@ -129,8 +130,15 @@ def test_time_of_one_rank_by_hand():
     B: unit 2 at once, from 2.5 to 3.5, beside it bucket 0 until 3.5; unit 1 to 4.5.
     """
     found = simulate(plan("1f1b", 1, 1, weights=Weights(2.0, buckets=2)).schedule, gather=2.0)
-    assert [(repr(span.action), span.start, span.end) for span in found.spans[0]] == [("F0.0", 0, 2.5), ("B0.0", 2.5, 4.5)]
-    assert [(repr(span.action), span.start, span.end) for span in found.gathers[0]] == [("G0", 0, 1), ("G1@1", 1, 2), ("G0@2", 2.5, 3.5)]
+    assert [(repr(span.action), span.start, span.end) for span in found.spans[0]] == [
+        ("F0.0", 0, 2.5),
+        ("B0.0", 2.5, 4.5),
+    ]
+    assert [(repr(span.action), span.start, span.end) for span in found.gathers[0]] == [
+        ("G0", 0, 1),
+        ("G1@1", 1, 2),
+        ("G0@2", 2.5, 3.5),
+    ]
     assert found.stalled == (1.5,) and found.busy == (3.0,) and found.bubble_fraction == pytest.approx(1.5 / 4.5)
 
 
@@ -139,7 +147,8 @@ def test_gathering_costs_nothing_where_it_hides_and_all_where_it_can_not():
         free = plan(name, 4, 8).timeline
         assert plan(name, 4, 8, weights=Weights(0.0)).timeline.makespan == pytest.approx(free.makespan)
         hidden = plan(name, 4, 8, weights=Weights(0.5, buckets=8)).timeline
-        assert hidden.makespan == pytest.approx(free.makespan + 0.5 / 8)  # the first bucket of the first rank, and nothing else
+        # the first bucket of the first rank, and nothing else
+        assert hidden.makespan == pytest.approx(free.makespan + 0.5 / 8)
         assert hidden.ideal == pytest.approx(free.ideal)
     slow = plan("1f1b", 1, 8, weights=Weights(10.0, buckets=10))
     times = slow.gathering()["weights_gathered"][0]

@@ -98,12 +98,16 @@ def test_layer_costs_count_matrix_products_and_attended_pairs():
     assert costs.layers == [products + attention(5), products + attention(2), products + attention(5)]
     assert costs.head == 2 * length * 8 * 100
     assert 0 < costs.embedding < costs.layers[0]
-    plain = layer_costs(ModelConfig(vocab_size=100, hidden_size=8, intermediate_size=20, num_attention_heads=4, gated_mlp=False), length)
+    plain = layer_costs(
+        ModelConfig(vocab_size=100, hidden_size=8, intermediate_size=20, num_attention_heads=4, gated_mlp=False), length
+    )
     assert plain.layers[0] == products + attention(5) - 2 * length * 8 * 20 + 2 * 2 * length * 4 * 8
 
 
 def test_a_large_vocabulary_moves_layers_off_the_last_stage():
-    model = ModelConfig(vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32)
+    model = ModelConfig(
+        vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32
+    )
     costs = layer_costs(model, 4096)
     sizes = balanced(costs.layers, 4, costs.embedding, costs.head)
     assert sum(sizes) == 16 and sizes[-1] < min(sizes[:-1])

@@ -1,4 +1,5 @@
-"""What holds for every plan of every size: sampled here, all of them by tests/matrix.py. The rules are restated, not the code's own."""
+"""What holds for every plan of every size: sampled here, all of them by tests/matrix.py. The rules are restated, not
+the code's own."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half")
 FOLDED = ("zb-v", "v-half")
 
 
-def prove_plan(name: str, ranks: int, microbatches: int, virtual: int | None, costs: Costs | None, forward_only: bool) -> None:
+def prove_plan(
+    name: str, ranks: int, microbatches: int, virtual: int | None, costs: Costs | None, forward_only: bool
+) -> None:
     """Raise where a plan is not what its name promises, or could hang."""
     plan = with_communication(build(name, ranks, microbatches, virtual, costs, forward_only))
     for outstanding in (None, 0, OUTSTANDING_SENDS):
@@ -39,9 +42,13 @@ def prove_plan(name: str, ranks: int, microbatches: int, virtual: int | None, co
         for stage, i in product(own, range(microbatches)):
             passes = [place[kind, stage, i] for kind in kinds]
             assert passes == sorted(passes), "forward, backward, weight"
-            assert i == 0 or all(place[kind, stage, i - 1] < place[kind, stage, i] for kind in kinds), "microbatches ascend"
+            assert i == 0 or all(place[kind, stage, i - 1] < place[kind, stage, i] for kind in kinds), (
+                "microbatches ascend"
+            )
         held = most_held(done, last=kinds[-1])
-        assert held <= (1 if forward_only else min(promised(name, ranks, microbatches, chunks, rank), microbatches * chunks))
+        assert held <= (
+            1 if forward_only else min(promised(name, ranks, microbatches, chunks, rank), microbatches * chunks)
+        )
     check_messages(plan, kinds)
 
 
@@ -57,17 +64,26 @@ def most_held(done: list[tuple], last: Kind) -> int:
 
 def promised(name: str, ranks: int, microbatches: int, chunks: int, rank: int) -> int:
     """The published memory of each schedule, in activations of one microbatch on one stage."""
-    if name == "interleaved":  # Megatron's warm-up, and one; its groups have p microbatches, or up to 2p - 1 where p does not divide m
+    # Megatron's warm-up, and one; its groups have p microbatches, or up to 2p - 1 where p does not divide m
+    if name == "interleaved":
         if chunks == 1:
             return ranks - rank
         group = ranks if microbatches % ranks == 0 else min(microbatches, 2 * ranks - 1)
         return 2 * (ranks - rank - 1) + (chunks - 1) * group + 1
-    whole = {"gpipe": microbatches, "1f1b": ranks - rank, "zb-h1": ranks, "zb-h2": 2 * ranks - 1, "zb-v": ranks, "v-half": ranks / 2 + 1}
+    whole = {
+        "gpipe": microbatches,
+        "1f1b": ranks - rank,
+        "zb-h1": ranks,
+        "zb-h2": 2 * ranks - 1,
+        "zb-v": ranks,
+        "v-half": ranks / 2 + 1,
+    }
     return int(whole[name] * chunks)
 
 
 def check_messages(plan: Schedule, kinds: tuple[Kind, ...]) -> None:
-    """Each boundary between stages of two ranks carries each microbatch's activation up and its gradient down; others carry nothing."""
+    """Each boundary between stages of two ranks carries each microbatch's activation up and its gradient down; others
+    carry nothing."""
     expected = Counter()
     for stage in range(plan.stages - 1):
         if plan.placement[stage] != plan.placement[stage + 1]:
@@ -75,7 +91,10 @@ def check_messages(plan: Schedule, kinds: tuple[Kind, ...]) -> None:
                 expected[True, stage, i] = 2  # one end each
                 if B in kinds:
                     expected[False, stage + 1, i] = 2
-    assert Counter(message_of(action) for actions in plan.actions for action in actions if action.peer is not None) == expected
+    assert (
+        Counter(message_of(action) for actions in plan.actions for action in actions if action.peer is not None)
+        == expected
+    )
 
 
 durations = st.sampled_from([0.0, 0.1, 1.0, 1.5, 3.0])
@@ -96,7 +115,8 @@ def test_a_plan_of_any_size_and_for_any_costs(name, ranks, microbatches, virtual
 
 @pytest.mark.parametrize("ranks, rounds, chunks", [(2, 1, 2), (2, 5, 3), (4, 1, 2), (4, 2, 2), (4, 3, 4), (8, 2, 2)])
 def test_interleaved_is_megatrons_table(ranks, rounds, chunks):
-    """Narayanan et al. 2021, with microbatches that p divides: the k-th forward and backward of a rank, and how many warm up."""
+    """Narayanan et al. 2021, with microbatches that p divides: the k-th forward and backward of a rank, and how many
+    warm up."""
     microbatches = ranks * rounds
     plan = build("interleaved", ranks, microbatches, chunks)
     for rank in range(ranks):
@@ -115,7 +135,8 @@ def test_interleaved_is_megatrons_table(ranks, rounds, chunks):
         assert [action.kind for action in plan.compute(rank)[: steady + 1]] == [F] * steady + [B]
 
 
-PUBLISHED = [  # ranks, microbatches, virtual stages, bubble, most activations on the first and the last rank in whole stages
+# ranks, microbatches, virtual stages, bubble, most activations on the first and the last rank in whole stages
+PUBLISHED = [
     *((4, 8, 2, 0.1579, 5.5, 2.5), (4, 8, 4, 0.0857, 4.75, 3.25), (8, 16, 2, 0.1795, 11.5, 4.5)),
     *((4, 8, 1, 0.2727, 4, 1), (16, 64, 1, 0.1899, 16, 1)),
 ]
@@ -141,7 +162,8 @@ def longest_span(plan: Schedule) -> float:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_published_bubbles_of_split_backwards(ranks):
-    """Qi et al. 2023, all passes equally long: zb-h1 idles for a third of 1f1b's time, zb-h2 and zb-v for none from step to step."""
+    """Qi et al. 2023, all passes equally long: zb-h1 idles for a third of 1f1b's time, zb-h2 and zb-v for none from
+    step to step."""
     microbatches = 3 * ranks
     work = 3 * microbatches
     assert simulate(build("zb-h1", ranks, microbatches), 1, 1, 1).makespan == pytest.approx(work + ranks - 1)

@@ -1,4 +1,5 @@
-"""What the runtime does with messages that are complete before anything waits for them, as NCCL's are and gloo's never."""
+"""What the runtime does with messages that are complete before anything waits for them, as NCCL's are and gloo's
+never."""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ def test_published_bubbles_and_peaks_of_1f1b(stages, microbatches, bubble):
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_bubble_and_peak_of_every_size(name):
-    """Both schedules idle for p - 1 of every microbatch's time over m of them (Narayanan et al. 2021); they differ in memory."""
+    """Both schedules idle for p - 1 of every microbatch's time over m of them (Narayanan et al. 2021); they differ in
+    memory."""
     for stages in range(1, 9):
         for microbatches in range(1, 33):
             schedule = build(name, stages, microbatches)
@@ -57,10 +58,13 @@ def test_bubble_and_peak_of_every_size(name):
 
 @pytest.mark.parametrize("stages, microbatches", [(2, 4), (4, 4), (4, 16), (8, 24)])
 def test_latency_lengthens_1f1b_as_derived(stages, microbatches):
-    """p | m: each of the m / p - 1 rounds waits for a round trip through p - 1 stages, beyond the way in and out of the pipeline."""
+    """p | m: each of the m / p - 1 rounds waits for a round trip through p - 1 stages, beyond the way in and out of the
+    pipeline."""
     forward, input_backward, weight_backward, latency = 1.0, 1.1, 0.9, 0.05
     whole = forward + input_backward + weight_backward
-    expected = (microbatches + stages - 1) * whole + (2 * (stages - 1) * microbatches / stages + 2 * (stages - 2)) * latency
+    expected = (microbatches + stages - 1) * whole + (
+        2 * (stages - 1) * microbatches / stages + 2 * (stages - 2)
+    ) * latency
     timeline = simulate(build("1f1b", stages, microbatches), forward, input_backward, weight_backward, latency)
     assert timeline.makespan == pytest.approx(expected)
 
@@ -81,7 +85,11 @@ def test_time_of_uneven_stages_and_of_messages():
 def folded_with_weights():
     """Four stages on two ranks in a V, backward split: rank 0 holds both ends of the model."""
     actions = tuple(
-        tuple(Action(kind, stage, 0) for kind, order in ((F, (first, last)), (B, (last, first)), (W, (last, first))) for stage in order)
+        tuple(
+            Action(kind, stage, 0)
+            for kind, order in ((F, (first, last)), (B, (last, first)), (W, (last, first)))
+            for stage in order
+        )
         for first, last in ((0, 3), (1, 2))
     )
     return Schedule("folded", 2, 4, 1, (0, 1, 1, 0), actions, (2, 2), (F, B, W))
@@ -89,7 +97,8 @@ def folded_with_weights():
 
 def test_split_backward_and_several_stages_on_a_rank():
     schedule = folded_with_weights()
-    timeline = simulate(schedule, forward=2, input_backward=4, weight_backward=6, comm=1)  # a stage takes half: 1, 2 and 3
+    # a stage takes half: 1, 2 and 3
+    timeline = simulate(schedule, forward=2, input_backward=4, weight_backward=6, comm=1)
     ends = {repr(span.action): span.end for spans in timeline.spans for span in spans}
     assert ends == {
         **{"F0.0": 1, "F1.0": 3, "F2.0": 4, "F3.0": 6},  # a message between stages 0 and 1, none between 1 and 2
@@ -123,7 +132,10 @@ def test_bad_input_is_named(arguments, message):
 
 
 def test_the_hash_tells_plans_apart_and_nothing_else():
-    plans = [build(*plan) for plan in (("gpipe", 2, 3), ("1f1b", 2, 3), ("1f1b", 3, 2), ("1f1b", 2, 4), ("1f1b", 2, 3, None, None, True))]
+    plans = [
+        build(*plan)
+        for plan in (("gpipe", 2, 3), ("1f1b", 2, 3), ("1f1b", 3, 2), ("1f1b", 2, 4), ("1f1b", 2, 3, None, None, True))
+    ]
     one = plans[1]
     plans += [replace(one, placement=(1, 0)), replace(one, actions=one.actions[::-1]), replace(one, passes=(F, B, W))]
     assert len({plan.hash for plan in plans}) == len(plans)
@@ -144,7 +156,9 @@ def test_drawing_places_every_bar_in_its_time():
     timeline = simulate(build("1f1b", 2, 2))
     assert draw(timeline) == "rank 0  F0|F1|......B0---|...B1---|\nrank 1  ...F0|B0---|F1|B1---|......"
     rows = draw(simulate(folded_with_weights(), 1, 1, 1)).splitlines()
-    assert rows[0].startswith("rank 0  F0.0|..........F3.0|B3.0|") and rows[1].startswith("rank 1  .....F1.0|F2.0|..........B2.0|B1.0|")
+    assert rows[0].startswith("rank 0  F0.0|..........F3.0|B3.0|") and rows[1].startswith(
+        "rank 1  .....F1.0|F2.0|..........B2.0|B1.0|"
+    )
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])

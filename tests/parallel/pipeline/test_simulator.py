@@ -1,4 +1,5 @@
-"""Bubbles and memory of every schedule, against closed forms of the papers written out here, and a longest path through a graph."""
+"""Bubbles and memory of every schedule, against closed forms of the papers written out here, and a longest path through
+a graph."""
 
 from __future__ import annotations
 
@@ -19,8 +20,16 @@ from megalite.planning.drawing.text import draw
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 RANKS = range(2, 17)
-ORACLE = [  # ranks, microbatches, stages a rank, bubble, peak on the first and the last rank: backward takes twice as long as forward
-    *((2, 4, 1, 0.2, 2, 1), (4, 4, 1, 0.4286, 4, 1), (4, 8, 1, 0.2727, 4, 1), (4, 8, 2, 0.1579, 5.5, 2.5), (4, 8, 4, 0.0857, 4.75, 3.25)),
+# ranks, microbatches, stages a rank, bubble, peak on the first and the last rank: backward takes twice as long as
+# forward
+ORACLE = [
+    *(
+        (2, 4, 1, 0.2, 2, 1),
+        (4, 4, 1, 0.4286, 4, 1),
+        (4, 8, 1, 0.2727, 4, 1),
+        (4, 8, 2, 0.1579, 5.5, 2.5),
+        (4, 8, 4, 0.0857, 4.75, 3.25),
+    ),
     *((8, 16, 1, 0.3043, 8, 1), (8, 16, 2, 0.1795, 11.5, 4.5), (8, 64, 1, 0.0986, 8, 1), (16, 64, 1, 0.1899, 16, 1)),
 ]
 
@@ -34,21 +43,28 @@ def test_known_bubbles_and_peaks(ranks, microbatches, stages, bubble, first, las
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_bubble_over_ideal_of_the_schedules_with_a_whole_backward(ranks):
-    """Narayanan et al. 2021, section 2.2: (p - 1) / m, and with v stages on each rank (p - 1) / (v m), whatever a backward takes."""
+    """Narayanan et al. 2021, section 2.2: (p - 1) / m, and with v stages on each rank (p - 1) / (v m), whatever a
+    backward takes."""
     for microbatches in (ranks, 2 * ranks, 5 * ranks):
         for costs in (Costs(), Costs(1, 0.7, 0.6)):
             for name in ("gpipe", "1f1b"):
-                assert plan(name, ranks, microbatches, costs=costs).timeline.bubble_over_ideal == pytest.approx((ranks - 1) / microbatches)
+                assert plan(name, ranks, microbatches, costs=costs).timeline.bubble_over_ideal == pytest.approx(
+                    (ranks - 1) / microbatches
+                )
             for stages in (2, 3, 4):
                 found = plan("interleaved", ranks, microbatches, stages, costs)
                 assert found.timeline.bubble_over_ideal == pytest.approx((ranks - 1) / (stages * microbatches))
-                held = [min(2 * (ranks - rank - 1) + (stages - 1) * ranks + 1, microbatches * stages) / stages for rank in range(ranks)]
+                held = [
+                    min(2 * (ranks - rank - 1) + (stages - 1) * ranks + 1, microbatches * stages) / stages
+                    for rank in range(ranks)
+                ]
                 assert found.peaks() == pytest.approx(held)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 def test_ragged_groups_idle_no_more_than_whole_ones(ranks):
-    """Groups of p and a short one would idle 34.5% and 20.75% at p = 4, v = 2 and m = 6 and 7, where these idle 20% and 17.6%."""
+    """Groups of p and a short one would idle 34.5% and 20.75% at p = 4, v = 2 and m = 6 and 7, where these idle 20% and
+    17.6%."""
     for microbatches in range(ranks, 4 * ranks):
         for stages in (2, 3):
             found = plan("interleaved", ranks, microbatches, stages)
@@ -68,7 +84,8 @@ def test_latency_in_1f1b(ranks):
 
 
 def random_costs(choose: random.Random) -> Costs:
-    """With weight gradients no longer than the other passes, but longer than a round trip: a shorter one can not fill it."""
+    """With weight gradients no longer than the other passes, but longer than a round trip: a shorter one can not fill
+    it."""
     forward, backward = choose.uniform(0.5, 2), choose.uniform(0.5, 2)
     weight = choose.uniform(0.1, 1) * min(forward, backward)
     return Costs(forward, backward, weight, choose.choice([0, choose.uniform(0, 0.5)]) * weight)
@@ -76,7 +93,8 @@ def random_costs(choose: random.Random) -> Costs:
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_zero_bubble_schedules_reach_their_papers_bubbles(ranks):
-    """Qi et al. 2023, table 1: (p - 1)(F + B - W) for ZB-H1 and (p - 1)(F + B - 2W) for ZB-H2, and time for the messages."""
+    """Qi et al. 2023, table 1: (p - 1)(F + B - W) for ZB-H1 and (p - 1)(F + B - 2W) for ZB-H2, and time for the
+    messages."""
     choose = random.Random(ranks)
     for microbatches in (2 * ranks - 1, 2 * ranks, 3 * ranks):
         for costs in (Costs(), random_costs(choose)):
@@ -85,7 +103,9 @@ def test_zero_bubble_schedules_reach_their_papers_bubbles(ranks):
             h1, h2 = (plan(name, ranks, microbatches, costs=costs) for name in ("zb-h1", "zb-h2"))
             if microbatches >= 2 * ranks:
                 assert h1.timeline.makespan <= work + (ranks - 1) * (forward + backward - weight + 4 * latency) + 1e-9
-            assert h2.timeline.longest_span <= work + (ranks - 1) * (forward + backward - 2 * weight + 2 * latency) + 1e-9
+            assert (
+                h2.timeline.longest_span <= work + (ranks - 1) * (forward + backward - 2 * weight + 2 * latency) + 1e-9
+            )
             for found, limit in ((h1, ranks), (h2, 2 * ranks - 1)):
                 assert max(found.peaks()) <= max(found.peaks(W)) <= limit
 
@@ -135,7 +155,9 @@ def longest_paths(schedule, durations, latency):
             wanted = {F: [(F, stage - 1)], B: [(F, stage), (B, stage + 1)], W: [(B, stage)]}[kind]
             for other, source in wanted:
                 if 0 <= source < schedule.stages:
-                    needs[action][Action(other, source, microbatch)] = latency if schedule.placement[source] != rank else 0
+                    needs[action][Action(other, source, microbatch)] = (
+                        latency if schedule.placement[source] != rank else 0
+                    )
     ends: dict[Action, float] = {}
     for action in TopologicalSorter(needs).static_order():
         start = max((ends[other] + delay for other, delay in needs[action].items()), default=0)
@@ -152,8 +174,14 @@ def test_the_simulator_finds_the_longest_path(name):
         found = simulate(schedule, passes[F], passes[B], passes[W], comm=2)
         whole = [b + w for b, w in zip(passes[B], passes[W], strict=True)]
         durations = passes if W in schedule.passes else passes | {B: whole}
-        assert {span.action: span.end for spans in found.spans for span in spans} == longest_paths(schedule, durations, 2)
-        assert all(span.end - span.start == durations[span.action.kind][span.action.stage] for spans in found.spans for span in spans)
+        assert {span.action: span.end for spans in found.spans for span in spans} == longest_paths(
+            schedule, durations, 2
+        )
+        assert all(
+            span.end - span.start == durations[span.action.kind][span.action.stage]
+            for spans in found.spans
+            for span in spans
+        )
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -167,7 +195,8 @@ def test_messages_are_those_that_the_runtime_sends(name):
 
 
 def test_memory_of_stages_that_differ():
-    """Stages 0 and 3 on rank 0, 1 and 2 on rank 1, worked out by hand: at the turn each rank holds both of its stages."""
+    """Stages 0 and 3 on rank 0, 1 and 2 on rank 1, worked out by hand: at the turn each rank holds both of its
+    stages."""
     schedule = build("zb-v", 2, 1)
     assert peak_activations(schedule, sizes=[5, 1, 2, 10]) == [15, 3]
     assert peak_activations(build("1f1b", 3, 4), sizes=[4, 1, 1.5]) == [12, 2, 1.5]
@@ -175,7 +204,11 @@ def test_memory_of_stages_that_differ():
 
 def test_costs_shape_the_order_and_not_only_the_times():
     short, even = Costs(1, 1, 0.3, 0.2), Costs()
-    assert plan("zb-h1", 4, 8, costs=short).schedule == build("zb-h1", 4, 8, costs=short) != build("zb-h1", 4, 8, costs=even)
+    assert (
+        plan("zb-h1", 4, 8, costs=short).schedule
+        == build("zb-h1", 4, 8, costs=short)
+        != build("zb-h1", 4, 8, costs=even)
+    )
 
 
 def test_comparing_and_sweeping_cover_what_was_asked_for():
@@ -183,7 +216,9 @@ def test_comparing_and_sweeping_cover_what_was_asked_for():
     assert [found.chunks for found in compare(4, 8, 3)] == [1, 1, 3, 1, 1, 2, 2]
     assert [found.schedule.ranks for found in sweep("pp", [2, 4], "zb-h1", None, 8)] == [2, 4]
     plans = sweep("microbatches", [4, 8], None, 2, None)
-    assert [(found.schedule.name, found.schedule.microbatches) for found in plans] == [(name, m) for m in (4, 8) for name in SCHEDULES]
+    assert [(found.schedule.name, found.schedule.microbatches) for found in plans] == [
+        (name, m) for m in (4, 8) for name in SCHEDULES
+    ]
     title, head, *rows = grid(plans, "microbatches", "bubble_over_ideal").splitlines()
     assert title == "bubble_over_ideal" and head.split() == ["microbatches", *SCHEDULES]
     assert [row.split()[:4] for row in rows] == [["4", "25.0%", "25.0%", "12.5%"], ["8", "12.5%", "12.5%", "6.2%"]]
