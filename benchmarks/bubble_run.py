@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.measure import finish, read_spec
-from megalite.batch import Microbatch, StageOutput
 from megalite.mesh.mesh import Layout, Mesh
-from megalite.parallel.pipeline.communication import CHANNELS, with_communication
+from megalite.parallel.microbatch import Microbatch, StageOutput
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.runtime import Runtime
+from megalite.parallel.pipeline.send_recv_actions import CHANNELS, with_communication
 from megalite.parallel.weight_grad_queue import WeightGradQueue, WeightProduct
 from megalite.system.clock import ActionTiming
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megalite_kernels import activation, cross_entropy, dispatch, norm
+from megalite_kernels import activation, backend, cross_entropy, norm
 from megalite_kernels.attention import attention, attention_backward
 from torch import Tensor
 
@@ -23,8 +23,8 @@ from benchmarks.measure import finish, read_spec, wait
 from megalite.launch.process import choose_device, configure_process, start_process_group
 from megalite.mesh.mesh import Layout, Mesh
 from megalite.parallel.collectives import all_reduce
-from megalite.planning.kernels import computed_pairs
-from megalite.planning.links import START
+from megalite.planner.hardware.kernels import computed_pairs
+from megalite.planner.hardware.links import START
 
 REPEATS = 7
 TINY = 8  # size of a product whose time is only that of its call
@@ -83,7 +83,7 @@ class Measured:
             activation.gated_forward(gate_up, "silu")
             activation.gated_backward(dh, gate_up, "silu")
 
-        # see megalite.planning.operations: 4 + 4 of the norm, 3 + 6 of the activation
+        # see megalite.planner.cost.operations: 4 + 4 of the norm, 3 + 6 of the activation
         values = rows * (8 * width + 9 * 2 * width)
         return values * x.element_size() / self.seconds(pass_over)
 
@@ -164,7 +164,7 @@ def main() -> None:
     torch.set_num_threads(spec["threads"])
     configure_process(device)
     start_process_group(device, "10m")
-    dispatch.select("auto")
+    backend.select("auto")
     measured = Measured(device, getattr(torch, spec["dtype"]))
     products = {size: measured.product(size) / 1e9 for size in spec["sizes"]}
     forward, backward = measured.attention(*spec["attention"])

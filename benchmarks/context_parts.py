@@ -3,7 +3,7 @@ tiles of attention.
 
 Nothing is timed: rows of random documents are cut, and tiles are counted. Writes results/context-parts.json,
 and its table into docs/context-parallel.md. The planner takes its assumption about documents from here
-(`megalite.planning.context`).
+(`megalite.planner.cost.context_exchange`).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from megalite.commands import train  # noqa: E402, F401
 from megalite.config.load import load_config  # noqa: E402
 from megalite.launch.process import configure_process  # noqa: E402
 from megalite.training.fit import fit  # noqa: E402, F401
-from megalite.training.product_choice import choose  # noqa: E402
+from megalite.training.matmul_choice import choose  # noqa: E402
 from megalite.training.trainer import Trainer  # noqa: E402
 
 done("import megalite")

@@ -15,9 +15,9 @@ from typing import Any
 
 from benchmarks import published
 from megalite.config.schema import ModelConfig
-from megalite.planning.hardware import Link, find
-from megalite.planning.operations import Software
-from megalite.planning.step import Choice, Job, Stepper
+from megalite.planner.cost.operations import Software
+from megalite.planner.hardware.devices import Link, find
+from megalite.planner.time.step import Choice, Job, Stepper
 
 SMALL = Job(
     ModelConfig(

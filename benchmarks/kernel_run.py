@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import triton
-from megalite_kernels import dispatch
+from megalite_kernels import backend
 
 from benchmarks import attention_cases, expert_cases, registers, tuning
 from benchmarks.kernel_cases import CASES, Case, Function, Sizes
@@ -39,7 +39,7 @@ def main() -> None:
     spec = read_spec()
     torch.manual_seed(0)
     smoke: bool = spec["smoke"]
-    dispatch.select("triton")
+    backend.select("triton")
     sizes, until = Sizes("cpu" if smoke else "cuda", smoke), time.monotonic() + spec["seconds"]
     if not smoke:
         from torch._functorch import config as functorch

@@ -21,10 +21,10 @@ from benchmarks.measure import Memory, device_memory, finish, product_peak, read
 from megalite.assembly import parts as build
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
+from megalite.launch.matmul_library import Product
 from megalite.launch.process import choose_device, configure_process, start_process_group
-from megalite.launch.products import Product
 from megalite.mesh.mesh import Mesh
-from megalite.training import product_choice
+from megalite.training import matmul_choice
 from megalite.training.trainer import Trainer
 
 
@@ -39,7 +39,7 @@ def main() -> None:
     start_process_group(device, config.run.timeout)
     mesh = build.make_mesh(config)
     if spec.get("matmul") is None:
-        product_choice.choose(config, mesh, device)
+        matmul_choice.choose(config, mesh, device)
     else:
         torch.set_float32_matmul_precision(spec["matmul"])
     trainer = Trainer(config, mesh, device)
@@ -71,7 +71,7 @@ def step_products(config: Config, mesh: Mesh) -> Callable[[], None]:
     """A function that computes this rank's matrix products of one step, between barriers of all ranks."""
     dtype = build.DTYPES[config.train.precision]
     prepared = [
-        (product.times, filled(product, dtype)) for product in product_choice.step_products(config, mesh)
+        (product.times, filled(product, dtype)) for product in matmul_choice.step_products(config, mesh)
     ]
 
     def step() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.parallel.context.parts import Runs, contiguous, zigzag
-from megalite.planning.drawing.timeline import COLOURS, FAINT, INK, Box, Label, Picture, shade, svg
+from megalite.planner.report.drawing.timeline import COLOURS, FAINT, INK, Box, Label, Picture, shade, svg
 
 RANKS = (*COLOURS.values(), "#7a4fa3")
 SHARED = "#e4e4e8"  # replicated on every rank

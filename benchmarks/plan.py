@@ -17,9 +17,9 @@ from typing import Any
 from benchmarks import overhead, report
 from megalite.commands.parser import write_whole
 from megalite.config.load import from_dict
-from megalite.planning.hardware import Device, found_as, read_device
-from megalite.planning.peaks import peak_flops
-from megalite.planning.step import Choice, Job, Stepper
+from megalite.planner.hardware.devices import Device, found_as, read_device
+from megalite.planner.hardware.peaks import peak_flops
+from megalite.planner.time.step import Choice, Job, Stepper
 
 COLUMNS = {
     "layout": "layout",
@@ -62,7 +62,8 @@ SMOKE = {
 
 
 def calibrate(smoke: bool = False, limit_s: float = 1800.0) -> dict[str, Any]:
-    """Measure this machine; returns a device in the form that `megalite/planning/hardware.py` reads."""
+    """Measure this machine; returns a device in the form that `megalite/planner/hardware/devices.py`
+    reads."""
     gpus = report.gpus()
     ranks = len(gpus) or 2
     spec: dict[str, Any] = {

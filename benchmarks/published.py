@@ -16,14 +16,14 @@ from statistics import median
 from typing import Any
 
 from megalite.config.load import read_tree
-from megalite.config.presets import preset
 from megalite.config.schema import ModelConfig
+from megalite.families.presets import preset
 from megalite.model.cost import model_flops_per_token
-from megalite.planning.constants import CONSTANTS
-from megalite.planning.explaining import described
-from megalite.planning.hardware import Device, Link, find, read_link
-from megalite.planning.operations import Software
-from megalite.planning.step import Choice, Job, Stepper, StepTime
+from megalite.planner.cost.operations import Software
+from megalite.planner.hardware.constants import CONSTANTS
+from megalite.planner.hardware.devices import Device, Link, find, read_link
+from megalite.planner.report.explanation import described
+from megalite.planner.time.step import Choice, Job, Stepper, StepTime
 
 ROWS = Path(__file__).with_name("published.yaml")
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"

@@ -25,15 +25,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import report
 from megalite.assembly import parts as build
-from megalite.batch import Microbatch
 from megalite.commands.parser import Parser, positive
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
 from megalite.optimizer.adamw import AdamW
 from megalite.optimizer.state import OptimizerState
 from megalite.optimizer.table import OPTIMIZERS
-from megalite.planning.budget import decide
-from megalite.planning.memory import estimate
+from megalite.parallel.microbatch import Microbatch
+from megalite.planner.budget.decision import decide
+from megalite.planner.memory.estimate import estimate
 
 MODES = ("none", "selective", "every-2", "full")
 PARTS = (0.0, 0.25, 0.5, 0.75, 0.95)

@@ -29,9 +29,9 @@ from typing import Any
 from benchmarks import report
 from benchmarks.step import MODEL, SMOKE_MODEL
 from megalite.config.load import from_dict
-from megalite.config.presets import preset
 from megalite.config.rules import check
 from megalite.config.schema import ConfigError
+from megalite.families.presets import preset
 
 AXES = ("tp", "pp", "dp")
 ROWS = 4  # default number of microbatches per rank in weak scaling

@@ -21,7 +21,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported anywhere: sums m
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # kernels are interpreted, here and in the ranks
 
-from tests.distributed.support.pool import RankPool, start_fork_server  # noqa: E402
+from tests.support.pool import RankPool, start_fork_server  # noqa: E402
 
 start_fork_server()  # imports torch while pytest does
 

@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megalite.system.progress import Progress, Report
-from tests.distributed.support.pool import RankPool, start_fork_server
-from tests.distributed.support.references import References
-from tests.distributed.support.space import Case, world
+from tests.support.pool import RankPool, start_fork_server
+from tests.support.references import References
+from tests.support.space import Case, world
 
 ROOT = Path(__file__).resolve().parents[1]
 STATE = ROOT / "runs" / "matrix"
@@ -68,9 +68,9 @@ class Sample:
     longest_s = 30.0
 
     def __init__(self, name: str, number: int, steps: int, directory: Path, ranks: RankPool):
-        from tests.distributed.support.configs import write_tokens
-        from tests.distributed.support.layouts import OPTIONS
-        from tests.distributed.support.spaces import SPACES
+        from tests.support.configs import write_tokens
+        from tests.support.layouts import OPTIONS
+        from tests.support.spaces import SPACES
 
         self._space, self._number, self._steps, self._ranks = SPACES[name], number, steps, ranks
         self._prefixes = {size: write_tokens(directory, size) for size in OPTIONS["vocab_size"]}
@@ -89,8 +89,8 @@ class Sample:
         return world(case), case["tp"], case["pp"], case["dp"]
 
     def prove(self, case: str) -> None:
-        from tests.distributed.support import jobs
         from tests.distributed.test_equivalence import TOLERANCE, assert_same_run
+        from tests.support import jobs
 
         made = self._space.complete(self._cases[case])
         kinds = ("weight", "ema") if made.get("ema") else ("weight",)
@@ -107,7 +107,7 @@ class Random:
     longest_s = 20.0
 
     def __init__(self, directory: Path, ranks: RankPool):
-        from tests.distributed.support.random_configurations import Files
+        from tests.support.random_configurations import Files
 
         self._ranks = ranks
         self._files = Files.write(directory)
@@ -116,7 +116,7 @@ class Random:
         return [str(seed) for seed in range(RANDOM_CASES)]
 
     def prove(self, case: str) -> None:
-        from tests.distributed.support.random_configurations import draw, prove
+        from tests.support.random_configurations import draw, prove
 
         prove(draw(int(case), self._files), self._files, self._ranks)
 
@@ -128,18 +128,18 @@ class Stress:
     longest_s = 60.0
 
     def __init__(self, directory: Path, ranks: RankPool):
-        from tests.distributed.support import delays
-        from tests.distributed.support.configs import write_tokens
+        from tests.support import delays
+        from tests.support.configs import write_tokens
 
         self._ranks, self._prefix = ranks, write_tokens(directory, delays.MODEL["vocab_size"])
 
     def cases(self) -> list[str]:
-        from tests.distributed.support.delays import LAYOUTS
+        from tests.support.delays import LAYOUTS
 
         return [f"{seed}-{layout}" for seed, layout in enumerate(islice(cycle(LAYOUTS), STRESS_ROUNDS), start=1)]
 
     def prove(self, case: str) -> None:
-        from tests.distributed.support.delays import prove_undisturbed
+        from tests.support.delays import prove_undisturbed
 
         seed, _, layout = case.partition("-")
         prove_undisturbed(
@@ -153,8 +153,8 @@ class Resharding:
     longest_s = 60.0
 
     def __init__(self, directory: Path, ranks: RankPool):
-        from tests.distributed.support import resharding
-        from tests.distributed.support.configs import write_tokens
+        from tests.support import resharding
+        from tests.support.configs import write_tokens
 
         prefix = write_tokens(directory, resharding.MODEL["vocab_size"])
         self._pairs = {f"{saved}/{loaded}": (saved, loaded) for saved, loaded in resharding.PAIRS}
@@ -173,8 +173,8 @@ class Kills:
     longest_s = 120.0
 
     def __init__(self, directory: Path, ranks: RankPool):
-        from tests.distributed.support.configs import write_tokens
-        from tests.distributed.support.killing import LAYOUTS, MODEL
+        from tests.support.configs import write_tokens
+        from tests.support.killing import LAYOUTS, MODEL
 
         self._directory, self._ranks = directory, ranks
         self._prefix = write_tokens(directory, MODEL["vocab_size"])
@@ -187,7 +187,7 @@ class Kills:
         return list(self._cases)
 
     def prove(self, case: str) -> None:
-        from tests.distributed.support.killing import Kills as Proof
+        from tests.support.killing import Kills as Proof
 
         seed, layout, how = self._cases[case]
         with tempfile.TemporaryDirectory(dir=self._directory) as directory:

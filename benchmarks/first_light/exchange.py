@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.first_light.rows import Row, Scene, absent, guarded, row
-from megalite.planning.hardware import Device, find, found_as
-from megalite.planning.links import Fabric, group
+from megalite.planner.hardware.devices import Device, find, found_as
+from megalite.planner.hardware.links import Fabric, group
 
 LIMIT_S = 60.0
 ASSUMED_ON_CPU = "h100"  # what the rehearsal compares with, so that the comparison runs

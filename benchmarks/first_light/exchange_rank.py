@@ -1,7 +1,7 @@
 """One rank of the part links, under torchrun: collectives and messages by size, timed by all ranks at once.
 
-Bytes are those of the whole tensor, as in `megalite.planning.links`; the bandwidth is that of the bus, as
-nccl-tests counts it.
+Bytes are those of the whole tensor, as in `megalite.planner.hardware.links`; the bandwidth is that of the
+bus, as nccl-tests counts it.
 """
 
 from __future__ import annotations

@@ -85,14 +85,14 @@ def train(number: int, config: Config, steps: int, directory: Path, device: torc
     """Some steps; losses, norms, times and the weights at the end. With background saves, a save half-way and
     steps resumed from it."""
     import numpy as np
-    from megalite_kernels import dispatch
+    from megalite_kernels import backend
 
     from megalite.assembly import parts as build
     from megalite.training.trainer import Trainer
     from megalite.training.verify import global_tensors
 
     mesh = build.make_mesh(config)
-    dispatch.select(config.train.kernels)
+    backend.select(config.train.kernels)
     trainer = Trainer(config, mesh, device)
     results, seconds = [], []
     for step in range(1, steps + 1):

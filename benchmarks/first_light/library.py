@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.first_light import values
 from benchmarks.first_light.rows import Row, Scene, absent, guarded, row
-from megalite.parallel.expert.products import product_loop
+from megalite.parallel.expert.grouped_matmul import product_loop
 
 
 def rows(scene: Scene) -> Iterator[Row]:

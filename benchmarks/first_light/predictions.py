@@ -16,8 +16,8 @@ from benchmarks import plan
 from benchmarks.first_light.rows import Row, Scene, absent, guarded, row
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
-from megalite.planning import predicting
-from megalite.planning.hardware import Device, read_device
+from megalite.planner.hardware.devices import Device, read_device
+from megalite.planner.time import prediction
 
 RESERVE_S = 5.0
 
@@ -66,7 +66,7 @@ def _step(step: Row, device: Device | None) -> Row:
     """Measured and predicted seconds. Documents are not modelled: attention counts as if rows were whole."""
     measured = step["seconds"]
     predictions = {
-        "calibration": predicting.step_seconds(configuration(step), device) if device else None,
+        "calibration": prediction.step_seconds(configuration(step), device) if device else None,
         "table": step["predicted_seconds"],
     }
     ratios = {name: seconds / measured for name, seconds in predictions.items() if seconds is not None}

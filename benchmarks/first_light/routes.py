@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megalite_kernels import attention_routes, device_routes, dispatch, router_product, weight_grad
+from megalite_kernels import attention_routes, backend, device_routes, router_product, weight_grad
 from megalite_kernels.attention_library import Options
 from megalite_kernels.attention_routes import Call, Route
 from torch import Tensor
@@ -50,7 +50,7 @@ def table_of(scene: Scene) -> dict[str, Any]:
 def rows(scene: Scene) -> Iterator[Row]:
     """What may break the device's context, a route that nobody has seen run, comes last."""
     torch.manual_seed(0)
-    dispatch.select("triton" if scene.gpus else "torch")
+    backend.select("triton" if scene.gpus else "torch")
     found: dict[str, dict[str, float]] = {}
     jobs = [partial(_weight_gradient, name, scene, found) for name in weight_grad.ROUTES]
     jobs += [partial(_router, name, scene, found) for name in router_product.ROUTES]
@@ -62,7 +62,7 @@ def rows(scene: Scene) -> Iterator[Row]:
         if scene.gpus and (lost := _context_lost()):
             yield row("the routes that follow", "missing", f"the device's context is lost: {lost}")
             break
-    dispatch.select("torch")
+    backend.select("torch")
     yield guarded("the table of routes", "measurement", partial(_write, found, scene))
     yield from library.rows(scene)
 

@@ -20,8 +20,9 @@ from benchmarks import gpu_step, report
 from benchmarks.first_light import routes
 from benchmarks.first_light.rows import Row, Scene, absent, guarded, row
 from megalite.config.load import from_dict
-from megalite.planning import memory, predicting
-from megalite.planning.hardware import found_as
+from megalite.planner.hardware.devices import found_as
+from megalite.planner.memory import estimate
+from megalite.planner.time import prediction
 
 LONGEST_S = 90.0
 ROUTES_S = 45.0  # left for the routes
@@ -116,7 +117,7 @@ def _memory(config: dict[str, Any], found: dict[str, Any], scene: Scene) -> dict
     """Peak of allocated memory, and the planner's for the fullest rank, in GiB."""
     made = from_dict(config)
     world = made.parallel.tp * (made.parallel.dp or 1)
-    predicted = max(rank.total for rank in memory.estimate(made, world, scene.device))
+    predicted = max(rank.total for rank in estimate.estimate(made, world, scene.device))
     peak = found["peak_allocated"] or found["peak_rss_above_import"]
     return {"peak_gib": peak / 2**30 if peak else None, "predicted_gib": predicted / 2**30}
 
@@ -125,7 +126,7 @@ def _figures(
     config: dict[str, Any], figures: dict[str, Any], found: dict[str, Any], scene: Scene
 ) -> dict[str, Any]:
     device = found_as(found["device"]) if found["device"] else None
-    seconds = predicting.step_seconds(from_dict(config), device) if device else None
+    seconds = prediction.step_seconds(from_dict(config), device) if device else None
     profile = found.get("profile") or {}
     return {
         **figures,

@@ -24,8 +24,8 @@ from megalite_kernels import (
     activation,
     adamw,
     attention,
+    backend,
     cross_entropy,
-    dispatch,
     dropout,
     grad_norm,
     norm,
@@ -91,7 +91,7 @@ def compared(check: Check, name: str, dtype: torch.dtype, scene: Scene) -> Row:
     host = [x.to(dtype) if x.is_floating_point() else x for x in check.inputs(scene)]
 
     def results(kernels: str, compute: Compute, wide: bool = False) -> list[Tensor]:
-        dispatch.select(kernels)
+        backend.select(kernels)
         try:
             given = [
                 x.to(scene.device, torch.float64 if wide and x.is_floating_point() else x.dtype, copy=True)
@@ -99,7 +99,7 @@ def compared(check: Check, name: str, dtype: torch.dtype, scene: Scene) -> Row:
             ]
             return list(compute(*given))
         finally:
-            dispatch.select("torch")
+            backend.select("torch")
 
     exact = results("torch", check.compute, wide=True)
     kernel, reference = results("triton", check.compute), results("torch", check.peer or check.compute)

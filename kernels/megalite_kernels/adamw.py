@@ -10,7 +10,7 @@ second per process.
 import torch
 from torch import Tensor
 
-from megalite_kernels.dispatch import takes_triton
+from megalite_kernels.backend import takes_triton
 
 
 def adamw_(

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalite_kernels.dispatch import takes_triton
+from megalite_kernels.backend import takes_triton
 from megalite_kernels.dropout import AttentionDropout
 
 # queries per block: of 32, 64, 128 and 256 the fastest or nearly so at every sequence length from 64 to 2,048

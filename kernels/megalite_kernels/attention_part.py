@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megalite_kernels.attention import BLOCK, WIDEST, _heads, _rows
-from megalite_kernels.dispatch import takes_triton
+from megalite_kernels.backend import takes_triton
 from megalite_kernels.dropout import AttentionDropout
 
 Runs = Sequence[tuple[int, int]]

@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.backends import cuda
 
 from megalite_kernels import attention_library as library
+from megalite_kernels.backend import takes_triton
 from megalite_kernels.device_routes import measured
-from megalite_kernels.dispatch import takes_triton
 from megalite_kernels.launch import architecture
 
 WIDEST = 256  # channels of a head

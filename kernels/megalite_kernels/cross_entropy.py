@@ -18,7 +18,7 @@ elementwise passes cost one pass over memory.
 import torch
 from torch import Tensor
 
-from megalite_kernels.dispatch import takes_triton
+from megalite_kernels.backend import takes_triton
 
 # per chunk of rows: 1 MB of fp32 stays in cache; 128 MB limit a GPU's temporaries
 CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}

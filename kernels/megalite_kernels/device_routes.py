@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from megalite_kernels import dispatch
+from megalite_kernels import backend
 
 DIRECTORY = Path(__file__).with_name("routes")
 
@@ -79,7 +79,7 @@ def known(what: str) -> list[str]:
 def measured(device: torch.device) -> DeviceRoutes:
     """The routes of a GPU that count in this process: those of its file if `train.kernels` is auto, else
     none."""
-    return _of_device(device) if dispatch.selected == "auto" and device.type == "cuda" else DeviceRoutes()
+    return _of_device(device) if backend.selected == "auto" and device.type == "cuda" else DeviceRoutes()
 
 
 @functools.cache

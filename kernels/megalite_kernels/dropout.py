@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalite_kernels.dispatch import takes_triton
+from megalite_kernels.backend import takes_triton
 
 _A, _B, _C = 0x2C1B3C6D, 0x297A2D39, 0x1B56C4E9  # odd: a product with them permutes the int32s
 

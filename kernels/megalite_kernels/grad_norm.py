@@ -8,7 +8,7 @@ the result over ranks.
 import torch
 from torch import Tensor
 
-from megalite_kernels.dispatch import takes_triton
+from megalite_kernels.backend import takes_triton
 
 # elements summed in fp32: few enough for the sum to keep its digits, enough for the number of rows not to
 # matter

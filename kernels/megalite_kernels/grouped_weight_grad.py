@@ -8,7 +8,7 @@ rows contributes zero.
 import torch
 from torch import Tensor
 
-from megalite_kernels.dispatch import takes_triton
+from megalite_kernels.backend import takes_triton
 from megalite_kernels.groups import Groups
 
 _DTYPES = (torch.float16, torch.bfloat16)

@@ -14,7 +14,7 @@ weight in that dtype. Statistics and weight gradients are at least fp32.
 import torch
 from torch import Tensor
 
-from megalite_kernels.dispatch import takes_triton
+from megalite_kernels.backend import takes_triton
 
 _ROW_BYTES = 32768  # largest row that a kernel holds in registers: 16,384 values of bf16
 # largest hidden size of its LayerNorm: the gradients of weight and bias need registers, too

@@ -7,7 +7,7 @@ it, and is not rounded on its way from rank to rank, as NCCL's own reduction in 
 import torch
 from torch import Tensor
 
-from megalite_kernels.dispatch import takes_triton
+from megalite_kernels.backend import takes_triton
 
 
 def ordered_sum(parts: Tensor, total: Tensor) -> None:

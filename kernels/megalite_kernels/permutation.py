@@ -13,7 +13,7 @@ whole numbers, so that the order of additions changes nothing.
 import torch
 from torch import Tensor
 
-from megalite_kernels.dispatch import takes_triton
+from megalite_kernels.backend import takes_triton
 
 
 def inverse_order(order: Tensor, length: int) -> Tensor:

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megalite_kernels import dispatch
+from megalite_kernels import backend
 
 from megalite.assembly.plan import activation_shape, counts_tokens, specs_of, units_of
 from megalite.assembly.plan import optimistic_step as optimistic_step
 from megalite.assembly.plan import partition as partition
 from megalite.assembly.plan import schedule as schedule
 from megalite.assembly.plan import staggered_end as staggered_end
-from megalite.batch import Microbatch
 from megalite.config.amounts import duration_seconds
 from megalite.config.schema import Config
 from megalite.mesh.mesh import Layout, Mesh, MeshAxis
@@ -28,15 +27,16 @@ from megalite.model.adapters import with_adapters
 from megalite.model.parameters import kv_replicas, model_specs
 from megalite.model.stage import Stage
 from megalite.optimizer.table import OPTIMIZERS, kinds_of
-from megalite.parallel.pipeline.communication import edges
+from megalite.parallel.microbatch import Microbatch
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.runtime import Runtime
+from megalite.parallel.pipeline.send_recv_actions import edges
 from megalite.parallel.sharding.offload import StateMemory, check_directory, state_memory
 from megalite.parallel.sharding.store import ParameterStore, StoreOptions
 from megalite.parallel.spec import Rectangle, parameter_count
 
 if TYPE_CHECKING:
-    from megalite.model.multi_token import MultiTokenStatistics
+    from megalite.model.mtp import MultiTokenStatistics
     from megalite.model.routers import Routers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -98,7 +98,7 @@ def microbatch_maker(config: Config, cp: MeshAxis) -> Callable[..., Microbatch]:
 
         make = Cut.of(config, cp)
     if config.model.mtp_layers:
-        from megalite.data.ahead import WithAhead
+        from megalite.data.mtp_targets import WithAhead
 
         return WithAhead(make, config.model.mtp_layers)
     return make
@@ -133,7 +133,7 @@ def build_parts(
     `state`: the memory of the optimizer state; default: as `parallel.offload` says.
     """
     parallel, train = config.parallel, config.train
-    dispatch.select(train.kernels)
+    backend.select(train.kernels)
     dtype = DTYPES[train.precision]
     options = StoreOptions(
         zero=parallel.zero,
@@ -176,7 +176,7 @@ def build_parts(
         found = Routers(replace(config.model, router_bias_rate=rate), stages.values(), store.device)
     routers: Routers | MultiTokenStatistics | None = found
     if config.model.mtp_layers:
-        from megalite.model.multi_token import MultiTokenStatistics
+        from megalite.model.mtp import MultiTokenStatistics
 
         routers = MultiTokenStatistics(config.model.mtp_layers, found, mesh, store.device)
     runtime = Runtime(

@@ -16,12 +16,12 @@ from megalite.mesh.layout import AxisPlace, Coordinates
 from megalite.model.adapters import with_adapters
 from megalite.model.cost import layer_costs
 from megalite.model.parameters import model_specs, stage_units
-from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, with_communication
-from megalite.parallel.pipeline.gathering import with_gathering
+from megalite.parallel.pipeline.gather_actions import with_gathering
 from megalite.parallel.pipeline.generator import build, placement
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.partition import balanced
 from megalite.parallel.pipeline.schedule import Costs, Schedule, Unit
+from megalite.parallel.pipeline.send_recv_actions import OUTSTANDING_SENDS, with_communication
 from megalite.parallel.pipeline.validator import validate
 from megalite.parallel.sharding.buckets import BucketLayout, bucket_layout, buckets_of_units
 from megalite.parallel.spec import ParamSpec

@@ -14,13 +14,13 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from megalite import rng
 from megalite.checkpoint.api import load
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import Manifest
 from megalite.config.schema import ModelConfig
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import Rectangle
+from megalite.system import rng
 
 Read = Callable[[Sequence[Rectangle]], None]
 """Fills rectangles of weights, by their names in checkpoints."""

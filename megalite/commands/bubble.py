@@ -27,10 +27,10 @@ from megalite.commands.parser import Parser, as_new_file, as_path, positive, pro
 from megalite.parallel.pipeline.bubble import BUBBLES, Plan, Weights, compare, plan, sweep
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
-from megalite.planning.drawing import measured, trace
-from megalite.planning.drawing import timeline as drawing
-from megalite.planning.drawing.tables import durations, grid, heading, summary, table
-from megalite.planning.drawing.text import draw
+from megalite.planner.report.drawing import measured, trace
+from megalite.planner.report.drawing import timeline as drawing
+from megalite.planner.report.drawing.tables import durations, grid, heading, summary, table
+from megalite.planner.report.drawing.text import draw
 
 FORMATS = (".png", ".svg", ".html", ".json")
 LONGEST = 1e100  # largest duration: sums of durations stay finite

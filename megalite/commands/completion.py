@@ -86,7 +86,7 @@ def of_parser(made: argparse.ArgumentParser) -> Grammar:
 
 def model_names() -> list[str]:
     from megalite.config.load import shipped_configs
-    from megalite.config.presets import presets
+    from megalite.families.presets import presets
 
     return list(dict.fromkeys([*presets(), *shipped_configs()]))
 

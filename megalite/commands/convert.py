@@ -23,9 +23,9 @@ from megalite.checkpoint.directories import check_free
 from megalite.commands.models import hf_directory, weights_of
 from megalite.commands.parser import Answer, Parser, answer, as_name, as_output, as_tokenizer, progress_of
 from megalite.config.amounts import byte_size
-from megalite.config.families import families
 from megalite.config.schema import ConfigError
 from megalite.data.indexed import DataError
+from megalite.families.model_config import families
 
 TOLERANCE = 1e-4
 ROW = 8  # positions per line

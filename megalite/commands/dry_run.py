@@ -15,7 +15,7 @@ from typing import Any
 from megalite.commands.parser import Parser, positive
 from megalite.config.load import exit_with
 from megalite.config.schema import Config, ConfigError
-from megalite.planning.states import Device
+from megalite.planner.memory.states import Device
 from megalite.system.progress import Progress
 from megalite.training import dry_run
 

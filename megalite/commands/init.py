@@ -25,9 +25,9 @@ from megalite.config.schema import Config, ConfigError
 
 if TYPE_CHECKING:
     from megalite.commands.models import NamedModel
-    from megalite.planning.hardware import Device
-    from megalite.planning.search import Plan
-    from megalite.planning.starting import Wanted
+    from megalite.planner.first_config import Wanted
+    from megalite.planner.hardware.devices import Device
+    from megalite.planner.search.best_first import Plan
 
 Value = TypeVar("Value", str, int)
 CPU_SHARE = 0.5
@@ -37,13 +37,13 @@ CPU_SHARE = 0.5
 def main(argv: list[str] | None = None) -> int:
     tool = parser()
     options = tool.parse_args(argv)
-    from megalite.planning.hardware import HardwareError
+    from megalite.planner.hardware.devices import HardwareError
 
     try:
         check_output(options)
         complete(options)
         wanted, named = wanted_by(options)
-        from megalite.planning.starting import first_config
+        from megalite.planner.first_config import first_config
 
         config, plan = first_config(wanted)
         write_whole(options.output, text_of(options, wanted, config, plan, named))
@@ -112,7 +112,7 @@ def complete(options: argparse.Namespace) -> None:
                 "--from is missing. Give a preset, a configuration, or a Hugging Face model, for example "
                 "--from llama-3.2-1b."
             )
-        from megalite.config.presets import presets
+        from megalite.families.presets import presets
 
         print(f"Presets: {', '.join(presets())}; or a configuration, a Hugging Face directory, or org/name.")
         options.source = ask("Model", "llama-3.2-1b" if found else "tiny")
@@ -147,7 +147,7 @@ def ask(question: str, default: Value) -> Value:
 def kind_of_gpu(name: str | None, asks: bool) -> str:
     """The planner's name of this machine's GPUs, else the user's answer. Raises ConfigError if nobody is
     asked."""
-    from megalite.planning.hardware import found_as, known_devices
+    from megalite.planner.hardware.devices import found_as, known_devices
 
     if name is not None and (known := found_as(name)) is not None:
         return known.name
@@ -170,7 +170,7 @@ def check_output(options: argparse.Namespace) -> None:
 def wanted_by(options: argparse.Namespace) -> tuple[Wanted, NamedModel]:
     """What the options ask for. Raises ConfigError for a model that cannot be read."""
     from megalite.commands.models import config_of, find_model, weights_of
-    from megalite.planning.starting import Wanted
+    from megalite.planner.first_config import Wanted
 
     replacing = {
         "data.sequence_length": options.sequence_length,
@@ -197,8 +197,8 @@ def wanted_by(options: argparse.Namespace) -> tuple[Wanted, NamedModel]:
 
 def device_of(options: argparse.Namespace) -> Device:
     from megalite.launch import machine
-    from megalite.planning.hardware import find
-    from megalite.planning.starting import cpu_device
+    from megalite.planner.first_config import cpu_device
+    from megalite.planner.hardware.devices import find
 
     if options.gpus:
         return find(options.gpu)
@@ -209,14 +209,14 @@ def text_of(
     options: argparse.Namespace, wanted: Wanted, config: Config, plan: Plan, named: NamedModel
 ) -> str:
     """The file. A model of the Hub keeps its name, so that the file can be used on other machines."""
-    from megalite.planning import explaining
-    from megalite.planning.configuring import commented
+    from megalite.planner.report import explanation
+    from megalite.planner.search.run_config import commented
 
     where = f"{wanted.gpus} × {wanted.device.name}" if wanted.gpus else "one process on the CPU"
-    heading = f"{options.source} on {where}: {explaining.described(plan.choice)}.\n"
+    heading = f"{options.source} on {where}: {explanation.described(plan.choice)}.\n"
     if wanted.gpus:
         heading += (
-            f"Predicted: {plan.step.total:.3g} s per step, {explaining.amount(plan.memory.total)} on the "
+            f"Predicted: {plan.step.total:.3g} s per step, {explanation.amount(plan.memory.total)} on the "
             "fullest rank.\n"
         )
     heading += (
@@ -229,7 +229,7 @@ def text_of(
 def names_of_hub(options: argparse.Namespace, named: NamedModel) -> dict[str, str]:
     """Options that were given as a name of the Hub, and have become a directory of its cache → the name."""
     from megalite.commands.models import options_in
-    from megalite.config import hub
+    from megalite.families import hub
 
     if named.kind == "configuration":
         shape = options_in(named.name, "--from").get("model.from_hf")
@@ -243,7 +243,7 @@ def names_of_hub(options: argparse.Namespace, named: NamedModel) -> dict[str, st
 
 def start(options: argparse.Namespace, wanted: Wanted) -> str:
     """The command that starts the run."""
-    from megalite.planning.configuring import nodes_for
+    from megalite.planner.search.run_config import nodes_for
 
     file, node = shlex.quote(str(options.output)), wanted.device.per_node
     if wanted.gpus > node:
@@ -258,8 +258,8 @@ def start(options: argparse.Namespace, wanted: Wanted) -> str:
 def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Plan) -> None:
     """Print what was written, and the next commands."""
     from megalite.config.token_files import prefixes, read_often, unused
-    from megalite.planning.explaining import as_json, described
-    from megalite.planning.step import Job
+    from megalite.planner.report.explanation import as_json, described
+    from megalite.planner.time.step import Job
 
     steps: list[str] = []
     missing = [prefix for prefix in prefixes(config.data.train) if not Path(f"{prefix}.idx").is_file()]

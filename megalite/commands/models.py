@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megalite.checkpoint import CheckpointError, find, manifest_of
-from megalite.config import hub
-from megalite.config.families import from_hf_config, hf_config
 from megalite.config.load import (
     Arguments,
     config_file,
@@ -26,9 +24,11 @@ from megalite.config.load import (
     shipped_configs,
 )
 from megalite.config.precision import AUTO
-from megalite.config.presets import presets
 from megalite.config.rule import is_checkpoint, suggestion
 from megalite.config.schema import Config, ConfigError
+from megalite.families import hub
+from megalite.families.model_config import from_hf_config, hf_config
+from megalite.families.presets import presets
 
 HF = "hf:"
 KINDS = (

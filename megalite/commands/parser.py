@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megalite.checkout import CHECKOUT
+from megalite.config.checkout import CHECKOUT
 from megalite.config.help_width import help_width
 from megalite.config.rule import nearest_legal, nearest_name, suggestion, why_not_written
 from megalite.system.files import replacing
@@ -226,8 +226,8 @@ def as_name(text: str) -> str:
 def as_tokenizer(text: str) -> str:
     """The argparse type of a tokenizer: byte, FILE.model, a directory, or org/name on the Hugging Face Hub,
     which becomes a directory."""
-    from megalite.config import hub
     from megalite.config.schema import ConfigError
+    from megalite.families import hub
 
     try:
         return hub.directory(as_name(text).removeprefix("hf:"), "tokenizer")

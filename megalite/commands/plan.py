@@ -11,8 +11,8 @@ explanation of the best.
     then --gpu here.yaml
 
 Ctrl-C ends the search and prints the plans found so far, which are the fastest; the exit status is then 130.
-Memory is from `megalite.planning.memory`, bubbles are from the simulator; docs/planner.md describes the model
-and its measured accuracy.
+Memory is from `megalite.planner.memory.estimate`, bubbles are from the simulator; docs/planner.md describes
+the model and its measured accuracy.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from megalite.commands.parser import (
     progress_of,
     write_whole,
 )
-from megalite.config.recomputation import BUDGET
+from megalite.config.recompute import BUDGET
 from megalite.config.schema import Config, ConfigError
 from megalite.launch.exit_status import ExitStatus
 from megalite.parallel.pipeline.generator import SCHEDULES
-from megalite.planning import explaining
-from megalite.planning.between_nodes import hint
-from megalite.planning.configuring import broken_rule, configured, nodes_for, runnable, to_yaml
-from megalite.planning.hardware import Device, HardwareError, find, known_devices
-from megalite.planning.search import Plan, Search
-from megalite.planning.step import Job
+from megalite.planner.hardware.devices import Device, HardwareError, find, known_devices
+from megalite.planner.report import explanation
+from megalite.planner.report.zero2_hint import hint
+from megalite.planner.search.best_first import Plan, Search
+from megalite.planner.search.run_config import broken_rule, configured, nodes_for, runnable, to_yaml
+from megalite.planner.time.step import Job
 from megalite.system.progress import Report, silent
 
 FIXED = (
@@ -252,7 +252,7 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
     search = Search(job, base, options.gpus, fixed, options.plans, progress=progress)
     plans, complete = search.until_interrupted()
     progress("explaining")
-    walked = explaining.walk(search) if options.explain and complete else []
+    walked = explanation.walk(search) if options.explain and complete else []
     content: dict[str, Any] = {
         "parameters": parameters(base),
         "gpu": device.name,
@@ -266,8 +266,8 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
         return {**content, "explanation": [message]}, message
     if not plans:
         if not search.considered:
-            raise ConfigError(f"No layout is legal: {explaining.illegal(search)}")
-        message = explaining.nothing_fits(search)
+            raise ConfigError(f"No layout is legal: {explanation.illegal(search)}")
+        message = explanation.nothing_fits(search)
         return {**content, "explanation": [message, *walked]}, "\n".join([*walked, message])
     if options.write:
         chosen = runnable(base, plans[0].choice, search.room)
@@ -277,10 +277,10 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
         write_whole(options.write, to_yaml(chosen, heading(search, plans[0], options.write)))
     costs = [cost(job, plan, device, options) for plan in plans]
     between = hint(configured(base, plans[0].choice), options.gpus, device.per_node)
-    sentences = explaining.winner(search, plans) + ([] if between is None else [f"{between}."])
+    sentences = explanation.winner(search, plans) + ([] if between is None else [f"{between}."])
     if not complete:
         sentences.append(f"The search was interrupted: plans after the fastest {len(plans)} are missing.")
-    content["plans"] = [explaining.as_json(job, plan, its) for plan, its in zip(plans, costs, strict=True)]
+    content["plans"] = [explanation.as_json(job, plan, its) for plan, its in zip(plans, costs, strict=True)]
     content["explanation"] = [*sentences, *walked]
     return content, text(search, plans, costs[0], [*sentences, *([""] if walked else []), *walked])
 
@@ -331,7 +331,7 @@ def text(search: Search, plans: list[Plan], cost: dict[str, float | None], sente
         f"{search.considered:,} legal layouts, "
         f"{search.timed} simulated"
     )
-    lines = [head, "", explaining.table([explaining.row(job, plan) for plan in plans]), "", *sentences]
+    lines = [head, "", explanation.table([explanation.row(job, plan) for plan in plans]), "", *sentences]
     if cost:
         dollars = "" if cost["cost"] is None else f", ${cost['cost']:,.0f}"
         lines.append(f"Training on the tokens takes {cost['days']:,.1f} days{dollars}.")
@@ -344,8 +344,9 @@ def heading(search: Search, plan: Plan, path: Path) -> str:
     nodes = nodes_for(search.gpus, job.device.per_node)
     start = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint NODE0:29500 " if nodes > 1 else ""
     return (
-        f"{explaining.described(plan.choice)}, for {search.gpus} × {job.device.name}\n"
-        f"Predicted: {plan.step.total:.4g} s per step, {explaining.amount(plan.memory.total)} on the fullest "
+        f"{explanation.described(plan.choice)}, for {search.gpus} × {job.device.name}\n"
+        f"Predicted: {plan.step.total:.4g} s per step, {explanation.amount(plan.memory.total)} on the "
+        "fullest "
         "rank.\n\n"
         f"  torchrun {start}--nproc-per-node {search.gpus // nodes} -m megalite train --config {path} "
         "--data.train PREFIX --train.steps N"

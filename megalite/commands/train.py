@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megalite.config.precision import Choice
     from megalite.launch.environment import RankEnvironment
     from megalite.mesh.mesh import Mesh
-    from megalite.planning.hardware import Device
+    from megalite.planner.hardware.devices import Device
     from megalite.training.job import Job
     from megalite.training.trainer import Trainer
 
@@ -141,8 +141,8 @@ def check_run(config: Config, choice: Choice | None = None) -> tuple[torch.devic
     from megalite.launch.machine import local_world_size
     from megalite.launch.process import choose_device, world_size
     from megalite.monitoring.metrics import check_packages
-    from megalite.planning.predicting import device_of
-    from megalite.training import recomputation
+    from megalite.planner.time.prediction import device_of
+    from megalite.training import recompute_budget
     from megalite.training.tokenizer_checks import check_tokenizers
 
     try:
@@ -154,7 +154,7 @@ def check_run(config: Config, choice: Choice | None = None) -> tuple[torch.devic
         check(config, world_size(), int(device.type == "cuda"))
         check_packages(config.logging)
         build.check_offload(config, device, local_world_size() / world_size())
-        recomputation.check(config, device)
+        recompute_budget.check(config, device)
         hardware = device_of(config, torch.cuda.get_device_name(device) if device.type == "cuda" else "")
         # a damaged token file must not be found when every rank is waiting
         data, _ = dataset.build(config.data, config.run.seed)
@@ -175,7 +175,7 @@ def start(config: Config, device: torch.device) -> tuple[Job, RankEnvironment, M
     from megalite.monitoring import links
     from megalite.training.faults import restarts
     from megalite.training.job import Job, JobEnd, begin
-    from megalite.training.product_choice import choose
+    from megalite.training.matmul_choice import choose
 
     configure_process(device, config.run.deterministic)
     # auto, on machines that differ
@@ -217,7 +217,7 @@ def announce(trainer: Trainer, notes: list[str]) -> None:
     """Store the resolved configuration and print what runs where. Collective."""
     from megalite.mesh.map import describe
     from megalite.monitoring.epochs import repeated
-    from megalite.training import recomputation
+    from megalite.training import recompute_budget
     from megalite.training.checkpointing import describe_saves
     from megalite.training.kernel_choice import attention
     from megalite.training.memory_report import report
@@ -225,7 +225,7 @@ def announce(trainer: Trainer, notes: list[str]) -> None:
     notes[:0] = [*random_weights(trainer), *ignored_fields(trainer.config)]
     notes += [*attention(trainer), *placement(trainer), *repeated(trainer), *report(trainer)]
     notes += [
-        *recomputation.describe(trainer.config, trainer.mesh, trainer.device),
+        *recompute_budget.describe(trainer.config, trainer.mesh, trainer.device),
         describe_saves(trainer.config),
     ]
     mesh, device = trainer.mesh, trainer.device
@@ -243,7 +243,7 @@ def announce(trainer: Trainer, notes: list[str]) -> None:
 def placement(trainer: Trainer) -> list[str]:
     """A line about a layout that fits this machine's nodes better, if there is one."""
     from megalite.launch.machine import local_world_size
-    from megalite.planning.between_nodes import hint
+    from megalite.planner.report.zero2_hint import hint
 
     between = hint(trainer.config, trainer.mesh.world.size, local_world_size())
     return [] if between is None else [between]
@@ -265,7 +265,7 @@ def random_weights(trainer: Trainer) -> list[str]:
 
 def ignored_fields(config: Config) -> list[str]:
     """A line about the fields of model.from_hf's config.json that are ignored."""
-    from megalite.config.families import hf_config, unread_note
+    from megalite.families.model_config import hf_config, unread_note
 
     if config.model.from_hf is None:
         return []

@@ -11,8 +11,8 @@ from collections import Counter
 from typing import Any
 
 import megalite
-from megalite.checkout import CHECKOUT
 from megalite.commands.parser import Parser
+from megalite.config.checkout import CHECKOUT
 from megalite.launch import machine
 
 GIT_S = 5.0  # seconds

@@ -26,15 +26,15 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 
-from megalite.checkout import CONFIGS
 from megalite.config import amounts
+from megalite.config.checkout import CONFIGS
 from megalite.config.dims import filling_dp
-from megalite.config.presets import preset, presets
 from megalite.config.rule import Mistakes, show, suggestion
 from megalite.config.rules import check
 from megalite.config.schema import OPTIONS, SECTIONS, SHORT, Config, ConfigError
 from megalite.config.sources import Given, Source, combined
 from megalite.config.token_files import fit_vocabulary
+from megalite.families.presets import preset, presets
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -528,13 +528,13 @@ def resolved(
     values = found.values
     values |= {option: with_home(values[option]) for option in PATHS if option in values}
     if values.get("model.init_from") or values.get("model.from_hf"):
-        from megalite.config.hub import with_directories
+        from megalite.families.hub import with_directories
 
         values |= with_directories(values, weights=weights)
     if any(
         option in values for option in ("lora.targets", "lora.ranks", "lora.alphas", "lora.modules_to_save")
     ):
-        from megalite.config.lora_names import with_own_names
+        from megalite.families.peft_names import with_own_names
 
         values |= with_own_names(values)
     shape = _shape(values.get("model.preset"), values.get("model.from_hf"))
@@ -641,7 +641,7 @@ def _shape(name: str | None, directory: str | None) -> dict[str, Any]:
     if name is not None:
         shape = preset(name)
     elif directory is not None:
-        from megalite.config.families import hf_shape
+        from megalite.families.model_config import hf_shape
 
         shape = hf_shape(directory)
     return {f"model.{key}": value for key, value in shape.items()}

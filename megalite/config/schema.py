@@ -547,7 +547,7 @@ class TrainConfig:
         """What one layer recomputes: none, selective, full, or operations (`config.recomputation`)."""
         if self.recompute in ("none", "selective", "full"):
             return self.recompute
-        from megalite.config.recomputation import mode_of
+        from megalite.config.recompute import mode_of
 
         return mode_of(self.recompute, layer)
 

@@ -102,7 +102,7 @@ def _replace_shape(given: Given, later: Source) -> None:
 
 def _repository(name: str) -> str:
     """What identifies a Hugging Face model: org/name or its directory."""
-    from megalite.config.hub import repository
+    from megalite.families.hub import repository
 
     path = os.path.expanduser(name.removeprefix("hf:"))
     return repository(os.path.abspath(path) if os.path.exists(path) else os.path.normpath(path))

@@ -29,8 +29,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite import rng
-from megalite.batch import IGNORE_INDEX
 from megalite.config.samples import (
     DataError,
     Member,
@@ -48,6 +46,8 @@ from megalite.config.token_files import named_sets, prefixes
 from megalite.data.indexed import IndexedTokens
 from megalite.data.tokenizer_comparison import of_data, one_tokenizer
 from megalite.data.tokenizer_identity import TokenizerIdentity
+from megalite.parallel.microbatch import IGNORE_INDEX
+from megalite.system import rng
 
 
 class Dataset(ABC):

@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megalite.batch import Boundaries
+from megalite.parallel.microbatch import Boundaries
 
 
 def starts(tokens: NDArray[np.int64], eos: int) -> NDArray[np.int64]:

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megalite.batch import IGNORE_INDEX, Microbatch
 from megalite.data import documents
 from megalite.data.dataset import Dataset
 from megalite.data.indexed import DataError
 from megalite.mesh.layout import AxisPlace
+from megalite.parallel.microbatch import IGNORE_INDEX, Microbatch
 
 
 class Loader:

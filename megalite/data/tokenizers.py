@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.config.families import end_ids
 from megalite.config.schema import ConfigError
 from megalite.data import tokenizer_structure as structures
 from megalite.data.indexed import DataError, IndexedTokens
 from megalite.data.sentencepiece_model import SentencePieceModel, parse
 from megalite.data.tokenizer_identity import SETTINGS, place_of, tokenizer_files
 from megalite.data.tokenizer_structure import TokenizerStructure
+from megalite.families.model_config import end_ids
 
 OPEN, CLOSE, EOS_TEXT = "\udc00", "\udc01", "\udc02"
 """Lone surrogates, which no valid text has. OPEN and CLOSE enclose text that is spelled like a control token

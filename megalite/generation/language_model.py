@@ -28,7 +28,6 @@ from megalite_kernels.rotary import rotary_tables
 from torch import Tensor
 
 from megalite.assembly import parts as build
-from megalite.batch import Microbatch
 from megalite.checkpoint import CheckpointError
 from megalite.checkpoint.agreement import raise_on_all_ranks
 from megalite.config.dims import equal_part
@@ -43,6 +42,7 @@ from megalite.parallel.collectives import Work, all_gather, all_reduce, message
 from megalite.parallel.context.gathered import whole
 from megalite.parallel.context.parts import zigzag
 from megalite.parallel.context.rows import Cut
+from megalite.parallel.microbatch import Microbatch
 from megalite.parallel.spec import Rectangle
 from megalite.system.progress import Report, silent
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalite import rng
+from megalite.system import rng
 
 KEYS = 2**63  # rng.key is below this
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, find
 from megalite.config.dims import ParallelDims
-from megalite.config.families import end_ids
 from megalite.config.load import from_dict
 from megalite.config.rule import RuleContext
 from megalite.config.rules import model as model_rules
@@ -26,6 +25,7 @@ from megalite.data.tokenizer_comparison import Tokenized, compare
 from megalite.data.tokenizer_copy import is_there
 from megalite.data.tokenizer_identity import TokenizerIdentity, of_tokenizer
 from megalite.data.tokenizers import Tokenizer
+from megalite.families.model_config import end_ids
 from megalite.huggingface import recorded
 from megalite.huggingface.convert import HF, Source, origin, starting_weights
 from megalite.parallel.spec import Rectangle

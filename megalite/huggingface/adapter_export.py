@@ -14,9 +14,9 @@ from torch import Tensor
 from megalite import checkpoint
 from megalite.checkpoint import directories
 from megalite.checkpoint.chunks import name_of
-from megalite.config.hub import repository
 from megalite.config.schema import LoraConfig, ModelConfig
-from megalite.config.weight_files import ADAPTER, ADAPTER_SETTINGS
+from megalite.families.hub import repository
+from megalite.families.weight_files import ADAPTER, ADAPTER_SETTINGS
 from megalite.huggingface import convert as converting
 from megalite.huggingface.convert import HF, family_of, head_of, model_of, places_of
 from megalite.huggingface.files import ConversionError, NewFile

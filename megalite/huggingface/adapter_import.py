@@ -18,7 +18,7 @@ from megalite.checkpoint.finite import nonfinite, reject
 from megalite.checkpoint.resized_embeddings import Read, of_checkpoint
 from megalite.config.rule import show
 from megalite.config.schema import Config
-from megalite.config.weight_files import ADAPTER, ADAPTER_SETTINGS
+from megalite.families.weight_files import ADAPTER, ADAPTER_SETTINGS
 from megalite.huggingface import convert as converting
 from megalite.huggingface.convert import NAMED, WEIGHT, head_of, places_of
 from megalite.huggingface.files import ConversionError, Weights

@@ -1,13 +1,13 @@
-"""ModelConfig → Hugging Face config.json, for the families in `megalite.config.families`."""
+"""ModelConfig → Hugging Face config.json, for the families in `megalite.families.model_config`."""
 
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from megalite.config import latents
-from megalite.config.families import Family, families, from_hf_config
 from megalite.config.schema import ConfigError, ModelConfig
+from megalite.families import deepseek
+from megalite.families.model_config import Family, families, from_hf_config
 
 _TRAINING_ONLY = (
     *("embedding_dropout", "attention_dropout", "residual_dropout"),
@@ -159,13 +159,13 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "qk_norm=heads": lambda values: {"use_qk_norm": values["qk_norm"] == "head"},
     "attention_scale=latents": lambda values: {},  # with rope_scaling
     "num_key_value_heads=all": lambda values: {"num_key_value_heads": values["num_key_value_heads"]},
-    "mlp_only_layers=first": latents.dense_fields,
-    "shared_expert_intermediate_size": latents.shared_fields,
+    "mlp_only_layers=first": deepseek.dense_fields,
+    "shared_expert_intermediate_size": deepseek.shared_fields,
     "n_group": lambda values: {"n_group": values["n_group"] or 1},
     "topk_group": lambda values: {"topk_group": values["topk_group"] or 1},
     "mtp_layers": lambda values: {"num_nextn_predict_layers": values["mtp_layers"]},
-    "router_scores=softmax": partial(latents.router_fields, "softmax"),
-    "router_scores=sigmoid": partial(latents.router_fields, "sigmoid"),
+    "router_scores=softmax": partial(deepseek.router_fields, "softmax"),
+    "router_scores=sigmoid": partial(deepseek.router_fields, "sigmoid"),
     "hidden_act=clamped_swiglu": lambda values: {
         "hidden_act": "silu",
         "swiglu_alpha": 1.702,
@@ -176,7 +176,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "parallel_block=two_norms": _parallel,
 }
 """The fields of a config.json that a computed field is computed from: the reverse of the table in
-`megalite.config.families`."""
+`megalite.families.model_config`."""
 
 
 def _write_rope(model: ModelConfig, row: Family) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def _write_rope(model: ModelConfig, row: Family) -> dict[str, Any]:
         found |= {"partial_rotary_factor": model.partial_rotary_factor}
     scaling = model.rope_scaling
     if "kv_lora_rank" in row.fields and scaling is not None:
-        own = latents.mscales(model.attention_scale or model.head_size**-0.5, model.head_size, scaling)
+        own = deepseek.mscales(model.attention_scale or model.head_size**-0.5, model.head_size, scaling)
         found, scaling = found | own, scaling | own
     older: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": scaling}
     if "original_max_position_embeddings" in row.own.split() and model.longrope_context is not None:

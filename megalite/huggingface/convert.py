@@ -32,15 +32,15 @@ from megalite.checkpoint.chunks import append, name_of
 from megalite.checkpoint.finite import nonfinite, reject
 from megalite.checkpoint.manifest import StoredTensor, encode
 from megalite.checkpoint.resized_embeddings import Read, check_rows, resized
-from megalite.config.families import families, from_hf_config, hf_config, stored_dtype, unread_note
-from megalite.config.family_names import FAMILY_NAMES, Names, names_of
 from megalite.config.load import from_dict, to_dict
 from megalite.config.rule import RuleContext, show
 from megalite.config.rules import model as model_rules
 from megalite.config.rules import numbers
 from megalite.config.schema import Config, ConfigError, ModelConfig
-from megalite.config.weight_files import ADAPTER_SETTINGS, INDEX, SAFETENSORS
-from megalite.config.weight_files import unread_note as unread_files
+from megalite.families.model_config import families, from_hf_config, hf_config, stored_dtype, unread_note
+from megalite.families.module_names import FAMILY_NAMES, Names, names_of
+from megalite.families.weight_files import ADAPTER_SETTINGS, INDEX, SAFETENSORS
+from megalite.families.weight_files import unread_note as unread_files
 from megalite.huggingface.config_json import meaning, misfit, to_hf_config
 from megalite.huggingface.files import ConversionError, NewFile, Weights
 from megalite.huggingface.merging import Adapters

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import CheckpointError
-from megalite.config.weight_files import INDEX, MODEL, weights_file
+from megalite.families.weight_files import INDEX, MODEL, weights_file
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 LETTERS = {dtype: letters for letters, dtype in DTYPES.items()}

@@ -9,11 +9,11 @@ from typing import Any
 
 import megalite
 from megalite.checkpoint import Manifest
-from megalite.config.hub import repository
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config
 from megalite.config.token_files import is_chat, metadata, prefixes
 from megalite.data.tokenizer_identity import TokenizerIdentity
+from megalite.families.hub import repository
 from megalite.system.files import write_synced
 
 CARD = "README.md"

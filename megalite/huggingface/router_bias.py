@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megalite.checkpoint import Manifest
 from megalite.checkpoint.inspect import whole
-from megalite.config.family_names import names_of
 from megalite.config.schema import ModelConfig
+from megalite.families.module_names import names_of
 from megalite.model.parameters import layer_count
 
 PREFIX = "router/"

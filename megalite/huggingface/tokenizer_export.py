@@ -17,7 +17,6 @@ from typing import Any
 
 import megalite
 from megalite.checkpoint import Manifest
-from megalite.config.families import hf_config
 from megalite.config.load import from_dict
 from megalite.config.schema import Config, ConfigError
 from megalite.config.token_files import metadata, prefixes
@@ -44,6 +43,7 @@ from megalite.data.tokenizers import (
     Tokenizer,
     load,
 )
+from megalite.families.model_config import hf_config
 from megalite.huggingface.files import ConversionError
 from megalite.huggingface.recorded import tokenizer_of
 from megalite.huggingface.tokenizer_json import converted

@@ -15,15 +15,16 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, Protocol, get_args
 
-from megalite.config import amounts, hub
+from megalite.config import amounts
 from megalite.config.dims import ParallelDims
-from megalite.config.families import hf_shape
 from megalite.config.load import from_dict, nest, parse_values
-from megalite.config.lora_names import with_own_names
-from megalite.config.presets import preset
 from megalite.config.rule import Rule, RuleContext, show
 from megalite.config.rules import RULES
 from megalite.config.schema import OPTIONS, Config, ConfigError
+from megalite.families import hub
+from megalite.families.model_config import hf_shape
+from megalite.families.peft_names import with_own_names
+from megalite.families.presets import preset
 from megalite.importers import (
     accelerate,
     axolotl,

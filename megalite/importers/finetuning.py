@@ -6,8 +6,8 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from megalite.config.lora_names import with_own_names
 from megalite.config.schema import ConfigError
+from megalite.families.peft_names import with_own_names
 from megalite.importers.verdict import (
     Row,
     Source,

@@ -21,7 +21,7 @@ import torch
 from megalite.config.amounts import duration_seconds
 from megalite.config.load import tell_torchrun
 from megalite.config.schema import ConfigError
-from megalite.launch import products
+from megalite.launch import matmul_library
 from megalite.launch.machine import local_world_size
 from megalite.system.messages import flush_output, say
 
@@ -83,7 +83,7 @@ def configure_cpu() -> None:
     that share cores from preempting each other at every message. Freed memory stays with the process:
     otherwise the kernel maps and zeroes every large activation again, a tenth to a quarter of a step.
     """
-    products.use(products.default())
+    matmul_library.use(matmul_library.default())
     with suppress(AttributeError, OSError):  # not Linux, or not permitted: only slower
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     with suppress(AttributeError, OSError):  # another C library than glibc

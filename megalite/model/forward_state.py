@@ -12,8 +12,8 @@ import torch
 from megalite_kernels.dropout import dropout, dropout_key
 from torch import Tensor
 
-from megalite.batch import Boundaries, Runs
 from megalite.mesh.mesh import MeshAxis
+from megalite.parallel.microbatch import Boundaries, Runs
 
 if TYPE_CHECKING:
     from megalite.parallel.tensor.lora import Mask

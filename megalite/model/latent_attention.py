@@ -31,13 +31,13 @@ from megalite_kernels.dropout import dropout
 from megalite_kernels.rotary import rotate
 from torch import Tensor
 
-from megalite.batch import positions_of
 from megalite.mesh.mesh import Mesh, MeshAxis
 from megalite.model.attention import Attention, _Rotate
-from megalite.model.cost.context import latents_travel
+from megalite.model.cost.context_parallel import latents_travel
 from megalite.model.forward_state import ForwardState, Site
 from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from megalite.parallel.context.parts import Runs
+from megalite.parallel.microbatch import positions_of
 from megalite.parallel.tensor.linear import ColumnParallelLinear
 from megalite.parallel.tensor.lora import Mask
 from megalite.parallel.tensor.norm import RMSNorm

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from megalite.batch import IGNORE_INDEX
 from megalite.config.schema import ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.forward_state import ForwardState
@@ -26,8 +25,9 @@ from megalite.model.transformer import FeedForward
 from megalite.parallel.expert.balance import Balance, RouterState
 from megalite.parallel.expert.choice import Choice, choose, in_best_groups
 from megalite.parallel.expert.dispatch import make_dispatch
-from megalite.parallel.expert.products import Experts
+from megalite.parallel.expert.grouped_matmul import Experts
 from megalite.parallel.expert.router import Router
+from megalite.parallel.microbatch import IGNORE_INDEX
 from megalite.parallel.tensor.linear import Activation
 from megalite.parallel.weight import Weight
 

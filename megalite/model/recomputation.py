@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megalite.config.recomputation import operations_of
+from megalite.config.recompute import operations_of
 from megalite.model.forward_state import ForwardState
 from megalite.model.transformer import FeedForward, Layer
 

@@ -14,7 +14,6 @@ import torch
 from megalite_kernels.rotary import rotary_tables
 from torch import Tensor, nn
 
-from megalite.batch import Microbatch, StageOutput
 from megalite.config.schema import Config, ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.forward_state import Dropout, ForwardState, Site
@@ -22,6 +21,7 @@ from megalite.model.options import LayerOptions
 from megalite.model.parameters import head_unit
 from megalite.model.transformer import Scale, make_layer, make_norm
 from megalite.parallel.compiled_ops import CompiledOps
+from megalite.parallel.microbatch import Microbatch, StageOutput
 from megalite.parallel.sharding.weight_gatherer import WeightGatherer
 from megalite.parallel.tensor.cross_entropy import CrossEntropy, loss_in_chunks
 from megalite.parallel.tensor.embedding import ParallelEmbedding
@@ -29,7 +29,7 @@ from megalite.parallel.tensor.linear import ColumnParallelLinear
 from megalite.parallel.weight import Weight
 
 if TYPE_CHECKING:
-    from megalite.model.multi_token import MultiTokenPrediction
+    from megalite.model.mtp import MultiTokenPrediction
 
 # tokens: adding a chunk to the fp32 weight gradient then takes 1/20 of the time of the chunk's products
 CHUNK_ON_GPU = 4096
@@ -143,7 +143,7 @@ class Stage(nn.Module):
         self.head = Head(model, weights, mesh, options, loss, train.loss_chunk) if last in units else None
         self.ahead: MultiTokenPrediction | None = None
         if self.head is not None and model.mtp_layers:
-            from megalite.model.multi_token import MultiTokenPrediction
+            from megalite.model.mtp import MultiTokenPrediction
 
             self.ahead = MultiTokenPrediction(config, weights, mesh, ops, loss)
         # (cos, sin) by `runs`, length and frequencies

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megalite.batch import IGNORE_INDEX, Microbatch
 from megalite.data.dataset import Blend
 from megalite.monitoring.metrics import SOURCE, StepMetrics
 from megalite.monitoring.observer import Observer
 from megalite.parallel.collectives import all_reduce
+from megalite.parallel.microbatch import IGNORE_INDEX, Microbatch
 
 if TYPE_CHECKING:
     from megalite.training.trainer import Trainer

@@ -18,7 +18,7 @@ from megalite.config.load import write_config
 from megalite.config.rule import show
 from megalite.config.schema import Config, ConfigError, LoggingConfig
 from megalite.model.cost import model_flops_per_token
-from megalite.planning.peaks import peak_flops
+from megalite.planner.hardware.peaks import peak_flops
 from megalite.system.files import replacing, write_synced
 from megalite.system.messages import say
 

@@ -24,7 +24,7 @@ from megalite.monitoring.rank_times import RankTimes
 from megalite.monitoring.timeline import compare, describe, written
 from megalite.monitoring.timeline_recorder import TimelineRecorder
 from megalite.monitoring.tracing import MemorySnapshot, Tracer
-from megalite.planning.hardware import Device
+from megalite.planner.hardware.devices import Device
 
 if TYPE_CHECKING:
     from megalite.training.trainer import Trainer

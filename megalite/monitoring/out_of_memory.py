@@ -99,7 +99,7 @@ def describe(place: str, error: BaseException, rungs: list[Rung]) -> str:
 
 def out_of_memory(error: torch.OutOfMemoryError, config: Config, device: torch.device, mesh: Mesh) -> str:
     """The message for the user. On a GPU a memory snapshot is written first, and named in the message."""
-    from megalite.planning.memory import estimate
+    from megalite.planner.memory.estimate import estimate
 
     world_size, gpu = mesh.world.size, device.type == "cuda"
 

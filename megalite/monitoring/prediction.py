@@ -17,9 +17,9 @@ from megalite.monitoring import starts
 from megalite.monitoring.metrics import StepMetrics
 from megalite.monitoring.observer import Observer
 from megalite.parallel.pipeline.simulator import simulate
-from megalite.planning.constants import interval
-from megalite.planning.hardware import Device
-from megalite.planning.predicting import estimated_costs, stage_sums, step_seconds
+from megalite.planner.hardware.constants import interval
+from megalite.planner.hardware.devices import Device
+from megalite.planner.time.prediction import estimated_costs, stage_sums, step_seconds
 from megalite.system.files import write_synced
 from megalite.system.messages import write_or_say
 

@@ -1,4 +1,4 @@
-"""A run: trainer.py is one optimizer step from top to bottom, step_finalizer.py the end of a step, fit.py the
+"""A run: trainer.py is one optimizer step from top to bottom, weight_update.py the end of a step, fit.py the
 loop around them.
 
 guard.py, watchdog.py and faults.py handle faults; dry_run.py builds a run without starting it; verify.py

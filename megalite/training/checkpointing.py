@@ -276,7 +276,7 @@ def roll_back(trainer: Trainer, bad: StepResult) -> None:
 
 def describe_saves(config: Config) -> str:
     """When the run saves, what it keeps, and how much that is, in a line."""
-    from megalite.planning import states  # which only the command's report needs
+    from megalite.planner.memory import states  # which only the command's report needs
     from megalite.system.progress import amount
 
     options, size = config.checkpoint, states.checkpoint_bytes(config)

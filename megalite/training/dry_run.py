@@ -12,7 +12,7 @@ from megalite.assembly import plan
 from megalite.config.dims import ParallelDims
 from megalite.config.load import DRY_RUN, read_arguments, resolve
 from megalite.config.rampup import samples_after
-from megalite.config.recomputation import shown
+from megalite.config.recompute import shown
 from megalite.config.rules import check
 from megalite.config.schema import Config, ConfigError
 from megalite.config.token_files import remarks
@@ -21,13 +21,13 @@ from megalite.model.parameters import active_parameters
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.parallel.pipeline.simulator import simulate
 from megalite.parallel.spec import parameter_count
-from megalite.planning.budget import bytes_of, decide, resolved
-from megalite.planning.budget import table as budget_table
-from megalite.planning.experts import all_on_one_rank, worst_bytes
-from megalite.planning.memory import estimate, settled
-from megalite.planning.predicting import estimated_costs, stage_sums
-from megalite.planning.states import Device, checkpoint_bytes
-from megalite.planning.traffic import traffic
+from megalite.planner.budget.decision import bytes_of, decide, resolved
+from megalite.planner.budget.decision import table as budget_table
+from megalite.planner.cost.expert_exchange import all_on_one_rank, worst_bytes
+from megalite.planner.memory.estimate import estimate, settled
+from megalite.planner.memory.states import Device, checkpoint_bytes
+from megalite.planner.time.prediction import estimated_costs, stage_sums
+from megalite.planner.time.traffic import traffic
 from megalite.system.text import aligned
 from megalite.training.checkpointing import describe_saves
 

@@ -1,9 +1,9 @@
-"""Memory of the model states on each rank: measured, and as planned by `megalite.planning.states`.
+"""Memory of the model states on each rank: measured, and as planned by `megalite.planner.memory.states`.
 
 Measured between steps: weights, accumulated gradients, optimizer state (separate master weights, two
 moments), and PowerSGD's errors and factors. What a step adds (activations, gathered buckets, PowerSGD's new
-errors) is only planned (`megalite.planning.memory`). State that is offloaded to disk is in memory only for
-the windows that a step works on.
+errors) is only planned (`megalite.planner.memory.estimate`). State that is offloaded to disk is in memory
+only for the windows that a step works on.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from megalite.config.schema import Config
 from megalite.model.adapters import with_adapters
 from megalite.model.parameters import model_specs
 from megalite.optimizer.state import OptimizerState
-from megalite.parallel.pipeline.gathering import check_gathering
+from megalite.parallel.pipeline.gather_actions import check_gathering
 from megalite.parallel.pipeline.schedule import Kind
 from megalite.parallel.sharding.powersgd import Matrix
 from megalite.parallel.sharding.store import ParameterStore
 from megalite.parallel.spec import parameter_count
-from megalite.planning.memory import estimate
-from megalite.planning.states import Device, model_states
+from megalite.planner.memory.estimate import estimate
+from megalite.planner.memory.states import Device, model_states
 from megalite.training.trainer import Trainer
 
 

@@ -16,7 +16,7 @@ from megalite.mesh.mesh import Mesh
 from megalite.optimizer.state import OptimizerState
 from megalite.optimizer.table import kinds_of
 from megalite.parallel.sharding.offload import StateMemory
-from megalite.planning.states import Device, Sharing
+from megalite.planner.memory.states import Device, Sharing
 from megalite.training.memory_report import ModelStates, planned, states_of
 
 

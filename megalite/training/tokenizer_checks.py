@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, Manifest, find
 from megalite.checkpoint.resized_embeddings import check_rows, rows_of
-from megalite.config.families import hf_shape
 from megalite.config.rule import show
 from megalite.config.schema import Config, ConfigError
 from megalite.data.tokenizer_comparison import Tokenized, compare, of_data, one_tokenizer
 from megalite.data.tokenizer_identity import of_record, of_tokenizer
+from megalite.families.model_config import hf_shape
 from megalite.training.faults import restarts
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from megalite.assembly import parts as build
-from megalite.batch import IGNORE_INDEX, Microbatch
 from megalite.checkpoint.agreement import raise_on_all_ranks
 from megalite.checkpoint.saver import Save, Saver
 from megalite.config.rampup import batch_size
@@ -33,12 +32,13 @@ from megalite.optimizer.norm import AllReduceNorm, ChainedNorm
 from megalite.optimizer.schedule import learning_rate
 from megalite.optimizer.state import OptimizerState
 from megalite.parallel.collectives import all_reduce, meet
+from megalite.parallel.microbatch import IGNORE_INDEX, Microbatch
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.system.activity import READING, REDUCING, STARTING, UPDATING
 from megalite.training import checkpointing
 from megalite.training.faults import Injection
 from megalite.training.guard import Guard
-from megalite.training.step_finalizer import OptimisticStepFinalizer, StepFinalizer, StepStatistics, Update
+from megalite.training.weight_update import OptimisticStepFinalizer, StepFinalizer, StepStatistics, Update
 
 # steps between garbage collections: all ranks pause at the same step, so that none makes the others wait
 GARBAGE_INTERVAL = 100
@@ -83,7 +83,7 @@ class Trainer:
         self, config: Config, mesh: Mesh, device: torch.device | str = "cpu", restarted: bool = False
     ):
         if config.train.recompute == "budget":
-            from megalite.training.recomputation import agreed
+            from megalite.training.recompute_budget import agreed
 
             config = agreed(config, mesh, torch.device(device))
         self.config, self.mesh, self.device = config, mesh, torch.device(device)
@@ -280,7 +280,7 @@ class Trainer:
         """
         config = self.config
         if config.model.mtp_layers:
-            from megalite.data.ahead import count_valid
+            from megalite.data.mtp_targets import count_valid
 
             return count_valid(microbatches, self.mesh.counting)
         if not (config.data.eod_mask_loss or self.train_data.chat):  # as `assembly.plan.counts_tokens`

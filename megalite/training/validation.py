@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megalite.batch import IGNORE_INDEX
 from megalite.parallel.collectives import all_reduce
+from megalite.parallel.microbatch import IGNORE_INDEX
 from megalite.system.activity import READING, REDUCING, REPORTING
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from megalite.config.load import from_dict
 from megalite.config.schema import Config
 from megalite.mesh.mesh import Mesh
 from megalite.parallel.pipeline.schedule import Kind
-from megalite.planning.activations import Activations
+from megalite.planner.memory.activations import Activations
 from megalite.training.meta_device import fake_process
 
 

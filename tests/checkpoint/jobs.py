@@ -19,8 +19,8 @@ from megalite.mesh.layout import Coordinates
 from megalite.mesh.mesh import Layout, Mesh
 from megalite.parallel.spec import ParamSpec, Rectangle, Segment, rectangles
 from megalite.training.trainer import Trainer
-from tests.distributed.support.jobs import mesh_of
-from tests.distributed.support.pool import RankContext
+from tests.support.jobs import mesh_of
+from tests.support.pool import RankContext
 
 SHAPES = ((), (1,), (17,), (5, 7), (1, 9), (33, 4), (3, 4, 5), (2, 1, 6, 3), (0, 4))
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)

@@ -18,9 +18,9 @@ from megalite.mesh.mesh import Layout, Mesh
 from megalite.training.trainer import Trainer
 from tests.checkpoint.jobs import resume_from_each
 from tests.checkpoint.test_publishing import save
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
-from tests.distributed.support.jobs_training import train_and_save_each
-from tests.distributed.support.pool import RankPool
+from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.jobs_training import train_and_save_each
+from tests.support.pool import RankPool
 
 CASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 2, "masked": False, "dropout": 0.0}
 OLDER, NEWER = "step_00000002", "step_00000004"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
+from tests.support import forked
 
 ROOT, KEPT = Path(__file__).parents[2], Path(__file__).parent / "first_format"
 CHECKPOINT, SAVED, STEPS = KEPT / "step_00000003", 3, 6

@@ -17,7 +17,7 @@ from megalite.commands.checkpoint import main
 from megalite.mesh.mesh import Layout, Mesh
 from megalite.parallel.spec import Rectangle
 from tests.checkpoint import jobs
-from tests.distributed.support.pool import RankPool
+from tests.support.pool import RankPool
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 

@@ -18,7 +18,7 @@ from megalite.checkpoint import CheckpointError
 from megalite.mesh.mesh import Layout, Mesh
 from megalite.parallel.spec import Rectangle
 from tests.checkpoint import jobs
-from tests.distributed.support.pool import RankPool
+from tests.support.pool import RankPool
 
 CHANGES = [(os, "rename"), (os, "replace"), (os, "mkdir"), (os, "fsync"), (os, "unlink"), (shutil, "rmtree")]
 

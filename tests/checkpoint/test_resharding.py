@@ -8,7 +8,7 @@ from megalite import checkpoint
 from megalite.mesh.mesh import Layout, Mesh
 from megalite.parallel.spec import Rectangle
 from tests.checkpoint import jobs
-from tests.distributed.support.pool import RankPool
+from tests.support.pool import RankPool
 
 TOTAL = sum(tensor.numel() for tensor in jobs.whole_tensors(0).values())
 TOTAL_FLAT = sum(tensor.numel() for tensor in jobs.whole_tensors(0).values() if tensor.dim() in (1, 2))

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.scaling_run import measure
-from megalite.batch import Microbatch
 from megalite.config.load import from_dict
 from megalite.generation.language_model import LanguageModel, Sampling
 from megalite.generation.sources import for_inference, open_source
+from megalite.parallel.microbatch import Microbatch
 from megalite.training.trainer import Trainer
-from tests.distributed.support.jobs import mesh_of
+from tests.support.jobs import mesh_of
 
 
 def train_and_save(context: Any, config: dict[str, Any]) -> tuple[str, float]:

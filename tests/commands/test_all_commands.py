@@ -15,7 +15,7 @@ import pytest
 from megalite.commands.start import COMMANDS
 from tests.commands.full_disk import no_room
 from tests.commands.permissions import permissions_count
-from tests.distributed.support.configs import write_tokens
+from tests.support.configs import write_tokens
 
 GONE = "./no/gone"
 MISSING: dict[str, tuple[list[str], str]] = {

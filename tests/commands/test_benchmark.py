@@ -24,11 +24,11 @@ from megalite.commands.plan import main as plan_main
 from megalite.config.load import from_dict
 from megalite.mesh.mesh import Mesh
 from megalite.model.cost import model_flops_per_token, per_token
-from megalite.planning.hardware import Link, find
-from megalite.training.product_choice import linear_shapes
-from tests import forked
+from megalite.planner.hardware.devices import Link, find
+from megalite.training.matmul_choice import linear_shapes
 from tests.commands.jobs import measure_steps
-from tests.distributed.support.pool import RankPool
+from tests.support import forked
+from tests.support.pool import RankPool
 
 PEERS = (
     "transformers.models.llama.modeling_llama",

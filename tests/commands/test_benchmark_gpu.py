@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from megalite_kernels import dispatch
+from megalite_kernels import backend
 from megalite_kernels.launch import Variant
 
 from benchmarks import command as tool
@@ -40,9 +40,9 @@ DEVICE = {
 
 @pytest.fixture
 def interpreted() -> Iterator[None]:
-    dispatch.select("triton")
+    backend.select("triton")
     yield
-    dispatch.select("torch")
+    backend.select("torch")
 
 
 def test_every_case_is_measured_and_written(

@@ -38,7 +38,7 @@ from megalite.commands.first_light import main
 from megalite.config.load import from_dict
 from megalite.config.rules import check
 from megalite.launch.local_ranks import run_ranks
-from megalite.planning.hardware import find, read_device
+from megalite.planner.hardware.devices import find, read_device
 from tests.conftest import HAS_GPU
 
 H200 = "NVIDIA H200"
@@ -462,7 +462,7 @@ def test_a_step_stands_beside_its_predictions(tmp_path: Path) -> None:
         plan._cpu({**MEASURED, "within": {"gbs": 1.0, "latency_us": 1.0}, "kernel_us": 2.0}, 2) | {"host_us": 0.0},
     )
     time_row = predictions._step(measured, device)
-    from megalite.planning.predicting import step_seconds
+    from megalite.planner.time.prediction import step_seconds
 
     assert time_row["predicted"] == {"calibration": step_seconds(from_dict(config), device), "table": 1.0}
     assert time_row["ratios"]["table"] == 0.5 and "documents are not modelled" in time_row["detail"]

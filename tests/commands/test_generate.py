@@ -19,8 +19,8 @@ from megalite.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from megalite.generation.language_model import LanguageModel, Sampling
 from megalite.generation.text import reply_to
 from tests.commands.jobs import train_and_save
-from tests.distributed.support.pool import RankPool
 from tests.huggingface.hf_models import CASES, write
+from tests.support.pool import RankPool
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "generate.py"
 SENTENCE = "Every café at six: quick brown foxes jump over lazy dogs."

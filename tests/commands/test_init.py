@@ -15,8 +15,8 @@ from megalite.commands.dry_run import main as dry_run
 from megalite.commands.init import main
 from megalite.data.preparation.writer import IndexedWriter
 from megalite.launch import machine
-from tests.config.hub_cache import SHAPE, hub_cache, store
 from tests.data.conftest import write_by_hand
+from tests.families.hub_cache import SHAPE, hub_cache, store
 
 
 @pytest.fixture(autouse=True)

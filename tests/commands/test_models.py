@@ -15,7 +15,7 @@ from megalite.commands.models import config_of, hf_directory, weights_of
 from megalite.commands.parser import as_name, as_path, as_tokenizer
 from megalite.config.load import from_dict, to_dict, to_yaml
 from megalite.config.schema import Config, ConfigError
-from tests.config.hub_cache import LLAMA, SHAPE, TOKENIZER, hub_cache, store
+from tests.families.hub_cache import LLAMA, SHAPE, TOKENIZER, hub_cache, store
 
 
 @pytest.fixture

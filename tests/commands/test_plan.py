@@ -14,19 +14,19 @@ from megalite.commands.plan import main
 from megalite.config.load import from_dict, load_config
 from megalite.config.rules import check
 from megalite.config.schema import ConfigError
-from megalite.parallel.pipeline import communication
-from megalite.planning.budget import decide
-from megalite.planning.configuring import configured
-from megalite.planning.constants import ALIKE, INTERVAL
-from megalite.planning.hardware import find
-from megalite.planning.memory import estimate
-from megalite.planning.predicting import device_of, step_seconds
-from megalite.planning.search import Search
-from megalite.planning.step import Choice, Job
+from megalite.parallel.pipeline import send_recv_actions
+from megalite.planner.budget.decision import decide
+from megalite.planner.hardware.constants import ALIKE, INTERVAL
+from megalite.planner.hardware.devices import find
+from megalite.planner.memory.estimate import estimate
+from megalite.planner.search.best_first import Search
+from megalite.planner.search.run_config import configured
+from megalite.planner.time.prediction import device_of, step_seconds
+from megalite.planner.time.step import Choice, Job
 from megalite.system.progress import Progress
 from megalite.training import dry_run
 from megalite.training.trainer import Trainer
-from tests.distributed.support.configs import write_tokens
+from tests.support.configs import write_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
@@ -58,7 +58,7 @@ def tool(monkeypatch, capsys):
 def free_connections():
     """A connection's buffers are larger than all else of a small model, and would decide alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(communication, "CONNECTION_BYTES", 0)
+        patch.setattr(send_recv_actions, "CONNECTION_BYTES", 0)
         yield
 
 

@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 
-from tests.distributed.support.configs import write_tokens
 from tests.distributed.test_torchrun import ROOT, checkpoint_step, command, finish, steps_of, wait_for_steps
+from tests.support.configs import write_tokens
 
 STAND_INS = {
     "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> "$CALLS"; fi',

@@ -15,7 +15,7 @@ import pytest
 
 from megalite.commands.start import start
 from megalite.launch.local_ranks import package_path
-from tests.distributed.support.configs import write_tokens
+from tests.support.configs import write_tokens
 
 
 @pytest.fixture(autouse=True)

@@ -21,8 +21,8 @@ from megalite.config.schema import Config, ConfigError
 from megalite.launch.exit_status import ExitStatus
 from megalite.mesh.mesh import Layout, Mesh
 from megalite.training.watchdog import Watchdog
-from tests.distributed.support.configs import write_tokens
 from tests.structure.sources import ROOT
+from tests.support.configs import write_tokens
 
 SHAPE = {
     "hidden_size": 16,

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config
 from megalite.training.verify import RANK, compare, single_process
-from tests import forked
-from tests.distributed.support.configs import config_of, write_tokens
-from tests.distributed.support.layouts import NAMED, with_layers
+from tests.support import forked
+from tests.support.configs import config_of, write_tokens
+from tests.support.layouts import NAMED, with_layers
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 2

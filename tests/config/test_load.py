@@ -524,7 +524,8 @@ def test_other_local_ranks_say_nothing_and_let_rank_0_speak_first(capsys, monkey
 
 def test_loading_needs_no_torch_and_using_a_configuration_no_parser():
     code = (
-        "import sys, megalite.config.families; from megalite.config.load import from_dict, load_config; from_dict({});"
+        "import sys, megalite.families.model_config; from megalite.config.load import from_dict, load_config; "
+        "from_dict({});"
         "print([m for m in ('torch', 'jsonargparse', 'yaml', 'transformers') if m in sys.modules]);"
         "load_config(['--data.train', 'tokens'], world_size=1);"
         "print([m for m in ('torch', 'transformers') if m in sys.modules])"

@@ -11,7 +11,7 @@ from megalite.config import precision
 from megalite.config.checkpoints import CheckpointConfig
 from megalite.config.load import load, load_config, write_config
 from megalite.config.schema import Config
-from megalite.planning.hardware import find
+from megalite.planner.hardware.devices import find
 from megalite.training import dry_run
 
 AMX, OLD, ARM = (

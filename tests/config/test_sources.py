@@ -11,8 +11,8 @@ import yaml
 
 from megalite.commands.models import config_of
 from megalite.config.load import load_config
-from megalite.config.presets import presets
 from megalite.config.schema import ModelConfig
+from megalite.families.presets import presets
 
 TINY = "model: {preset: tiny, num_hidden_layers: 6, max_position_embeddings: 640}"
 SMALL = "model: {hidden_size: 64, num_attention_heads: 2, tie_word_embeddings: true, vocab_size: 300}"

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.batch import IGNORE_INDEX
 from megalite.config import samples
 from megalite.config.samples import best_fit
 from megalite.config.schema import DataConfig
@@ -17,6 +16,7 @@ from megalite.data.dataset import Dataset, build
 from megalite.data.indexed import DataError, IndexedTokens
 from megalite.data.loader import Loader
 from megalite.mesh.layout import AxisPlace
+from megalite.parallel.microbatch import IGNORE_INDEX
 
 S = 10
 SIZES = [4, 11, 2, 6, 5, 3, 1, 8, 7]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.support.pool import RankPool
-from tests.distributed.support.references import References
+from tests.support.pool import RankPool
+from tests.support.references import References
 
 
 @pytest.fixture(scope="session")

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.support import jobs
-from tests.distributed.support.attention_layouts import SPACE
-from tests.distributed.support.configs import write_tokens
-from tests.distributed.support.jobs_experts import BASE
-from tests.distributed.support.space import world
 from tests.distributed.test_equivalence import assert_same_run
+from tests.support import jobs
+from tests.support.attention_layouts import SPACE
+from tests.support.configs import write_tokens
+from tests.support.jobs_experts import BASE
+from tests.support.space import world
 
 STEPS = 3
 

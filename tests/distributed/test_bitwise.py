@@ -25,9 +25,9 @@ import pytest
 import torch
 
 from megalite.optimizer.adamw import STATE
-from tests.distributed.support import jobs, jobs_training, layouts
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
-from tests.distributed.support.layouts import Case
+from tests.support import jobs, jobs_training, layouts
+from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.layouts import Case
 
 STEPS = 2
 MODEL = {"tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 5, "masked": True, "dropout": 0.1}

@@ -17,17 +17,17 @@ import torch
 
 from benchmarks.bubble import repeated
 from benchmarks.bubble_run import PacedStage, Passes
-from megalite.batch import Microbatch
 from megalite.mesh.mesh import Layout, Mesh
-from megalite.parallel.pipeline.communication import CHANNELS, with_communication
+from megalite.parallel.microbatch import Microbatch
 from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.parallel.pipeline.runtime import Runtime
 from megalite.parallel.pipeline.schedule import Kind, Schedule
+from megalite.parallel.pipeline.send_recv_actions import CHANNELS, with_communication
 from megalite.parallel.pipeline.simulator import Span, Timeline, simulate
 from megalite.parallel.weight_grad_queue import WeightGradQueue
 from megalite.system.clock import ActionTiming, StepTiming
-from tests.distributed.support.pool import RankContext, RankPool
-from tests.distributed.support.virtual_time import VirtualClock, virtual_messages
+from tests.support.pool import RankContext, RankPool
+from tests.support.virtual_time import VirtualClock, virtual_messages
 
 RANKS, MICROBATCHES, STEPS = 4, 8, 2
 SHAPE = (2, 1, 3)

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from megalite.assembly import parts as build
-from megalite.batch import Microbatch
 from megalite.config.load import from_dict
 from megalite.data.chat_template import ChatTemplate
 from megalite.data.preparation.chats import Chats
@@ -20,9 +19,10 @@ from megalite.data.preparation.prepare import prepare
 from megalite.data.preparation.sources import open_inputs
 from megalite.data.preparation.writer import IndexedWriter
 from megalite.data.tokenizers import load
+from megalite.parallel.microbatch import Microbatch
 from megalite.training.trainer import Trainer
 from tests.data.chats import SHORT, write_lines
-from tests.distributed.support import jobs, jobs_training
+from tests.support import jobs, jobs_training
 
 S = 24
 LENGTHS = [5, 9, 14, 3, 25, 11, 8, 12, 6, 17, 4, 20]  # 122 inputs: six rows of 24

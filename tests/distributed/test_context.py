@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.model.cost.context import Heads, exchange, levels
-from megalite.model.cost.steps import Share
-from tests.distributed.support import jobs, jobs_context
-from tests.distributed.support.configs import write_tokens
-from tests.distributed.support.context_layouts import FIXED, OPTIONS, SPACE
-from tests.distributed.support.space import Case, world
+from megalite.model.cost.context_parallel import Heads, exchange, levels
+from megalite.model.cost.records import Share
 from tests.distributed.test_equivalence import assert_same_run
+from tests.support import jobs, jobs_context
+from tests.support.configs import write_tokens
+from tests.support.context_layouts import FIXED, OPTIONS, SPACE
+from tests.support.space import Case, world
 
 STEPS, TOLERANCE = 3, 1e-9
 METHODS = OPTIONS["context"]

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.support import jobs
-from tests.distributed.support.configs import STEPS, write_tokens
-from tests.distributed.support.layouts import OPTIONS, SPACE
-from tests.distributed.support.space import world
+from tests.support import jobs
+from tests.support.configs import STEPS, write_tokens
+from tests.support.layouts import OPTIONS, SPACE
+from tests.support.space import world
 
 TOLERANCE = {"fp64": (1e-9, 1e-9), "fp32": (1e-5, 2e-5)}  # relative (loss, norm), absolute (weights)
 TABLE = SPACE.table()

@@ -13,15 +13,15 @@ import torch
 from megalite.assembly.parts import make_mesh
 from megalite.config.dims import ParallelDims
 from megalite.config.load import from_dict
-from megalite.planning import experts
-from megalite.planning.traffic import traffic
+from megalite.planner.cost import expert_exchange
+from megalite.planner.time.traffic import traffic
 from megalite.training.trainer import Trainer
-from tests.distributed.support import jobs, resharding
-from tests.distributed.support.configs import write_tokens
-from tests.distributed.support.expert_layouts import SPACE
-from tests.distributed.support.jobs_experts import configs, exchanged, sent, train_recorded
-from tests.distributed.support.space import world
 from tests.distributed.test_equivalence import assert_same_run
+from tests.support import jobs, resharding
+from tests.support.configs import write_tokens
+from tests.support.expert_layouts import SPACE
+from tests.support.jobs_experts import configs, exchanged, sent, train_recorded
+from tests.support.space import world
 
 STEPS = 5
 FEWER = 2
@@ -144,6 +144,6 @@ def test_a_step_sends_the_planned_bytes(recompute, ranks, prefix):
     config, _ = configs(prefix, dp=4, ep=4, recompute=recompute, model={"num_experts_per_tok": 4})
     made = from_dict(config)
     layers = sum(map(made.model.is_mixture, range(made.model.num_hidden_layers)))
-    counts = ParallelDims.of(made).microbatches * layers * 3 * 4 * experts.COUNT
+    counts = ParallelDims.of(made).microbatches * layers * 3 * 4 * expert_exchange.COUNT
     planned = traffic(made, 4)[0].ep
     assert ranks.run(4, sent, config) == [planned - counts] * 4

@@ -21,9 +21,9 @@ from megalite.training.guard import FaultLimit
 from megalite.training.hang import explain, load
 from megalite.training.verify import global_tensors
 from megalite.training.watchdog import Watchdog
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
-from tests.distributed.support.jobs_training import make_trainer, resume
-from tests.distributed.support.layouts import Case
+from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.jobs_training import make_trainer, resume
+from tests.support.layouts import Case
 
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 4, "masked": True, "dropout": 0.1}
 LAYOUTS: dict[str, Case] = {

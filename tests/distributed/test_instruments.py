@@ -25,11 +25,11 @@ from megalite.monitoring import links, starts
 from megalite.monitoring.observer import Observer
 from megalite.monitoring.observers import observers
 from megalite.monitoring.phases import PHASES
-from megalite.planning.predicting import device_of
+from megalite.planner.time.prediction import device_of
 from megalite.training.fit import fit
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
-from tests.distributed.support.jobs_training import make_trainer
-from tests.distributed.support.layouts import Case
+from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.jobs_training import make_trainer
+from tests.support.layouts import Case
 
 MODEL: Case = {
     **SINGLE,

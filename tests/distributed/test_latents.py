@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from megalite.config.load import from_dict
-from megalite.model.cost.context import exchange, latents_travel
-from megalite.model.cost.steps import Share
+from megalite.model.cost.context_parallel import exchange, latents_travel
+from megalite.model.cost.records import Share
 from megalite.model.cost.units import Units
-from tests.distributed.support import jobs, jobs_context, jobs_lora
-from tests.distributed.support.attention_layouts import LATENTS
-from tests.distributed.support.configs import config_of, config_of_one_process, write_tokens
-from tests.distributed.support.jobs_experts import BASE
-from tests.distributed.support.space import world
 from tests.distributed.test_equivalence import assert_same_run
+from tests.support import jobs, jobs_context, jobs_lora
+from tests.support.attention_layouts import LATENTS
+from tests.support.configs import config_of, config_of_one_process, write_tokens
+from tests.support.jobs_experts import BASE
+from tests.support.space import world
 
 STEPS = 3
 MODEL_OF_4 = {"num_attention_heads": 4, "hidden_size": 32}

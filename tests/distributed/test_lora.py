@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.support import jobs_lora, jobs_training
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
-from tests.distributed.support.layouts import Case
+from tests.support import jobs_lora, jobs_training
+from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.layouts import Case
 
 STEPS, BATCH = 4, 32
 LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.1}

@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.batch import IGNORE_INDEX
 from megalite.mesh.mesh import Layout, Mesh
+from megalite.parallel.microbatch import IGNORE_INDEX
 from megalite.parallel.spec import ParamSpec, Segment
 from megalite.parallel.tensor.cross_entropy import CrossEntropy, loss_in_chunks
 from megalite.parallel.tensor.linear import ColumnParallelLinear
 from megalite.parallel.weight import Weight
 from megalite.parallel.weight_grad_queue import WeightGradQueue
-from tests.distributed.support import jobs_loss
-from tests.distributed.support.configs import SEQUENCE, SINGLE, config_of, micro_batch, write_tokens
-from tests.distributed.support.layouts import Case
+from tests.support import jobs_loss
+from tests.support.configs import SEQUENCE, SINGLE, config_of, micro_batch, write_tokens
+from tests.support.layouts import Case
 
 BASE: Case = {
     **SINGLE,

@@ -17,10 +17,10 @@ from megalite.monitoring.loss_by_source import LossBySource
 from megalite.training.trainer import Trainer
 from megalite.training.validation import losses
 from megalite.training.verify import global_tensors
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
-from tests.distributed.support.jobs import mesh_of
-from tests.distributed.support.layouts import Case
 from tests.monitoring.test_metrics import example
+from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.jobs import mesh_of
+from tests.support.layouts import Case
 
 STEPS, BATCH = 2, 8
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 4, "masked": True, "dropout": 0.0}

@@ -1,11 +1,11 @@
-"""Ten of the losses of `python -m tests.peers`."""
+"""Ten of the losses of `python -m tests.support.peers`."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from tests.distributed.support.configs import write_tokens
-from tests.peers import TOKENS, Loss, lose
+from tests.support.configs import write_tokens
+from tests.support.peers import TOKENS, Loss, lose
 
 LOSSES = [
     Loss("dp", 1, "SIGKILL", 3, held=False, silent=False),

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.support import jobs
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
-from tests.distributed.support.layouts import Case
+from tests.support import jobs
+from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.layouts import Case
 
 STEPS, TOLERANCE = 4, 1e-9
 BASE: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 4, "masked": True, "dropout": 0.0}

@@ -14,11 +14,11 @@ from megalite.config.schema import PROJECTIONS
 from megalite.mesh.layout import Layout
 from megalite.model.parameters import model_specs
 from megalite.parallel.sharding.buckets import bucket_layout
-from megalite.planning.orthogonalising import exchange
-from tests.distributed.support import jobs, jobs_muon, jobs_training
-from tests.distributed.support.configs import SINGLE, config_of, config_of_one_process, write_tokens
-from tests.distributed.support.jobs_muon import MODEL, MUON, OPTIONS, STEPS, gradients
-from tests.distributed.support.layouts import Case, world
+from megalite.planner.cost.muon_exchange import exchange
+from tests.support import jobs, jobs_muon, jobs_training
+from tests.support.configs import SINGLE, config_of, config_of_one_process, write_tokens
+from tests.support.jobs_muon import MODEL, MUON, OPTIONS, STEPS, gradients
+from tests.support.layouts import Case, world
 
 KINDS = ("weight", "momentum_buffer", "exp_avg", "exp_avg_sq")
 SMALL, LARGE = 8e3, 25e6  # bytes: a bucket for each layer, one for all

@@ -24,10 +24,10 @@ from megalite.optimizer.adamw import STATE
 from megalite.parallel.sharding import offload
 from megalite.training import memory_report as accounting
 from megalite.training.trainer import Trainer
-from tests.distributed.support import jobs, jobs_training
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
-from tests.distributed.support.jobs import mesh_of
-from tests.distributed.support.layouts import Case
+from tests.support import jobs, jobs_training
+from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.jobs import mesh_of
+from tests.support.layouts import Case
 
 ROOT = Path(__file__).parents[2]
 STEPS = 2

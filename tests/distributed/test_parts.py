@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megalite.batch import IGNORE_INDEX
 from megalite.model.parameters import padded_vocabulary
-from tests.distributed.support import jobs_parts, layouts
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
-from tests.distributed.support.layouts import Case
+from megalite.parallel.microbatch import IGNORE_INDEX
+from tests.support import jobs_parts, layouts
+from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.layouts import Case
 
 MODEL: Case = {**SINGLE, "tied": True, "kv_heads": 1, "vocab_size": 101, "layers": 5, "masked": True, "dropout": 0.0}
 
@@ -110,7 +110,7 @@ def test_evaluation_is_the_mean_over_every_validation_token(ranks, validation_co
 
 @pytest.mark.parametrize("name", EVALUATED)
 def test_evaluation_is_the_same_on_every_layout_and_leaves_training_alone(name, ranks, references, validation_config):
-    from tests.distributed.support import jobs_training
+    from tests.support import jobs_training
 
     layout, batch = EVALUATED[name]
     expected = references.run(jobs_training.evaluate, validation_config({}, batch, "one"), 2)
@@ -160,7 +160,7 @@ def test_gradient_norm_counts_every_global_element_once(layout, ranks, prefix):
 def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(rank, ranks, prefix):
     """Weights and moments stay as they were, the step is counted as skipped, and training goes on alike on every
     rank."""
-    from tests.distributed.support import jobs_training
+    from tests.support import jobs_training
 
     case = {**MODEL, "tp": 2, "pp": 2, "dp": 2, "zero": 1, "microbatches": 2}
     got = ranks.run(8, jobs_training.train_with_infinite_gradient, config_of(case, prefix), 3, rank, 5)
@@ -191,7 +191,7 @@ def test_weight_decay_reaches_matrices_alone_wherever_a_shard_is_cut(layout, ran
 
 def test_initial_weights_are_the_same_bits_on_every_mesh(ranks, prefix):
     """And a rank draws the blocks of its shard alone; with ZeRO-0 these are all that it holds."""
-    from tests.distributed.support import jobs_training
+    from tests.support import jobs_training
 
     expected = ranks.run(1, jobs_training.initial_weights, config_of(MODEL, prefix))[0][0]
     sharded = [{"dp": 4, "zero": zero} for zero in (1, 3)]
@@ -203,7 +203,7 @@ def test_initial_weights_are_the_same_bits_on_every_mesh(ranks, prefix):
 
 
 def test_a_model_that_is_loaded_draws_no_weights(ranks, prefix):
-    from tests.distributed.support import jobs_training
+    from tests.support import jobs_training
 
     config = config_of({**MODEL, "dp": 2, "zero": 3}, prefix)
     config["run"] |= {"name": "loaded"}

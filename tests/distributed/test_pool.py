@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 
-from tests.distributed.support import pool_jobs
-from tests.distributed.support.pool import RankError, RankPool
+from tests.support import pool_jobs
+from tests.support.pool import RankError, RankPool
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.rng import key
+from megalite.system.rng import key
 from megalite.training.memory_report import ModelStates, formula, measured, report
-from tests.distributed.support import jobs, jobs_reduction
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
-from tests.distributed.support.jobs_reduction import SEED, SPECS, Gradients, random_gradients, reduced, segments, whole
-from tests.distributed.support.jobs_training import make_trainer
-from tests.distributed.support.layouts import Case
+from tests.support import jobs, jobs_reduction
+from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.jobs_reduction import SEED, SPECS, Gradients, random_gradients, reduced, segments, whole
+from tests.support.jobs_training import make_trainer
+from tests.support.layouts import Case
 
 STEPS = 5
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from megalite.mesh.layout import Coordinates
 from megalite.parallel.spec import ParamSpec, Segment
-from tests.distributed.support import jobs, jobs_reduction
-from tests.distributed.support.configs import write_tokens
-from tests.distributed.support.jobs_experts import configs
-from tests.distributed.support.jobs_reduction import SPECS, random_gradients, reduced, whole
 from tests.distributed.test_powersgd import Reference, memory_of
+from tests.support import jobs, jobs_reduction
+from tests.support.configs import write_tokens
+from tests.support.jobs_experts import configs
+from tests.support.jobs_reduction import SPECS, random_gradients, reduced, whole
 
 EXPERTS, ROWS, COLUMNS, RANK = 4, 24, 32, 2
 STACK = Segment("experts", (EXPERTS * 2 * ROWS, COLUMNS), 0, axis="expert", experts=EXPERTS, fused=2)

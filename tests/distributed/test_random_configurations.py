@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.distributed.support.random_configurations import Draw, Files, draw, prove
+from tests.support.random_configurations import Draw, Files, draw, prove
 
 SEEDS = range(30)  # the long form draws further ones
 

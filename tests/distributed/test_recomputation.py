@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from megalite.config.recomputation import OPERATIONS
-from tests.distributed.support import jobs
-from tests.distributed.support.configs import SINGLE, write_tokens
-from tests.distributed.support.jobs_experts import configs
+from megalite.config.recompute import OPERATIONS
 from tests.distributed.test_bitwise import MODEL, assert_bitwise, run
+from tests.support import jobs
+from tests.support.configs import SINGLE, write_tokens
+from tests.support.jobs_experts import configs
 
 BASE = {**SINGLE, **MODEL}  # with dropout
 SOME = "attn_norm+qkv+attention+mlp_norm+mlp_in,scores+mlp_norm,residual+mlp_in+mlp_out,none,attn_norm+residual"

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from megalite.mesh.layout import Coordinates
-from tests.distributed.support import jobs
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
-from tests.distributed.support.jobs_reduction import SPECS, random_gradients, reduced, segments, whole
-from tests.distributed.support.layouts import Case
+from tests.support import jobs
+from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.jobs_reduction import SPECS, random_gradients, reduced, segments, whole
+from tests.support.layouts import Case
 
 NARROW = torch.bfloat16
 

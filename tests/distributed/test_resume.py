@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.support import jobs_schedules, jobs_training, resharding
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
-from tests.distributed.support.layouts import Case
+from tests.support import jobs_schedules, jobs_training, resharding
+from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.layouts import Case
 
 HALF = 3
 PRECISIONS = ("fp32", "bf16", "fp64")

@@ -13,9 +13,9 @@ from megalite.checkpoint.saver import Saver
 from megalite.config.schema import CheckpointConfig
 from megalite.mesh.mesh import Layout, Mesh
 from megalite.parallel.spec import Rectangle
-from tests.distributed.support import jobs_saving, jobs_training, killing
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
-from tests.distributed.support.layouts import Case
+from tests.support import jobs_saving, jobs_training, killing
+from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.layouts import Case
 
 MODEL: Case = {**SINGLE, "tied": True, "kv_heads": 2, "vocab_size": 96, "layers": 4, "masked": False, "dropout": 0.1}
 LAYOUTS: dict[str, Case] = {

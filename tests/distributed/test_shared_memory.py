@@ -19,7 +19,7 @@ from torch import Tensor
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import CommunicationError, all_gather, all_reduce, reduce_scatter
 from megalite.system.shared_memory import SLOT_BYTES, SharedMemory
-from tests.distributed.support.jobs_parts import plain_mesh
+from tests.support.jobs_parts import plain_mesh
 
 OPERATIONS = (all_reduce, reduce_scatter, all_gather)
 

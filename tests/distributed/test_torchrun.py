@@ -18,9 +18,9 @@ import torch
 import yaml
 
 from megalite.monitoring.report.run import read
-from tests.distributed.support.configs import write_tokens
-from tests.distributed.support.jobs_training import resume
 from tests.distributed.test_faults import fitted
+from tests.support.configs import write_tokens
+from tests.support.jobs_training import resume
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 300.0  # seconds: far more than a loaded machine needs

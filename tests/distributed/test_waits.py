@@ -1,7 +1,7 @@
 """What a step over several ranks asks of a GPU: the host waits for its results, and for the numbers of rows that go to
 experts.
 
-While it does, the device has other work (`tests.device_rules`).
+While it does, the device has other work (`tests.support.device_rules`).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.device_rules import ASIDE
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
-from tests.distributed.support.jobs_experts import MIXTURE
-from tests.distributed.support.jobs_waits import waits
+from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.device_rules import ASIDE
+from tests.support.jobs_experts import MIXTURE
+from tests.support.jobs_waits import waits
 
 EXPERTS = {**MIXTURE, "mlp_only_layers": []}
 CASES: dict[str, dict[str, Any]] = {

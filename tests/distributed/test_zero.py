@@ -11,10 +11,10 @@ from megalite.config.load import from_dict
 from megalite.optimizer.adamw import STATE
 from megalite.training.memory_report import ModelStates, formula, measured
 from megalite.training.trainer import Trainer
-from tests.distributed.support import jobs
-from tests.distributed.support.configs import SINGLE, config_of, config_of_one_process, write_tokens
-from tests.distributed.support.jobs import mesh_of
-from tests.distributed.support.layouts import Case, world
+from tests.support import jobs
+from tests.support.configs import SINGLE, config_of, config_of_one_process, write_tokens
+from tests.support.jobs import mesh_of
+from tests.support.layouts import Case, world
 
 STEPS = 2
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 5, "masked": True, "dropout": 0.1}

@@ -18,8 +18,8 @@ from megalite.generation.sampling import draw, uniform
 from megalite.generation.sources import end_tokens, for_inference, open_source
 from megalite.generation.text import Reply
 from tests.commands.jobs import continued
-from tests.distributed.support.pool import RankContext, RankPool
 from tests.huggingface.hf_models import CASES, VOCAB, greedy, load, random_ids, tolerance, write
+from tests.support.pool import RankContext, RankPool
 
 COUNT = 12  # tokens: more than any window
 LENGTHS = (3, 19, 9)  # of prompts side by side: shorter and longer than windows

@@ -18,19 +18,19 @@ from megalite.assembly.parts import make_mesh
 from megalite.assembly.plan import specs_of
 from megalite.checkpoint import CheckpointError
 from megalite.commands import convert as convert_hf
-from megalite.config.families import hf_shape
 from megalite.config.load import from_dict
 from megalite.config.schema import LoraConfig
 from megalite.data.indexed import IndexedTokens
 from megalite.evaluation.logits import load_stage, our_logits
+from megalite.families.model_config import hf_shape
 from megalite.huggingface.adapter_export import export_adapter
 from megalite.huggingface.adapter_import import OFF
 from megalite.parallel.spec import parameter_count
 from megalite.training.memory_report import report
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
-from tests.distributed.support.configs import write_tokens
 from tests.huggingface.hf_models import CASES, VOCAB, logits_of, make, random_ids, write
+from tests.support.configs import write_tokens
 
 SEQUENCE, BATCH, LR, DECAY, EPS = 24, 4, 1e-3, 0.1, 1e-8
 NAMES = (

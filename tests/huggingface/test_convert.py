@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megalite.checkpoint import manifest_of
 from megalite.commands import convert as convert_hf
-from megalite.config.families import hf_config
 from megalite.evaluation.logits import load_stage, our_logits
+from megalite.families.model_config import hf_config
 from megalite.huggingface import convert as converting
 from tests.huggingface.hf_models import (
     CASES,

@@ -14,15 +14,15 @@ import torch
 
 from megalite.assembly.parts import make_mesh
 from megalite.commands import convert as convert_hf
-from megalite.config.families import hf_shape
 from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedTokens
+from megalite.families.model_config import hf_shape
 from megalite.huggingface.convert import ConversionError
 from megalite.training.trainer import Trainer
 from tests.commands.jobs import logits_from_hf, step_from_hf
-from tests.distributed.support.configs import write_tokens
-from tests.distributed.support.pool import RankPool
 from tests.huggingface.hf_models import BF16, CASES, VOCAB, logits_of, make, random_ids, write
+from tests.support.configs import write_tokens
+from tests.support.pool import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
 SEQUENCE, BATCH, LR, DECAY = 24, 4, 3e-4, 0.1

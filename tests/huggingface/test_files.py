@@ -16,8 +16,8 @@ from torch import Tensor
 from megalite.checkpoint import CheckpointError
 from megalite.commands import convert as convert_hf
 from megalite.commands.train import ignored_fields
-from megalite.config.families import hf_config, hf_shape
 from megalite.config.load import from_dict
+from megalite.families.model_config import hf_config, hf_shape
 from megalite.huggingface.convert import Source, import_model, starting_weights
 from megalite.huggingface.files import ConversionError
 from megalite.parallel.spec import Rectangle

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megalite.config.families import from_hf_config, hf_config
 from megalite.config.schema import ConfigError
+from megalite.families.model_config import from_hf_config, hf_config
 from megalite.huggingface import convert as converting
 from megalite.huggingface import fp8
 from megalite.huggingface.files import ConversionError

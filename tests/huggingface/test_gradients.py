@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from megalite.assembly.parts import make_mesh
-from megalite.config.families import hf_config, hf_shape
 from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedTokens
+from megalite.families.model_config import hf_config, hf_shape
 from megalite.huggingface.names import places
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
-from tests.distributed.support.configs import write_tokens
 from tests.huggingface.hf_models import CASES, VOCAB, as_in_files, make, tolerance, write
+from tests.support.configs import write_tokens
 
 SEQUENCE, BATCH, BETA = 24, 2, 0.9
 NAMES = [

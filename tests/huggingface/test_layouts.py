@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from megalite.commands import convert as convert_hf
-from megalite.config.families import hf_shape
 from megalite.data.indexed import IndexedTokens
+from megalite.families.model_config import hf_shape
 from tests.commands.jobs import step_and_tokens
-from tests.distributed.support.configs import write_tokens
-from tests.distributed.support.pool import RankPool
 from tests.huggingface.hf_models import CASES, LAYOUT_CASES, VOCAB, greedy, load, make, random_ids, save
+from tests.support.configs import write_tokens
+from tests.support.pool import RankPool
 
 SEQUENCE, BATCH, COUNT = 24, 4, 8
 # shorter and longer than any window

@@ -10,19 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite import checkpoint, rng
+from megalite import checkpoint
 from megalite.assembly.parts import make_mesh
 from megalite.commands import convert as convert_hf
-from megalite.config.families import hf_shape
 from megalite.config.load import from_dict
+from megalite.families.model_config import hf_shape
 from megalite.model.parameters import model_specs
+from megalite.system import rng
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
 from tests.commands.jobs import step_from_hf
-from tests.distributed.support.configs import write_tokens
-from tests.distributed.support.pool import RankPool
 from tests.huggingface.hf_models import CASES, VOCAB, load, logits_of, make, random_ids, save
 from tests.huggingface.test_layouts import BATCH, BETAS, EPS, LR, SEQUENCE, train
+from tests.support.configs import write_tokens
+from tests.support.pool import RankPool
 
 GROWN = VOCAB + 30  # under tp 2 a rank has old and new rows, and padding
 LAYOUTS = {

@@ -9,7 +9,7 @@ import pytest
 
 from megalite.importers import megatron
 from megalite.importers.convert import Imported, convert
-from tests.config.hub_cache import hub_cache, store
+from tests.families.hub_cache import hub_cache, store
 
 LLAMA_8B = {
     **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336},

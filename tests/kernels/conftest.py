@@ -10,7 +10,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "kernels"))
 
-from megalite_kernels import dispatch
+from megalite_kernels import backend
 
 from tests.conftest import HAS_GPU
 from tests.kernels import compiling
@@ -92,6 +92,6 @@ def _kernels_run() -> str:
 @pytest.fixture
 def device(_kernels_run: str) -> Iterator[str]:
     """Operations on tensors of this device run their kernels."""
-    dispatch.select("triton")
+    backend.select("triton")
     yield _kernels_run
-    dispatch.select("torch")
+    backend.select("torch")

@@ -13,8 +13,8 @@ from megalite_kernels import (
     adamw,
     attention,
     attention_part,
+    backend,
     cross_entropy,
-    dispatch,
     dropout,
     grad_norm,
     grouped_weight_grad,
@@ -226,7 +226,7 @@ if __name__ == "__main__":
     faulthandler.enable()
     torch.manual_seed(7)
     interpret_last_programs()
-    dispatch.select("triton")
+    backend.select("triton")
     cases = (
         activation_triton,
         adamw_triton,

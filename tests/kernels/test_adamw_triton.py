@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megalite_kernels import adamw_triton, dispatch, ranges_triton
+from megalite_kernels import adamw_triton, backend, ranges_triton
 from megalite_kernels.adamw import adamw_
 from torch.library import opcheck
 
-from tests.device_rules import DEVICE, ON_DEVICE, DeviceRules
 from tests.kernels.accuracy import assert_as_accurate
+from tests.support.device_rules import DEVICE, ON_DEVICE, DeviceRules
 
 OPTIONS = {"lr": 0.013, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.3}
 WHOLE = [64, 4096, 2048 + 64]  # as shards are cut: multiples of 64 elements
@@ -52,7 +52,7 @@ def test_steps_are_as_accurate_as_those_of_torch(sizes, grads, weights, scale, d
     divisor = None if scale is None else torch.tensor(scale, device=device)
     steps(ours, gradients, divisor)
     assert all(torch.equal(x, y) for pair in zip(gradients, kept, strict=True) for x, y in zip(*pair, strict=True))
-    dispatch.select("torch")
+    backend.select("torch")
     steps(torchs, [[x.float() for x in each] for each in kept], divisor)
     steps(exact, [[x.double() for x in each] for each in kept], divisor)
     for got, right, reference in zip(ours, exact, torchs, strict=False):
@@ -69,7 +69,7 @@ def test_steps_are_as_accurate_as_those_of_torch(sizes, grads, weights, scale, d
 @pytest.mark.parametrize("kernels", ["triton", "torch"])
 @pytest.mark.parametrize("grads, weights", DTYPES, ids=str)
 def test_a_divisor_of_nan_changes_nothing(grads, weights, kernels, device):
-    dispatch.select(kernels)
+    backend.select(kernels)
     arrays = [ranges(WHOLE, torch.float32, device, values)[0] for values in (torch.randn, torch.randn, torch.rand)]
     arrays += [ranges(WHOLE, weights, device)[0]] if weights else []
     if weights:

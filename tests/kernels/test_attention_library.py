@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from megalite_kernels import attention as module
-from megalite_kernels import attention_library, attention_routes, device_routes, dispatch
+from megalite_kernels import attention_library, attention_routes, backend, device_routes
 from megalite_kernels.attention import attention, attention_backward
 from megalite_kernels.attention_routes import BY_NAME, ROUTES, Call
 from megalite_kernels.dropout import AttentionDropout
@@ -150,7 +150,7 @@ def test_the_routes_of_a_device_are_read(file, monkeypatch):
     assert device_routes.read("another") == device_routes.DeviceRoutes("another")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     for kernels, counts in (("auto", True), ("torch", False)):
-        dispatch.select(kernels)
+        backend.select(kernels)
         device_routes._of_device.cache_clear()
         assert (device_routes.measured(torch.device("cuda:0")) == found) == counts
     device_routes._of_device.cache_clear()

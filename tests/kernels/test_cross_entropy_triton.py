@@ -103,12 +103,12 @@ def test_fp64_takes_the_reference(device, monkeypatch):
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_a_second_backward_and_a_gradient_of_the_gradient_raise(kernels, device):
     """Through the loss as the model calls it: the logits are gone after the first backward."""
-    from megalite_kernels import dispatch
+    from megalite_kernels import backend
 
     from megalite.mesh.mesh import Layout, Mesh
     from megalite.parallel.tensor.cross_entropy import CrossEntropy
 
-    dispatch.select(kernels)
+    backend.select(kernels)
     x, targets = (tensor[:3] for tensor in inputs(4, 40, torch.float32, device))
     x.requires_grad_()
     loss = CrossEntropy(Mesh(Layout()).tp, 40)(2 * x, targets, 0.5)
@@ -156,9 +156,9 @@ def test_rows_lie_beyond_32_bits():
     python(
         """
 import sys, torch
-from megalite_kernels import dispatch
+from megalite_kernels import backend
 from megalite_kernels.cross_entropy import combine, gradient_, statistics
-dispatch.select("triton")
+backend.select("triton")
 device = sys.argv[1]
 few = torch.randn(3, 64, device=device)
 far = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=device).as_strided((3, 64), (2**30, 1)).copy_(few)

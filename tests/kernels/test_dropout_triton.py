@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from megalite_kernels import dispatch, dropout_triton
+from megalite_kernels import backend, dropout_triton
 from megalite_kernels.dropout import dropout, dropout_key
 from torch import Tensor
 from torch.library import opcheck
@@ -21,8 +21,8 @@ from megalite.mesh.mesh import MeshAxis
 from megalite.model import forward_state
 from megalite.model.forward_state import Dropout, ForwardState, Site
 from megalite.training.trainer import Trainer
-from tests.distributed.support.attention_layouts import LATENTS
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+from tests.support.attention_layouts import LATENTS
+from tests.support.configs import SINGLE, config_of, write_tokens
 
 KEY = dropout_key(1, 2, 3, 4)
 SAMPLES = torch.tensor([5, 2**40 + 17, 2**31 + 3])
@@ -58,7 +58,7 @@ def test_bits_are_those_of_the_reference(positions, channels, offset, dtype, dev
     x = torch.randn(len(SAMPLES), SEQUENCE, channels, device=device).to(dtype).transpose(0, 1)
     call = x, KEY, SAMPLES.to(device), POSITIONS[positions]().to(device), 0.3, offset
     with_kernel = dropout(*call)
-    dispatch.select("torch")
+    backend.select("torch")
     assert torch.equal(bits(with_kernel), bits(dropout(*call)))
     assert with_kernel.is_contiguous() and (channels == 1 or 0.2 < (with_kernel == 0).float().mean() < 0.4)
 
@@ -130,9 +130,9 @@ def test_parts_of_a_sequence_have_the_bits_of_the_whole(device):
         out = Dropout(0.4, Site.MLP_OUTPUT, 3, MeshAxis("tp", rank, ranks, tuple(range(ranks))), ranks > 1)(leaf, state)
         return out.detach(), torch.autograd.grad(out, leaf, part)[0]
 
-    dispatch.select("torch")
+    backend.select("torch")
     expected = forward_and_backward(x, 0, 1)
-    dispatch.select("triton")
+    backend.select("triton")
     parts = [forward_and_backward(part, rank, 2) for rank, part in enumerate(x.chunk(2))]
     for found, whole in zip(zip(*parts, strict=True), expected, strict=True):
         assert torch.equal(bits(torch.cat(found)), bits(whole))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megalite_kernels import dispatch, ordered_sum_triton
+from megalite_kernels import backend, ordered_sum_triton
 from megalite_kernels.ordered_sum import ordered_sum
 from torch.library import opcheck
 
@@ -17,7 +17,7 @@ from torch.library import opcheck
 )
 @pytest.mark.parametrize("ranks, count", [(2, 4096), (5, 2049), (8, 1), (1, 64), (3, 0)])
 def test_is_the_sum_in_rank_order(ranks, count, parts, total, kernels, device):
-    dispatch.select(kernels)
+    backend.select(kernels)
     sizes = torch.logspace(0, -3, ranks, device=device).unsqueeze(1)  # no other order gives the same bits
     given = (torch.randn(ranks, count, device=device) * sizes).to(parts)
     found = torch.full((count,), torch.nan, dtype=total, device=device)

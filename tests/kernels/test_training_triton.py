@@ -6,8 +6,8 @@ from megalite_kernels.launch import Variant
 from megalite.assembly import parts as build
 from megalite.config.load import from_dict
 from megalite.training.trainer import Trainer
-from tests.distributed.support.configs import SINGLE, STEPS, config_of, write_tokens
 from tests.kernels.compiling import MODULES
+from tests.support.configs import SINGLE, STEPS, config_of, write_tokens
 
 CASE = {
     **SINGLE,

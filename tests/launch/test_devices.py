@@ -18,7 +18,7 @@ from megalite.config.schema import ConfigError
 from megalite.launch.environment import on_one_gpu
 from megalite.launch.process import choose_device
 from megalite.training.kernel_choice import attention_route
-from tests.distributed.support.configs import write_tokens
+from tests.support.configs import write_tokens
 
 # Ends the process where torch is about to be imported: no device can have been touched before.
 AT_IMPORT_OF_TORCH = """

@@ -17,8 +17,8 @@ import pytest
 
 from megalite.launch.interrupts import SAME_PRESS_S
 from megalite.system.processes import blocked
-from tests.distributed.support.configs import write_tokens
 from tests.structure.sources import ROOT
+from tests.support.configs import write_tokens
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="looks into processes through /proc")
 TIMEOUT = 120.0  # seconds: far more than a loaded machine needs

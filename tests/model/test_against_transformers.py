@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from megalite.assembly.parts import make_mesh
-from megalite.config.families import from_hf_config
 from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedTokens
+from megalite.families.model_config import from_hf_config
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
-from tests.distributed.support.configs import STEPS, write_tokens
+from tests.support.configs import STEPS, write_tokens
 
 SEQUENCE, BATCH, VOCAB, LR, DECAY = 24, 8, 101, 3e-4, 0.1
 

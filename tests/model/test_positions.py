@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megalite.assembly.parts import build_parts, make_mesh
-from megalite.batch import Microbatch
 from megalite.config.load import from_dict
 from megalite.model.stage import Stage
+from megalite.parallel.microbatch import Microbatch
 
 LENGTH, BATCH, FIRST = 40, 2, 16
 LLAMA: dict[str, Any] = {

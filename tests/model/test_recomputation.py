@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.config.recomputation import OPERATIONS
+from megalite.config.recompute import OPERATIONS
 from megalite.model.recomputation import Value
-from tests.distributed.support import jobs_memory
-from tests.planning.test_memory import ALONE, GPT2, tree
+from tests.planner.test_memory import ALONE, GPT2, tree
+from tests.support import jobs_memory
 
 EVERYTHING = "+".join(OPERATIONS)
 DROPOUT = dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.1)

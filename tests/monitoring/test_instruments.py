@@ -21,7 +21,7 @@ from megalite.monitoring.phases import PhaseTimes
 from megalite.monitoring.prediction import describe, predicted_bubble, stage_costs
 from megalite.monitoring.rank_times import compare, context_imbalance
 from megalite.parallel.pipeline.schedule import Action, Kind
-from megalite.planning.hardware import find
+from megalite.planner.hardware.devices import find
 from megalite.system.activity import BETWEEN, READING, REDUCING, REPORTING, UPDATING, Activity
 from megalite.system.clock import HostClock
 from tests.monitoring.test_metrics import example

@@ -27,10 +27,10 @@ from megalite.parallel.pipeline.schedule import Action, Kind
 from megalite.system.clock import ActionMarks, ActionTiming, DeviceClock, Transfer
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
-from tests.distributed.support.jobs import mesh_of
-from tests.distributed.support.layouts import Case
-from tests.distributed.support.pool import RankContext
+from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.jobs import mesh_of
+from tests.support.layouts import Case
+from tests.support.pool import RankContext
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 8, "masked": False, "dropout": 0.0}

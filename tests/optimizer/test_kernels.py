@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from megalite_kernels import dispatch
+from megalite_kernels import backend
 from torch import Tensor
 
 from megalite.config.schema import ModelConfig, OptimizerConfig
@@ -48,7 +48,7 @@ def steps(context: Any, kernels: str, zero: int, grad_dtype: torch.dtype) -> Res
     optimizer, norms = AdamW(OptimizerState(store, OPTIMIZERS["adamw"].kinds), OPTIONS), []
     generator = torch.Generator().manual_seed(5)
     context.cached("interpreter", repair)
-    dispatch.select(kernels)
+    backend.select(kernels)
     try:
         for step in range(1, 4):
             for memory in store.buckets:
@@ -62,7 +62,7 @@ def steps(context: Any, kernels: str, zero: int, grad_dtype: torch.dtype) -> Res
             store.gatherer.gather_updated()
             store.gatherer.finish()
     finally:
-        dispatch.select("torch")
+        backend.select("torch")
     rounds = all(
         torch.equal(memory.owned_weights, memory.master.bfloat16())
         and not memory.weights[memory.layout.slots[-1].stop :].any()

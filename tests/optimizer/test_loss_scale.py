@@ -10,8 +10,8 @@ from megalite.config.load import from_dict
 from megalite.config.schema import FP16Config
 from megalite.optimizer.loss_scale import LossScale
 from megalite.training.trainer import Trainer
-from tests.distributed.support import jobs_training
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+from tests.support import jobs_training
+from tests.support.configs import SINGLE, config_of, write_tokens
 
 CASE = {
     **SINGLE,

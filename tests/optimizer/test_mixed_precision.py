@@ -6,7 +6,7 @@ import torch
 from megalite.assembly import parts as build
 from megalite.config.load import from_dict
 from megalite.training.trainer import Trainer
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+from tests.support.configs import SINGLE, config_of, write_tokens
 
 CASE = {
     **SINGLE,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.config.presets import preset
 from megalite.config.schema import ModelConfig
+from megalite.families.presets import preset
 from megalite.mesh.layout import Coordinates
 from megalite.model.parameters import model_specs
 from megalite.optimizer.table import OPTIMIZERS, state_spans

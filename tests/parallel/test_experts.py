@@ -11,15 +11,15 @@ from megalite_kernels.grouped_weight_grad import add_grouped_gradient
 from megalite_kernels.groups import Groups
 from torch import Tensor
 
-from megalite.batch import IGNORE_INDEX
 from megalite.config.schema import ModelConfig
 from megalite.mesh.mesh import MeshAxis
 from megalite.model.routers import Routers
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.expert.balance import AUXILIARY, DROPPED, Balance, RouterState, Z
 from megalite.parallel.expert.choice import choose, combine, in_best_groups, spread
-from megalite.parallel.expert.products import Experts, grouped_product, product_loop
+from megalite.parallel.expert.grouped_matmul import Experts, grouped_product, product_loop
 from megalite.parallel.expert.router import Router
+from megalite.parallel.microbatch import IGNORE_INDEX
 from megalite.parallel.spec import ParamSpec, Segment
 from megalite.parallel.tensor.linear import Activation
 from megalite.parallel.weight import Weight

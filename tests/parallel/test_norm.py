@@ -17,7 +17,7 @@ from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.tensor.norm import FullWidthRMSNorm, LayerNorm, RMSNorm, add_and_norm
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+from tests.support.configs import SINGLE, config_of, write_tokens
 
 CASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 2, "masked": False, "dropout": 0.0}
 FUSED = {

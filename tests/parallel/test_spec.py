@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.config.presets import preset
 from megalite.config.schema import ModelConfig
+from megalite.families.presets import preset
 from megalite.mesh.layout import Coordinates, Layout
 from megalite.model.parameters import model_specs, padded_vocabulary, stage_units
 from megalite.parallel.spec import ParamSpec, Segment, holders, parameter_count, rectangles

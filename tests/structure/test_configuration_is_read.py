@@ -70,7 +70,7 @@ class Aliases:
                 self.found.setdefault(f"self.{name}", set()).add(section)  # a dataclass's field
 
     def bind(self, target: ast.expr, value: ast.expr) -> None:
-        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
             for one, other in zip(target.elts, value.elts, strict=True):
                 self.bind(one, other)
             return

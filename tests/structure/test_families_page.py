@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
-from megalite.config.families import families
+from megalite.families.model_config import families
 from tests.generation.test_language_model import NAMES as GENERATED
 from tests.huggingface.hf_models import CASES, LAYOUT_CASES, model_type
 from tests.huggingface.test_gradients import NAMES as WITH_GRADIENTS

@@ -11,6 +11,7 @@ import pytest
 from tests.structure.sources import ROOT, relative
 
 BELOW_THE_LOADER = sorted(path for room in ("model", "parallel") for path in (ROOT / "megalite" / room).rglob("*.py"))
+BELOW_THE_LOADER.remove(ROOT / "megalite/parallel/microbatch.py")  # which says what the loader made
 COUNTING = {"arange", "linspace", "cumsum"}
 
 

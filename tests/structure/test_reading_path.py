@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
 from tests.structure import tracing
 from tests.structure.sources import ROOT
+from tests.support.configs import SINGLE, config_of, write_tokens
 
 LONGEST_PATH, LARGEST_VOCABULARY = 3400, 600
 ENTRY = ("pretrain.py",)
 EXCEPTIONS = {
     "kernels/": "operations in plain PyTorch and in Triton: one can take each as the formula in its docstring",
     "megalite/config/schema.py": "the options, which --help explains one by one",
-    "megalite/rng.py": "numbers by key: its first line says all that a caller relies on",
+    "megalite/system/rng.py": "numbers by key: its first line says all that a caller relies on",
     "megalite/system/shared_memory.py": "a transport of small messages beneath the collectives, which could as well be "
     "TCP",
     "megalite/system/activity.py": "tells other threads where a rank is; without it a step computes the same",
@@ -29,7 +29,7 @@ VOCABULARY = (  # words in which the others speak: who talks to whom, what a ran
     "megalite/mesh/mesh.py",
     "megalite/parallel/spec.py",
     "megalite/parallel/pipeline/schedule.py",
-    "megalite/parallel/pipeline/communication.py",
+    "megalite/parallel/pipeline/send_recv_actions.py",
 )
 CASE = {
     **{**SINGLE, "tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True, "microbatches": 4},

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tests.distributed.support.jobs_training import make_trainer, settle
 from tests.structure.sources import CORE, relative
+from tests.support.jobs_training import make_trainer, settle
 
 WITHOUT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 

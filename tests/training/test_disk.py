@@ -18,7 +18,7 @@ from megalite.config.load import from_dict
 from megalite.monitoring.observer import Observer
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+from tests.support.configs import SINGLE, config_of, write_tokens
 
 CASE = {
     **SINGLE,

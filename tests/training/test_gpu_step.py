@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megalite.assembly import parts as build
 from megalite.config.load import from_dict
-from megalite.training import step_finalizer
+from megalite.training import weight_update
 from megalite.training.trainer import Trainer
-from tests.device_rules import DEVICE, watched
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.device_rules import DEVICE, watched
 
 CASE = {
     **SINGLE,
@@ -41,7 +41,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The shapes of what the host reads: by `read_later`, which waits for its own copy only, or by `Tensor.cpu`, which
     waits for all."""
     found: list[torch.Size] = []
-    later, cpu = step_finalizer.read_later, Tensor.cpu
+    later, cpu = weight_update.read_later, Tensor.cpu
 
     def noted(x: Tensor) -> Callable[[], Tensor]:
         found.append(x.shape)
@@ -51,7 +51,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         found.append(x.shape)
         return cpu(x)
 
-    monkeypatch.setattr(step_finalizer, "read_later", noted)
+    monkeypatch.setattr(weight_update, "read_later", noted)
     monkeypatch.setattr(Tensor, "cpu", waits)
     return found
 
@@ -103,7 +103,7 @@ STEPS: dict[str, dict[str, Any]] = {
 )
 def test_the_host_waits_for_the_results_alone(tmp_path: Path, precision: str, options: dict[str, Any]) -> None:
     """The norm, the loss, the pace and the wish to stop, in one tensor, with the update queued behind it. Nothing is
-    read or uploaded besides (`tests.device_rules`)."""
+    read or uploaded besides (`tests.support.device_rules`)."""
     case, sections = (
         {"layers": 1, "microbatches": 1, **options.get("case", {})},
         {key: options[key] for key in options.keys() - {"case"}},

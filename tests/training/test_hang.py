@@ -10,8 +10,8 @@ import pytest
 
 from megalite.commands import explain as command
 from megalite.mesh.layout import AXES, PRODUCTS, Layout
-from megalite.parallel.pipeline.communication import with_communication
 from megalite.parallel.pipeline.generator import build
+from megalite.parallel.pipeline.send_recv_actions import with_communication
 from megalite.system.activity import BETWEEN, READING, REDUCING
 from megalite.training.hang import Explanation, explain, load
 

@@ -23,10 +23,10 @@ from megalite.optimizer.adamw import AdamW
 from megalite.optimizer.averaging import WeightAverage
 from megalite.parallel.sharding.bucket_buffers import BucketBuffers
 from megalite.training.fit import fit
-from megalite.training.step_finalizer import StepFinalizer
 from megalite.training.trainer import Trainer
 from megalite.training.watchdog import Watchdog
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+from megalite.training.weight_update import StepFinalizer
+from tests.support.configs import SINGLE, config_of, write_tokens
 
 CASE = {
     **SINGLE,

@@ -17,8 +17,8 @@ from megalite.monitoring.epochs import Epochs
 from megalite.training.fit import measured
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
-from tests.distributed.support import jobs
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+from tests.support import jobs
+from tests.support.configs import SINGLE, config_of, write_tokens
 
 CASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 2, "masked": False, "dropout": 0.1}
 RAMP = [4, 4, 16]  # to 12: 4, 4 | 8 | 12 …

@@ -19,7 +19,7 @@ from megalite.monitoring.epochs import Epochs, repeated
 from megalite.training import resume_checks, validation
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+from tests.support.configs import SINGLE, config_of, write_tokens
 
 CASE = {
     **SINGLE,

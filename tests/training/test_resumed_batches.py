@@ -18,7 +18,7 @@ from megalite.monitoring.epochs import Epochs, planned_samples
 from megalite.training.fit import measured
 from megalite.training.run_directory import claim
 from megalite.training.trainer import Trainer
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+from tests.support.configs import SINGLE, config_of, write_tokens
 
 CASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 1, "masked": False, "dropout": 0.0}
 SAMPLES = 24

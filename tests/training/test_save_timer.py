@@ -16,12 +16,12 @@ from megalite.config.load import from_dict
 from megalite.config.schema import CheckpointConfig
 from megalite.launch.exit_status import ExitStatus
 from megalite.monitoring.observer import Observer
-from megalite.planning import states
+from megalite.planner.memory import states
 from megalite.training.checkpointing import describe_saves
 from megalite.training.fit import fit
 from megalite.training.signals import INTERRUPT, SAVE, SHARE, STOP, SaveTimer, agreed, asks_to_save
 from megalite.training.trainer import Trainer
-from tests.distributed.support.configs import SINGLE, config_of, write_tokens
+from tests.support.configs import SINGLE, config_of, write_tokens
 
 CASE = {
     **SINGLE,

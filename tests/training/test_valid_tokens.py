@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import torch
 
-from megalite.batch import IGNORE_INDEX, Microbatch
 from megalite.config.schema import Config
 from megalite.parallel.collectives import Pending
+from megalite.parallel.microbatch import IGNORE_INDEX, Microbatch
 from megalite.training import trainer as training
 
 

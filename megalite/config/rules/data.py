@@ -101,7 +101,7 @@ def _end_of_document_rule(option: str) -> Rule:
 
 def _longer(c: RuleContext) -> str:
     """The presets of the same shape that have positions for the sequence."""
-    from megalite.config.presets import presets
+    from megalite.families.presets import presets
 
     found = [
         name

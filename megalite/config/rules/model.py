@@ -46,7 +46,7 @@ def _init_from(c: RuleContext) -> str:
 
 def _own_weights(c: RuleContext) -> str:
     """The way out for what is no checkpoint: hf: for a Hugging Face model, else an example."""
-    from megalite.config.hub import is_id  # with the libraries of a network
+    from megalite.families.hub import is_id  # with the libraries of a network
 
     path = _init_from(c)
     if os.path.isfile(Path(path, "config.json")) or is_id(path):

@@ -47,7 +47,7 @@ def _wrong_mode(c: RuleContext) -> str:
     """What is wrong with the recomputation mode; empty: nothing."""
     if c.train.recompute in ("none", "selective", "full"):
         return ""
-    from megalite.config.recomputation import problem
+    from megalite.config.recompute import problem
 
     if "experts" in re.split("[*+,]", c.train.recompute) and not c.model.has_mixtures:
         return "names experts, and the model has none"

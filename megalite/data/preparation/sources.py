@@ -363,7 +363,7 @@ class HuggingFace:
     uses_text_key = True
 
     def __init__(self, name: str, split: str, text_key: str | None):
-        from megalite.config import hub
+        from megalite.families import hub
 
         name, _, configuration = name.partition(":")
         online = Path(name).exists() or hub.online()

@@ -8,7 +8,7 @@ import platform
 import re
 from collections.abc import Iterator
 
-from megalite.checkout import CHECKOUT
+from megalite.config.checkout import CHECKOUT
 from megalite.launch import machine
 from megalite.launch.checkup.finding import Finding
 

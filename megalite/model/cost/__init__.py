@@ -2,7 +2,7 @@
 
 `units` describes a unit (embedding, layer, head) once, as data: its matrix products, attention, elementwise
 kernels, and what each keeps for the backward. All costs follow from it: `flops` counts FLOPs by the usual
-conventions, for MFU and for the partition over stages; `megalite.planning` derives memory (`activations`),
+conventions, for MFU and for the partition over stages; `megalite.planner` derives memory (`activations`),
 bytes sent (`traffic`) and time (`operations`). A new kind of layer needs only a new description.
 """
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 from megalite.config.schema import LoraConfig, ModelConfig, TrainConfig
-from megalite.model.cost.steps import MODES, Attention, Product, Share, attended_pairs
+from megalite.model.cost.records import MODES, Attention, Product, Share, attended_pairs
 from megalite.model.cost.units import Units
 from megalite.model.parameters import layer_count
 
@@ -35,7 +35,7 @@ def layer_costs(model: ModelConfig, sequence_length: int) -> LayerCosts:
     layers = [units.layer(index).flops for index in range(model.num_hidden_layers)]
     head = units.head().flops
     if model.mtp_layers:
-        from megalite.model.cost.ahead import modules
+        from megalite.model.cost.mtp import modules
 
         head += sum(part.flops for module in modules(units) for part in module)
     return LayerCosts(layers, units.embedding().flops, head)
@@ -118,7 +118,7 @@ def per_token(
     head = (1 + model.mtp_layers) * float(sum(product.training_flops for product in units.head().products))
     layers, attention, recomputed = 0.0, 0.0, 0.0
     if model.mtp_layers:
-        from megalite.model.cost.ahead import joining
+        from megalite.model.cost.mtp import joining
 
         layers += model.mtp_layers * sum(product.training_flops for product in joining(units).products)
     for index in range(layer_count(model)):

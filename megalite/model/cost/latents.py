@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megalite.model.cost import context
-from megalite.model.cost.steps import Block, Buffer, Elementwise, Expansion, Product, Step
+from megalite.model.cost import context_parallel
+from megalite.model.cost.records import Block, Buffer, Elementwise, Expansion, Product, Step
 
 if TYPE_CHECKING:
     from megalite.model.cost.units import Units
@@ -34,7 +34,7 @@ def latent_block(units: Units, index: int, products: dict[str, Product]) -> Bloc
     out = products["attention.out"]
     workspace = [
         Buffer("gradients of attention", share.tokens * (heads.query * model.value_size + 2 * projected)),
-        *context.workspace(share, heads),
+        *context_parallel.workspace(share, heads),
     ]
     if not units.flash:  # the reference works on copies of at least fp32
         workspace.append(

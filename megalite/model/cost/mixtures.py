@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megalite.model.cost.steps import Block, Buffer, Elementwise, OwnProduct, Product
+from megalite.model.cost.records import Block, Buffer, Elementwise, OwnProduct, Product
 
 if TYPE_CHECKING:
     from megalite.model.cost.units import Units

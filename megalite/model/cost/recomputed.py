@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from megalite.config.recomputation import operations_of
-from megalite.model.cost.steps import MODES, Attention, Block, Buffer, Elementwise, Expansion, Product, Step
+from megalite.config.recompute import operations_of
+from megalite.model.cost.records import MODES, Attention, Block, Buffer, Elementwise, Expansion, Product, Step
 from megalite.model.cost.units import Units
 
 STREAM, NORMED, STATISTICS, PROBABILITIES = (

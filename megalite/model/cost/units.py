@@ -12,8 +12,8 @@ from typing import Any
 
 from megalite.config.schema import PROJECTIONS, LoraConfig, ModelConfig
 from megalite.mesh.layout import Coordinates
-from megalite.model.cost import context
-from megalite.model.cost.steps import (
+from megalite.model.cost import context_parallel
+from megalite.model.cost.records import (
     Attention,
     Block,
     Buffer,
@@ -123,22 +123,24 @@ class Units:
         return padded_vocabulary(self.model.vocabulary, self.share.tp) // self.share.tp
 
     @property
-    def heads(self) -> context.Heads:
+    def heads(self) -> context_parallel.Heads:
         """The heads of one tensor-parallel rank."""
         model, share, tp = self.model, self.share, self.share.tp
         kv = model.kv_heads * kv_replicas(model, tp) // tp
         method = share.context if share.context_inner == 1 else "ulysses"  # two levels exchange heads first
-        travels = context.latents_travel(model, method, share.cp, tp, share.sequence_parallel)
+        travels = context_parallel.latents_travel(model, method, share.cp, tp, share.sequence_parallel)
         latent = (model.kv_lora_rank or 0) + model.qk_rope_head_dim if travels else 0
-        return context.Heads(model.num_attention_heads // tp, kv, model.head_size, model.value_size, latent)
+        return context_parallel.Heads(
+            model.num_attention_heads // tp, kv, model.head_size, model.value_size, latent
+        )
 
     @property
-    def exchanges(self) -> tuple[tuple[int, context.Exchange], ...]:
+    def exchanges(self) -> tuple[tuple[int, context_parallel.Exchange], ...]:
         """What a layer's attention exchanges over cp, or over each of its two levels, with the number of
         ranks there."""
         return tuple(
-            (share.cp, context.exchange(share, heads))
-            for share, heads in context.levels(self.share, self.heads)
+            (share.cp, context_parallel.exchange(share, heads))
+            for share, heads in context_parallel.levels(self.share, self.heads)
         )
 
     # --- a layer
@@ -204,7 +206,7 @@ class Units:
         attention = self.attention(index)
         workspace = [
             Buffer("gradients of attention", tokens * (query + 2 * packed)),
-            *context.workspace(share, self.heads),
+            *context_parallel.workspace(share, self.heads),
         ]
         if not self.flash:  # the reference works on copies of at least fp32
             workspace.append(Buffer("copies of the reference", tokens * 2 * (query + packed), "accumulate"))
@@ -214,7 +216,7 @@ class Units:
     def attention(self, index: int) -> Attention:
         """Attention itself, between the projections."""
         model, share, heads = self.model, self.share, self.heads
-        kept = (*context.kept(share, heads), *self._probabilities(index, heads.query))
+        kept = (*context_parallel.kept(share, heads), *self._probabilities(index, heads.query))
         return Attention(
             share.batch,
             share.row,

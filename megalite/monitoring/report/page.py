@@ -16,7 +16,7 @@ from megalite.monitoring.report import figures
 from megalite.monitoring.report.charts import charts
 from megalite.monitoring.report.run import Run
 from megalite.monitoring.report.segments import Segment
-from megalite.planning.drawing import timeline as drawing
+from megalite.planner.report.drawing import timeline as drawing
 
 ROWS = 12  # of a table of values
 PAGE = """<!doctype html>

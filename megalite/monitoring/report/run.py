@@ -23,7 +23,7 @@ from megalite.model.adapters import total_parameters
 from megalite.monitoring import starts
 from megalite.monitoring.report.segments import Segment, segments
 from megalite.parallel.pipeline.schedule import ScheduleError
-from megalite.planning.drawing import measured
+from megalite.planner.report.drawing import measured
 
 METRICS, ENVIRONMENT, PREDICTION, SUMMARY = (
     "metrics.jsonl",

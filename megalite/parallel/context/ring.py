@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import Pending
-from megalite.parallel.context.exchange import pass_on
+from megalite.parallel.context.messages import pass_on
 from megalite.parallel.context.parts import Part, Runs, sees
 from megalite.parallel.context.sinks import Sinks, accumulate_gradient, with_sinks
 

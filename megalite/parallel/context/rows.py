@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megalite.batch import IGNORE_INDEX, Ahead, Boundaries, Microbatch
 from megalite.config.dims import part_length
 from megalite.config.schema import Config
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.context.balanced import EVERY_KEY, Windows, balanced, between_ranks
 from megalite.parallel.context.parts import PARTS, Part, Runs, split
+from megalite.parallel.microbatch import IGNORE_INDEX, Ahead, Boundaries, Microbatch
 
 
 @dataclass(frozen=True)

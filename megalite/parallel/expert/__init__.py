@@ -2,5 +2,5 @@
 their matrix products.
 
 Start with `megalite.model.mixture`, which calls these modules in order: router.py, choice.py, balance.py,
-dispatch.py, products.py.
+dispatch.py, grouped_matmul.py.
 """

@@ -25,11 +25,11 @@ import torch
 from megalite_kernels.permutation import count_by_column
 from torch import Tensor
 
-from megalite.batch import IGNORE_INDEX
 from megalite.config.schema import ModelConfig
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.expert.choice import Choice, best
+from megalite.parallel.microbatch import IGNORE_INDEX
 
 AUXILIARY, Z, DROPPED = -3, -2, -1  # columns of the statistics, after one for each expert
 

@@ -18,12 +18,12 @@ import torch
 from megalite_kernels.permutation import choice_groups, count, inverse_order, places_among_equals, sums_before
 from torch import Tensor
 
-from megalite.batch import positions_of
 from megalite.config.dims import rows_per_expert
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather
 from megalite.parallel.context.parts import Part, Run
 from megalite.parallel.expert.choice import Choice
+from megalite.parallel.microbatch import positions_of
 
 
 def pieces_of(runs: Sequence[Sequence[tuple[int, int]]], tp: int) -> list[list[Run]]:

@@ -27,7 +27,7 @@ from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, all_reduce
 from megalite.parallel.expert.choice import Choice, combine, spread
 from megalite.parallel.expert.counts import CountedAhead
-from megalite.parallel.expert.exchange import exchange, gather, reorder, scatter_sum
+from megalite.parallel.expert.uneven_all_to_all import exchange, gather, reorder, scatter_sum
 
 Experts = Callable[[Tensor, Groups], Tensor]
 """This rank's experts: (rows [n, hidden] sorted by expert, rows of each) -> [n, hidden]."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from megalite_kernels.groups import Groups
 from torch import Tensor
 
-from megalite.parallel.expert.products import grouped_product
+from megalite.parallel.expert.grouped_matmul import grouped_product
 from megalite.parallel.weight import Weight
 
 

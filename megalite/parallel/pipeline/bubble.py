@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from megalite.parallel.pipeline.communication import send_after, with_communication
-from megalite.parallel.pipeline.gathering import check_gathering, with_gathering
+from megalite.parallel.pipeline.gather_actions import check_gathering, with_gathering
 from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.schedule import (
@@ -24,6 +23,7 @@ from megalite.parallel.pipeline.schedule import (
     Unit,
     peak_activations,
 )
+from megalite.parallel.pipeline.send_recv_actions import send_after, with_communication
 from megalite.parallel.pipeline.simulator import Timeline, simulate
 
 BUBBLES = ("bubble_fraction", "bubble_over_ideal", "bubble_rate")

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from megalite.parallel.pipeline.orders import RECIPES, Shape
 from megalite.parallel.pipeline.schedule import Costs, Kind, Schedule, ScheduleError
-from megalite.parallel.pipeline.weight_passes import with_weight_passes
+from megalite.parallel.pipeline.weight_actions import with_weight_passes
 
 SCHEDULES = tuple(RECIPES)
 

@@ -1,7 +1,7 @@
 """The order of each rank's forwards and backwards, for every schedule.
 
 Each order is a closed form of a few lines. If a schedule splits the backward, its weight passes are not in
-the order: `weight_passes.py` puts them into the gaps, which depend on the durations. The zero-bubble
+the order: `weight_actions.py` puts them into the gaps, which depend on the durations. The zero-bubble
 schedules therefore need no generator of their own: zb-h1 is 1f1b, zb-h2 is 1f1b with more forwards at the
 start, zb-v is 1f1b on a model folded in two.
 

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.batch import Microbatch
 from megalite.mesh.mesh import Mesh
 from megalite.parallel.collectives import message
-from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, channel_of
+from megalite.parallel.microbatch import Microbatch
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
+from megalite.parallel.pipeline.send_recv_actions import OUTSTANDING_SENDS, channel_of
 from megalite.parallel.weight_grad_queue import WeightGradQueue
 from megalite.system.clock import ActionMarks, ActionTiming, Clock, HostClock, StepTiming
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from megalite.parallel.pipeline.gathering import uses
+from megalite.parallel.pipeline.gather_actions import uses
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, dependencies
 
 

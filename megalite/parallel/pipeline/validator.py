@@ -7,7 +7,7 @@ The checks:
 2. *Ordered*: in its rank's list, an action follows its dependencies; a receive precedes and a send follows
    its compute action; backward and weight passes of a stage run in ascending microbatch order, so that
    gradients are added in one order under every schedule.
-3. *Progress*: the lists, executed by the rules in `communication.py`, run to their end, and each receive
+3. *Progress*: the lists, executed by the rules in `send_recv_actions.py`, run to their end, and each receive
    matches the send of its own message. (All messages of a step have the same shape: with a crossed order,
    wrong data would be received without an error.)
 4. *Memory*: no rank holds more activations than its limit.
@@ -18,14 +18,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 
-from megalite.parallel.pipeline.communication import (
-    Channel,
-    channel_of,
-    receive_before,
-    received_from,
-    send_after,
-)
-from megalite.parallel.pipeline.gathering import check_gathering
+from megalite.parallel.pipeline.gather_actions import check_gathering
 from megalite.parallel.pipeline.schedule import (
     Action,
     Kind,
@@ -33,6 +26,13 @@ from megalite.parallel.pipeline.schedule import (
     ScheduleError,
     dependencies,
     peak_activations,
+)
+from megalite.parallel.pipeline.send_recv_actions import (
+    Channel,
+    channel_of,
+    receive_before,
+    received_from,
+    send_after,
 )
 
 

@@ -30,12 +30,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalite import rng
 from megalite.mesh.mesh import Mesh, MeshAxis
 from megalite.parallel.collectives import all_reduce_together
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.sharding.compressible import Matrices, compressible
 from megalite.parallel.spec import LocalPart, Rectangle, Segment
+from megalite.system import rng
 
 
 @dataclass(eq=False)

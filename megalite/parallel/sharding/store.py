@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megalite import rng
 from megalite.mesh.mesh import Domain, Mesh
 from megalite.parallel.collectives import all_gather, meet
 from megalite.parallel.sharding.bucket_buffers import BucketBuffers
@@ -36,6 +35,7 @@ from megalite.parallel.sharding.weight_gatherer import ShardGatherer, WeightGath
 from megalite.parallel.spec import FlatRectangle, ParamSpec, Rectangle
 from megalite.parallel.weight import Weight
 from megalite.parallel.weight_grad_queue import WeightGradQueue
+from megalite.system import rng
 
 if TYPE_CHECKING:
     from megalite.parallel.sharding.powersgd import PowerSGD

@@ -19,9 +19,9 @@ import torch
 from megalite_kernels.cross_entropy import combine, gradient_, statistics
 from torch import Tensor
 
-from megalite.batch import IGNORE_INDEX
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather
+from megalite.parallel.microbatch import IGNORE_INDEX
 from megalite.parallel.weight import Weight
 
 NO_SECOND_DERIVATIVE = "the loss has no second derivative: call backward without create_graph"

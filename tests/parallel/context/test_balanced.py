@@ -15,7 +15,7 @@ from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.context.balanced import KEYS, balanced, between_ranks, imbalance, visited
 from megalite.parallel.context.parts import Run, zigzag
 from megalite.parallel.context.rows import Cut
-from megalite.planning.context import IMBALANCE
+from megalite.planner.cost.context_exchange import IMBALANCE
 from tests.parallel.context.test_parts import positions
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalite.batch import IGNORE_INDEX
 from megalite.config.dims import part_length
 from megalite.config.load import from_dict
 from megalite.parallel.context.parts import PARTS, Run, contiguous, grouped, sees, split, zigzag
 from megalite.parallel.context.rows import Cut
+from megalite.parallel.microbatch import IGNORE_INDEX
 
 
 def positions(runs) -> list[int]:

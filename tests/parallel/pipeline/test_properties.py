@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.parallel.pipeline.communication import OUTSTANDING_SENDS, with_communication
 from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.parallel.pipeline.schedule import Costs, Kind, Schedule
+from megalite.parallel.pipeline.send_recv_actions import OUTSTANDING_SENDS, with_communication
 from megalite.parallel.pipeline.simulator import simulate
 from megalite.parallel.pipeline.validator import validate
-from tests.parallel.pipeline.test_communication import message_of, terminates
+from tests.parallel.pipeline.test_send_recv_actions import message_of, terminates
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half")

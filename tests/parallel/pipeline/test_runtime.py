@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from megalite.batch import Microbatch, StageOutput
 from megalite.mesh.mesh import Layout, Mesh
+from megalite.parallel.microbatch import Microbatch, StageOutput
 from megalite.parallel.pipeline import runtime
-from megalite.parallel.pipeline.communication import with_communication
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Kind
+from megalite.parallel.pipeline.send_recv_actions import with_communication
 
 
 class Sent:

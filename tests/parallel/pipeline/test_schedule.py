@@ -11,7 +11,7 @@ import pytest
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, peak_activations
 from megalite.parallel.pipeline.simulator import simulate
-from megalite.planning.drawing.text import draw
+from megalite.planner.report.drawing.text import draw
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 ROOT = Path(__file__).parents[3]
@@ -146,7 +146,7 @@ def test_the_hash_tells_plans_apart_and_nothing_else():
 
 
 def test_plans_need_no_torch():
-    names = ("schedule", "generator", "communication", "validator", "partition")
+    names = ("schedule", "generator", "send_recv_actions", "validator", "partition")
     modules = ", ".join(f"megalite.parallel.pipeline.{name}" for name in names)
     program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})

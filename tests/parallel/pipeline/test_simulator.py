@@ -11,12 +11,12 @@ from itertools import pairwise
 import pytest
 
 from megalite.parallel.pipeline.bubble import compare, plan, sweep
-from megalite.parallel.pipeline.communication import with_communication
 from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.parallel.pipeline.schedule import Action, Costs, Kind, ScheduleError, peak_activations
+from megalite.parallel.pipeline.send_recv_actions import with_communication
 from megalite.parallel.pipeline.simulator import Span, Timeline, simulate
-from megalite.planning.drawing.tables import grid, summary, table
-from megalite.planning.drawing.text import draw
+from megalite.planner.report.drawing.tables import grid, summary, table
+from megalite.planner.report.drawing.text import draw
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 RANKS = range(2, 17)

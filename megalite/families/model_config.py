@@ -1,0 +1,564 @@
+"""Hugging Face config.json → ModelConfig, and the tables for the reverse (`megalite.huggingface`).
+
+families.yaml lists for each family which fields of a config.json map to which fields of ModelConfig,
+transformers' defaults for missing fields, and the values that the family fixes. Any other field that
+transformers reads is rejected by name unless it has the value that the family computes: a model must never be
+trained as something other than what transformers computes. A field that transformers does not read, such as a
+mark of a tool, is ignored (`unread_fields`).
+"""
+
+import functools
+import json
+import math
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megalite.config.rule import show
+from megalite.config.schema import ROPE_SCALING_KEYS, ConfigError, ModelConfig
+from megalite.families import deepseek
+from megalite.families.weight_files import INDEX, MODEL, weights_file
+
+_GELU = "gelu_pytorch_tanh"
+_SAME_ACT = {"swish": "silu", "gelu_python": "gelu", "gelu_accurate": "gelu_new", "gelu_python_tanh": _GELU}
+"""transformers' further names of activations that we have."""
+_ROPE_NAMES = {"su": "longrope"}
+"""First names of types of rotary scaling."""
+_LOCAL_ROPE = ("full_attention", "sliding_attention")
+"""Entries of rope_parameters in families whose layers with a window have a base of their own."""
+_ROPE_ENTRIES = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
+_FURTHER_ENTRIES = {
+    "yarn": ("mscale", "mscale_all_dim", "truncate"),
+    "longrope": ("factor",),
+    "su": ("factor",),
+}
+"""Entries of rope_scaling that transformers reads besides ROPE_SCALING_KEYS."""
+_RESCALED = ("llama3", "yarn", "longrope")
+"""Types for which a field original_max_position_embeddings of the config.json replaces that of rope_scaling.
+"""
+
+
+@dataclass(frozen=True)
+class Family:
+    model_type: str
+    architecture: str
+    fields: dict[str, tuple[str, ...]]
+    """config.json field → the ModelConfig fields that have its value."""
+    defaults: dict[str, Any]
+    """transformers' defaults that differ from those of other families; a field without a default is required.
+    """
+    constants: dict[str, Any] = field(default_factory=dict)
+    """ModelConfig fields whose value the family fixes, if it differs from ModelConfig's default."""
+    window: str | None = None
+    """Layers with a sliding window: every_layer (Mistral); or, if layer_types is missing, upper_layers
+    (Qwen), without_rope (SmolLM3) or pattern: all but every n-th, n being the default of
+    sliding_window_pattern, and all if that is null; None: no window. Behind the switch use_sliding_window:
+    every_second_lower_layer, from the first to max_window_layers (Qwen2-MoE), every_layer_if_switched
+    (Qwen3-MoE)."""
+    local_rope_theta: float | None = None
+    """Base of the rotary frequencies in layers with a window, by default; None: they have those of other
+    layers."""
+    computed: tuple[str, ...] = ()
+    """ModelConfig fields computed from a config.json with its defaults; field=how if there is more than one
+    way."""
+    own: str = ""
+    """Other fields of its config.json, which `computed` reads or which have no influence on pretraining."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Other name in a config.json → the name in `fields` or `own` (transformers' attribute_map)."""
+    only: str = ""
+    """Other fields that transformers' code of the family reads, and of which one value is supported: null or
+    the one in `neutral`."""
+    rope_types: tuple[str, ...] = tuple(kind for kind in ROPE_SCALING_KEYS if kind != "longrope")
+    """Types of rotary scaling that transformers supports for it."""
+    multimodal: str | None = None
+    """model_type of the multimodal model whose text_config is of this family."""
+
+    @property
+    def rope(self) -> bool:
+        return "position" not in self.constants
+
+
+class Families(NamedTuple):
+    """The content of families.yaml."""
+
+    rows: dict[str, Family]
+    defaults: dict[str, Any]
+    kept: frozenset[str]
+    ignored: frozenset[str]
+    only: frozenset[str]
+    neutral: dict[str, Any]
+    window_fields: dict[str | None, tuple[str, ...]]
+
+
+@functools.cache
+def families() -> Families:
+    import yaml
+
+    read = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text(encoding="utf-8"))
+    rows = {}
+    for name, row in read["families"].items():
+        words = [
+            word
+            for part in row["fields"].split()
+            for word in (read["fields"][part[1:]].split() if part[0] == "$" else [part])
+        ]
+        pairs = (word.partition("=") for word in words)
+        row["fields"] = {theirs: tuple((ours or theirs).split("+")) for theirs, _, ours in pairs}
+        row |= {key: tuple(row[key]) for key in ("computed", "rope_types") if key in row}
+        rows[name] = Family(name, **row)
+    kept, only = frozenset(read["kept"].split()), frozenset(read["only"].split())
+    windows = {None: (), **{kind: tuple(text.split()) for kind, text in read["window_fields"].items()}}
+    return Families(
+        rows,
+        read["defaults"],
+        kept,
+        kept | frozenset(read["ignored"].split()),
+        only,
+        read["neutral"],
+        windows,
+    )
+
+
+def hf_shape(directory: str) -> dict[str, Any]:
+    """The ModelConfig fields of a Hugging Face model's directory, for model.from_hf. Raises ConfigError
+    naming that option."""
+    try:
+        shape = from_hf_config(hf_config(directory))
+    except ConfigError as error:
+        raise ConfigError(f"model.from_hf = {directory}: {error}") from None
+    names = _tensor_names(Path(directory)) if shape.get("mtp_layers") else ()
+    if names and not any(f"layers.{shape['num_hidden_layers']}." in name for name in names):
+        # transformers writes a number of modules, 1 by default, and not their weights
+        shape["mtp_layers"] = 0
+    return shape
+
+
+def _tensor_names(directory: Path) -> Collection[str]:
+    """Names of the tensors in a directory's safetensors files; none if there are no such files, or if they
+    cannot be read."""
+    found = weights_file(directory, MODEL[:2])
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        if found is None:
+            return ()
+        if found.name.endswith(INDEX):
+            return list(json.loads(found.read_text(encoding="utf-8"))["weight_map"])
+        with open(found, "rb") as file:
+            return list(json.loads(file.read(min(int.from_bytes(file.read(8), "little"), 100_000_000))))
+    return ()
+
+
+def hf_config(directory: str | Path, name: str = "config.json") -> dict[str, Any]:
+    """The config.json of a Hugging Face model's directory, or another JSON file there; of a multimodal model,
+    that of its language model.
+
+    Raises ConfigError if it cannot be read.
+    """
+    path = Path(directory) / name
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} can not be read: {error.strerror}. Give a model's directory.") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not a JSON object: {error}.") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is not a JSON object: it holds {show(content)[:40]}.")
+    return _language_model(content)
+
+
+def stored_dtype(config: dict[str, Any]) -> str | None:
+    """The dtype of the weights that a config.json names, under transformers 5's name or the older one; None
+    if it names none."""
+    return config.get("dtype") or config.get("torch_dtype")
+
+
+def end_ids(directory: str | Path) -> list[int]:
+    """The `eos_token_id` of a model's generation_config.json or, if that has none, of its config.json; empty
+    if neither names one.
+
+    Raises ConfigError if a file cannot be read.
+    """
+    for name in ("generation_config.json", "config.json"):
+        if (Path(directory) / name).is_file() and (
+            found := hf_config(directory, name).get("eos_token_id")
+        ) is not None:
+            return found if isinstance(found, list) else [found]
+    return []
+
+
+def _language_model(config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a multimodal model's language model, with the token ids of the whole; another
+    model's as it is."""
+    known, inner = families(), config.get("text_config")
+    if not isinstance(inner, dict):
+        return config
+    row = known.rows.get(inner.get("model_type", ""))
+    if row is None or row.multimodal != config.get("model_type"):
+        return config
+    return inner | {name: config[name] for name in known.kept & config.keys() if config[name] is not None}
+
+
+def _local_layers(given: dict[str, Any]) -> list[int]:
+    """The layers with a sliding window, by layer_types or, if that is missing, by the pattern."""
+    layers, pattern = range(given["num_hidden_layers"]), given["sliding_window_pattern"]
+    if given["layer_types"]:
+        return [layer for layer in layers if given["layer_types"][layer] == "sliding_attention"]
+    return [layer for layer in layers if pattern is None or (layer + 1) % pattern]
+
+
+def _global_layers(given: dict[str, Any]) -> list[int]:
+    local = _local_layers(given) if given["sliding_window"] is not None else []
+    return [layer for layer in range(given["num_hidden_layers"]) if layer not in local]
+
+
+def _falcon_kv_heads(given: dict[str, Any]) -> int:
+    """num_kv_heads counts in the new architecture only; the older one has as many as heads, or one."""
+    heads = given["num_attention_heads"]
+    if given["new_decoder_architecture"]:
+        return int(given["num_kv_heads"] or heads)
+    return 1 if given["multi_query"] else int(heads)
+
+
+def _falcon_block(given: dict[str, Any]) -> str:
+    """The new architecture has two norms by default, the older one has one norm for both."""
+    new, parallel, norms = (
+        given["new_decoder_architecture"],
+        given["parallel_attn"],
+        given["num_ln_in_parallel_attn"],
+    )
+    if new and not parallel:
+        raise _refuse(
+            "parallel_attn", parallel, "does not fit new_decoder_architecture = True, which is parallel."
+        )
+    if norms == 2 and not new:
+        raise _refuse(
+            "num_ln_in_parallel_attn",
+            norms,
+            "does not fit new_decoder_architecture = False, which has one norm.",
+        )
+    if not parallel:
+        return "none"
+    return "two_norms" if new and norms != 1 else "shared_norm"
+
+
+def _without_rope(given: dict[str, Any]) -> list[int]:
+    """SmolLM3's no_rope_layers is 1 for layers with rotary embeddings; if it is missing, every interval-th
+    layer has none."""
+    layers, interval = range(given["num_hidden_layers"]), given["no_rope_layer_interval"]
+    used = given["no_rope_layers"] or [(layer + 1) % interval for layer in layers]
+    return [layer for layer in layers if not used[layer]]
+
+
+def _clamped_swiglu(given: dict[str, Any]) -> str:
+    """gpt-oss's activation, of which other numbers are refused."""
+    for name, only in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+        if given[name] != only:
+            raise _refuse(name, given[name], f"is not handled. Legal value: {only}.")
+    return "clamped_swiglu"
+
+
+_COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "embedding_scale": lambda given: given["hidden_size"] ** 0.5,
+    "attention_scale": lambda given: given["query_pre_attn_scalar"] ** -0.5,
+    "logit_scale": lambda given: 1 / given["logits_scaling"],
+    "no_rope_layers": _without_rope,
+    "no_rope_layers=global": _global_layers,
+    "num_key_value_heads": _falcon_kv_heads,
+    "qk_norm=qk_layernorm": lambda given: "each_head" if given["qk_layernorm"] else "none",
+    "qk_norm=use_qk_norm": lambda given: "each_head" if given["use_qk_norm"] else "none",
+    "qk_norm=heads": lambda given: "head" if given["use_qk_norm"] else "none",
+    "attention_scale=latents": deepseek.attention_scale,
+    "num_key_value_heads=all": deepseek.kv_heads,
+    "mlp_only_layers=first": deepseek.dense_layers,
+    "shared_expert_intermediate_size": deepseek.shared_width,
+    "n_group": deepseek.groups,
+    "topk_group": deepseek.topk_group,
+    "mtp_layers": deepseek.modules_ahead,
+    "router_scores=softmax": functools.partial(deepseek.scores, "softmax"),
+    "router_scores=sigmoid": functools.partial(deepseek.scores, "sigmoid"),
+    "hidden_act=clamped_swiglu": _clamped_swiglu,
+    "parallel_block": _falcon_block,
+    "parallel_block=shared_norm": lambda given: "shared_norm" if given["use_parallel_residual"] else "none",
+    "parallel_block=two_norms": lambda given: "two_norms" if given["use_parallel_residual"] else "none",
+}
+
+
+def _refuse(name: str, value: Any, why: str) -> ConfigError:
+    return ConfigError(f"config.json: {name} = {value!r} {why}")
+
+
+def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The ModelConfig fields of a Hugging Face config.json. Raises ConfigError naming the family or field
+    that is not handled."""
+    known, family, config = families(), *_of_family(config)
+    shape, given = dict(family.constants), known.defaults | family.defaults | config
+    for theirs, ours in family.fields.items():
+        if theirs not in given:
+            raise ConfigError(
+                f"config.json: {theirs} is missing; every {family.model_type} configuration needs it."
+            )
+        shape |= dict.fromkeys(ours, given[theirs])
+    if shape["intermediate_size"] is None:  # GPT-2's n_inner: null
+        shape["intermediate_size"] = 4 * shape["hidden_size"]
+    legal_act = ModelConfig.__annotations__["hidden_act"].__args__
+    if shape["hidden_act"] == "gelu" and family.model_type == "gemma":
+        shape["hidden_act"] = _GELU  # Gemma's first files say gelu and mean this; transformers does the same
+    shape["hidden_act"] = _SAME_ACT.get(shape["hidden_act"], shape["hidden_act"])
+    if shape["hidden_act"] not in legal_act:
+        raise _refuse(
+            "hidden_act", shape["hidden_act"], f"is not handled. Legal values: {', '.join(legal_act)}."
+        )
+    try:
+        shape |= {name.partition("=")[0]: _COMPUTED[name](given) for name in family.computed}
+        shape |= _read_window(given, family, shape)
+        if family.rope:
+            shape |= _read_rope(config, family, given, shape)
+    except (TypeError, LookupError, ArithmeticError) as error:
+        raise ConfigError(f"config.json: a value of it has the wrong type or length: {error}.") from None
+    _refuse_unhandled(config, family, shape)
+    return shape
+
+
+def _of_family(config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
+    """The family of a config.json, and its fields under the names in `Family.fields`."""
+    known, config = families(), _language_model(config)
+    family = known.rows.get(config.get("model_type", ""))
+    if family is None:
+        raise _refuse(
+            "model_type", config.get("model_type"), f"is not handled. Legal values: {', '.join(known.rows)}."
+        )
+    for alias, name in family.aliases.items():
+        if alias in config:
+            config = dict(config)
+            value = config.pop(alias)
+            if name in config and config[name] != value:
+                raise _refuse(
+                    alias,
+                    value,
+                    f"contradicts {name} = {config[name]!r}: both are names of one field. Remove "
+                    "one of them.",
+                )
+            config[name] = value
+    return family, config
+
+
+def _read_rope(
+    config: dict[str, Any], family: Family, given: dict[str, Any], shape: dict[str, Any]
+) -> dict[str, Any]:
+    """The rotary fields, from transformers 5's rope_parameters or from the older fields."""
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(name) or {}, dict):
+            raise _refuse(name, config[name], "is not an object. Write it as {rope_type: …, factor: …}.")
+    older, newer = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+    if family.local_rope_theta is None:
+        # in transformers' order
+        parameters = dict(older or newer or family.defaults.get("rope_parameters") or {})
+        if (
+            config.get("original_max_position_embeddings") is not None
+            and parameters.get("rope_type", parameters.get("type")) in _RESCALED
+        ):
+            parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+        return _read_frequencies(parameters, family, given, shape)
+    parameters = dict(newer or older)
+    local = dict(parameters.pop("sliding_attention", None) or {})
+    if "full_attention" in parameters:
+        parameters = {**(parameters["full_attention"] or {}), **older}
+    elif config.get("rope_parameters") and "rope_theta" in parameters:
+        raise _refuse(
+            "rope_parameters",
+            parameters,
+            "has no entries full_attention and sliding_attention: transformers would not read it.",
+        )
+    found = _read_frequencies(parameters, family, given, shape)
+    theta = float(
+        local.pop("rope_theta", None) or given.get("rope_local_base_freq") or family.local_rope_theta
+    )
+    if local.get("rope_type", "default") != "default":
+        raise _refuse(
+            "rope_parameters.sliding_attention",
+            local,
+            "is not handled: layers with a window have no rotary scaling.",
+        )
+    same = theta == found["rope_theta"] and found["rope_scaling"] is None
+    return found | {"rope_local_theta": None if same or not shape.get("sliding_window_layers") else theta}
+
+
+def _read_frequencies(
+    parameters: dict[str, Any], family: Family, given: dict[str, Any], shape: dict[str, Any]
+) -> dict[str, Any]:
+    """rope_theta, rope_scaling and, in families that have it, partial_rotary_factor."""
+    theta = parameters.pop("rope_theta", None) or shape.get("rope_theta") or given["rope_theta"]
+    partial = {}
+    if "partial_rotary_factor" in shape:
+        partial = {
+            "partial_rotary_factor": float(
+                parameters.pop("partial_rotary_factor", None) or shape["partial_rotary_factor"]
+            )
+        }
+    kind = parameters.pop("rope_type", None) or parameters.get("type", "default")
+    kind = _ROPE_NAMES.get(kind, kind)
+    parameters.pop("type", None)  # rope_type's name before transformers 4.43
+    if kind not in family.rope_types:
+        raise _refuse(
+            "rope_scaling.rope_type", kind, f"is not handled. Legal values: {', '.join(family.rope_types)}."
+        )
+    if kind == "longrope":
+        parameters = _complete_longrope(parameters, given)
+    if kind == "yarn":
+        parameters = _complete_yarn(parameters, given["max_position_embeddings"])
+    exact = {"truncate": False} if kind == "yarn" and parameters.get("truncate", True) is False else {}
+    rotated = parameters.get("partial_rotary_factor")
+    if rotated not in (None, 1.0):
+        raise _refuse(
+            "rope_scaling.partial_rotary_factor",
+            rotated,
+            f"is not handled by the {family.model_type} family. Legal value: 1.0.",
+        )
+    scaling = {name: parameters[name] for name in ROPE_SCALING_KEYS[kind] if name in parameters} | exact
+    return {
+        "rope_theta": float(theta),
+        "rope_scaling": None if kind == "default" else {"rope_type": kind, **scaling},
+        **partial,
+    }
+
+
+def _complete_longrope(parameters: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """LongRoPE's parameters with transformers' defaults."""
+    known = {key: value for key, value in parameters.items() if value is not None}
+    original = given["original_max_position_embeddings"]
+    factor = known.pop("factor", given["max_position_embeddings"] / original)
+    attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return {"attention_factor": attention} | known | {"original_max_position_embeddings": original}
+
+
+def _complete_yarn(parameters: dict[str, Any], longest: int) -> dict[str, Any]:
+    """YaRN's parameters with transformers' defaults; mscale and mscale_all_dim are another way to write
+    attention_factor."""
+    given = {key: value for key, value in parameters.items() if value is not None}
+    scale, all_dim = given.pop("mscale", 0), given.pop("mscale_all_dim", 0)
+    grown = 0.1 * math.log(given["factor"]) if given.get("factor", 0) > 1 else 0.0
+    attention = (scale * grown + 1) / (all_dim * grown + 1) if scale and all_dim else grown + 1
+    return {
+        "original_max_position_embeddings": longest,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "attention_factor": attention,
+    } | given
+
+
+def _read_window(given: dict[str, Any], family: Family, shape: dict[str, Any]) -> dict[str, Any]:
+    """sliding_window and the layers that use it."""
+    types, window = given["layer_types"], given["sliding_window"]
+    if family.window == "every_layer":
+        return {"sliding_window": window}
+    if window is not None and (family.window == "pattern" or (family.window and given["use_sliding_window"])):
+        if types or family.window == "pattern":
+            local = _local_layers(given)
+        elif family.window == "without_rope":
+            local = shape["no_rope_layers"]
+        elif family.window == "every_second_lower_layer":
+            local = list(range(0, min(given["max_window_layers"], shape["num_hidden_layers"]), 2))
+        elif family.window == "every_layer_if_switched":
+            local = list(range(shape["num_hidden_layers"]))
+        else:
+            local = list(range(given["max_window_layers"], shape["num_hidden_layers"]))
+        return {"sliding_window": window, "sliding_window_layers": local}
+    if family.window != "pattern" and types and set(types) != {"full_attention"}:
+        raise _refuse(
+            "layer_types",
+            sorted(set(types)),
+            f"needs a sliding window, which this {family.model_type} configuration does not have.",
+        )
+    return {}
+
+
+def _unhandled(config: dict[str, Any], family: Family) -> dict[str, Any]:
+    """The fields of a config.json that nothing reads here, without those that say what the family computes in
+    any case."""
+    known = families()
+    handled = {*family.fields, *known.window_fields[family.window], "layer_types", "quantization_config"}
+    handled |= {*known.ignored, *family.own.split()}
+    if family.rope:
+        handled |= {"rope_theta", "rope_scaling", "rope_parameters"}
+        handled |= {"original_max_position_embeddings"} if family.local_rope_theta is None else set()
+
+    def is_neutral(name: str, value: Any) -> bool:
+        return value is None or (name in known.neutral and value == known.neutral[name])
+
+    return {
+        name: value for name, value in config.items() if name not in handled and not is_neutral(name, value)
+    }
+
+
+def _read_elsewhere(family: Family) -> frozenset[str]:
+    """Fields that transformers reads, and of which one value is supported."""
+    rope = {"partial_rotary_factor"} if family.rope else set()
+    return families().only | rope | {*family.only.split()}
+
+
+def _refuse_unhandled(config: dict[str, Any], family: Family, shape: dict[str, Any]) -> None:
+    """Raise ConfigError naming a field that transformers reads, and whose value is not what the model
+    computes."""
+    if config.get("quantization_config") is not None:
+        from megalite.families.quantization import check_quantization  # few files have one
+
+        check_quantization(config["quantization_config"], family.model_type)
+    read = _read_elsewhere(family)
+    for name, value in _unhandled(config, family).items():
+        stated = {"num_key_value_heads": "kv_heads", "head_dim": "head_size"}.get(name)
+        only = getattr(ModelConfig(**shape), stated) if stated else families().neutral.get(name)
+        if name in read and value != only:
+            legal = (
+                f"Legal value: {only!r}."
+                if only is not None
+                else f"Remove it if a {family.model_type} model computes the same."
+            )
+            raise _refuse(name, value, f"is not handled by the {family.model_type} family. {legal}")
+
+
+def unread_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a supported config.json that are ignored because transformers does not read them in this
+    family."""
+    family, config = _of_family(config)
+    found = {
+        name: value
+        for name, value in _unhandled(config, family).items()
+        if name not in _read_elsewhere(family)
+    }
+    if family.rope:
+        found |= _unread_rope(config)
+    return found
+
+
+def _unread_rope(config: dict[str, Any]) -> dict[str, Any]:
+    """The entries of the rotary fields that are not of their rope_type."""
+    found: dict[str, Any] = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        whole = config.get(name) or {}
+        parts = {
+            f"{name}.{part}": whole[part] for part in _LOCAL_ROPE if isinstance(whole.get(part), dict)
+        } or {name: whole}
+        for place, entries in parts.items():
+            kind = entries.get("rope_type") or entries.get("type") or "default"
+            read = {
+                *ROPE_SCALING_KEYS.get(_ROPE_NAMES.get(kind, kind), ()),
+                *_ROPE_ENTRIES,
+                *_FURTHER_ENTRIES.get(kind, ()),
+            }
+            found |= {f"{place}.{entry}": value for entry, value in entries.items() if entry not in read}
+    return found
+
+
+def unread_note(config: dict[str, Any]) -> list[str]:
+    """A line for the user about the fields that are ignored; none if there are none."""
+    found = unread_fields(config)
+    listed = ", ".join(f"{name} = {show(value)[:40]}" for name, value in found.items())
+    return (
+        [
+            f"config.json: ignored, as transformers does not read them in a {config['model_type']} model: "
+            f"{listed}"
+        ]
+        if found
+        else []
+    )

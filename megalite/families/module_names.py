@@ -1,0 +1,221 @@
+"""Names of the modules of Hugging Face's models, one table per family.
+
+A table maps each Hugging Face module to our modules; each has a weight, a bias or both. A fused module holds
+several of ours, in this order, and a transposed module stores its matrix as [in, out]. `theirs` is a Hugging
+Face name, `ours` megalite's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from megalite.config.schema import ModelConfig
+
+
+@dataclass(frozen=True)
+class Names:
+    """A family's table.
+
+    Attributes:
+        ends: modules outside the layers.
+        layers: prefix of the layers' names.
+        layer: modules of one layer.
+        base: prefix of the model without its head, which files of such a model do not have.
+        transposed: modules whose matrix is stored as [in, out].
+        grouped: the module that holds queries, keys and values by key-value head: its queries, its keys, its
+        values, then the next head's. interleaved: rotary embeddings rotate neighbouring channels.
+        ignored: suffixes of names that are not weights (masks and frequencies, which older versions stored).
+        expert: modules of one expert that `mlp.experts.in` holds, in this order; their names follow a name
+        that ends in {}.{}. bare: modules whose tensors have no .weight at the end of their names, and _bias
+        instead of .bias. router_bias: the tensor of a mixture that is added to the scores when experts are
+        chosen; empty if files have none. ahead: modules of the layers after the last one, which predict
+        further tokens, besides those of a layer; empty: files have none. multimodal: prefix of the whole
+        names in files of a multimodal model, and the prefixes of its other parts, which are not read.
+    """
+
+    ends: dict[str, str]
+    layers: str
+    layer: dict[str, str]
+    base: str = "model."
+    transposed: tuple[str, ...] = ()
+    grouped: str | None = None
+    interleaved: bool = False
+    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    expert: tuple[str, ...] = ("gate_proj", "up_proj")
+    bare: tuple[str, ...] = ()
+    router_bias: str = ""
+    ahead: dict[str, str] = field(default_factory=dict)
+    multimodal: tuple[str, tuple[str, ...]] | None = None
+
+
+_ENDS = {"model.embed_tokens": "embedding", "model.norm": "norm", "lm_head": "head"}
+_QKV = {
+    "self_attn.q_proj": "attention.q",
+    "self_attn.k_proj": "attention.k",
+    "self_attn.v_proj": "attention.v",
+}
+_GATE_UP = {"mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up"}
+_OUT = {"self_attn.o_proj": "attention.out", "mlp.down_proj": "mlp.down"}
+_LINEARS = _QKV | _GATE_UP | _OUT
+EACH_HEAD = ("q_norm", "k_norm", "layernorm.norms.{}")
+"""Ends of the modules that may hold a norm of each head."""
+_STABLELM_NORM = {
+    "self_attn.q_layernorm.norms.{}": "attention.q_norm",
+    "self_attn.k_layernorm.norms.{}": "attention.k_norm",
+}
+_QK_NORM = {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
+_BEFORE = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm"}
+_AFTER = {
+    "post_attention_layernorm": "attention.output_norm",
+    "post_feedforward_layernorm": "mlp.output_norm",
+}
+_AROUND = {"input_layernorm": "input_norm", "pre_feedforward_layernorm": "mlp_norm"} | _AFTER
+_GATE_UP_FUSED = {"mlp.gate_up_proj": "mlp.gate mlp.up"}
+_FUSED = {"self_attn.qkv_proj": "attention.q attention.k attention.v"} | _GATE_UP_FUSED | _OUT
+_GPT2_LINEARS = {
+    "attn.c_attn": "attention.q attention.k attention.v",
+    "attn.c_proj": "attention.out",
+    "mlp.c_fc": "mlp.up",
+    "mlp.c_proj": "mlp.down",
+}
+
+_FALCON_LINEARS = {
+    "self_attention.query_key_value": "attention.q attention.k attention.v",
+    "self_attention.dense": "attention.out",
+    "mlp.dense_h_to_4h": "mlp.up",
+    "mlp.dense_4h_to_h": "mlp.down",
+}
+_NEOX_LINEARS = {
+    theirs.replace("self_attention", "attention"): ours for theirs, ours in _FALCON_LINEARS.items()
+}
+
+_MIXTURE = {
+    "mlp.gate": "mlp.router",
+    "mlp.experts.{}.{}": "mlp.experts.in",
+    "mlp.experts.{}.down_proj": "mlp.experts.down",
+}
+_SHARED = {"mlp.shared_expert_gate": "mlp.shared_gate"}
+_SHARED |= {f"mlp.shared_expert.{part}_proj": f"mlp.shared.{part}" for part in ("gate", "up", "down")}
+_LATENT = {f"self_attn.{part}_proj": f"attention.{part}" for part in ("q", "q_a", "q_b", "kv_b")}
+_LATENT |= {f"self_attn.{part}_layernorm": f"attention.{part}_norm" for part in ("q_a", "kv_a")}
+_LATENT |= {"self_attn.kv_a_proj_with_mqa": "attention.kv_a"}
+_SHARED_EXPERTS = {f"mlp.shared_experts.{part}_proj": f"mlp.shared.{part}" for part in ("gate", "up", "down")}
+_DEEPSEEK = _LATENT | _GATE_UP | _OUT | _BEFORE | _MIXTURE | _SHARED_EXPERTS
+_AHEAD = {
+    "enorm": "mtp.enorm",
+    "hnorm": "mtp.hnorm",
+    "eh_proj": "mtp.eh_proj",
+    "shared_head.norm": "mtp.norm",
+}
+AHEAD_COPIES = {"embed_tokens": "embedding", "shared_head.head": "head"}
+"""Modules of a layer that predicts a further token which repeat one of ours outside the layers."""
+_MIXTRAL = {
+    "block_sparse_moe.gate": "mlp.router",
+    "block_sparse_moe.experts.{}.{}": "mlp.experts.in",
+    "block_sparse_moe.experts.{}.w2": "mlp.experts.down",
+}
+
+_LLAMA = Names(_ENDS, "model.layers", _LINEARS | _BEFORE)
+_FALCON = Names(
+    {"transformer.word_embeddings": "embedding", "transformer.ln_f": "norm", "lm_head": "head"},
+    "transformer.h",
+    _BEFORE | _FALCON_LINEARS,
+    base="transformer.",
+    grouped="query_key_value",
+)
+_LIKE_LLAMA = "llama mistral qwen2 gemma smollm3 granite nemotron ministral arcee".split()
+FAMILY_NAMES = {
+    **dict.fromkeys(_LIKE_LLAMA, _LLAMA),
+    "qwen3": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM),
+    **dict.fromkeys(("olmo2", "olmo3"), Names(_ENDS, "model.layers", _LINEARS | _AFTER | _QK_NORM)),
+    "gemma2": Names(_ENDS, "model.layers", _LINEARS | _AROUND),
+    "gemma3_text": Names(
+        _ENDS,
+        "model.layers",
+        _LINEARS | _AROUND | _QK_NORM,
+        multimodal=("language_model.", ("vision_tower.", "multi_modal_projector.")),
+    ),
+    **dict.fromkeys(
+        ("cohere", "cohere2"), Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM, interleaved=True)
+    ),
+    "stablelm": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _STABLELM_NORM),
+    "starcoder2": Names(
+        _ENDS, "model.layers", _LINEARS | _BEFORE | {"mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
+    ),
+    "glm": Names(_ENDS, "model.layers", _QKV | _GATE_UP_FUSED | _OUT | _BEFORE, interleaved=True),
+    "glm4": Names(
+        _ENDS,
+        "model.layers",
+        _QKV
+        | _GATE_UP_FUSED
+        | _OUT
+        | _BEFORE
+        | {"post_self_attn_layernorm": "attention.output_norm", "post_mlp_layernorm": "mlp.output_norm"},
+        interleaved=True,
+    ),
+    "gpt_neox": Names(
+        {"gpt_neox.embed_in": "embedding", "gpt_neox.final_layer_norm": "norm", "embed_out": "head"},
+        "gpt_neox.layers",
+        _BEFORE | _NEOX_LINEARS,
+        base="gpt_neox.",
+        ignored=("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"),
+        grouped="query_key_value",
+    ),
+    "falcon": _FALCON,
+    "falcon, two_norms": replace(
+        _FALCON, layer={"ln_attn": "input_norm", "ln_mlp": "mlp_norm"} | _FALCON_LINEARS
+    ),
+    "mixtral": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _MIXTRAL, expert=("w1", "w3")),
+    "olmoe": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM | _MIXTURE),
+    "qwen2_moe": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _MIXTURE | _SHARED),
+    "qwen3_moe": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM | _MIXTURE),
+    "deepseek_v2": Names(_ENDS, "model.layers", _DEEPSEEK, interleaved=True),
+    "deepseek_v3": Names(
+        _ENDS,
+        "model.layers",
+        _DEEPSEEK,
+        interleaved=True,
+        router_bias="mlp.gate.e_score_correction_bias",
+        ahead=_AHEAD,
+    ),
+    "glm4_moe": Names(
+        _ENDS,
+        "model.layers",
+        _LINEARS | _BEFORE | _QK_NORM | _MIXTURE | _SHARED_EXPERTS,
+        router_bias="mlp.gate.e_score_correction_bias",
+        ahead=_AHEAD,
+    ),
+    "gpt_oss": Names(
+        _ENDS,
+        "model.layers",
+        _QKV
+        | _BEFORE
+        | {
+            "self_attn.o_proj": "attention.out",
+            "self_attn.sinks": "attention.sinks",
+            "mlp.router": "mlp.router",
+            "mlp.experts.gate_up_proj": "mlp.experts.in",
+            "mlp.experts.down_proj": "mlp.experts.down",
+        },
+        bare=("self_attn.sinks", "experts.gate_up_proj", "experts.down_proj"),
+    ),
+    "phi3": Names(_ENDS, "model.layers", _FUSED | _BEFORE),
+    "gpt2": Names(
+        {
+            "transformer.wte": "embedding",
+            "transformer.wpe": "positions",
+            "transformer.ln_f": "norm",
+            "lm_head": "head",
+        },
+        "transformer.h",
+        {"ln_1": "input_norm", "ln_2": "mlp_norm"} | _GPT2_LINEARS,
+        base="transformer.",
+        transposed=tuple(_GPT2_LINEARS),
+        ignored=("attn.bias", "attn.masked_bias"),
+    ),
+}
+
+
+def names_of(model: ModelConfig, family: str) -> Names:
+    """The table of a model's family; some have another one for another `parallel_block`."""
+    return FAMILY_NAMES.get(f"{family}, {model.parallel_block}", FAMILY_NAMES[family])

@@ -1,0 +1,40 @@
+"""Named model shapes, stored in presets.yaml."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from megalite.config.checkout import CONFIGS
+from megalite.config.rule import suggestion
+from megalite.config.schema import ConfigError
+
+
+def presets() -> dict[str, dict[str, Any]]:
+    """Name → ModelConfig fields of every shape."""
+    import yaml
+
+    found: dict[str, dict[str, Any]] = yaml.safe_load(
+        Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8")
+    )
+    return found
+
+
+def preset(name: str) -> dict[str, Any]:
+    """The ModelConfig fields of a named shape. Raises ConfigError naming the nearest preset."""
+    shapes = presets()
+    if name not in shapes:
+        from megalite.families.hub import is_id
+
+        if is_id(name) or os.path.isfile(Path(name, "config.json")):
+            raise ConfigError(
+                f"model.preset = {name} is a Hugging Face model. Set model.from_hf to {name}, and leave the "
+                "preset out."
+            )
+        if (CONFIGS / f"{name}.yaml").is_file():
+            raise ConfigError(
+                f"model.preset = {name} is a configuration and no shape. Give it as --config {name}, and "
+                "leave the preset out."
+            )
+        legal = f"Legal values: {', '.join(shapes)}.{suggestion(name, shapes)}"
+        raise ConfigError(f"model.preset = {name} is not a known shape. {legal}")
+    return shapes[name]

@@ -1,0 +1,41 @@
+"""The description of the modules of multi-token prediction (`model.multi_token`).
+
+A module looks up tokens as the embedding does, joins them with the output of a norm, and has a layer and
+logits. The head keeps that output as well, unless it computes its loss in chunks (`planning.activations`
+counts it then).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megalite.model.cost.records import Block, Buffer, Elementwise, OwnProduct, UnitCost
+from megalite.model.parameters import layer_count
+
+if TYPE_CHECKING:
+    from megalite.model.cost.units import Units
+
+
+def joining(units: Units) -> UnitCost:
+    """The norms of the embedding and of what comes before, and the product with both next to each other."""
+    model, share, own = units.model, units.share, units.own
+    hidden, statistics = model.hidden_size, share.own_tokens * (1 if model.norm == "rms" else 2)
+    kept = (
+        Buffer("embedding of further tokens", own),
+        Buffer("statistics of both norms", 2 * statistics, "accumulate"),
+        Buffer("both, next to each other", 2 * own),
+    )
+    width = 2 * hidden * (2 if model.norm == "layer" and model.norm_bias else 1)
+    norms = Elementwise((2 * own, 2 * own, 4 * own), (3 * own, 3 * own, 4 * own), kept, width)
+    ranks = share.tokens // share.own_tokens
+    product = OwnProduct(
+        "mtp.eh_proj", share.own_tokens, hidden, 2 * hidden, 2 * hidden * hidden, "outputs", ranks=ranks
+    )
+    return UnitCost((Block(norms, (product,), workspace=(Buffer("gradients of both", 4 * own),)),))
+
+
+def modules(units: Units) -> list[tuple[UnitCost, UnitCost, UnitCost, UnitCost]]:
+    """Of each module the lookup, what joins, the layer, and norm and logits."""
+    model = units.model
+    indices = range(model.num_hidden_layers, layer_count(model))
+    return [(units.embedding(), joining(units), units.layer(index), units.head()) for index in indices]

@@ -1,0 +1,428 @@
+"""The time of one microbatch on each unit of the model (embedding, layer, head) on one rank, in seconds: the
+sum of its kernels.
+
+Each step of a unit's description (`megalite.model.cost`) is a kernel, with the memory traffic that
+docs/kernels.md states. `Software` describes how other training codes differ, so that their published speeds
+can be predicted too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from megalite.config.schema import LoraConfig, ModelConfig
+from megalite.model.cost.mtp import joining
+from megalite.model.cost.records import (
+    Attention,
+    Block,
+    Elementwise,
+    Expansion,
+    Lookup,
+    OwnProduct,
+    Product,
+    Share,
+    Step,
+)
+from megalite.model.cost.units import Units
+from megalite.planner.cost import context_exchange, expert_exchange
+from megalite.planner.hardware.devices import Device
+from megalite.planner.hardware.kernels import DROPOUT, ELEMENTWISE_BYTES, attention, product, stream
+from megalite.planner.hardware.links import Fabric, group
+
+LOSS_CHUNK = 4096  # tokens whose logits exist at a time on a GPU, as in `megalite.model.stage`
+ACCUMULATED = 8.0  # bytes: an fp32 accumulator is read and written
+FORWARD_OPERATIONS, BACKWARD_OPERATIONS = 40, 80  # that the host launches per layer, an estimate: about 1 ms
+
+
+@dataclass(frozen=True)
+class Software:
+    """How a training code differs from this one.
+
+    Attributes:
+        flash: attention never writes its scores; otherwise every score goes to memory, several times.
+        attention: speed of its attention relative to ours.
+        products: speed of the layers' matrix products relative to those of the run's precision; the head's
+        are not meant. masks: dropout writes its masks to memory, and its forward adds to the residual stream
+        in the same kernel. Ours does neither. loss_bytes: memory traffic of the loss per logit, forward and
+        backward. Ours reads and overwrites 16-bit logits; PyTorch's casts to
+            fp32 and takes a log-softmax; Megatron-LM's subtracts, exponentiates, sums and divides in passes
+            of their own.
+        fp32_accumulation: weight gradients are added to fp32 accumulators.
+        hides_tensor: the input gradient's reduction overlaps with the weight gradient's product.
+        async_tensor: forward collectives overlap with their own product, part by part.
+        hides_gradients: data-parallel communication overlaps with the backward pass.
+        hides_messages: sends and receives between stages overlap with computation.
+        splits_messages: each tensor-parallel rank sends a part, and the receivers all-gather it.
+        elementwise: memory traffic of norms, activations and residual sums relative to fused kernels.
+        adam_bytes: memory traffic of the optimizer per parameter that a rank updates.
+        host: host time of a layer relative to ours.
+        optimistic_in_fp16: a step is corrected afterwards also if it changes the loss scale.
+    """
+
+    flash: bool = True
+    attention: float = 1.0
+    products: float = 1.0
+    masks: bool = False
+    loss_bytes: tuple[float, float] = (2.0, 4.0)
+    fp32_accumulation: bool = True
+    hides_tensor: bool = True
+    async_tensor: bool = False
+    hides_gradients: bool = True
+    hides_messages: bool = True
+    splits_messages: bool = False
+    elementwise: float = 1.0
+    adam_bytes: float = 34.0  # 30, and 4 to read the gradient for its norm
+    host: float = 1.0
+    optimistic_in_fp16: bool = False
+
+
+OURS = Software()
+
+
+class Passes(NamedTuple):
+    """Seconds of one microbatch on one unit or stage: forward, gradient of the input, gradient of the
+    weights; the waits are the exposed communication of tensor, context and expert parallelism contained in
+    forward and backward."""
+
+    forward: float
+    backward: float
+    weight: float
+    forward_wait: float = 0.0
+    backward_wait: float = 0.0
+
+    def plus(self, other: Passes) -> Passes:
+        return Passes(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, count: float) -> Passes:
+        return Passes(*(count * value for value in self))
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward + self.weight
+
+
+class Operations:
+    """The times of a model's units on a device; with adapters, all other weights are frozen."""
+
+    def __init__(
+        self,
+        device: Device,
+        model: ModelConfig,
+        precision: str,
+        software: Software = OURS,
+        lora: LoraConfig | None = None,
+        rows: context_exchange.Rows = context_exchange.WHOLE,
+    ):
+        self.device, self.model, self.precision, self.software, self.lora, self.rows = (
+            device,
+            model,
+            precision,
+            software,
+            lora,
+            rows,
+        )
+        self.size = ELEMENTWISE_BYTES[precision]
+        self.fabric = Fabric(device)
+        self.tensor = Fabric(device if device.tensor is None else replace(device, within=device.tensor))
+        self._units: dict[Share, Units] = {}
+        self._layers: dict[tuple[Share, Hashable], Passes] = {}
+        self._again: dict[tuple[Share, Hashable, str], tuple[float, float]] = {}
+
+    def _gemm(self, m: float, n: float, k: float, batch: float = 1) -> float:
+        return product(self.device, m, n, k, self.precision, batch)
+
+    def _weight_gradient(self, n: float, k: float, rows: float) -> float:
+        return product(
+            self.device,
+            n,
+            k,
+            rows,
+            self.precision,
+            written=ACCUMULATED if self.software.fp32_accumulation else None,
+        )
+
+    def _move(self, *values: float) -> float:
+        """Kernels that move the given numbers of values."""
+        return sum(stream(self.device, value * self.size) for value in values)
+
+    def _pointwise(self, *values: float) -> float:
+        """The same for norms, activations and residual sums, with the software's memory traffic."""
+        return self._move(*(value * self.software.elementwise for value in values))
+
+    def units(self, share: Share) -> Units:
+        """The descriptions of the model's units under a share."""
+        if share not in self._units:
+            self._units[share] = Units(self.model, share, self.lora)
+        return self._units[share]
+
+    def layer(self, share: Share, index: int) -> Passes:
+        """A transformer layer."""
+        units = self.units(share)
+        key = share, units.alike(index)
+        if key not in self._layers:
+            passes = functools.reduce(
+                Passes.plus, [self._block(share, block) for block in units.layer(index).blocks]
+            )
+            for forward_wait, backward_wait in (self.exchange(share, index), self.dispatch(share, index)):
+                passes = passes.plus(Passes(forward_wait, backward_wait, 0.0, forward_wait, backward_wait))
+            operation = self.device.host_time * self.software.host
+            host = (FORWARD_OPERATIONS * operation, BACKWARD_OPERATIONS * operation)
+            idle = max(0.0, host[1] - passes.backward - passes.weight)
+            forward = max(passes.forward, host[0])
+            self._layers[key] = passes._replace(forward=forward, backward=passes.backward + idle)
+        return self._layers[key]
+
+    # --- blocks
+    # --------------------------------------------------------------------------------------------------------
+
+    def _block(self, share: Share, block: Block) -> Passes:
+        steps = [
+            self._step(step).times(1 / self.software.products if isinstance(step, Product) else 1)
+            for step in block.steps
+        ]
+        last = steps[::-1]  # backward runs from the last step to the first
+        passes = Passes(
+            sum(step.forward for step in steps),
+            sum(step.backward for step in last),
+            sum(step.weight for step in last),
+        )
+        return passes.plus(self._around(share, block))
+
+    def _step(self, step: Step) -> Passes:
+        """One step, without its tensor-parallel communication."""
+        match step:
+            case OwnProduct():
+                return self._own_product(step)
+            case Expansion():
+                once = self._product(step)
+                return once._replace(backward=once.forward + once.backward)
+            case Product():
+                return self._product(step)
+            case Attention():
+                return Passes(*self._attention(step), 0.0)
+            case Elementwise():
+                return Passes(self._pointwise(*step.forward), self._pointwise(*step.backward), 0.0)
+            case Lookup(values=values):  # backward accumulates in fp32
+                weight = 0.0 if step.frozen else stream(self.device, values * (self.size + ACCUMULATED))
+                return Passes(self._move(2 * values), 0.0, weight)
+
+    def _product(self, step: Product) -> Passes:
+        forward, backward = (
+            self._gemm(step.rows, step.outputs, step.inputs),
+            self._gemm(step.rows, step.inputs, step.outputs),
+        )
+        weight = 0.0 if step.frozen else self._weight_gradient(step.outputs, step.inputs, step.rows)
+        return Passes(forward, backward, weight).plus(self._adapters(step)).plus(self._adapter_dropout(step))
+
+    def _own_product(self, step: OwnProduct) -> Passes:
+        """A product for each expert, of equally many rows; or one of this rank's own tokens, a router's in
+        fp32."""
+        precision = "fp32" if step.at_least_fp32 and "fp32" in self.device.peaks else self.precision
+        rows, outputs, inputs, batch = step.rows / step.matrices, step.outputs, step.inputs, step.matrices
+        forward = product(self.device, rows, outputs, inputs, precision, batch)
+        backward = product(self.device, rows, inputs, outputs, precision, batch)
+        written = ACCUMULATED if self.software.fp32_accumulation else None
+        weight = (
+            0.0 if step.frozen else product(self.device, outputs, inputs, rows, precision, batch, written)
+        )
+        return Passes(forward, backward, weight).plus(self._adapters(step))
+
+    def _adapters(self, step: Product) -> Passes:
+        """The products with the two factors of a product's adapters, and with trained row lengths (DoRA) the
+        rows of the whole weight."""
+        rows, rank, outputs, inputs = step.rows, step.adapter_rank, step.outputs, step.inputs
+        if not rank:
+            return Passes(0.0, 0.0, 0.0)
+        forward = (
+            self._gemm(rows, rank, inputs) + self._gemm(rows, outputs, rank) + self._move(rows * outputs)
+        )
+        backward = (
+            self._gemm(rows, rank, outputs) + self._gemm(rows, inputs, rank) + self._move(3 * rows * inputs)
+        )
+        weight = self._weight_gradient(outputs, rank, rows) + self._weight_gradient(rank, inputs, rows)
+        if step.adapter_outputs:
+            lengths = self._gemm(outputs, inputs, rank) + self._move(2 * step.local_weights)
+            forward, backward = (
+                forward + lengths + self._move(2 * rows * outputs),
+                backward + self._move(3 * rows * outputs),
+            )
+        return Passes(forward, backward, weight)
+
+    def _adapter_dropout(self, step: Product) -> Passes:
+        """Dropout of an adapter's input: in forward, of the input's gradient, and again for the weight
+        gradient. Experts have none."""
+        if not step.adapter_rank or self.lora is None or not self.lora.dropout:
+            return Passes(0.0, 0.0, 0.0)
+        once = self._move(DROPOUT * step.rows * step.inputs)
+        return Passes(once, once, once)
+
+    def _around(self, share: Share, block: Block) -> Passes:
+        """The operations around a block: norms, residual sum, dropout, and tensor-parallel communication."""
+        forward = self._pointwise(*block.before.forward, *block.after.forward)
+        backward = self._pointwise(*block.before.backward, *block.after.backward)
+        if values := block.dropped:
+            dropped = (
+                (1.5 * values, 2.5 * values) if self.software.masks else (DROPOUT * values, DROPOUT * values)
+            )
+            forward, backward = forward + self._move(dropped[0]), backward + self._move(dropped[1])
+        columns = [
+            each for each in block.products if each.split == "outputs" and not isinstance(each, OwnProduct)
+        ]
+        waits = [self._tensor_parallel(share, product) for product in columns]
+        forward_wait, backward_wait = (sum(times) for times in zip((0.0, 0.0), *waits, strict=True))
+        return Passes(forward + forward_wait, backward + backward_wait, 0.0, forward_wait, backward_wait)
+
+    def _tensor_parallel(self, share: Share, column: Product) -> tuple[float, float]:
+        """Exposed communication, forward and backward, of a column-parallel product and the row-parallel
+        product after it (Shoeybi et al. 2019; Korthikanti et al. 2022)."""
+        if share.tp == 1:
+            return 0.0, 0.0
+        ranks = group(self.device, share.tp, 1)
+        if isinstance(column, Expansion):
+            latents = column.travelling * self.size
+            half = self.tensor.half(latents, ranks)
+            return (
+                (half, 2 * half) if share.sequence_parallel else (0.0, self.tensor.all_reduce(latents, ranks))
+            )
+        size = column.rows * column.inputs * self.size
+        hides = self.software.hides_tensor and not self.device.cpu
+        beside = (
+            self._weight_gradient(column.outputs, column.inputs, column.rows)
+            if hides and not column.frozen
+            else 0.0
+        )
+        if not share.sequence_parallel:
+            reduce = self.tensor.all_reduce(size, ranks)
+            return reduce, max(0.0, reduce - beside)
+        half = self.tensor.half(size, ranks)
+        product = self._gemm(column.rows, column.inputs, column.outputs) if hides else 0.0
+        # the input is gathered again for the weight gradient
+        again = max(0.0, half - product) if column.keeps_input else 0.0
+        if not self.software.async_tensor:
+            return 2 * half, half + again + max(0.0, half - beside)
+        # a rank's own part needs no transfer
+        hidden = (share.tp - 1) / share.tp * self._gemm(column.rows, column.outputs, column.inputs)
+        exposed = max(0.0, half - hidden)
+        return 2 * exposed, exposed + again + max(0.0, half - beside)
+
+    def exchange(self, share: Share, index: int) -> tuple[float, float]:
+        """Exposed communication of a layer's attention over cp, forward and backward."""
+        units = self.units(share)
+        forward, backward = zip(*map(self._attention, units.layer(index).attentions), strict=True)
+        return context_exchange.exposed(
+            self.fabric, units, (sum(forward), sum(backward)), self.size, self.rows
+        )
+
+    def dispatch(self, share: Share, index: int) -> tuple[float, float]:
+        """Exposed communication of a layer's mixture over ep, forward and backward."""
+        if share.ep == 1 or not self.model.is_mixture(index):
+            return 0.0, 0.0
+        return expert_exchange.exposed(self.fabric, self.model, share, self.size)
+
+    def _attention(self, step: Attention) -> tuple[float, float]:
+        if not self.software.flash:
+            return self._written_scores(step)
+        times = attention(
+            self.device,
+            step.heads / step.cp,
+            step.head_size,
+            step.sequence,
+            step.batch,
+            step.window,
+            self.precision,
+        )
+        return times[0] / self.software.attention, times[1] / self.software.attention
+
+    def attention_again(self, share: Share, index: int) -> float:
+        """Seconds of a layer that `selective` recomputes: attention's forward. 0 for kernels that never write
+        their scores, whose backward recomputes them in any case."""
+        if self.software.flash and not self.device.cpu:
+            return 0.0
+        return sum(self._attention(step)[0] for step in self.units(share).layer(index).attentions)
+
+    def forward(self, step: Step) -> float:
+        """The kernels of a step's forward."""
+        return self._step(step).forward
+
+    def again(self, share: Share, index: int, mode: str) -> tuple[float, float]:
+        """Seconds of a layer's backward that are recomputed under a mode of train.recompute: kernels, and
+        exposed communication."""
+        if mode in ("none", "full"):
+            forward, wait = self.layer(share, index).forward, self.layer(share, index).forward_wait
+            return (forward - wait, wait) if mode == "full" else (0.0, 0.0)
+        if mode == "selective":
+            return self.attention_again(share, index), 0.0
+        from megalite.planner.cost.recomputed_time import seconds
+
+        key = share, self.units(share).alike(index), mode
+        if key not in self._again:
+            self._again[key] = seconds(self, share, index, mode)
+        return self._again[key]
+
+    def _written_scores(self, step: Attention) -> tuple[float, float]:
+        """Attention that writes its scores to memory: two batched products, softmax and dropout; the masked
+        half is computed too."""
+        sequence, width, batch = step.sequence, step.head_size, step.heads * step.batch / step.cp
+        scores = batch * sequence**2
+        dropped = bool(self.model.attention_dropout)
+        mask = (0.5 if self.software.masks else 0.0) * scores
+        query_key, by_value = (
+            self._gemm(sequence, sequence, width, batch),
+            self._gemm(sequence, width, sequence, batch),
+        )
+        forward = query_key + self._move(2 * scores, *([2 * scores + mask] if dropped else [])) + by_value
+        backward = (
+            query_key + 3 * by_value + self._move(3 * scores, *([2 * scores + mask] if dropped else []))
+        )
+        return forward, backward
+
+    # --- embedding and head
+    # ------------------------------------------------------------------------------------------------
+
+    def embedding(self, share: Share) -> Passes:
+        """Rows are looked up and summed over tp; backward adds them to fp32 accumulators."""
+        (block,) = self.units(share).embedding().blocks
+        passes = functools.reduce(Passes.plus, map(self._step, block.steps))
+        ranks, size = group(self.device, share.tp, 1), share.tokens * self.model.hidden_size * self.size
+        wait = (self.tensor.half if share.sequence_parallel else self.tensor.all_reduce)(size, ranks)
+        gather = self.tensor.half(size, ranks) if share.sequence_parallel else 0.0
+        return passes.plus(Passes(wait, gather, 0.0, wait, gather))
+
+    def head(self, share: Share, splits: bool) -> Passes:
+        """Final norm, logits and loss, and what modules of multi-token prediction have besides their
+        layers."""
+        (block,) = joining(self.units(share)).blocks
+        module = self.embedding(share).plus(self._block(share, block))
+        logits = self._logits(share, splits)
+        return logits.plus(module.plus(logits).times(self.model.mtp_layers))
+
+    def _logits(self, share: Share, splits: bool) -> Passes:
+        """A norm, logits and loss. With loss chunks, the forward also computes the gradients; a split
+        backward does not use chunks."""
+        (block,) = self.units(share).head().blocks
+        (logits,) = block.products
+        chunked = self.software.loss_bytes == OURS.loss_bytes and not splits and not self.device.cpu
+        chunk = min(LOSS_CHUNK, logits.rows) if chunked else logits.rows
+        parts = logits.rows / chunk
+        product = self._step(replace(logits, rows=chunk))
+        memory = self.device if self.device.loss is None else replace(self.device, bandwidth=self.device.loss)
+        loss = tuple(
+            stream(memory, size * chunk * logits.outputs * self.size / 2) for size in self.software.loss_bytes
+        )
+        ranks = group(self.device, share.tp, 1)
+        statistics = self.tensor.half(16 * chunk * share.tp, ranks)
+        gather = (self.tensor.half if share.sequence_parallel else self.tensor.all_reduce)(
+            chunk * logits.inputs * self.size, ranks
+        )
+        before = gather if share.sequence_parallel else 0.0
+        norm = self._step(block.before)
+        forward = parts * (product.forward + loss[0] + before + statistics) + norm.forward
+        backward = parts * (product.backward + loss[1] + gather) + norm.backward
+        weight = parts * product.weight
+        waits = parts * (before + statistics), parts * gather
+        if chunked:
+            return Passes(forward + backward + weight, 0.0, 0.0, sum(waits))
+        return Passes(forward, backward, weight, *waits)

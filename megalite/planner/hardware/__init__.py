@@ -1,0 +1,1 @@
+"""Devices and the time of one kernel or one message on them."""

@@ -1,0 +1,1 @@
+"""The memory of each rank: states, activations and communication buffers."""

@@ -1,0 +1,220 @@
+"""Bytes that each unit of the model keeps per microbatch on one rank, from forward to backward, and on to a
+weight pass.
+
+The units' description (`megalite.model.cost`) lists the tensors; this module applies the configuration of a
+run: dtypes, kernels, recomputation, and how the loss is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from megalite.assembly.plan import activation_shape
+from megalite.config.dims import part_length
+from megalite.config.schema import Config, LoraConfig
+from megalite.config.token_files import is_chat, prefixes
+from megalite.model.cost.mtp import modules
+from megalite.model.cost.recomputed import chosen, groups
+from megalite.model.cost.records import MODES, Buffer, Dtype, Share, UnitCost, size_in_bytes
+from megalite.model.cost.units import Units
+from megalite.model.parameters import head_unit
+from megalite.planner.memory.states import Device, Widths
+
+INDEX = 8  # bytes of a token or a target
+WIDEST_HEAD = 256  # largest head size that the Triton kernels of `megalite_kernels.attention` support
+LOSS_CHUNK_ON_GPU = 4096  # tokens, as in `megalite.model.stage`
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one microbatch on one unit.
+
+    Attributes:
+        saved: kept from the forward to the backward.
+        recomputed: additional while its own backward runs, which recomputes it. stash: kept from a split
+        backward to the weight pass; `stash_first` of it is allocated before anything saved is freed. logits,
+        logits_stash: the same as `saved` and `stash`, for the logits and their gradient; `logits_chunk`:
+        while the forward runs. workspace: an estimate of the largest temporaries of its backward: gradients
+        of activations, gathered inputs.
+    """
+
+    saved: int = 0
+    recomputed: int = 0
+    stash: int = 0
+    stash_first: int = 0
+    logits: int = 0
+    logits_stash: int = 0
+    logits_chunk: int = 0
+    workspace: int = 0
+
+
+class Activations:
+    """The units of a configuration's model.
+
+    Args:
+        splits: whether the backward is split into two passes, so that weight gradients are deferred.
+        lora: adapters; by default all parameters are trained.
+    """
+
+    def __init__(
+        self, config: Config, device: Device = "cuda", splits: bool = False, lora: LoraConfig | None = None
+    ):
+        model, parallel, train, widths = config.model, config.parallel, config.train, Widths.of(config)
+        self.config, self.model, self.device, self.splits = config, model, device, splits
+        self.width, self.accumulate = widths.compute, widths.accumulate
+        self.widths: dict[Dtype, int] = {
+            "compute": widths.compute,
+            "accumulate": widths.accumulate,
+            "index": INDEX,
+            "mask": 1,
+        }
+        # positions depend on documents
+        self.documents = config.data.reset_positions or any(map(is_chat, prefixes(config.data.train)))
+        sizes = parallel.tp, parallel.sequence_parallel, parallel.cp, parallel.context
+        self.share = Share(
+            part_length(config),
+            train.micro_batch_size,
+            *sizes,
+            parallel.ep,
+            parallel.context_inner,
+            parallel.expert_dispatch,
+            parallel.context_parts,
+        )
+        self.units = Units(model, self.share, lora, self.flash)
+        self._layers: dict[tuple[Hashable, str], Held] = {}
+        self.own, self.whole = prod(activation_shape(config)) * self.width, self.units.whole * self.width
+
+    @property
+    def message(self) -> int:
+        """Bytes of a message between two stages."""
+        return self.own
+
+    def _size(self, buffers: Iterable[Buffer], mode: str = "none") -> int:
+        return size_in_bytes(buffers, self.widths, mode)
+
+    def bytes_of(self, buffers: Iterable[Buffer]) -> int:
+        """Bytes of some tensors that a layer may keep."""
+        return self._size(buffers)
+
+    def unit(self, number: int) -> Held:
+        if number == 0:
+            return Held(saved=self._size(self.units.embedding().kept))
+        return self.head() if number == head_unit(self.model) else self.layer(number - 1)
+
+    def layer(self, index: int) -> Held:
+        mode = self.config.train.recompute_of(index)
+        key = self.units.alike(index), mode
+        if key not in self._layers:
+            self._layers[key] = self._layer(index, mode)
+        return self._layers[key]
+
+    def _layer(self, index: int, mode: str) -> Held:
+        unit = self.units.layer(index)
+        if mode in MODES:
+            saved = self._size(unit.kept, mode)
+            # selective recomputes probabilities one block at a time
+            recomputed = self._size(unit.kept) - saved if mode == "full" else 0
+        else:
+            operations = chosen(groups(self.units, index), mode)
+            saved = self._size(unit.kept) - sum(self._size(each.buffers) for each in operations)
+            recomputed = sum(self._size(each.restored) for each in operations)
+        stash, first = self._stash(unit)
+        workspace = self.own + max(self._size(block.workspace) for block in unit.blocks)
+        return Held(saved, recomputed, stash, first, workspace=workspace)
+
+    def _stash(self, unit: UnitCost) -> tuple[int, int]:
+        """Bytes that a layer's weight pass needs, and the part allocated before anything saved is freed: the
+        last product's stash, except tensors that are also saved, and except what the norm after the product
+        frees."""
+        if not self.splits:
+            return 0, 0
+        last = unit.blocks[-1]
+        product = last.products[-1]
+        first = self._size(product.stashed) - self._size((product.between,)) - self._size(last.after.kept)
+        return sum(self._size(each.stashed) for each in unit.products), max(first, 0)
+
+    @property
+    def flash(self) -> bool:
+        """Whether attention runs in a kernel that keeps one number per query (the log-sum-exp) instead of
+        probabilities."""
+        model, train = self.model, self.config.train
+        if self.device == "cpu" or train.precision not in ("bf16", "fp16"):
+            return False
+        options = (
+            model.sliding_window,
+            model.attention_softcap,
+            model.attention_dropout or None,
+            self.documents or None,
+        )
+        plain = (
+            all(option is None for option in options)
+            and not self.config.run.deterministic
+            and model.head_size % 8 == 0
+        )
+        return model.head_size <= WIDEST_HEAD and (plain or train.kernels != "torch")
+
+    @property
+    def loss_chunk(self) -> int:
+        """Tokens whose logits exist at a time; 0 if all logits exist from forward to backward."""
+        tokens, batch = self.share.tokens, self.share.batch
+        chunk, ranks = self.config.train.loss_chunk, tokens // self.share.own_tokens
+        chunk = (LOSS_CHUNK_ON_GPU if self.device == "cuda" else 0) if chunk is None else chunk
+        if not chunk or self.splits:
+            return 0
+        positions = self.share.sequence // ranks
+        return min(max(chunk * positions // tokens, 1), positions) * ranks * batch
+
+    def head(self) -> Held:
+        """The final norm's input and output (or the gradient computed together with the loss), and the
+        logits."""
+        (block,) = self.units.head().blocks
+        (product,) = block.products
+        kept = self._size(block.before.kept)
+        # tanh keeps its output
+        one = product.outputs * self.width * (1 if self.model.logit_softcap is None else 2)
+        if chunk := self.loss_chunk:
+            gradient = 0 if product.keeps_input else self.own
+            return Held(kept + gradient, logits_chunk=chunk * one, workspace=self.own)
+        stash = self.splits and product.keeps_input
+        return Held(
+            saved=kept + product.rows * (2 * self.accumulate + INDEX),
+            stash=self.whole if stash else 0,
+            logits=product.rows * one,
+            logits_stash=product.rows * product.outputs * self.width if stash else 0,
+            workspace=self._size(block.workspace),
+        )
+
+    def _joined(self, lookup: UnitCost, joining: UnitCost) -> Held:
+        """The first part of a module of multi-token prediction. The output of a norm that it reads is kept
+        for it alone where the loss is computed in chunks, which keep a gradient in its place."""
+        before = self.own if self.loss_chunk else 0
+        stash = sum(self._size(each.stashed) for each in joining.products) if self.splits else 0
+        return Held(
+            before + self._size((*lookup.kept, *joining.kept)),
+            stash=stash,
+            workspace=self.own + sum(self._size(block.workspace) for block in joining.blocks),
+        )
+
+    def stage(self, numbers: Sequence[int]) -> list[Held]:
+        """The units of a stage, first to last, the parts of modules of multi-token prediction as if they were
+        units. If positions depend on documents, each microbatch keeps its own rotary tables."""
+        units = [self.unit(number) for number in numbers]
+        if head_unit(self.model) in numbers:
+            for index, parts in enumerate(modules(self.units), self.model.num_hidden_layers):
+                units += [self._joined(*parts[:2]), self.layer(index), self.head()]
+        if self.documents:
+            units[0] = replace(units[0], saved=units[0].saved + self.share.batch * self._rotary(numbers))
+        return units
+
+    def tables(self, numbers: Sequence[int]) -> int:
+        """Bytes a stage keeps for the whole run: rotary tables, if they do not depend on documents."""
+        return 0 if self.documents else self._rotary(numbers)
+
+    def _rotary(self, numbers: Sequence[int]) -> int:
+        rotates = any(
+            self.model.uses_rope(number - 1) for number in numbers if 0 < number < head_unit(self.model)
+        )
+        tables = 1 if self.model.rope_local_theta is None else 2  # of cos and sin
+        return tables * 2 * self.share.sequence * self.model.rotary_width * self.width if rotates else 0

@@ -1,0 +1,142 @@
+"""Communication buffers: messages between stages, weights gathered for use, gradient buckets not yet reduced.
+
+Computed by following a rank's list of actions as the runtime does, so they hold for any schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from megalite.assembly.plan import staggered_end
+from megalite.config.schema import Config
+from megalite.parallel.pipeline.gather_actions import uses
+from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
+from megalite.parallel.pipeline.send_recv_actions import (
+    OUTSTANDING_SENDS,
+    Edge,
+    chain,
+    channel_of,
+    connection_bytes,
+    receive_before,
+)
+from megalite.parallel.sharding.buckets import BucketLayout
+from megalite.planner.memory.states import Device, Sharing, Widths
+
+NARROW = 2  # bytes of a bf16 element: gradients may be reduced in bf16
+
+
+def message_bytes(schedule: Schedule, rank: int, size: int) -> int:
+    """Peak bytes of tensors in flight between stages: received ahead of use, sent and not yet known to have
+    arrived, or handed over within the rank. Every message has `size` bytes. A received tensor that is in use
+    counts as an activation or as workspace instead."""
+    return _messages(schedule, rank) * size
+
+
+@lru_cache(maxsize=4096)
+def _messages(schedule: Schedule, rank: int) -> int:
+    arriving: set[Action] = set()
+    handed: set[tuple[Kind, int, int]] = set()  # (pass, stage, microbatch) whose result waits on this rank
+    sends: dict[tuple[Kind, int, int], None] = {}
+    most = 0
+    for action in schedule.actions[rank]:
+        kind, stage, microbatch = action[:3]
+        if action.is_send:
+            sends[kind, stage, microbatch] = None
+            most = max(most, len(arriving) + len(handed) + len(sends))
+            while len(sends) > OUTSTANDING_SENDS:
+                del sends[next(iter(sends))]
+        elif action.is_message:
+            arriving.add(action)
+        elif action.is_compute and kind is not Kind.WEIGHT:
+            step = 1 if kind is Kind.FORWARD else -1
+            arriving.discard(receive_before(action, schedule) or action)
+            handed.discard((kind, stage - step, microbatch))
+            if kind is Kind.BACKWARD:
+                sends.pop((Kind.SEND_FORWARD, stage, microbatch), None)
+            if 0 <= stage + step < schedule.stages and schedule.placement[stage + step] == rank:
+                handed.add((kind, stage, microbatch))
+        most = max(most, len(arriving) + len(handed) + len(sends))
+    return most
+
+
+def channel_bytes(config: Config, schedule: Schedule, rank: int) -> int:
+    """Bytes of NCCL's connections to neighbours in the pipeline, allocated at the start: one for each channel
+    and peer."""
+    totals = [chain(schedule.ranks), chain(schedule.ranks, down=True)] if staggered_end(config) else []
+    return sum(connection_bytes(each, rank) for each in [_connections(schedule, rank), *totals])
+
+
+@lru_cache(maxsize=4096)
+def _connections(schedule: Schedule, rank: int) -> tuple[Edge, ...]:
+    """The edges over which a rank sends and receives in its pipeline."""
+    messages = {
+        (channel_of(each, rank), each.peer, each.is_send)
+        for each in schedule.actions[rank]
+        if each.peer is not None
+    }
+    return tuple((rank, peer) if sends else (peer, rank) for _, peer, sends in messages)
+
+
+def gathered_bytes(schedule: Schedule, rank: int, buckets: Sequence[BucketLayout], width: int) -> int:
+    """Peak bytes of gathered weights under ZeRO-3: those of the unit that computes and of the next one, which
+    is prefetched."""
+    if not schedule.units:
+        return 0
+    announced: list[Action] = []
+    whole: set[int] = set()
+    most = 0
+
+    def carry_out(unit: int | None, kind: Kind) -> None:
+        for move in [move for move in announced if move.unit == unit and move.kind is kind]:
+            announced.remove(move)
+            assert move.bucket is not None
+            (whole.add if kind is Kind.GATHER else whole.discard)(move.bucket)
+
+    for action in schedule.actions[rank]:
+        if action.bucket is not None:
+            announced.append(action)
+            carry_out(None, Kind.GATHER)
+        for unit in uses(action, schedule) if action.is_compute else ():
+            carry_out(unit.number, Kind.GATHER)
+            most = max(most, sum(buckets[number].size for number in whole))
+            carry_out(unit.number, Kind.RESHARD)
+    return most * width
+
+
+def open_gradients(
+    config: Config, schedule: Schedule, buckets: Sequence[BucketLayout], device: Device
+) -> int:
+    """Peak bytes of gradients in addition to those that are kept: whole buckets that fill or wait for their
+    reduction (ZeRO-2 and 3), and buffers of the reduction itself: copies in bf16; on gloo, the other ranks'
+    parts."""
+    width = Widths.of(config).gradient
+    shared = [(bucket, Sharing.of(config, bucket.domain)) for bucket in buckets if bucket.trainable]
+    shared = [(bucket, sharing) for bucket, sharing in shared if sharing.data > 1]
+    # reductions at a time, see `sharding.reducer`
+    two = config.parallel.reduce_dtype == "bf16" and device == "cuda"
+    sizes = sorted(
+        (_reduction(config, bucket.size, sharing, device) for bucket, sharing in shared), reverse=True
+    )
+    reducing = sum(sizes[: 2 if two else 1])
+    opened = [
+        (bucket.size, sharing.shard)
+        for bucket, sharing in shared
+        if sharing.gradients_sharded(bucket, config.run.deterministic)
+    ]
+    if not opened:
+        return reducing
+    # A backward fills one bucket after the other, and a full one may still wait for its reduction. If weight
+    # gradients are deferred, every bucket of a stage stays open between a backward and its weight pass.
+    largest, whole = max(size for size, _ in opened), sum(size for size, _ in opened)
+    filling = whole if Kind.WEIGHT in schedule.passes else min(2 * largest, whole)
+    return filling * width + max(reducing, max(size // shard for size, shard in opened) * width)
+
+
+def _reduction(config: Config, size: int, sharing: Sharing, device: Device) -> int:
+    """Bytes of the buffers that the reduction of a bucket of `size` elements needs in addition to the
+    bucket."""
+    width = Widths.of(config).gradient
+    if config.parallel.reduce_dtype == "bf16":
+        return 2 * size * NARROW + size // sharing.data * width
+    return size * width * (sharing.data - 1) // sharing.data if device == "cpu" else 0

@@ -1,0 +1,111 @@
+"""The parameters of a rank by domain: dense ones and experts, whose gradients other ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from megalite.model.cost.mtp import joining
+from megalite.model.cost.records import Elementwise, Lookup, OwnProduct, Product, UnitCost
+from megalite.model.cost.units import Units
+from megalite.planner.hardware.devices import Device
+from megalite.planner.hardware.links import Group, placed
+
+if TYPE_CHECKING:
+    from megalite.planner.time.step import Choice
+
+
+class Parameters(NamedTuple):
+    """Numbers of parameters on one rank before ZeRO shards them: all, and those that are trained, adapters
+    included; of these, experts'."""
+
+    stored: float
+    trained: float
+    expert_stored: float = 0.0
+    expert_trained: float = 0.0
+
+    @property
+    def domains(self) -> tuple[tuple[float, float], ...]:
+        """Stored and trained: of dense parameters, and of experts if there are any."""
+        dense = self.stored - self.expert_stored, self.trained - self.expert_trained
+        return (dense, (self.expert_stored, self.expert_trained)) if self.expert_stored else (dense,)
+
+    @classmethod
+    def of(
+        cls, units: Units, layers: Sequence[int], embedding: bool, head: bool, modules: int = 0
+    ) -> Parameters:
+        """Those of some layers, optionally with those of the embedding and of the head's matrix, and what so
+        many modules of multi-token prediction have besides their layers."""
+        kinds = {units.alike(index): index for index in layers}
+        each = {kind: cls._of(units.layer(index), units) for kind, index in kinds.items()}
+        found = [each[units.alike(index)] for index in layers]
+        found += [cls._of(units.embedding(), units)] if embedding else []
+        found += [cls._of(joining(units), units)] * modules
+        if head:
+            found += [
+                cls._of(UnitCost((replace(block, before=Elementwise()),)), units)
+                for block in units.head().blocks
+            ]
+        return cls(*map(sum, zip(*found, strict=True))) if found else cls(0.0, 0.0)
+
+    @classmethod
+    def _of(cls, unit: UnitCost, units: Units) -> Parameters:
+        adapters = sum(product.local_adapter_weights(units.share.tp) for product in unit.products)
+        stored = unit.local_weights + adapters
+        experts = [
+            product for product in unit.products if isinstance(product, OwnProduct) and product.experts
+        ]
+        own_adapters = sum(product.local_adapter_weights(units.share.tp) for product in experts)
+        own_stored = own_adapters + sum(product.local_weights for product in experts)
+        own_trained = own_adapters + sum(product.local_weights for product in experts if not product.frozen)
+        if not units.lora.rank:
+            return cls(stored, stored, own_stored, own_trained)
+        own = sum(
+            step.local_weights
+            for step in unit.steps
+            if isinstance(step, Product | Lookup) and not step.frozen
+        )
+        return cls(stored, own + adapters, own_stored, own_trained)
+
+
+class Domain(NamedTuple):
+    """Parameters of a rank, and the ranks over which their gradients are summed: those of its shard group,
+    over which ZeRO shards them, and those that hold the same shard (HSDP)."""
+
+    stored: float
+    trained: float
+    ranks: Group
+    shard: Group
+    replicate: Group
+
+
+def domains(device: Device, choice: Choice, size: Parameters) -> list[Domain]:
+    """The domains of a rank's parameters: dense ones over data parallelism, experts over the ranks of a stage
+    that hold the same."""
+
+    groups = _groups(
+        device.per_node, choice.data, choice.expert_data, *shares(choice), choice.tp, choice.ep, choice.gpus
+    )
+    return [Domain(*sizes, *ranks) for sizes, ranks in zip(size.domains, groups, strict=False)]
+
+
+def shares(choice: Choice) -> tuple[int, int]:
+    """Ranks over which ZeRO shards dense parameters, and experts."""
+    return choice.shard, max(choice.shard * choice.tp // choice.ep, 1)
+
+
+@lru_cache(maxsize=4096)
+def _groups(
+    per_node: int, data: int, expert_data: int, shard: int, expert_shard: int, tp: int, ep: int, world: int
+) -> tuple[tuple[Group, Group, Group], ...]:
+    """For dense parameters and for experts: the ranks that sum their gradients, a shard group, and those that
+    hold the same shard."""
+
+    def groups(ranks: int, shard: int, stride: int) -> tuple[Group, Group, Group]:
+        sizes = (ranks, stride), (shard, stride), (ranks // shard, stride * shard)
+        first, second, third = (placed(per_node, *each, world) for each in sizes)
+        return first, second, third
+
+    return groups(data, shard, tp), groups(expert_data, expert_shard, ep)

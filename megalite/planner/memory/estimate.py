@@ -1,0 +1,278 @@
+"""The memory of each rank of a run, computed from a configuration and a number of ranks; a second for 16,384
+ranks.
+
+    states          weights, gradients, master weights, moments: as the store's buckets allocate them
+    (`states.py`)
+    activations     what each unit keeps per microbatch (`activations.py`), summed along the schedule's list
+    of actions
+    communication   gradient buckets in flight, gathered weights (ZeRO-3), pipeline messages, NCCL's
+    connections (`buffers.py`)
+
+tp and dp ranks of one pipeline rank use equal memory, because vocabularies and buckets are padded to equal
+parts, so there is one result per pipeline rank. See `docs/memory.md` for the formulas and measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+from megalite.assembly import plan
+from megalite.config.dims import ParallelDims
+from megalite.config.recompute import BUDGET
+from megalite.config.schema import Config
+from megalite.model.parameters import head_unit, layers_in
+from megalite.parallel.pipeline.schedule import Kind, Schedule
+from megalite.parallel.sharding.buckets import BucketLayout
+from megalite.planner.cost.muon_exchange import exchange
+from megalite.planner.memory.activations import Activations, Held
+from megalite.planner.memory.buffers import channel_bytes, gathered_bytes, message_bytes, open_gradients
+from megalite.planner.memory.peak_passes import moments_of
+from megalite.planner.memory.states import Device, States, Widths, model_states
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Bytes of communication buffers, see `in_flight`."""
+
+    messages: int
+    gathered: int
+    gradients: int
+    connections: int
+
+    @property
+    def total(self) -> int:
+        return self.messages + self.gathered + self.gradients + self.connections
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Peak bytes of every rank in `ranks`.
+
+    Attributes:
+        states: bytes that are kept between steps too.
+        activations, logits, workspace: the peak of each during a step.
+        step: the peak of their sum; their own peaks may occur at different times.
+        communicating: buffers of collectives and messages.
+        exchanging: buffers of Muon's exchange of matrices, when no activations are held.
+    """
+
+    pp_rank: int
+    ranks: range
+    states: States
+    activations: int
+    logits: int
+    workspace: int
+    step: int
+    communicating: Communication
+    exchanging: int = 0
+
+    @property
+    def parameters(self) -> int:
+        return self.states.weights
+
+    @property
+    def gradients(self) -> int:
+        return self.states.gradients
+
+    @property
+    def optimizer(self) -> int:
+        return self.states.optimizer
+
+    @property
+    def communication(self) -> int:
+        return self.communicating.total
+
+    @property
+    def total(self) -> int:
+        """Peak on the device, without offloaded state (`states.host` and `states.disk`)."""
+        return self.states.device + max(self.step, self.exchanging) + self.communication
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: the range of ranks as its start and length, every part in bytes."""
+        names = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "total")
+        tree = {
+            "states": asdict(self.states),
+            "communicating": asdict(self.communicating),
+            "workspace": self.workspace,
+            "step": self.step,
+        }
+        tree |= {"exchanging": self.exchanging}
+        return {
+            "pp_rank": self.pp_rank,
+            "first_rank": self.ranks.start,
+            "ranks": len(self.ranks),
+            **{name: getattr(self, name) for name in names},
+            **tree,
+        }
+
+
+def estimate(
+    config: Config,
+    world_size: int,
+    device: Device = "cuda",
+    schedule: Schedule | None = None,
+    pp_ranks: Sequence[int] | None = None,
+) -> list[RankMemory]:
+    """The memory of every rank, one entry per pipeline rank.
+
+    Args:
+        config: complete and validated for this number of ranks.
+        device: what the ranks compute on. It determines the attention kernel, the default loss chunk, and
+        where offloaded state is stored. schedule: `plan.schedule(config, …)`, if the caller has it already.
+        pp_ranks: the pipeline ranks to compute, by default all.
+    """
+    config = settled(config, world_size)
+    if config.train.recompute == BUDGET:
+        from megalite.planner.budget.decision import resolved
+
+        config = resolved(config, device)
+    dims = ParallelDims.of(config)
+    schedule = schedule or plan.schedule(config, dims.microbatches)
+    activations = Activations(config, device, Kind.WEIGHT in schedule.passes, config.lora)
+    standing, count = Standing(config, schedule, activations), dims.stage_ranks
+    wanted = range(dims.pp) if pp_ranks is None else pp_ranks
+    return [
+        _rank(schedule, pp_rank, range(pp_rank * count, (pp_rank + 1) * count), activations, standing)
+        for pp_rank in wanted
+    ]
+
+
+def settled(config: Config, world_size: int) -> Config:
+    """The configuration with dp and the partition filled in; the partition is expensive to compute and is
+    read often."""
+    config = replace(config, parallel=replace(config.parallel, dp=ParallelDims.of(config, world_size).dp))
+    return replace(config, parallel=replace(config.parallel, partition=plan.partition(config)))
+
+
+def _rank(
+    schedule: Schedule, pp_rank: int, ranks: range, activations: Activations, standing: Standing
+) -> RankMemory:
+    units = {stage: standing.units[stage] for stage in schedule.stages_of(pp_rank)}
+    tables = sum(map(activations.tables, units.values()))
+    profile = Profile({stage: activations.stage(numbers) for stage, numbers in units.items()}, tables)
+    profile.follow(schedule, pp_rank)
+    besides = standing.of(pp_rank)
+    return RankMemory(
+        pp_rank,
+        ranks,
+        besides.states,
+        profile.activations,
+        profile.logits,
+        profile.workspace,
+        profile.step,
+        besides.communicating,
+        besides.exchanging,
+    )
+
+
+class Besides(NamedTuple):
+    """What a rank holds besides activations: states, communication buffers, and buffers of Muon's
+    exchange."""
+
+    states: States
+    communicating: Communication
+    exchanging: int
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device during a step."""
+        return self.states.device + self.communicating.total
+
+
+class Standing:
+    """What the pipeline ranks of a settled configuration hold besides activations.
+
+    Ranks with the same ends of the model and alike layers have equal buckets, so these and what follows from
+    them are found once.
+
+    Args:
+        activations: of the configuration; their device is that of the ranks. buckets: those of configurations
+        that split parameters over as many ranks, tensor, expert and data parallel, if the caller has them.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        schedule: Schedule,
+        activations: Activations,
+        buckets: dict[Hashable, list[BucketLayout]] | None = None,
+    ):
+        self.config, self.schedule, self.activations = config, schedule, activations
+        self.units = plan.units_of(config)
+        self.buckets: dict[Hashable, list[BucketLayout]] = {} if buckets is None else buckets
+        self._known: dict[Hashable, tuple[States, int, int]] = {}
+
+    def of(self, pp_rank: int) -> Besides:
+        """Those of one rank."""
+        config, schedule, device = self.config, self.schedule, self.activations.device
+        alike = self._alike(pp_rank)
+        if alike not in self.buckets:
+            self.buckets[alike] = plan.buckets_of(config, pp_rank)
+        buckets, key = self.buckets[alike], (alike, pp_rank == config.parallel.pp - 1)
+        if key not in self._known:
+            states = model_states(config, buckets, pp_rank, device)
+            self._known[key] = (
+                states,
+                open_gradients(config, schedule, buckets, device),
+                exchange(config, buckets).buffers,
+            )
+        states, gradients, exchanging = self._known[key]
+        communication = Communication(
+            message_bytes(schedule, pp_rank, self.activations.message),
+            gathered_bytes(schedule, pp_rank, buckets, Widths.of(config).compute),
+            gradients,
+            channel_bytes(config, schedule, pp_rank) if device == "cuda" else 0,
+        )
+        return Besides(states, communication, exchanging)
+
+    def _alike(self, pp_rank: int) -> Hashable:
+        """A key that ranks with equal buckets share."""
+        model, units = self.config.model, self.activations.units
+        own = [unit for stage in self.schedule.stages_of(pp_rank) for unit in self.units[stage]]
+        ends = tuple(unit for unit in own if unit in (0, head_unit(model)))
+        return ends, tuple(units.alike(layer) for unit in own for layer in layers_in(model, unit))
+
+
+class Profile:
+    """Memory of a rank's stages while it runs its list of actions; after `follow`, the peak of each kind.
+
+    A forward adds what its units save. A backward goes through them in reverse: a recomputed unit temporarily
+    needs more, then its saved bytes are freed, except what a weight pass needs.
+    """
+
+    def __init__(self, stages: dict[int, list[Held]], tables: int):
+        self.stages = stages
+        self.activations = self.logits = self.workspace = self.step = 0
+        self._tables, self._held, self._logits = tables, tables, 0
+
+    def follow(self, schedule: Schedule, rank: int) -> None:
+        """Note the peaks of a rank, at the passes at which it can hold most."""
+        stages = [self.stages[stage] for stage in schedule.stages_of(rank)]
+        for moment in moments_of(schedule, rank):
+            self._held, self._logits = self._tables, 0
+            for units, held, deferred in zip(stages, moment.held, moment.deferred, strict=True):
+                self._held += sum(held * unit.saved + deferred * unit.stash for unit in units)
+                self._logits += sum(held * unit.logits + deferred * unit.logits_stash for unit in units)
+            (self._forward if moment.kind is Kind.FORWARD else self._backward)(stages[moment.place])
+
+    def _note(self, more: int = 0, logits: int = 0, workspace: int = 0) -> None:
+        activations, logits = self._held + more, self._logits + logits
+        self.activations, self.logits = max(self.activations, activations), max(self.logits, logits)
+        self.workspace, self.step = (
+            max(self.workspace, workspace),
+            max(self.step, activations + logits + workspace),
+        )
+
+    def _forward(self, units: Sequence[Held]) -> None:
+        for unit in units:
+            self._held, self._logits = self._held + unit.saved, self._logits + unit.logits
+            self._note(logits=unit.logits_chunk)
+
+    def _backward(self, units: Sequence[Held]) -> None:
+        for unit in reversed(units):
+            self._note(unit.recomputed + unit.stash_first, workspace=unit.workspace)
+            self._held += unit.stash - unit.saved
+            self._logits += unit.logits_stash - unit.logits
+        self._note()

@@ -1,0 +1,1 @@
+"""Plans as sentences, tables and pictures."""

@@ -1,0 +1,75 @@
+"""The planner's prediction for a given run: its step time on the device it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megalite.assembly.plan import units_of
+from megalite.config.dims import ParallelDims
+from megalite.config.recompute import BUDGET
+from megalite.config.schema import Config, ConfigError
+from megalite.model.cost import layer_costs
+from megalite.planner.hardware.devices import Device, HardwareError, find, found_as
+from megalite.planner.time.step import Choice, Job, Stepper
+
+
+def choice_of(config: Config) -> Choice:
+    """The layout of a run; its dp must be resolved."""
+    parallel, train, dims = config.parallel, config.train, ParallelDims.of(config)
+    return Choice(
+        tp=parallel.tp,
+        pp=parallel.pp,
+        dp=dims.dp,
+        schedule=parallel.schedule,
+        virtual_stages=dims.virtual_stages,
+        zero=parallel.zero,
+        micro_batch_size=train.micro_batch_size,
+        recompute=train.recompute,
+        offload=parallel.offload,
+        offload_parameters=parallel.offload_parameters,
+        sequence_parallel=parallel.sequence_parallel,
+        cp=parallel.cp,
+        context=parallel.context,
+        context_inner=parallel.context_inner,
+        ep=parallel.ep,
+        expert_dispatch=parallel.expert_dispatch,
+        context_parts=parallel.context_parts,
+        dp_shard=parallel.dp_shard,
+    )
+
+
+def estimated_costs(config: Config) -> list[float]:
+    """FLOPs per token of the matrix products of the embedding, each layer and the head."""
+    costs = layer_costs(config.model, config.data.sequence_length)
+    return [costs.embedding, *costs.layers, costs.head]
+
+
+def stage_sums(config: Config, costs: Sequence[float]) -> list[float]:
+    """The cost of each stage, given the costs of the embedding, each layer and the head."""
+    units = units_of(config)
+    return [float(sum(costs[unit] for unit in units[stage])) for stage in range(len(units))]
+
+
+def device_of(config: Config, driver_name: str) -> Device | None:
+    """The device that profiling.hardware names, otherwise the table's device with the driver's name; None if
+    there is neither.
+
+    Raises ConfigError if the planner does not know the device that the option names.
+    """
+    if config.profiling.hardware is None:
+        return found_as(driver_name)
+    try:
+        return find(config.profiling.hardware)
+    except HardwareError as error:
+        raise ConfigError(str(error).replace("--gpu", "profiling.hardware =")) from None
+
+
+def step_seconds(config: Config, device: Device) -> float | None:
+    """Seconds per step; None if the device's peak at the run's precision is unknown."""
+    if config.train.precision not in device.peaks:
+        return None
+    if config.train.recompute == BUDGET:
+        from megalite.planner.budget.decision import resolved
+
+        config = resolved(config, "cpu" if device.cpu else "cuda", device.memory)
+    return Stepper(Job.of(config, device)).step(choice_of(config)).total

@@ -1,0 +1,193 @@
+"""Bytes that each rank sends per step, by mesh axis, computed from specs, buckets and the schedule's actions.
+
+Collectives are counted as ring algorithms: for a tensor of B bytes over n ranks, each rank sends (n − 1) / n
+· B in an all-gather or a reduce-scatter, and twice that in an all-reduce. A message between stages counts its
+bytes once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from megalite.assembly import plan
+from megalite.config.dims import ParallelDims
+from megalite.config.schema import Config
+from megalite.mesh.layout import Coordinates
+from megalite.model.cost.mtp import modules
+from megalite.model.cost.recomputed import repeated
+from megalite.model.cost.records import Attention, Elementwise, Lookup, Product, UnitCost
+from megalite.model.parameters import head_unit, kv_replicas, layers_in
+from megalite.parallel.pipeline.schedule import Kind, Schedule
+from megalite.parallel.sharding.buckets import BucketLayout
+from megalite.parallel.spec import Segment
+from megalite.planner.cost.expert_exchange import sent
+from megalite.planner.cost.muon_exchange import exchange
+from megalite.planner.memory.activations import Activations
+from megalite.planner.memory.buffers import NARROW
+from megalite.planner.memory.estimate import settled
+from megalite.planner.memory.states import Sharing, Widths, matrices
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that each rank of one pipeline rank sends per step over each axis; Muon's exchange, over dp and
+    tp, counts with dp, as do reductions over dp and cp together."""
+
+    tp: int
+    dp: int
+    pp: int
+    cp: int = 0
+    ep: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def ring(size: float, ranks: int) -> float:
+    """Bytes that each of `ranks` sends in an all-gather or a reduce-scatter of `size` bytes."""
+    return size * (ranks - 1) / ranks
+
+
+def traffic(config: Config, world_size: int, schedule: Schedule | None = None) -> list[Traffic]:
+    """Bytes sent per step, one entry for each pipeline rank; arguments as for `memory.estimate`."""
+    config = settled(config, world_size)
+    schedule = schedule or plan.schedule(config, ParallelDims.of(config).microbatches)
+    return [_rank(config, schedule, pp_rank) for pp_rank in range(config.parallel.pp)]
+
+
+def _rank(config: Config, schedule: Schedule, pp_rank: int) -> Traffic:
+    buckets, units = plan.buckets_of(config, pp_rank), plan.units_of(config)
+    own = [unit for stage in schedule.stages_of(pp_rank) for unit in units[stage]]
+    tensor = _Tensor(config)
+    messages = sum(action.is_send for action in schedule.actions[pp_rank])
+    return Traffic(
+        round(schedule.microbatches * sum(map(tensor.microbatch, own)) + tensor.step(buckets)),
+        round(_data(config, schedule, pp_rank, buckets)) + exchange(config, buckets).sent,
+        round(messages * tensor.sizes.message + _tied(config, schedule, buckets)),
+        round(schedule.microbatches * sum(_context(config, tensor.sizes, unit) for unit in own)),
+        round(sent(config, own, schedule.microbatches)) if config.parallel.ep > 1 else 0,
+    )
+
+
+def _context(config: Config, sizes: Activations, number: int) -> float:
+    """Bytes that attention of a unit exchanges over cp, in one microbatch's forward and backward
+    (`megalite.parallel.context`)."""
+    total = 0.0
+    for layer in layers_in(config.model, number):
+        again = repeated(sizes.units, layer, config.train.recompute_of(layer))
+        times = 1 + any(isinstance(step, Attention) for step in again)
+        for ranks, each in sizes.units.exchanges:
+            forward = each.forward * sizes.width * times
+            total += ring(forward + each.backward * sizes.width + each.summed * sizes.accumulate, ranks)
+    return total
+
+
+class _Tensor:
+    """Bytes that tensor parallelism sends, see `megalite.parallel.tensor`."""
+
+    def __init__(self, config: Config):
+        self.config, self.sizes, self.ranks = (
+            config,
+            Activations(config, lora=config.lora),
+            config.parallel.tp,
+        )
+        self.shared = config.parallel.sequence_parallel and self.ranks > 1
+
+    def microbatch(self, number: int) -> float:
+        """Bytes for one microbatch's forward and backward through a unit."""
+        units, model, train = self.sizes.units, self.config.model, self.config.train
+        unit, more = units.unit(number), 0.0
+        if number == head_unit(model):  # each loss reduces maxima, sums and target logits
+            statistics = (4 if train.label_smoothing else 3) * (1 + model.mtp_layers)
+            more = ring(self.ranks * statistics * self.sizes.share.tokens * self.sizes.accumulate, self.ranks)
+            unit = UnitCost(
+                (
+                    *unit.blocks,
+                    *(block for parts in modules(units) for part in parts for block in part.blocks),
+                )
+            )
+        again = [
+            step
+            for layer in layers_in(model, number)
+            for step in repeated(units, layer, train.recompute_of(layer))
+        ]
+        steps = [*unit.steps, *again]
+        rings = sum(
+            step.travelling * step.collectives(self.shared).forward
+            for step in steps
+            if isinstance(step, Product | Lookup)
+        )
+        rings += unit.collectives(self.shared).backward
+        lengths = sum(step.lengths for step in steps if isinstance(step, Product))
+        # backward, and each forward
+        summed = unit.summed + sum(step.summed for step in steps if isinstance(step, Elementwise))
+        more += 2 * ring((lengths + summed) * self.sizes.accumulate, self.ranks)
+        return ring(rings * self.sizes.width, self.ranks) + more
+
+    def step(self, buckets: Sequence[BucketLayout]) -> float:
+        """Bytes of the all-reduces at the end of a step: gradients that are partial over tp, and those of
+        replicated key-value heads."""
+        sharing, width = Sharing.of(self.config), Widths.of(self.config).gradient
+        replicas = kv_replicas(self.config.model, self.ranks)
+
+        def summed(segment: Segment) -> float:
+            size = (
+                segment.local(Coordinates.on("tp", 0, self.ranks)).numel
+                * width
+                / (sharing.shard if sharing.zero else 1)
+            )
+            return 2 * ring(
+                size, self.ranks if segment.grad_partial_axis else replicas if segment.replicas > 1 else 1
+            )
+
+        trained = (bucket for bucket in buckets if bucket.trainable)
+        return sum(
+            summed(segment) for bucket in trained for slot in bucket.slots for segment in slot.spec.segments
+        )
+
+
+def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[BucketLayout]) -> float:
+    """Bytes over data parallelism: gradients, once per step or per microbatch, and weights, once per step or
+    per use."""
+    widths = Widths.of(config)
+    comm_bytes = NARROW if config.parallel.reduce_dtype == "bf16" else widths.gradient
+    total = 0.0
+    for bucket in buckets:
+        if not bucket.trainable:
+            continue
+        sharing = Sharing.of(config, bucket.domain)
+        if spared := _spared(config, bucket):
+            total += 2 * ring((bucket.size - spared) * widths.gradient, sharing.data)
+        else:
+            rounds = (
+                schedule.microbatches if sharing.gradients_sharded(bucket, config.run.deterministic) else 1
+            )
+            total += rounds * ring(bucket.size * comm_bytes, sharing.shard) + 2 * ring(
+                sharing.kept(bucket) * comm_bytes, sharing.replicate
+            )
+        if sharing.zero and not sharing.weights_sharded:
+            total += ring(bucket.size * widths.compute, sharing.shard)
+    gathers = [
+        buckets[action.bucket]
+        for action in schedule.actions[pp_rank]
+        if action.kind is Kind.GATHER and action.bucket is not None
+    ]
+    return total + sum(
+        ring(bucket.size * widths.compute, Sharing.of(config, bucket.domain).shard) for bucket in gathers
+    )
+
+
+def _spared(config: Config, bucket: BucketLayout) -> int:
+    """Gradient elements that are not sent because PowerSGD's factors are; 0 if it compresses nothing."""
+    rank = config.parallel.powersgd_rank
+    return sum(n * m - (n + m) * rank for n, m in matrices(config, bucket)) if rank else 0
+
+
+def _tied(config: Config, schedule: Schedule, buckets: Sequence[BucketLayout]) -> float:
+    """Bytes of the all-reduce of a tied embedding's gradient, if its copies are on two pipeline ranks."""
+    sharing, width = Sharing.of(config), Widths.of(config).gradient
+    if schedule.placement[0] == schedule.placement[-1]:
+        return 0.0
+    tied = [bucket for bucket in buckets if bucket.trainable and bucket.slots[0].spec.tied]
+    return sum(2 * ring(sharing.kept(bucket) * width, 2) for bucket in tied)

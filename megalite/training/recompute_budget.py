@@ -1,0 +1,62 @@
+"""What a run with train.recompute: budget recomputes: decided on rank 0, the same on every rank, and printed
+when training begins."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+
+from megalite.checkpoint.agreement import on_rank_0, raise_on_all_ranks
+from megalite.config.recompute import BUDGET
+from megalite.config.schema import Config
+from megalite.launch.machine import local_world_size
+from megalite.mesh.mesh import Mesh
+from megalite.parallel.collectives import all_reduce
+from megalite.planner.budget.decision import bytes_of, decide, resolved, table
+from megalite.planner.memory.states import Device
+
+
+def agreed(config: Config, mesh: Mesh, device: torch.device) -> Config:
+    """The configuration with operations in place of the budget, the same on every rank. Collective. Raises
+    ConfigError on every rank."""
+    memory = _smallest(mesh, device)
+    with raise_on_all_ranks(mesh):
+        own = resolved(config, _kind(device), memory)
+    # ranks of different hosts may not agree on the last digit of a time
+    found = on_rank_0(mesh, lambda: own.train.recompute)
+    return replace(config, train=replace(config.train, recompute=found))
+
+
+def check(config: Config, device: torch.device) -> None:
+    """Raise ConfigError if the budget is too small, by this rank's device alone: before any process group
+    starts."""
+    if config.train.recompute == BUDGET:
+        resolved(config, _kind(device), _memory(device))
+
+
+def describe(config: Config, mesh: Mesh, device: torch.device) -> list[str]:
+    """The decision of a run with a budget as lines of text. Collective."""
+    if config.train.memory_budget is None:
+        return []
+    memory = _smallest(mesh, device)
+    return table(decide(config, bytes_of(config, memory), device=_kind(device))) if mesh.rank == 0 else []
+
+
+def _kind(device: torch.device) -> Device:
+    return "cuda" if device.type == "cuda" else "cpu"
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes of this rank's device; of a CPU's memory, this rank's part."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world_size()
+
+
+def _smallest(mesh: Mesh, device: torch.device) -> int:
+    """The smallest device of all ranks."""
+    every = torch.zeros(mesh.world.size, dtype=torch.float64, device=device)
+    every[mesh.rank] = _memory(device)
+    return int(all_reduce(every, mesh.world).wait().min().item())

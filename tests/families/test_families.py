@@ -1,0 +1,620 @@
+"""config.json ↔ ModelConfig, against what the installed transformers writes and reads."""
+
+import copy
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config.schema import ConfigError, ModelConfig
+from megalite.families.model_config import from_hf_config
+from megalite.families.presets import preset
+from megalite.huggingface.config_json import to_hf_config
+from megalite.model.parameters import active_parameters, model_specs
+from megalite.parallel.spec import parameter_count
+
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+}
+GROUPED = SIZES | {"num_key_value_heads": 2, "max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
+ALL_HEADS = SIZES | {"max_position_embeddings": 64}
+FALCON = {key: value for key, value in ALL_HEADS.items() if key != "intermediate_size"}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}
+YARN["attention_factor"] = 0.1 * math.log(4) + 1
+
+LATENT = ALL_HEADS | {
+    "num_key_value_heads": 6,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+}
+MSCALE = {
+    "rope_type": "yarn",
+    "factor": 40.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.5,
+    "mscale_all_dim": 0.707,
+}
+DEEPSEEK = {"model_type": "deepseek_v3", "num_key_value_heads": 6}
+
+# config class, its arguments, what our model must then be
+FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    (
+        "LlamaConfig",
+        GROUPED,
+        {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None, "tie_word_embeddings": False},
+    ),
+    ("LlamaConfig", GROUPED | {"rope_theta": 5e5, "rope_scaling": LLAMA3}, {"rope_theta": 5e5, "rope_scaling": LLAMA3}),
+    (
+        "LlamaConfig",
+        GROUPED | {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    ),
+    (
+        "LlamaConfig",
+        GROUPED | {"head_dim": 16, "tie_word_embeddings": True},
+        {"head_dim": 16, "tie_word_embeddings": True},
+    ),
+    (
+        "LlamaConfig",
+        GROUPED | {"attention_bias": True, "mlp_bias": True},
+        {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    ("MistralConfig", GROUPED, {"sliding_window": 4096, "sliding_window_layers": None}),
+    ("MistralConfig", GROUPED | {"sliding_window": None}, {"sliding_window": None}),
+    (
+        "Qwen2Config",
+        GROUPED,
+        {"attention_bias": True, "attention_out_bias": False, "sliding_window": None, "qk_norm": "none"},
+    ),
+    (
+        "Qwen2Config",
+        GROUPED | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        {"sliding_window": 8, "sliding_window_layers": [1, 2]},
+    ),
+    (
+        "Qwen3Config",
+        GROUPED | {"head_dim": 16},
+        {"qk_norm": "head", "head_dim": 16, "attention_bias": False, "sliding_window": None},
+    ),
+    (
+        "LlamaConfig",
+        GROUPED | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+        {"rope_scaling": YARN},
+    ),
+    ("Olmo2Config", GROUPED, {"qk_norm": "full", "norm_placement": "post", "rms_norm_eps": 1e-5}),
+    ("Phi3Config", GROUPED | {"sliding_window": 8}, {"sliding_window": 8, "residual_dropout": 0.0}),
+    (
+        "GemmaConfig",
+        GROUPED | {"head_dim": 16},
+        {
+            "norm_offset": 1.0,
+            "embedding_scale": 48**0.5,
+            "hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+        },
+    ),
+    ("GemmaConfig", GROUPED | {"head_dim": 16, "hidden_act": "gelu"}, {"hidden_act": "gelu_pytorch_tanh"}),
+    (
+        "Gemma2Config",
+        GROUPED | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8, "final_logit_softcapping": 20.0},
+        {
+            "norm_placement": "both",
+            "attention_scale": 24**-0.5,
+            "sliding_window": 8,
+            "sliding_window_layers": [0, 2],
+            "logit_softcap": 20.0,
+            "attention_softcap": 50.0,
+        },
+    ),
+    ("SmolLM3Config", GROUPED, {"no_rope_layers": [], "rope_theta": 2e6, "tie_word_embeddings": True}),
+    (
+        "SmolLM3Config",
+        GROUPED | {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 8},
+        {"no_rope_layers": [1], "sliding_window": 8, "sliding_window_layers": [1]},
+    ),
+    (
+        "Phi3Config",
+        GROUPED | {"partial_rotary_factor": 0.5, "original_max_position_embeddings": 16, "rope_scaling": LONGROPE},
+        {
+            "partial_rotary_factor": 0.5,
+            "rope_scaling": LONGROPE | {"original_max_position_embeddings": 16, "attention_factor": 1.5**0.5},
+        },
+    ),
+    (
+        "Starcoder2Config",
+        GROUPED | {"sliding_window": 8},
+        {
+            "norm": "layer",
+            "gated_mlp": False,
+            "mlp_bias": True,
+            "attention_out_bias": True,
+            "sliding_window": 8,
+            "tie_word_embeddings": True,
+        },
+    ),
+    (
+        "GraniteConfig",
+        GROUPED
+        | {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.0078125,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 49.0,
+        },
+        {"embedding_scale": 12.0, "attention_scale": 0.0078125, "residual_multiplier": 0.22, "logit_scale": 1 / 49},
+    ),
+    (
+        "NemotronConfig",
+        GROUPED,
+        {"norm": "layer", "norm_offset": 1.0, "hidden_act": "relu2", "gated_mlp": False, "partial_rotary_factor": 0.5},
+    ),
+    ("StableLmConfig", GROUPED, {"partial_rotary_factor": 0.25, "parallel_block": "none", "norm": "layer"}),
+    (
+        "StableLmConfig",
+        GROUPED
+        | {"use_parallel_residual": True, "use_qkv_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 1e5},
+        {"parallel_block": "shared_norm", "attention_bias": True, "attention_out_bias": False, "rope_theta": 1e5},
+    ),
+    (
+        "GPTNeoXConfig",
+        ALL_HEADS | {"rotary_pct": 0.5, "rotary_emb_base": 5e4},
+        {
+            "parallel_block": "two_norms",
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 5e4,
+            "hidden_act": "gelu",
+            "attention_bias": True,
+        },
+    ),
+    (
+        "GPTNeoXConfig",
+        ALL_HEADS | {"use_parallel_residual": False},
+        {"parallel_block": "none", "partial_rotary_factor": 0.25},
+    ),
+    (
+        "Olmo3Config",
+        GROUPED | {"sliding_window": 8, "num_hidden_layers": 4},
+        {"sliding_window_layers": [0, 1, 2], "rope_local_theta": None, "rope_theta": 5e5, "norm_placement": "post"},
+    ),
+    (
+        "Olmo3Config",
+        GROUPED | {"sliding_window": 8, "num_hidden_layers": 4, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_local_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    ),
+    (
+        "Gemma3TextConfig",
+        GROUPED | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8},
+        {
+            "rope_theta": 1e6,
+            "rope_local_theta": 1e4,
+            "qk_norm": "head",
+            "sliding_window_layers": [0, 1, 2],
+            "logit_softcap": None,
+        },
+    ),
+    (
+        "GlmConfig",
+        GROUPED | {"head_dim": 16},
+        {"partial_rotary_factor": 0.5, "attention_bias": True, "attention_out_bias": False},
+    ),
+    ("Glm4Config", GROUPED | {"head_dim": 16}, {"norm_placement": "both", "partial_rotary_factor": 0.5}),
+    (
+        "CohereConfig",
+        GROUPED,
+        {
+            "norm_bias": False,
+            "parallel_block": "shared_norm",
+            "logit_scale": 0.0625,
+            "rope_theta": 5e5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    (
+        "Cohere2Config",
+        GROUPED | {"num_hidden_layers": 5, "sliding_window": 8},
+        {"sliding_window_layers": [0, 1, 2, 4], "no_rope_layers": [3], "rope_theta": 1e4},
+    ),
+    (
+        "FalconConfig",
+        FALCON,
+        {"num_key_value_heads": 1, "parallel_block": "shared_norm", "intermediate_size": 192, "mlp_bias": False},
+    ),
+    (
+        "FalconConfig",
+        FALCON
+        | {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 80, "num_ln_in_parallel_attn": 2},
+        {"num_key_value_heads": 2, "parallel_block": "two_norms", "intermediate_size": 80},
+    ),
+    (
+        "FalconConfig",
+        FALCON | {"multi_query": False, "parallel_attn": False, "bias": True},
+        {"num_key_value_heads": 6, "parallel_block": "none", "attention_out_bias": True},
+    ),
+    ("ArceeConfig", GROUPED, {"gated_mlp": False, "hidden_act": "relu2", "rms_norm_eps": 1e-5}),
+    (
+        "MinistralConfig",
+        GROUPED
+        | {
+            "head_dim": 8,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        },
+        {"sliding_window_layers": [0]},
+    ),
+    (
+        "GPT2Config",
+        {"vocab_size": 100, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64, "attn_pdrop": 0.0},
+        {
+            "hidden_size": 48,
+            "intermediate_size": 192,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 6,
+            "max_position_embeddings": 64,
+            "position": "learned",
+            "norm": "layer",
+            "gated_mlp": False,
+            "hidden_act": "gelu_new",
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+            "rms_norm_eps": 1e-5,
+            "attention_dropout": 0.0,
+            "embedding_dropout": 0.1,
+            "residual_dropout": 0.1,
+        },
+    ),
+    (
+        "DeepseekV2Config",
+        LATENT
+        | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "topk_method": "greedy", "scoring_func": "softmax"},
+        {
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+            "n_group": None,
+            "norm_topk_prob": False,
+            "attention_scale": None,
+            "mlp_only_layers": [0],
+        },
+    ),
+    (
+        "DeepseekV3Config",
+        LATENT
+        | {"n_group": 4, "topk_group": 2, "rope_scaling": MSCALE, "num_nextn_predict_layers": 0}
+        | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+        {
+            "attention_scale": 0.1147213867929261,
+            "shared_expert_intermediate_size": 24,
+            "shared_expert_gate": False,
+        }
+        | {
+            "n_group": 4,
+            "topk_group": 2,
+            "router_scores": "sigmoid",
+            "router_balance": "bias",
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+]
+
+
+COMPUTED = (
+    "sliding_window",
+    "_sliding_window_pattern",
+    "layer_types",
+    "no_rope_layer_interval",
+)  # compared as our fields, which the file must give back
+PUBLISHED = {
+    "SmolLM2": {
+        "model_type": "llama",
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "transformers.js_config": {"dtype": "q4"},
+    },
+    "Qwen2.5": {
+        "model_type": "qwen2",
+        "use_mrope": False,
+        "use_sliding_window": False,
+        "sliding_window": 131072,
+        "max_window_layers": 28,
+    },
+    "Phi-3-mini": {
+        "model_type": "phi3",
+        "attention_bias": False,
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": None,
+    },
+    "Phi-4-mini": {
+        "model_type": "phi3",
+        "full_attn_mod": 1,
+        "interpolate_factor": 1,
+        "lm_head_bias": False,
+        "mlp_bias": False,
+    },
+    "nemotron-4-mini": {"model_type": "nemotron", "kv_channels": 128},
+    "gemma-2b": {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None, "attention_bias": False},
+    "gemma-2-2b": {"model_type": "gemma2", "hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"},
+    "gemma-3-1b": {
+        "model_type": "gemma3_text",
+        "cache_implementation": "hybrid",
+        "rope_local_base_freq": 10000,
+        "sliding_window_pattern": 6,
+    },
+    "command-r": {"model_type": "cohere", "model_max_length": 131072, "use_qk_norm": False},
+    "command-r7b": {
+        "model_type": "cohere2",
+        "layer_switch": 4,
+        "use_parallel_block": True,
+        "position_embedding_type": "rope_gptj",
+    },
+    "pythia": {"model_type": "gpt_neox", "classifier_dropout": 0.1, "num_key_value_heads": None},
+    "SmolLM3": {"model_type": "smollm3", "pretraining_tp": 2, "no_rope_layer_interval": 4, "max_window_layers": 28},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_published_files_also_contain_is_accepted(name):
+    """Fields without influence, or at the one value that means off, as they stand in the files of these models."""
+    fields = GROUPED | PUBLISHED[name]
+    plain = {key: fields[key] for key in (*GROUPED, "model_type")}
+    assert from_hf_config(fields) == from_hf_config(plain)
+
+
+def named(row: Any) -> str:
+    return row if isinstance(row, str) else ""
+
+
+@pytest.mark.parametrize("name, arguments, expected", FAMILIES, ids=named)
+def test_reads_what_transformers_writes_and_writes_what_it_reads(name, arguments, expected):
+    import transformers
+
+    theirs = getattr(transformers, name)(**copy.deepcopy(arguments))  # it writes into rope_scaling
+    shape = from_hf_config(json.loads(theirs.to_json_string(use_diff=False)))
+    assert from_hf_config(json.loads(theirs.to_json_string(use_diff=True))) == shape
+    model = ModelConfig(**shape)
+    assert {key: getattr(model, key) for key in expected} == expected
+    assert all(getattr(model, key) == arguments[key] for key in GROUPED if key in arguments)
+
+    written = to_hf_config(model, theirs.model_type)
+    again = type(theirs).from_dict(json.loads(json.dumps(written)))
+    ours, reference = again.to_dict(), theirs.to_dict()
+    for config in (ours, reference):
+        parameters = (config.get("rope_parameters") or {}).items()
+        neutral = ("type", "beta_fast", "beta_slow", "attention_factor")  # written out, or left out
+        whole = ("partial_rotary_factor", 1.0)
+        config["rope_parameters"] = {
+            key: value for key, value in parameters if key not in neutral and (key, value) != whole
+        }
+        for computed_alike in (
+            "architectures",
+            "use_sliding_window",
+            "max_window_layers",
+            "rope_scaling",
+            "rope_theta",
+            "n_inner",
+            *("partial_rotary_factor", "rope_local_base_freq", "rotary_pct", "rotary_emb_base"),  # in rope_parameters
+            *("num_kv_heads", "num_ln_in_parallel_attn"),  # without effect in Falcon's first architecture
+            *COMPUTED,
+        ):
+            config.pop(computed_alike, None)
+    assert ours == reference
+    assert from_hf_config(written) == shape
+
+
+def test_older_files_leave_fields_out():
+    llama_1 = {
+        "model_type": "llama",
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+    }
+    model = ModelConfig(**from_hf_config(llama_1))
+    assert (model.kv_heads, model.head_size, model.rope_theta, model.rms_norm_eps, model.vocab_size) == (
+        6,
+        8,
+        10000.0,
+        1e-6,
+        None,
+    )
+    gpt2 = {
+        "model_type": "gpt2",
+        "n_embd": 48,
+        "n_layer": 2,
+        "n_head": 6,
+        "n_positions": 64,
+        "n_ctx": 64,
+        "n_inner": 96,
+    }
+    assert ModelConfig(**from_hf_config(gpt2)).tie_word_embeddings and from_hf_config(gpt2)["intermediate_size"] == 96
+    qwen = GROUPED | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    assert from_hf_config(qwen)["sliding_window_layers"] == [1, 2]
+    assert from_hf_config(GROUPED | {"model_type": "qwen3"})["head_dim"] == 128
+
+
+def test_an_activation_of_another_name_is_the_same():
+    """Each of transformers' names that is not ours computes what ours computes."""
+    from transformers.activations import ACT2FN
+
+    values = torch.linspace(-4, 4, 33, dtype=torch.float64)
+    for theirs in ("swish", "gelu_python", "gelu_accurate", "gelu_python_tanh"):
+        ours = from_hf_config(GROUPED | {"model_type": "llama", "hidden_act": theirs})["hidden_act"]
+        torch.testing.assert_close(ACT2FN[ours](values), ACT2FN[theirs](values))
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"model_type": "mamba"}, "model_type = 'mamba' is not handled. Legal values: llama"),
+        ({"hidden_act": "xielu"}, "hidden_act = 'xielu' is not handled. Legal values: silu"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_scaling.rope_type = 'dynamic' is not handled. Legal values: default, linear, llama3, yarn.",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor = 0.5 is not handled",
+        ),
+        ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not handled"),
+        (
+            {"model_type": "falcon", "intermediate_size": ..., "num_key_value_heads": ..., "alibi": True},
+            "alibi = True is not handled by the falcon family. Legal value: False.",
+        ),
+        (
+            {"model_type": "falcon", "num_ln_in_parallel_attn": 2},
+            "num_ln_in_parallel_attn = 2 does not fit new_decoder_architecture = False",
+        ),
+        (
+            {"model_type": "falcon", "new_decoder_architecture": True, "parallel_attn": False},
+            "parallel_attn = False does not fit new_decoder_architecture = True",
+        ),
+        (
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping = 50.0 is not handled by the gemma3_text family",
+        ),
+        (
+            {"model_type": "olmo3", "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_parameters.sliding_attention = {'rope_type': 'linear', 'factor': 2.0} is not handled",
+        ),
+        ({"sliding_window": 128}, "sliding_window = 128 is not handled by the llama family"),
+        ({"layer_types": ["sliding_attention"] * 3}, "layer_types"),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "yarn"}},
+            "rope_type = 'yarn' is not handled. Legal values: default, longrope.",
+        ),
+        ({"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75 is not handled by the llama family"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": "16"}, "a value of it has the wrong type or length"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "a value of it has the wrong type or length"),
+        ({"num_attention_heads": ...}, "num_attention_heads is missing"),
+        (
+            DEEPSEEK | {"rope_interleave": False},
+            "rope_interleave = False is not handled by the deepseek_v3 family. Legal value: True.",
+        ),
+        (
+            DEEPSEEK | {"scoring_func": "softmax"},
+            "scoring_func = 'softmax' is not handled by the deepseek_v3 family. Legal value: 'sigmoid'.",
+        ),
+        (DEEPSEEK | {"topk_method": "greedy"}, "topk_method = 'greedy' is not handled. Legal values: noaux_tc."),
+        (DEEPSEEK | {"model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob = True is not handled"),
+        (DEEPSEEK | {"num_key_value_heads": 2}, "num_key_value_heads = 2 is not num_attention_heads = 6"),
+        (DEEPSEEK | {"moe_layer_freq": 2}, "moe_layer_freq = 2 is not handled. Legal value: 1."),
+        (DEEPSEEK | {"n_shared_experts": None}, "n_shared_experts = None is not handled. Legal values: 1 and above."),
+        (
+            DEEPSEEK | {"kv_lora_rank": None},
+            "kv_lora_rank = None is not handled by the deepseek_v3 family. It needs a number.",
+        ),
+        (
+            DEEPSEEK | {"attention_bias": True},
+            "attention_bias = True is not handled by the deepseek_v3 family. Legal value: False.",
+        ),
+    ],
+)
+def test_what_is_not_handled_is_refused_by_name(change, says):
+    config = {key: value for key, value in ({"model_type": "llama"} | GROUPED | change).items() if value is not ...}
+    with pytest.raises(ConfigError) as refused:
+        from_hf_config(config)
+    assert says in str(refused.value)
+
+
+def test_a_field_without_influence_or_at_its_neutral_value_is_accepted():
+    plain = {"model_type": "llama"} | GROUPED
+    extra = {
+        "torch_dtype": "bfloat16",
+        "use_cache": False,
+        "eos_token_id": [1, 2],
+        "pretraining_tp": 1,
+        "quantization_config": None,
+    }
+    assert from_hf_config(plain | extra) == from_hf_config(plain)
+
+
+def test_the_language_model_of_a_multimodal_file_has_transformers_defaults():
+    """The fields of google/gemma-3-4b-it's text_config."""
+    import transformers
+
+    inner = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
+    file = {
+        "model_type": "gemma3",
+        "text_config": inner | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+        "vision_config": {},
+    }
+    theirs = transformers.Gemma3Config(
+        **{key: copy.deepcopy(value) for key, value in file.items() if key != "model_type"}
+    )
+    whole = json.loads(theirs.text_config.to_json_string(use_diff=False))
+    assert ModelConfig(**from_hf_config(file)) == ModelConfig(**from_hf_config(whole))
+    with pytest.raises(ConfigError, match="model_type = 'llava' is not handled"):
+        from_hf_config(file | {"model_type": "llava"})
+
+
+def test_export_finds_the_family_and_refuses_what_none_expresses():
+    shape = SIZES | {"vocab_size": 100}
+    assert to_hf_config(ModelConfig(**shape))["model_type"] == "llama"
+    assert to_hf_config(ModelConfig(**shape, qk_norm="head"))["model_type"] == "qwen3"
+    assert to_hf_config(ModelConfig(**shape, attention_bias=True))["model_type"] == "qwen2"
+    assert to_hf_config(ModelConfig(**preset("gpt2-124m")))["model_type"] == "gpt2"
+    with pytest.raises(
+        ConfigError, match="model.qk_norm = 'head' where llama has 'none'; the llama family can not express it"
+    ):
+        to_hf_config(ModelConfig(**shape, qk_norm="head"), "llama")
+    with pytest.raises(ConfigError, match="No Hugging Face family"):
+        to_hf_config(ModelConfig(**shape, logit_softcap=30.0))
+
+
+@pytest.mark.parametrize(
+    "name, parameters",
+    [
+        *[
+            ("gpt2-124m", 124_439_808),
+            ("llama-3.2-1b", 1_235_814_400),
+            ("llama-3-8b", 8_030_261_248),
+            ("llama-3-70b", 70_553_706_496),
+        ],
+        # the latter without the biases of its routers
+        *[("deepseek-v2-lite", 15_706_484_224), ("deepseek-v3", 671_026_404_352)],
+        *[("gpt-oss-20b", 20_914_757_184), ("gpt-oss-120b", 116_829_156_672)],
+    ],
+)
+def test_presets_have_the_published_parameter_counts(name, parameters):
+    """Counted by the transformers model of the exported shape, without memory."""
+    import torch
+    import transformers
+
+    config = to_hf_config(ModelConfig(**preset(name)))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    assert model.num_parameters() == parameters == parameter_count(model_specs(ModelConfig(**preset(name))))
+
+
+@pytest.mark.parametrize(
+    "name, billions", [("deepseek-v2-lite", 2.4), ("deepseek-v3", 37), ("gpt-oss-20b", 3.61), ("gpt-oss-120b", 5.13)]
+)
+def test_presets_have_the_published_active_parameters(name, billions):
+    """As their authors count them: those of all matrices that a token is multiplied with, and not of the table that it
+    is looked up in."""
+    model = ModelConfig(**preset(name))
+    active = active_parameters(model) - model.vocabulary * model.hidden_size
+    assert active == pytest.approx(billions * 1e9, rel=0.025)  # V2-Lite has 2.45 billion, V3 36.6

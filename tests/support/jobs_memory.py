@@ -1,0 +1,139 @@
+"""Measures a step's memory: what autograd functions keep, as it is kept and let go, and what the allocator gives."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.assembly import parts as build
+from megalite.config.load import from_dict
+from megalite.config.schema import Config
+from megalite.model.parameters import padded_vocabulary
+from megalite.optimizer.adamw import AdamW
+from megalite.optimizer.state import OptimizerState
+from megalite.optimizer.table import OPTIMIZERS
+from megalite.parallel.microbatch import Microbatch
+from megalite.parallel.weight_grad_queue import WeightGradQueue, WeightProduct
+from tests.support.jobs import mesh_of
+
+
+class _Kept:
+    """A saved tensor; the ledger hears when nobody holds it any more."""
+
+    def __init__(self, ledger: Ledger, tensor: Tensor):
+        self.ledger, self.tensor = ledger, tensor
+        ledger.add(tensor, 1)
+
+    def __del__(self) -> None:
+        self.ledger.add(self.tensor, -1)
+
+
+class Ledger:
+    """Bytes of the distinct storages that are kept, logits apart from the rest, and the most of each."""
+
+    def __init__(self, weights: list[Tensor], logits_bytes: int):
+        self.weights = {tensor.untyped_storage()._cdata for tensor in weights}
+        self.logits_bytes = logits_bytes
+        self.users: Counter[int] = Counter()
+        self.now: Counter[str] = Counter()
+        self.most: Counter[str] = Counter()
+
+    def add(self, tensor: Tensor, change: int) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self.weights:
+            return
+        kind, before = "logits" if storage.nbytes() == self.logits_bytes else "activations", self.users[storage._cdata]
+        self.users[storage._cdata] += change
+        if 0 in (before, before + change):
+            self.now[kind] += change * storage.nbytes()
+            self.most[kind] = max(self.most[kind], self.now[kind])
+
+    def keep(self, tensor: Tensor) -> _Kept:
+        return _Kept(self, tensor)
+
+    def hooks(self) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(self.keep, lambda kept: kept.tensor)
+
+    def watch(self, queue: WeightGradQueue) -> None:
+        """Count what the products keep that are put off for a weight pass."""
+        put, run = queue.put, queue.run
+        held: defaultdict[tuple[int, int], list[_Kept]] = defaultdict(list)
+
+        def watched_put(product: WeightProduct) -> None:
+            if queue.deferred:
+                held[queue.backward] += [self.keep(product.grad_output), self.keep(product.inputs)]
+            put(product)
+
+        def watched_run(stage: int, microbatch: int) -> None:
+            run(stage, microbatch)
+            held.pop((stage, microbatch), None)
+
+        queue.put, queue.run = watched_put, watched_run  # type: ignore[method-assign]
+
+
+def made_parts(context: Any, config: dict[str, Any]) -> tuple[Config, build.Parts, list[Microbatch]]:
+    """A rank with drawn weights, and a step's microbatches of random tokens."""
+    made = from_dict(config)
+    mesh = mesh_of(context, made)
+    parts = build.build_parts(made, mesh, "cpu")
+    parts.store.initialize(0)
+    length, batch = made.data.sequence_length, made.train.micro_batch_size
+    tokens = torch.randint(made.model.vocabulary, (length, batch))
+    make = build.microbatch_maker(made, mesh.cp)
+    batches = [
+        make(tokens.clone(), tokens.clone(), torch.arange(batch)) for _ in range(build.layout(made).microbatches)
+    ]
+    for each in batches:
+        if each.ahead is not None:
+            each.ahead = each.ahead._replace(factors=(1.0,) * made.model.mtp_layers)
+    return made, parts, batches
+
+
+def most_kept(context: Any, config: dict[str, Any]) -> tuple[int, int]:
+    """The most bytes of activations and of logits that this rank keeps during one step."""
+    made, parts, batches = made_parts(context, config)
+    vocabulary = padded_vocabulary(made.model.vocabulary, made.parallel.tp) // made.parallel.tp
+    ledger = Ledger(
+        [memory.weights for memory in parts.store.buckets],
+        batches[0].tokens.numel() * vocabulary * parts.runtime.dtype.itemsize,
+    )
+    ledger.watch(parts.store.weight_grads)
+    parts.store.reducer.begin_step(len(batches))
+    with ledger.hooks():
+        parts.runtime.run(build.schedule(made, len(batches)), batches, step=1, loss_scale=1.0)
+    parts.store.reducer.finish()
+    return ledger.most["activations"], ledger.most["logits"]
+
+
+class Stepping:
+    """A rank that takes whole steps: forward, backward, reduction, update, gathering."""
+
+    def __init__(self, context: Any, config: dict[str, Any]):
+        made, self.parts, self.batches = made_parts(context, config)
+        self.schedule = build.schedule(made, len(self.batches))
+        self.optimizer = AdamW(OptimizerState(self.parts.store, OPTIMIZERS["adamw"].kinds), made.optimizer)
+
+    def step(self, number: int) -> None:
+        store = self.parts.store
+        store.reducer.begin_step(len(self.batches))
+        self.parts.runtime.run(self.schedule, self.batches, step=number, loss_scale=1.0)
+        store.reducer.finish()
+        self.optimizer.step(number, 1e-3, None)
+        store.gatherer.gather_updated()
+        store.gatherer.finish()
+
+
+def most_allocated(context: Any, config: dict[str, Any]) -> int:
+    """The most bytes that the allocator has given to a step beyond what was there before it, the second step of two."""
+    from torch.profiler import ProfilerActivity, profile
+
+    rank = Stepping(context, config)
+    rank.step(1)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        rank.step(2)
+    events = (event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]")
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))

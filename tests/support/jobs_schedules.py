@@ -1,0 +1,87 @@
+"""What the test ranks run to see a schedule at work: steps that do not wait, and when weight gradients are computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from megalite.config.load import from_dict
+from megalite.optimizer.adamw import STATE
+from megalite.parallel.pipeline.schedule import Action, Kind
+from megalite.training.trainer import Trainer
+from megalite.training.verify import global_tensors
+from tests.support.jobs import mesh_of
+
+
+def advance_and_save(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Train without waiting where the schedule lets it, and save; `pending` tells whether the last step was then still
+    open."""
+    made = from_dict(config)
+    trainer = Trainer(made, mesh_of(context, made))
+    try:
+        losses = [result.loss for _ in range(steps) for result in trainer.train_step()]
+        pending = trainer.finalizer.pending is not None
+        directory = str(trainer.save())
+        losses += [update.totals.loss for update in trainer.finalizer.take_known()]
+        return {"losses": losses, "pending": pending, "directory": directory, "tensors": global_tensors(trainer, STATE)}
+    finally:
+        trainer.close()
+
+
+def weight_passes(context: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """One step, watched from a stage's interface to the runtime.
+
+    Returns an event for the end of each backward and of each weight pass (the tensors whose accumulated gradients it
+    changed, and how many reductions over dp this rank has started in this step), each stage's tensors with whether they
+    are matrices of a linear layer, the tensors of each bucket, and the order of passes that the schedule has.
+    """
+    made = from_dict(config)
+    trainer = Trainer(made, mesh_of(context, made))
+    trainer.step()
+    weights, traffic = trainer.store.weights, trainer.mesh.traffic
+    started = traffic["all_reduce", "data"]
+    events: list[dict[str, Any]] = []
+
+    def gradients() -> dict[str, Tensor]:
+        return {name: weight.grad.clone() for name, weight in weights.items() if weight.grad is not None}
+
+    before = gradients()
+
+    def note(kind: str, stage: int) -> None:
+        nonlocal before
+        now = gradients()
+        changed = sorted(name for name, value in now.items() if not value.equal(before[name]))
+        events.append(
+            {"kind": kind, "stage": stage, "changed": changed, "reductions": traffic["all_reduce", "data"] - started}
+        )
+        before = now
+
+    passes = trainer.parts.runtime._passes
+
+    def watch(kind: Kind) -> None:
+        execute = passes[kind]
+
+        def executed(run: Any, action: Action) -> None:
+            execute(run, action)
+            note(kind.value, action.stage)
+
+        passes[kind] = executed
+
+    watch(Kind.BACKWARD)
+    watch(Kind.WEIGHT)
+    try:
+        trainer.step()
+    finally:
+        trainer.close()
+    stages = {
+        number: {
+            name: weight.tensor.dim() == 2 and "embedding" not in name
+            for name, weight in sorted(weights.items())
+            if weight.spec.unit in stage.units
+        }
+        for number, stage in trainer.parts.stages.items()
+    }
+    buckets = [[slot.spec.name for slot in memory.layout.slots] for memory in trainer.store.buckets]
+    plan = [(action.kind.value, action.stage) for action in trainer.schedule.compute(trainer.mesh.pp.rank)]
+    return {"events": events, "stages": stages, "buckets": buckets, "plan": [each for each in plan if each[0] != "F"]}

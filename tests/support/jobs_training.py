@@ -1,0 +1,212 @@
+"""Training runs on the pool's ranks: repeated, saved and resumed, evaluated, fed with a broken gradient, counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import profile
+
+from megalite.config.load import from_dict
+from megalite.config.schema import ConfigError
+from megalite.optimizer.adamw import STATE
+from megalite.system import rng
+from megalite.training.trainer import StepResult, Trainer
+from megalite.training.verify import global_tensors
+from tests.support.jobs import mesh_of
+
+
+def make_trainer(context: Any, config: dict[str, Any]) -> Trainer:
+    made = from_dict(config)
+    return Trainer(made, mesh_of(context, made))
+
+
+def settle(trainer: Trainer) -> None:
+    """Wait for the weights and the totals that the last step has sent."""
+    trainer.finalizer.drain()
+    for memory in trainer.store.buckets:
+        for unit in memory.layout.units:
+            trainer.store.gatherer.wait_for(unit)
+
+
+def numbers(results: list[StepResult]) -> dict[str, Any]:
+    return {"losses": [result.loss for result in results], "grad_norms": [result.grad_norm for result in results]}
+
+
+def train_and_save(
+    context: Any, config: dict[str, Any], before: int, after: int, kinds: Sequence[str] = STATE
+) -> dict[str, Any]:
+    """Train, save, and train on: what is saved, and the numbers of both halves (rank 0 adds weights and moments at the
+    end)."""
+    trainer = make_trainer(context, config)
+    try:
+        results = [trainer.step() for _ in range(before)]
+        directory = trainer.save()
+        results += [trainer.step() for _ in range(after)]
+        return {"directory": str(directory), **numbers(results), "tensors": global_tensors(trainer, kinds)}
+    finally:
+        trainer.close()
+
+
+def train_and_save_each(context: Any, config: dict[str, Any], steps: Sequence[int]) -> list[str]:
+    """Train and save after each of some steps; returns where."""
+    trainer = make_trainer(context, config)
+    directories = []
+    try:
+        for step in range(1, max(steps) + 1):
+            trainer.step()
+            if step in steps:
+                directories.append(str(trainer.save()))
+        return directories
+    finally:
+        trainer.close()
+
+
+def resume(context: Any, config: dict[str, Any], steps: int, kinds: Sequence[str] = STATE) -> dict[str, Any]:
+    """A fresh trainer that starts from what `checkpoint.load` names."""
+    trainer = make_trainer(context, config)
+    try:
+        place = {"step": trainer.step_done, "samples": trainer.samples, "skipped": trainer.finalizer.skipped}
+        started = global_tensors(trainer, kinds)
+        results = [trainer.step() for _ in range(steps)]
+        return {"place": place, "started": started, **numbers(results), "tensors": global_tensors(trainer, kinds)}
+    finally:
+        trainer.close()
+
+
+def refusal(context: Any, config: dict[str, Any]) -> str:
+    """The message with which a trainer refuses to start."""
+    try:
+        make_trainer(context, config).close()
+    except ConfigError as error:
+        return str(error)
+    return "started"
+
+
+def initial_weights(context: Any, config: dict[str, Any]) -> tuple[dict[str, Tensor], int, int]:
+    """The weights of a run that starts, the random numbers that this rank has drawn for them, and those of the blocks
+    that it keeps a part of."""
+    sizes: list[int] = []
+
+    def normal(numbers: Tensor, *parts: int | str) -> Tensor:
+        sizes.append(numbers.numel())
+        return draw(numbers, *parts)
+
+    draw = rng.normal_
+    with patch.object(rng, "normal_", normal):
+        trainer = make_trainer(context, config)
+    trainer.close()
+    blocks = {}
+    for part in trainer.store.to_load():
+        rows, *width = part.global_shape
+        first = part.offsets[0] // rng.BLOCK_ROWS
+        for block in range(first, -(-(part.offsets[0] + part.tensor.shape[0]) // rng.BLOCK_ROWS) if width else first):
+            blocks[part.name, block] = min(rng.BLOCK_ROWS, rows - block * rng.BLOCK_ROWS) * prod(width)
+    return global_tensors(trainer), sum(sizes), sum(blocks.values())
+
+
+def evaluate(context: Any, config: dict[str, Any], steps: int) -> tuple[float, float]:
+    """Validation loss before and after some steps."""
+    trainer = make_trainer(context, config)
+    try:
+        before = trainer.evaluate()
+        for _ in range(steps):
+            trainer.step()
+        return before, trainer.evaluate()
+    finally:
+        trainer.close()
+
+
+def train_with_infinite_gradient(
+    context: Any, config: dict[str, Any], broken_step: int, broken_rank: int, steps: int
+) -> dict[str, Any]:
+    """One element of one rank's gradients becomes infinite in one step; its weights before and after that step are
+    kept."""
+    trainer = make_trainer(context, config)
+    finish = trainer.store.reducer.finish
+    kept: list[dict[str, Tensor]] = []
+
+    def finish_and_break() -> None:
+        finish()
+        if trainer.step_done + 1 == broken_step and context.rank == broken_rank:
+            memory = next(memory for memory in trainer.store.buckets if memory.gradients is not None)
+            memory.owned_grads[0] = torch.inf
+
+    trainer.store.reducer.finish = finish_and_break  # type: ignore[method-assign]
+    try:
+        results = []
+        for step in range(1, steps + 1):
+            if step == broken_step:
+                kept.append(global_tensors(trainer, STATE))
+            results.append(trainer.step())
+            if step == broken_step:
+                kept.append(global_tensors(trainer, STATE))
+    finally:
+        trainer.close()
+    under_way = sum(memory.gathering is not None for memory in trainer.store.buckets)
+    skipped, scales = [result.skipped for result in results], [result.loss_scale for result in results]
+    return {
+        **numbers(results),
+        "skipped": skipped,
+        "loss_scales": scales,
+        "count": trainer.finalizer.skipped,
+        "kept": kept,
+        "under_way": under_way,
+    }
+
+
+def communication_of_a_step(context: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """What one step (not the first) communicates: counted by the mesh, and independently by torch's dispatcher.
+
+    `observed` counts every c10d operation that this process issued, whoever asked for it; `expected` is what the mesh's
+    count amounts to on gloo, where a collective of n ranks is n - 1 sends and receives, and over tp one message in
+    shared memory.
+    """
+    trainer = make_trainer(context, config)
+    mesh, store = trainer.mesh, trainer.store
+    axes = (mesh.tp, mesh.cp, mesh.dp, mesh.data, mesh.stage, mesh.world, mesh.pp, mesh.kv_replica, mesh.tied_pair)
+    sizes = {axis.name: axis.size for axis in axes if axis}
+    try:
+        trainer.step()
+        settle(trainer)
+        mesh.traffic.clear()
+        shared, before = mesh.tp.shared, mesh.tp.shared.published if mesh.tp.shared else 0
+        with profile() as recorded:
+            trainer.step()
+            settle(trainer)  # torch crashes where a message outlives the profiler that saw it start
+        traffic = dict(mesh.traffic)
+    finally:
+        trainer.close()
+    assert recorded.kineto_results is not None
+    # `function_events` makes a tree of them, which takes long
+    names = [event.name() for event in recorded.kineto_results.events()]
+    observed = Counter(name for name in names if name.startswith("c10d::"))
+    if shared is not None:
+        observed["published"] = shared.published - before
+    expected: Counter[str] = Counter()
+    for (operation, axis), count in traffic.items():
+        if operation in ("isend", "irecv"):
+            expected["c10d::send" if operation == "isend" else "c10d::recv_"] += count
+        elif operation == "hop":
+            expected += Counter({"c10d::send": count, "c10d::recv_": count})
+        elif axis == "tp":
+            expected["published"] += count
+        else:
+            expected["c10d::send"] += count * (sizes[axis] - 1)
+            expected["c10d::recv_"] += count * (sizes[axis] - 1)
+    owned = [
+        rectangle.segment
+        for memory in store.buckets
+        for rectangle, _ in store.rectangles_in(memory, memory.start, memory.stop)
+    ]
+    holds = {
+        "partial": any(segment.grad_partial_axis is not None for segment in owned),
+        "replicated": any(segment.replicas > 1 for segment in owned),
+    }
+    place = {"pp": mesh.pp.rank, "buckets": len(store.buckets)}
+    return {"traffic": traffic, "observed": dict(observed), "expected": dict(expected), **holds, **place}
