@@ -123,7 +123,7 @@ _FALCON = Names(
     base="transformer.",
     grouped="query_key_value",
 )
-_LIKE_LLAMA = "llama mistral qwen2 gemma smollm3 granite nemotron ministral arcee".split()
+_LIKE_LLAMA = ["llama", "mistral", "qwen2", "gemma", "smollm3", "granite", "nemotron", "ministral", "arcee"]
 FAMILY_NAMES = {
     **dict.fromkeys(_LIKE_LLAMA, _LLAMA),
     "qwen3": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM),
