@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from megalite_kernels import attention
 from torch import Tensor
 
-from benchmarks.kernel_cases import Case, Contest, Function, Sizes, Target, backward_of
+from benchmarks.kernel_cases import Contest, Function, KernelCase, Sizes, Target, backward_of
 
 TOKENS = 16384  # per batch, for every sequence length
 
 
 @dataclass(frozen=True)
-class Problem:
+class AttentionCase:
     """One attention call."""
 
     length: int
@@ -66,7 +66,7 @@ class Problem:
         return packed.split((self.heads, self.kv_heads, self.kv_heads), 2)
 
 
-def cases(sizes: Sizes) -> Iterable[Case]:
+def cases(sizes: Sizes) -> Iterable[KernelCase]:
     """The cases; none if the kernel does not exist."""
     if importlib.util.find_spec("megalite_kernels.attention_triton") is None:
         return
@@ -79,35 +79,35 @@ def cases(sizes: Sizes) -> Iterable[Case]:
             {"forward": ("_forward",), "backward": ("_backward_queries", "_backward_keys")},
             "attention_triton",
         )
-        yield Case(
+        yield KernelCase(
             "flash attention, forward", problem.shape, _forward(sizes, problem), flops=problem.flops,
             targets=(fast,) if first and plain else (), module=module,
                 tuned=names["forward"] if tuned else (),
         )  # fmt: skip
-        yield Case(
+        yield KernelCase(
             "flash attention, backward", problem.shape, _backward(sizes, problem), flops=2.5 * problem.flops,
             module=module, tuned=names["backward"] if tuned else (),
         )  # fmt: skip
 
 
-def _problems(smoke: bool) -> Iterable[Problem]:
+def _problems(smoke: bool) -> Iterable[AttentionCase]:
     if smoke:
-        yield Problem(32, 16, 2, 1, 1, window=8)
+        yield AttentionCase(32, 16, 2, 1, 1, window=8)
         return
     for length in (8192, 2048, 16384):
         for dim in (128, 64):
-            yield Problem(length, dim, 2048 // dim, 2048 // dim, TOKENS // length)
-    yield Problem(8192, 128, 32, 8, 2)
-    yield Problem(8192, 128, 32, 8, 2, window=1024)
-    yield Problem(8192, 128, 32, 8, 2, document=2048)
+            yield AttentionCase(length, dim, 2048 // dim, 2048 // dim, TOKENS // length)
+    yield AttentionCase(8192, 128, 32, 8, 2)
+    yield AttentionCase(8192, 128, 32, 8, 2, window=1024)
+    yield AttentionCase(8192, 128, 32, 8, 2, document=2048)
 
 
-def _options(problem: Problem, starts: Tensor | None) -> tuple[Any, ...]:
+def _options(problem: AttentionCase, starts: Tensor | None) -> tuple[Any, ...]:
     """scale, window, document_start, softcap, and no dropout."""
     return problem.dim**-0.5, problem.window, starts, None, None, 0, 0.0, 0, 0
 
 
-def _forward(sizes: Sizes, problem: Problem) -> Callable[[], Contest]:
+def _forward(sizes: Sizes, problem: AttentionCase) -> Callable[[], Contest]:
     def make() -> Contest:
         own = importlib.import_module("megalite_kernels.attention_triton")
         q, k, v = problem.inputs(sizes)
@@ -122,7 +122,7 @@ def _forward(sizes: Sizes, problem: Problem) -> Callable[[], Contest]:
     return make
 
 
-def _backward(sizes: Sizes, problem: Problem) -> Callable[[], Contest]:
+def _backward(sizes: Sizes, problem: AttentionCase) -> Callable[[], Contest]:
     def make() -> Contest:
         own = importlib.import_module("megalite_kernels.attention_triton")
         q, k, v = problem.inputs(sizes)
@@ -140,7 +140,7 @@ def _backward(sizes: Sizes, problem: Problem) -> Callable[[], Contest]:
     return make
 
 
-def _routed(problem: Problem, starts: Tensor | None) -> dict[str, Any]:
+def _routed(problem: AttentionCase, starts: Tensor | None) -> dict[str, Any]:
     return {"scale": problem.dim**-0.5, "window": problem.window, "document_start": starts}
 
 
@@ -163,7 +163,7 @@ def _gone_back(
     return backward_of(make(), inputs, (grad,))
 
 
-def _peers(problem: Problem, sizes: Sizes) -> dict[str, Callable[[], Callable[..., Tensor]]]:
+def _peers(problem: AttentionCase, sizes: Sizes) -> dict[str, Callable[[], Callable[..., Tensor]]]:
     """Factories of functions of q, k, v [batch, heads, sequence, channels]."""
     from torch.nn.attention import SDPBackend
 
@@ -189,7 +189,7 @@ def _sdpa(backend: Any, grouped: bool) -> Callable[..., Tensor]:
     return call
 
 
-def _flex(problem: Problem, device: str) -> Callable[..., Tensor]:
+def _flex(problem: AttentionCase, device: str) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     starts, window = problem.starts(device), problem.window

@@ -38,7 +38,7 @@ WITHOUT_WORK = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "
 SIZES = tuple(1 << power for power in range(14, 27, 2))  # bytes of a measured pass: 16 KB to 64 MB
 
 
-class Passes(TorchDispatchMode):
+class OperationCounter(TorchDispatchMode):
     """Counts the operations and notes the bytes of each that is no product, view or allocation."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ def measure(trainer: Trainer, seconds: float, product_seconds: float) -> dict[st
     sockets = _socket_seconds()
     trainer.step()
     waiting, sockets = waits.finish(), _socket_seconds() - sockets
-    with Passes() as passes:
+    with OperationCounter() as passes:
         trainer.step()
     bandwidth = _bandwidth(trainer.mesh)
     bytes_s = sum(size / next(rate for limit, rate in bandwidth if size <= limit) for size in passes.sizes)

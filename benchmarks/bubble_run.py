@@ -23,7 +23,7 @@ from megalite.system.clock import ActionTiming
 SHAPE = (64, 1, 64)  # 16 KB per message
 
 
-class Passes(NamedTuple):
+class StageSeconds(NamedTuple):
     """Seconds of one microbatch on a stage."""
 
     forward: float
@@ -55,7 +55,7 @@ class PacedStage:
     def __init__(
         self,
         last: bool,
-        passes: Passes,
+        passes: StageSeconds,
         spend: Callable[[float], None],
         weight_grads: WeightGradQueue,
         dtype: torch.dtype = torch.float32,
@@ -79,7 +79,7 @@ class PacedStage:
 def run_window(mesh: Mesh, schedule: str, microbatches: int, steps: int, pass_s: float) -> list[ActionTiming]:
     """This rank's actions in a few steps on sleeping stages. All ranks start at the same time."""
     plan = with_communication(build(schedule, mesh.pp.size, microbatches))
-    passes = Passes(pass_s, pass_s, pass_s)
+    passes = StageSeconds(pass_s, pass_s, pass_s)
     queue = WeightGradQueue()
     stages = {
         stage: PacedStage(stage == plan.stages - 1, passes, time.sleep, queue)

@@ -29,7 +29,7 @@ COLUMNS = {
 
 
 @dataclass
-class Run:
+class CommRun:
     """One of the compared runs, with one result per round."""
 
     name: str
@@ -42,10 +42,10 @@ class Run:
 def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str], None]) -> dict[str, Any]:
     """Run everything and return the figures with the conditions they depend on."""
     runs = [
-        Run("megalite, ZeRO-1", "optimizer", zero=1),
-        Run("DDP + ZeroRedundancyOptimizer", "optimizer", peer="ddp"),
-        Run("megalite, ZeRO-3", "everything", zero=3),
-        Run("FSDP2", "everything", peer="fsdp2"),
+        CommRun("megalite, ZeRO-1", "optimizer", zero=1),
+        CommRun("DDP + ZeroRedundancyOptimizer", "optimizer", peer="ddp"),
+        CommRun("megalite, ZeRO-3", "everything", zero=3),
+        CommRun("FSDP2", "everything", peer="fsdp2"),
     ]
     model, length, ranks = (SMOKE_MODEL, 16, 2) if smoke else (MODEL, 64, RANKS)
     protocol = {
@@ -96,7 +96,7 @@ def config_of(model: dict[str, Any], length: int, ranks: int, scratch: Path) -> 
     }
 
 
-def _row(run: Run, tokens: int) -> dict[str, Any]:
+def _row(run: CommRun, tokens: int) -> dict[str, Any]:
     seconds = median(value for result in run.results for value in result["seconds"])
     memory = [
         result["peak_rss_above_import"]

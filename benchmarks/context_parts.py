@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks import report
 from megalite.parallel.context.balanced import Counts, balanced, between_ranks, imbalance
-from megalite.parallel.context.parts import Run, Runs, zigzag
+from megalite.parallel.context.parts import PositionSegment, Runs, zigzag
 
 RESULT = report.RESULTS / "context-parts.json"
 DOCUMENT = report.ROOT / "docs" / "context-parallel.md"
@@ -42,12 +42,12 @@ def zigzag_of_each_document(starts: Counts, ranks: int) -> list[Runs]:
     """Each document in zigzag parts, as others do it. Lengths that do not divide leave ranks with unequal
     counts of positions."""
     firsts = [*np.unique(starts).tolist(), len(starts)]
-    held: list[list[Run]] = [[] for _ in range(ranks)]
+    held: list[list[PositionSegment]] = [[] for _ in range(ranks)]
     for first, stop in zip(firsts, firsts[1:], strict=False):
         cuts = [first + (stop - first) * part // (2 * ranks) for part in range(2 * ranks + 1)]
         for part, (begin, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
             if begin < end:
-                held[min(part, 2 * ranks - 1 - part)].append(Run(begin, end - begin))
+                held[min(part, 2 * ranks - 1 - part)].append(PositionSegment(begin, end - begin))
     return [tuple(runs) for runs in held]
 
 

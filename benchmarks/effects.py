@@ -17,9 +17,9 @@ from benchmarks import published
 from megalite.config.schema import ModelConfig
 from megalite.planner.cost.operations import Software
 from megalite.planner.hardware.devices import Link, find
-from megalite.planner.time.step import Choice, Job, Stepper
+from megalite.planner.time.step import LayoutChoice, PlannedJob, Stepper
 
-SMALL = Job(
+SMALL = PlannedJob(
     ModelConfig(
         vocab_size=131072,
         hidden_size=2048,
@@ -33,50 +33,50 @@ SMALL = Job(
     global_batch_size=192,
     software=Software(loss_bytes=(38.0, 14.0)),
 )
-SMALL_LAYOUT = Choice(dp=48, zero=1)
+SMALL_LAYOUT = LayoutChoice(dp=48, zero=1)
 """1.7B parameters with a vocabulary of 131,072 on 48 GPUs, one sequence at a time: what does not shrink with
 the layer weighs most."""
 SIZES = {"up to 3B": (0, 3000), "7B to 15B": (3001, 6500), "30B and more": (6501, 10**9)}
 """Column → range of hidden sizes."""
 
 
-def _device(**changed: Any) -> Callable[[Job], Job]:
+def _device(**changed: Any) -> Callable[[PlannedJob], PlannedJob]:
     return lambda job: replace(job, device=replace(job.device, **changed))
 
 
-def _constants(**changed: float) -> Callable[[Job], Job]:
+def _constants(**changed: float) -> Callable[[PlannedJob], PlannedJob]:
     return lambda job: replace(
         job, device=replace(job.device, constants=replace(job.device.constants, **changed))
     )
 
 
-def _software(**changed: Any) -> Callable[[Job], Job]:
+def _software(**changed: Any) -> Callable[[PlannedJob], PlannedJob]:
     return lambda job: replace(job, software=replace(job.software, **changed))
 
 
-def _full_rate(job: Job) -> Job:
+def _full_rate(job: PlannedJob) -> PlannedJob:
     """Products of every shape at the rate of large ones: no tiles, waves or short inner dimensions."""
     return replace(
         job, device=replace(job.device, rates=((1.0, job.device.peak(job.precision) * job.device.sustained),))
     )
 
 
-def _alone(job: Job) -> Job:
+def _alone(job: PlannedJob) -> PlannedJob:
     """Large products at the rate that they reach alone, not in a run."""
     return replace(
         job, device=replace(job.device, sustained=job.device.sustained * 0.73 / find("h100").sustained)
     )
 
 
-def _links(change: Callable[[Link], Link], *names: str) -> Callable[[Job], Job]:
-    def remove(job: Job) -> Job:
+def _links(change: Callable[[Link], Link], *names: str) -> Callable[[PlannedJob], PlannedJob]:
+    def remove(job: PlannedJob) -> PlannedJob:
         changed: dict[str, Any] = {name: change(getattr(job.device, name)) for name in names}
         return replace(job, device=replace(job.device, **changed))
 
     return remove
 
 
-EFFECTS: dict[str, Callable[[Job], Job]] = {
+EFFECTS: dict[str, Callable[[PlannedJob], PlannedJob]] = {
     "power: products at the rate they reach alone": _alone,
     "product efficiency by shape: tiles, waves, narrow layers": _full_rate,
     "norms, activations and residual sums": _software(elementwise=0.0),

@@ -13,16 +13,16 @@ from megalite_kernels import grouped_weight_grad, permutation
 from megalite_kernels.groups import Groups
 from torch import Tensor
 
-from benchmarks.kernel_cases import EAGER, Case, Contest, Sizes, forwards, times_limit
+from benchmarks.kernel_cases import EAGER, Contest, KernelCase, Sizes, forwards, times_limit
 
 
-def cases(sizes: Sizes) -> Iterable[Case]:
+def cases(sizes: Sizes) -> Iterable[KernelCase]:
     for k, hidden in ((2, sizes.of(4096, 32)), (8, sizes.of(2048, 32))):
         yield from _rows(sizes, sizes.of(8192, 4), k, hidden)
     yield _weight_gradient(sizes, sizes.of(8, 2), sizes.of(2048, 3), sizes.of(28672, 32), sizes.of(4096, 16))
 
 
-def _rows(sizes: Sizes, tokens: int, k: int, hidden: int) -> Iterable[Case]:
+def _rows(sizes: Sizes, tokens: int, k: int, hidden: int) -> Iterable[KernelCase]:
     def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
         order = torch.randperm(tokens * k, device=sizes.device)
         index = permutation.inverse_order(order, tokens * k).view(tokens, k)
@@ -54,16 +54,18 @@ def _rows(sizes: Sizes, tokens: int, k: int, hidden: int) -> Iterable[Case]:
         "permutation_triton",
     )
     limit = (times_limit(1.25),)
-    yield Case("rows of experts, gathered", shape, make_gather, 2 * k * element, targets=limit, module=module)
-    yield Case(
+    yield KernelCase(
+        "rows of experts, gathered", shape, make_gather, 2 * k * element, targets=limit, module=module
+    )
+    yield KernelCase(
         "rows of experts, combined", shape, make_combine, (k + 1) * element, targets=limit, module=module
     )
-    yield Case(
+    yield KernelCase(
         "rows of experts, backward", shape, make_backward, (2 * k + 1) * element, targets=limit, module=module
     )
 
 
-def _weight_gradient(sizes: Sizes, experts: int, rows: int, height: int, width: int) -> Case:
+def _weight_gradient(sizes: Sizes, experts: int, rows: int, height: int, width: int) -> KernelCase:
     def make() -> Contest:
         left, right = sizes.randn(experts * rows, height), sizes.randn(experts * rows, width)
         grad = torch.zeros(experts, height, width, device=sizes.device)
@@ -81,7 +83,7 @@ def _weight_gradient(sizes: Sizes, experts: int, rows: int, height: int, width: 
 
     shape = f"{experts} experts, {rows} rows each, {height} × {width} bf16"
     module, tuned = "grouped_weight_grad_triton", ("_product",)
-    return Case(
+    return KernelCase(
         "weight gradients of experts",
         shape,
         make,

@@ -19,7 +19,7 @@ from megalite.parallel.expert import dispatch, uneven_all_to_all
 from megalite.training.trainer import Trainer
 
 
-class Clock:
+class DispatchClock:
     """Seconds in the communication of the dispatch, from its start to its end: the host waits for it at
     once."""
 
@@ -39,7 +39,7 @@ class Clock:
 
 
 class _Watched:
-    def __init__(self, clock: Clock, pending: Pending):
+    def __init__(self, clock: DispatchClock, pending: Pending):
         self.clock, self.pending = clock, pending
 
     def wait(self) -> torch.Tensor:
@@ -50,7 +50,7 @@ class _Watched:
 
 
 def main() -> None:
-    spec, clock, device = read_spec(), Clock(), torch.device("cpu")
+    spec, clock, device = read_spec(), DispatchClock(), torch.device("cpu")
     config = from_dict(spec["config"])
     torch.set_num_threads(spec["threads"])
     configure_process(device)

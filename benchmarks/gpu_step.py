@@ -45,7 +45,7 @@ CONVENTION = (
 
 
 @dataclass(frozen=True)
-class Shape:
+class TrainedShape:
     """The trained model: a preset, with fewer layers if the whole does not fit, and one microbatch per
     step."""
 
@@ -85,7 +85,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Run:
+class GpuStepRun:
     """One of the compared runs."""
 
     name: str
@@ -95,16 +95,16 @@ class Run:
 
 
 SHAPES = (
-    Shape("Llama 3.2 1B", "llama-3.2-1b", 4096, 4),
-    Shape("6 layers of Llama 3 8B", "llama-3-8b", 8192, 2, layers=6),
+    TrainedShape("Llama 3.2 1B", "llama-3.2-1b", 4096, 4),
+    TrainedShape("6 layers of Llama 3 8B", "llama-3-8b", 8192, 2, layers=6),
 )
-OURS = Run("megalite", "benchmarks.ours", False)
-OURS_COMPILED = Run("megalite compiled", "benchmarks.ours", True)
-PEER = Run("transformers compiled, all bf16", "benchmarks.peer", True, "bf16")
-MIXED_PEER = Run("transformers compiled, mixed", "benchmarks.peer", True)
+OURS = GpuStepRun("megalite", "benchmarks.ours", False)
+OURS_COMPILED = GpuStepRun("megalite compiled", "benchmarks.ours", True)
+PEER = GpuStepRun("transformers compiled, all bf16", "benchmarks.peer", True, "bf16")
+MIXED_PEER = GpuStepRun("transformers compiled, mixed", "benchmarks.peer", True)
 
 
-def plan(compiled: bool) -> list[tuple[Shape, Run]]:
+def plan(compiled: bool) -> list[tuple[TrainedShape, GpuStepRun]]:
     """The runs in order of importance: the last ones are skipped if no time is left."""
     last = [OURS_COMPILED, MIXED_PEER] if compiled else [MIXED_PEER]
     return [(shape, run) for runs in ([OURS, PEER], last) for shape in SHAPES for run in runs]
@@ -147,7 +147,9 @@ def compare(
     return path
 
 
-def _measured(shape: Shape, run: Run, spec: dict[str, Any], threads: int, left: float) -> dict[str, Any]:
+def _measured(
+    shape: TrainedShape, run: GpuStepRun, spec: dict[str, Any], threads: int, left: float
+) -> dict[str, Any]:
     row: dict[str, Any] = {"model": shape.name, "run": run.name, "error": None}
     if left < 30:
         return {**row, "error": "not measured: no time was left"}

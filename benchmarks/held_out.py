@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import effects, published
-from benchmarks.published import Comparison, Table
+from benchmarks.published import PublishedComparison, Table
 
 RESULTS = Path(__file__).with_name("results") / "held_out.json"
 NOISE = 0.06  # of a row: what remains between prediction and measurement when the constants are right
@@ -102,7 +102,7 @@ def differences(table: Table) -> list[float]:
     ]
 
 
-def layout(row: Comparison) -> tuple[object, ...]:
+def layout(row: PublishedComparison) -> tuple[object, ...]:
     return tuple(value for name, value in asdict(row.choice).items() if name != "dp")
 
 

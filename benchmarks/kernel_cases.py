@@ -49,7 +49,7 @@ class Contest:
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One operation at one shape."""
 
     kernel: str
@@ -124,7 +124,7 @@ def forwards(function: Callable[..., Any], inputs: Sequence[Tensor]) -> dict[str
 # ---- cross-entropy
 
 
-def _cross_entropy(sizes: Sizes) -> Iterable[Case]:
+def _cross_entropy(sizes: Sizes) -> Iterable[KernelCase]:
     count, vocabulary = sizes.of(8192, 4), sizes.of(131072, 64)
     shape, logit = f"{count} × {vocabulary} bf16", count * vocabulary
 
@@ -178,14 +178,14 @@ def _cross_entropy(sizes: Sizes) -> Iterable[Case]:
     extra = Target(
         "extra memory / logits", lambda row: row["extra_bytes"] and row["extra_bytes"] / (2 * logit), 0.01
     )
-    yield Case(
+    yield KernelCase(
         "cross-entropy, both ways", shape, make_both, bytes=6 * logit, targets=(times_limit(1.25), extra)
     )
     own = "cross_entropy_triton"
-    yield Case(
+    yield KernelCase(
         "cross-entropy, forward", shape, make_forward, bytes=2 * logit, module=own, tuned=("_statistics",)
     )
-    yield Case(
+    yield KernelCase(
         "cross-entropy, backward", shape, make_backward, bytes=4 * logit, module=own, tuned=("_gradient",)
     )
 
@@ -193,13 +193,13 @@ def _cross_entropy(sizes: Sizes) -> Iterable[Case]:
 # ---- norms
 
 
-def _norms(sizes: Sizes) -> Iterable[Case]:
+def _norms(sizes: Sizes) -> Iterable[KernelCase]:
     count = sizes.of(16384, 4)
     for hidden in sizes.each(2048, 4096, 5120, 8192):
         yield from _norm(sizes, count, hidden)
 
 
-def _norm(sizes: Sizes, count: int, hidden: int) -> Iterable[Case]:
+def _norm(sizes: Sizes, count: int, hidden: int) -> Iterable[KernelCase]:
     def inputs() -> tuple[Tensor, Tensor, Tensor]:
         return sizes.randn(count, hidden), sizes.randn(count, hidden), sizes.randn(hidden)
 
@@ -228,7 +228,7 @@ def _norm(sizes: Sizes, count: int, hidden: int) -> Iterable[Case]:
 
     shape, moved = f"{count} × {hidden} bf16", 8 * count * hidden
     forward, backward = (times_limit(1.15),), (times_limit(1.25),)
-    yield Case(
+    yield KernelCase(
         "add + RMSNorm, forward",
         shape,
         make_forward,
@@ -237,7 +237,7 @@ def _norm(sizes: Sizes, count: int, hidden: int) -> Iterable[Case]:
         module="norm_triton",
         tuned=("_forward",),
     )
-    yield Case(
+    yield KernelCase(
         "add + RMSNorm, backward",
         shape,
         make_backward,
@@ -251,13 +251,13 @@ def _norm(sizes: Sizes, count: int, hidden: int) -> Iterable[Case]:
 # ---- gated activation
 
 
-def _swiglu(sizes: Sizes) -> Iterable[Case]:
+def _swiglu(sizes: Sizes) -> Iterable[KernelCase]:
     count = sizes.of(8192, 4)
     for width in sizes.each(14336, 11008, 5632):
         yield from _swiglu_of(sizes, count, width)
 
 
-def _swiglu_of(sizes: Sizes, count: int, width: int) -> Iterable[Case]:
+def _swiglu_of(sizes: Sizes, count: int, width: int) -> Iterable[KernelCase]:
     def torchs(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
@@ -278,7 +278,7 @@ def _swiglu_of(sizes: Sizes, count: int, width: int) -> Iterable[Case]:
         return Contest(lambda: activation.gated_backward(dh, gate_up, "silu"), peers)
 
     shape, module, element = f"{count} × {width} bf16", "activation_triton", count * width
-    yield Case(
+    yield KernelCase(
         "SwiGLU, forward",
         shape,
         make_forward,
@@ -287,7 +287,7 @@ def _swiglu_of(sizes: Sizes, count: int, width: int) -> Iterable[Case]:
         module=module,
         tuned=("_forward",),
     )
-    yield Case(
+    yield KernelCase(
         "SwiGLU, backward",
         shape,
         make_backward,
@@ -301,7 +301,7 @@ def _swiglu_of(sizes: Sizes, count: int, width: int) -> Iterable[Case]:
 # ---- rotary embedding
 
 
-def _rotary(sizes: Sizes) -> Iterable[Case]:
+def _rotary(sizes: Sizes) -> Iterable[KernelCase]:
     length, query_heads, key_heads, dim = (
         sizes.of(8192, 4),
         sizes.of(32, 2),
@@ -351,7 +351,7 @@ def _rotary(sizes: Sizes) -> Iterable[Case]:
         4 * length * heads * dim,
         "rotary_triton",
     )
-    yield Case(
+    yield KernelCase(
         "rotary + split, forward",
         shape,
         make_forward,
@@ -360,7 +360,7 @@ def _rotary(sizes: Sizes) -> Iterable[Case]:
         module=module,
         tuned=("_rotary",),
     )
-    yield Case(
+    yield KernelCase(
         "rotary + split, backward",
         shape,
         make_backward,
@@ -374,12 +374,12 @@ def _rotary(sizes: Sizes) -> Iterable[Case]:
 # ---- optimizer
 
 
-def _adamw(sizes: Sizes) -> Iterable[Case]:
+def _adamw(sizes: Sizes) -> Iterable[KernelCase]:
     for dtype in (torch.float32, torch.bfloat16):
         yield _adamw_of(sizes, dtype)
 
 
-def _adamw_of(sizes: Sizes, grad_dtype: torch.dtype) -> Case:
+def _adamw_of(sizes: Sizes, grad_dtype: torch.dtype) -> KernelCase:
     count = sizes.of(1_000_000_000, 4096)
     options = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
@@ -416,7 +416,7 @@ def _adamw_of(sizes: Sizes, grad_dtype: torch.dtype) -> Case:
 
     name = "fp32" if grad_dtype == torch.float32 else "bf16"
     moved = (26 + grad_dtype.itemsize) * count
-    return Case(
+    return KernelCase(
         "AdamW",
         f"{count:.3g} weights, {name} gradients",
         make,
@@ -427,7 +427,7 @@ def _adamw_of(sizes: Sizes, grad_dtype: torch.dtype) -> Case:
     )
 
 
-def _grad_norm(sizes: Sizes) -> Iterable[Case]:
+def _grad_norm(sizes: Sizes) -> Iterable[KernelCase]:
     count = sizes.of(1_000_000_000, 4096)
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
 
@@ -441,7 +441,7 @@ def _grad_norm(sizes: Sizes) -> Iterable[Case]:
 
         shape, limit = f"{count:.3g} {name}", (times_limit(1.15),)
         module, tuned = "grad_norm_triton", ("_squared_sums",)
-        yield Case(
+        yield KernelCase(
             "gradient norm", shape, make, dtype.itemsize * count, targets=limit, module=module, tuned=tuned
         )
 
@@ -449,7 +449,7 @@ def _grad_norm(sizes: Sizes) -> Iterable[Case]:
 # ---- dropout
 
 
-def _dropout(sizes: Sizes) -> Iterable[Case]:
+def _dropout(sizes: Sizes) -> Iterable[KernelCase]:
     """Beside torch's own, whose masks depend on the layout."""
     count, width = sizes.of(8192, 4), sizes.of(4096, 64)
 
@@ -462,7 +462,7 @@ def _dropout(sizes: Sizes) -> Iterable[Case]:
         return Contest(lambda: dropout.dropout(x, 7, samples, positions, 0.1), forwards(torchs, (x,)))
 
     shape, limit = f"{count} × {width} bf16", (times_limit(1.15),)
-    yield Case(
+    yield KernelCase(
         "dropout", shape, make, 4 * count * width, targets=limit, module="dropout_triton", tuned=("_dropout",)
     )
 
@@ -470,7 +470,7 @@ def _dropout(sizes: Sizes) -> Iterable[Case]:
 # ---- the head with the loss
 
 
-def _loss(sizes: Sizes) -> Iterable[Case]:
+def _loss(sizes: Sizes) -> Iterable[KernelCase]:
     count, hidden, vocabulary = sizes.of(8192, 8), sizes.of(4096, 16), sizes.of(128256, 64)
 
     def torchs(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -513,7 +513,7 @@ def _loss(sizes: Sizes) -> Iterable[Case]:
         Target("extra memory / torch.compile", ratio("extra_bytes"), 1 / 6),
     )
     shape = f"{count} × {hidden} × {vocabulary} bf16"
-    yield Case(
+    yield KernelCase(
         "head + cross-entropy in chunks, both ways",
         shape,
         make,
@@ -542,7 +542,7 @@ def _chunked_loss(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Func
     return step
 
 
-CASES: dict[str, Callable[[Sizes], Iterable[Case]]] = {
+CASES: dict[str, Callable[[Sizes], Iterable[KernelCase]]] = {
     "cross_entropy": _cross_entropy,
     "norm": _norms,
     "adamw": _adamw,

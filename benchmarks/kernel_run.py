@@ -19,7 +19,7 @@ import triton
 from megalite_kernels import backend
 
 from benchmarks import attention_cases, expert_cases, registers, tuning
-from benchmarks.kernel_cases import CASES, Case, Function, Sizes
+from benchmarks.kernel_cases import CASES, Function, KernelCase, Sizes
 from benchmarks.measure import read_spec, timed
 from benchmarks.report import ROW, version
 
@@ -120,7 +120,7 @@ def extra_bytes(function: Function) -> int:
 
 
 def rows(
-    cases: Iterable[Case], device: dict[str, Any], until: float, leave_out: Sequence[str] = ()
+    cases: Iterable[KernelCase], device: dict[str, Any], until: float, leave_out: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
     """A row for each case. leave_out: names of others that are not measured."""
     for case in cases:
@@ -164,7 +164,7 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def _own(case: Case, ours: Function, device: dict[str, Any]) -> dict[str, Any]:
+def _own(case: KernelCase, ours: Function, device: dict[str, Any]) -> dict[str, Any]:
     extra, seconds = extra_bytes(_warm(ours)), measure(ours)
     limit = device["limit_bytes_per_second"]
     reached = (
@@ -201,7 +201,7 @@ def _peer(make: Callable[[], Function], us: float, until: float) -> dict[str, An
         free()
 
 
-def _judged(case: Case, row: dict[str, Any]) -> list[dict[str, Any]]:
+def _judged(case: KernelCase, row: dict[str, Any]) -> list[dict[str, Any]]:
     found = []
     for target in case.targets:
         measured = target.measure(row)

@@ -27,7 +27,7 @@ from megalite.commands.parser import Parser
 from megalite.config.schema import ModelConfig
 from megalite.families.weight_files import INDEX, SAFETENSORS
 from megalite.huggingface.config_json import to_hf_config
-from megalite.huggingface.convert import Source, export_model, import_model
+from megalite.huggingface.convert import HuggingFaceSource, export_model, import_model
 from megalite.huggingface.files import NewFile
 from megalite.huggingface.names import places
 
@@ -89,7 +89,7 @@ def measure(layers: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         names = write_model(place / "model", model_of(layers))
-        opened = seconds(lambda: Source.of(place / "model"))
+        opened = seconds(lambda: HuggingFaceSource.of(place / "model"))
         imported = seconds(lambda: import_model(place / "model", place / "checkpoint"))
         exported = seconds(lambda: export_model(place / "checkpoint", place / "exported"))
     us = {f"{name}_us": 1e6 * time / names for name, time in (("import", imported), ("export", exported))}

@@ -21,7 +21,7 @@ from benchmarks.measure import Memory, device_memory, finish, product_peak, read
 from megalite.assembly import parts as build
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
-from megalite.launch.matmul_library import Product
+from megalite.launch.matmul_library import MatmulShape
 from megalite.launch.process import choose_device, configure_process, start_process_group
 from megalite.mesh.mesh import Mesh
 from megalite.training import matmul_choice
@@ -84,7 +84,7 @@ def step_products(config: Config, mesh: Mesh) -> Callable[[], None]:
     return step
 
 
-def filled(product: Product, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def filled(product: MatmulShape, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """The two factors, of random numbers."""
     leading = [product.batch] if product.batch else []
 

@@ -59,7 +59,7 @@ COLUMNS = {
 
 
 @dataclass
-class Run:
+class OverheadRun:
     """A model on a layout, with one result per round."""
 
     name: str
@@ -81,14 +81,14 @@ class Run:
         )
 
 
-def runs(smoke: bool) -> list[Run]:
+def runs(smoke: bool) -> list[OverheadRun]:
     if smoke:
-        tiny = Run("llama", LLAMA | SMALLER, (4, 2), (1, 2), {"tp": 2})
-        return [Run("gpt", GPT | SMALLER, (4, 4), (1, 2)), tiny]
+        tiny = OverheadRun("llama", LLAMA | SMALLER, (4, 2), (1, 2), {"tp": 2})
+        return [OverheadRun("gpt", GPT | SMALLER, (4, 4), (1, 2)), tiny]
     layouts: list[dict[str, int]] = [{}, {"dp": 2}, {"pp": 2}, {"tp": 2}, {"tp": 2, "pp": 2, "dp": 2}]
     return [
-        Run("gpt", GPT, (12, 12), (20, 100)),
-        *(Run("llama", LLAMA, (64, 4), (2, 6), layout) for layout in layouts),
+        OverheadRun("gpt", GPT, (12, 12), (20, 100)),
+        *(OverheadRun("llama", LLAMA, (64, 4), (2, 6), layout) for layout in layouts),
     ]
 
 
@@ -118,7 +118,7 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
     return {"threads": threads, "protocol": {"rounds": rounds}, "results": rows, "targets": targets(rows)}
 
 
-def config_of(run: Run, scratch: Path) -> dict[str, Any]:
+def config_of(run: OverheadRun, scratch: Path) -> dict[str, Any]:
     """The configuration of a run, on random tokens in `scratch`."""
     length = run.model["max_position_embeddings"]
     total, micro = run.batch
@@ -135,7 +135,7 @@ def config_of(run: Run, scratch: Path) -> dict[str, Any]:
     }
 
 
-def _row(run: Run, threads: int) -> dict[str, Any]:
+def _row(run: OverheadRun, threads: int) -> dict[str, Any]:
     """A run's figures (medians over all steps of all rounds) and its configuration."""
     seconds, products = (
         median(value for result in run.results for value in result[key])

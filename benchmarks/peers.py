@@ -42,7 +42,7 @@ COLUMNS = {
 
 
 @dataclass
-class Run:
+class PeerRun:
     """One side of a pair, with one result per round."""
 
     name: str
@@ -51,7 +51,7 @@ class Run:
 
 
 @dataclass
-class Comparison:
+class PeerComparison:
     """megalite, megalite again, and a peer, on one configuration."""
 
     peer: str
@@ -60,14 +60,14 @@ class Comparison:
     steps: tuple[int, int]  # warm-up, timed
     ranks: int = 1
     layout: str = "one process"
-    runs: list[Run] = field(default_factory=list)
+    runs: list[PeerRun] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         own = "benchmarks.ours"
         self.runs = [
-            Run("megalite", own),
-            Run(self.peer, PEERS[self.peer]),
-            Run(f"megalite {pairs.AGAIN}", own),
+            PeerRun("megalite", own),
+            PeerRun(self.peer, PEERS[self.peer]),
+            PeerRun(f"megalite {pairs.AGAIN}", own),
         ]
 
     def measure(self, number: int, threads: int) -> None:
@@ -75,7 +75,7 @@ class Comparison:
         for run in self.runs[:: 1 if number % 2 else -1]:
             run.results.append(self.launch(run, threads))
 
-    def launch(self, run: Run, threads: int) -> dict[str, Any]:
+    def launch(self, run: PeerRun, threads: int) -> dict[str, Any]:
         """One measured process, or one for each rank with a thread of its own."""
         warmup, steps = self.steps
         spec = {
@@ -136,26 +136,28 @@ def compare(
     }
 
 
-def comparisons(peer: str, smoke: bool, scratch: Path) -> list[Comparison]:
+def comparisons(peer: str, smoke: bool, scratch: Path) -> list[PeerComparison]:
     """A peer's comparisons: one for each library on one process; on several ranks, where products count less,
     oneDNN's alone."""
     if peer == "transformers":
         config = step.config_of(*((step.SMOKE_MODEL, 2) if smoke else (step.MODEL, 4)), scratch)
-        return [Comparison(peer, products, config, (1, 2) if smoke else (1, 3)) for products in SETTINGS]
+        return [PeerComparison(peer, products, config, (1, 2) if smoke else (1, 3)) for products in SETTINGS]
     if peer == "nanogpt":
         config = overhead.config_of(overhead.runs(smoke)[0], scratch)
-        return [Comparison(peer, products, config, (1, 2) if smoke else (20, 60)) for products in SETTINGS]
+        return [
+            PeerComparison(peer, products, config, (1, 2) if smoke else (20, 60)) for products in SETTINGS
+        ]
     if peer == "picotron":
         return [of_picotron(run, scratch) for run in overhead.runs(smoke) if run.name == "llama"]
     model, length, ranks = (step.SMOKE_MODEL, 16, 2) if smoke else (step.MODEL, 64, comm.RANKS)
     config = comm.config_of(model, length, ranks, scratch)
     config["parallel"] |= {"zero": 1 if peer == "ddp" else 3}
-    return [Comparison(peer, "oneDNN", config, (1, 2) if smoke else (2, 6), ranks, f"DP{ranks}")]
+    return [PeerComparison(peer, "oneDNN", config, (1, 2) if smoke else (2, 6), ranks, f"DP{ranks}")]
 
 
-def of_picotron(run: overhead.Run, scratch: Path) -> Comparison:
+def of_picotron(run: overhead.OverheadRun, scratch: Path) -> PeerComparison:
     """One layout. Neither side clips; picotron shards no optimizer state, and megalite does, as by
     default."""
     config = overhead.config_of(run, scratch)
     config["train"] |= {"grad_clip": 0.0}
-    return Comparison("picotron", "oneDNN", config, run.steps, run.ranks, run.layout_name)
+    return PeerComparison("picotron", "oneDNN", config, run.steps, run.ranks, run.layout_name)

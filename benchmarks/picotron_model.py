@@ -84,7 +84,7 @@ class Column(nn.Linear):
         return _Gathered.apply(out, self.tp) if self.gathered else out
 
 
-class Row(nn.Linear):
+class PicotronRowParallel(nn.Linear):
     """Has a part of the inputs."""
 
     def __init__(self, inputs: int, outputs: int, tp: Axis):
@@ -112,7 +112,7 @@ class Embedding(nn.Embedding):
         return _Summed.apply(out, self.tp)
 
 
-class Norm(nn.Module):
+class PicotronNorm(nn.Module):
     def __init__(self, width: int, eps: float):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
@@ -122,12 +122,15 @@ class Norm(nn.Module):
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
-class Block(nn.Module):
+class PicotronLayer(nn.Module):
     def __init__(self, model: ModelConfig, tp: Axis):
         super().__init__()
         width, inner, self.head = model.hidden_size, model.intermediate_size, model.head_size
         self.repeats = model.num_attention_heads // model.kv_heads
-        self.before, self.between = Norm(width, model.rms_norm_eps), Norm(width, model.rms_norm_eps)
+        self.before, self.between = (
+            PicotronNorm(width, model.rms_norm_eps),
+            PicotronNorm(width, model.rms_norm_eps),
+        )
         heads, kv_heads = model.num_attention_heads * self.head, model.kv_heads * self.head
         self.q, self.k, self.v = (
             Column(width, heads, tp),
@@ -135,7 +138,7 @@ class Block(nn.Module):
             Column(width, kv_heads, tp),
         )
         self.gate, self.up = Column(width, inner, tp), Column(width, inner, tp)
-        self.out, self.down = Row(heads, width, tp), Row(inner, width, tp)
+        self.out, self.down = PicotronRowParallel(heads, width, tp), PicotronRowParallel(inner, width, tp)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [batch, seq, hidden]
         normed = self.before(x)
@@ -157,18 +160,18 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-second, first], -1) * sin
 
 
-class Stage(nn.Module):
+class PicotronStage(nn.Module):
     """A pipeline rank's layers: with the embedding on the first rank, with norm and head on the last."""
 
     def __init__(self, model: ModelConfig, length: int, tp: Axis, pp: Axis):
         super().__init__()
         layers, more = divmod(model.num_hidden_layers, pp.size)
         self.first, self.last = pp.rank == 0, pp.rank == pp.size - 1
-        self.blocks = nn.ModuleList(Block(model, tp) for _ in range(layers + (pp.rank < more)))
+        self.blocks = nn.ModuleList(PicotronLayer(model, tp) for _ in range(layers + (pp.rank < more)))
         if self.first:
             self.tokens = Embedding(model.vocabulary, model.hidden_size, tp)
         if self.last:
-            self.norm = Norm(model.hidden_size, model.rms_norm_eps)
+            self.norm = PicotronNorm(model.hidden_size, model.rms_norm_eps)
             self.head = Column(model.hidden_size, model.vocabulary, tp, gathered=True)
         angles = torch.outer(
             torch.arange(length).float(),

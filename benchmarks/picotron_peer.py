@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.measure import finish, read_spec, timed
-from benchmarks.picotron_model import Axis, Stage
+from benchmarks.picotron_model import Axis, PicotronStage
 from megalite.config.load import from_dict
 
 BUCKET = 25 * 2**20 // 4  # fp32 elements
@@ -97,7 +97,7 @@ class Buckets:
             parameter.grad = None
 
 
-class Pipeline:
+class PicotronPipeline:
     """1F1B over the pp ranks; with one of them, forward and backward of one microbatch after the other.
 
     Args:
@@ -105,7 +105,7 @@ class Pipeline:
         on_last: called before the step's last backward.
     """
 
-    def __init__(self, stage: Stage, pp: Axis, shape: tuple[int, ...], on_last: Callable[[], None]):
+    def __init__(self, stage: PicotronStage, pp: Axis, shape: tuple[int, ...], on_last: Callable[[], None]):
         self.stage, self.shape, self.on_last = stage, shape, on_last
         self.before = None if stage.first else pp.ranks[pp.rank - 1]
         self.after = None if stage.last else pp.ranks[pp.rank + 1]
@@ -175,12 +175,14 @@ def main() -> None:
     own = axes(parallel.tp, parallel.pp, dp_size)
     dp, pp = own["dp"], own["pp"]
     torch.manual_seed(0)
-    stage = Stage(config.model, length, own["tp"], pp)
+    stage = PicotronStage(config.model, length, own["tp"], pp)
     parameters = list(stage.parameters())
     optimizer = torch.optim.AdamW(parameters, config.optimizer.lr)
     buckets = Buckets(parameters, dp) if dp.size > 1 else None
     on_last = (lambda: None) if buckets is None else (lambda: setattr(buckets, "last", True))
-    pipeline = Pipeline(stage, pp, (train.micro_batch_size, length, config.model.hidden_size), on_last)
+    pipeline = PicotronPipeline(
+        stage, pp, (train.micro_batch_size, length, config.model.hidden_size), on_last
+    )
     torch.manual_seed(dp.rank)
     rows = torch.randint(config.model.vocabulary, (train.global_batch_size // dp.size, length + 1))
     batches: Iterable[Batch] = [(each[:, :-1], each[:, 1:]) for each in rows.split(train.micro_batch_size)]

@@ -19,7 +19,7 @@ from megalite.commands.parser import write_whole
 from megalite.config.load import from_dict
 from megalite.planner.hardware.devices import Device, found_as, read_device
 from megalite.planner.hardware.peaks import peak_flops
-from megalite.planner.time.step import Choice, Job, Stepper
+from megalite.planner.time.step import LayoutChoice, PlannedJob, Stepper
 
 COLUMNS = {
     "layout": "layout",
@@ -174,12 +174,14 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
     return {"calibrated": content, "protocol": {"rounds": rounds}, "results": rows, "targets": [target]}
 
 
-def _run(layout: dict[str, int], smoke: bool) -> overhead.Run:
+def _run(layout: dict[str, int], smoke: bool) -> overhead.OverheadRun:
     model = overhead.LLAMA | (overhead.SMALLER if smoke else {})
-    return overhead.Run("llama", model, (4, 2) if smoke else (64, 4), (1, 2) if smoke else (2, 6), layout)
+    return overhead.OverheadRun(
+        "llama", model, (4, 2) if smoke else (64, 4), (1, 2) if smoke else (2, 6), layout
+    )
 
 
-def _row(run: overhead.Run, device: Device) -> dict[str, Any]:
+def _row(run: overhead.OverheadRun, device: Device) -> dict[str, Any]:
     seconds = median(value for result in run.results for value in result["seconds"])
     predicted = predict(run, device)
     return {
@@ -192,8 +194,8 @@ def _row(run: overhead.Run, device: Device) -> dict[str, Any]:
     }
 
 
-def predict(run: overhead.Run, device: Device) -> float:
+def predict(run: overhead.OverheadRun, device: Device) -> float:
     """Predicted seconds of a step."""
     config = from_dict({"model": run.model})
-    job = Job(config.model, device, run.model["max_position_embeddings"], run.batch[0], "fp32")
-    return Stepper(job).step(Choice(**run.layout, micro_batch_size=run.batch[1])).total  # type: ignore[arg-type]
+    job = PlannedJob(config.model, device, run.model["max_position_embeddings"], run.batch[0], "fp32")
+    return Stepper(job).step(LayoutChoice(**run.layout, micro_batch_size=run.batch[1])).total  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from megalite.planner.cost.operations import Software
 from megalite.planner.hardware.constants import CONSTANTS
 from megalite.planner.hardware.devices import Device, Link, find, read_link
 from megalite.planner.report.explanation import described
-from megalite.planner.time.step import Choice, Job, Stepper, StepTime
+from megalite.planner.time.step import LayoutChoice, PlannedJob, Stepper, StepTime
 
 ROWS = Path(__file__).with_name("published.yaml")
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
@@ -38,12 +38,12 @@ UNITS = {
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PublishedComparison:
     """A published figure and its prediction; step: the predicted step."""
 
     name: str
     unit: str
-    choice: Choice
+    choice: LayoutChoice
     measured: float
     predicted: float
     step: StepTime
@@ -62,7 +62,7 @@ class Table:
     key: str
     title: str
     unit: str
-    rows: list[Comparison]
+    rows: list[PublishedComparison]
 
     @property
     def median(self) -> float:
@@ -116,7 +116,7 @@ def rows_of(table: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def job_of(row: Mapping[str, Any], tree: Mapping[str, Any], values: Mapping[str, float]) -> Job:
+def job_of(row: Mapping[str, Any], tree: Mapping[str, Any], values: Mapping[str, float]) -> PlannedJob:
     """A row's model, device, batch and training code."""
     model = ModelConfig(**preset(row["preset"]) if "preset" in row else _shape(row, tree))
     software: dict[str, Any] = {
@@ -124,7 +124,7 @@ def job_of(row: Mapping[str, Any], tree: Mapping[str, Any], values: Mapping[str,
         for name, value in tree["software"][row["software"]].items()
     }
     batch = row["sequence_length"], row["batch"], row["precision"]
-    return Job(model, _device(row, values), *batch, Software(**software), row["gradient_bytes"])
+    return PlannedJob(model, _device(row, values), *batch, Software(**software), row["gradient_bytes"])
 
 
 def _shape(row: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,16 +138,16 @@ def _shape(row: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def choice_of(row: Mapping[str, Any]) -> Choice:
+def choice_of(row: Mapping[str, Any]) -> LayoutChoice:
     """A row's layout; dp has the ranks that are left."""
     layout = row["layout"]
-    return Choice(**layout, dp=row["gpus"] // prod(layout.get(axis, 1) for axis in ("tp", "pp", "cp")))
+    return LayoutChoice(**layout, dp=row["gpus"] // prod(layout.get(axis, 1) for axis in ("tp", "pp", "cp")))
 
 
-def _row(row: Mapping[str, Any], job: Job, choice: Choice) -> Comparison:
+def _row(row: Mapping[str, Any], job: PlannedJob, choice: LayoutChoice) -> PublishedComparison:
     step = Stepper(job).step(choice)
     predicted = _figure(row["unit"], job, choice, step.total)
-    return Comparison(row["name"], row["unit"], choice, row["measured"], predicted, step)
+    return PublishedComparison(row["name"], row["unit"], choice, row["measured"], predicted, step)
 
 
 def _device(row: Mapping[str, Any], values: Mapping[str, float]) -> Device:
@@ -170,7 +170,7 @@ def _scaled(link: Link, factor: float) -> Link:
     return replace(link, bandwidth=link.bandwidth * factor)
 
 
-def _figure(unit: str, job: Job, choice: Choice, seconds: float) -> float:
+def _figure(unit: str, job: PlannedJob, choice: LayoutChoice, seconds: float) -> float:
     """A step of `seconds` in the unit of a source."""
     model, tokens = job.model, job.tokens_per_second_per_gpu(choice, seconds)
     if unit == "seconds":

@@ -49,7 +49,7 @@ TIMES = {
 PEAKS = {"planned": "planned_bytes:,d", "measured": "measured_bytes:,d", "ratio": "measured_over_planned:.3f"}
 
 
-class Variant:
+class ModelVariant:
     """A model that takes steps on random tokens."""
 
     def __init__(self, config: Config):
@@ -119,7 +119,7 @@ def compare(config: Config, rounds: int) -> list[dict[str, Any]]:
     for mode in MODES:
         budget = estimate(with_mode(config, mode), 1, "cpu")[0].total
         chosen = decide(config, budget, device="cpu").recompute
-        pairs[mode] = (Variant(with_mode(config, mode)), Variant(with_mode(config, chosen)), budget)
+        pairs[mode] = (ModelVariant(with_mode(config, mode)), ModelVariant(with_mode(config, chosen)), budget)
     variants = [variant for one, other, _ in pairs.values() for variant in (one, other)]
     seconds: dict[int, list[float]] = {id(variant): [] for variant in variants}
     order = random.Random(0)
@@ -152,7 +152,7 @@ def peaks(config: Config) -> list[dict[str, Any]]:
         budget = int(rank.everything + part * (rank.nothing - rank.everything))
         chosen = with_mode(config, decide(config, budget, device="cpu").recompute)
         (planned,) = estimate(chosen, 1, "cpu")
-        variant = Variant(chosen)
+        variant = ModelVariant(chosen)
         variant.step()
         measured = planned.states.device + variant.peak()
         rows.append(

@@ -51,14 +51,14 @@ SHARED = "Where ranks share cores there is no efficiency: a rank needs a core fo
 
 
 @dataclass(frozen=True)
-class Layout:
+class ScalingLayout:
     """Axes of fixed size, and the one that grows with the world: `tp2xdp` has two tp ranks in every world."""
 
     fixed: Mapping[str, int]
     growing: str
 
     @staticmethod
-    def of(text: str) -> Layout:
+    def of(text: str) -> ScalingLayout:
         """Parse a layout. Raises ConfigError if `text` is not one."""
         parts = [
             part
@@ -72,7 +72,9 @@ class Layout:
                 f"--layout {text} is no layout. Give the axis that grows, tp, pp or dp, and with it any of "
                 "fixed size: tp2xdp."
             )
-        return Layout({axis: int(size) for axis, size in found.items() if size is not None}, growing[0])
+        return ScalingLayout(
+            {axis: int(size) for axis, size in found.items() if size is not None}, growing[0]
+        )
 
     def sizes(self, world: int) -> dict[str, int]:
         """The size of every axis. Raises ConfigError if the fixed ones do not divide the world."""
@@ -86,7 +88,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScalingPlan:
     """The training, and the worlds it runs on.
 
     Attributes:
@@ -94,7 +96,7 @@ class Plan:
         threads: per rank.
     """
 
-    layout: Layout
+    layout: ScalingLayout
     worlds: list[int]
     model: dict[str, Any]
     length: int
@@ -158,7 +160,7 @@ def plan(
     micro: int,
     threads: int | None,
     smoke: bool,
-) -> Plan:
+) -> ScalingPlan:
     """A plan with all its configurations checked. Raises ConfigError."""
     largest = max(worlds)
     model: dict[str, Any] = SMOKE_MODEL if smoke else MODEL if name is None else preset(name)
@@ -173,8 +175,8 @@ def plan(
             f"--worlds has no {started()}, which is the number of ranks that were started. Give all that are "
             "to be compared."
         )
-    made = Plan(
-        layout=Layout.of(layout),
+    made = ScalingPlan(
+        layout=ScalingLayout.of(layout),
         worlds=sorted(set(worlds)),
         model=model,
         length=length or min(model["max_position_embeddings"], 256),
@@ -196,7 +198,7 @@ def started() -> int | None:
 
 
 def compare(
-    planned: Plan,
+    planned: ScalingPlan,
     earlier: dict[str, Any] | None,
     *,
     rounds: int,
@@ -251,7 +253,7 @@ def measure_here(spec: dict[str, Any]) -> list[list[float]]:
     return measure(spec, prepare(spec))
 
 
-def _row(planned: Plan, mode: str, world: int, seconds: list[float]) -> dict[str, Any]:
+def _row(planned: ScalingPlan, mode: str, world: int, seconds: list[float]) -> dict[str, Any]:
     """Figures of a world; `_compared` adds those that compare it with others."""
     rows, local = planned.rows(world)[mode], int(os.environ.get("LOCAL_WORLD_SIZE", world))
     return {

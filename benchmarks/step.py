@@ -52,7 +52,7 @@ COLUMNS = {
 
 
 @dataclass
-class Run:
+class StepRun:
     """One of the compared runs, with one result per round."""
 
     peer: bool
@@ -121,10 +121,10 @@ def compare(
     }
 
 
-def _runs(precision: str, compiled: bool) -> Iterator[Run]:
-    yield Run(False, precision, compiled)
+def _runs(precision: str, compiled: bool) -> Iterator[StepRun]:
+    yield StepRun(False, precision, compiled)
     for setting in SETTINGS:
-        yield Run(True, precision, compiled, setting)
+        yield StepRun(True, precision, compiled, setting)
 
 
 def config_of(model: dict[str, Any], batch: int, scratch: Path) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def config_of(model: dict[str, Any], batch: int, scratch: Path) -> dict[str, Any
     }
 
 
-def _measure(run: Run, config: dict[str, Any], protocol: dict[str, Any], threads: int) -> dict[str, Any]:
+def _measure(run: StepRun, config: dict[str, Any], protocol: dict[str, Any], threads: int) -> dict[str, Any]:
     train = {**config["train"], "precision": run.precision, "compile": run.compiled}
     spec = {
         **protocol,
@@ -154,7 +154,7 @@ def _measure(run: Run, config: dict[str, Any], protocol: dict[str, Any], threads
     return report.launch("benchmarks.peer" if run.peer else "benchmarks.ours", spec, threads=threads)
 
 
-def summarise(runs: list[Run], config: dict[str, Any]) -> list[dict[str, Any]]:
+def summarise(runs: list[StepRun], config: dict[str, Any]) -> list[dict[str, Any]]:
     """A row of figures per run: medians over all steps of all rounds. The peak is the best of all processes
     under a setting."""
     made = from_dict(config)

@@ -25,7 +25,7 @@ from benchmarks.sharded_peer import Peer, adamw_options
 from megalite.config.schema import ModelConfig
 
 
-class Attention(nn.Module):
+class TitanAttention(nn.Module):
     def __init__(self, model: ModelConfig):
         super().__init__()
         self.head, self.repeats = model.head_size, model.num_attention_heads // model.kv_heads
@@ -55,7 +55,7 @@ def rotated(x: Tensor, turns: Tensor) -> Tensor:
     return torch.view_as_real(pairs * turns[:, None]).flatten(-2).type_as(x)
 
 
-class FeedForward(nn.Module):
+class TitanFeedForward(nn.Module):
     def __init__(self, model: ModelConfig):
         super().__init__()
         width, inner = model.hidden_size, model.intermediate_size
@@ -66,10 +66,10 @@ class FeedForward(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class Block(nn.Module):
+class TitanLayer(nn.Module):
     def __init__(self, model: ModelConfig):
         super().__init__()
-        self.attention, self.feed_forward = Attention(model), FeedForward(model)
+        self.attention, self.feed_forward = TitanAttention(model), TitanFeedForward(model)
         self.attention_norm, self.ffn_norm = (
             nn.RMSNorm(model.hidden_size, eps=model.rms_norm_eps) for _ in range(2)
         )
@@ -83,7 +83,7 @@ class Llama(nn.Module):
     def __init__(self, model: ModelConfig, length: int):
         super().__init__()
         self.tokens = nn.Embedding(model.vocabulary, model.hidden_size)
-        self.blocks = nn.ModuleList(Block(model) for _ in range(model.num_hidden_layers))
+        self.blocks = nn.ModuleList(TitanLayer(model) for _ in range(model.num_hidden_layers))
         self.norm = nn.RMSNorm(model.hidden_size, eps=model.rms_norm_eps)
         self.head = nn.Linear(model.hidden_size, model.vocabulary, bias=False)
         angles = torch.outer(

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 from megalite_kernels.launch import ARCHITECTURES, Variant
 
-from benchmarks.kernel_cases import Case, Function
+from benchmarks.kernel_cases import Function, KernelCase
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ SETTINGS |= {
 
 
 def tune(
-    cases: Iterable[Case], measure: Callable[[Function], float], smoke: bool, until: float
+    cases: Iterable[KernelCase], measure: Callable[[Function], float], smoke: bool, until: float
 ) -> Iterator[dict[str, Any]]:
     """A row for every tuned kernel of every case."""
     for case in cases:

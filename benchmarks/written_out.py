@@ -21,7 +21,7 @@ from megalite.config.load import from_dict
 from megalite.config.schema import ModelConfig
 
 
-class Block(nn.Module):
+class PlainLayer(nn.Module):
     def __init__(self, model: ModelConfig):
         super().__init__()
         width, inner = model.hidden_size, model.intermediate_size
@@ -45,7 +45,7 @@ class GPT(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(model.vocabulary, model.hidden_size)
         self.positions = nn.Embedding(model.max_position_embeddings, model.hidden_size)
-        self.blocks = nn.ModuleList(Block(model) for _ in range(model.num_hidden_layers))
+        self.blocks = nn.ModuleList(PlainLayer(model) for _ in range(model.num_hidden_layers))
         self.norm = nn.LayerNorm(model.hidden_size)
         for table in (self.tokens, self.positions):
             nn.init.normal_(table.weight, std=model.initializer_range)

@@ -48,7 +48,7 @@ gradients (3e-7), and far below most of them."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class LayoutCase:
     """A row of the table. options: changes of further sections."""
 
     name: str
@@ -58,22 +58,22 @@ class Layout:
     precision: str = "fp32"
 
 
-def layouts(world: int, on_gpu: bool) -> list[Layout]:
+def layouts(world: int, on_gpu: bool) -> list[LayoutCase]:
     """Every layout of two ranks, or all divisions of more of them, and what data parallelism has besides."""
     dp = {"dp": world}
     found = [
         *_divisions(world),
-        Layout(f"dp {world}, ZeRO-2, state in CPU memory", {**dp, "zero": 2, "offload": "cpu"}),
-        Layout(
+        LayoutCase(f"dp {world}, ZeRO-2, state in CPU memory", {**dp, "zero": 2, "offload": "cpu"}),
+        LayoutCase(
             f"dp {world}, ZeRO-3, state and weights in CPU memory",
             {**dp, "zero": 3, "offload": "cpu", "offload_parameters": True},
         ),
-        Layout(
+        LayoutCase(
             f"dp {world}, ZeRO-1, gradients reduced in bf16",
             {**dp, "zero": 1, "reduce_dtype": "bf16"},
             tolerance=BF16,
         ),
-        Layout(
+        LayoutCase(
             f"dp {world}, ZeRO-2, saved in the background and resumed",
             {**dp, "zero": 2},
             {"checkpoint": {"async_save": True, "load": "none"}},
@@ -81,19 +81,19 @@ def layouts(world: int, on_gpu: bool) -> list[Layout]:
     ]
     if on_gpu:
         found.append(
-            Layout(
+            LayoutCase(
                 f"dp {world}, ZeRO-3, weights in CPU memory", {**dp, "zero": 3, "offload_parameters": True}
             )
         )
         found += [
-            Layout(f"{each.name}, bf16", each.parallel, tolerance=BF16, precision="bf16")
+            LayoutCase(f"{each.name}, bf16", each.parallel, tolerance=BF16, precision="bf16")
             for each in found
             if "sp" in each.name or "zb" in each.name
         ]
     return found
 
 
-def _divisions(world: int) -> Iterator[Layout]:
+def _divisions(world: int) -> Iterator[LayoutCase]:
     """tp × pp × dp = world, with each ZeRO stage for dp alone."""
     for tp in (size for size in range(1, world + 1) if world % size == 0):
         for pp in (size for size in range(1, world // tp + 1) if (world // tp) % size == 0):
@@ -106,16 +106,17 @@ def _divisions(world: int) -> Iterator[Layout]:
             )
             zeros = (0, 1, 2, 3) if dp == world else (min(1, dp - 1),)
             yield from (
-                Layout(f"{name}, ZeRO-{zero}" if dp > 1 else name, {**sizes, "zero": zero}) for zero in zeros
+                LayoutCase(f"{name}, ZeRO-{zero}" if dp > 1 else name, {**sizes, "zero": zero})
+                for zero in zeros
             )
             if pp > 1:
-                yield Layout(f"{name}, zb-v", {**sizes, "zero": min(1, dp - 1), "schedule": "zb-v"})
+                yield LayoutCase(f"{name}, zb-v", {**sizes, "zero": min(1, dp - 1), "schedule": "zb-v"})
 
 
 def rows(scene: Scene) -> Iterator[Row]:
     world = min(len(scene.gpus), MOST_RANKS) if len(scene.gpus) > 1 else 2
     with tempfile.TemporaryDirectory(prefix="megalite_first_light_") as scratch:
-        place = Place(scene, world, Path(scratch))
+        place = RankMachine(scene, world, Path(scratch))
         if scene.gpus:
             yield (probed := place.probe())
             if probed["verdict"] != "measured":
@@ -129,7 +130,7 @@ def rows(scene: Scene) -> Iterator[Row]:
 
 
 @dataclass
-class Place:
+class RankMachine:
     """The ranks of this machine, and a directory for their data and results."""
 
     scene: Scene
@@ -192,7 +193,7 @@ class Place:
 
     # ---- against one process
 
-    def config(self, layout: Layout) -> dict[str, Any]:
+    def config(self, layout: LayoutCase) -> dict[str, Any]:
         """The configuration of a layout."""
         length = self.scene.sized(128, 32)
         model = {
@@ -221,9 +222,9 @@ class Place:
             "checkpoint": {"load": "none"},
         } | layout.options
 
-    def compare(self, table: Sequence[Layout]) -> Iterator[Row]:
+    def compare(self, table: Sequence[LayoutCase]) -> Iterator[Row]:
         """A row for each layout."""
-        legal: list[tuple[int, Layout]] = []
+        legal: list[tuple[int, LayoutCase]] = []
         for number, layout in enumerate(table):
             if layout.options.get("checkpoint") and find_spec("google_crc32c") is None:
                 yield absent(layout.name, "google-crc32c is not installed")
@@ -235,7 +236,7 @@ class Place:
                 yield absent(layout.name, str(error).splitlines()[0])
         precisions = sorted({layout.precision for _, layout in legal})
         alone = [
-            to_dict(single_process(from_dict(self.config(Layout("", {}, precision=each)))))
+            to_dict(single_process(from_dict(self.config(LayoutCase("", {}, precision=each)))))
             for each in precisions
         ]
         spec = {"act": "layouts", "steps": STEPS, "configs": list(enumerate(alone))}
@@ -271,7 +272,7 @@ class Place:
 
     def kill_one(self) -> Row:
         """The others end by themselves, and name the rank that was killed."""
-        layout = Layout(
+        layout = LayoutCase(
             "", {"dp": self.world, "zero": 2}, {"faults": {"inject": f"kill:rank={self.world - 1},step=3"}}
         )
         config = self.config(layout)
@@ -303,7 +304,7 @@ def _last(problem: str) -> str:
     return f"{first}: {said[-1].strip()[:200]}" if said else first
 
 
-def compared(layout: Layout, directory: Path, reference: Path) -> Row:
+def compared(layout: LayoutCase, directory: Path, reference: Path) -> Row:
     """Compare what rank 0 wrote with what one process wrote: each step's loss and norm, and the weights at
     the end."""
     got, expected = (

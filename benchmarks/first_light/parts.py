@@ -8,7 +8,7 @@ LONG = 3.0  # times the short limits, without --short
 
 
 @dataclass(frozen=True)
-class Part:
+class FirstLightPart:
     """One part, which runs in a process of its own.
 
     Attributes:
@@ -26,17 +26,17 @@ class Part:
 
 
 PARTS = (
-    Part("machine", "Versions, topology, clocks, known troubles", "machine", 25, 60),
-    Part("values", "Kernels against float64, tests marked gpu", "values", 110, 120, proves=True),
-    Part("step", "A training step, and routes of its largest operations", "step", 115, 120),
-    Part("layouts", "Layouts against one process", "layouts", 110, 180, proves=True),
-    Part("links", "Links and collectives", "exchange", 30, 60),
-    Part("kernels", "Speed of the kernels", "speeds", 60, 90),
-    Part("predictions", "Predicted and measured", "predictions", 30, 60),
+    FirstLightPart("machine", "Versions, topology, clocks, known troubles", "machine", 25, 60),
+    FirstLightPart("values", "Kernels against float64, tests marked gpu", "values", 110, 120, proves=True),
+    FirstLightPart("step", "A training step, and routes of its largest operations", "step", 115, 120),
+    FirstLightPart("layouts", "Layouts against one process", "layouts", 110, 180, proves=True),
+    FirstLightPart("links", "Links and collectives", "exchange", 30, 60),
+    FirstLightPart("kernels", "Speed of the kernels", "speeds", 60, 90),
+    FirstLightPart("predictions", "Predicted and measured", "predictions", 30, 60),
 )
 NAMES = tuple(part.name for part in PARTS)
 
 
-def limit(part: Part, *, rehearse: bool, short: bool) -> float:
+def limit(part: FirstLightPart, *, rehearse: bool, short: bool) -> float:
     """Seconds."""
     return part.rehearsal_s if rehearse else part.short_s * (1.0 if short else LONG)

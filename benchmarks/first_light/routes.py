@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from megalite_kernels import attention_routes, backend, device_routes, router_product, weight_grad
 from megalite_kernels.attention_library import Options
-from megalite_kernels.attention_routes import Call, Route
+from megalite_kernels.attention_routes import AttentionCall, Route
 from torch import Tensor
 
 from benchmarks import report
@@ -164,7 +164,7 @@ def _refusal(route: Route, kind: str, sizes: Sizes, scene: Scene) -> str | None:
     length, batch, heads, dim, _ = sizes
     q, k, v, _ = _inputs(length, batch, heads, dim, scene)
     documents = kind == "documents"
-    return route.refusal(Call(q, k, v, documents=documents, boundaries=documents))
+    return route.refusal(AttentionCall(q, k, v, documents=documents, boundaries=documents))
 
 
 def _call(

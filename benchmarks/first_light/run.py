@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.first_light.parts import PARTS, Part, limit
+from benchmarks.first_light.parts import PARTS, FirstLightPart, limit
 from benchmarks.first_light.rows import Row, row
 from megalite.commands.parser import write_whole
 
@@ -82,7 +82,11 @@ def _beginning(order: Order) -> dict[str, Any]:
 
 
 def _run_part(
-    part: Part, order: Order, seconds: float, content: dict[str, Any], progress: Callable[[str], None]
+    part: FirstLightPart,
+    order: Order,
+    seconds: float,
+    content: dict[str, Any],
+    progress: Callable[[str], None],
 ) -> None:
     progress(f"{part.heading}, up to {seconds:.0f} s")
     found: list[Row] = []

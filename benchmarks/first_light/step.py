@@ -31,7 +31,7 @@ DOCUMENT = 2048
 
 
 @dataclass(frozen=True)
-class Case:
+class StepCase:
     """A step. parallel: sizes of the layout; document: tokens of each document."""
 
     name: str
@@ -44,9 +44,9 @@ class Case:
 
 
 def rows(scene: Scene) -> Iterator[Row]:
-    documents = Case("a step with documents", {}, 4 if scene.rehearse else DOCUMENT)
+    documents = StepCase("a step with documents", {}, 4 if scene.rehearse else DOCUMENT)
     with TemporaryDirectory(prefix="megalite_first_light_") as scratch:
-        for case in (Case("a step", {}), documents, *_of_several(len(scene.gpus))):
+        for case in (StepCase("a step", {}), documents, *_of_several(len(scene.gpus))):
             yield from measured(case, scene, Path(scratch))
         before = routes.table_of(scene)
         yield from routes.rows(scene)
@@ -57,16 +57,16 @@ def rows(scene: Scene) -> Iterator[Row]:
             )
 
 
-def _of_several(gpus: int) -> list[Case]:
+def _of_several(gpus: int) -> list[StepCase]:
     if gpus < 2:
         return []
     return [
-        Case(f"a step with tp {gpus}", {"tp": gpus}),
-        Case(f"a step with dp {gpus}, ZeRO-2", {"dp": gpus, "zero": 2}),
+        StepCase(f"a step with tp {gpus}", {"tp": gpus}),
+        StepCase(f"a step with dp {gpus}, ZeRO-2", {"dp": gpus, "zero": 2}),
     ]
 
 
-def measured(case: Case, scene: Scene, scratch: Path) -> Iterator[Row]:
+def measured(case: StepCase, scene: Scene, scratch: Path) -> Iterator[Row]:
     """The step's row, and one for its kernels."""
     found: dict[str, Any] = {}
     yield guarded(case.name, "measurement", partial(_measured, case, scene, scratch, found))
@@ -74,7 +74,7 @@ def measured(case: Case, scene: Scene, scratch: Path) -> Iterator[Row]:
         yield _kernels(case, profile)
 
 
-def _measured(case: Case, scene: Scene, scratch: Path, found: dict[str, Any]) -> Row:
+def _measured(case: StepCase, scene: Scene, scratch: Path, found: dict[str, Any]) -> Row:
     limit = min(LONGEST_S, scene.left - ROUTES_S)
     if limit < 15.0:
         raise TimeoutError("no time was left")
@@ -96,7 +96,7 @@ def _measured(case: Case, scene: Scene, scratch: Path, found: dict[str, Any]) ->
     )
 
 
-def configuration(case: Case, scene: Scene, scratch: Path) -> dict[str, Any]:
+def configuration(case: StepCase, scene: Scene, scratch: Path) -> dict[str, Any]:
     shape = gpu_step.SHAPES[1]
     if scene.gpus:
         import torch
@@ -150,7 +150,7 @@ def _in_words(figures: dict[str, Any], found: dict[str, Any]) -> str:
     return ", ".join([*said, *([f"idle {idle:.1%}"] if idle is not None else [])])
 
 
-def _kernels(case: Case, profile: dict[str, Any]) -> Row:
+def _kernels(case: StepCase, profile: dict[str, Any]) -> Row:
     name = f"kernels of {case.name}"
     if not profile["kernels"]:
         return absent(name, "the profiler saw no kernel, which needs permission to use CUPTI")

@@ -160,12 +160,12 @@ def _route(q: Tensor, k: Tensor, v: Tensor, window: int | None, document_start: 
     width = max(q.shape[-1], v.shape[-1])
     if not q.is_cuda:
         return "triton" if takes_triton(q) and width <= WIDEST else "reference"
-    from megalite_kernels.attention_routes import Call, choose
+    from megalite_kernels.attention_routes import AttentionCall, choose
 
     given = (option is not None for option in (window, document_start, boundaries, softcap, dropout))
     if q.shape[-1] != v.shape[-1]:  # a library would get them padded
         q, k, v = (x.new_empty(*x.shape[:-1], width) for x in (q, k, v))
-    return choose(Call(q, k, v, *given)).name
+    return choose(AttentionCall(q, k, v, *given)).name
 
 
 def _library(route: str, *options: Any) -> tuple[Any, Any]:

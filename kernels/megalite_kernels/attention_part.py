@@ -31,7 +31,7 @@ from megalite_kernels.dropout import AttentionDropout
 Runs = Sequence[tuple[int, int]]
 
 
-class _Block(NamedTuple):
+class _SegmentBlock(NamedTuple):
     """Some queries of one run, and the consecutive keys of one run that any of them sees."""
 
     rows: slice  # of the queries among all of them
@@ -43,7 +43,7 @@ class _Block(NamedTuple):
 
 def _blocks(
     queries: Runs, keys: Runs, window: int | None, document_start: Tensor | None, device: torch.device
-) -> Iterator[_Block]:
+) -> Iterator[_SegmentBlock]:
     row = 0
     for start, length in queries:
         for first in range(start, start + length, BLOCK):
@@ -56,7 +56,7 @@ def _blocks(
 
 def _visible_keys(
     queries: range, rows: slice, keys: Runs, window: int | None, starts: Tensor | None, device: torch.device
-) -> Iterator[_Block]:
+) -> Iterator[_SegmentBlock]:
     """starts: [queries, B]."""
     first = max(queries.start - window + 1, 0) if window else 0
     if starts is not None and starts.is_cpu:  # on a GPU reading the value would synchronize
@@ -66,7 +66,7 @@ def _visible_keys(
         seen = range(max(start, first), min(start + length, queries.stop))
         if len(seen):
             columns = slice(column + seen.start - start, column + seen.stop - start)
-            yield _Block(rows, columns, queries, seen, _hidden(queries, seen, window, starts, device))
+            yield _SegmentBlock(rows, columns, queries, seen, _hidden(queries, seen, window, starts, device))
         column += length
 
 
@@ -87,7 +87,7 @@ def _hidden(
     return hidden.unsqueeze(1)
 
 
-class _Problem:
+class _PartProblem:
     """The steps common to forward and backward of one call; matrices are rows of `attention._rows`."""
 
     def __init__(
@@ -98,14 +98,14 @@ class _Problem:
         self.dropout = dropout if dropout is not None and dropout.p else None
         self.query, self.key = _rows(q, self.kv_heads, scale), _rows(k, self.kv_heads)
 
-    def rows(self, block: _Block) -> slice:
+    def rows(self, block: _SegmentBlock) -> slice:
         return slice(block.rows.start * self.group, block.rows.stop * self.group)
 
-    def by_head(self, x: Tensor, block: _Block) -> Tensor:
+    def by_head(self, x: Tensor, block: _SegmentBlock) -> Tensor:
         """[B·kv_heads, queries·g, keys] viewed as [B, kv_heads, queries, g, keys]."""
         return x.view(-1, self.kv_heads, len(block.queries), self.group, len(block.keys))
 
-    def scores(self, block: _Block) -> Tensor:
+    def scores(self, block: _SegmentBlock) -> Tensor:
         """Masked and capped scores, [B·kv_heads, queries·g, keys]."""
         scores = torch.bmm(self.query[:, self.rows(block)], self.key[:, block.columns].transpose(1, 2))
         if self.softcap:
@@ -114,7 +114,7 @@ class _Problem:
             self.by_head(scores, block).masked_fill_(block.hidden, -torch.inf)
         return scores
 
-    def drop(self, x: Tensor, block: _Block) -> Tensor:
+    def drop(self, x: Tensor, block: _SegmentBlock) -> Tensor:
         """x ∘ keep; with dropout a new tensor, else x itself."""
         if self.dropout is None:
             return x
@@ -176,7 +176,7 @@ def attention_part(
         return flash_attention_part(
             q, k, v, tuple(queries), tuple(keys), scale, window, document_start, softcap, dropout
         )
-    problem = _Problem(q, k, scale, softcap, dropout)
+    problem = _PartProblem(q, k, scale, softcap, dropout)
     value, query = _rows(v, problem.kv_heads), problem.query
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
     lse = query.new_full(query.shape[:2], -torch.inf)
@@ -228,7 +228,7 @@ def attention_part_backward(
 
         options = tuple(queries), tuple(keys), scale, window, document_start, softcap, dropout
         return flash_attention_part_backward(dout, q, k, v, lse, delta, *options)
-    problem = _Problem(q, k, scale, softcap, dropout)
+    problem = _PartProblem(q, k, scale, softcap, dropout)
     kv_heads, query, key = problem.kv_heads, problem.query, problem.key
     value, grad = _rows(v, kv_heads), _rows(dout, kv_heads)
     log_sum, inner = (_rows(x.unsqueeze(-1), kv_heads) for x in (lse, delta))  # [B·kv_heads, Sq·g, 1]

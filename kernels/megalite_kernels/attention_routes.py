@@ -37,7 +37,7 @@ HALF = (torch.float16, torch.bfloat16)
 HOPPER, HOPPER_AND_BLACKWELL = ("sm_90",), ("sm_90", "sm_100")
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """An attention call: its tensors, [S, B, heads, D], and which options are given."""
 
     q: Tensor
@@ -50,10 +50,10 @@ class Call(NamedTuple):
     dropout: bool = False
 
 
-def _torch_allows(check: str) -> Callable[[Call], str | None]:
+def _torch_allows(check: str) -> Callable[[AttentionCall], str | None]:
     """Ask torch's own check, which is one of `torch.backends.cuda`."""
 
-    def reason(call: Call) -> str | None:
+    def reason(call: AttentionCall) -> str | None:
         q, k, v = map(library.by_head, (call.q, call.k, call.v))
         parameters = cuda.SDPAParams(q, k, v, None, 0.0, True, q.shape[1] != k.shape[1])
         return None if getattr(cuda, check)(parameters) else "torch refuses it"
@@ -62,7 +62,7 @@ def _torch_allows(check: str) -> Callable[[Call], str | None]:
 
 
 @functools.cache
-def _fa3_missing(_: Call | None = None) -> str | None:
+def _fa3_missing(_: AttentionCall | None = None) -> str | None:
     if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
         return f"torch {torch.__version__} cannot use it"
     return (
@@ -70,7 +70,7 @@ def _fa3_missing(_: Call | None = None) -> str | None:
     )
 
 
-def _triton_refuses(call: Call) -> str | None:
+def _triton_refuses(call: AttentionCall) -> str | None:
     return None if takes_triton(call.q) else "train.kernels = torch, or no Triton"
 
 
@@ -105,9 +105,9 @@ class Route:
     fixed_order: bool = False
     architectures: tuple[str, ...] = ()
     guarded: bool = False
-    refuses: Callable[[Call], str | None] = lambda call: None
+    refuses: Callable[[AttentionCall], str | None] = lambda call: None
 
-    def refusal(self, call: Call) -> str | None:
+    def refusal(self, call: AttentionCall) -> str | None:
         """Why this route does not support a call; None: it does."""
         sequence, _, heads, dim = call.q.shape
         for supported, reason in (
@@ -158,7 +158,7 @@ ROUTES = (
 BY_NAME = {route.name: route for route in ROUTES}
 
 
-def choose(call: Call) -> Route:
+def choose(call: AttentionCall) -> Route:
     """The route of a call on a GPU: the one that was measured to be the fastest, or else the first that
     supports it."""
     routes = measured(call.q.device)
@@ -168,7 +168,7 @@ def choose(call: Call) -> Route:
     return next(route for route in ROUTES if not route.guarded and route.refusal(call) is None)
 
 
-def describe(call: Call) -> str:
+def describe(call: AttentionCall) -> str:
     """Which route a call takes, and why, in words."""
     routes, chosen = measured(call.q.device), choose(call)
     fastest = routes.documents if call.documents else routes.plain

@@ -120,7 +120,7 @@ def whole(manifest: Manifest, tensor: StoredTensor) -> NDArray[np.uint8]:
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """A tensor that is not bitwise equal in both: how it differs, and by how much (relative to the largest
     absolute value of the first)."""
 
@@ -137,20 +137,20 @@ class Difference:
         }
 
 
-def differences(one: Manifest, other: Manifest, progress: Report = silent) -> Iterator[Difference]:
+def differences(one: Manifest, other: Manifest, progress: Report = silent) -> Iterator[TensorDifference]:
     """Every tensor that differs, in the order of names."""
     names = sorted(one.tensors.keys() | other.tensors.keys())
     for number, name in enumerate(names):
         progress("comparing", number, len(names), "tensors")
         a, b = one.tensors.get(name), other.tensors.get(name)
         if a is None or b is None:
-            yield Difference(name, f"only in {(other if a is None else one).directory}")
+            yield TensorDifference(name, f"only in {(other if a is None else one).directory}")
         elif (a.dtype, a.shape) != (b.dtype, b.shape):
-            yield Difference(name, f"{a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}")
+            yield TensorDifference(name, f"{a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}")
         else:
             x, y = whole(one, a), whole(other, b)
             if not np.array_equal(x, y):
-                yield Difference(name, "values", *_distance(x, y, a.dtype))
+                yield TensorDifference(name, "values", *_distance(x, y, a.dtype))
 
 
 def _distance(x: NDArray[np.uint8], y: NDArray[np.uint8], dtype: str) -> tuple[float, float]:

@@ -24,7 +24,7 @@ from shutil import get_terminal_size
 from typing import Any, Literal
 
 from megalite.commands.parser import Parser, as_new_file, as_path, positive, progress_of, write_whole
-from megalite.parallel.pipeline.bubble import BUBBLES, Plan, Weights, compare, plan, sweep
+from megalite.parallel.pipeline.bubble import BUBBLES, BubblePlan, GatheredWeights, compare, plan, sweep
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
 from megalite.planner.report.drawing import measured, trace
@@ -83,7 +83,7 @@ def parser() -> Parser:
         "--buckets",
         type=positive,
         metavar="N",
-        help=f"buckets in which a rank's weights are gathered (default {Weights(0).buckets})",
+        help=f"buckets in which a rank's weights are gathered (default {GatheredWeights(0).buckets})",
     )
     add(
         "--reshard",
@@ -144,7 +144,7 @@ def check(tool: Parser, options: argparse.Namespace) -> None:
     together = [
         ("from_run", name) for name in ("pp", "microbatches", "schedule", "virtual_stages", *times, "sweep")
     ]
-    together += [("from_run", name) for name in Weights._fields]
+    together += [("from_run", name) for name in GatheredWeights._fields]
     together += [("sweep", "timeline"), ("sweep", "print"), ("compare", "schedule"), ("compare", "print")]
     for one, other in together:
         if {one, other} <= given:
@@ -170,11 +170,13 @@ def check(tool: Parser, options: argparse.Namespace) -> None:
     vars(options).update({name: value for name, value in times.items() if name not in given})
 
 
-def calculate(options: argparse.Namespace) -> tuple[list[Plan], Any]:
+def calculate(options: argparse.Namespace) -> tuple[list[BubblePlan], Any]:
     """The requested plans, and what to print of them: an object for JSON, or text."""
     costs = Costs(*(getattr(options, name) for name in Costs._fields))
-    shared = {name: value for name in Weights._fields if (value := getattr(options, name)) is not None}
-    weights = Weights(**shared) if shared else None
+    shared = {
+        name: value for name in GatheredWeights._fields if (value := getattr(options, name)) is not None
+    }
+    weights = GatheredWeights(**shared) if shared else None
     if options.from_run:
         return from_run(options)
     if options.sweep:
@@ -199,7 +201,7 @@ def calculate(options: argparse.Namespace) -> tuple[list[Plan], Any]:
     return [found], single(found, options)
 
 
-def single(found: Plan, options: argparse.Namespace) -> Any:
+def single(found: BubblePlan, options: argparse.Namespace) -> Any:
     """Every measure of a plan, its timeline if it is small, and its actions if requested."""
     schedule = found.with_messages() if options.print == "messages" else found.schedule
     if options.json:
@@ -211,7 +213,7 @@ def single(found: Plan, options: argparse.Namespace) -> Any:
     return "\n\n".join([*parts, str(schedule)] if options.print else parts)
 
 
-def compared(plans: list[Plan], options: argparse.Namespace) -> Any:
+def compared(plans: list[BubblePlan], options: argparse.Namespace) -> Any:
     """Every schedule at one size."""
     if options.json:
         return {"plans": [found.measures() for found in plans]}
@@ -222,7 +224,7 @@ def compared(plans: list[Plan], options: argparse.Namespace) -> Any:
     )
 
 
-def sweep_text(plans: list[Plan], options: argparse.Namespace) -> str:
+def sweep_text(plans: list[BubblePlan], options: argparse.Namespace) -> str:
     """For one schedule, a table of every measure with a row per size; for all schedules, such a table for
     each measure."""
     axis, fixed = (
@@ -239,7 +241,7 @@ def sweep_text(plans: list[Plan], options: argparse.Namespace) -> str:
     return f"{options.schedule}: {fixed}; {durations(plans[0])}\n\n{table(plans, axis)}"
 
 
-def from_run(options: argparse.Namespace) -> tuple[list[Plan], Any]:
+def from_run(options: argparse.Namespace) -> tuple[list[BubblePlan], Any]:
     """A run's measurements and its schedule simulated with its measured durations; with --compare, all
     schedules with their means."""
     run = measured.read(options.from_run)
@@ -254,7 +256,7 @@ def from_run(options: argparse.Namespace) -> tuple[list[Plan], Any]:
     return plans, "\n\n".join(parts)
 
 
-def write(plans: list[Plan], path: Path) -> None:
+def write(plans: list[BubblePlan], path: Path) -> None:
     """Write the plans in the format of the path's suffix."""
     if path.suffix == ".json":
         write_whole(path, json.dumps(trace.chrome_trace(plans[0])))

@@ -15,7 +15,7 @@ import json
 from megalite.commands.parser import Parser, as_new_file, as_path
 from megalite.commands.report import write_page
 from megalite.monitoring.report import figures
-from megalite.monitoring.report.run import Run
+from megalite.monitoring.report.run import RecordedRun
 from megalite.system.text import aligned
 
 WIDEST = 48  # characters of a cell; the page and --json have the whole values
@@ -51,7 +51,7 @@ def parser() -> Parser:
     return made
 
 
-def lines_of(runs: list[Run]) -> list[str]:
+def lines_of(runs: list[RecordedRun]) -> list[str]:
     """The figures and the differing options, aligned."""
     options = figures.difference_rows(runs) or [["the configurations do not differ", *("" for _ in runs)]]
     rows = [["", *(run.name for run in runs)], *figures.summary(runs), [""] * (len(runs) + 1), *options]

@@ -36,7 +36,7 @@ NO_SOURCE = ("site-packages", "dist-packages", "test", "tests", "idle_test", "en
 PROMPT = "def read_config(path):\n"
 
 
-class Layout(NamedTuple):
+class DemoLayout(NamedTuple):
     """The sizes of a layout, and why it was chosen."""
 
     tp: int
@@ -104,21 +104,21 @@ def gpu_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def choose_layout(gpus: int) -> Layout:
+def choose_layout(gpus: int) -> DemoLayout:
     """The largest layout with one rank per GPU of this machine; with fewer than two GPUs, eight ranks on the
     CPU."""
     if gpus >= 8:
-        return Layout(2, 2, 2, f"{gpus} GPUs: NCCL")
+        return DemoLayout(2, 2, 2, f"{gpus} GPUs: NCCL")
     if gpus >= 4:
-        return Layout(2, 2, 1, f"{gpus} GPUs, too few for eight ranks: four ranks, NCCL")
+        return DemoLayout(2, 2, 1, f"{gpus} GPUs, too few for eight ranks: four ranks, NCCL")
     if gpus >= 2:
-        return Layout(2, 1, 1, f"{gpus} GPUs, too few for eight ranks: two ranks, NCCL")
+        return DemoLayout(2, 1, 1, f"{gpus} GPUs, too few for eight ranks: two ranks, NCCL")
     if gpus == 1:
-        return Layout(2, 2, 2, "1 GPU, and NCCL needs one GPU per rank: eight ranks on the CPU, gloo")
-    return Layout(2, 2, 2, "no GPU: eight ranks on the CPU, gloo")
+        return DemoLayout(2, 2, 2, "1 GPU, and NCCL needs one GPU per rank: eight ranks on the CPU, gloo")
+    return DemoLayout(2, 2, 2, "no GPU: eight ranks on the CPU, gloo")
 
 
-def train(layout: Layout) -> None:
+def train(layout: DemoLayout) -> None:
     """Train, or resume an interrupted run; a finished run returns at once."""
     heading(f"Training: TP{layout.tp} × PP{layout.pp} × DP{layout.dp} ({layout.why})")
     sizes = ["--tp", str(layout.tp), "--pp", str(layout.pp), "--dp", str(layout.dp)]

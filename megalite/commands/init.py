@@ -259,7 +259,7 @@ def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Pl
     """Print what was written, and the next commands."""
     from megalite.config.token_files import prefixes, read_often, unused
     from megalite.planner.report.explanation import as_json, described
-    from megalite.planner.time.step import Job
+    from megalite.planner.time.step import PlannedJob
 
     steps: list[str] = []
     missing = [prefix for prefix in prefixes(config.data.train) if not Path(f"{prefix}.idx").is_file()]
@@ -276,7 +276,7 @@ def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Pl
     steps += [f"megalite train --config {shlex.quote(str(options.output))} --dry_run", start(options, wanted)]
     notes = unused(config) + read_often(config)
     if options.json:
-        job = Job.of(config, wanted.device)
+        job = PlannedJob.of(config, wanted.device)
         print(
             json.dumps(
                 {

@@ -56,12 +56,12 @@ def report_failure(config: Config, ends: Sequence[End], reason: str, *, since: f
     """Leave how the ranks of this node have ended in crash.md and, where it is known best, in summary.json.
     See `Launch.crashed`."""
     from megalite.launch import crash
-    from megalite.launch.causes import Kind, exit_status
+    from megalite.launch.causes import ExitCause, exit_status
     from megalite.launch.output import job_of
     from megalite.training import summary
 
     first = crash.launcher_failed(config, ends, reason, since=since, logs=logs)
-    ours = {end.rank for end in ends if end.kind < Kind.LOST}
+    ours = {end.rank for end in ends if end.kind < ExitCause.LOST}
     # the cause is on this node, or the rank that writes summary.json
     if first.rank in ours or 0 in (end.rank for end in ends):
         crash.best_effort(

@@ -43,7 +43,7 @@ from megalite.planner.report import explanation
 from megalite.planner.report.zero2_hint import hint
 from megalite.planner.search.best_first import Plan, Search
 from megalite.planner.search.run_config import broken_rule, configured, nodes_for, runnable, to_yaml
-from megalite.planner.time.step import Job
+from megalite.planner.time.step import PlannedJob
 from megalite.system.progress import Report, silent
 
 FIXED = (
@@ -247,7 +247,7 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
     base, device = base_config(options), find(options.gpu)
     device.peak(base.train.precision)
     check_alone(base, options.recompute)
-    job = Job.of(base, device)
+    job = PlannedJob.of(base, device)
     fixed = {name: getattr(options, name) for name in FIXED if getattr(options, name) is not None}
     search = Search(job, base, options.gpus, fixed, options.plans, progress=progress)
     plans, complete = search.until_interrupted()
@@ -311,7 +311,7 @@ def active(config: Config) -> int:
     return active_parameters(config.model)
 
 
-def cost(job: Job, plan: Plan, device: Device, options: argparse.Namespace) -> dict[str, float | None]:
+def cost(job: PlannedJob, plan: Plan, device: Device, options: argparse.Namespace) -> dict[str, float | None]:
     """Days and dollars for --tokens."""
     if options.tokens is None:
         return {}

@@ -34,8 +34,8 @@ from megalite.data.chat_records import RecordReader, parsed_keys
 from megalite.data.chat_template import read_template
 from megalite.data.indexed import DataError
 from megalite.data.preparation.chats import Chats
-from megalite.data.preparation.prepare import Summary, prepare
-from megalite.data.preparation.sources import Source, open_inputs
+from megalite.data.preparation.prepare import PreparationSummary, prepare
+from megalite.data.preparation.sources import InputSource, open_inputs
 from megalite.data.preparation.tasks import SHOWN
 from megalite.data.preparation.texts import Texts
 from megalite.data.record_hints import TEXT_KEY
@@ -203,7 +203,7 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def check_used(options: argparse.Namespace, sources: list[Source]) -> None:
+def check_used(options: argparse.Namespace, sources: list[InputSource]) -> None:
     """Raise DataError if an option was given that no input has a use for."""
     if options.text_key is not None and not any(source.uses_text_key for source in sources):
         raise DataError(
@@ -289,7 +289,7 @@ def chosen_chat(options: argparse.Namespace) -> Chats | None:
     )
 
 
-def report(summary: Summary, seconds: float, longest: int | None, as_json: bool) -> None:
+def report(summary: PreparationSummary, seconds: float, longest: int | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps(asdict(summary) | {"seconds": seconds}))
         return

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megalite.commands.parser import Parser, as_new_file, as_path, progress_of, write_whole
 from megalite.monitoring.report.page import page
-from megalite.monitoring.report.run import ReportError, Run, read_all
+from megalite.monitoring.report.run import RecordedRun, ReportError, read_all
 from megalite.system.messages import say
 
 WAIT_S = 0.5  # between looks for the directory of a run that is about to begin
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def write_page(
     tool: Parser, directories: list[Path], output: Path | None, as_json: bool = False
-) -> list[Run]:
+) -> list[RecordedRun]:
     """Read the runs, and write their page if there is a path for it. Ends with one message if that is not
     possible."""
     try:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import Store
 
-    from megalite.config.precision import Choice
+    from megalite.config.precision import PrecisionChoice
     from megalite.launch.environment import RankEnvironment
     from megalite.mesh.mesh import Mesh
     from megalite.planner.hardware.devices import Device
@@ -123,7 +123,9 @@ def report_unexpected(error: Exception, config: Config, mesh: Mesh, job: Job) ->
     report_crash(message, lost, config, mesh, job, traceback.format_exc())
 
 
-def check_run(config: Config, choice: Choice | None = None) -> tuple[torch.device, Device | None, list[str]]:
+def check_run(
+    config: Config, choice: PrecisionChoice | None = None
+) -> tuple[torch.device, Device | None, list[str]]:
     """Choose the device, and check what needs it and the data, before any process group starts. Returns it,
     what the planner knows of it, and lines that rank 0 prints.
 

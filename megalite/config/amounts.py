@@ -16,7 +16,7 @@ from typing import Any
 
 from megalite.config.rampup import position, resume_at, steps_for
 from megalite.config.rule import show
-from megalite.config.schema import Config, ConfigError, Finished, Horizon, Level
+from megalite.config.schema import BatchSizeStep, Config, ConfigError, Finished, Horizon
 from megalite.config.token_files import prefixes
 
 _NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
@@ -108,7 +108,7 @@ def _size_or_share(text: str) -> float | None:
 
 
 @dataclass(frozen=True)
-class Kind:
+class AmountKind:
     """A kind of amount: how it is read (None: it can not be), and the words of the message."""
 
     read: Callable[[str], Any]
@@ -116,24 +116,26 @@ class Kind:
     forms: str = ""
 
 
-_STEPS = Kind(count, "a number of steps", "300, 20k or 1.5M")
-_WAIT = Kind(
+_STEPS = AmountKind(count, "a number of steps", "300, 20k or 1.5M")
+_WAIT = AmountKind(
     lambda text: text if duration_seconds(text) else None,
     "a duration",
     "hours, minutes and seconds in this order: 3h50m, 90m or 30s",
 )
-_FRACTION = Kind(_fraction_or)
+_FRACTION = AmountKind(_fraction_or)
 KINDS = {
     **dict.fromkeys(
         ("train.steps", "checkpoint.interval", "checkpoint.keep_every", "validation.interval"), _STEPS
     ),
-    "train.tokens": Kind(count, "a number of tokens", "300M, 10B, 1.5T or 1.5e9"),
-    "optimizer.warmup_steps": Kind(
+    "train.tokens": AmountKind(count, "a number of tokens", "300M, 10B, 1.5T or 1.5e9"),
+    "optimizer.warmup_steps": AmountKind(
         _steps_or_share, "a number of steps", "200, 2k, or a share of train.steps: 5% or 0.05"
     ),
     **dict.fromkeys(("optimizer.wsd_decay_fraction", "data.validation"), _FRACTION),
-    "train.memory_budget": Kind(_size_or_share, "a size or a share of the device", "20GB, 64GiB, 0.9 or 90%"),
-    "parallel.bucket_mb": Kind(_megabytes, "a size", "25MB, 32MiB, or 25, which is in MB"),
+    "train.memory_budget": AmountKind(
+        _size_or_share, "a size or a share of the device", "20GB, 64GiB, 0.9 or 90%"
+    ),
+    "parallel.bucket_mb": AmountKind(_megabytes, "a size", "25MB, 32MiB, or 25, which is in MB"),
     **dict.fromkeys(("run.timeout", "train.stop_after", "train.watchdog"), _WAIT),
 }
 """Option → the kind of amount that it takes."""
@@ -210,7 +212,7 @@ def with_batches(saved: Config, state: dict[str, Any]) -> Config:
     """A checkpoint's configuration with the batches that its run has had."""
     if (batches := state.get("batches")) is not None:
         step, samples, levels = batches
-        saved.train.finished = Finished(step, samples, tuple(Level(*level) for level in levels))
+        saved.train.finished = Finished(step, samples, tuple(BatchSizeStep(*level) for level in levels))
     return saved
 
 

@@ -32,14 +32,14 @@ from megalite.config.dims import filling_dp
 from megalite.config.rule import Mistakes, show, suggestion
 from megalite.config.rules import check
 from megalite.config.schema import OPTIONS, SECTIONS, SHORT, Config, ConfigError
-from megalite.config.sources import Given, Source, combined
+from megalite.config.sources import Given, OptionSource, combined
 from megalite.config.token_files import fit_vocabulary
 from megalite.families.presets import preset, presets
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
-    from megalite.config.precision import Choice, Device
+    from megalite.config.precision import Device, PrecisionChoice
 
 USAGE = (
     "megalite train [--nproc N] --config FILE.yaml|NAME [--tp N --pp N --dp N --cp N --ep N --zero N] "
@@ -105,7 +105,7 @@ class Loaded:
 
     config: Config
     origins: dict[str, str]
-    choice: "Choice | None"
+    choice: "PrecisionChoice | None"
 
 
 def load_config(argv: list[str] | None = None, *, world_size: int, own: Sequence[str] = ()) -> Config:
@@ -556,13 +556,13 @@ def resolved(
 def given(arguments: Arguments) -> Given:
     """What files and command line say, converted to the options' types. Raises ConfigError with all mistakes
     in them."""
-    mistakes, sources = Mistakes(arguments.mistakes), list[Source]()
+    mistakes, sources = Mistakes(arguments.mistakes), list[OptionSource]()
     for each in arguments.files:
         with mistakes.collected():
             path = config_file(each)
-            sources.append(Source(each, f"in {path}", _file_values(path, mistakes)))
+            sources.append(OptionSource(each, f"in {path}", _file_values(path, mistakes)))
     values = parse_all(arguments.overrides, "on the command line", mistakes, words=True)
-    sources.append(Source("command line", "on the command line", values))
+    sources.append(OptionSource("command line", "on the command line", values))
     found = Given()
     with mistakes.collected():
         found = combined(sources)
@@ -574,7 +574,11 @@ def given(arguments: Arguments) -> Given:
 
 
 def _origins(
-    found: Given, shape: Mapping[str, Any], before: Mapping[str, Any], config: Config, choice: "Choice | None"
+    found: Given,
+    shape: Mapping[str, Any],
+    before: Mapping[str, Any],
+    config: Config,
+    choice: "PrecisionChoice | None",
 ) -> dict[str, str]:
     """section.key → where its value is from. before: those of DERIVED, as files, command line and shape gave
     them."""

@@ -27,7 +27,7 @@ BF16_UNITS = {"x86_64": ("amx_bf16", "avx512_bf16"), "aarch64": ("bf16",)}
 
 
 @dataclass(frozen=True)
-class Choice:
+class PrecisionChoice:
     """What auto stands for in a run. device: None if the resumed run decided."""
 
     precision: str
@@ -38,19 +38,19 @@ class Choice:
         return f"train.precision = {AUTO} is {self.precision}: {self.reason}"
 
 
-def chosen(config: Config, device: Device | None = None) -> Choice:
+def chosen(config: Config, device: Device | None = None) -> PrecisionChoice:
     """The precision for a configuration with train.precision = auto. device: default: that of this
     machine."""
     return _recorded(config) or of_device(device or this_device())
 
 
-def of_device(device: Device) -> Choice:
+def of_device(device: Device) -> PrecisionChoice:
     """bf16 on a GPU or a CPU with bf16 units, else fp32."""
     if device == "cuda":
-        return Choice("bf16", device, "the run is on a GPU")
+        return PrecisionChoice("bf16", device, "the run is on a GPU")
     if units := bf16_units():
-        return Choice("bf16", device, f"this CPU has bf16 units ({', '.join(units)})")
-    return Choice("fp32", device, "this CPU has no bf16 units")
+        return PrecisionChoice("bf16", device, f"this CPU has bf16 units ({', '.join(units)})")
+    return PrecisionChoice("fp32", device, "this CPU has no bf16 units")
 
 
 def bf16_units() -> list[str]:
@@ -86,7 +86,7 @@ def _has_gpu() -> bool:
     return any(glob(pattern) for pattern in GPUS)
 
 
-def _recorded(config: Config) -> Choice | None:
+def _recorded(config: Config) -> PrecisionChoice | None:
     """The precision of the run that this one resumes, by its stored configuration; None if it starts at step
     0."""
     load = config.checkpoint.load
@@ -100,7 +100,7 @@ def _recorded(config: Config) -> Choice | None:
     with suppress(OSError, ConfigError, KeyError, TypeError):
         precision = _stored(directory / "config.yaml")
         if isinstance(precision, str) and precision != AUTO:
-            return Choice(precision, None, f"the resumed run {directory} has it")
+            return PrecisionChoice(precision, None, f"the resumed run {directory} has it")
     return None
 
 

@@ -8,7 +8,7 @@ resumed.
 
 from functools import lru_cache
 
-from megalite.config.schema import Finished, Level, TrainConfig
+from megalite.config.schema import BatchSizeStep, Finished, TrainConfig
 
 
 def problem(train: TrainConfig) -> str | None:
@@ -79,10 +79,10 @@ def resume_at(train: TrainConfig, saved: TrainConfig, step: int) -> None:
     train.finished = finished
 
 
-def _levels(train: TrainConfig) -> tuple[Level, ...]:
+def _levels(train: TrainConfig) -> tuple[BatchSizeStep, ...]:
     finished = train.finished or Finished(0, 0, ())
     if train.rampup_batch_size is None or problem(train) is not None:
-        return (*finished.levels, Level(finished.step, finished.samples, train.global_batch_size))
+        return (*finished.levels, BatchSizeStep(finished.step, finished.samples, train.global_batch_size))
     return (
         *finished.levels,
         *_ramp(*train.rampup_batch_size, train.global_batch_size, finished.step, finished.samples),
@@ -90,16 +90,18 @@ def _levels(train: TrainConfig) -> tuple[Level, ...]:
 
 
 @lru_cache(maxsize=8)
-def _ramp(start: int, increment: int, length: int, full: int, step: int, samples: int) -> tuple[Level, ...]:
+def _ramp(
+    start: int, increment: int, length: int, full: int, step: int, samples: int
+) -> tuple[BatchSizeStep, ...]:
     """The levels from a step on, before which so many samples are read."""
     increments = (full - start) // increment
     made = min(samples * increments // length, increments)
-    levels = [Level(step, samples, start + made * increment)]
+    levels = [BatchSizeStep(step, samples, start + made * increment)]
     for number in range(made + 1, increments + 1):
         # the first number of samples at which this many increments are made
         ends = -(-number * length // increments)
         step, samples, size = levels[-1]
         # none: a batch before has passed this level's part of the samples
         steps = max(-(-(ends - samples) // size), 0)
-        levels.append(Level(step + steps, samples + steps * size, start + number * increment))
+        levels.append(BatchSizeStep(step + steps, samples + steps * size, start + number * increment))
     return tuple(levels)

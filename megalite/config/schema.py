@@ -450,7 +450,7 @@ class Horizon(NamedTuple):
     warmup: Fraction | None = None
 
 
-class Level(NamedTuple):
+class BatchSizeStep(NamedTuple):
     """Steps of one batch size: the number of steps before them, and of the samples that these read."""
 
     step: int
@@ -464,7 +464,7 @@ class Finished(NamedTuple):
 
     step: int
     samples: int
-    levels: tuple[Level, ...]
+    levels: tuple[BatchSizeStep, ...]
 
 
 @dataclass

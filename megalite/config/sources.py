@@ -23,7 +23,7 @@ SHAPE = frozenset(f"model.{key.name}" for key in fields(ModelConfig)) - {WEIGHTS
 
 
 @dataclass(frozen=True)
-class Source:
+class OptionSource:
     """The options that one place gives.
 
     Attributes:
@@ -46,7 +46,7 @@ class Given:
     """What all sources together say: section.key → value, and → the source that it is from."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, Source] = field(default_factory=dict)
+    origins: dict[str, OptionSource] = field(default_factory=dict)
 
     def drop(self, options: Sequence[str] | frozenset[str]) -> list[str]:
         """Forget these options. Returns those that had a value."""
@@ -55,7 +55,7 @@ class Given:
         return gone
 
 
-def combined(sources: Sequence[Source]) -> Given:
+def combined(sources: Sequence[OptionSource]) -> Given:
     """What the sources say, in order. Raises ConfigError if one of them says two things at once, or keeps the
     weights of another model."""
     given, mistakes = Given(), Mistakes()
@@ -70,7 +70,7 @@ def combined(sources: Sequence[Source]) -> Given:
     return given
 
 
-def _replace_horizon(given: Given, later: Source) -> None:
+def _replace_horizon(given: Given, later: OptionSource) -> None:
     asked = later.gives(HORIZON)
     if len(asked) > 1:
         both = " and ".join(f"{option} = {show(later.options[option])}" for option in asked)
@@ -79,7 +79,7 @@ def _replace_horizon(given: Given, later: Source) -> None:
         given.drop(HORIZON)
 
 
-def _replace_shape(given: Given, later: Source) -> None:
+def _replace_shape(given: Given, later: OptionSource) -> None:
     asked = later.gives(SHAPES)
     if not asked:
         return

@@ -87,7 +87,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Pair:
+class PromptCompletion:
     """A text to continue, and its continuation, which is learned."""
 
     prompt: str
@@ -107,7 +107,7 @@ class RecordReader:
     keys: tuple[tuple[str, str], ...] = ()
     drop_other_parts: bool = False
 
-    def read(self, record: Any, where: object) -> Conversation | Pair:
+    def read(self, record: Any, where: object) -> Conversation | PromptCompletion:
         """The conversation in a record. Raises BadRecord with `where` and the reason if the record is not a
         conversation."""
         if not isinstance(record, dict):
@@ -138,7 +138,7 @@ class RecordReader:
         kept = {key: value for key, value in item.items() if key not in mapped and key not in mapped.values()}
         return {ours: item[theirs] for theirs, ours in mapped.items()} | kept if mapped else item
 
-    def _from_pair(self, record: dict[str, Any], where: object) -> Conversation | Pair:
+    def _from_pair(self, record: dict[str, Any], where: object) -> Conversation | PromptCompletion:
         """Texts are a Pair; lists of messages are one conversation, of which the completion is learned."""
         if record.get("label") is False:  # TRL's unpaired preferences
             raise BadRecord(
@@ -150,7 +150,7 @@ class RecordReader:
         if isinstance(prompt, str) and isinstance(completion, str):
             if not prompt and not completion:
                 raise BadRecord(where, ": prompt and completion are empty.", "Remove the record.")
-            return Pair(prompt, completion)
+            return PromptCompletion(prompt, completion)
         if not isinstance(prompt, list) or not isinstance(completion, list):
             kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
             raise BadRecord(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from megalite.data.chat_rendering import Renderer
-from megalite.data.chat_turns import Layout, Message, NotLocated, Span, Turn, TurnFinder
+from megalite.data.chat_turns import Message, NotLocated, Span, TemplateLayout, Turn, TurnFinder
 from megalite.data.indexed import DataError
 from megalite.data.tokenizers import CLOSE, OPEN, Placed, Tokenizer
 
@@ -76,7 +76,7 @@ class ChatTemplate:
         ends = frozenset(tokenizer.ends)
         # BOS ends nothing
         markers = {*tokenizer.controls, *ends} - ({tokenizer.special_tokens.get("bos_token")} - ends)
-        self._layout = Layout(tuple(tokenizer.added), tuple(markers), ends)
+        self._layout = TemplateLayout(tuple(tokenizer.added), tuple(markers), ends)
 
     def render(
         self,

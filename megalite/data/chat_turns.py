@@ -51,7 +51,7 @@ class Turn:
 
 
 @dataclass
-class Layout:
+class TemplateLayout:
     """What a template writes around messages.
 
     Attributes:
@@ -75,7 +75,7 @@ class TurnFinder:
         layout: that of the template.
     """
 
-    def __init__(self, write: Callable[[list[Message], bool], str], layout: Layout):
+    def __init__(self, write: Callable[[list[Message], bool], str], layout: TemplateLayout):
         self._write, self._layout = write, layout
 
     def turn(self, messages: list[Message], i: int, whole: str) -> Turn:

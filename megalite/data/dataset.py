@@ -79,7 +79,7 @@ class Dataset(ABC):
 
 
 @dataclass(frozen=True)
-class Part:
+class TokenRange:
     """Tokens [start, stop) of a token file."""
 
     file: IndexedTokens
@@ -91,7 +91,9 @@ class TokenFiles(Dataset):
     """Parts of token files; samples in order, or shuffled differently each epoch. Raises DataError if their
     vocabularies differ."""
 
-    def __init__(self, parts: list[Part], sequence_length: int, *options: bool, shuffle: bool, seed: int):
+    def __init__(
+        self, parts: list[TokenRange], sequence_length: int, *options: bool, shuffle: bool, seed: int
+    ):
         self._length, self._shuffle, self._seed = sequence_length, shuffle, seed
         self._tokens = [part.file.tokens[part.start : part.stop] for part in parts]
         self._ends = list(accumulate(map(len, self._tokens)))  # end of each part in the concatenation
@@ -133,7 +135,7 @@ class Concatenation(TokenFiles):
     """The parts end to end, cut into samples across document and file ends. Raises DataError also if there is
     no whole sample."""
 
-    def __init__(self, parts: list[Part], sequence_length: int, *, shuffle: bool, seed: int):
+    def __init__(self, parts: list[TokenRange], sequence_length: int, *, shuffle: bool, seed: int):
         super().__init__(parts, sequence_length, shuffle=shuffle, seed=seed)
         self.samples_per_epoch = whole_samples(self._ends[-1], sequence_length, self._names)
         self.members = [Member(self._names, self.samples_per_epoch)]
@@ -152,7 +154,9 @@ class Conversations(TokenFiles):
 
     chat = True
 
-    def __init__(self, parts: list[Part], sequence_length: int, *, packing: bool, shuffle: bool, seed: int):
+    def __init__(
+        self, parts: list[TokenRange], sequence_length: int, *, packing: bool, shuffle: bool, seed: int
+    ):
         super().__init__(parts, sequence_length, packing, shuffle=shuffle, seed=seed)
         self._loss = [
             part.file.loss.tokens[part.start : part.stop] for part in parts if part.file.loss is not None
@@ -266,22 +270,24 @@ def build(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
     files = {prefix: IndexedTokens(prefix) for prefix in prefixes(config.train)}
     cuts = {prefix: held_out_start(file, held_out, file.loss is not None) for prefix, file in files.items()}
     train = _dataset(
-        config.train, {p: Part(f, 0, cuts[p]) for p, f in files.items()}, config, config.shuffle, seed
+        config.train, {p: TokenRange(f, 0, cuts[p]) for p, f in files.items()}, config, config.shuffle, seed
     )
     train.tokenizer = of_data(config)
     if held_out:
         return train, _samples(
-            [Part(file, cuts[prefix], len(file)) for prefix, file in files.items()], config, False, seed
+            [TokenRange(file, cuts[prefix], len(file)) for prefix, file in files.items()], config, False, seed
         )
     if config.validation is None or isinstance(config.validation, float | int):
         return train, None
     others = {prefix: IndexedTokens(prefix) for prefix in prefixes(config.validation)}
     return train, _dataset(
-        config.validation, {p: Part(f, 0, len(f)) for p, f in others.items()}, config, False, seed
+        config.validation, {p: TokenRange(f, 0, len(f)) for p, f in others.items()}, config, False, seed
     )
 
 
-def _dataset(source: Any, parts: dict[str, Part], config: DataConfig, shuffle: bool, seed: int) -> Dataset:
+def _dataset(
+    source: Any, parts: dict[str, TokenRange], config: DataConfig, shuffle: bool, seed: int
+) -> Dataset:
     if sets := named_sets(source):
         from megalite.data.named_sets import NamedSets  # which other runs do not need
 
@@ -295,7 +301,7 @@ def _dataset(source: Any, parts: dict[str, Part], config: DataConfig, shuffle: b
     return _samples([parts[prefix] for prefix in prefixes(source)], config, shuffle, seed)
 
 
-def _samples(parts: list[Part], config: DataConfig, shuffle: bool, seed: int) -> Dataset:
+def _samples(parts: list[TokenRange], config: DataConfig, shuffle: bool, seed: int) -> Dataset:
     if parts[0].file.loss is not None:
         return Conversations(
             parts, config.sequence_length, packing=config.packing, shuffle=shuffle, seed=seed

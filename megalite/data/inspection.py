@@ -17,7 +17,7 @@ from megalite.data.indexed import DataError, IndexedTokens
 
 
 @dataclass(frozen=True)
-class Part:
+class TextPart:
     """Consecutive tokens of a document as text; whether they count in the loss."""
 
     text: str
@@ -32,7 +32,7 @@ class Sample:
     tokens: int
     loss_tokens: int
     shown: int
-    parts: list[Part]
+    parts: list[TextPart]
 
 
 class Inspection:
@@ -114,7 +114,7 @@ class Inspection:
         mask = [1] * size if loss is None else loss.tokens[start : start + size].tolist()
         parts = []
         for counts, group in groupby(zip(ids, mask, strict=False), lambda pair: pair[1]):
-            parts.append(Part(self._text([token for token, _ in group]), bool(counts)))
+            parts.append(TextPart(self._text([token for token, _ in group]), bool(counts)))
         return Sample(number, size, sum(mask), len(ids), parts)
 
     def _text(self, ids: list[int]) -> str:

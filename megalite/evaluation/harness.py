@@ -19,7 +19,7 @@ from typing import Any
 from megalite.config.schema import ConfigError
 from megalite.data.tokenizers import Tokenizer
 from megalite.evaluation.perplexity import windows
-from megalite.evaluation.scoring import Progress, Row, score
+from megalite.evaluation.scoring import Progress, ScoredTokens, score
 from megalite.generation.language_model import LanguageModel, Sampling
 from megalite.generation.sources import ModelSource, end_tokens, opening
 
@@ -70,7 +70,7 @@ class Answers:
                     f"a task asks for a continuation of {len(continuation)} tokens; the model sees at most "
                     f"{self.max_length}."
                 )
-            rows.append(Row((context + continuation)[-(self.max_length + 1) :], len(continuation)))
+            rows.append(ScoredTokens((context + continuation)[-(self.max_length + 1) :], len(continuation)))
         return [
             (each.log_probability, each.greedy)
             for each in score(self._answering, rows, self._batch_size, self._progress)

@@ -26,7 +26,7 @@ SEED = 0
 
 
 @dataclass(frozen=True)
-class Comparison:
+class LogitComparison:
     """The result for one input: the largest absolute difference of logits at each position, and the largest
     absolute logit."""
 
@@ -41,7 +41,7 @@ class Comparison:
 
 def compare(
     directory: Path, hf: Path, *, texts: Sequence[str], tokens: int, rows: int, progress: Report = silent
-) -> list[Comparison]:
+) -> list[LogitComparison]:
     """Compare in fp32 on one process: `rows` rows of `tokens` random tokens, then each text through the
     tokenizer of `hf`.
 
@@ -83,10 +83,10 @@ def rounding(directory: Path, hf: Path) -> str | None:
     )
 
 
-def _comparison(name: str, ours: Tensor, theirs: Tensor) -> Comparison:
+def _comparison(name: str, ours: Tensor, theirs: Tensor) -> LogitComparison:
     # [tokens]; JSON knows no infinity
     difference = (ours - theirs).abs().amax((0, 2)).nan_to_num(nan=torch.finfo(torch.float32).max)
-    return Comparison(name, difference.tolist(), theirs.abs().max().item())
+    return LogitComparison(name, difference.tolist(), theirs.abs().max().item())
 
 
 def show_text(text: str) -> str:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalite.config.schema import ConfigError
-from megalite.evaluation.scoring import Progress, Row, score
+from megalite.evaluation.scoring import Progress, ScoredTokens, score
 from megalite.generation.language_model import LanguageModel
 
 HIGHEST = 700.0  # loss per token; the perplexity of a higher one overflows a float
@@ -59,12 +59,12 @@ def together(texts: Sequence[Text]) -> Text:
     )
 
 
-def windows(tokens: Sequence[int], length: int, stride: int) -> Iterator[Row]:
+def windows(tokens: Sequence[int], length: int, stride: int) -> Iterator[ScoredTokens]:
     """Rows of at most `length` inputs that score every token except the first once."""
     done, last = 0, len(tokens) - 1
     while done < last:
         stop = min(done + (stride if done else length), last)
-        yield Row(tokens[max(0, stop - length) : stop + 1], stop - done)
+        yield ScoredTokens(tokens[max(0, stop - length) : stop + 1], stop - done)
         done = stop
 
 

@@ -11,7 +11,7 @@ from megalite.generation.language_model import LanguageModel
 Progress = Callable[[int, int], None]  # rows done, rows in all
 
 
-class Row(NamedTuple):
+class ScoredTokens(NamedTuple):
     """Tokens of which the last `scored` are scored, each given all before it. The last token is never an
     input of the model."""
 
@@ -29,7 +29,7 @@ class Score:
 
 
 def score(
-    model: LanguageModel, rows: Sequence[Row], batch_size: int, progress: Progress | None = None
+    model: LanguageModel, rows: Sequence[ScoredTokens], batch_size: int, progress: Progress | None = None
 ) -> list[Score]:
     """The scores of the rows, in order, summed in fp64. Collective over the model's ranks, with the same rows
     on each.
@@ -53,7 +53,7 @@ def score(
 
 
 def _score_batch(
-    model: LanguageModel, inputs: list[tuple[int, ...]], columns: dict[int, int], rows: Sequence[Row]
+    model: LanguageModel, inputs: list[tuple[int, ...]], columns: dict[int, int], rows: Sequence[ScoredTokens]
 ) -> dict[int, Score]:
     """The scores of one batch. columns: number of a row → column of its inputs in the batch."""
     places, targets = [], list[int]()

@@ -70,7 +70,7 @@ class _Kept(NamedTuple):
         return self.keys.shape[2] - 1
 
 
-class _Place(NamedTuple):
+class _CacheSlots(NamedTuple):
     """Where the tokens of one pass are stored in layers with one number of slots, and which slots they attend
     to."""
 
@@ -95,7 +95,7 @@ class KeyValueCache:
             layer = cast(CachedAttention, module.attention).attention
             slots = min(layer.model_config.window(layer.layer) or capacity, capacity)
             self._layers[layer.layer] = _Kept.empty(layer, rows, slots, stage.dtype, device)
-        self._places: dict[int, _Place] = {}  # by number of slots, for the current pass
+        self._places: dict[int, _CacheSlots] = {}  # by number of slots, for the current pass
 
     @property
     def nbytes(self) -> int:
@@ -130,7 +130,8 @@ class KeyValueCache:
     def _begin(self, place: Callable[[int], tuple[Tensor, Tensor | None]]) -> None:
         rows = self._column(list(range(self.rows)))
         self._places = {
-            slots: _Place(rows, *place(slots)) for slots in {kept.slots for kept in self._layers.values()}
+            slots: _CacheSlots(rows, *place(slots))
+            for slots in {kept.slots for kept in self._layers.values()}
         }
 
     def _column(self, numbers: list[int]) -> Tensor:

@@ -27,7 +27,7 @@ from megalite.data.tokenizer_identity import TokenizerIdentity, of_tokenizer
 from megalite.data.tokenizers import Tokenizer
 from megalite.families.model_config import end_ids
 from megalite.huggingface import recorded
-from megalite.huggingface.convert import HF, Source, origin, starting_weights
+from megalite.huggingface.convert import HF, HuggingFaceSource, origin, starting_weights
 from megalite.parallel.spec import Rectangle
 
 ALLOW = "--allow_tokenizer_change"
@@ -78,7 +78,7 @@ def open_source(name: Path | str, average: bool = False) -> ModelSource:
                 "--ema."
             )
         directory = Path(str(name).removeprefix(HF))
-        model = replace(Source.of(directory).model, init_from=str(name))
+        model = replace(HuggingFaceSource.of(directory).model, init_from=str(name))
         read = starting_weights(model)
         assert read is not None
         return ModelSource(str(name), Config(model=model), 0, read, directory, of_tokenizer(directory))

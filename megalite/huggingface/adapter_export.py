@@ -22,12 +22,12 @@ from megalite.huggingface.convert import HF, family_of, head_of, model_of, place
 from megalite.huggingface.files import ConversionError, NewFile
 from megalite.huggingface.merging import Adapters, saved
 from megalite.huggingface.model_card import write_card
-from megalite.huggingface.names import Place
+from megalite.huggingface.names import TensorPlace
 from megalite.huggingface.peft_modules import (
     EMBEDDING,
     PREFIX,
-    Experts,
-    Module,
+    AdaptedModule,
+    FusedExperts,
     module_of,
     modules_of,
     saved_keys,
@@ -116,14 +116,14 @@ def _base(model: ModelConfig) -> str | None:
     return str(Path(name).absolute()) if name == directory and Path(name).exists() else name
 
 
-def _tensors(module: Module, adapters: Adapters, found: dict[str, Place]) -> Iterator[Tensor]:
+def _tensors(module: AdaptedModule, adapters: Adapters, found: dict[str, TensorPlace]) -> Iterator[Tensor]:
     """PEFT's A [ranks, in], B [out, ranks] and, with `lora.dora`, magnitudes [out] of a module; ranks is the
     sum of our weights' ranks.
 
     Where our factors on B A differ within a module, B has them, relative to the first one's.
     """
     pairs = {name: adapters.pairs[name] for name in module.weights}
-    if isinstance(module, Experts):
+    if isinstance(module, FusedExperts):
         for pair in pairs.values():
             yield from (pair.a, module.to_peft(pair.b).contiguous())
         return
@@ -145,7 +145,7 @@ def _tensors(module: Module, adapters: Adapters, found: dict[str, Place]) -> Ite
         yield magnitudes
 
 
-def _saved(adapters: Adapters, found: dict[str, Place], head: str) -> Iterator[tuple[str, Tensor]]:
+def _saved(adapters: Adapters, found: dict[str, TensorPlace], head: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors that are trained in full."""
     for name, keys in saved_keys(adapters.model, adapters.lora, found, head).items():
         place, value = found[name], adapters.read(name)
@@ -161,8 +161,8 @@ def _saved(adapters: Adapters, found: dict[str, Place], head: str) -> Iterator[t
 
 
 def _settings(
-    modules: Sequence[Module],
-    found: dict[str, Place],
+    modules: Sequence[AdaptedModule],
+    found: dict[str, TensorPlace],
     adapters: Adapters,
     head: str,
     base: str | None,
@@ -187,7 +187,7 @@ def _settings(
             if own != default
         }
 
-    experts = {module.name for module in modules if isinstance(module, Experts)}
+    experts = {module.name for module in modules if isinstance(module, FusedExperts)}
     parameters = sorted(
         {".".join(name.split(".")[-3:]) for name in experts} | {target(name, others) for name in weights}
     )
@@ -219,7 +219,7 @@ def _settings(
     }
 
 
-def _as_weights(modules: Sequence[Module], family: str, dora: bool) -> set[str]:
+def _as_weights(modules: Sequence[AdaptedModule], family: str, dora: bool) -> set[str]:
     """The modules of which PEFT is given the weight. Raises ConversionError with DoRA, which PEFT does not
     have on parameters."""
     found = {module.name for module in modules if module.as_weight(family)}
@@ -243,7 +243,7 @@ def _without_dropout(lora: LoraConfig, settings: dict[str, Any]) -> list[str]:
     ]
 
 
-def _numbers(module: Module, adapters: Adapters) -> tuple[int, float]:
+def _numbers(module: AdaptedModule, adapters: Adapters) -> tuple[int, float]:
     """Rank and alpha of a module: those of its first weight, whose factor on B A applies to all of it, for
     the rank of all."""
     first = next(iter(module.weights))

@@ -21,9 +21,9 @@ from megalite.config.schema import Config
 from megalite.families.weight_files import ADAPTER, ADAPTER_SETTINGS
 from megalite.huggingface import convert as converting
 from megalite.huggingface.convert import NAMED, WEIGHT, head_of, places_of
-from megalite.huggingface.files import ConversionError, Weights
+from megalite.huggingface.files import ConversionError, TensorFiles
 from megalite.huggingface.merging import adapted, parts_of
-from megalite.huggingface.peft_modules import EMBEDDING, Experts, Module, modules_of, saved_keys
+from megalite.huggingface.peft_modules import EMBEDDING, AdaptedModule, FusedExperts, modules_of, saved_keys
 from megalite.model.adapters import MAGNITUDE, A, name_of
 from megalite.parallel.spec import Rectangle
 
@@ -87,7 +87,7 @@ class PeftAdapter:
         self.lora, self.directory, self.base = config.lora, Path(config.lora.init_from or ""), base
         self.dtype = DTYPES[config.train.precision]
         self.settings = _read_settings(self.directory, self.lora.dora)
-        self.tensors = Weights(self.directory, ADAPTER)
+        self.tensors = TensorFiles(self.directory, ADAPTER)
         self.found, self.roles = places_of(config.model, start), adapted(config.model, config.lora)
         self.modules = modules_of(self.found, self.roles)
         self.saved = saved_keys(config.model, config.lora, self.found, head_of(config.model, start))
@@ -133,18 +133,18 @@ class PeftAdapter:
                 + more
             )
 
-    def _ranks(self, module: Module) -> list[int]:
+    def _ranks(self, module: AdaptedModule) -> list[int]:
         return [self.lora.rank_of(self.roles[name]) for name in module.weights]
 
-    def _is_shared(self, module: Module, rank: int) -> bool:
+    def _is_shared(self, module: AdaptedModule, rank: int) -> bool:
         """Whether a single A of this rank belongs to all our projections in the module."""
         return set(self._ranks(module)) == {rank}
 
-    def _misfits(self, module: Module) -> Iterator[str]:
+    def _misfits(self, module: AdaptedModule) -> Iterator[str]:
         """What of a module's tensors does not fit the run's adapters."""
         a, b, *magnitudes = (self.tensors[key] for key in module.keys(self.lora.dora))
         ranks, rank, (outputs, inputs) = self._ranks(module), len(a), module.shape
-        if isinstance(module, Experts):
+        if isinstance(module, FusedExperts):
             every = module.number * ranks[0]
             if (*a.shape, *b.shape) != (every, inputs, outputs, every):
                 has = f"has A {list(a.shape)} and B {list(b.shape)}"
@@ -164,7 +164,7 @@ class PeftAdapter:
         elif self._outside(module, b) or any(self._is_changed(module, each) for each in magnitudes):
             yield f"{module.name} adapts outputs that are not among lora.targets"
 
-    def _outside(self, module: Module, b: Tensor, ranks: Sequence[int] = ()) -> bool:
+    def _outside(self, module: AdaptedModule, b: Tensor, ranks: Sequence[int] = ()) -> bool:
         """Whether B is nonzero outside the rows of our projections or, with their `ranks`, outside their
         blocks on its diagonal."""
         rest = b.clone()
@@ -173,7 +173,7 @@ class PeftAdapter:
             rest[module.rows(name), slice(start, start + ranks[index]) if ranks else slice(None)] = 0
         return bool(rest.any())
 
-    def _is_changed(self, module: Module, magnitudes: Tensor) -> bool:
+    def _is_changed(self, module: AdaptedModule, magnitudes: Tensor) -> bool:
         """Whether rows without an adapter have another length than the weight's, up to the rounding of the
         stored magnitudes. The weight is rounded as that of the run which trained the adapter, in any
         precision: the adapter does not say which."""
@@ -210,7 +210,7 @@ class PeftAdapter:
         self.base([Rectangle(WEIGHT + name, (rows, columns), (0, 0), weight)])
         return torch.linalg.vector_norm(weight, dim=1, dtype=torch.promote_types(dtype, torch.float32))
 
-    def _scale(self, module: Module, rank: int) -> float:
+    def _scale(self, module: AdaptedModule, rank: int) -> float:
         """PEFT's factor on a module's B A."""
         weight = f"{module.name}.weight"
         by_weight = any(
@@ -233,7 +233,7 @@ class PeftAdapter:
         if part == MAGNITUDE:
             lengths = self.row_lengths(weight, self.dtype)
             return magnitudes[0][module.rows(weight)].to(lengths.dtype) - lengths
-        if isinstance(module, Experts):
+        if isinstance(module, FusedExperts):
             return (
                 a if part == A else self._scaled(module.from_peft(b), module, weight, len(a) // module.number)
             )
@@ -244,7 +244,7 @@ class PeftAdapter:
             return a[own]
         return self._scaled(b[module.rows(weight), own], module, weight, len(a))
 
-    def _scaled(self, values: Tensor, module: Module, weight: str, rank: int) -> Tensor:
+    def _scaled(self, values: Tensor, module: AdaptedModule, weight: str, rank: int) -> Tensor:
         """A part of their B, of this rank, with the factor on B A that the run does not have."""
         factor = self._scale(module, rank) / self.lora.scale_of(self.roles[weight])
         return (

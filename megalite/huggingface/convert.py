@@ -42,10 +42,10 @@ from megalite.families.module_names import FAMILY_NAMES, Names, names_of
 from megalite.families.weight_files import ADAPTER_SETTINGS, INDEX, SAFETENSORS
 from megalite.families.weight_files import unread_note as unread_files
 from megalite.huggingface.config_json import meaning, misfit, to_hf_config
-from megalite.huggingface.files import ConversionError, NewFile, Weights
+from megalite.huggingface.files import ConversionError, NewFile, TensorFiles
 from megalite.huggingface.merging import Adapters
 from megalite.huggingface.model_card import write_card
-from megalite.huggingface.names import Place, copies, places
+from megalite.huggingface.names import TensorPlace, copies, places
 from megalite.huggingface.recorded import COMPANIONS
 from megalite.huggingface.router_bias import PREFIX, bias_names, fill, states, to_export
 from megalite.huggingface.tokenizer_export import (
@@ -86,15 +86,15 @@ train with dropout."""
 
 
 @dataclass(frozen=True)
-class Source:
+class HuggingFaceSource:
     """A complete Hugging Face directory: our model, its family, and the places of our tensors in its
     tensors."""
 
     directory: Path
     model: ModelConfig
     family: str
-    weights: Weights
-    places: dict[str, Place]
+    weights: TensorFiles
+    places: dict[str, TensorPlace]
     biases: dict[int, str]
     copies: dict[str, list[str]]
     """Our tensor → those that repeat it."""
@@ -102,7 +102,7 @@ class Source:
     """Tensor that was read → number of its values that are NaN or infinite, if there are any."""
 
     @staticmethod
-    def of(directory: Path, ahead: bool = True) -> Source:
+    def of(directory: Path, ahead: bool = True) -> HuggingFaceSource:
         """Open it without reading weights. Raises ConfigError if its model is not supported, ConversionError
         if a file is damaged.
 
@@ -128,7 +128,7 @@ class Source:
         for theirs, ours in copies(model, family).items():
             if stored(theirs) in weights:
                 repeated.setdefault(ours, []).append(stored(theirs))
-        return Source(directory, model, family, weights, found, biases, repeated)
+        return HuggingFaceSource(directory, model, family, weights, found, biases, repeated)
 
     @cached_property
     def states(self) -> dict[str, Tensor]:
@@ -176,17 +176,17 @@ class Source:
         )
 
 
-def _opened(directory: Path) -> Weights:
+def _opened(directory: Path) -> TensorFiles:
     """The weights of a directory, quantised ones in bf16."""
-    weights = Weights(directory)
+    weights = TensorFiles(directory)
     if any(name.endswith("_blocks") for name in weights):
         from megalite.huggingface import mxfp4
 
-        return mxfp4.Dequantized(weights)
+        return mxfp4.Mxfp4Tensors(weights)
     if any(name.endswith("_scale_inv") for name in weights):
         from megalite.huggingface import fp8
 
-        return fp8.Dequantized(weights)
+        return fp8.Fp8Tensors(weights)
     return weights
 
 
@@ -198,7 +198,9 @@ def _check(model: ModelConfig) -> None:
             raise ConfigError(rule.describe(facts))
 
 
-def _bound(weights: Weights, model: ModelConfig, family: str, unread: tuple[str, ...]) -> dict[str, Place]:
+def _bound(
+    weights: TensorFiles, model: ModelConfig, family: str, unread: tuple[str, ...]
+) -> dict[str, TensorPlace]:
     """The places with the stored names. Raises ConversionError naming tensors that are missing, of another
     shape, or unknown. unread: how names of tensors begin that have no place."""
     names, stored = FAMILY_NAMES[family], _prefix(weights, FAMILY_NAMES[family])
@@ -238,7 +240,7 @@ def _bound(weights: Weights, model: ModelConfig, family: str, unread: tuple[str,
     return {name: replace(place, theirs=stored(place.theirs)) for name, place in found.items()}
 
 
-def _fused(place: Place) -> Place:
+def _fused(place: TensorPlace) -> TensorPlace:
     """The place in a file that holds the experts of a layer as one tensor, and names what is next to them as
     transformers 5 does."""
     return (
@@ -304,7 +306,7 @@ def _reader(model: ModelConfig, seed: int, directory: Path, beside_adapter: bool
     if not beside_adapter:
         _check_no_adapter(directory)
     try:
-        source = Source.of(directory)
+        source = HuggingFaceSource.of(directory)
     except ConfigError as error:
         raise ConversionError(f"model.init_from = {HF}{directory}: {error}") from None
     ours, theirs = meaning(model), meaning(source.model)
@@ -358,7 +360,7 @@ def import_model(
     """
     directories.check_free(directory)
     _check_no_adapter(source)
-    theirs = Source.of(source, ahead)
+    theirs = HuggingFaceSource.of(source, ahead)
     check_vocabulary(source, theirs.model.vocabulary)
     temporary = directories.begin(directory)
     try:
@@ -375,7 +377,7 @@ def import_model(
     return summary | {"notes": [*unread_note(hf_config(source)), *unread_files(source)]}
 
 
-def _store(path: Path, source: Source, progress: Report) -> dict[str, StoredTensor]:
+def _store(path: Path, source: HuggingFaceSource, progress: Report) -> dict[str, StoredTensor]:
     """Write every tensor in chunks of whole rows."""
     stored, done, parameters = {}, 0, parameter_count(model_specs(source.model))
     shapes = {segment.name: segment.shape for spec in model_specs(source.model) for segment in spec.segments}
@@ -550,7 +552,7 @@ def _family_like(model: ModelConfig, base: dict[str, Any]) -> str | None:
     return name if name in rows and misfit(model, rows[name]) is None else None
 
 
-def places_of(model: ModelConfig, directory: Path) -> dict[str, Place]:
+def places_of(model: ModelConfig, directory: Path) -> dict[str, TensorPlace]:
     """The places of a model's tensors in its family."""
     return places(model, family_of(model, directory))
 
@@ -568,7 +570,7 @@ def family_of(model: ModelConfig, directory: Path) -> str:
     return str(to_hf_config(model, _family_like(model, hf_config(like) if like else {}))["model_type"])
 
 
-def _stored(manifest: Manifest, found: dict[str, Place]) -> dict[str, StoredTensor]:
+def _stored(manifest: Manifest, found: dict[str, TensorPlace]) -> dict[str, StoredTensor]:
     missing = [name for name in found if WEIGHT + name not in manifest.tensors]
     if missing:
         raise CheckpointError(f"{manifest.directory} lacks {missing[0]}, which its model has")
@@ -579,7 +581,7 @@ def _write_weights(
     directory: Path,
     manifest: Manifest,
     stored: dict[str, StoredTensor],
-    found: dict[str, Place],
+    found: dict[str, TensorPlace],
     dtypes: dict[str, torch.dtype],
     biases: dict[str, Tensor],
     limit: int,
@@ -621,7 +623,7 @@ def _write_weights(
 
 
 def _shards(
-    found: dict[str, Place], dtypes: dict[str, torch.dtype], limit: int
+    found: dict[str, TensorPlace], dtypes: dict[str, torch.dtype], limit: int
 ) -> Iterator[dict[str, list[str]]]:
     """The files, each of at most `limit` bytes: name of a Hugging Face tensor → names of our tensors in
     it."""
@@ -643,7 +645,7 @@ def _write_tensor(
     file: NewFile,
     adapters: Adapters,
     parts: dict[str, StoredTensor],
-    found: dict[str, Place],
+    found: dict[str, TensorPlace],
     dtype: torch.dtype,
 ) -> None:
     """Write one Hugging Face tensor, adapters merged: chunk by chunk if all chunks are consecutive whole
@@ -673,7 +675,7 @@ def _write_tensor(
             file.write(theirs, piece)
 
 
-def _write_rows(file: NewFile, place: Place, row: int, values: Tensor) -> None:
+def _write_rows(file: NewFile, place: TensorPlace, row: int, values: Tensor) -> None:
     """Write consecutive whole rows; those of a layer's experts are rows of many tensors."""
     width = prod(place.shape[1:])
     length = place.shape[0] // max(len(place.pieces), 1)  # rows of one tensor

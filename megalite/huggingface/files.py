@@ -140,7 +140,7 @@ class PickledFile:
         return self._tensors[name]
 
 
-class Weights(Mapping[str, Tensor]):
+class TensorFiles(Mapping[str, Tensor]):
     """All tensors of a directory, from one file or from those listed in an index, as transformers reads them:
     a name that several files have is that of the last one. names: files and indices, in order of preference.
     """

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megalite.huggingface.files import ConversionError, Weights
+from megalite.huggingface.files import ConversionError, TensorFiles
 
 BLOCK = 128
 SCALES = "_scale_inv"
@@ -39,11 +39,11 @@ def _scaled_down(codes: Tensor) -> Tensor:
     return (bits & ~(1 << 14)).view(torch.float16).float()
 
 
-class Dequantized(Weights):
+class Fp8Tensors(TensorFiles):
     """The tensors of a directory, those in fp8 under their own names. Raises ConversionError naming a matrix
     whose scales do not fit it."""
 
-    def __init__(self, weights: Weights):
+    def __init__(self, weights: TensorFiles):
         self.directory, self._files = weights.directory, weights._files
         self._names = [name for name in weights if not name.endswith(SCALES)]
         self.quantized = {name.removesuffix(SCALES) for name in weights if name.endswith(SCALES)}

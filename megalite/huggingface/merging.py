@@ -43,7 +43,7 @@ def parts_of(lora: LoraConfig) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Pair:
+class LowRankUpdate:
     """One weight's A [rank, in], B [out, rank] and factor on B A; δ [out] is what has been added to the rows'
     lengths (DoRA).
 
@@ -81,9 +81,9 @@ class Adapters:
         }
         self.factors = cache(self._factors)
 
-    def _pair(self, weight: str, role: str) -> Pair:
+    def _pair(self, weight: str, role: str) -> LowRankUpdate:
         a, b, *delta = (self.read(name_of(weight, part)) for part in parts_of(self.lora))
-        return Pair(a, b, self.lora.scale_of(role), *delta)
+        return LowRankUpdate(a, b, self.lora.scale_of(role), *delta)
 
     def read(self, name: str) -> Tensor:
         """A whole tensor of the checkpoint."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megalite.huggingface.files import Weights
+from megalite.huggingface.files import TensorFiles
 
 BLOCKS, SCALES = "_blocks", "_scales"
 _HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -28,10 +28,10 @@ def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
     return torch.ldexp(VALUES[codes], scales.unsqueeze(-1).int() - 127).flatten(-2)
 
 
-class Dequantized(Weights):
+class Mxfp4Tensors(TensorFiles):
     """The tensors of a directory, those in MXFP4 under their own names."""
 
-    def __init__(self, weights: Weights):
+    def __init__(self, weights: TensorFiles):
         self.directory, self._files = weights.directory, weights._files
         self.quantized = [name.removesuffix(BLOCKS) for name in weights if name.endswith(BLOCKS)]
         parts = {f"{name}{end}" for name in self.quantized for end in (BLOCKS, SCALES)}

@@ -25,7 +25,7 @@ _ROTATED = ("q", "k", "q_norm", "k_norm")
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """The place of one of our tensors: rows of a Hugging Face tensor, in our order, or columns if it is
     transposed.
 
@@ -69,7 +69,7 @@ class Place:
         """Number of elements of our tensor."""
         return len(self.rows) * prod(self.shape) // self.shape[1 if self.transposed else 0]
 
-    def fused(self) -> Place:
+    def fused(self) -> TensorPlace:
         """The place of a layer's experts in a file that holds them as transformers 5 computes with them."""
         down = "{}.{}" not in self.theirs
         stem = self.theirs.partition("experts.{}")[0].replace("block_sparse_moe", "mlp")
@@ -112,12 +112,12 @@ class Place:
         return slice(rows.start, rows.stop) if isinstance(rows, range) else list(rows), others
 
 
-def places(model: ModelConfig, family: str) -> dict[str, Place]:
+def places(model: ModelConfig, family: str) -> dict[str, TensorPlace]:
     """Our global name → its place, for every weight of a model that the family can express, in the order of
     the model's units."""
     names = names_of(model, family)
     shapes = {segment.name: segment.shape for spec in model_specs(model) for segment in spec.segments}
-    found: dict[str, Place] = {}
+    found: dict[str, TensorPlace] = {}
     for theirs, parts in _modules(names, model):
         for suffix in ("weight", "bias"):
             own = [f"{part}.{suffix}" for part in parts if f"{part}.{suffix}" in shapes]
@@ -143,20 +143,20 @@ def places(model: ModelConfig, family: str) -> dict[str, Place]:
     return {name: found[name] for name in shapes}
 
 
-def _experts(theirs: str, shape: tuple[int, ...], number: int, names: Names) -> Place:
+def _experts(theirs: str, shape: tuple[int, ...], number: int, names: Names) -> TensorPlace:
     """The place of a layer's experts: in each expert the modules of `names.expert` if `theirs` has a place
     for them."""
     parts = names.expert if "{}.{}" in theirs else ()
     pieces = product(range(number), parts) if parts else product(range(number))
-    return Place(theirs, shape, range(shape[0]), False, pieces=tuple(pieces))
+    return TensorPlace(theirs, shape, range(shape[0]), False, pieces=tuple(pieces))
 
 
-def _bare(theirs: str, ours: str, shape: tuple[int, ...], model: ModelConfig) -> dict[str, Place]:
+def _bare(theirs: str, ours: str, shape: tuple[int, ...], model: ModelConfig) -> dict[str, TensorPlace]:
     """The place of a tensor whose name has no .weight or .bias: experts that are stacked as [experts, in,
     out], gpt-oss's way, gate and up in turns; or sinks."""
     name = f"{theirs}_bias" if ours.endswith(".bias") else theirs
     if "experts" not in theirs:
-        return {ours: Place(name, shape, range(shape[0]), False)}
+        return {ours: TensorPlace(name, shape, range(shape[0]), False)}
     experts, each = model.num_experts or 0, shape[0] // (model.num_experts or 1)
     turns = "gate_up" in theirs
     rows = (
@@ -164,7 +164,7 @@ def _bare(theirs: str, ours: str, shape: tuple[int, ...], model: ModelConfig) ->
         if turns
         else range(shape[0])
     )
-    return {ours: Place(name, shape, rows, False, experts=experts, each_transposed=len(shape) == 2)}
+    return {ours: TensorPlace(name, shape, rows, False, experts=experts, each_transposed=len(shape) == 2)}
 
 
 def copies(model: ModelConfig, family: str) -> dict[str, str]:
@@ -191,17 +191,17 @@ def _modules(names: Names, model: ModelConfig) -> Iterator[tuple[str, list[str]]
             yield f"{names.layers}.{layer}.{theirs}", [f"layers.{layer}.{part}" for part in ours.split()]
 
 
-def _joined(theirs: str, parts: dict[str, tuple[int, ...]], transposed: bool) -> dict[str, Place]:
+def _joined(theirs: str, parts: dict[str, tuple[int, ...]], transposed: bool) -> dict[str, TensorPlace]:
     """The places of our tensors that one Hugging Face tensor consists of."""
     sizes = [shape[0] for shape in parts.values()]
     width = next(iter(parts.values()))[1:]
     whole = (*width, sum(sizes)) if transposed else (sum(sizes), *width)
     starts = accumulate(sizes, initial=0)
     rows = (range(start, start + size) for start, size in zip(starts, sizes, strict=False))
-    return {name: Place(theirs, whole, own, transposed) for name, own in zip(parts, rows, strict=True)}
+    return {name: TensorPlace(theirs, whole, own, transposed) for name, own in zip(parts, rows, strict=True)}
 
 
-def _ordered(name: str, place: Place, model: ModelConfig, names: Names) -> Place:
+def _ordered(name: str, place: TensorPlace, model: ModelConfig, names: Names) -> TensorPlace:
     """The place with its rows in our order of heads and of their channels."""
     part = name.rpartition(".")[2]
     if model.kv_lora_rank is not None:
@@ -221,7 +221,7 @@ def _ordered(name: str, place: Place, model: ModelConfig, names: Names) -> Place
     return replace(place, rows=rows_of(tuple(heads), tuple(channels), start))
 
 
-def _decoupled(part: str, place: Place, model: ModelConfig, names: Names) -> Place:
+def _decoupled(part: str, place: TensorPlace, model: ModelConfig, names: Names) -> TensorPlace:
     """The same in latent attention: the rotating channels follow others, in each head of queries and, once,
     after the latent."""
     plain = {"q": model.qk_nope_head_dim, "q_b": model.qk_nope_head_dim, "kv_a": model.kv_lora_rank or 0}.get(

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.huggingface.merging import saved
-from megalite.huggingface.names import Place
+from megalite.huggingface.names import TensorPlace
 
 PREFIX = "base_model.model."
 EMBEDDING = "embedding.weight"
@@ -45,11 +45,11 @@ _TAKEN = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
-class Module:
+class AdaptedModule:
     """A Hugging Face module, and our adapted weights that are stored in it, each with its place."""
 
     name: str
-    weights: dict[str, Place]
+    weights: dict[str, TensorPlace]
 
     def keys(self, dora: bool) -> list[str]:
         """PEFT's names of A, B and the magnitudes."""
@@ -78,7 +78,7 @@ class Module:
         """The module's outputs that belong to one of our weights, in our order."""
         return list(self.weights[weight].rows)
 
-    def all_weights(self, found: dict[str, Place]) -> dict[str, list[int]]:
+    def all_weights(self, found: dict[str, TensorPlace]) -> dict[str, list[int]]:
         """All our weights in the module, adapted or not, with their rows."""
         return {
             name: list(place.rows) for name, place in found.items() if place.theirs == f"{self.name}.weight"
@@ -86,14 +86,14 @@ class Module:
 
 
 @dataclass(frozen=True)
-class Experts(Module):
+class FusedExperts(AdaptedModule):
     """One fused parameter of a layer's experts. `inner`: the other one also has an adapter, which PEFT wraps
     around this one's."""
 
     inner: bool
 
     @property
-    def _place(self) -> Place:
+    def _place(self) -> TensorPlace:
         return next(iter(self.weights.values()))
 
     def keys(self, dora: bool) -> list[str]:
@@ -126,32 +126,34 @@ class Experts(Module):
         return self._place.read(theirs, (0, 0), theirs.shape)
 
 
-def modules_of(found: dict[str, Place], weights: Iterable[str]) -> list[Module]:
+def modules_of(found: dict[str, TensorPlace], weights: Iterable[str]) -> list[AdaptedModule]:
     """The Hugging Face modules that hold our adapted weights."""
-    grouped: dict[str, dict[str, Place]] = {}
+    grouped: dict[str, dict[str, TensorPlace]] = {}
     weights = list(weights)
     for name in weights:
         grouped.setdefault(module_of(found[name]), {})[name] = found[name]
-    return [_experts(own, weights) if _stacked(own) else Module(name, own) for name, own in grouped.items()]
+    return [
+        _experts(own, weights) if _stacked(own) else AdaptedModule(name, own) for name, own in grouped.items()
+    ]
 
 
-def _stacked(own: dict[str, Place]) -> bool:
+def _stacked(own: dict[str, TensorPlace]) -> bool:
     return any(place.pieces or place.experts for place in own.values())
 
 
-def _experts(own: dict[str, Place], weights: Collection[str]) -> Experts:
+def _experts(own: dict[str, TensorPlace], weights: Collection[str]) -> FusedExperts:
     """own: one of our weights."""
     (name, place), *_ = own.items()
     theirs = (place if place.experts else place.fused()).theirs
-    return Experts(theirs, own, name.replace(".in.", ".down.") in weights and ".in." in name)
+    return FusedExperts(theirs, own, name.replace(".in.", ".down.") in weights and ".in." in name)
 
 
-def module_of(place: Place) -> str:
+def module_of(place: TensorPlace) -> str:
     return place.theirs.removesuffix(".weight").removesuffix(".bias")
 
 
 def saved_keys(
-    model: ModelConfig, lora: LoraConfig, found: dict[str, Place], head: str
+    model: ModelConfig, lora: LoraConfig, found: dict[str, TensorPlace], head: str
 ) -> dict[str, list[str]]:
     """Our tensors that are trained in full → PEFT's names of them; those of a norm of each head are several.
 

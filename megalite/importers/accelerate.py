@@ -9,8 +9,8 @@ from typing import Any
 from megalite.config.schema import ConfigError
 from megalite.importers import deepspeed
 from megalite.importers.verdict import (
-    Row,
-    Source,
+    ImportedFile,
+    KeyRule,
     Table,
     Verdict,
     each,
@@ -35,7 +35,7 @@ STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD"
 STRATEGIES |= {"1": 3, "2": 2, "3": 0, "4": 3, "5": 2, "TRUE": 3, "FALSE": 2}
 
 
-def linked_file(source: Source) -> str | None:
+def linked_file(source: ImportedFile) -> str | None:
     """The DeepSpeed file named by a configuration, or None."""
     return (
         str(source.get(LINKED))
@@ -48,7 +48,7 @@ def recognizes(leaves: dict[str, Any]) -> bool:
     return MARK in leaves
 
 
-def ranks(source: Source) -> int | None:
+def ranks(source: ImportedFile) -> int | None:
     """Number of data-parallel ranks: the ranks that read different rows. None if it is not known.
 
     Ranks of one tp, cp or sp group read the same rows. Raises ConfigError if the sizes of parallelism_config
@@ -78,7 +78,7 @@ def ranks(source: Source) -> int | None:
     return processes if total == 1 else sizes["dp_replicate"] * sizes["dp_shard"]
 
 
-def _type(value: Any, source: Source) -> Verdict:
+def _type(value: Any, source: ImportedFile) -> Verdict:
     if word(value) == "MEGATRON_LM":
         return harmless("its section has the sizes")
     if word(value) not in TYPES:
@@ -90,7 +90,7 @@ def _type(value: Any, source: Source) -> Verdict:
     )
 
 
-def _processes(value: Any, source: Source) -> Verdict:
+def _processes(value: Any, source: ImportedFile) -> Verdict:
     known = source.dp
     return (
         honoured({"parallel.dp": known})
@@ -99,11 +99,11 @@ def _processes(value: Any, source: Source) -> Verdict:
     )
 
 
-def _replicas(value: Any, source: Source) -> Verdict:
+def _replicas(value: Any, source: ImportedFile) -> Verdict:
     return harmless("it is so here") if value == 1 and not source.dp else _processes(value, source)
 
 
-def _strategy(value: Any, source: Source) -> Verdict:
+def _strategy(value: Any, source: ImportedFile) -> Verdict:
     """HYBRID shards within a machine and replicates over machines."""
     name, machines = word(value), source.size("num_machines") or 1
     if name not in STRATEGIES:
@@ -118,27 +118,27 @@ def _strategy(value: Any, source: Source) -> Verdict:
     return honoured(zero | {"parallel.dp_shard": source.dp // machines})
 
 
-def _shards(value: Any, source: Source) -> Verdict:
+def _shards(value: Any, source: ImportedFile) -> Verdict:
     """Its shards span cp as well; parallel.dp_shard counts all data ranks."""
     shards = value * (source.size(f"{SIZES}cp_size") or 1) if type(value) is int else value
     return honoured({"parallel.dp_shard": shards} | ({"parallel.dp": source.dp} if source.dp else {}))
 
 
-def _context(value: Any, source: Source) -> Verdict:
+def _context(value: Any, source: ImportedFile) -> Verdict:
     """Keys and values are gathered by default."""
     method = {"ALLTOALL": "ring"}.get(source.word(f"{SIZES}cp_comm_strategy"), "gather")
     return honoured({"parallel.cp": value} | ({} if value == 1 else {"parallel.context": method}))
 
 
-def _microbatches(value: Any, source: Source) -> Verdict:
+def _microbatches(value: Any, source: ImportedFile) -> Verdict:
     """Microbatches of one rank in a step: accumulation steps, whether or not there is a pipeline."""
     return deepspeed.BATCH._replace(steps=f"{MEGATRON}num_micro_batches").accumulation(value, source)
 
 
-def _offload(prefix: str) -> Row:
+def _offload(prefix: str) -> KeyRule:
     """FSDP updates parameters where they are stored: if they are offloaded, so is the optimizer state."""
 
-    def judge(value: Any, source: Source) -> Verdict:
+    def judge(value: Any, source: ImportedFile) -> Verdict:
         if word(value) not in ("TRUE", "FALSE"):
             return lost(deepspeed.BOOLEAN)
         if word(value) == "FALSE":
@@ -153,13 +153,13 @@ def _offload(prefix: str) -> Row:
             "only the optimizer state: weights are offloaded with parallel.zero: 3 only",
         )
 
-    return Row(judge, "parallel.offload")
+    return KeyRule(judge, "parallel.offload")
 
 
 def fsdp_rows(prefix: str) -> Table:
     """The rows of FSDP's own keys, which other projects take too."""
     return {
-        **each(prefix, "sharding_strategy reshard_after_forward", Row(_strategy, "parallel.zero")),
+        **each(prefix, "sharding_strategy reshard_after_forward", KeyRule(_strategy, "parallel.zero")),
         f"{prefix}activation_checkpointing": sets(
             "train.recompute", {"TRUE": "full", "FALSE": "none"}, deepspeed.BOOLEAN
         ),
@@ -189,8 +189,8 @@ LAUNCH = (
 )
 TABLE: Table = {
     "compute_environment": only("LOCAL_MACHINE", "runs are started with torchrun"),
-    MARK: Row(_type, "parallel.zero"),
-    "num_processes": Row(_processes, "parallel.dp"),
+    MARK: KeyRule(_type, "parallel.zero"),
+    "num_processes": KeyRule(_processes, "parallel.dp"),
     "mixed_precision": sets(
         "train.precision",
         {"NO": "fp32", "FALSE": "fp32", "FP16": "fp16", "BF16": "bf16"},
@@ -218,13 +218,13 @@ TABLE: Table = {
     ),
     "dynamo_config.*": only("FALSE DEFAULT", "train.compile has no further choices"),
     f"{SIZES}tp_size": sets("parallel.tp"),
-    f"{SIZES}dp_shard_size": Row(_shards, "parallel.dp_shard"),
-    f"{SIZES}dp_replicate_size": Row(_replicas, "parallel.dp"),
-    f"{SIZES}cp_size": Row(_context, "parallel.cp"),
+    f"{SIZES}dp_shard_size": KeyRule(_shards, "parallel.dp_shard"),
+    f"{SIZES}dp_replicate_size": KeyRule(_replicas, "parallel.dp"),
+    f"{SIZES}cp_size": KeyRule(_context, "parallel.cp"),
     f"{SIZES}cp_comm_strategy": never("parallel.context is set for it, if there are ranks of a sequence"),
     f"{MEGATRON}tp_degree": sets("parallel.tp"),
     f"{MEGATRON}pp_degree": sets("parallel.pp"),
-    f"{MEGATRON}num_micro_batches": Row(_microbatches, "train.global_batch_size"),
+    f"{MEGATRON}num_micro_batches": KeyRule(_microbatches, "train.global_batch_size"),
     f"{MEGATRON}sequence_parallelism": sets("parallel.sequence_parallel"),
     f"{MEGATRON}recompute_activations": sets(
         "train.recompute", {"TRUE": "selective", "FALSE": "none"}, deepspeed.BOOLEAN
@@ -262,7 +262,7 @@ TABLE: Table = {
 }
 
 
-def table(source: Source) -> Table:
+def table(source: ImportedFile) -> Table:
     """The rows for this file's keys: a section is read only under its own distributed_type, and a named
     DeepSpeed file replaces the other keys of its section."""
     rows = dict(TABLE)
@@ -281,7 +281,7 @@ def table(source: Source) -> Table:
     return rows
 
 
-def defaults(source: Source) -> dict[str, Any]:
+def defaults(source: ImportedFile) -> dict[str, Any]:
     """Accelerate's default sharding, for keys that the file does not have."""
     kind = source.word(MARK)
     if kind == "FSDP" and f"{FSDP}reshard_after_forward" not in source.leaves:

@@ -8,8 +8,8 @@ from typing import Any
 from megalite.importers import accelerate, axolotl_data, data, finetuning
 from megalite.importers.batch import Batch
 from megalite.importers.verdict import (
-    Row,
-    Source,
+    ImportedFile,
+    KeyRule,
     Table,
     Verdict,
     each,
@@ -33,14 +33,14 @@ def recognizes(leaves: dict[str, Any]) -> bool:
     return "base_model" in leaves
 
 
-def ranks(source: Source) -> int | None:
+def ranks(source: ImportedFile) -> int | None:
     """Shards times replicas times the ranks of experts, which read data of their own; without shards, all
     ranks that are left."""
     shards, replicas = source.size("dp_shard_size"), source.size("dp_replicate_size") or 1
     return shards * replicas * (source.size("expert_parallel_size") or 1) if shards else source.dp
 
 
-def _adapter(value: Any, source: Source) -> Verdict:
+def _adapter(value: Any, source: ImportedFile) -> Verdict:
     name = word(value)
     if name in ("NONE", "FALSE"):
         return harmless("the model itself is trained")
@@ -50,10 +50,10 @@ def _adapter(value: Any, source: Source) -> Verdict:
     return rank if name == "LORA" else rank._replace(kind="approximate", why=finetuning.QUANTIZED)
 
 
-def _with_adapter(row: Row) -> Row:
+def _with_adapter(row: KeyRule) -> KeyRule:
     """A row that counts only where the file chooses an adapter."""
     off = harmless("there is no adapter")
-    return Row(
+    return KeyRule(
         lambda value, source: (
             row.judge(value, source) if source.word("adapter") in ("LORA", "QLORA") else off
         ),
@@ -61,7 +61,7 @@ def _with_adapter(row: Row) -> Row:
     )
 
 
-def _targets(value: Any, source: Source) -> Verdict:
+def _targets(value: Any, source: ImportedFile) -> Verdict:
     """lora_target_linear adds all projections to those of the list."""
     return (
         harmless("lora_target_linear has all projections")
@@ -70,14 +70,14 @@ def _targets(value: Any, source: Source) -> Verdict:
     )
 
 
-def _precision(value: Any, source: Source) -> Verdict:
+def _precision(value: Any, source: ImportedFile) -> Verdict:
     """bf16: auto is bf16 on GPUs that have it, and fp16 on others."""
     if word(value) == "AUTO":
         return honoured({"train.precision": "bf16"}, "auto is fp16 on GPUs without bf16")
     return honoured({"train.precision": "bf16"}) if word(value) in ("TRUE", "FULL") else harmless("it is off")
 
 
-def _validation(value: Any, source: Source) -> Verdict:
+def _validation(value: Any, source: ImportedFile) -> Verdict:
     """A share of the conversations, or their number."""
     if not value:
         return harmless("nothing is validated, as here")
@@ -88,7 +88,7 @@ def _validation(value: Any, source: Source) -> Verdict:
     )
 
 
-def _batch_size(value: Any, source: Source) -> Verdict:
+def _batch_size(value: Any, source: ImportedFile) -> Verdict:
     """Sequences of one rank in a step: with the micro-batch it gives the accumulation steps, if the file does
     not have them."""
     if BATCH.steps in source.leaves:
@@ -101,7 +101,7 @@ def _batch_size(value: Any, source: Source) -> Verdict:
     )
 
 
-def _fsdp(value: Any, source: Source) -> Verdict:
+def _fsdp(value: Any, source: ImportedFile) -> Verdict:
     """Words of transformers' fsdp option; fsdp_config has the strategy in more detail."""
     names = {word(name) for name in (value if isinstance(value, list) else str(value).split())}
     found = [accelerate.STRATEGIES[name] for name in names if name in accelerate.STRATEGIES]
@@ -114,7 +114,7 @@ def _fsdp(value: Any, source: Source) -> Verdict:
     return honoured(options) if options else harmless("fsdp_config says how weights are sharded")
 
 
-def _recompute(value: Any, source: Source) -> Verdict:
+def _recompute(value: Any, source: ImportedFile) -> Verdict:
     """FSDP's own switch checkpoints the layers, too."""
     if (
         any(source.on(f"fsdp_config.{prefix}activation_checkpointing") for prefix in ("", "fsdp_"))
@@ -127,13 +127,13 @@ def _recompute(value: Any, source: Source) -> Verdict:
 METHODS = {"VARLEN_LLAMA3": "gather", "BATCH_RING": "ring", "BATCH_ZIGZAG": "ring", "BATCH_STRIPE": "ring"}
 
 
-def _context(value: Any, source: Source) -> Verdict:
+def _context(value: Any, source: ImportedFile) -> Verdict:
     """By default packed rows gather keys and values, and others pass them around."""
     method = METHODS.get(source.word("ring_attn_func"), "gather" if source.on("sample_packing") else "ring")
     return honoured({"parallel.cp": value} | ({} if value == 1 else {"parallel.context": method}))
 
 
-def _shards(value: Any, source: Source) -> Verdict:
+def _shards(value: Any, source: ImportedFile) -> Verdict:
     """Shards span the ranks of a sequence, too."""
     cp = source.size("context_parallel_size") or source.size("sequence_parallel_degree") or 1
     return honoured(
@@ -141,7 +141,7 @@ def _shards(value: Any, source: Source) -> Verdict:
     )
 
 
-def _replicas(value: Any, source: Source) -> Verdict:
+def _replicas(value: Any, source: ImportedFile) -> Verdict:
     """Each replica is sharded over the ranks that are left, if dp_shard_size does not say over how many."""
     if value == 1 or source.size("dp_shard_size"):
         return honoured({"parallel.dp": source.dp}) if source.dp else harmless("it is so here")
@@ -150,17 +150,17 @@ def _replicas(value: Any, source: Source) -> Verdict:
     return left(f"set parallel.dp_shard to parallel.dp / {value}")
 
 
-def _unless(*others: str) -> Row:
+def _unless(*others: str) -> KeyRule:
     """A row of the run's name, which these keys replace."""
 
-    def judge(value: Any, source: Source) -> Verdict:
+    def judge(value: Any, source: ImportedFile) -> Verdict:
         first = next((key for key in others if source.get(key)), None)
         return harmless(f"{first} is it") if first else honoured({"run.name": value})
 
-    return Row(judge, "run.name")
+    return KeyRule(judge, "run.name")
 
 
-def _minimum(value: Any, source: Source) -> Verdict:
+def _minimum(value: Any, source: ImportedFile) -> Verdict:
     lr = source.number("learning_rate")
     return (
         lost("set optimizer.min_lr")
@@ -169,7 +169,7 @@ def _minimum(value: Any, source: Source) -> Verdict:
     )
 
 
-def _packing(value: Any, source: Source) -> Verdict:
+def _packing(value: Any, source: ImportedFile) -> Verdict:
     """Packed texts of pretraining_dataset attend to each other without pretrain_multipack_attn, which is on
     by default."""
     mask = source.get("pretrain_multipack_attn") is not False or "pretraining_dataset" not in source.leaves
@@ -191,8 +191,8 @@ TABLE: Table = {
         for key, row in accelerate.fsdp_rows(prefix).items()
     },
     **BATCH.table(),
-    "batch_size": Row(_batch_size, "train.global_batch_size"),
-    "base_model": Row(finetuning.base_model, "model.from_hf"),
+    "batch_size": KeyRule(_batch_size, "train.global_batch_size"),
+    "base_model": KeyRule(finetuning.base_model, "model.from_hf"),
     **each(
         "",
         "base_model_config tokenizer_config processor_type",
@@ -230,8 +230,8 @@ TABLE: Table = {
         "low_cpu_mem_usage device_map hf_use_auth_token torch_dtype",
         never("the files of the model are read as they are"),
     ),
-    **each("", "datasets pretraining_dataset", Row(axolotl_data.training, "data.train")),
-    "test_datasets": Row(axolotl_data.validation, "data.validation"),
+    **each("", "datasets pretraining_dataset", KeyRule(axolotl_data.training, "data.train")),
+    "test_datasets": KeyRule(axolotl_data.validation, "data.validation"),
     **each("", "chat_template chat_template_jinja default_system_message", finetuning.TEMPLATE),
     **each("", "tokens tokens.*", to_do(finetuning.ADDED_TOKENS)),
     **each("special_tokens.", "pad_token unk_token", never("rows are padded without a token")),
@@ -246,9 +246,9 @@ TABLE: Table = {
         "dataset_prepared_path dataset_processes dataset_* shuffle_merged_datasets",
         never("`megalite prepare` makes the data beforehand"),
     ),
-    "val_set_size": Row(_validation, "data.validation"),
+    "val_set_size": KeyRule(_validation, "data.validation"),
     "sequence_len": sets("data.sequence_length"),
-    "sample_packing": Row(_packing, "data.packing"),
+    "sample_packing": KeyRule(_packing, "data.packing"),
     **each(
         "",
         "sample_packing_* eval_sample_packing multipack_* pretrain_multipack_*",
@@ -262,13 +262,13 @@ TABLE: Table = {
     ),
     "min_sample_len": missing("`megalite prepare` keeps short ones"),
     "reinit_weights": never("model.init_from: none is set for it"),
-    "adapter": Row(_adapter, "lora.rank"),
+    "adapter": KeyRule(_adapter, "lora.rank"),
     "lora_r": _with_adapter(sets("lora.rank")),
     "lora_alpha": _with_adapter(sets("lora.alpha")),
     "lora_dropout": _with_adapter(sets("lora.dropout")),
-    "lora_target_modules": _with_adapter(Row(_targets, "lora.targets")),
+    "lora_target_modules": _with_adapter(KeyRule(_targets, "lora.targets")),
     "lora_target_linear": never("all projections have adapters without lora.targets"),
-    "lora_modules_to_save": _with_adapter(Row(finetuning.modules_to_save, "lora.modules_to_save")),
+    "lora_modules_to_save": _with_adapter(KeyRule(finetuning.modules_to_save, "lora.modules_to_save")),
     "peft_use_dora": _with_adapter(finetuning.DORA),
     "peft_use_rslora": _with_adapter(finetuning.RSLORA),
     "lora_model_dir": sets("lora.init_from"),
@@ -284,20 +284,20 @@ TABLE: Table = {
     ),
     "loraplus_*": missing("A and B have the same learning rate"),
     "num_epochs": finetuning.epochs("max_steps"),
-    "optimizer": Row(finetuning.optimizer),
-    "lr_scheduler": Row(finetuning.decay, "optimizer.decay"),
+    "optimizer": KeyRule(finetuning.optimizer),
+    "lr_scheduler": KeyRule(finetuning.decay, "optimizer.decay"),
     "cosine_constant_lr_ratio": missing("the cosine ends with train.steps"),
-    "cosine_min_lr_ratio": Row(_minimum, "optimizer.min_lr"),
+    "cosine_min_lr_ratio": KeyRule(_minimum, "optimizer.min_lr"),
     **each(
         "",
         "embedding_lr embedding_lr_scale lr_groups",
         missing("all weights have the same rate: optimizer.lr"),
     ),
-    **each("", "bf16 bfloat16", Row(_precision, "train.precision")),
+    **each("", "bf16 bfloat16", KeyRule(_precision, "train.precision")),
     **each("", "fp16 float16", finetuning.switch("train.precision", "fp16")),
     "float32": finetuning.switch("train.precision", "fp32"),
     "fp8": missing("there is no float8: train.precision: bf16 is nearest"),
-    "gradient_checkpointing": Row(_recompute, "train.recompute"),
+    "gradient_checkpointing": KeyRule(_recompute, "train.recompute"),
     "activation_offloading": missing("activations are recomputed, not offloaded: train.recompute: full"),
     "gradient_checkpointing_kwargs.*": never("train.recompute has no further choices"),
     **each(
@@ -316,15 +316,15 @@ TABLE: Table = {
     "saves_per_epoch": finetuning.steps("checkpoint.interval", per_epoch=True),
     "evals_per_epoch": finetuning.steps("validation.interval", per_epoch=True),
     "save_first_step": missing("checkpoint.interval says when"),
-    "fsdp": Row(_fsdp, "parallel.zero"),
+    "fsdp": KeyRule(_fsdp, "parallel.zero"),
     "fsdp_version": never("it chooses FSDP's interface, not what is computed"),
     "tensor_parallel_size": sets("parallel.tp"),
-    **each("", "context_parallel_size sequence_parallel_degree", Row(_context, "parallel.cp")),
+    **each("", "context_parallel_size sequence_parallel_degree", KeyRule(_context, "parallel.cp")),
     "ring_attn_func": never("parallel.context is set for it"),
     "heads_k_stride": never("it is how the ranks of one sequence communicate"),
     "expert_parallel_size": sets("parallel.ep"),
-    "dp_shard_size": Row(_shards, "parallel.dp_shard"),
-    "dp_replicate_size": Row(_replicas, "parallel.dp_shard"),
+    "dp_shard_size": KeyRule(_shards, "parallel.dp_shard"),
+    "dp_replicate_size": KeyRule(_replicas, "parallel.dp_shard"),
     "wandb_project": sets("logging.wandb"),
     "wandb_name": sets("run.name"),
     "run_name": _unless("wandb_name"),
@@ -353,19 +353,19 @@ TABLE: Table = {
 }
 
 
-def table(source: Source) -> Table:
+def table(source: ImportedFile) -> Table:
     """The rows for this file's keys; the default warm-up has a limit, which a share of the steps does not
     have here."""
     if "warmup_ratio" in source.leaves:
         return TABLE
-    limited = Row(
+    limited = KeyRule(
         lambda value, _: honoured(finetuning.share(value), f"it is at most {LONGEST_WARMUP} steps there"),
         "optimizer.warmup_steps",
     )
     return TABLE | {"warmup_ratio": limited}
 
 
-def defaults(source: Source) -> dict[str, Any]:
+def defaults(source: ImportedFile) -> dict[str, Any]:
     """The defaults of axolotl and of transformers' Trainer that differ from ours."""
     sharded = source.get("fsdp") or any(key.startswith("fsdp_config.") for key in source.leaves)
     strategy = {"fsdp": ["full_shard"]} if sharded and "fsdp" not in source.leaves else {}
@@ -380,7 +380,7 @@ def defaults(source: Source) -> dict[str, Any]:
     }
 
 
-def _default_warmup(source: Source) -> dict[str, Any]:
+def _default_warmup(source: ImportedFile) -> dict[str, Any]:
     if source.get("warmup_steps") is not None or source.get("warmup_ratio") is not None:
         return {}
     steps = source.size("max_steps")
@@ -391,7 +391,7 @@ def _default_warmup(source: Source) -> dict[str, Any]:
     )
 
 
-def _default_accumulation(source: Source) -> dict[str, Any]:
+def _default_accumulation(source: ImportedFile) -> dict[str, Any]:
     size, micro = source.size("batch_size"), source.size(BATCH.micro)
     return (
         {BATCH.steps: size // micro}

@@ -6,8 +6,8 @@ from typing import Any
 
 from megalite.config.rule import show
 from megalite.importers import data
-from megalite.importers.data import Dataset
-from megalite.importers.verdict import Source, Verdict, lost, word
+from megalite.importers.data import ImportedDataset
+from megalite.importers.verdict import ImportedFile, Verdict, lost, word
 
 TEXTS = ("completion", "pretrain")
 KEYS: dict[str, tuple[str, ...]] = {
@@ -61,15 +61,15 @@ USUAL = {
 """Key of an entry → values that are so here."""
 
 
-def training(value: Any, source: Source) -> Verdict:
+def training(value: Any, source: ImportedFile) -> Verdict:
     return _prepared(value, source, "data.train", "PREFIX")
 
 
-def validation(value: Any, source: Source) -> Verdict:
+def validation(value: Any, source: ImportedFile) -> Verdict:
     return _prepared(value, source, "data.validation", "VALIDATION")
 
 
-def is_text(source: Source) -> bool:
+def is_text(source: ImportedFile) -> bool:
     """Whether the training data is plain text."""
     entries = _entries(source.get("datasets"))
     return bool(_entries(source.get("pretraining_dataset"))) or any(
@@ -77,7 +77,7 @@ def is_text(source: Source) -> bool:
     )
 
 
-def _prepared(value: Any, source: Source, option: str, output: str) -> Verdict:
+def _prepared(value: Any, source: ImportedFile, option: str, output: str) -> Verdict:
     if source.word("rl") not in ("NONE", "FALSE", ""):
         return lost("it has preferences or prompts for rewards, which are not trained on")
     entries, pretraining = _entries(value), value == source.get("pretraining_dataset")
@@ -87,7 +87,7 @@ def _prepared(value: Any, source: Source, option: str, output: str) -> Verdict:
             f"data of type {', '.join(map(show, unknown))} can not be prepared here: make conversations or "
             "text of it first"
         )
-    datasets = [_dataset(entry, source, pretraining) for entry in entries] or [Dataset()]
+    datasets = [_dataset(entry, source, pretraining) for entry in entries] or [ImportedDataset()]
     return data.prepared(datasets, source.get("base_model"), _of_conversations(source), option, output)
 
 
@@ -107,7 +107,7 @@ def _is_known(entry: dict[str, Any]) -> bool:
     return kind is None or isinstance(kind, dict) or kind in (*TEXTS, *KEYS) or kind.split(".")[0] in KEYS
 
 
-def _dataset(entry: dict[str, Any], source: Source, pretraining: bool) -> Dataset:
+def _dataset(entry: dict[str, Any], source: ImportedFile, pretraining: bool) -> ImportedDataset:
     text = pretraining or _type(entry) in TEXTS
     text_key = entry.get("text_column" if "text_column" in entry else "field") or "text"
     inputs = data.located(entry.get("path"), entry.get("data_files"), entry.get("name"))
@@ -120,7 +120,7 @@ def _dataset(entry: dict[str, Any], source: Source, pretraining: bool) -> Datase
         others.append("the format of its type, in whose place the tokenizer's chat template is")
     if entry.get("data_files") and inputs[0].startswith("hf:"):
         others.append(f"data_files = {show(entry['data_files'])}")
-    return Dataset(
+    return ImportedDataset(
         inputs,
         text=text,
         text_key=str(text_key),
@@ -153,7 +153,7 @@ def _keys(entry: dict[str, Any]) -> tuple[str, ...]:
     return (*found, *KEYS.get(str(_type(entry)), ()))
 
 
-def _of_conversations(source: Source) -> list[str]:
+def _of_conversations(source: ImportedFile) -> list[str]:
     """Longer conversations are dropped by default, as in a run here."""
     length = source.size("sequence_len")
     cut = word(source.get("excess_length_strategy")) == "TRUNCATE" and length

@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from megalite.config.schema import ConfigError
-from megalite.importers.verdict import Row, Source, Table, Verdict, honoured, lost
+from megalite.importers.verdict import ImportedFile, KeyRule, Table, Verdict, honoured, lost
 
 
 class Batch(NamedTuple):
@@ -17,7 +17,7 @@ class Batch(NamedTuple):
     micro: str
     steps: str
 
-    def options(self, source: Source) -> dict[str, int]:
+    def options(self, source: ImportedFile) -> dict[str, int]:
         """The batch sizes that are known. Raises ConfigError if they contradict each other."""
         total, micro, steps = map(source.size, self)
         if self.steps not in source.leaves | source.defaults and not (total and micro):
@@ -44,7 +44,7 @@ class Batch(NamedTuple):
             if size
         }
 
-    def micro_batch(self, value: Any, source: Source) -> Verdict:
+    def micro_batch(self, value: Any, source: ImportedFile) -> Verdict:
         """The verdict on the micro-batch. Where nothing else asks for the ranks, which the global batch
         depends on, this does."""
         options = {"train.micro_batch_size": value, **self.options(source)}
@@ -53,7 +53,7 @@ class Batch(NamedTuple):
             return honoured(options)
         return Verdict("open", options, f"set train.global_batch_size to {value} * parallel.dp")
 
-    def accumulation(self, value: Any, source: Source) -> Verdict:
+    def accumulation(self, value: Any, source: ImportedFile) -> Verdict:
         """The verdict on the accumulation steps: the global batch, or the formula that gives it."""
         options, total, micro = self.options(source), source.size(self.total), source.size(self.micro)
         if len(options) == 2:
@@ -68,9 +68,9 @@ class Batch(NamedTuple):
     def table(self) -> Table:
         """The rows of the three keys; an unused key is empty."""
         rows = {
-            self.steps: Row(self.accumulation, "train.global_batch_size"),
-            self.micro: Row(self.micro_batch, "train.micro_batch_size"),
-            self.total: Row(
+            self.steps: KeyRule(self.accumulation, "train.global_batch_size"),
+            self.micro: KeyRule(self.micro_batch, "train.micro_batch_size"),
+            self.total: KeyRule(
                 lambda value, source: honoured({"train.global_batch_size": value, **self.options(source)}),
                 "train.global_batch_size",
             ),

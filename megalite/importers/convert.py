@@ -36,7 +36,18 @@ from megalite.importers import (
     torchtune,
 )
 from megalite.importers.reads import SHAPE, left_open, read_by
-from megalite.importers.verdict import Kind, Row, Source, Table, Verdict, harmless, left, lost, plain, row_of
+from megalite.importers.verdict import (
+    ImportedFile,
+    KeyRule,
+    Kind,
+    Table,
+    Verdict,
+    harmless,
+    left,
+    lost,
+    plain,
+    row_of,
+)
 
 
 class Project(Protocol):
@@ -46,9 +57,9 @@ class Project(Protocol):
     NAME: str
 
     def recognizes(self, leaves: dict[str, Any]) -> bool: ...
-    def ranks(self, source: Source) -> int | None: ...
-    def defaults(self, source: Source) -> dict[str, Any]: ...
-    def table(self, source: Source) -> Table: ...
+    def ranks(self, source: ImportedFile) -> int | None: ...
+    def defaults(self, source: ImportedFile) -> dict[str, Any]: ...
+    def table(self, source: ImportedFile) -> Table: ...
 
 
 PROJECTS: dict[str, Project] = {
@@ -153,7 +164,7 @@ def leaves_of(tree: Any) -> dict[str, Any]:
 def linked_file(tree: Any) -> str | None:
     """The DeepSpeed file named by an Accelerate configuration, a path relative to the configuration's
     directory; None if there is none."""
-    return accelerate.linked_file(Source(leaves_of(tree)))
+    return accelerate.linked_file(ImportedFile(leaves_of(tree)))
 
 
 def convert(tree: Any, dp: int | None = None, linked: Any = None, project: str | None = None) -> Imported:
@@ -166,9 +177,9 @@ def convert(tree: Any, dp: int | None = None, linked: Any = None, project: str |
     leaves = leaves_of(tree)
     module = PROJECTS[project or _project(leaves)]
     found = Imported(module.NAME)
-    source = _judge(found, module, Source(leaves, dp))
+    source = _judge(found, module, ImportedFile(leaves, dp))
     if linked is not None:
-        _judge(found, deepspeed, Source(leaves_of(linked), source.dp), f"{leaves[accelerate.LINKED]}: ")
+        _judge(found, deepspeed, ImportedFile(leaves_of(linked), source.dp), f"{leaves[accelerate.LINKED]}: ")
     _settle_auto(found)
     _doubt_defaults(found, source.unsettled())
     _check(found, source.dp)
@@ -207,7 +218,7 @@ def _project(leaves: dict[str, Any]) -> str:
     return found
 
 
-def _judge(found: Imported, module: Project, source: Source, prefix: str = "") -> Source:
+def _judge(found: Imported, module: Project, source: ImportedFile, prefix: str = "") -> ImportedFile:
     """Add every leaf of the file, and every default of a key that it does not have, to `found`; return the
     completed source."""
     written = source.leaves
@@ -237,7 +248,7 @@ def _judge(found: Imported, module: Project, source: Source, prefix: str = "") -
     return source
 
 
-def _verdict(value: Any, row: Row | None, module: Project, source: Source) -> Verdict:
+def _verdict(value: Any, row: KeyRule | None, module: Project, source: ImportedFile) -> Verdict:
     if value in (None, "", {}, []):
         return harmless("it is empty")
     if row is None:

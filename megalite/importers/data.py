@@ -18,7 +18,7 @@ FILE, HF_DIR = "FILE", "HF_DIR"
 
 
 @dataclass(frozen=True)
-class Dataset:
+class ImportedDataset:
     """A dataset as `megalite prepare` reads it.
 
     Attributes:
@@ -73,7 +73,10 @@ def located(name: object, files: object = None, configuration: object = None) ->
 
 
 def commands(
-    datasets: Sequence[Dataset], tokenizer: object, chat_options: Sequence[str] = (), output: str = "PREFIX"
+    datasets: Sequence[ImportedDataset],
+    tokenizer: object,
+    chat_options: Sequence[str] = (),
+    output: str = "PREFIX",
 ) -> list[str]:
     """A command for each group of datasets with the same options. chat_options: further options for
     conversations."""
@@ -92,7 +95,7 @@ def commands(
 
 
 def prepared(
-    datasets: Sequence[Dataset],
+    datasets: Sequence[ImportedDataset],
     tokenizer: object,
     chat_options: Sequence[str] = (),
     option: str = "data.train",

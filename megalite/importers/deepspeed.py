@@ -7,8 +7,8 @@ from typing import Any
 
 from megalite.importers.batch import Batch
 from megalite.importers.verdict import (
-    Row,
-    Source,
+    ImportedFile,
+    KeyRule,
     Table,
     Verdict,
     each,
@@ -56,11 +56,11 @@ def recognizes(leaves: dict[str, Any]) -> bool:
     return any(key.startswith(MARKS) for key in leaves)
 
 
-def ranks(source: Source) -> int | None:
+def ranks(source: ImportedFile) -> int | None:
     return source.dp
 
 
-def _learning_rate(value: Any, source: Source) -> Verdict:
+def _learning_rate(value: Any, source: ImportedFile) -> Verdict:
     replaced = source.get(f"{WARMUP}warmup_max_lr", default_warmup(source).get("warmup_max_lr"))
     return (
         honoured({"optimizer.lr": value})
@@ -69,7 +69,7 @@ def _learning_rate(value: Any, source: Source) -> Verdict:
     )
 
 
-def _minimum(value: Any, source: Source) -> Verdict:
+def _minimum(value: Any, source: ImportedFile) -> Verdict:
     adam = default_adam(source)
     lr = source.get(f"{ADAM}lr", adam["lr"]) if adam else None
     if {type(lr), type(value)} <= {int, float}:
@@ -77,15 +77,15 @@ def _minimum(value: Any, source: Source) -> Verdict:
     return lost("it is a fraction of a learning rate that the file leaves open: set optimizer.min_lr")
 
 
-def _weight_decay(value: Any, source: Source) -> Verdict:
+def _weight_decay(value: Any, source: ImportedFile) -> Verdict:
     return honoured({"optimizer.weight_decay": value}, "norms and biases never decay here" if value else "")
 
 
-def offload_parameters(stage: str, default: int) -> Row:
+def offload_parameters(stage: str, default: int) -> KeyRule:
     """The row of a parameter-offload key. stage: the key of the ZeRO stage, which must be 3; default: its
     default."""
 
-    def judge(value: Any, source: Source) -> Verdict:
+    def judge(value: Any, source: ImportedFile) -> Verdict:
         if word(value) in ("NONE", "FALSE"):
             return honoured({"parallel.offload_parameters": False})
         if source.word(stage, default) != "3":
@@ -97,14 +97,14 @@ def offload_parameters(stage: str, default: int) -> Row:
             "weights go to CPU memory, not to disk" if word(value) == "NVME" else "",
         )
 
-    return Row(judge, "parallel.offload_parameters")
+    return KeyRule(judge, "parallel.offload_parameters")
 
 
-def nvme_path(device: str) -> Row:
+def nvme_path(device: str) -> KeyRule:
     """The row of an offload directory. device: the key of the device; the directory is used only if that is
     NVME."""
     away = harmless("nothing is offloaded to disk")
-    return Row(
+    return KeyRule(
         lambda value, source: (
             honoured({"parallel.offload_dir": value}) if source.word(device) == "NVME" else away
         )
@@ -142,7 +142,7 @@ TABLE: Table = {
     f"{ZERO}cpu_offload": OFFLOAD,
     f"{ZERO}cpu_offload_param": offload_parameters(f"{ZERO}stage", 0),
     **each(ZERO, "offload_optimizer.* offload_param.* cpu_offload_use_pin_memory", never(TRANSFERS)),
-    f"{ZERO}mics_shard_size": Row(
+    f"{ZERO}mics_shard_size": KeyRule(
         lambda size, _: harmless("it is off") if size == -1 else honoured({"parallel.dp_shard": size})
     ),
     f"{ZERO}zero_hpz_partition_size": only(
@@ -202,9 +202,9 @@ TABLE: Table = {
         "parallel.reduce_dtype is wide (fp32) or bf16",
     ),
     "optimizer.type": optimizer("ADAM ADAMW"),
-    f"{ADAM}lr": Row(_learning_rate, "optimizer.lr"),
+    f"{ADAM}lr": KeyRule(_learning_rate, "optimizer.lr"),
     **{f"{ADAM}{key}": sets(f"optimizer.{key}") for key in ("betas", "eps")},
-    f"{ADAM}weight_decay": Row(_weight_decay, "optimizer.weight_decay"),
+    f"{ADAM}weight_decay": KeyRule(_weight_decay, "optimizer.weight_decay"),
     f"{ADAM}max_grad_norm": sets("train.grad_clip"),
     f"{ADAM}adam_w_mode": only(
         "TRUE", "weight decay is decoupled here (AdamW): set optimizer.weight_decay to fit"
@@ -224,7 +224,7 @@ TABLE: Table = {
     f"{WARMUP}warmup_max_lr": sets("optimizer.lr"),
     f"{WARMUP}warmup_num_steps": sets("optimizer.warmup_steps"),
     f"{WARMUP}total_num_steps": sets("train.steps"),
-    f"{WARMUP}cos_min_ratio": Row(_minimum, "optimizer.min_lr"),
+    f"{WARMUP}cos_min_ratio": KeyRule(_minimum, "optimizer.min_lr"),
     f"{WARMUP}warmup_type": only("LINEAR", "warm-up is linear here: set optimizer.warmup_steps to fit"),
     **each(
         WARMUP,
@@ -274,7 +274,7 @@ TABLE: Table = {
 }
 
 
-def _muon_lr(value: Any, source: Source) -> Verdict:
+def _muon_lr(value: Any, source: ImportedFile) -> Verdict:
     """The rate of all tensors, but for those that adam_lr or muon_lr is for."""
     rest = {
         option: value
@@ -286,11 +286,11 @@ def _muon_lr(value: Any, source: Source) -> Verdict:
 
 DECAYS = ("optimizer.weight_decay", "muon.weight_decay")
 MUON: Table = {
-    f"{ADAM}lr": Row(_muon_lr, "muon.lr"),
+    f"{ADAM}lr": KeyRule(_muon_lr, "muon.lr"),
     f"{ADAM}muon_lr": sets("muon.lr"),
     f"{ADAM}adam_lr": sets("optimizer.lr"),
     f"{ADAM}momentum": sets("muon.momentum"),
-    f"{ADAM}weight_decay": Row(
+    f"{ADAM}weight_decay": KeyRule(
         lambda value, _: honoured({"optimizer.weight_decay": value, "muon.weight_decay": value}),
         "muon.weight_decay",
     ),
@@ -298,7 +298,7 @@ MUON: Table = {
 """Rows of the parameters of Muon, which updates the matrices, and of the Adam beside it."""
 
 
-def table(source: Source) -> Table:
+def table(source: ImportedFile) -> Table:
     """The rows for this file's keys. Parameters of optimizers other than Adam and Muon are lost; keys of
     sections that are off are harmless."""
     rows, name = dict(TABLE), source.get("optimizer.type", "AdamW")
@@ -306,7 +306,7 @@ def table(source: Source) -> Table:
         rows |= MUON
     for key in source.leaves:
         if key.startswith(ADAM) and word(name) not in ("ADAM", "ADAMW", "MUON"):
-            rows[key] = Row(lambda value, _: lost(f"it is meant for {name}: set optimizer.* for AdamW"))
+            rows[key] = KeyRule(lambda value, _: lost(f"it is meant for {name}: set optimizer.* for AdamW"))
         section = next(
             (part for part in _sections(key) if source.word(f"{part}.enabled", part not in OFF) == "FALSE"),
             None,
@@ -321,7 +321,7 @@ def _sections(key: str) -> list[str]:
     return [key[:end] for end, letter in enumerate(key) if letter == "."]
 
 
-def defaults(source: Source) -> dict[str, Any]:
+def defaults(source: ImportedFile) -> dict[str, Any]:
     """DeepSpeed's defaults that differ from ours; those of the optimizer and the schedule if the file chooses
     one."""
     # in old versions true meant stage 1
@@ -332,12 +332,12 @@ def defaults(source: Source) -> dict[str, Any]:
     return found | {WARMUP + key: value for key, value in default_warmup(source).items()}
 
 
-def default_adam(source: Source) -> dict[str, Any]:
+def default_adam(source: ImportedFile) -> dict[str, Any]:
     adam = source.word("optimizer.type") in ("ADAM", "ADAMW")
     return {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0} if adam else {}
 
 
-def default_warmup(source: Source) -> dict[str, Any]:
+def default_warmup(source: ImportedFile) -> dict[str, Any]:
     own = {
         "WARMUPLR": {},
         "WARMUPDECAYLR": {"warmup_max_lr": 1e-3},

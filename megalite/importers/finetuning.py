@@ -9,8 +9,8 @@ from typing import Any
 from megalite.config.schema import ConfigError
 from megalite.families.peft_names import with_own_names
 from megalite.importers.verdict import (
-    Row,
-    Source,
+    ImportedFile,
+    KeyRule,
     Table,
     Verdict,
     each,
@@ -76,13 +76,13 @@ OBJECTIVE = "training is on the next token alone: there is no reward, preference
 VALIDATION = "there is no validation data yet: set data.validation, and then this"
 
 
-def base_model(value: Any, source: Source) -> Verdict:
+def base_model(value: Any, source: ImportedFile) -> Verdict:
     """Shape and weights of a Hugging Face model; the shape alone where the run starts from random weights."""
     random = any(source.on(key) for key in FROM_SCRATCH)
     return honoured({"model.from_hf": value, "model.init_from": "none" if random else f"hf:{value}"})
 
 
-def _named(option: str, value: Any, own: dict[str, str], source: Source) -> tuple[list[str], list[str]]:
+def _named(option: str, value: Any, own: dict[str, str], source: ImportedFile) -> tuple[list[str], list[str]]:
     """Our names of those in a list, or separated by commas, and the names that an adapter can not have.
 
     Names that only some families have, for example of fused projections, stay as they are: `megalite train`
@@ -100,7 +100,7 @@ def _named(option: str, value: Any, own: dict[str, str], source: Source) -> tupl
     return [*dict.fromkeys(found)], unknown
 
 
-def targets(value: Any, source: Source) -> Verdict:
+def targets(value: Any, source: ImportedFile) -> Verdict:
     """Names of projections, in a list or separated by commas."""
     names = value if isinstance(value, list) else str(value).split(",")
     names = [str(name).strip() for name in names]
@@ -112,7 +112,7 @@ def targets(value: Any, source: Source) -> Verdict:
     return honoured({"lora.targets": known}, f"{', '.join(unknown)} can not have adapters" if unknown else "")
 
 
-def modules_to_save(value: Any, source: Source) -> Verdict:
+def modules_to_save(value: Any, source: ImportedFile) -> Verdict:
     """Modules trained in full, in a list or separated by commas."""
     known, unknown = _named("lora.modules_to_save", value, SAVED, source)
     if not known:
@@ -120,13 +120,13 @@ def modules_to_save(value: Any, source: Source) -> Verdict:
     return honoured({"lora.modules_to_save": known}, f"not {', '.join(unknown)}" if unknown else "")
 
 
-def epochs(limit: str) -> Row:
+def epochs(limit: str) -> KeyRule:
     """The row of the number of epochs; `limit` is the key of a number of steps, which replaces it."""
 
-    def judge(value: Any, source: Source) -> Verdict:
+    def judge(value: Any, source: ImportedFile) -> Verdict:
         return harmless(f"{limit} replaces it") if source.size(limit) else honoured({"train.epochs": value})
 
-    return Row(judge, "train.epochs")
+    return KeyRule(judge, "train.epochs")
 
 
 def share(value: Any) -> dict[str, Any]:
@@ -134,18 +134,18 @@ def share(value: Any) -> dict[str, Any]:
     return {"optimizer.warmup_steps": f"{100 * value:.6g}%" if type(value) in (int, float) else value}
 
 
-def warmup_steps(value: Any, source: Source) -> Verdict:
+def warmup_steps(value: Any, source: ImportedFile) -> Verdict:
     """A number of steps, or below 1 a share of them."""
     return honoured(
         share(value) if type(value) is float and 0 < value < 1 else {"optimizer.warmup_steps": value}
     )
 
 
-def warmup_ratio(value: Any, source: Source) -> Verdict:
+def warmup_ratio(value: Any, source: ImportedFile) -> Verdict:
     return harmless("warmup_steps replaces it") if source.number("warmup_steps") else honoured(share(value))
 
 
-def decay(value: Any, source: Source) -> Verdict:
+def decay(value: Any, source: ImportedFile) -> Verdict:
     found = DECAYS.get(word(value))
     return (
         honoured({"optimizer.decay": found})
@@ -154,7 +154,7 @@ def decay(value: Any, source: Source) -> Verdict:
     )
 
 
-def optimizer(value: Any, source: Source) -> Verdict:
+def optimizer(value: Any, source: ImportedFile) -> Verdict:
     name = word(value)
     if name in ADAMS:
         return harmless("AdamW is the optimizer here")
@@ -165,7 +165,7 @@ def optimizer(value: Any, source: Source) -> Verdict:
     return lost("optimizer.name is adamw or muon: set optimizer.* for the nearest")
 
 
-def muon(source: Source) -> dict[str, Any]:
+def muon(source: ImportedFile) -> dict[str, Any]:
     """Muon as axolotl and LLaMA-Factory run it: one rate for all tensors, with updates of matrices as large
     as AdamW's."""
     found = {
@@ -176,34 +176,34 @@ def muon(source: Source) -> dict[str, Any]:
     return {"optimizer.name": "muon", "muon.adjust_lr": "match_rms_adamw"} | given
 
 
-def betas(first: str, second: str) -> Row:
-    def judge(value: Any, source: Source) -> Verdict:
+def betas(first: str, second: str) -> KeyRule:
+    def judge(value: Any, source: ImportedFile) -> Verdict:
         return honoured({"optimizer.betas": [source.get(first, 0.9), source.get(second, 0.999)]})
 
-    return Row(judge, "optimizer.betas")
+    return KeyRule(judge, "optimizer.betas")
 
 
-def steps(option: str, per_epoch: bool = False) -> Row:
+def steps(option: str, per_epoch: bool = False) -> KeyRule:
     """A row for a number of steps; a share of the steps, or a number per epoch, is left open."""
 
-    def judge(value: Any, source: Source) -> Verdict:
+    def judge(value: Any, source: ImportedFile) -> Verdict:
         if per_epoch and value:
             return left(f"set {option} to the steps of an epoch / {value}")
         if type(value) is float and 0 < value < 1:
             return left(f"set {option} to {value} * train.steps")
         return harmless("it is off") if word(value) in ("-1", "0", "FALSE") else honoured({option: value})
 
-    return Row(judge, option)
+    return KeyRule(judge, option)
 
 
-def _holds_out(source: Source) -> bool:
+def _holds_out(source: ImportedFile) -> bool:
     """Whether there is data for validation: a share of the training data, or other data."""
     return any(0 < (source.number(key) or 0) < 1 for key in HELD_OUT) or any(
         source.get(key) for key in VALIDATED
     )
 
 
-def _eval_strategy(value: Any, source: Source) -> Verdict:
+def _eval_strategy(value: Any, source: ImportedFile) -> Verdict:
     if word(value) in ("NO", "FALSE"):
         return harmless("nothing is validated without validation.interval")
     if not _holds_out(source):
@@ -215,7 +215,7 @@ def _eval_strategy(value: Any, source: Source) -> Verdict:
     )
 
 
-def _eval_steps(value: Any, source: Source) -> Verdict:
+def _eval_steps(value: Any, source: ImportedFile) -> Verdict:
     strategy = source.word("eval_strategy", source.get("evaluation_strategy", "steps"))
     if strategy != "STEPS":
         return harmless(f"eval_strategy is {strategy.lower()}")
@@ -226,15 +226,15 @@ def _eval_steps(value: Any, source: Source) -> Verdict:
     )
 
 
-def switch(option: str, on: Any) -> Row:
+def switch(option: str, on: Any) -> KeyRule:
     """A row for a switch that sets the option to `on`."""
-    return Row(
+    return KeyRule(
         lambda value, source: honoured({option: on}) if word(value) == "TRUE" else harmless("it is off"),
         option,
     )
 
 
-def recompute(value: Any, source: Source) -> Verdict:
+def recompute(value: Any, source: ImportedFile) -> Verdict:
     """Activations can be offloaded there, too."""
     if word(value) in ("FALSE", "NONE"):
         return honoured({"train.recompute": "none"})
@@ -251,12 +251,12 @@ TEMPLATE = to_do(
 )
 
 
-def _deepspeed(value: Any, source: Source) -> Verdict:
+def _deepspeed(value: Any, source: ImportedFile) -> Verdict:
     command = f"megalite import-config deepspeed {shlex.quote(str(value))} > deepspeed.yaml"
     return left(f"translate that file too, `{command}`, and give both with --config")
 
 
-def _least_rate(value: Any, source: Source) -> Verdict:
+def _least_rate(value: Any, source: ImportedFile) -> Verdict:
     """The learning rate at the end, as a share of the first one."""
     lr = source.number("learning_rate")
     if lr is None or type(value) not in (int, float):
@@ -264,7 +264,7 @@ def _least_rate(value: Any, source: Source) -> Verdict:
     return honoured({"optimizer.min_lr": rounded(value * lr)})
 
 
-def _decay_steps(value: Any, source: Source) -> Verdict:
+def _decay_steps(value: Any, source: ImportedFile) -> Verdict:
     steps = source.size("max_steps")
     if not steps or type(value) is not int:
         return left(f"set optimizer.wsd_decay_fraction to {value} / train.steps")
@@ -274,8 +274,8 @@ def _decay_steps(value: Any, source: Source) -> Verdict:
 SCHEDULE = "lr_scheduler_kwargs."
 TRAINER: Table = {
     f"{SCHEDULE}min_lr": sets("optimizer.min_lr"),
-    **each(SCHEDULE, "min_lr_rate min_lr_ratio", Row(_least_rate, "optimizer.min_lr")),
-    f"{SCHEDULE}num_decay_steps": Row(_decay_steps, "optimizer.wsd_decay_fraction"),
+    **each(SCHEDULE, "min_lr_rate min_lr_ratio", KeyRule(_least_rate, "optimizer.min_lr")),
+    f"{SCHEDULE}num_decay_steps": KeyRule(_decay_steps, "optimizer.wsd_decay_fraction"),
     f"{SCHEDULE}num_stable_steps": never("the decay begins optimizer.wsd_decay_fraction before the end"),
     f"{SCHEDULE}decay_type": only("LINEAR", "the decay of wsd is linear"),
     f"{SCHEDULE}*": missing("optimizer.decay has no further choices"),
@@ -285,8 +285,8 @@ TRAINER: Table = {
     "adam_epsilon": sets("optimizer.eps"),
     **each("", "adam_beta1 adam_beta2", betas("adam_beta1", "adam_beta2")),
     "max_steps": steps("train.steps"),
-    "warmup_steps": Row(warmup_steps, "optimizer.warmup_steps"),
-    "warmup_ratio": Row(warmup_ratio, "optimizer.warmup_steps"),
+    "warmup_steps": KeyRule(warmup_steps, "optimizer.warmup_steps"),
+    "warmup_ratio": KeyRule(warmup_ratio, "optimizer.warmup_steps"),
     "seed": sets("run.seed"),
     "output_dir": sets("run.dir", roughly="the run's own directory is run.dir/run.name"),
     "logging_steps": steps("logging.interval"),
@@ -298,15 +298,15 @@ TRAINER: Table = {
     "save_only_model": missing(
         "a checkpoint has all that a resume needs; `megalite convert export` writes the model alone"
     ),
-    "eval_steps": Row(_eval_steps, "validation.interval"),
-    **each("", "eval_strategy evaluation_strategy", Row(_eval_strategy, "validation.interval")),
+    "eval_steps": KeyRule(_eval_steps, "validation.interval"),
+    **each("", "eval_strategy evaluation_strategy", KeyRule(_eval_strategy, "validation.interval")),
     "eval_on_start": missing("validation.interval says when"),
     **each(
         "",
         "per_device_eval_batch_size eval_batch_size eval_accumulation_steps",
         never("validation has the training's batch"),
     ),
-    "resume_from_checkpoint": Row(
+    "resume_from_checkpoint": KeyRule(
         lambda value, _: (
             harmless("checkpoint.load: auto resumes the run in its directory")
             if type(value) is bool
@@ -317,9 +317,9 @@ TRAINER: Table = {
         )
     ),
     "overwrite_output_dir": sets("run.overwrite"),
-    "ddp_timeout": Row(lambda value, _: honoured({"run.timeout": f"{value}s"}), "run.timeout"),
+    "ddp_timeout": KeyRule(lambda value, _: honoured({"run.timeout": f"{value}s"}), "run.timeout"),
     "run_name": sets("run.name"),
-    "report_to": Row(
+    "report_to": KeyRule(
         lambda value, _: (
             honoured({"logging.tensorboard": True})
             if "tensorboard" in str(value)
@@ -330,12 +330,12 @@ TRAINER: Table = {
             )
         )
     ),
-    "deepspeed": Row(_deepspeed),
+    "deepspeed": KeyRule(_deepspeed),
     "neftune_noise_alpha": missing("embeddings have no noise: model.embedding_dropout is nearest"),
     "label_smoothing_factor": sets("train.label_smoothing"),
     "group_by_length": missing("data.packing fills rows whatever the lengths"),
     "tf32": never("torch's own setting holds"),
-    "torch_compile": Row(
+    "torch_compile": KeyRule(
         lambda value, _: honoured({"train.compile": word(value) in ("TRUE", "AUTO")}), "train.compile"
     ),
     "torch_compile_*": never("train.compile has no further choices"),

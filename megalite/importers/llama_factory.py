@@ -6,10 +6,10 @@ from typing import Any
 
 from megalite.importers import data, finetuning
 from megalite.importers.batch import Batch
-from megalite.importers.data import Dataset
+from megalite.importers.data import ImportedDataset
 from megalite.importers.verdict import (
-    Row,
-    Source,
+    ImportedFile,
+    KeyRule,
     Table,
     Verdict,
     each,
@@ -34,11 +34,11 @@ def recognizes(leaves: dict[str, Any]) -> bool:
     return "model_name_or_path" in leaves and any(key in leaves for key in MARKS)
 
 
-def ranks(source: Source) -> int | None:
+def ranks(source: ImportedFile) -> int | None:
     return source.dp
 
 
-def _method(value: Any, source: Source) -> Verdict:
+def _method(value: Any, source: ImportedFile) -> Verdict:
     if word(value) == "FULL":
         return honoured({"lora.rank": 0})
     return (
@@ -48,24 +48,24 @@ def _method(value: Any, source: Source) -> Verdict:
     )
 
 
-def _adapter(row: Row) -> Row:
+def _adapter(row: KeyRule) -> KeyRule:
     """A row that counts only for finetuning_type lora."""
     off = harmless("there is no adapter")
-    return Row(
+    return KeyRule(
         lambda value, source: row.judge(value, source) if source.word("finetuning_type") == "LORA" else off,
         row.option,
     )
 
 
-def _stage(value: Any, source: Source) -> Verdict:
+def _stage(value: Any, source: ImportedFile) -> Verdict:
     return harmless("it is so here") if word(value) in ("SFT", "PT") else lost(finetuning.OBJECTIVE)
 
 
-def _is_text(source: Source) -> bool:
+def _is_text(source: ImportedFile) -> bool:
     return source.word("stage") == "PT"
 
 
-def _datasets(value: Any, source: Source) -> Verdict:
+def _datasets(value: Any, source: ImportedFile) -> Verdict:
     """Names of dataset_info.json, which has their files."""
     if source.word("stage", "sft") not in ("SFT", "PT"):
         return lost("it has preferences or prompts for rewards, which are not trained on")
@@ -78,7 +78,9 @@ def _datasets(value: Any, source: Source) -> Verdict:
         if source.on(key)
     ]
     options = [word for part in chosen[:1] for word in part]
-    verdict = data.prepared([Dataset(text=_is_text(source))], source.get("model_name_or_path"), options)
+    verdict = data.prepared(
+        [ImportedDataset(text=_is_text(source))], source.get("model_name_or_path"), options
+    )
     where = f"{source.get('dataset_dir', 'data')}/dataset_info.json"
     return verdict._replace(
         why=f"{verdict.why}; FILE is the file, or hf:NAME, that {where} gives for {names}, several with a "
@@ -86,7 +88,7 @@ def _datasets(value: Any, source: Source) -> Verdict:
     )
 
 
-def _validation(value: Any, source: Source) -> Verdict:
+def _validation(value: Any, source: ImportedFile) -> Verdict:
     """A share of the data, or a number of examples."""
     if not value:
         return harmless("nothing is validated, as here")
@@ -97,7 +99,7 @@ def _validation(value: Any, source: Source) -> Verdict:
     )
 
 
-def _packing(value: Any, source: Source) -> Verdict:
+def _packing(value: Any, source: ImportedFile) -> Verdict:
     """packing lets conversations attend to each other; neat_packing, which turns packing on, does not. Text
     is packed by default."""
     on = source.on("packing") or source.on("neat_packing")
@@ -108,17 +110,17 @@ def _packing(value: Any, source: Source) -> Verdict:
     return data.packing(value, _is_text(source), document_mask=source.on("neat_packing"))
 
 
-def _length(value: Any, source: Source) -> Verdict:
+def _length(value: Any, source: ImportedFile) -> Verdict:
     """A packed row of conversations there has cutoff_len tokens, of which the last one is only predicted."""
     packed = (source.on("packing") or source.on("neat_packing")) and not _is_text(source)
     return honoured({"data.sequence_length": value - 1 if packed and type(value) is int else value})
 
 
-def _recompute(value: Any, source: Source) -> Verdict:
+def _recompute(value: Any, source: ImportedFile) -> Verdict:
     return honoured({"train.recompute": "none" if word(value) == "TRUE" else "full"})
 
 
-def _resize(value: Any, source: Source) -> Verdict:
+def _resize(value: Any, source: ImportedFile) -> Verdict:
     if word(value) != "TRUE":
         return harmless("it is off")
     return honoured({"model.resize_embeddings": "mean"}, "new rows are the mean there, with noise")
@@ -127,7 +129,7 @@ def _resize(value: Any, source: Source) -> Verdict:
 TABLE: Table = {
     **finetuning.TRAINER,
     **BATCH.table(),
-    "model_name_or_path": Row(finetuning.base_model, "model.from_hf"),
+    "model_name_or_path": KeyRule(finetuning.base_model, "model.from_hf"),
     **each(
         "",
         "trust_remote_code use_fast_tokenizer cache_dir low_cpu_mem_usage",
@@ -135,7 +137,7 @@ TABLE: Table = {
     ),
     "adapter_name_or_path": sets("lora.init_from"),
     "model_revision": only("MAIN", "fetch that revision, and set model.from_hf to its directory"),
-    "resize_vocab": Row(_resize, "model.resize_embeddings"),
+    "resize_vocab": KeyRule(_resize, "model.resize_embeddings"),
     **each(
         "",
         "add_tokens add_special_tokens new_special_tokens new_special_tokens_config",
@@ -151,23 +153,23 @@ TABLE: Table = {
         "flash_attn use_unsloth* enable_liger_kernel use_kv_cache use_v1_kernels",
         never(finetuning.KERNELS),
     ),
-    "disable_gradient_checkpointing": Row(_recompute, "train.recompute"),
+    "disable_gradient_checkpointing": KeyRule(_recompute, "train.recompute"),
     "use_reentrant_gc": never("train.recompute has no further choices"),
     **each("", "upcast_layernorm upcast_lmhead_output", never("norms and the loss are computed in fp32")),
     "train_from_scratch": never("model.init_from: none is set for it"),
     **each("", "quantization_* double_quantization", missing(finetuning.QUANTIZED)),
-    "stage": Row(_stage),
+    "stage": KeyRule(_stage),
     **each(
         "",
         "do_train do_eval do_predict predict_with_generate",
         never("`megalite train` trains, `megalite evaluate` evaluates"),
     ),
-    "finetuning_type": Row(_method, "lora.rank"),
+    "finetuning_type": KeyRule(_method, "lora.rank"),
     "lora_rank": _adapter(sets("lora.rank")),
     "lora_alpha": _adapter(sets("lora.alpha")),
     "lora_dropout": _adapter(sets("lora.dropout")),
-    "lora_target": _adapter(Row(finetuning.targets, "lora.targets")),
-    "additional_target": _adapter(Row(finetuning.modules_to_save, "lora.modules_to_save")),
+    "lora_target": _adapter(KeyRule(finetuning.targets, "lora.targets")),
+    "additional_target": _adapter(KeyRule(finetuning.modules_to_save, "lora.modules_to_save")),
     "use_dora": _adapter(finetuning.DORA),
     "use_rslora": _adapter(finetuning.RSLORA),
     **each(
@@ -175,20 +177,20 @@ TABLE: Table = {
         "loraplus_* pissa_* use_galore use_apollo use_badam use_adam_mini use_llama_pro",
         missing("AdamW trains, adapters start at zero"),
     ),
-    "use_muon": Row(
+    "use_muon": KeyRule(
         lambda value, source: honoured(finetuning.muon(source)) if value is True else harmless("it is off"),
         "optimizer.name",
     ),
     "create_new_adapter": missing("one adapter is trained"),
     "pure_bf16": missing("master weights are fp32: train.precision: bf16"),
-    "dataset": Row(_datasets, "data.train"),
-    "eval_dataset": Row(
+    "dataset": KeyRule(_datasets, "data.train"),
+    "eval_dataset": KeyRule(
         lambda *_: left("make token files of it in the same way, and set data.validation"), "data.validation"
     ),
     **each("", "dataset_dir media_dir tokenized_path", never("data.train names token files")),
     "template": finetuning.TEMPLATE,
     **each("", "tool_format default_system enable_thinking", finetuning.TEMPLATE),
-    "cutoff_len": Row(_length, "data.sequence_length"),
+    "cutoff_len": KeyRule(_length, "data.sequence_length"),
     **each("", "train_on_prompt mask_history", never("the command that prepares the data has it")),
     "streaming": never("token files are mapped into memory"),
     **each("", "mix_strategy interleave_probs", to_do("a blend is data.train: {PREFIX: weight}")),
@@ -198,11 +200,11 @@ TABLE: Table = {
         never("`megalite prepare` makes the data beforehand"),
     ),
     "max_samples": missing("cut the input of `megalite prepare`"),
-    "val_size": Row(_validation, "data.validation"),
-    **each("", "packing neat_packing", Row(_packing, "data.packing")),
+    "val_size": KeyRule(_validation, "data.validation"),
+    **each("", "packing neat_packing", KeyRule(_packing, "data.packing")),
     "num_train_epochs": finetuning.epochs("max_steps"),
-    "lr_scheduler_type": Row(finetuning.decay, "optimizer.decay"),
-    "optim": Row(finetuning.optimizer),
+    "lr_scheduler_type": KeyRule(finetuning.decay, "optimizer.decay"),
+    "optim": KeyRule(finetuning.optimizer),
     "bf16": finetuning.switch("train.precision", "bf16"),
     "fp16": finetuning.switch("train.precision", "fp16"),
     "fp8": missing("there is no float8: train.precision: bf16 is nearest"),
@@ -235,11 +237,11 @@ TABLE: Table = {
 }
 
 
-def table(source: Source) -> Table:
+def table(source: ImportedFile) -> Table:
     return TABLE
 
 
-def defaults(source: Source) -> dict[str, Any]:
+def defaults(source: ImportedFile) -> dict[str, Any]:
     """The defaults of LLaMA-Factory and of transformers' Trainer that differ from ours."""
     adapter = (
         {"lora_rank": 8, "lora_alpha": 2 * (source.size("lora_rank") or 8)}

@@ -15,8 +15,8 @@ from megalite.importers import finetuning, megatron_experts, megatron_latents, m
 from megalite.importers.batch import Batch
 from megalite.importers.megatron_script import LAUNCH, open_row, unknown_parts
 from megalite.importers.verdict import (
-    Row,
-    Source,
+    ImportedFile,
+    KeyRule,
     Table,
     Verdict,
     each,
@@ -98,7 +98,7 @@ def recognizes(leaves: dict[str, Any]) -> bool:
     return any(key in leaves for key in MARKS)
 
 
-def ranks(source: Source) -> int | None:
+def ranks(source: ImportedFile) -> int | None:
     """The launcher's processes, divided by tp, pp and cp; None if one of them is not known."""
     processes, parts = _world(source), [source.count(key) for key in (TP, PP, CP)]
     replica = math.prod(part or 0 for part in parts)
@@ -107,7 +107,7 @@ def ranks(source: Source) -> int | None:
     return source.dp
 
 
-def _world(source: Source) -> int | None:
+def _world(source: ImportedFile) -> int | None:
     """The number of processes: on each node times nodes, as torchrun or DeepSpeed have it, or in all, as
     Accelerate or Slurm."""
     for each_node, nodes in PROCESSES:
@@ -127,7 +127,7 @@ PROCESSES = (
 )
 
 
-def _processes(value: Any, source: Source) -> Verdict:
+def _processes(value: Any, source: ImportedFile) -> Verdict:
     return (
         honoured({"parallel.dp": source.dp})
         if source.dp
@@ -138,7 +138,7 @@ def _processes(value: Any, source: Source) -> Verdict:
 STRATEGIES = {"NO_SHARD": 0, "OPTIM": 1, "OPTIM_GRADS": 2, "OPTIM_GRADS_PARAMS": 3}
 
 
-def _zero(value: Any, source: Source) -> Verdict:
+def _zero(value: Any, source: ImportedFile) -> Verdict:
     """The distributed optimizer is ZeRO-1; FSDP shards by its strategy, which is no_shard by default."""
     if source.on("use-torch-fsdp2"):
         return honoured({"parallel.zero": 3})
@@ -148,7 +148,7 @@ def _zero(value: Any, source: Source) -> Verdict:
     return honoured({"parallel.zero": int(source.on("use-distributed-optimizer"))})
 
 
-def _instances(value: Any, source: Source) -> Verdict:
+def _instances(value: Any, source: ImportedFile) -> Verdict:
     if value == 1:
         return harmless("it is so here")
     cp = source.count(CP)
@@ -157,7 +157,7 @@ def _instances(value: Any, source: Source) -> Verdict:
     return left(f"set parallel.dp_shard to parallel.dp / {value}")
 
 
-def _virtual(value: Any, source: Source) -> Verdict:
+def _virtual(value: Any, source: ImportedFile) -> Verdict:
     """Stages per rank, or layers per stage."""
     layers, stages = source.size("num-layers"), source.count(PP)
     per_rank = source.size("num-virtual-stages-per-pipeline-rank")
@@ -173,7 +173,7 @@ def _virtual(value: Any, source: Source) -> Verdict:
     return honoured({"parallel.schedule": "interleaved", "parallel.virtual_stages": per_rank})
 
 
-def _partition(value: Any, source: Source) -> Verdict:
+def _partition(value: Any, source: ImportedFile) -> Verdict:
     """Layers of the first and of the last stage; the others share the rest evenly."""
     layers, stages = source.size("num-layers"), source.count(PP) or 0
     first, last = (source.size(f"decoder-{place}-pipeline-num-layers") for place in ("first", "last"))
@@ -190,7 +190,7 @@ def _partition(value: Any, source: Source) -> Verdict:
     )
 
 
-def _ramp(source: Source) -> TrainConfig | None:
+def _ramp(source: ImportedFile) -> TrainConfig | None:
     """The batch sizes of a run that starts with smaller ones; None if it does not."""
     ramp, batch = source.get(RAMP), source.size(BATCH.total)
     if not batch or not isinstance(ramp, list) or not all(type(part) is int for part in ramp):
@@ -199,7 +199,7 @@ def _ramp(source: Source) -> TrainConfig | None:
     return None if rampup.problem(train) else train
 
 
-def _train_samples(value: Any, source: Source) -> Verdict:
+def _train_samples(value: Any, source: ImportedFile) -> Verdict:
     """The steps that read so many samples, also with batches that grow."""
     ramp = _ramp(source)
     if ramp is None or type(value) is not int or value < 1:
@@ -211,15 +211,15 @@ def _train_samples(value: Any, source: Source) -> Verdict:
     )
 
 
-def _steps(source: Source) -> int | None:
+def _steps(source: ImportedFile) -> int | None:
     samples = source.get("train-samples")
     return source.size("train-iters") or _train_samples(samples, source).options.get("train.steps")
 
 
-def _samples(option: str) -> Row:
+def _samples(option: str) -> KeyRule:
     """A row for a number of samples, which is one of steps here."""
 
-    def judge(value: Any, source: Source) -> Verdict:
+    def judge(value: Any, source: ImportedFile) -> Verdict:
         batch = source.size(BATCH.total)
         if not batch or type(value) is not int:
             return left(f"set {option} to {value} / train.global_batch_size")
@@ -227,10 +227,10 @@ def _samples(option: str) -> Row:
             {option: value // batch}, "" if value % batch == 0 else "it is no whole number of steps"
         )
 
-    return Row(judge, option)
+    return KeyRule(judge, option)
 
 
-def _horizon(value: Any, source: Source) -> Verdict:
+def _horizon(value: Any, source: ImportedFile) -> Verdict:
     """The schedule ends with the run here."""
     steps, batch = _steps(source), source.size(BATCH.total)
     end = source.size("lr-decay-iters") or (batch and (source.size("lr-decay-samples") or 0) // batch)
@@ -242,7 +242,7 @@ def _horizon(value: Any, source: Source) -> Verdict:
     )
 
 
-def _warmup_fraction(value: Any, source: Source) -> Verdict:
+def _warmup_fraction(value: Any, source: ImportedFile) -> Verdict:
     """A share of the steps over which the rate decays."""
     batch, samples = source.size(BATCH.total), source.size("lr-decay-samples")
     decay = (
@@ -256,7 +256,7 @@ def _warmup_fraction(value: Any, source: Source) -> Verdict:
 STYLES = {"CONSTANT": "constant", "LINEAR": "linear", "COSINE": "cosine", "WSD": "wsd"}
 
 
-def _style(value: Any, source: Source) -> Verdict:
+def _style(value: Any, source: ImportedFile) -> Verdict:
     style, steps = STYLES.get(source.word("lr-decay-style")), _steps(source)
     if style is None:
         return lost("optimizer.decay is cosine, linear, wsd or constant: linear is nearest")
@@ -272,11 +272,11 @@ def _style(value: Any, source: Source) -> Verdict:
     )
 
 
-def _betas(value: Any, source: Source) -> Verdict:
+def _betas(value: Any, source: ImportedFile) -> Verdict:
     return honoured({"optimizer.betas": [source.get("adam-beta1"), source.get("adam-beta2")]})
 
 
-def _recompute(value: Any, source: Source) -> Verdict:
+def _recompute(value: Any, source: ImportedFile) -> Verdict:
     kind, method = source.word("recompute-granularity", "none"), source.word("recompute-method", "uniform")
     if source.on("recompute-activations") or kind == "SELECTIVE":
         return honoured({"train.recompute": "selective"})
@@ -291,7 +291,7 @@ def _recompute(value: Any, source: Source) -> Verdict:
     )
 
 
-def _modules(value: Any, source: Source) -> Verdict:
+def _modules(value: Any, source: ImportedFile) -> Verdict:
     if not source.on("recompute-activations") and source.word("recompute-granularity", "none") in (
         "NONE",
         "FULL",
@@ -304,7 +304,7 @@ def _modules(value: Any, source: Source) -> Verdict:
     )
 
 
-def _data(value: Any, source: Source) -> Verdict:
+def _data(value: Any, source: ImportedFile) -> Verdict:
     """PREFIX, or WEIGHT PREFIX WEIGHT PREFIX …; token files have the same format."""
     parts = value if isinstance(value, list) else [value]
     numbers = [type(part) in (int, float) for part in parts]
@@ -316,7 +316,7 @@ def _data(value: Any, source: Source) -> Verdict:
     return honoured({"data.train": value if isinstance(value, str) else [str(part) for part in parts]})
 
 
-def _split(value: Any, source: Source) -> Verdict:
+def _split(value: Any, source: ImportedFile) -> Verdict:
     """Shares of training, validation and test."""
     parts = [float(part) for part in re.findall(r"\d+\.?\d*|\.\d+", str(value))] + [0.0, 0.0]
     if not sum(parts):
@@ -333,26 +333,26 @@ def _split(value: Any, source: Source) -> Verdict:
     )
 
 
-def _validated(source: Source) -> bool:
+def _validated(source: ImportedFile) -> bool:
     return "valid-data-path" in source.leaves or (
         "data-path" in source.leaves and bool(_split(source.get("split"), source).options)
     )
 
 
-def _validation(option: str) -> Row:
+def _validation(option: str) -> KeyRule:
     off = harmless("without validation data nothing is validated")
-    return Row(
+    return KeyRule(
         lambda value, source: honoured({option: value}) if _validated(source) and value else off, option
     )
 
 
-def _documents(value: Any, source: Source) -> Verdict:
+def _documents(value: Any, source: ImportedFile) -> Verdict:
     if source.on("reset-position-ids") and source.on("reset-attention-mask"):
         return honoured({"data.reset_positions": True})
     return lost("data.reset_positions does both, positions and attention")
 
 
-def _load(value: Any, source: Source) -> Verdict:
+def _load(value: Any, source: ImportedFile) -> Verdict:
     if value == source.get("save"):
         return harmless("checkpoint.load: auto resumes the run, as here")
     return left(
@@ -361,7 +361,7 @@ def _load(value: Any, source: Source) -> Verdict:
     )
 
 
-def _scale_power(value: Any, source: Source) -> Verdict:
+def _scale_power(value: Any, source: ImportedFile) -> Verdict:
     power = math.log2(value) if type(value) in (int, float) and value > 0 else 0.5
     return honoured(
         {"fp16.initial_scale_power": round(power)},
@@ -369,12 +369,12 @@ def _scale_power(value: Any, source: Source) -> Verdict:
     )
 
 
-def _has(source: Source, key: str) -> bool:
+def _has(source: ImportedFile, key: str) -> bool:
     """Whether a key is given, or may be given by what a script does not set."""
     return key in source.leaves or bool(source.unsettled())
 
 
-def _checkpoint_activations(value: Any, source: Source) -> Verdict:
+def _checkpoint_activations(value: Any, source: ImportedFile) -> Verdict:
     """The older names of full recomputation."""
     every = source.count("checkpoint-num-layers", 1) == 1
     return honoured(
@@ -397,7 +397,7 @@ TABLE: Table = {
     **megatron_latents.TABLE,
     **BATCH.table(),
     **megatron_script.TABLE,
-    **{f"{LAUNCH}{key}": Row(_processes, "parallel.dp") for key, _ in PROCESSES},
+    **{f"{LAUNCH}{key}": KeyRule(_processes, "parallel.dp") for key, _ in PROCESSES},
     TP: sets("parallel.tp"),
     PP: sets("parallel.pp"),
     CP: sets("parallel.cp"),
@@ -406,7 +406,7 @@ TABLE: Table = {
         {"P2P": "ring", "ALL_GATHER": "gather", "A2A": "ulysses"},
         "one method serves all layers and ranks: parallel.context is ulysses, gather or ring",
     ),
-    "sequence-parallel": Row(
+    "sequence-parallel": KeyRule(
         lambda value, source: (
             harmless("tp is 1") if source.count(TP) == 1 else honoured({"parallel.sequence_parallel": True})
         )
@@ -414,19 +414,19 @@ TABLE: Table = {
     **each(
         "",
         "use-distributed-optimizer use-megatron-fsdp use-custom-fsdp use-torch-fsdp2",
-        Row(_zero, "parallel.zero"),
+        KeyRule(_zero, "parallel.zero"),
     ),
-    "data-parallel-sharding-strategy": Row(_zero, "parallel.zero"),
-    "num-distributed-optimizer-instances": Row(_instances, "parallel.dp_shard"),
+    "data-parallel-sharding-strategy": KeyRule(_zero, "parallel.zero"),
+    "num-distributed-optimizer-instances": KeyRule(_instances, "parallel.dp_shard"),
     **each(
         "",
         "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank",
-        Row(_virtual, "parallel.virtual_stages"),
+        KeyRule(_virtual, "parallel.virtual_stages"),
     ),
     **each(
         "decoder-",
         "first-pipeline-num-layers last-pipeline-num-layers",
-        Row(_partition, "parallel.partition"),
+        KeyRule(_partition, "parallel.partition"),
     ),
     "pipeline-model-parallel-layout": missing("set parallel.partition to the number of layers of each stage"),
     **each(
@@ -436,14 +436,14 @@ TABLE: Table = {
     ),
     RAMP: sets("train.rampup_batch_size"),
     "train-iters": sets("train.steps"),
-    "train-samples": Row(_train_samples, "train.steps"),
+    "train-samples": KeyRule(_train_samples, "train.steps"),
     "lr": sets("optimizer.lr"),
     "min-lr": sets("optimizer.min_lr"),
-    **each("", "lr-decay-style lr-wsd-decay-style lr-wsd-decay-iters", Row(_style, "optimizer.decay")),
-    **each("", "lr-decay-iters lr-decay-samples", Row(_horizon, "train.steps")),
+    **each("", "lr-decay-style lr-wsd-decay-style lr-wsd-decay-iters", KeyRule(_style, "optimizer.decay")),
+    **each("", "lr-decay-iters lr-decay-samples", KeyRule(_horizon, "train.steps")),
     "lr-warmup-iters": sets("optimizer.warmup_steps"),
     "lr-warmup-samples": _samples("optimizer.warmup_steps"),
-    "lr-warmup-fraction": Row(_warmup_fraction, "optimizer.warmup_steps"),
+    "lr-warmup-fraction": KeyRule(_warmup_fraction, "optimizer.warmup_steps"),
     "lr-warmup-init": only("0", "warm-up starts at 0"),
     **each(
         "decoupled-", "lr min-lr", missing("embedding and head have the same rate as the rest: optimizer.lr")
@@ -453,7 +453,7 @@ TABLE: Table = {
         "set optimizer.name: muon for Muon, and muon.*; else AdamW, optimizer.*",
         "AdamW is the optimizer here",
     ),
-    **each("", "adam-beta1 adam-beta2", Row(_betas, "optimizer.betas")),
+    **each("", "adam-beta1 adam-beta2", KeyRule(_betas, "optimizer.betas")),
     "adam-eps": sets("optimizer.eps"),
     "weight-decay": sets("optimizer.weight_decay"),
     **each(
@@ -463,7 +463,7 @@ TABLE: Table = {
     "clip-grad": sets("train.grad_clip"),
     "bf16": sets("train.precision", {"TRUE": "bf16"}),
     "fp16": sets("train.precision", {"TRUE": "fp16"}),
-    "initial-loss-scale": Row(_scale_power, "fp16.initial_scale_power"),
+    "initial-loss-scale": KeyRule(_scale_power, "fp16.initial_scale_power"),
     "min-loss-scale": sets("fp16.min_loss_scale"),
     "loss-scale-window": sets("fp16.loss_scale_window"),
     "hysteresis": sets("fp16.hysteresis"),
@@ -473,7 +473,7 @@ TABLE: Table = {
         "gradients are accumulated in fp32 by default (train.grad_dtype)"
     ),
     "fp8-format": missing(FP8),
-    "fp8-*": Row(
+    "fp8-*": KeyRule(
         lambda value, source: (
             missing(FP8).judge(value, source)
             if _has(source, "fp8-format")
@@ -487,7 +487,7 @@ TABLE: Table = {
     **each(
         "",
         "checkpoint-activations activations-checkpoint-method",
-        Row(_checkpoint_activations, "train.recompute"),
+        KeyRule(_checkpoint_activations, "train.recompute"),
     ),
     "zero-stage": sets("parallel.zero"),
     "deepspeed-config": to_do("`megalite import-config` translates this file, too"),
@@ -499,27 +499,27 @@ TABLE: Table = {
     **each(
         "",
         "recompute-activations recompute-granularity recompute-method recompute-num-layers",
-        Row(_recompute, "train.recompute"),
+        KeyRule(_recompute, "train.recompute"),
     ),
-    "recompute-modules": Row(_modules, "train.recompute"),
+    "recompute-modules": KeyRule(_modules, "train.recompute"),
     "seed": sets("run.seed"),
     "deterministic-mode": sets("run.deterministic"),
-    "data-path": Row(_data, "data.train"),
-    "train-data-path": Row(_data, "data.train"),
-    "valid-data-path": Row(
+    "data-path": KeyRule(_data, "data.train"),
+    "train-data-path": KeyRule(_data, "data.train"),
+    "valid-data-path": KeyRule(
         lambda value, source: honoured({"data.validation": _data(value, source).options["data.train"]})
     ),
-    "split": Row(_split, "data.validation"),
+    "split": KeyRule(_split, "data.validation"),
     **each(
         "",
         "test-data-path mock-data data-args-path per-split-data-args-path",
         to_do("set data.train and data.validation"),
     ),
-    **each("", "reset-position-ids reset-attention-mask", Row(_documents, "data.reset_positions")),
+    **each("", "reset-position-ids reset-attention-mask", KeyRule(_documents, "data.reset_positions")),
     "eod-mask-loss": sets("data.eod_mask_loss"),
     **each("", "tokenizer-type tokenizer-model vocab-file merge-file tiktoken-*", never(TOKENS)),
     "save": sets("run.dir", roughly="the run's own directory is run.dir/run.name"),
-    "load": Row(_load, "checkpoint.load"),
+    "load": KeyRule(_load, "checkpoint.load"),
     **each(
         "", "finetune no-load-optim no-load-rng", to_do("model.init_from starts at step 0 with weights only")
     ),
@@ -530,17 +530,17 @@ TABLE: Table = {
         "ckpt-* auto-detect-ckpt-format use-dist-ckpt no-save-optim no-save-rng dist-ckpt-*",
         never(FORMAT),
     ),
-    "exit-duration-in-mins": Row(
+    "exit-duration-in-mins": KeyRule(
         lambda value, _: honoured({"train.stop_after": f"{value}m"}), "train.stop_after"
     ),
     "exit-interval": missing("train.stop_after, a duration, is nearest"),
-    "distributed-timeout-minutes": Row(
+    "distributed-timeout-minutes": KeyRule(
         lambda value, _: honoured({"run.timeout": f"{value}m"}), "run.timeout"
     ),
     "eval-interval": _validation("validation.interval"),
     "eval-iters": _validation("validation.batches"),
     "log-interval": sets("logging.interval"),
-    "tensorboard-dir": Row(
+    "tensorboard-dir": KeyRule(
         lambda value, _: honoured({"logging.tensorboard": True}, "it is in the run's directory"),
         "logging.tensorboard",
     ),
@@ -584,7 +584,7 @@ TABLE: Table = {
 }
 
 
-def table(source: Source) -> Table:
+def table(source: ImportedFile) -> Table:
     """The rows for these arguments: those with a value that is not known are left open."""
     rows = dict(TABLE)
     for key, value in source.leaves.items():
@@ -594,7 +594,7 @@ def table(source: Source) -> Table:
     return rows
 
 
-def defaults(source: Source) -> dict[str, Any]:
+def defaults(source: ImportedFile) -> dict[str, Any]:
     """Megatron-LM's defaults that differ from ours."""
     found = {
         **{

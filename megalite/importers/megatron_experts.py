@@ -10,8 +10,8 @@ import ast
 from typing import Any
 
 from megalite.importers.verdict import (
-    Row,
-    Source,
+    ImportedFile,
+    KeyRule,
     Table,
     Verdict,
     each,
@@ -89,14 +89,14 @@ def _list(node: ast.expr) -> Any:
     raise ValueError("another expression")
 
 
-def _mixtures(source: Source) -> int | None:
+def _mixtures(source: ImportedFile) -> int | None:
     """Number of layers with experts; None if it is not known."""
     layers = source.size("num-layers")
     found = pattern(source.get("moe-layer-freq", 1), layers) if layers else None
     return sum(found) if found else None
 
 
-def _layers(value: Any, source: Source) -> Verdict:
+def _layers(value: Any, source: ImportedFile) -> Verdict:
     layers = source.size("num-layers")
     found = pattern(value, layers) if layers else None
     if found is None:
@@ -112,7 +112,7 @@ def _kind(value: Any) -> str:
     return word(value[0] if isinstance(value, list) and len(value) == 1 else value)
 
 
-def _loss(value: Any, source: Source) -> Verdict:
+def _loss(value: Any, source: ImportedFile) -> Verdict:
     kind, layers = _kind(source.get(TYPE, "aux_loss")), _mixtures(source)
     if type(value) in (int, float) and value == 0:
         return harmless("there is no auxiliary loss, as here")
@@ -139,7 +139,7 @@ def _loss(value: Any, source: Source) -> Verdict:
     )
 
 
-def _balance(value: Any, source: Source) -> Verdict:
+def _balance(value: Any, source: ImportedFile) -> Verdict:
     if source.on(BIAS):
         return harmless(f"{BIAS} decides")
     kind = _kind(value)
@@ -150,18 +150,18 @@ def _balance(value: Any, source: Source) -> Verdict:
     return honoured({"model.router_balance": BALANCES[kind]})
 
 
-def _bias(value: Any, source: Source) -> Verdict:
+def _bias(value: Any, source: ImportedFile) -> Verdict:
     return honoured({"model.router_balance": "bias"}) if value is True else harmless("it is off")
 
 
-def _z_loss(value: Any, source: Source) -> Verdict:
+def _z_loss(value: Any, source: ImportedFile) -> Verdict:
     layers = _mixtures(source)
     if layers is None or type(value) not in (int, float):
         return lost(f"set model.router_z_loss_coef to {value} * the number of layers with experts")
     return honoured({"model.router_z_loss_coef": rounded(value * layers)})
 
 
-def _shared(value: Any, source: Source) -> Verdict:
+def _shared(value: Any, source: ImportedFile) -> Verdict:
     if not value:
         return harmless("there is no shared expert, as here")
     return honoured(
@@ -172,7 +172,7 @@ def _shared(value: Any, source: Source) -> Verdict:
     )
 
 
-def _probabilities(value: Any, source: Source) -> Verdict:
+def _probabilities(value: Any, source: ImportedFile) -> Verdict:
     """Without it the softmax is over the experts that were chosen, which divides their probabilities by their
     sum."""
     if source.word("moe-router-score-function", "softmax") == "SIGMOID":
@@ -180,7 +180,7 @@ def _probabilities(value: Any, source: Source) -> Verdict:
     return honoured({"model.norm_topk_prob": value is not True})
 
 
-def _groups(value: Any, source: Source) -> Verdict:
+def _groups(value: Any, source: ImportedFile) -> Verdict:
     """A group's score is there the sum of its best experts, as many as a token has in each of its groups."""
     best = (source.count(TOPK, 2) or 0) // (source.count(BEST_GROUPS) or 1)
     here = 2 if source.word("moe-router-score-function", "softmax") == "SIGMOID" else 1
@@ -191,19 +191,19 @@ def _groups(value: Any, source: Source) -> Verdict:
     )
 
 
-def _with_experts(row: Row) -> Row:
+def _with_experts(row: KeyRule) -> KeyRule:
     """A row of experts, which has no effect without --num-experts, unless what a script does not set may have
     that."""
 
-    def judge(value: Any, source: Source) -> Verdict:
+    def judge(value: Any, source: ImportedFile) -> Verdict:
         if source.get("num-experts", 0) in (0, None) and not source.unsettled():
             return harmless("num-experts is not set")
         return row.judge(value, source)
 
-    return Row(judge, row.option)
+    return KeyRule(judge, row.option)
 
 
-def _experts(value: Any, source: Source) -> Verdict:
+def _experts(value: Any, source: ImportedFile) -> Verdict:
     return honoured({"model.num_experts": value}) if value != 0 else harmless("there are no experts, as here")
 
 
@@ -215,9 +215,9 @@ _TABLE: Table = {
     "expert-tensor-parallel-size": only(
         "1", "an expert is whole on its rank: parallel.ep splits the experts over tp ranks, too"
     ),
-    "moe-layer-freq": Row(_layers, "model.mlp_only_layers"),
+    "moe-layer-freq": KeyRule(_layers, "model.mlp_only_layers"),
     "moe-ffn-hidden-size": sets("model.moe_intermediate_size"),
-    SHARED: Row(_shared, "model.shared_expert_intermediate_size"),
+    SHARED: KeyRule(_shared, "model.shared_expert_intermediate_size"),
     "moe-shared-expert-gate": never("model.shared_expert_gate is set for it, if there is a shared expert"),
     TOPK: sets("model.num_experts_per_tok"),
     "moe-router-score-function": sets(
@@ -225,14 +225,14 @@ _TABLE: Table = {
         {"SOFTMAX": "softmax", "SIGMOID": "sigmoid"},
         "model.router_scores is softmax or sigmoid",
     ),
-    "moe-router-pre-softmax": Row(_probabilities, "model.norm_topk_prob"),
-    GROUPS: Row(_groups, "model.n_group"),
+    "moe-router-pre-softmax": KeyRule(_probabilities, "model.norm_topk_prob"),
+    GROUPS: KeyRule(_groups, "model.n_group"),
     BEST_GROUPS: sets("model.topk_group"),
     "moe-router-topk-scaling-factor": sets("model.routed_scaling_factor"),
-    TYPE: Row(_balance, "model.router_balance"),
-    LOSS: Row(_loss, "model.router_aux_loss_coef"),
-    "moe-z-loss-coeff": Row(_z_loss, "model.router_z_loss_coef"),
-    BIAS: Row(_bias, "model.router_balance"),
+    TYPE: KeyRule(_balance, "model.router_balance"),
+    LOSS: KeyRule(_loss, "model.router_aux_loss_coef"),
+    "moe-z-loss-coeff": KeyRule(_z_loss, "model.router_z_loss_coef"),
+    BIAS: KeyRule(_bias, "model.router_balance"),
     "moe-router-bias-update-rate": sets("model.router_bias_rate"),
     "moe-router-dtype": only(
         "FP32", "routers compute in fp32, or in fp64 with train.precision: fp64", "routers compute in fp32"
@@ -265,13 +265,13 @@ _TABLE: Table = {
     "moe-*": missing("nothing here is its counterpart"),
 }
 TABLE: Table = {
-    "num-experts": Row(_experts, "model.num_experts"),
+    "num-experts": KeyRule(_experts, "model.num_experts"),
     **{key: _with_experts(row) for key, row in _TABLE.items()},
     "mtp-*": missing("nothing here is its counterpart"),
 }
 
 
-def defaults(source: Source) -> dict[str, Any]:
+def defaults(source: ImportedFile) -> dict[str, Any]:
     """Defaults of mixtures that differ from ours; nothing without experts."""
     if source.get("num-experts", 0) in (0, None):
         return {}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megalite.importers.verdict import (
-    Row,
-    Source,
+    ImportedFile,
+    KeyRule,
     Table,
     Verdict,
     each,
@@ -20,7 +20,7 @@ from megalite.importers.verdict import (
 SWITCH = "multi-latent-attention"
 
 
-def is_on(source: Source) -> bool:
+def is_on(source: ImportedFile) -> bool:
     return source.on(SWITCH)
 
 
@@ -31,7 +31,7 @@ YARN = (
 DEFAULTS = {"kv-lora-rank": 32, "qk-head-dim": 128, "qk-pos-emb-head-dim": 64, "v-head-dim": 128}
 
 
-def _switch(value: Any, source: Source) -> Verdict:
+def _switch(value: Any, source: ImportedFile) -> Verdict:
     """The sizes are keys of their own. The latents have norms there only with --qk-layernorm."""
     if value is not True:
         return harmless("it is off")
@@ -42,7 +42,7 @@ def _switch(value: Any, source: Source) -> Verdict:
     return honoured(options) if options else harmless("the sizes of its latents say it")
 
 
-def _scaling(value: Any, source: Source) -> Verdict:
+def _scaling(value: Any, source: ImportedFile) -> Verdict:
     """YaRN, which is the default of --rope-type: with rope nothing is scaled, except for attention by
     --mscale-all-dim."""
     if source.word("rope-type", "yarn") == "ROPE" and not source.get("mscale-all-dim"):
@@ -50,21 +50,21 @@ def _scaling(value: Any, source: Source) -> Verdict:
     return only("1", YARN, "nothing is scaled, as here").judge(value, source)
 
 
-def _with_latents(row: Row) -> Row:
-    return Row(
+def _with_latents(row: KeyRule) -> KeyRule:
+    return KeyRule(
         lambda value, source: row.judge(value, source) if is_on(source) else harmless(f"{SWITCH} is off"),
         row.option,
     )
 
 
 TABLE: Table = {
-    SWITCH: Row(_switch, "model.kv_lora_rank"),
+    SWITCH: KeyRule(_switch, "model.kv_lora_rank"),
     "kv-lora-rank": _with_latents(sets("model.kv_lora_rank")),
     "q-lora-rank": _with_latents(sets("model.q_lora_rank")),
     "qk-head-dim": _with_latents(sets("model.qk_nope_head_dim")),
     "qk-pos-emb-head-dim": _with_latents(sets("model.qk_rope_head_dim")),
     "v-head-dim": _with_latents(sets("model.v_head_dim")),
-    "rotary-scaling-factor": _with_latents(Row(_scaling)),
+    "rotary-scaling-factor": _with_latents(KeyRule(_scaling)),
     **each(
         "",
         "rope-type mscale mscale-all-dim beta-fast beta-slow",

@@ -9,8 +9,8 @@ from typing import Any
 from megalite.importers import megatron_latents
 from megalite.importers.megatron_experts import pattern
 from megalite.importers.verdict import (
-    Row,
-    Source,
+    ImportedFile,
+    KeyRule,
     Table,
     Verdict,
     each,
@@ -25,13 +25,13 @@ from megalite.importers.verdict import (
 HIDDEN, FEED_FORWARD = "hidden-size", "ffn-hidden-size"
 
 
-def default_width(source: Source) -> int | None:
+def default_width(source: ImportedFile) -> int | None:
     """Width of the feed-forward block: 4 * hidden_size, or two thirds of it for a gated one, in whole 64."""
     hidden = source.size(HIDDEN)
     return hidden and (int(4 * hidden * 2 / 3 / 64) * 64 if source.on("swiglu") else 4 * hidden)
 
 
-def _kv_heads(value: Any, source: Source) -> Verdict:
+def _kv_heads(value: Any, source: ImportedFile) -> Verdict:
     """Without --group-query-attention, and with latents, every head has its own key and value."""
     if megatron_latents.is_on(source):
         return harmless("with latents every head has its own key and value")
@@ -40,7 +40,7 @@ def _kv_heads(value: Any, source: Source) -> Verdict:
     return honoured({"model.num_key_value_heads": source.get("num-query-groups")})
 
 
-def _position(value: Any, source: Source) -> Verdict:
+def _position(value: Any, source: ImportedFile) -> Verdict:
     """Latent attention rotates positions itself, whatever the model's positions are."""
     if megatron_latents.is_on(source):
         learned = source.word("position-embedding-type", "learned_absolute") == "LEARNED_ABSOLUTE"
@@ -58,19 +58,19 @@ def _position(value: Any, source: Source) -> Verdict:
     return honoured({"model.position": kind}) if kind else lost("model.position is rope, learned or none")
 
 
-def _rotary(option: str) -> Row:
+def _rotary(option: str) -> KeyRule:
     """A row of rotary embeddings, which apply only where positions are rotary."""
 
-    def judge(value: Any, source: Source) -> Verdict:
+    def judge(value: Any, source: ImportedFile) -> Verdict:
         position = _position(None, source)
         if position.options == {"model.position": "rope"} or position.kind == "lost":
             return honoured({option: value})
         return harmless("positions are not rotary")
 
-    return Row(judge, option)
+    return KeyRule(judge, option)
 
 
-def _rope_scaling(value: Any, source: Source) -> Verdict:
+def _rope_scaling(value: Any, source: ImportedFile) -> Verdict:
     """Llama 3's scaling, which is that of the model's rotary embeddings: latent attention has its own."""
     if not source.on("use-rope-scaling"):
         return harmless("use-rope-scaling is off")
@@ -88,7 +88,7 @@ def _rope_scaling(value: Any, source: Source) -> Verdict:
     )
 
 
-def _interpolation(value: Any, source: Source) -> Verdict:
+def _interpolation(value: Any, source: ImportedFile) -> Verdict:
     if (
         megatron_latents.is_on(source)
         or _position(None, source).options.get("model.position", "rope") != "rope"
@@ -97,18 +97,18 @@ def _interpolation(value: Any, source: Source) -> Verdict:
     return lost("model.rope_scaling {rope_type: linear, factor: F} is the same")
 
 
-def _by_value(key: str, row: Row) -> Row:
+def _by_value(key: str, row: KeyRule) -> KeyRule:
     """The row of a switch whose value is another key: if that is missing, its default is listed as such."""
     missing_value = harmless(f"{key} says it")
 
-    def judge(value: Any, source: Source) -> Verdict:
+    def judge(value: Any, source: ImportedFile) -> Verdict:
         verdict = row.judge(value, source)
         return verdict if key in source.leaves or verdict.kind == "harmless" else missing_value
 
-    return Row(judge, row.option)
+    return KeyRule(judge, row.option)
 
 
-def _activation(value: Any, source: Source) -> Verdict:
+def _activation(value: Any, source: ImportedFile) -> Verdict:
     """GELU is the tanh approximation where it is fused with a bias, or OpenAI's; otherwise it is exact."""
     if source.on("swiglu"):
         return honoured({"model.hidden_act": "silu", "model.gated_mlp": True})
@@ -122,7 +122,7 @@ def _activation(value: Any, source: Source) -> Verdict:
     return honoured({"model.hidden_act": "gelu" if exact else "gelu_pytorch_tanh", "model.gated_mlp": False})
 
 
-def _biases(value: Any, source: Source) -> Verdict:
+def _biases(value: Any, source: ImportedFile) -> Verdict:
     bias = not source.on("disable-bias-linear")
     if megatron_latents.is_on(source):
         return honoured({"model.mlp_bias": bias}, "latent attention has no biases" if bias else "")
@@ -130,11 +130,11 @@ def _biases(value: Any, source: Source) -> Verdict:
     return honoured({"model.attention_bias": inner, "model.attention_out_bias": bias, "model.mlp_bias": bias})
 
 
-def _hidden_dropout(value: Any, source: Source) -> Verdict:
+def _hidden_dropout(value: Any, source: ImportedFile) -> Verdict:
     return honoured({"model.residual_dropout": value, "model.embedding_dropout": value})
 
 
-def _qk_norm(value: Any, source: Source) -> Verdict:
+def _qk_norm(value: Any, source: ImportedFile) -> Verdict:
     if megatron_latents.is_on(source):
         return harmless("the latents have norms, as here")
     if source.word("normalization") != "RMSNORM":
@@ -142,15 +142,15 @@ def _qk_norm(value: Any, source: Source) -> Verdict:
     return honoured({"model.qk_norm": "head"})
 
 
-def _without_latents(row: Row) -> Row:
+def _without_latents(row: KeyRule) -> KeyRule:
     """A row of heads whose widths the arguments of latent attention give, if it is on."""
     off = harmless("qk-head-dim, qk-pos-emb-head-dim and v-head-dim say it")
-    return Row(
+    return KeyRule(
         lambda value, source: off if megatron_latents.is_on(source) else row.judge(value, source), row.option
     )
 
 
-def _window(value: Any, source: Source) -> Verdict:
+def _window(value: Any, source: ImportedFile) -> Verdict:
     """(left, right) positions beside the token's own; -1 is unlimited."""
     sizes = [
         int(part)
@@ -162,11 +162,13 @@ def _window(value: Any, source: Source) -> Verdict:
     return honoured({"model.sliding_window": sizes[0] + 1})
 
 
-def _chosen_layers(option: str, chosen: Callable[[bool], bool], needs: Callable[[Source], str]) -> Row:
+def _chosen_layers(
+    option: str, chosen: Callable[[bool], bool], needs: Callable[[ImportedFile], str]
+) -> KeyRule:
     """A row for layers of a pattern: the last of every N, or a list such as ([0]*3+[1])*8. needs: why it has
     no effect, or nothing."""
 
-    def judge(value: Any, source: Source) -> Verdict:
+    def judge(value: Any, source: ImportedFile) -> Verdict:
         if off := needs(source):
             return harmless(off)
         layers = source.size("num-layers")
@@ -181,10 +183,10 @@ def _chosen_layers(option: str, chosen: Callable[[bool], bool], needs: Callable[
             return lost(f"set {option}")
         return honoured({option: [layer for layer in range(layers) if chosen(marked[layer])]})
 
-    return Row(judge, option)
+    return KeyRule(judge, option)
 
 
-def _full_layers(value: Any, source: Source) -> Verdict:
+def _full_layers(value: Any, source: ImportedFile) -> Verdict:
     """The layers with a window: as an integer N all but the last of every N, as a list those with 1."""
     number = type(value) is int
     row = _chosen_layers(
@@ -195,7 +197,7 @@ def _full_layers(value: Any, source: Source) -> Verdict:
     return row.judge(value, source)
 
 
-def _no_rope(source: Source) -> str:
+def _no_rope(source: ImportedFile) -> str:
     return (
         ""
         if _position(None, source).options.get("model.position", "rope") == "rope"
@@ -210,18 +212,20 @@ TABLE: Table = {
     FEED_FORWARD: sets("model.intermediate_size"),
     "num-attention-heads": sets("model.num_attention_heads"),
     "kv-channels": _without_latents(sets("model.head_dim")),
-    "group-query-attention": _by_value("num-query-groups", Row(_kv_heads, "model.num_key_value_heads")),
-    "num-query-groups": Row(_kv_heads, "model.num_key_value_heads"),
+    "group-query-attention": _by_value("num-query-groups", KeyRule(_kv_heads, "model.num_key_value_heads")),
+    "num-query-groups": KeyRule(_kv_heads, "model.num_key_value_heads"),
     **each("", "seq-length encoder-seq-length", sets("data.sequence_length")),
     "max-position-embeddings": sets("model.max_position_embeddings"),
-    **each("", "position-embedding-type use-rotary-position-embeddings", Row(_position, "model.position")),
+    **each(
+        "", "position-embedding-type use-rotary-position-embeddings", KeyRule(_position, "model.position")
+    ),
     "no-position-embedding": never("model.position says which positions there are"),
     "rotary-base": _rotary("model.rope_theta"),
     "rotary-percent": _without_latents(_rotary("model.partial_rotary_factor")),
     "rotary-interleaved": missing("channels are rotated in halves"),
-    "rotary-seq-len-interpolation-factor": Row(_interpolation, "model.rope_scaling"),
-    "use-rope-scaling": _by_value("rope-scaling-factor", Row(_rope_scaling, "model.rope_scaling")),
-    "rope-scaling-factor": Row(_rope_scaling, "model.rope_scaling"),
+    "rotary-seq-len-interpolation-factor": KeyRule(_interpolation, "model.rope_scaling"),
+    "use-rope-scaling": _by_value("rope-scaling-factor", KeyRule(_rope_scaling, "model.rope_scaling")),
+    "rope-scaling-factor": KeyRule(_rope_scaling, "model.rope_scaling"),
     "no-rope-freq": _chosen_layers("model.no_rope_layers", lambda marked: marked, _no_rope),
     "normalization": sets(
         "model.norm", {"LAYERNORM": "layer", "RMSNORM": "rms"}, "model.norm is rms or layer"
@@ -231,20 +235,20 @@ TABLE: Table = {
     **each(
         "",
         "swiglu squared-relu quick-geglu openai-gelu no-bias-gelu-fusion",
-        Row(_activation, "model.hidden_act"),
+        KeyRule(_activation, "model.hidden_act"),
     ),
-    **each("", "disable-bias-linear add-qkv-bias", Row(_biases, "model.attention_bias")),
-    "untie-embeddings-and-output-weights": Row(
+    **each("", "disable-bias-linear add-qkv-bias", KeyRule(_biases, "model.attention_bias")),
+    "untie-embeddings-and-output-weights": KeyRule(
         lambda value, _: honoured({"model.tie_word_embeddings": not value}), "model.tie_word_embeddings"
     ),
     "attention-dropout": sets("model.attention_dropout"),
-    "hidden-dropout": Row(_hidden_dropout, "model.residual_dropout"),
+    "hidden-dropout": KeyRule(_hidden_dropout, "model.residual_dropout"),
     "init-method-std": sets("model.initializer_range"),
     "mtp-num-layers": sets("model.mtp_layers"),
     "mtp-loss-scaling-factor": sets("train.mtp_weight"),
-    "qk-layernorm": Row(_qk_norm, "model.qk_norm"),
-    "window-size": Row(_window, "model.sliding_window"),
-    "window-attn-skip-freq": Row(_full_layers, "model.sliding_window_layers"),
+    "qk-layernorm": KeyRule(_qk_norm, "model.qk_norm"),
+    "window-size": KeyRule(_window, "model.sliding_window"),
+    "window-attn-skip-freq": KeyRule(_full_layers, "model.sliding_window_layers"),
     "vocab-size": sets("model.vocab_size"),
     "make-vocab-size-divisible-by": never(PADDED),
     "parallel-block": missing("model.parallel_block is nearest"),
@@ -260,7 +264,7 @@ TABLE: Table = {
 }
 
 
-def defaults(source: Source) -> dict[str, Any]:
+def defaults(source: ImportedFile) -> dict[str, Any]:
     """GPT's defaults that differ from ours; nothing if no model is given."""
     found: dict[str, Any] = {}
     if source.on("group-query-attention") and not megatron_latents.is_on(source):

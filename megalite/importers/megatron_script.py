@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from megalite.config.schema import ConfigError
-from megalite.importers.shell.script import Found, Run, commands
+from megalite.importers.shell.script import Found, ScriptCommand, commands
 from megalite.importers.shell.values import Unknown, Word, has_unknown
-from megalite.importers.verdict import Row, Source, Table, Verdict, left, never
+from megalite.importers.verdict import ImportedFile, KeyRule, Table, Verdict, left, never
 
 LAUNCH, SCRIPT = "torchrun.", "script."
 LAUNCHERS = frozenset(("torchrun", "deepspeed", "accelerate", "python", "python3", "mpirun", "srun"))
@@ -82,16 +82,16 @@ def parse(
     }
 
 
-def _of_variables(found: Found, marks: Collection[str]) -> list[Run]:
+def _of_variables(found: Found, marks: Collection[str]) -> list[ScriptCommand]:
     """The arguments in the variables of a script that only sets them, for others to read."""
     scores = {name: _score(words, marks) for name, words in found.variables.items()}
     names = [name for name, score in scores.items() if score] if max(scores.values(), default=0) > 1 else []
     if names:
         found.unread["variables"] = names
-    return [Run([word for name in names for word in found.variables[name]], 0)] if names else []
+    return [ScriptCommand([word for name in names for word in found.variables[name]], 0)] if names else []
 
 
-def _arguments(run: Run, marks: Collection[str], switches: Collection[str]) -> dict[str, Any]:
+def _arguments(run: ScriptCommand, marks: Collection[str], switches: Collection[str]) -> dict[str, Any]:
     start = _start(run.words, marks) or 0
     launch = _options(run.words[: max(start - 1, 0)], switches)
     arguments = {
@@ -242,10 +242,10 @@ def explained(value: Any) -> str:
     )
 
 
-def open_row(row: Row, value: Any) -> Row:
+def open_row(row: KeyRule, value: Any) -> KeyRule:
     """The row of a key whose value is not known: left open, unless the key has no effect with any value."""
 
-    def judge(_: Any, source: Source) -> Verdict:
+    def judge(_: Any, source: ImportedFile) -> Verdict:
         verdict = row.judge(value, source)
         if verdict.kind == "harmless" and row.option is None:
             return verdict
@@ -254,31 +254,31 @@ def open_row(row: Row, value: Any) -> Row:
             + (f"set {row.option}" if row.option else verdict.why or "its meaning here depends on its value")
         )
 
-    return Row(judge, row.option)
+    return KeyRule(judge, row.option)
 
 
-def _further(value: Any, source: Source) -> Verdict:
+def _further(value: Any, source: ImportedFile) -> Verdict:
     return left(f"{explained(value)}: arguments in it are not imported")
 
 
 CUT = "a comment ends the command before it, so that bash does not pass these arguments: remove the comment"
 TABLE: Table = {
-    **{f"{begin}*": Row(_further) for begin in "$<"},
-    f"{SCRIPT}source": Row(
+    **{f"{begin}*": KeyRule(_further) for begin in "$<"},
+    f"{SCRIPT}source": KeyRule(
         lambda value, source: left(
             "this script is not read, and may set what is open: give its variables, or put it beside"
         )
     ),
-    f"{SCRIPT}line": Row(
+    f"{SCRIPT}line": KeyRule(
         lambda value, source: left("it can not be read as bash: check which arguments it sets")
     ),
-    f"{SCRIPT}cut": Row(lambda value, source: left(CUT)),
-    f"{SCRIPT}variables": Row(
+    f"{SCRIPT}cut": KeyRule(lambda value, source: left(CUT)),
+    f"{SCRIPT}variables": KeyRule(
         lambda value, source: left(
             "the script runs no training: the arguments in these variables are imported"
         )
     ),
-    f"{SCRIPT}command": Row(
+    f"{SCRIPT}command": KeyRule(
         lambda value, source: left("the script has several training commands: this one is imported")
     ),
     f"{LAUNCH}*": never(

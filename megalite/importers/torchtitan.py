@@ -10,10 +10,10 @@ from typing import Any
 from megalite.config.rule import show
 from megalite.config.schema import ConfigError
 from megalite.importers import data
-from megalite.importers.data import Dataset
+from megalite.importers.data import ImportedDataset
 from megalite.importers.verdict import (
-    Row,
-    Source,
+    ImportedFile,
+    KeyRule,
     Table,
     Verdict,
     each,
@@ -55,13 +55,13 @@ def recognizes(leaves: dict[str, Any]) -> bool:
     return any(key.startswith(MARKS) for key in leaves)
 
 
-def ranks(source: Source) -> int | None:
+def ranks(source: ImportedFile) -> int | None:
     """Replicas times shards. The number of shards is -1 by default: all ranks that are left."""
     shards, replicas = source.size(SHARD), source.size(REPLICATE) or 1
     return shards * replicas if shards else source.dp
 
 
-def _shards(value: Any, source: Source) -> Verdict:
+def _shards(value: Any, source: ImportedFile) -> Verdict:
     """Sharding is over these ranks; without them weights are replicated (DDP)."""
     reshard, pipeline = (
         source.word(f"{PARALLEL}fsdp_reshard_after_forward", "default"),
@@ -81,7 +81,7 @@ def _shards(value: Any, source: Source) -> Verdict:
     return honoured(options | {"parallel.dp": source.dp})
 
 
-def _replicas(value: Any, source: Source) -> Verdict:
+def _replicas(value: Any, source: ImportedFile) -> Verdict:
     if source.dp:
         return _shards(source.get(SHARD), source)
     return (
@@ -89,7 +89,7 @@ def _replicas(value: Any, source: Source) -> Verdict:
     )
 
 
-def _batch(value: Any, source: Source) -> Verdict:
+def _batch(value: Any, source: ImportedFile) -> Verdict:
     """local_batch_size is what a rank reads at once; a pipeline cuts it into microbatches."""
     local, total, stages = (
         source.size(LOCAL) or source.size(f"{TRAINING}batch_size"),
@@ -110,7 +110,7 @@ def _batch(value: Any, source: Source) -> Verdict:
     return honoured(options, f"set train.global_batch_size to {local} * parallel.dp")
 
 
-def _decay(value: Any, source: Source) -> Verdict:
+def _decay(value: Any, source: ImportedFile) -> Verdict:
     """With decay_ratio the rate is constant until the decay starts."""
     ratio, kind = source.number(f"{SCHEDULE}decay_ratio"), source.word(f"{SCHEDULE}decay_type")
     if ratio is not None:
@@ -125,18 +125,18 @@ def _decay(value: Any, source: Source) -> Verdict:
     )
 
 
-def _minimum(value: Any, source: Source) -> Verdict:
+def _minimum(value: Any, source: ImportedFile) -> Verdict:
     lr = source.number("optimizer.lr")
     if lr is None or type(value) not in (int, float):
         return lost("it is a fraction of the learning rate: set optimizer.min_lr")
     return honoured({"optimizer.min_lr": rounded(value * lr)})
 
 
-def _betas(value: Any, source: Source) -> Verdict:
+def _betas(value: Any, source: ImportedFile) -> Verdict:
     return honoured({"optimizer.betas": [source.get("optimizer.beta1"), source.get("optimizer.beta2")]})
 
 
-def _recompute(value: Any, source: Source) -> Verdict:
+def _recompute(value: Any, source: ImportedFile) -> Verdict:
     """Per-layer selective checkpointing recomputes every n-th layer; per-operation checkpointing saves the
     expensive products."""
     mode, option = (
@@ -165,7 +165,7 @@ def flavors() -> dict[str, dict[str, Any]]:
     return table
 
 
-def _flavor(value: Any, source: Source) -> Verdict:
+def _flavor(value: Any, source: ImportedFile) -> Verdict:
     name = f"{source.get('model.name')}/{source.get('model.flavor')}"
     shape = flavors().get(name)
     if shape is None:
@@ -187,14 +187,14 @@ def _flavor(value: Any, source: Source) -> Verdict:
     return honoured(options, next(text for family, text in remarks.items() if family in name))
 
 
-def _tensor(value: Any, source: Source) -> Verdict:
+def _tensor(value: Any, source: ImportedFile) -> Verdict:
     """Tensor parallelism there always splits the activations between its regions along the sequence."""
     return honoured(
         {"parallel.tp": value, "parallel.sequence_parallel": True} if value != 1 else {"parallel.tp": 1}
     )
 
 
-def _pipeline(value: Any, source: Source) -> Verdict:
+def _pipeline(value: Any, source: ImportedFile) -> Verdict:
     found = SCHEDULES.get(source.word(f"{PARALLEL}pipeline_parallel_schedule").replace("_", ""))
     if value == 1:
         return honoured({"parallel.pp": 1})
@@ -203,20 +203,20 @@ def _pipeline(value: Any, source: Source) -> Verdict:
     return honoured({"parallel.pp": value, "parallel.schedule": found})
 
 
-def _context(value: Any, source: Source) -> Verdict:
+def _context(value: Any, source: ImportedFile) -> Verdict:
     """Keys and values are gathered by default."""
     method = {"ALLTOALL": "ring"}.get(source.word(f"{PARALLEL}context_parallel_rotate_method"), "gather")
     return honoured({"parallel.cp": value} | ({} if value == 1 else {"parallel.context": method}))
 
 
-def _layers_per_stage(value: Any, source: Source) -> Verdict:
+def _layers_per_stage(value: Any, source: ImportedFile) -> Verdict:
     return left(
         f"set parallel.partition to stages of {show(value)} layers, or leave it out: stages are balanced by "
         "cost"
     )
 
 
-def _checkpoint_interval(value: Any, source: Source) -> Verdict:
+def _checkpoint_interval(value: Any, source: ImportedFile) -> Verdict:
     on = source.on("checkpoint.enable") or source.on("checkpoint.enable_checkpoint")
     return (
         honoured({"checkpoint.interval": value})
@@ -229,23 +229,23 @@ DATASETS = {"c4": ("hf:allenai/c4:en", "train"), "c4_validation": ("hf:allenai/c
 """Dataset → what `megalite prepare` calls it, and its split."""
 
 
-def _data(option: str) -> Row:
+def _data(option: str) -> KeyRule:
     """The row of a dataset and its path. option: data.train or data.validation."""
     section = TRAINING if option == "data.train" else "validation."
 
-    def judge(value: Any, source: Source) -> Verdict:
+    def judge(value: Any, source: ImportedFile) -> Verdict:
         name, path = source.get(f"{section}dataset"), source.get(f"{section}dataset_path")
         hub, split = DATASETS.get(str(name), (f"hf:{name}" if "/" in str(name) else data.FILE, "train"))
         assets = source.get("model.hf_assets_path")  # tokenizer_path names another kind of file
         inputs = data.located(path) if path else (hub,)
         if name == "c4_test" and inputs[0].endswith("/*"):
             inputs = (f"{inputs[0]}.json",)  # lines of JSON
-        dataset = Dataset(inputs, text=True, split="train" if path else split)
+        dataset = ImportedDataset(inputs, text=True, split="train" if path else split)
         return data.prepared(
             [dataset], assets, (), option, "PREFIX" if option == "data.train" else "VALIDATION"
         )
 
-    return Row(judge, option)
+    return KeyRule(judge, option)
 
 
 FLOAT8 = "there is no float8: train.precision: bf16 is nearest"
@@ -261,7 +261,7 @@ TABLE: Table = {
     "metrics.enable_tensorboard": sets("logging.tensorboard"),
     "metrics.enable_wandb": sets("logging.wandb"),
     "metrics.*": never("metrics are in the run's directory, of all ranks together"),
-    **each("model.", "name flavor", Row(_flavor, "model.preset")),
+    **each("model.", "name flavor", KeyRule(_flavor, "model.preset")),
     "model.hf_assets_path": never("the command that prepares the data has it"),
     "model.tokenizer_path": to_do(
         "give the Hugging Face directory of that tokenizer to `megalite prepare --tokenizer`"
@@ -271,22 +271,24 @@ TABLE: Table = {
         "ADAMW", "set muon.lr: optimizer.lr is that of the tensors which AdamW updates"
     ),
     **{f"optimizer.{key}": sets(f"optimizer.{key}") for key in ("lr", "eps", "weight_decay")},
-    **each("optimizer.", "beta1 beta2", Row(_betas, "optimizer.betas")),
+    **each("optimizer.", "beta1 beta2", KeyRule(_betas, "optimizer.betas")),
     **each("optimizer.", "implementation fused foreach", never("one fused AdamW runs, over flat shards")),
     "optimizer.early_step_in_backward": missing(
         "the step follows the backward, since clipping needs the global norm"
     ),
     f"{SCHEDULE}warmup_steps": sets("optimizer.warmup_steps"),
-    **each(SCHEDULE, "decay_type decay_ratio", Row(_decay, "optimizer.decay")),
-    **each(SCHEDULE, "lr_min min_lr_factor", Row(_minimum, "optimizer.min_lr")),
+    **each(SCHEDULE, "decay_type decay_ratio", KeyRule(_decay, "optimizer.decay")),
+    **each(SCHEDULE, "lr_min min_lr_factor", KeyRule(_minimum, "optimizer.min_lr")),
     f"{SCHEDULE}total_steps": to_do("the schedule ends with train.steps"),
-    **each(TRAINING, "local_batch_size batch_size global_batch_size", Row(_batch, "train.global_batch_size")),
-    MICRO: Row(_batch, "train.micro_batch_size"),
+    **each(
+        TRAINING, "local_batch_size batch_size global_batch_size", KeyRule(_batch, "train.global_batch_size")
+    ),
+    MICRO: KeyRule(_batch, "train.micro_batch_size"),
     f"{TRAINING}seq_len": sets("data.sequence_length"),
     f"{TRAINING}max_norm": sets("train.grad_clip"),
     f"{TRAINING}steps": sets("train.steps"),
     **each(TRAINING, "dataset dataset_path", _data("data.train")),
-    f"{TRAINING}enable_cpu_offload": Row(
+    f"{TRAINING}enable_cpu_offload": KeyRule(
         lambda value, _: honoured(
             {"parallel.offload": "cpu", "parallel.offload_parameters": True}
             if value
@@ -308,12 +310,12 @@ TABLE: Table = {
     **each("", f"{TRAINING}deterministic debug.deterministic", sets("run.deterministic")),
     **each(TRAINING, "gc_freq gc_debug", never("garbage collection has no options")),
     "debug.*": never("it changes nothing in a run"),
-    SHARD: Row(_shards, "parallel.zero"),
-    REPLICATE: Row(_replicas, "parallel.dp_shard"),
+    SHARD: KeyRule(_shards, "parallel.zero"),
+    REPLICATE: KeyRule(_replicas, "parallel.dp_shard"),
     f"{PARALLEL}fsdp_reshard_after_forward": never("parallel.zero3_reshard is set for it"),
-    DEGREES["tensor"]: Row(_tensor, "parallel.tp"),
-    DEGREES["pipeline"]: Row(_pipeline, "parallel.pp"),
-    DEGREES["context"]: Row(_context, "parallel.cp"),
+    DEGREES["tensor"]: KeyRule(_tensor, "parallel.tp"),
+    DEGREES["pipeline"]: KeyRule(_pipeline, "parallel.pp"),
+    DEGREES["context"]: KeyRule(_context, "parallel.cp"),
     f"{PARALLEL}context_parallel_rotate_method": never(
         "parallel.context is set for it, if there are ranks of a sequence"
     ),
@@ -322,7 +324,7 @@ TABLE: Table = {
     **each(
         PARALLEL,
         "pipeline_parallel_layers_per_stage pipeline_parallel_split_points module_fqns_per_model_part",
-        Row(_layers_per_stage),
+        KeyRule(_layers_per_stage),
     ),
     **each(
         PARALLEL,
@@ -347,12 +349,12 @@ TABLE: Table = {
         never("it is one implementation here"),
     ),
     **each("checkpoint.", "enable enable_checkpoint", never("checkpoint.interval is set, if it is on")),
-    "checkpoint.interval": Row(_checkpoint_interval, "checkpoint.interval"),
-    "checkpoint.async_mode": Row(
+    "checkpoint.interval": KeyRule(_checkpoint_interval, "checkpoint.interval"),
+    "checkpoint.async_mode": KeyRule(
         lambda value, _: honoured({"checkpoint.async_save": word(value) != "DISABLED"}),
         "checkpoint.async_save",
     ),
-    "checkpoint.keep_latest_k": Row(
+    "checkpoint.keep_latest_k": KeyRule(
         lambda value, _: honoured({"checkpoint.keep": value}) if value else harmless("all are kept, as here")
     ),
     "checkpoint.initial_load_path": to_do(
@@ -362,20 +364,22 @@ TABLE: Table = {
         "-1", "set checkpoint.load to that step's directory", "the newest is loaded, as here"
     ),
     "checkpoint.*": never("a checkpoint holds the whole model, and any layout loads it"),
-    **each("activation_checkpoint.", "mode selective_ac_option", Row(_recompute, "train.recompute")),
+    **each("activation_checkpoint.", "mode selective_ac_option", KeyRule(_recompute, "train.recompute")),
     "activation_checkpoint.*": never("train.recompute has no further choices"),
     **each(
         "",
         "float8.* mx.* quantize.*",
         never("converters decides whether it is used; there is no float8 here"),
     ),
-    "comm.init_timeout_seconds": Row(lambda value, _: honoured({"run.timeout": f"{value}s"}), "run.timeout"),
+    "comm.init_timeout_seconds": KeyRule(
+        lambda value, _: honoured({"run.timeout": f"{value}s"}), "run.timeout"
+    ),
     "comm.*": never("run.timeout and the watchdog are all that there is"),
     "memory_estimation.*": missing("`megalite train --dry_run` estimates memory"),
     "fault_tolerance.*": missing("restarts are torchrun's --max-restarts; see docs/faults.md"),
     "experimental.*": missing("what it imports runs in torchtitan only"),
     "validation.freq": sets("validation.interval"),
-    "validation.steps": Row(
+    "validation.steps": KeyRule(
         lambda value, _: (
             harmless("all of the data, as here") if value == -1 else honoured({"validation.batches": value})
         )
@@ -389,7 +393,7 @@ TABLE: Table = {
 }
 
 
-def table(source: Source) -> Table:
+def table(source: ImportedFile) -> Table:
     """The rows for this file's keys: those of sections that are off are harmless."""
     rows = dict(TABLE)
     for section, switch in SWITCHES.items():
@@ -400,7 +404,7 @@ def table(source: Source) -> Table:
     return rows
 
 
-def defaults(source: Source) -> dict[str, Any]:
+def defaults(source: ImportedFile) -> dict[str, Any]:
     """torchtitan's defaults that differ from ours."""
     factor = "lr_min" if f"{SCHEDULE}lr_min" in source.leaves else "min_lr_factor"
     batch = {} if f"{TRAINING}batch_size" in source.leaves else {LOCAL: 8}

@@ -10,8 +10,8 @@ from typing import Any
 from megalite.importers import data, finetuning, torchtune_data
 from megalite.importers.batch import Batch
 from megalite.importers.verdict import (
-    Row,
-    Source,
+    ImportedFile,
+    KeyRule,
     Table,
     Verdict,
     each,
@@ -43,23 +43,23 @@ def recognizes(leaves: dict[str, Any]) -> bool:
     return any(key.endswith(COMPONENT) for key in leaves)
 
 
-def ranks(source: Source) -> int | None:
+def ranks(source: ImportedFile) -> int | None:
     """Shards times replicas, where the file gives them."""
     source = resolved(source)
     shards, replicas = source.size("data_parallel_shard_dim"), source.size("data_parallel_replicate_dim") or 1
     return shards * replicas if shards else source.dp
 
 
-def component(source: Source, section: str) -> str:
+def component(source: ImportedFile, section: str) -> str:
     """The last part of a component's name."""
     return str(source.get(f"{section}.{COMPONENT}", "")).split(".")[-1]
 
 
-def _directory(value: Any, source: Source) -> Verdict:
+def _directory(value: Any, source: ImportedFile) -> Verdict:
     return finetuning.base_model(str(value).rstrip("/") or "/", source)
 
 
-def _model(value: Any, source: Source) -> Verdict:
+def _model(value: Any, source: ImportedFile) -> Verdict:
     """The builder of the model, whose shape is that of the checkpoint here. Those of adapters begin with
     lora_, qlora_ or dora_."""
     name = component(source, "model")
@@ -70,7 +70,7 @@ def _model(value: Any, source: Source) -> Verdict:
     return harmless("the shape is that of model.from_hf")
 
 
-def _targets(value: Any, source: Source) -> Verdict:
+def _targets(value: Any, source: ImportedFile) -> Verdict:
     """lora_attn_modules, and all of the feed-forward with apply_lora_to_mlp."""
     names = source.get("model.lora_attn_modules")
     names = [*names] if isinstance(names, list) else []
@@ -79,13 +79,13 @@ def _targets(value: Any, source: Source) -> Verdict:
     return finetuning.targets(names, source)
 
 
-def _optimizer(value: Any, source: Source) -> Verdict:
+def _optimizer(value: Any, source: ImportedFile) -> Verdict:
     return finetuning.optimizer(
         "AdamW" if component(source, "optimizer") == "AdamW" else component(source, "optimizer"), source
     )
 
 
-def _schedule(value: Any, source: Source) -> Verdict:
+def _schedule(value: Any, source: ImportedFile) -> Verdict:
     found = SCHEDULES.get(component(source, "lr_scheduler").upper())
     return (
         honoured({"optimizer.decay": found})
@@ -94,13 +94,13 @@ def _schedule(value: Any, source: Source) -> Verdict:
     )
 
 
-def _loss(value: Any, source: Source) -> Verdict:
+def _loss(value: Any, source: ImportedFile) -> Verdict:
     if "CrossEntropy" in component(source, "loss") or component(source, "loss").startswith("CE"):
         return harmless("the loss is cross-entropy; train.loss_chunk cuts it")
     return lost(finetuning.OBJECTIVE)
 
 
-def _clip(value: Any, source: Source) -> Verdict:
+def _clip(value: Any, source: ImportedFile) -> Verdict:
     return honoured({"train.grad_clip": 0 if value is None else value})
 
 
@@ -109,7 +109,7 @@ DEPTH = 10
 REFERENCE = re.compile(r"\$\{([^${}]+)\}")
 
 
-def resolved(source: Source) -> Source:
+def resolved(source: ImportedFile) -> ImportedFile:
     """The file with references to other keys, such as ${output_dir}/logs, replaced by their values; those
     that lead nowhere stay."""
 
@@ -129,29 +129,29 @@ def resolved(source: Source) -> Source:
     return replace(source, leaves={key: value(given) for key, given in source.leaves.items()})
 
 
-def _packing(value: Any, source: Source) -> Verdict:
+def _packing(value: Any, source: ImportedFile) -> Verdict:
     """Packed documents and conversations do not attend to each other there."""
     return data.packing(value, torchtune_data.is_text(source))
 
 
-def _datasets(value: Any, source: Source) -> Verdict:
+def _datasets(value: Any, source: ImportedFile) -> Verdict:
     """Several datasets, which may be packed, too."""
     verdict, packed = torchtune_data.training(value, source), torchtune_data.packed(source)
     return verdict if packed is None else verdict._replace(options=_packing(packed, source).options)
 
 
-def _length(value: Any, source: Source) -> Verdict:
+def _length(value: Any, source: ImportedFile) -> Verdict:
     return honoured({"data.sequence_length": value})
 
 
-def _sharded(value: Any, source: Source) -> Verdict:
+def _sharded(value: Any, source: ImportedFile) -> Verdict:
     """A distributed recipe shards with FSDP2; weights stay gathered if fsdp_reshard_after_forward is off."""
     if word(value) not in ("TRUE", "FALSE"):
         return lost("it is neither true nor false")
     return honoured({"parallel.zero": 3} | ({} if value else {"parallel.zero3_reshard": "step"}))
 
 
-def _steps(value: Any, source: Source) -> Verdict:
+def _steps(value: Any, source: ImportedFile) -> Verdict:
     """The steps of all epochs; an epoch that has fewer ends earlier there."""
     count = source.size("epochs")
     if count is None or type(value) is not int:
@@ -159,7 +159,7 @@ def _steps(value: Any, source: Source) -> Verdict:
     return honoured({"train.steps": value * count}, "an epoch there may have fewer")
 
 
-def _shards(value: Any, source: Source) -> Verdict:
+def _shards(value: Any, source: ImportedFile) -> Verdict:
     """Shards span the ranks of a sequence, too."""
     cp = source.size("context_parallel_dim") or 1
     return (
@@ -169,7 +169,7 @@ def _shards(value: Any, source: Source) -> Verdict:
     )
 
 
-def _replicas(value: Any, source: Source) -> Verdict:
+def _replicas(value: Any, source: ImportedFile) -> Verdict:
     """The weights of each replica are sharded over the ranks that are left."""
     if value == 1:
         return harmless("it is so here")
@@ -183,12 +183,12 @@ def _replicas(value: Any, source: Source) -> Verdict:
     return left(f"set parallel.dp_shard to parallel.dp / {value}")
 
 
-def _context(value: Any, source: Source) -> Verdict:
+def _context(value: Any, source: ImportedFile) -> Verdict:
     method = {"ALLTOALL": "ring"}.get(source.word("context_parallel_rotate_method"), "gather")
     return honoured({"parallel.cp": value} | ({} if value == 1 else {"parallel.context": method}))
 
 
-def _offload(value: Any, source: Source) -> Verdict:
+def _offload(value: Any, source: ImportedFile) -> Verdict:
     return honoured(
         {"parallel.zero": 3, "parallel.offload": "cpu", "parallel.offload_parameters": True}
         if value
@@ -196,54 +196,54 @@ def _offload(value: Any, source: Source) -> Verdict:
     )
 
 
-def _decayed(value: Any, source: Source) -> Verdict:
+def _decayed(value: Any, source: ImportedFile) -> Verdict:
     return honoured({"optimizer.weight_decay": value}, "norms and biases never decay here" if value else "")
 
 
 DATA = "the command that prepares the data has it, or says that it has not"
 TABLE: Table = {
     **BATCH.table(),
-    f"model.{COMPONENT}": Row(_model),
+    f"model.{COMPONENT}": KeyRule(_model),
     "model.lora_rank": sets("lora.rank"),
     "model.lora_alpha": sets("lora.alpha"),
     "model.lora_dropout": sets("lora.dropout"),
-    **each("model.", "lora_attn_modules apply_lora_to_mlp", Row(_targets, "lora.targets")),
+    **each("model.", "lora_attn_modules apply_lora_to_mlp", KeyRule(_targets, "lora.targets")),
     "model.apply_lora_to_output": missing("the head is frozen under LoRA"),
     "model.use_dora": finetuning.DORA,
     "model.quantize_base": missing(finetuning.QUANTIZED),
     "model.*": to_do("the shape is that of model.from_hf: set model.* to change it"),
     f"checkpointer.{COMPONENT}": never("weights are read from Hugging Face files"),
-    "checkpointer.checkpoint_dir": Row(_directory, "model.from_hf"),
+    "checkpointer.checkpoint_dir": KeyRule(_directory, "model.from_hf"),
     "checkpointer.*": never(
         "model.init_from reads all files of the directory; `megalite convert export` writes them"
     ),
-    "tokenizer.max_seq_len": Row(_length, "data.sequence_length"),
+    "tokenizer.max_seq_len": KeyRule(_length, "data.sequence_length"),
     "tokenizer.prompt_template": finetuning.TEMPLATE,
     "tokenizer.*": never("the tokenizer is that of model.from_hf, given to `megalite prepare`"),
-    f"dataset.{COMPONENT}": Row(torchtune_data.training, "data.train"),
-    "dataset": Row(_datasets, "data.train"),
-    "dataset.packed": Row(_packing, "data.packing"),
+    f"dataset.{COMPONENT}": KeyRule(torchtune_data.training, "data.train"),
+    "dataset": KeyRule(_datasets, "data.train"),
+    "dataset.packed": KeyRule(_packing, "data.packing"),
     "dataset.*": never(DATA),
-    f"dataset_val.{COMPONENT}": Row(torchtune_data.validation, "data.validation"),
+    f"dataset_val.{COMPONENT}": KeyRule(torchtune_data.validation, "data.validation"),
     "dataset_val.*": never(DATA),
     "seed": sets("run.seed"),
     "shuffle": sets("data.shuffle"),
     "epochs": finetuning.epochs("max_steps_per_epoch"),
-    "max_steps_per_epoch": Row(_steps, "train.steps"),
-    f"optimizer.{COMPONENT}": Row(_optimizer),
+    "max_steps_per_epoch": KeyRule(_steps, "train.steps"),
+    f"optimizer.{COMPONENT}": KeyRule(_optimizer),
     "optimizer.lr": sets("optimizer.lr"),
-    "optimizer.weight_decay": Row(_decayed, "optimizer.weight_decay"),
+    "optimizer.weight_decay": KeyRule(_decayed, "optimizer.weight_decay"),
     **{f"optimizer.{key}": sets(f"optimizer.{key}") for key in ("betas", "eps")},
     **each("optimizer.", "fused foreach", never("one fused AdamW runs, over flat shards")),
     "optimizer_in_bwd": missing("the step follows the backward, since clipping needs the global norm"),
-    f"lr_scheduler.{COMPONENT}": Row(_schedule, "optimizer.decay"),
+    f"lr_scheduler.{COMPONENT}": KeyRule(_schedule, "optimizer.decay"),
     "lr_scheduler.num_warmup_steps": sets("optimizer.warmup_steps"),
     "lr_scheduler.num_cycles": only("0.5", "the cosine goes down once"),
-    f"loss.{COMPONENT}": Row(_loss),
+    f"loss.{COMPONENT}": KeyRule(_loss),
     **each("", "loss.* teacher_* kd_* ref_* reward_* value_* policy_*", missing(finetuning.OBJECTIVE)),
     "quantizer.*": missing(finetuning.QUANTIZED),
     "loss.num_output_chunks": never("train.loss_chunk is a number of tokens"),
-    "clip_grad_norm": Row(_clip, "train.grad_clip"),
+    "clip_grad_norm": KeyRule(_clip, "train.grad_clip"),
     "compile": sets("train.compile"),
     "compile.*": to_do("train.compile compiles the pure functions between linears"),
     "dtype": sets(
@@ -251,22 +251,22 @@ TABLE: Table = {
         {"BF16": "bf16", "FP32": "fp32", "FP16": "fp16"},
         "train.precision is bf16, fp16 or fp32",
     ),
-    "enable_activation_checkpointing": Row(finetuning.recompute, "train.recompute"),
+    "enable_activation_checkpointing": KeyRule(finetuning.recompute, "train.recompute"),
     "enable_activation_offloading": missing(
         "activations are recomputed, not offloaded: train.recompute: full"
     ),
     **each("ac_", "mode option", to_do("set train.recompute: selective, or every-K")),
-    "fsdp_cpu_offload": Row(_offload, "parallel.offload"),
-    "fsdp_reshard_after_forward": Row(_sharded, "parallel.zero"),
+    "fsdp_cpu_offload": KeyRule(_offload, "parallel.offload"),
+    "fsdp_reshard_after_forward": KeyRule(_sharded, "parallel.zero"),
     "custom_sharded_layers": never("embedding and head are sharded like the layers"),
     "tensor_parallel_dim": sets("parallel.tp"),
-    "context_parallel_dim": Row(_context, "parallel.cp"),
+    "context_parallel_dim": KeyRule(_context, "parallel.cp"),
     "context_parallel_rotate_method": never("parallel.context is set for it"),
-    "data_parallel_shard_dim": Row(_shards, "parallel.dp_shard"),
-    "data_parallel_replicate_dim": Row(_replicas, "parallel.dp_shard"),
+    "data_parallel_shard_dim": KeyRule(_shards, "parallel.dp_shard"),
+    "data_parallel_replicate_dim": KeyRule(_replicas, "parallel.dp_shard"),
     "tensor_parallel_plan.*": never("the model is split in one way"),
     "output_dir": sets("run.dir", roughly="the run's own directory is run.dir/run.name"),
-    f"metric_logger.{COMPONENT}": Row(
+    f"metric_logger.{COMPONENT}": KeyRule(
         lambda value, _: (
             honoured({"logging.tensorboard": True})
             if "TensorBoard" in str(value)
@@ -281,7 +281,7 @@ TABLE: Table = {
     "batch_size_val": never("validation has the training's batch"),
     "save_every_n_steps": sets("checkpoint.interval"),
     "low_cpu_ram": never("weights are read as they are"),
-    "fsdp.cpu_offload": Row(_offload, "parallel.offload"),
+    "fsdp.cpu_offload": KeyRule(_offload, "parallel.offload"),
     **each(
         "",
         "resume_from_checkpoint should_load_recipe_state",
@@ -300,7 +300,7 @@ TABLE: Table = {
 }
 
 
-def table(source: Source) -> Table:
+def table(source: ImportedFile) -> Table:
     """The rows for this file's keys, which judge the values that references lead to."""
     rows, whole = dict(TABLE), resolved(source)
     used = {name for value in source.leaves.values() for name in REFERENCE.findall(str(value))}
@@ -315,15 +315,15 @@ def table(source: Source) -> Table:
     return rows
 
 
-def _following(row: Row, value: Any) -> Row:
+def _following(row: KeyRule, value: Any) -> KeyRule:
     return (
         never("it is empty")
         if value in (None, [])
-        else Row(lambda _, source: row.judge(value, resolved(source)), row.option)
+        else KeyRule(lambda _, source: row.judge(value, resolved(source)), row.option)
     )
 
 
-def defaults(source: Source) -> dict[str, Any]:
+def defaults(source: ImportedFile) -> dict[str, Any]:
     """torchtune's defaults that differ from ours; those of torch's AdamW, and FSDP in a distributed
     recipe."""
     source = resolved(source)

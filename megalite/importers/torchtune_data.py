@@ -6,8 +6,8 @@ from typing import Any
 
 from megalite.config.rule import show
 from megalite.importers import data
-from megalite.importers.data import Dataset
-from megalite.importers.verdict import Source, Verdict, lost
+from megalite.importers.data import ImportedDataset
+from megalite.importers.verdict import ImportedFile, Verdict, lost
 
 TEXTS: dict[str, dict[str, Any]] = {
     "text_completion_dataset": {"column": "text"},
@@ -47,25 +47,25 @@ EXPRESSED = {
 """Keys of a dataset that the command has, or that the run has."""
 
 
-def training(value: Any, source: Source) -> Verdict:
+def training(value: Any, source: ImportedFile) -> Verdict:
     """A dataset, or a list of them."""
     return _prepared(_sections(source, "dataset"), source, "data.train", "PREFIX")
 
 
-def validation(value: Any, source: Source) -> Verdict:
+def validation(value: Any, source: ImportedFile) -> Verdict:
     return _prepared(_sections(source, "dataset_val"), source, "data.validation", "VALIDATION")
 
 
-def is_text(source: Source) -> bool:
+def is_text(source: ImportedFile) -> bool:
     return any(_name(section) in TEXTS for section in _sections(source, "dataset"))
 
 
-def packed(source: Source) -> Any:
+def packed(source: ImportedFile) -> Any:
     """Whether the datasets are packed; None if they do not say it."""
     return next((section["packed"] for section in _sections(source, "dataset") if "packed" in section), None)
 
 
-def _sections(source: Source, name: str) -> list[dict[str, Any]]:
+def _sections(source: ImportedFile, name: str) -> list[dict[str, Any]]:
     """The keys of each dataset in a section of the file, which may be a list."""
     whole = source.get(name)
     if isinstance(whole, list):
@@ -85,7 +85,7 @@ def _name(section: dict[str, Any]) -> str:
     return str(section.get("_component_", "")).split(".")[-1]
 
 
-def _prepared(sections: list[dict[str, Any]], source: Source, option: str, output: str) -> Verdict:
+def _prepared(sections: list[dict[str, Any]], source: ImportedFile, option: str, output: str) -> Verdict:
     others = [_name(section) for section in sections if _name(section) not in TEXTS | CHATS]
     if others:
         return lost(
@@ -93,7 +93,7 @@ def _prepared(sections: list[dict[str, Any]], source: Source, option: str, outpu
             "it first"
         )
     return data.prepared(
-        [*map(_dataset, sections)] or [Dataset()],
+        [*map(_dataset, sections)] or [ImportedDataset()],
         source.get("checkpointer.checkpoint_dir"),
         (),
         option,
@@ -101,7 +101,7 @@ def _prepared(sections: list[dict[str, Any]], source: Source, option: str, outpu
     )
 
 
-def _dataset(section: dict[str, Any]) -> Dataset:
+def _dataset(section: dict[str, Any]) -> ImportedDataset:
     name, text = _name(section), _name(section) in TEXTS
     given = (TEXTS | CHATS)[name] | {key: value for key, value in section.items() if value is not None}
     others = [
@@ -109,7 +109,7 @@ def _dataset(section: dict[str, Any]) -> Dataset:
         for key, value in section.items()
         if key not in EXPRESSED and value not in (None, False, {}, [])
     ]
-    return Dataset(
+    return ImportedDataset(
         data.located(given.get("source"), given.get("data_files"), given.get("subset") or given.get("name")),
         text=text,
         text_key=str(given.get("column", "text")),

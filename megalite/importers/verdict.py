@@ -23,25 +23,25 @@ class Verdict(NamedTuple):
     why: str = ""
 
 
-class Row(NamedTuple):
+class KeyRule(NamedTuple):
     """The function that converts a key's value, and the option that corresponds to the key."""
 
-    judge: Callable[[Any, Source], Verdict]
+    judge: Callable[[Any, ImportedFile], Verdict]
     option: str | None = None
 
 
-Table = dict[str, Row]
+Table = dict[str, KeyRule]
 """section.key → its row; a name that ends in * is the row of all other keys that begin so."""
 
 
-def row_of(table: Table, key: str) -> Row | None:
+def row_of(table: Table, key: str) -> KeyRule | None:
     """The row of a key; None if the table does not know the key."""
     begins = [name for name in table if name.endswith("*") and key.startswith(name[:-1])]
     return table.get(key) or (table[max(begins, key=len)] if begins else None)
 
 
 @dataclass(frozen=True)
-class Source:
+class ImportedFile:
     """The leaves of a file, section.key → value, its number of data-parallel ranks, if that is known, and the
     values that its program gives to keys that the file does not have."""
 
@@ -124,11 +124,11 @@ def left(why: str) -> Verdict:
 
 def sets(
     option: str, values: dict[str, Any] | None = None, why: str = "", roughly: str = "", scale: float = 1
-) -> Row:
+) -> KeyRule:
     """A row that sets the option to the value: times `scale`, or mapped by `values`, in which case other
     values are lost."""
 
-    def judge(value: Any, source: Source) -> Verdict:
+    def judge(value: Any, source: ImportedFile) -> Verdict:
         if values is None:
             return honoured(
                 {option: rounded(value * scale) if scale != 1 and type(value) in (int, float) else value},
@@ -136,15 +136,15 @@ def sets(
             )
         return honoured({option: values[word(value)]}, roughly) if word(value) in values else lost(why)
 
-    return Row(judge, option)
+    return KeyRule(judge, option)
 
 
-def only(words: str, why: str, here: str = "it is so here") -> Row:
+def only(words: str, why: str, here: str = "it is so here") -> KeyRule:
     """A row for a key that is harmless with one of these words as value, and lost with any other."""
-    return Row(lambda value, source: harmless(here) if word(value) in words.split() else lost(why))
+    return KeyRule(lambda value, source: harmless(here) if word(value) in words.split() else lost(why))
 
 
-def optimizer(adams: str, roughly: str = "") -> Row:
+def optimizer(adams: str, roughly: str = "") -> KeyRule:
     """The row of the optimizer's name, which is Muon or one of these names of AdamW."""
     others = sets(
         "optimizer.name",
@@ -152,32 +152,32 @@ def optimizer(adams: str, roughly: str = "") -> Row:
         "optimizer.name is adamw or muon: set optimizer.* for the nearest",
         roughly,
     )
-    return Row(
+    return KeyRule(
         lambda value, source: (
             harmless("AdamW is the default") if word(value) in adams.split() else others.judge(value, source)
         )
     )
 
 
-def never(reason: str) -> Row:
+def never(reason: str) -> KeyRule:
     """A row for a key that is harmless with any value."""
-    return Row(lambda value, source: harmless(reason))
+    return KeyRule(lambda value, source: harmless(reason))
 
 
-def to_do(why: str) -> Row:
+def to_do(why: str) -> KeyRule:
     """A row for a key that leaves something to the user, with any value."""
-    return Row(lambda value, source: left(why))
+    return KeyRule(lambda value, source: left(why))
 
 
-def missing(why: str) -> Row:
+def missing(why: str) -> KeyRule:
     """A row for a key that is lost with any value that turns something on."""
-    return Row(
+    return KeyRule(
         lambda value, source: (
             harmless("it is off") if word(value) in ("FALSE", "0", "NONE", "NO") else lost(why)
         )
     )
 
 
-def each(prefix: str, keys: str, row: Row) -> Table:
+def each(prefix: str, keys: str, row: KeyRule) -> Table:
     """The same row for several keys."""
     return {prefix + key: row for key in keys.split()}

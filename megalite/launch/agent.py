@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from megalite.launch.causes import End, Kind, by_cause, exit_status, lost_in
+from megalite.launch.causes import End, ExitCause, by_cause, exit_status, lost_in
 from megalite.launch.exit_status import END_FILE, ExitStatus, training_status
 from megalite.launch.interrupts import SIGNALS, Listener, Second, end, line_of
 from megalite.launch.local_ranks import package_path
@@ -192,12 +192,12 @@ class _Agent(LocalElasticAgent):
         lost, status, noted = lost_in(told.get("lost")), failure.exitcode, self._ended.get(rank)
         at = float(told.get("written", time.time() if noted is None else noted))
         if lost is not None:
-            kind = Kind.LOST
+            kind = ExitCause.LOST
         elif noted is None and status in ENDED_BY_AGENT:
-            kind = Kind.ENDED
+            kind = ExitCause.ENDED
         else:
-            kind = Kind.ABORTED if status == -signal.SIGABRT else Kind.OWN
-        killed = kind is Kind.OWN and status == -signal.SIGKILL and not self._killed
+            kind = ExitCause.ABORTED if status == -signal.SIGABRT else ExitCause.OWN
+        killed = kind is ExitCause.OWN and status == -signal.SIGKILL and not self._killed
         return End(rank, status, kind, at, lost, self._kills.found(failure.pid) if killed else "")
 
     def forward(self, number: int) -> None:
@@ -255,6 +255,6 @@ class _Agent(LocalElasticAgent):
         others = [
             each.global_rank for each in self.get_worker_group().workers if each.global_rank not in failed
         ]
-        ends = [*self._ends, *(End(rank, 0, Kind.ENDED, time.time()) for rank in others)]
+        ends = [*self._ends, *(End(rank, 0, ExitCause.ENDED, time.time()) for rank in others)]
         self.options.crashed(ends, line, since=self.started, logs=self.end_file.parent)
         return exit_status(first.status)

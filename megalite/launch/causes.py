@@ -23,7 +23,7 @@ what its libraries say in any RuntimeError. The first alone is also said of a da
 gone."""
 
 
-class Kind(IntEnum):
+class ExitCause(IntEnum):
     """Why a rank has ended. A smaller one is a cause of larger ones."""
 
     OWN = 0  # by a signal from elsewhere, or by an error of its own
@@ -79,13 +79,13 @@ class End:
 
     rank: int
     status: int
-    kind: Kind
+    kind: ExitCause
     written: float
     lost: Lost | None = None
     note: str = ""
 
     def __str__(self) -> str:
-        if self.kind is Kind.LOST:
+        if self.kind is ExitCause.LOST:
             return (
                 self.lost.reason
                 if self.lost and self.lost.reason

@@ -27,7 +27,7 @@ import yaml
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config
 from megalite.launch import memory_kills
-from megalite.launch.causes import End, Kind, Lost, across_hosts, by_cause, lost_in
+from megalite.launch.causes import End, ExitCause, Lost, across_hosts, by_cause, lost_in
 from megalite.launch.memory_kills import MemoryKills
 from megalite.launch.output import LOGS, RECENT, job_of, log_of
 from megalite.system.activity import Activity
@@ -85,7 +85,7 @@ VARIABLES = (
 
 
 @dataclass(frozen=True)
-class Part:
+class RankReport:
     """What is known of one rank.
 
     Attributes:
@@ -104,7 +104,7 @@ class Part:
     trace: str = ""
     host: str = field(default_factory=platform.node)
     written: float = field(default_factory=time.time)
-    kind: int = Kind.OWN
+    kind: int = ExitCause.OWN
     lost: dict[str, Any] | None = None
     status: int = 1
     job: str = ""
@@ -132,7 +132,7 @@ def rank_failed(
     """
 
     def write() -> None:
-        directory, kind = config.run.directory, Kind.OWN if lost is None else Kind.LOST
+        directory, kind = config.run.directory, ExitCause.OWN if lost is None else ExitCause.LOST
         seen = lost
         if (
             lost is not None
@@ -142,7 +142,7 @@ def rank_failed(
             and (killed := kills.found())
         ):
             seen = replace(lost, reason=f"{lost.reason}; {killed}")
-        part = Part(
+        part = RankReport(
             rank,
             reason.strip(),
             str(activity),
@@ -161,7 +161,9 @@ def rank_failed(
     best_effort(write)
 
 
-def launcher_failed(config: Config, ends: Sequence[End], reason: str, *, since: float, logs: Path) -> Part:
+def launcher_failed(
+    config: Config, ends: Sequence[End], reason: str, *, since: float, logs: Path
+) -> RankReport:
     """Report the failure of the ranks of this node. Returns what is known of the rank of all nodes that
     failed first.
 
@@ -188,11 +190,13 @@ def launcher_failed(config: Config, ends: Sequence[End], reason: str, *, since: 
     return cause[0]
 
 
-def _part(end: End, logs: Path, job: str) -> Part:
+def _part(end: End, logs: Path, job: str) -> RankReport:
     """What a launcher knows of a rank that has written no part."""
-    told = "ended by the launcher" if end.kind is Kind.ENDED else str(end)
+    told = "ended by the launcher" if end.kind is ExitCause.ENDED else str(end)
     lines = log_of(logs, end.rank)[-MOST_LINES:]
-    return Part(end.rank, told, lines=lines, written=end.written, kind=end.kind, status=end.status, job=job)
+    return RankReport(
+        end.rank, told, lines=lines, written=end.written, kind=end.kind, status=end.status, job=job
+    )
 
 
 def best_effort(action: Callable[[], None]) -> None:
@@ -217,7 +221,7 @@ def set_aside(directory: Path) -> None:
 # ---- parts
 
 
-def _write_part(directory: Path, part: Part, always: bool = False) -> None:
+def _write_part(directory: Path, part: RankReport, always: bool = False) -> None:
     """Write a part, unless there are many already."""
     place = directory / PARTS
     place.mkdir(parents=True, exist_ok=True)
@@ -226,13 +230,13 @@ def _write_part(directory: Path, part: Part, always: bool = False) -> None:
         _replace(path, json.dumps(asdict(part)))
 
 
-def _parts(directory: Path, since: float, job: str) -> list[Part]:
+def _parts(directory: Path, since: float, job: str) -> list[RankReport]:
     """The parts of this job, the earliest first. Times of other hosts count only where a part does not say of
     which job it is."""
     found = []
     for path in sorted((directory / PARTS).glob("rank_*.json")):
         with suppress(OSError, ValueError, TypeError):
-            found.append(Part(**json.loads(path.read_text(encoding="utf-8"))))
+            found.append(RankReport(**json.loads(path.read_text(encoding="utf-8"))))
     ours = (part for part in found if (part.job == job if job and part.job else part.written >= since))
     return sorted(ours, key=lambda part: part.written)
 
@@ -248,24 +252,24 @@ def _replace(path: Path, text: str) -> None:
 
 def _compose(config: Config, since: float, job: str, reason: str | None) -> None:
     """Write crash.md from all parts, again if another one has arrived meanwhile."""
-    directory, written = config.run.directory, list[Part]()
+    directory, written = config.run.directory, list[RankReport]()
     while (parts := _parts(directory, since, job)) != written:
         _replace(directory / FILE, report(config, parts, reason))
         written = parts
 
 
-def completed(parts: Iterable[Part]) -> list[Part]:
+def completed(parts: Iterable[RankReport]) -> list[RankReport]:
     """The parts, what caused the others first; with what they say of a rank that they have lost and that has
     said nothing itself."""
     found = {part.rank: part for part in parts}
     for part in by_cause(found.values()):
         lost = lost_in(part.lost)
-        if part.kind != Kind.LOST or lost is None or lost.rank is None:
+        if part.kind != ExitCause.LOST or lost is None or lost.rank is None:
             continue
         own = found.get(lost.rank)
-        if own is None or own.kind == Kind.ENDED:
+        if own is None or own.kind == ExitCause.ENDED:
             lines = [] if own is None else own.lines
-            found[lost.rank] = Part(
+            found[lost.rank] = RankReport(
                 lost.rank, lost.reason, lost.place, lines=lines, host=lost.host, written=part.written
             )
         elif own.activity == UNKNOWN:
@@ -273,12 +277,12 @@ def completed(parts: Iterable[Part]) -> list[Part]:
     losses = [
         lost.rank
         for part in found.values()
-        if part.kind == Kind.LOST and (lost := lost_in(part.lost)) is not None
+        if part.kind == ExitCause.LOST and (lost := lost_in(part.lost)) is not None
     ]
     return across_hosts(found.values(), losses)
 
 
-def report(config: Config, parts: Sequence[Part], reason: str | None = None) -> str:
+def report(config: Config, parts: Sequence[RankReport], reason: str | None = None) -> str:
     """The text of crash.md. reason: how it ended, in the launcher's words."""
     ordered = completed(parts)
     said = [part.reason for part in ordered[:1] if part.reason not in (reason or "")]

@@ -18,14 +18,14 @@ Docker's default is 64 MB."""
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuInfo:
     """A GPU; memory in bytes, None if nvidia-ml-py is not installed."""
 
     name: str
     memory: int | None = None
 
 
-def gpus() -> list[Gpu]:
+def gpus() -> list[GpuInfo]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves visible."""
     found = _from_nvml()
     if found is None:
@@ -41,7 +41,7 @@ def gpus() -> list[Gpu]:
     return [found[int(each)] for each in valid]
 
 
-def _from_nvml() -> list[Gpu] | None:
+def _from_nvml() -> list[GpuInfo] | None:
     """By nvidia-ml-py; None if it is not installed or finds no driver."""
     try:
         import pynvml
@@ -51,19 +51,19 @@ def _from_nvml() -> list[Gpu] | None:
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         return [
-            Gpu(str(pynvml.nvmlDeviceGetName(each)), int(pynvml.nvmlDeviceGetMemoryInfo(each).total))
+            GpuInfo(str(pynvml.nvmlDeviceGetName(each)), int(pynvml.nvmlDeviceGetMemoryInfo(each).total))
             for each in handles
         ]
     except pynvml.NVMLError:
         return None
 
 
-def _from_driver() -> list[Gpu]:
+def _from_driver() -> list[GpuInfo]:
     names = []
     for path in sorted(DRIVER.glob("gpus/*/information")):
         with suppress(OSError):
             names += re.findall(r"^Model:\s*(.+?)\s*$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    return [Gpu(name) for name in names]
+    return [GpuInfo(name) for name in names]
 
 
 def driver_version() -> str | None:

@@ -26,7 +26,7 @@ BUDGET_S = 0.15  # processor seconds, of all threads, after which no repetition 
 MOST_FLOPS = 1e8  # of a measured product, about 1 ms on one core: a larger one is measured in part
 
 
-class Product(NamedTuple):
+class MatmulShape(NamedTuple):
     """`times` equal products of a step: [batch, rows, inner] · [batch, inner, columns], or two-dimensional
     ones if `batch` is 0.
 
@@ -89,7 +89,7 @@ def candidates(option: str, rounded: bool) -> tuple[Path, ...]:
     return ("bf16" if rounded else "onednn", "mkl")
 
 
-def measure(products: Sequence[Product], paths: Sequence[Path]) -> dict[Path, float]:
+def measure(products: Sequence[MatmulShape], paths: Sequence[Path]) -> dict[Path, float]:
     """Processor seconds of a step's products in each library. Takes about two tenths of one, whatever the
     model.
 
@@ -116,7 +116,7 @@ def measure(products: Sequence[Product], paths: Sequence[Path]) -> dict[Path, fl
     }
 
 
-def _operands(product: Product) -> tuple[Tensor, Tensor, float]:
+def _operands(product: MatmulShape) -> tuple[Tensor, Tensor, float]:
     """Two factors, and the ratio of the whole product's FLOPs to theirs: those of a large product are cut."""
     batch, rows, inner, columns = (
         min(size, 2048) for size in (product.batch, product.rows, product.inner, product.columns)

@@ -47,7 +47,7 @@ and `left` once it ends."""
 _T = TypeVar("_T")
 
 
-class State(StrEnum):
+class PeerState(StrEnum):
     """What is known of another rank. The values are used in messages."""
 
     ANSWERS = "answers"
@@ -59,35 +59,37 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LostRank:
     """Which rank is lost, and how. `place`: the last one that is known."""
 
     rank: int
-    state: State
+    state: PeerState
     host: str
     place: Place
 
     @property
     def final(self) -> bool:
         """Whether the rank cannot come back."""
-        return self.state in (State.ENDED, State.FAILED)
+        return self.state in (PeerState.ENDED, PeerState.FAILED)
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} {'is awaited' if self.state is State.STUCK else 'was lost first'}: "
+            f"rank {self.rank} {'is awaited' if self.state is PeerState.STUCK else 'was lost first'}: "
             f"{self._reason()}"
         )
 
     def lost(self) -> Lost:
         """What a rank has lost that ends because of it."""
-        return Lost(self.rank, str(self), self.host, described(self.place), silent=self.state is State.ENDED)
+        return Lost(
+            self.rank, str(self), self.host, described(self.place), silent=self.state is PeerState.ENDED
+        )
 
     def described(self) -> str:
         """The same of a rank that may come back."""
         return f"rank {self.rank} is silent: {self._reason()}"
 
     def _reason(self) -> str:
-        reason = self.place.get("failed") if self.state is State.FAILED else self.state.value
+        reason = self.place.get("failed") if self.state is PeerState.FAILED else self.state.value
         return f"{reason}; host {self.host}, last known in {described(self.place)}"
 
 
@@ -125,7 +127,7 @@ class Peers:
         self.rank, self.size, self._place, self._store_rank = rank, size, place, store_rank
         self.token = secrets.token_hex(8)
         self.own: dict[str, Any] = {}
-        self.verdict: Verdict | None = None
+        self.verdict: LostRank | None = None
         # every rank counts its monitors in this store: they agree
         self._prefix = f"peers/{store.add(f'peers/{rank}', 1)}"
         self._store = store.clone()  # type: ignore[attr-defined]
@@ -185,12 +187,12 @@ class Peers:
             if text:
                 self._places[rank] = json.loads(text)
 
-    def _stored_verdict(self) -> Verdict | None:
+    def _stored_verdict(self) -> LostRank | None:
         key = f"{self._prefix}/verdict"
         if not self._store.check([key]):
             return None
         found = json.loads(self._store.get(key))
-        return Verdict(found["rank"], State(found["state"]), found["host"], found["place"])
+        return LostRank(found["rank"], PeerState(found["state"]), found["host"], found["place"])
 
     def _answer(self) -> None:
         """Tell every process that connects where this rank is."""
@@ -206,25 +208,25 @@ class Peers:
 
     # ---- questions
 
-    def ask(self, rank: int) -> tuple[State, Place]:
+    def ask(self, rank: int) -> tuple[PeerState, Place]:
         """Whether a rank is alive, and its place: the present one if it answers, else the last one that is
         known."""
         address = self._address(rank)
         if address is None:
-            return State.UNREACHABLE, self._places.get(rank, {})
-        state = State.UNREACHABLE
+            return PeerState.UNREACHABLE, self._places.get(rank, {})
+        state = PeerState.UNREACHABLE
         for _ in range(ATTEMPTS):
             state, place = _question(address)
-            if state is State.ANSWERS:
+            if state is PeerState.ANSWERS:
                 self._places[rank] = place
                 self._answering.add(rank)
                 return state, place
-            if state is State.ENDED:
+            if state is PeerState.ENDED:
                 break
         key = f"{self._prefix}/place/{rank}"
         stored = self._in_time(lambda: json.loads(self._store.get(key)) if self._store.check([key]) else None)
         place = stored or self._places.get(rank, {})
-        return (State.FAILED if place.get("failed") and state is State.ENDED else state), place
+        return (PeerState.FAILED if place.get("failed") and state is PeerState.ENDED else state), place
 
     def host(self, rank: int) -> str:
         """The name of a rank's host."""
@@ -240,7 +242,7 @@ class Peers:
             self._addresses[rank] = found
         return self._addresses[rank]
 
-    def look(self) -> Verdict | None:
+    def look(self) -> LostRank | None:
         """A rank that is lost or silent, as far as this rank knows; None: nothing is wrong. Takes seconds if
         something is."""
         if self.verdict is not None:
@@ -253,21 +255,21 @@ class Peers:
             return None
         return self._next_lost()
 
-    def _store_lost(self) -> Verdict | None:
+    def _store_lost(self) -> LostRank | None:
         """The store is silent: which says something about the rank that holds it."""
         if self._store_rank in (None, self.rank):
             return None
         assert self._store_rank is not None
         state, place = self.ask(self._store_rank)
-        if state is State.ENDED and self._store_rank not in self._answering:
-            state = State.UNREACHABLE
+        if state is PeerState.ENDED and self._store_rank not in self._answering:
+            state = PeerState.UNREACHABLE
         return (
             None
-            if state is State.ANSWERS or {"left", "lost"} & place.keys()
+            if state is PeerState.ANSWERS or {"left", "lost"} & place.keys()
             else self._found(self._store_rank, state, place)
         )
 
-    def _next_lost(self) -> Verdict | None:
+    def _next_lost(self) -> LostRank | None:
         """Ask the watched rank. If it has left, or is lost as well as those after it, watch the next one that
         is there."""
         silent = None
@@ -276,14 +278,14 @@ class Peers:
             if rank == self.rank:
                 break
             state, place = self.ask(rank)
-            if state is State.ANSWERS:
+            if state is PeerState.ANSWERS:
                 if silent is None:  # those before have left
                     self._watched, self._changed = rank, monotonic()
                 break
-            if state is State.ENDED and rank not in self._answering:
-                state = State.UNREACHABLE
+            if state is PeerState.ENDED and rank not in self._answering:
+                state = PeerState.UNREACHABLE
             if not {"left", "lost"} & place.keys() and (
-                silent is None or state in (State.ENDED, State.FAILED)
+                silent is None or state in (PeerState.ENDED, PeerState.FAILED)
             ):
                 silent = self._found(rank, state, place)
                 if silent.final:
@@ -292,11 +294,11 @@ class Peers:
             self._changed = monotonic()
         return silent
 
-    def _found(self, rank: int, state: State, place: Place) -> Verdict:
-        found = Verdict(rank, state, self.host(rank), place)
+    def _found(self, rank: int, state: PeerState, place: Place) -> LostRank:
+        found = LostRank(rank, state, self.host(rank), place)
         return self.agree(found) if found.final else found
 
-    def agree(self, found: Verdict) -> Verdict:
+    def agree(self, found: LostRank) -> LostRank:
         """Store a verdict that ends the run. Returns the first one that any rank has stored."""
         self.own = self.own or {"lost": found.rank}
         self._wake.set()
@@ -305,7 +307,7 @@ class Peers:
         self.verdict = self.verdict or self._in_time(self._stored_verdict) or found
         return self.verdict
 
-    def origin(self, peer: int | None) -> Verdict | None:
+    def origin(self, peer: int | None) -> LostRank | None:
         """The rank that failed first, or is stuck, from one that this rank waited for: follows those that
         others have lost or wait for.
 
@@ -318,22 +320,26 @@ class Peers:
         while self.verdict is None and peer is not None and peer not in seen:
             state, place = self.ask(peer)
             if place.get("lost") is not None or (
-                state is State.ANSWERS and place.get("peer") is not None and monotonic() > deadline
+                state is PeerState.ANSWERS and place.get("peer") is not None and monotonic() > deadline
             ):
                 seen.add(peer)
                 peer = place["peer"] if place.get("lost") is None else place["lost"]
-            elif state is not State.ANSWERS or place.get("failed"):
-                return self.agree(self._found(peer, State.FAILED if place.get("failed") else state, place))
+            elif state is not PeerState.ANSWERS or place.get("failed"):
+                return self.agree(
+                    self._found(peer, PeerState.FAILED if place.get("failed") else state, place)
+                )
             elif peer in first and monotonic() > deadline:
                 return (
-                    self.agree(self._found(peer, State.STUCK, place)) if _equal(first[peer], place) else None
+                    self.agree(self._found(peer, PeerState.STUCK, place))
+                    if _equal(first[peer], place)
+                    else None
                 )
             else:
                 first.setdefault(peer, place)
                 Event().wait(self.beat_s / 4)  # it is alive, and may be about to learn what it has lost
         return self.verdict
 
-    def followed(self, peer: int | None, verdict: Verdict | None = None) -> dict[int, dict[str, Any]]:
+    def followed(self, peer: int | None, verdict: LostRank | None = None) -> dict[int, dict[str, Any]]:
         """What is known of the ranks that this one waits for, each for the next one, and of a lost one; by
         rank, as plain data."""
         found: dict[int, dict[str, Any]] = {}
@@ -342,7 +348,7 @@ class Peers:
         while peer is not None and peer != self.rank and peer not in found:
             state, place = self.ask(peer)
             found[peer] = {"state": state.value, "host": self.host(peer), "place": place}
-            peer = place.get("lost", place.get("peer") if state is State.ANSWERS else None)
+            peer = place.get("lost", place.get("peer") if state is PeerState.ANSWERS else None)
         return found
 
     # ---- the end
@@ -384,7 +390,7 @@ def _equal(one: Place, other: Place) -> bool:
     return all(one.get(name) == other.get(name) for name in ("step", "runs", "action", "waits"))
 
 
-def _question(address: list[Any]) -> tuple[State, Place]:
+def _question(address: list[Any]) -> tuple[PeerState, Place]:
     """Ask the process at an address once."""
     host, port, token, name = address
     if host.startswith("127.") and name != os.uname().nodename:  # what another host calls itself
@@ -392,25 +398,25 @@ def _question(address: list[Any]) -> tuple[State, Place]:
     try:
         link = socket.create_connection((host, port), timeout=ANSWER_S)
     except (ConnectionRefusedError, ConnectionResetError):
-        return State.ENDED, {}
+        return PeerState.ENDED, {}
     except OSError:
-        return State.UNREACHABLE, {}
+        return PeerState.UNREACHABLE, {}
     text = b""
     try:
         with link:
             while part := link.recv(1 << 16):
                 text += part
         found = json.loads(text)
-        return (State.ANSWERS, found["place"]) if found["token"] == token else (State.ENDED, {})
+        return (PeerState.ANSWERS, found["place"]) if found["token"] == token else (PeerState.ENDED, {})
     except TimeoutError:
-        return State.STOPPED, {}
+        return PeerState.STOPPED, {}
     except (
         OSError,
         ValueError,
         KeyError,
         TypeError,
     ):  # it ended while it answered, or another process has its port
-        return State.ENDED, {}
+        return PeerState.ENDED, {}
 
 
 def _own_address() -> str:

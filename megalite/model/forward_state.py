@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megalite.parallel.tensor.lora import Mask
 
 if TYPE_CHECKING:
-    from megalite.parallel.context.parts import Part
+    from megalite.parallel.context.parts import SequencePart
 
 
 class Site(IntEnum):
@@ -56,7 +56,7 @@ class ForwardState:
     positions: Tensor
     runs: Runs
     document_start: Tensor | None = None
-    part: Part | None = None
+    part: SequencePart | None = None
     rotary: tuple[Tensor, Tensor] | None = None
     local_rotary: tuple[Tensor, Tensor] | None = None
     lora_dropout: float = 0.0

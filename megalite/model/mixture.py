@@ -23,7 +23,7 @@ from megalite.model.options import LayerOptions
 from megalite.model.parameters import layer_count
 from megalite.model.transformer import FeedForward
 from megalite.parallel.expert.balance import Balance, RouterState
-from megalite.parallel.expert.choice import Choice, choose, in_best_groups
+from megalite.parallel.expert.choice import ExpertChoice, choose, in_best_groups
 from megalite.parallel.expert.dispatch import make_dispatch
 from megalite.parallel.expert.grouped_matmul import Experts
 from megalite.parallel.expert.router import Router
@@ -98,7 +98,7 @@ class Mixture(nn.Module):
             state.statistics["router"] = statistics.new_zeros(layer_count(self.model), len(statistics))
         state.statistics["router"][self.layer] = statistics
 
-    def _choice(self, scores: Tensor, targets: Tensor | None, state: ForwardState) -> Choice:
+    def _choice(self, scores: Tensor, targets: Tensor | None, state: ForwardState) -> ExpertChoice:
         """The choice of this forward, in training without what exceeds the capacity. Recomputation uses that
         of the first forward: another one would change shapes."""
         if (kept := state.choices.pop(self.layer, None)) is not None:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 STATISTIC = "mtp"
 
 
-class Module(nn.Module):
+class MtpModule(nn.Module):
     """One module: hₖ₋₁ and the embedding of tₖ, both [seq (/tp), batch, hidden] -> hₖ, of the same shape.
     index: that of its layer."""
 
@@ -84,7 +84,7 @@ class MultiTokenPrediction(nn.Module):
         )
         self.embedding.first_stage = False
         indices = range(model.num_hidden_layers, layer_count(model))
-        self.each = nn.ModuleList(Module(config, index, weights, mesh, ops) for index in indices)
+        self.each = nn.ModuleList(MtpModule(config, index, weights, mesh, ops) for index in indices)
 
     def forward(
         self, x: Tensor, head: Head, microbatch: Microbatch, state: ForwardState

@@ -114,7 +114,7 @@ class Value:
 
     __slots__ = ("__weakref__", "call", "tensor")
 
-    def __init__(self, tensor: Tensor, call: Call | None = None):
+    def __init__(self, tensor: Tensor, call: OperationCall | None = None):
         self.tensor: Tensor | None = tensor
         self.call = call
 
@@ -153,7 +153,7 @@ class Argument(NamedTuple):
         return self.view.tensor().detach().requires_grad_(self.requires_grad)
 
 
-class Call:
+class OperationCall:
     """One call of an operation, and the values that it computes. These are not held: what nobody needs any
     more is not computed for them.
 
@@ -230,7 +230,7 @@ class Recorder:
         def recorded(*arguments: Any) -> tuple[Tensor, Tensor]:
             total, normed = join(*arguments)
             if self._values is not None:
-                call = Call(layer.mlp_input_norm, (self._argument(total),))
+                call = OperationCall(layer.mlp_input_norm, (self._argument(total),))
                 call.outputs[0] = ref(self._put(normed, call))
             return total, normed
 
@@ -240,7 +240,7 @@ class Recorder:
     def _recorded(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         if self._values is None:  # the layer does not run in training
             return function(*arguments)
-        call = Call(
+        call = OperationCall(
             function, tuple(self._argument(each) if isinstance(each, Tensor) else each for each in arguments)
         )
         places = count()
@@ -263,7 +263,7 @@ class Recorder:
         assert self._values is not None
         return self._values.get(tensor.untyped_storage()._cdata)
 
-    def _put(self, tensor: Tensor, call: Call | None) -> Value:
+    def _put(self, tensor: Tensor, call: OperationCall | None) -> Value:
         assert self._values is not None
         value = self._values[tensor.untyped_storage()._cdata] = Value(tensor.detach(), call)
         return value

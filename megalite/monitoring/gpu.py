@@ -34,7 +34,7 @@ MEMORY = {
 synchronizes the device."""
 
 
-class Gpu(Observer):
+class GpuSensors(Observer):
     """Reports memory and sensors at `logging.interval`; on a CPU only the throughput per rank."""
 
     def __init__(self, trainer: Trainer):

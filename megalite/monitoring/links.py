@@ -21,13 +21,13 @@ from megalite.parallel.collectives import message
 MESSAGE_BYTES = 8 << 20
 
 
-class Link(NamedTuple):
+class LinkTraffic(NamedTuple):
     source: int
     target: int
     bytes_per_second: float
 
 
-def describe(links: Sequence[Link]) -> str:
+def describe(links: Sequence[LinkTraffic]) -> str:
     """One line with the slowest link and the median."""
     slowest = min(links, key=lambda link: link.bytes_per_second)
     usual = median(link.bytes_per_second for link in links)
@@ -37,7 +37,7 @@ def describe(links: Sequence[Link]) -> str:
     )
 
 
-def measure(mesh: Mesh, device: torch.device, seconds: float = 3.0) -> list[Link]:
+def measure(mesh: Mesh, device: torch.device, seconds: float = 3.0) -> list[LinkTraffic]:
     """Bandwidths between ranks, the same list on every rank. Collective; takes about `seconds`, with all
     links busy at once."""
     strides = [2**power for power in range((mesh.world.size - 1).bit_length())]
@@ -53,7 +53,7 @@ def measure(mesh: Mesh, device: torch.device, seconds: float = 3.0) -> list[Link
         dist.broadcast_object_list(vote, src=0)
         going_on = vote[0]
     own = [
-        Link((mesh.rank - stride) % mesh.world.size, mesh.rank, MESSAGE_BYTES / took)
+        LinkTraffic((mesh.rank - stride) % mesh.world.size, mesh.rank, MESSAGE_BYTES / took)
         for stride, took in best.items()
     ]
     everyone: list[Any] = [None] * mesh.world.size
@@ -61,7 +61,7 @@ def measure(mesh: Mesh, device: torch.device, seconds: float = 3.0) -> list[Link
     return list(_flat(everyone))
 
 
-def _flat(lists: Iterable[Iterable[Link]]) -> Iterable[Link]:
+def _flat(lists: Iterable[Iterable[LinkTraffic]]) -> Iterable[LinkTraffic]:
     return (link for each in lists for link in each)
 
 

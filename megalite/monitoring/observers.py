@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from megalite.config.schema import ConfigError
 from megalite.launch.environment import RankEnvironment
 from megalite.monitoring.epochs import Epochs
-from megalite.monitoring.gpu import Gpu
+from megalite.monitoring.gpu import GpuSensors
 from megalite.monitoring.observer import Observer
 from megalite.monitoring.phases import PhaseTimes
 from megalite.monitoring.prediction import Outcome
@@ -61,7 +61,16 @@ def observers(
         context.append(ContextImbalance(trainer))
     recorders = ComparedTimeline(trainer), Tracer(trainer), MemorySnapshot(trainer)
     outcome = Outcome(trainer, own, device, kernels)
-    return Epochs(trainer), *_by_source(trainer), phases, ranks, *context, Gpu(trainer), *recorders, outcome
+    return (
+        Epochs(trainer),
+        *_by_source(trainer),
+        phases,
+        ranks,
+        *context,
+        GpuSensors(trainer),
+        *recorders,
+        outcome,
+    )
 
 
 def _by_source(trainer: Trainer) -> Sequence[Observer]:

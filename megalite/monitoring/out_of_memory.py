@@ -29,7 +29,7 @@ Peak = Callable[[Config], int]
 
 
 @dataclass(frozen=True)
-class Rung:
+class MemorySaving:
     """One change that the rules accept and that saves memory."""
 
     changes: Changes
@@ -70,7 +70,7 @@ def candidates(config: Config) -> Iterator[Changes]:
         yield {"parallel.offload": place}
 
 
-def ladder(config: Config, world_size: int, local_devices: int, peak: Peak) -> list[Rung]:
+def ladder(config: Config, world_size: int, local_devices: int, peak: Peak) -> list[MemorySaving]:
     """The changes that this run can make, each evaluated on its own."""
     rungs, now = [], peak(config)
     for changes in candidates(config):
@@ -81,11 +81,11 @@ def ladder(config: Config, world_size: int, local_devices: int, peak: Peak) -> l
         except (ConfigError, ScheduleError):
             continue
         if saved > 0:
-            rungs.append(Rung(changes, saved))
+            rungs.append(MemorySaving(changes, saved))
     return rungs
 
 
-def describe(place: str, error: BaseException, rungs: list[Rung]) -> str:
+def describe(place: str, error: BaseException, rungs: list[MemorySaving]) -> str:
     """The message for the user. place: which rank, and what it was doing."""
     lines = [f"{place}: out of memory: {str(error).strip().splitlines()[0]}"]
     if not rungs:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megalite.monitoring.metrics import StepMetrics
 from megalite.monitoring.observer import Observer
-from megalite.parallel.pipeline.schedule import Action, Kind
+from megalite.parallel.pipeline.schedule import Action, ActionKind
 from megalite.system.activity import BETWEEN, READING, REDUCING, REPORTING, UPDATING
 from megalite.system.clock import DeviceClock, HostClock
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PHASES = ("data", "forward", "backward", "pipeline", "communication", "optimizer")
 WORKING = ("data", "forward", "backward", "optimizer")
 """The phases in which a rank does not wait for another."""
-_OF_KIND = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "backward"}
+_OF_KIND = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward", ActionKind.WEIGHT: "backward"}
 _OF_WORDS = {
     READING: "data",
     REDUCING: "communication",

@@ -27,12 +27,16 @@ from megalite.config.schema import ConfigError
 from megalite.mesh.layout import Layout
 from megalite.monitoring import starts
 from megalite.monitoring.starts import start_of
-from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, dependencies
-from megalite.parallel.pipeline.simulator import Span, Timeline, simulate
+from megalite.parallel.pipeline.schedule import Action, ActionKind, Schedule, dependencies
+from megalite.parallel.pipeline.simulator import Interval, Timeline, simulate
 from megalite.system.clock import ActionTiming, Transfer
 
 RECORDS, TIMELINE = Path("traces", "records.json"), Path("traces", "timeline.json")
-PASSES = {Kind.FORWARD: "forward", Kind.BACKWARD: "input_backward", Kind.WEIGHT: "weight_backward"}
+PASSES = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "input_backward",
+    ActionKind.WEIGHT: "weight_backward",
+}
 MEASURES = ("bubble_fraction", "bubble_rate")
 MICROSECONDS = 1e6
 
@@ -94,7 +98,9 @@ def written(run_dir: Path) -> str:
 def read_record(found: Mapping[str, Any]) -> Record:
     """One rank's record from its JSON form."""
     steps = {
-        int(step): [ActionTiming(Action(Kind(kind), *place), *times) for (kind, *place), *times in actions]
+        int(step): [
+            ActionTiming(Action(ActionKind(kind), *place), *times) for (kind, *place), *times in actions
+        ]
         for step, actions in found["steps"].items()
     }
     transfers = {
@@ -134,7 +140,7 @@ class PipelineStep:
         start = self.start
         return Timeline(
             tuple(
-                tuple(Span(one.action, one.start - start, one.end - start) for one in actions)
+                tuple(Interval(one.action, one.start - start, one.end - start) for one in actions)
                 for actions in self.ran
             )
         )
@@ -200,7 +206,7 @@ def timeline(schedule: Schedule, layout: Layout, records: Sequence[Record]) -> d
 def stage_durations(schedule: Schedule, steps: Iterable[PipelineStep]) -> dict[str, list[float] | None]:
     """For each pass, the median seconds of one microbatch on each stage; None for a pass that the schedule
     does not have."""
-    seconds: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
+    seconds: defaultdict[tuple[ActionKind, int], list[float]] = defaultdict(list)
     for actions in (actions for step in steps for actions in step.ran):
         for action, _, start, end in actions:
             seconds[action.kind, action.stage].append(end - start)

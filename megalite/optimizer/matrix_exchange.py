@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
-from megalite.optimizer.matrix_owners import Matrix, Piece
+from megalite.optimizer.matrix_owners import MatrixPiece, OwnedMatrix
 from megalite.parallel.all_to_all import all_to_all
 
 
@@ -25,7 +25,7 @@ class Round:
         returned in this order. own: the matrix that this rank orthogonalises, if any.
     """
 
-    def __init__(self, matrices: Sequence[Matrix], axis: MeshAxis | None, like: Tensor):
+    def __init__(self, matrices: Sequence[OwnedMatrix], axis: MeshAxis | None, like: Tensor):
         self._like, self.rank = like, 0 if axis is None else axis.rank
         self.axis = axis if any(matrix.travels for matrix in matrices) else None
         self.own = next((matrix for matrix in matrices if matrix.owner == self.rank), None)
@@ -49,7 +49,7 @@ class Round:
         own matrix, a new tensor."""
         held = {id(matrix): (piece, value) for (matrix, piece), value in zip(self.kept, values, strict=True)}
 
-        def part_of(matrix: Matrix, wanted: Piece) -> Tensor:
+        def part_of(matrix: OwnedMatrix, wanted: MatrixPiece) -> Tensor:
             piece, value = held[id(matrix)]
             return value[wanted.start - piece.start : wanted.stop - piece.start]
 
@@ -76,7 +76,7 @@ class Round:
         """
         flat = [] if result is None or self.own is None else _flat_parts(self.own, result)
 
-        def part_of(matrix: Matrix, piece: Piece) -> Tensor:
+        def part_of(matrix: OwnedMatrix, piece: MatrixPiece) -> Tensor:
             return flat[piece.part][piece.start - matrix.start : piece.stop - matrix.start]
 
         outgoing = [(piece.rank, part_of(self.own, piece)) for piece in self._returns if self.own]
@@ -92,7 +92,7 @@ class Round:
         return finish
 
     def _exchange(
-        self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Piece]]
+        self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, MatrixPiece]]
     ) -> Callable[[], Sequence[Tensor]]:
         """Start sending values to ranks, and receiving pieces from ranks. Returns a function that waits for
         these."""
@@ -109,13 +109,13 @@ class Round:
         return lambda: pending.wait().split(lengths)
 
 
-def _whole(matrix: Matrix, flat: Tensor) -> Tensor:
+def _whole(matrix: OwnedMatrix, flat: Tensor) -> Tensor:
     """The matrix, [A, B], from its parts, each flat: [parts, elements]."""
     if len(matrix.parts) == 1 or matrix.segment.split == 0:
         return flat.view(matrix.segment.shape)
     return torch.cat([part.view(place.shape) for part, place in zip(flat, matrix.parts, strict=True)], dim=1)
 
 
-def _flat_parts(matrix: Matrix, whole: Tensor) -> list[Tensor]:
+def _flat_parts(matrix: OwnedMatrix, whole: Tensor) -> list[Tensor]:
     """The inverse of `_whole`."""
     return [part.reshape(-1) for part in whole.chunk(len(matrix.parts), dim=matrix.segment.split or 0)]

@@ -30,7 +30,7 @@ from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.spec import LocalPart, Segment
 
 
-class Piece(NamedTuple):
+class MatrixPiece(NamedTuple):
     """Elements [start, stop) of the bucket, of one part of a matrix, on one rank (its index in the stage)."""
 
     rank: int
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Matrix:
+class OwnedMatrix:
     """A matrix of a stage.
 
     Attributes:
@@ -58,8 +58,8 @@ class Matrix:
     stop: int
     parts: tuple[LocalPart, ...]
     owner: int
-    sent: tuple[Piece, ...]
-    kept: tuple[Piece, ...]
+    sent: tuple[MatrixPiece, ...]
+    kept: tuple[MatrixPiece, ...]
 
     @property
     def travels(self) -> bool:
@@ -76,7 +76,7 @@ class _Peer(NamedTuple):
     share: int
 
 
-class _Place(NamedTuple):
+class _MatrixRange(NamedTuple):
     """A matrix, and elements [start, stop) of a bucket, where every rank of a group has a part of it: all
     ranks of the stage, or those that hold the same experts."""
 
@@ -96,21 +96,21 @@ def cost(segment: Segment) -> float:
     return 2 * short * short * long + short**3
 
 
-def matrix_rounds(layouts: Sequence[BucketLayout], layout: Layout) -> list[list[Matrix]]:
+def matrix_rounds(layouts: Sequence[BucketLayout], layout: Layout) -> list[list[OwnedMatrix]]:
     """The matrices of a pipeline rank, in rounds of at most one for each owner.
 
     Args:
         layouts: its buckets.
     """
-    stage = _Stage(layouts, layout)
-    loads, owned = [0.0] * layout.stage_ranks, [list[Matrix]() for _ in range(layout.stage_ranks)]
+    stage = _StageOwners(layouts, layout)
+    loads, owned = [0.0] * layout.stage_ranks, [list[OwnedMatrix]() for _ in range(layout.stage_ranks)]
     for place in sorted(stage.places(), key=lambda place: -cost(place.segment)):  # stable
         parts, part_of = stage.parts(place.segment)
         kept = list(stage.kept(place, part_of))
         own = min(kept, key=lambda piece: (loads[piece.rank], piece.rank))
         loads[own.rank] += cost(place.segment)
         sent = (own, *stage.missing(place, own, part_of))
-        owned[own.rank].append(Matrix(*place[:4], parts, own.rank, sent, tuple(kept)))
+        owned[own.rank].append(OwnedMatrix(*place[:4], parts, own.rank, sent, tuple(kept)))
     return [[matrix for matrix in each if matrix is not None] for each in zip_longest(*owned)]
 
 
@@ -131,7 +131,7 @@ class _Group:
             self.of_share[peer.share].append(rank)
 
 
-class _Stage:
+class _StageOwners:
     """Who has what of the buckets of a pipeline rank."""
 
     def __init__(self, layouts: Sequence[BucketLayout], layout: Layout):
@@ -158,7 +158,7 @@ class _Stage:
             peers[rank] = _Peer(0, shard, shard * (shares // shards) + replica)
         return _Group(peers, shards, shares)
 
-    def places(self) -> Iterator[_Place]:
+    def places(self) -> Iterator[_MatrixRange]:
         """Every matrix."""
         at = Coordinates({**self.layout.coordinates(0).axes, "expert": AxisPlace(0, self.layout.ep)})
         for number, bucket in enumerate(self.layouts):
@@ -169,10 +169,10 @@ class _Stage:
                     if is_matrix(segment) and bucket.domain == "expert":
                         yield from self._of_experts(segment, number, start, stop)
                     elif is_matrix(segment):
-                        yield _Place(segment, number, start, stop, self.dense)
+                        yield _MatrixRange(segment, number, start, stop, self.dense)
                     start = stop
 
-    def _of_experts(self, segment: Segment, bucket: int, start: int, stop: int) -> Iterator[_Place]:
+    def _of_experts(self, segment: Segment, bucket: int, start: int, stop: int) -> Iterator[_MatrixRange]:
         """The matrices of all experts of a stored tensor, of which each rank has some at [start, stop) of its
         bucket."""
         rows, inputs = segment.shape
@@ -182,7 +182,7 @@ class _Stage:
             for place in range(start, stop, size):
                 name = f"{segment.name}, matrix {(index * (stop - start) + place - start) // size}"
                 matrix = replace(segment, name=name, shape=shape, split=None, experts=1, fused=1)
-                yield _Place(matrix, bucket, place, place + size, group)
+                yield _MatrixRange(matrix, bucket, place, place + size, group)
 
     def parts(self, segment: Segment) -> tuple[tuple[LocalPart, ...], list[int]]:
         """The different parts of a matrix, and for each tp coordinate which of them it has."""
@@ -191,15 +191,15 @@ class _Stage:
         parts = tuple(dict.fromkeys(held))
         return parts, [parts.index(part) for part in held]
 
-    def kept(self, place: _Place, part_of: Sequence[int]) -> Iterator[Piece]:
+    def kept(self, place: _MatrixRange, part_of: Sequence[int]) -> Iterator[MatrixPiece]:
         """What each rank keeps state of."""
         group = place.group
         for rank in self._touching(place, group.shards, group.of_shard):
             peer = group.peers[rank]
             low, high = place.overlap(self.layouts[place.bucket].part(peer.shard, group.shards))
-            yield Piece(rank, part_of[peer.tp], low, high)
+            yield MatrixPiece(rank, part_of[peer.tp], low, high)
 
-    def _touching(self, place: _Place, parts: int, ranks: Mapping[int, Sequence[int]]) -> list[int]:
+    def _touching(self, place: _MatrixRange, parts: int, ranks: Mapping[int, Sequence[int]]) -> list[int]:
         """The ranks whose part of the bucket, one of `parts` equal ones, has elements of a matrix."""
         length = self.layouts[place.bucket].size // parts
         return sorted(
@@ -208,7 +208,7 @@ class _Stage:
             )
         )
 
-    def missing(self, place: _Place, own: Piece, part_of: Sequence[int]) -> Iterator[Piece]:
+    def missing(self, place: _MatrixRange, own: MatrixPiece, part_of: Sequence[int]) -> Iterator[MatrixPiece]:
         """What the owner, which has `own`, needs from others: from the ranks that count these elements."""
         counts = [place.segment.is_owner(self.layout.coordinates(tp)) for tp in range(self.layout.tp)]
         group = place.group
@@ -219,4 +219,4 @@ class _Stage:
                 held = (own.start, own.stop) if part_of[peer.tp] == own.part else (high, high)
                 for start, stop in ((low, min(high, held[0])), (max(low, held[1]), high)):
                     if start < stop:
-                        yield Piece(rank, part_of[peer.tp], start, stop)
+                        yield MatrixPiece(rank, part_of[peer.tp], start, stop)

@@ -28,14 +28,14 @@ from torch import Tensor
 from megalite.config.optimizers import MuonConfig, OptimizerConfig
 from megalite.optimizer.adamw import AdamW
 from megalite.optimizer.matrix_exchange import Round
-from megalite.optimizer.matrix_owners import Matrix, Piece, matrix_rounds
+from megalite.optimizer.matrix_owners import MatrixPiece, OwnedMatrix, matrix_rounds
 from megalite.optimizer.newton_schulz import lr_factor, orthogonalized
 from megalite.optimizer.state import OptimizerState
 from megalite.optimizer.table import MOMENTUM
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _OwnedPiece:
     """This rank's elements of a matrix: flat views of the bucket's memory and of the state."""
 
     grads: Tensor
@@ -71,13 +71,13 @@ class Muon:
         self._rounds = [Round(each, mesh.stage, like) for each in rounds]
         self._pieces = {each: [self._piece(*kept) for kept in each.kept] for each in self._rounds}
 
-    def _piece(self, matrix: Matrix, piece: Piece) -> _Piece:
+    def _piece(self, matrix: OwnedMatrix, piece: MatrixPiece) -> _OwnedPiece:
         bucket = self.state.store.buckets[matrix.bucket]
         own, span = (
             slice(piece.start - bucket.start, piece.stop - bucket.start),
             self.state.span_at(bucket, piece.start),
         )
-        return _Piece(
+        return _OwnedPiece(
             bucket.owned_grads[own],
             span.state[MOMENTUM][piece.start - span.start : piece.stop - span.start],
             bucket.master[own],

@@ -32,7 +32,7 @@ WEIGHT = "weight"
 
 
 @dataclass(frozen=True, eq=False)
-class Span:
+class BucketSlice:
     """Elements [start, stop) of a bucket of which this rank keeps the same kinds of state.
 
     Attributes:
@@ -87,10 +87,10 @@ class OptimizerState:
             bucket: self._allocate(bucket, kinds) for bucket in store.buckets if bucket.layout.trainable
         }
 
-    def _allocate(self, bucket: BucketBuffers, kinds: Kinds) -> list[Span]:
+    def _allocate(self, bucket: BucketBuffers, kinds: Kinds) -> list[BucketSlice]:
         zeros, dtype = self.store.state.zeros, bucket.master.dtype
         return [
-            Span(
+            BucketSlice(
                 bucket,
                 span.start,
                 span.stop,
@@ -100,11 +100,11 @@ class OptimizerState:
             for span in state_spans(bucket.layout, bucket.start, bucket.stop, kinds)
         ]
 
-    def spans(self, *kinds: str) -> list[Span]:
+    def spans(self, *kinds: str) -> list[BucketSlice]:
         """The spans that have state of all these kinds."""
         return [span for spans in self._spans.values() for span in spans if span.state.keys() >= set(kinds)]
 
-    def span_at(self, bucket: BucketBuffers, element: int) -> Span:
+    def span_at(self, bucket: BucketBuffers, element: int) -> BucketSlice:
         """The span of an owned element of a trainable bucket."""
         return next(span for span in self._spans[bucket] if span.start <= element < span.stop)
 

@@ -37,7 +37,7 @@ def is_matrix(segment: Segment) -> bool:
 
 
 @dataclass(frozen=True)
-class Row:
+class OptimizerEntry:
     """An optimizer.
 
     Attributes:
@@ -56,8 +56,8 @@ class Row:
 
 
 OPTIMIZERS = {
-    "adamw": Row("megalite.optimizer.adamw:AdamW", lambda segment: ADAMW, uniform=True),
-    "muon": Row(
+    "adamw": OptimizerEntry("megalite.optimizer.adamw:AdamW", lambda segment: ADAMW, uniform=True),
+    "muon": OptimizerEntry(
         "megalite.optimizer.muon:Muon",
         lambda segment: (MOMENTUM,) if is_matrix(segment) else ADAMW,
         section="muon",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megalite.parallel.context.parts import Part
+    from megalite.parallel.context.parts import SequencePart
 
 Runs = Sequence[tuple[int, int]]
 IGNORE_INDEX = -100  # a target without loss (torch's and Hugging Face's convention)
@@ -75,7 +75,7 @@ class Microbatch:
     document_start: Tensor | None = None
     runs: Runs = ()
     boundaries: Boundaries | None = None
-    part: Part | None = None
+    part: SequencePart | None = None
     ahead: Ahead | None = None
 
     @staticmethod

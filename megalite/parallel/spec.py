@@ -214,7 +214,7 @@ def rectangles(spec: ParamSpec, at: Coordinates, start: int, stop: int) -> Itera
         base += prod(part.shape)
 
 
-class Held(NamedTuple):
+class HeldPart(NamedTuple):
     """A part of a segment, and the ranks that hold it."""
 
     segment: Segment
@@ -222,7 +222,7 @@ class Held(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def holders(spec: ParamSpec, layout: Layout, pp_rank: int) -> list[Held]:
+def holders(spec: ParamSpec, layout: Layout, pp_rank: int) -> list[HeldPart]:
     """The ranks that hold each part of a stored tensor of a pipeline rank, before ZeRO, which divides the
     parts further."""
     found: dict[tuple[Segment, LocalPart], list[int]] = {}
@@ -230,4 +230,4 @@ def holders(spec: ParamSpec, layout: Layout, pp_rank: int) -> list[Held]:
         if layout.position(rank)["pp"] == pp_rank:
             for segment in spec.segments:
                 found.setdefault((segment, segment.local(layout.coordinates(rank))), []).append(rank)
-    return [Held(segment, part, tuple(ranks)) for (segment, part), ranks in found.items()]
+    return [HeldPart(segment, part, tuple(ranks)) for (segment, part), ranks in found.items()]

@@ -17,7 +17,7 @@ from megalite.planner.hardware.devices import Device, Link
 from megalite.planner.report import explanation
 from megalite.planner.search.best_first import Plan, Search
 from megalite.planner.search.run_config import runnable
-from megalite.planner.time.step import Job
+from megalite.planner.time.step import PlannedJob
 
 VOCABULARY = 32768
 """Of a model that leaves it to data which are not there yet."""
@@ -66,7 +66,7 @@ def cpu_device(cores: int, memory: float) -> Device:
 def first_config(wanted: Wanted) -> tuple[Config, Plan]:
     """The configuration, and its plan. Raises ConfigError or HardwareError if no layout is legal or fits."""
     base = with_sizes(wanted)
-    search = Search(Job.of(base, wanted.device), base, max(1, wanted.gpus), {}, 1)
+    search = Search(PlannedJob.of(base, wanted.device), base, max(1, wanted.gpus), {}, 1)
     plans = search.plans()
     if not plans:
         raise ConfigError(

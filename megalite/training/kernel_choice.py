@@ -40,7 +40,7 @@ def attention_route(config: Config, device: torch.device, documents: bool) -> li
     parallel = config.parallel
     if device.type == "cpu" or (parallel.cp > 1 and parallel.context != "ulysses"):
         return []
-    from megalite_kernels.attention_routes import Call, describe
+    from megalite_kernels.attention_routes import AttentionCall, describe
 
     model, tp, cp = config.model, parallel.tp, parallel.cp  # ulysses: whole rows of some of the heads
     heads, kv_heads = (
@@ -52,7 +52,7 @@ def attention_route(config: Config, device: torch.device, documents: bool) -> li
         torch.empty(part_length(config) * cp, 1, count, model.head_size, dtype=dtype, device=device)
         for count in (heads, kv_heads, kv_heads)
     )
-    call = Call(
+    call = AttentionCall(
         *(q, k, v),
         window=any(model.window(layer) is not None for layer in range(model.num_hidden_layers)),
         documents=documents,

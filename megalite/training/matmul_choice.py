@@ -23,7 +23,7 @@ from megalite.checkpoint.agreement import on_rank_0
 from megalite.config.dims import part_length
 from megalite.config.schema import Config, ConfigError
 from megalite.launch import matmul_library
-from megalite.launch.matmul_library import NAMES, Product
+from megalite.launch.matmul_library import NAMES, MatmulShape
 from megalite.mesh.layout import Layout
 from megalite.mesh.mesh import Mesh
 from megalite.model.parameters import head_unit
@@ -36,7 +36,7 @@ MARGIN = 1.1
 
 
 @dataclass(frozen=True)
-class Choice:
+class MatmulChoice:
     """The library, and why: `option` is `train.fp32_products`, `seconds` of one step's products by library,
     summed over the ranks."""
 
@@ -64,9 +64,9 @@ def choose(config: Config, mesh: Mesh, device: torch.device) -> list[str]:
         )
     allowed, recorded = matmul_library.candidates(option, rounded), on_rank_0(mesh, lambda: _recorded(config))
     if recorded is not None and recorded["option"] == option and recorded["path"] in allowed:
-        choice = Choice(recorded["path"], "as when the run began", option, {})
+        choice = MatmulChoice(recorded["path"], "as when the run began", option, {})
     elif config.run.deterministic or len(allowed) == 1:
-        choice = Choice(
+        choice = MatmulChoice(
             allowed[0],
             "run.deterministic" if len(allowed) > 1 else f"train.fp32_products = {option}",
             option,
@@ -80,7 +80,7 @@ def choose(config: Config, mesh: Mesh, device: torch.device) -> list[str]:
     return [f"fp32 products by {NAMES[choice.path]}: {choice.reason}"]
 
 
-def _measured(config: Config, mesh: Mesh, allowed: tuple[matmul_library.Path, ...]) -> Choice:
+def _measured(config: Config, mesh: Mesh, allowed: tuple[matmul_library.Path, ...]) -> MatmulChoice:
     seconds = matmul_library.measure(step_products(config, mesh), allowed)
     summed = (
         all_reduce(torch.tensor([seconds[path] for path in allowed], dtype=torch.float64), mesh.world)
@@ -92,10 +92,10 @@ def _measured(config: Config, mesh: Mesh, allowed: tuple[matmul_library.Path, ..
     path = other if MARGIN * total[other] < total[preferred] else preferred
     rest = preferred if path == other else other
     reason = f"{NAMES[rest]} takes {total[rest] / total[path]:.2f} times its time for this model's products"
-    return Choice(path, reason, config.train.fp32_products, total)
+    return MatmulChoice(path, reason, config.train.fp32_products, total)
 
 
-def step_products(config: Config, mesh: Mesh) -> list[Product]:
+def step_products(config: Config, mesh: Mesh) -> list[MatmulShape]:
     """This rank's matrix products of one step: those of its linear layers and of attention, forward and
     backward."""
     train, length, layout = config.train, part_length(config), Layout.of(config)
@@ -112,23 +112,23 @@ def step_products(config: Config, mesh: Mesh) -> list[Product]:
     # query · key and the gradient of the probabilities; then those that multiply by the scores
     count = 2 * layers * microbatches
     attention = [
-        Product(length, width, keys, (False, True), heads, count),
-        Product(length, keys, width, (False, False), heads, count),
-        Product(keys, length, width, (True, False), heads, count),
+        MatmulShape(length, width, keys, (False, True), heads, count),
+        MatmulShape(length, keys, width, (False, False), heads, count),
+        MatmulShape(keys, length, width, (True, False), heads, count),
     ]
-    counts: dict[Product, int] = {}
+    counts: dict[MatmulShape, int] = {}
     for each in [*found, *(attention if count else [])]:
         alike = each._replace(times=1)
         counts[alike] = counts.get(alike, 0) + each.times
     return [product._replace(times=count) for product, count in counts.items()]
 
 
-def _linear(rows: int, shape: tuple[int, ...], count: int) -> Iterator[Product]:
+def _linear(rows: int, shape: tuple[int, ...], count: int) -> Iterator[MatmulShape]:
     """The output, the input gradient and the weight gradient of a weight [out, in]."""
     out, inner = shape
-    yield Product(rows, inner, out, (False, True), times=count)
-    yield Product(rows, out, inner, times=count)
-    yield Product(out, rows, inner, (True, False), times=count)
+    yield MatmulShape(rows, inner, out, (False, True), times=count)
+    yield MatmulShape(rows, out, inner, times=count)
+    yield MatmulShape(out, rows, inner, (True, False), times=count)
 
 
 def linear_shapes(config: Config, mesh: Mesh) -> list[tuple[int, ...]]:
@@ -157,7 +157,7 @@ def _recorded(config: Config) -> dict[str, Any] | None:
     return None
 
 
-def _record(directory: Path, choice: Choice) -> None:
+def _record(directory: Path, choice: MatmulChoice) -> None:
     content = {
         "path": choice.path,
         "option": choice.option,

@@ -21,8 +21,8 @@ from megalite.model.adapters import with_adapters
 from megalite.model.parameters import model_specs
 from megalite.optimizer.state import OptimizerState
 from megalite.parallel.pipeline.gather_actions import check_gathering
-from megalite.parallel.pipeline.schedule import Kind
-from megalite.parallel.sharding.powersgd import Matrix
+from megalite.parallel.pipeline.schedule import ActionKind
+from megalite.parallel.sharding.powersgd import CompressedMatrix
 from megalite.parallel.sharding.store import ParameterStore
 from megalite.parallel.spec import parameter_count
 from megalite.planner.memory.estimate import estimate
@@ -111,7 +111,7 @@ def planned(config: Config, pp_rank: int, device: Device, shard: int) -> ModelSt
     return ModelStates(found.weights, found.gradients, found.master + found.moments, found.powersgd)
 
 
-def _compressed(store: ParameterStore) -> Sequence[Matrix]:
+def _compressed(store: ParameterStore) -> Sequence[CompressedMatrix]:
     return () if store.reducer.powersgd is None else store.reducer.powersgd.matrices
 
 
@@ -125,7 +125,7 @@ def gathering(trainer: Trainer, reshard: Literal["action", "step"]) -> tuple[flo
     gathered = sum(
         sizes[action.bucket]
         for action in schedule.actions[rank]
-        if action.kind is Kind.GATHER and action.bucket is not None
+        if action.kind is ActionKind.GATHER and action.bucket is not None
     )
     return gathered / sum(sizes), check_gathering(schedule, rank) / len(sizes)
 

@@ -32,7 +32,7 @@ STATES = {
 
 
 @dataclass
-class Summary:
+class RunSummary:
     """The content of summary.json.
 
     Attributes:
@@ -74,7 +74,7 @@ class SummaryWriter:
 
     def __init__(self, config: Config, job: str = ""):
         self._directory, self._since = config.run.directory, time.monotonic()
-        self.summary = Summary(
+        self.summary = RunSummary(
             run=config.run.name, steps=config.train.steps, ranks=ParallelDims.of(config).world, job=job
         )
         self._write()
@@ -94,7 +94,7 @@ class SummaryWriter:
 
         write_or_say(self._directory / FILE, write)
 
-    def _measure(self, summary: Summary) -> None:
+    def _measure(self, summary: RunSummary) -> None:
         """Read from the run's files how far it is."""
         # also lines that a resume has cut since the last time
         for record in last_records(self._directory / METRICS):

@@ -29,7 +29,7 @@ RANK = "megalite.training.verify_rank"  # the module that each rank runs
 
 
 @dataclass(frozen=True)
-class Difference:
+class FirstDifference:
     """The first difference: `tensor` is loss, grad_norm or a weight; `rank` stores the element that differs
     most (None for scalars)."""
 
@@ -145,7 +145,7 @@ def run_ranks(
             )
 
 
-def compare(directory: Path, reference: Path, relative: float, absolute: float) -> Difference | None:
+def compare(directory: Path, reference: Path, relative: float, absolute: float) -> FirstDifference | None:
     """The first difference between two recorded runs beyond the tolerances (relative for scalars, absolute
     for weights)."""
     from safetensors.torch import load_file
@@ -158,12 +158,12 @@ def compare(directory: Path, reference: Path, relative: float, absolute: float) 
         for name in ("loss", "grad_norm"):
             error = abs(got[name] - expected[name]) / max(abs(expected[name]), 1e-30)
             if not error <= relative:
-                return Difference(step, name, None, error, relative)
+                return FirstDifference(step, name, None, error, relative)
         weights, others = (load_file(place / f"step_{step}.safetensors") for place in (directory, reference))
         for name, value in weights.items():
             delta = (value - others[name]).abs()
             if not delta.max().item() <= absolute:
-                return Difference(
+                return FirstDifference(
                     step,
                     name.removeprefix("weight/"),
                     _rank_of(name, delta, placement),

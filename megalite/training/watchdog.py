@@ -32,7 +32,7 @@ from megalite.system.messages import say
 
 if TYPE_CHECKING:
     from megalite.launch.causes import Lost
-    from megalite.launch.peers import Peers, Verdict
+    from megalite.launch.peers import LostRank, Peers
 
 LONGEST_LOOK = 10.0  # seconds: the longest interval between two checks of a process alone
 # from a lost rank to the end of this one by the watchdog; communication that fails ends it earlier
@@ -188,7 +188,7 @@ class Watchdog:
         own = activity.busy or isinstance(activity.action, HostWork) or _compiles()
         return torch.cuda.is_initialized() and not own
 
-    def _end(self, verdict: Verdict | None, what: str) -> None:
+    def _end(self, verdict: LostRank | None, what: str) -> None:
         """End this process: the training thread waits for something that does not come, and nothing can be
         raised in it."""
         from megalite.launch.causes import Lost
@@ -258,7 +258,7 @@ class Watchdog:
         }
         return {**place, "since": since, **({"waits": what, "peer": peer} if activity.waiting else {})}
 
-    def _record(self, verdict: Verdict | None) -> None:
+    def _record(self, verdict: LostRank | None) -> None:
         """Write what `megalite explain` reads: this rank's place, what it has started, and what it knows of
         the others."""
         seen = {}

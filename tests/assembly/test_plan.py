@@ -11,7 +11,7 @@ from megalite.assembly.plan import activation_shape
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
 from megalite.mesh.mesh import Mesh
-from megalite.parallel.pipeline.schedule import Kind
+from megalite.parallel.pipeline.schedule import ActionKind
 from megalite.planner.memory.activations import Activations
 from megalite.training.meta_device import fake_process
 
@@ -45,7 +45,7 @@ def test_weights_are_gathered_where_the_mesh_shares_them(case):
     layout = build.layout(config)
     with fake_process(0, layout.world):
         mesh = Mesh(layout, **build.mesh_options(config))
-    gathers = [action for action in build.schedule(config, 2).actions[0] if action.kind is Kind.GATHER]
+    gathers = [action for action in build.schedule(config, 2).actions[0] if action.kind is ActionKind.GATHER]
     assert bool(gathers) == (config.parallel.zero == 3 and mesh.shard.size > 1)
 
 

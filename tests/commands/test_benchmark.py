@@ -338,8 +338,8 @@ def test_scaling_under_torchrun_joins_what_other_worlds_gave(monkeypatch: pytest
 
 
 def test_layouts_grow_along_one_axis() -> None:
-    assert scaling.Layout.of("pp").sizes(4) == {"tp": 1, "pp": 4, "dp": 1}
-    assert scaling.Layout.of("tp2xpp2xdp").sizes(8) == {"tp": 2, "pp": 2, "dp": 2}
+    assert scaling.ScalingLayout.of("pp").sizes(4) == {"tp": 1, "pp": 4, "dp": 1}
+    assert scaling.ScalingLayout.of("tp2xpp2xdp").sizes(8) == {"tp": 2, "pp": 2, "dp": 2}
 
 
 def test_targets_are_judged_by_their_ratios() -> None:

@@ -18,7 +18,7 @@ from megalite_kernels.launch import Variant
 
 from benchmarks import command as tool
 from benchmarks import gpu_step, kernel_page, kernel_run, kernels, report, tuning
-from benchmarks.kernel_cases import CASES, Case, Contest, Sizes, Target
+from benchmarks.kernel_cases import CASES, Contest, KernelCase, Sizes, Target
 from megalite.config.load import from_dict
 from megalite.model.cost import model_flops_per_token
 from tests.conftest import HAS_GPU
@@ -91,9 +91,9 @@ def test_what_fails_says_so_and_ends_nothing() -> None:
 
     target = Target("time / limit", lambda row: row["times_limit"], 1.0)
     cases = [
-        Case("bad", "1", fails, bytes=1),
-        Case("good", "2", make, bytes=10e9, targets=(target,)),
-        Case("late", "3", make),
+        KernelCase("bad", "1", fails, bytes=1),
+        KernelCase("good", "2", make, bytes=10e9, targets=(target,)),
+        KernelCase("late", "3", make),
     ]
     clock = iter([0.0, 0.0, 0.0, 0.0, 9.0])
     with pytest.MonkeyPatch.context() as patch:

@@ -88,12 +88,12 @@ def test_ranks_that_fail_or_hang_are_a_finding(tmp_path: Path, monkeypatch: pyte
         '#!/bin/sh\necho \'{"torch": {"cuda": null, "devices": [], "nccl": null, "seconds": 1}}\'\nexec sleep 60\n'
     )
     assert of(pair.findings(), "gloo").verdict == "bad"
-    monkeypatch.setattr(machine, "gpus", lambda: [machine.Gpu("NVIDIA H200")])
+    monkeypatch.setattr(machine, "gpus", lambda: [machine.GpuInfo("NVIDIA H200")])
     assert "CUDA build" in of(pair.findings(), "torch's GPUs").advice
 
 
 def test_limits_of_the_machine(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machine, "gpus", lambda: [machine.Gpu("NVIDIA H200", 141 << 30)] * 8)
+    monkeypatch.setattr(machine, "gpus", lambda: [machine.GpuInfo("NVIDIA H200", 141 << 30)] * 8)
     monkeypatch.setattr(
         "shutil.disk_usage", lambda path: type("Usage", (), {"total": 64 << 20, "free": 64 << 20, "used": 0})
     )

@@ -22,7 +22,7 @@ from megalite.planner.memory.estimate import estimate
 from megalite.planner.search.best_first import Search
 from megalite.planner.search.run_config import configured
 from megalite.planner.time.prediction import device_of, step_seconds
-from megalite.planner.time.step import Choice, Job
+from megalite.planner.time.step import LayoutChoice, PlannedJob
 from megalite.system.progress import Progress
 from megalite.training import dry_run
 from megalite.training.trainer import Trainer
@@ -72,7 +72,7 @@ def small_search(wanted: int, **fixed: int | str) -> Search:
         }
     )
     device = replace(find("a100"), memory=2.4e6 / 0.93, per_node=2)
-    return Search(Job(base.model, device, SEQUENCE, BATCH), base, GPUS, fixed, wanted)
+    return Search(PlannedJob(base.model, device, SEQUENCE, BATCH), base, GPUS, fixed, wanted)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def everything(free_connections):
 
 def test_the_search_finds_what_trying_everything_finds(everything):
     plans, _ = everything
-    best: dict[Choice, float] = {}
+    best: dict[LayoutChoice, float] = {}
     for plan in plans:
         if plan.fits:
             family = replace(plan.choice, schedule="", virtual_stages=0)
@@ -146,7 +146,8 @@ def test_the_search_within_a_budget_finds_what_trying_everything_finds():
     """Each layout with the best of what it may recompute. The bounds stay below what the decisions cost."""
     search = small_search(1, offload="none", pp=2, micro_batch_size=2, tp=1)
     ends = [
-        search.plan(Choice(pp=2, dp=2, micro_batch_size=2, recompute=mode)).memory.total for mode in ("none", "full")
+        search.plan(LayoutChoice(pp=2, dp=2, micro_batch_size=2, recompute=mode)).memory.total
+        for mode in ("none", "full")
     ]
     search.room = sum(ends) / 2
     (best,) = search.plans()
@@ -359,7 +360,7 @@ def test_tensor_parallel_groups_stay_inside_nodes_unless_they_are_fixed():
             "data": {"sequence_length": 48},
         }
     )
-    job = Job(base.model, replace(find("a100"), per_node=4), 48, 24)
+    job = PlannedJob(base.model, replace(find("a100"), per_node=4), 48, 24)
     base.train.global_batch_size = 24
 
     def sizes(gpus: int, **fixed: int | str) -> set[int]:

@@ -16,7 +16,7 @@ import torch
 from megalite.commands import train
 from megalite.commands.train import check_run
 from megalite.config.load import from_dict
-from megalite.config.precision import Choice, of_device
+from megalite.config.precision import PrecisionChoice, of_device
 from megalite.config.schema import Config, ConfigError
 from megalite.launch.exit_status import ExitStatus
 from megalite.mesh.mesh import Layout, Mesh
@@ -102,11 +102,11 @@ def test_what_auto_has_become_is_a_line_and_follows_the_device_that_torch_sees(t
     config = from_dict(
         {"model": {**SHAPE, "vocab_size": 96}, "parallel": {"dp": 1}, "train": {"precision": "fp16"}, **options}
     )
-    _, _, remarks = check_run(config, Choice("fp16", "cuda", "the run is on a GPU"))
+    _, _, remarks = check_run(config, PrecisionChoice("fp16", "cuda", "the run is on a GPU"))
     cpu = of_device("cpu")
     assert config.train.precision == cpu.precision and remarks[0] == cpu.describe()
     config.train.precision = "fp16"
-    resumed = Choice("fp16", None, "the resumed run has it")
+    resumed = PrecisionChoice("fp16", None, "the resumed run has it")
     assert check_run(config, resumed)[2][0] == resumed.describe() and config.train.precision == "fp16"
     assert not any("auto" in line for line in check_run(config)[2])
 

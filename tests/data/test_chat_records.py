@@ -14,7 +14,7 @@ import pytest
 
 from megalite.commands.prepare import main
 from megalite.data import tokenizers as tokenizing
-from megalite.data.chat_records import BadRecord, Pair, RecordReader, parsed_keys
+from megalite.data.chat_records import BadRecord, PromptCompletion, RecordReader, parsed_keys
 from megalite.data.chat_template import ChatTemplate
 from megalite.data.indexed import DataError, IndexedTokens
 from tests.data.chats import CHATML, LONG, SHORT, TEMPLATES, unmarked, write_lines, write_tokenizer
@@ -156,7 +156,7 @@ def test_a_pair_of_messages_is_learned_from_its_completion_on(run, tmp_path):
 
 
 def test_an_unwanted_completion_is_refused():
-    assert READER.read({"prompt": "a", "completion": "b", "label": True}, "here") == Pair("a", "b")
+    assert READER.read({"prompt": "a", "completion": "b", "label": True}, "here") == PromptCompletion("a", "b")
     with pytest.raises(BadRecord, match="here has label false: its completion is one to avoid"):
         READER.read({"prompt": "a", "completion": "b", "label": False}, "here")
 
@@ -189,7 +189,7 @@ def test_mapped_keys_are_read_as_the_formats_own():
     assert reader.read({"messages": SHORT}, "here") == READER.read({"messages": SHORT}, "here"), (
         "unmapped records are still read"
     )
-    assert reader.read({"q": "x", "a": "y"}, "here") == Pair("x", "y")
+    assert reader.read({"q": "x", "a": "y"}, "here") == PromptCompletion("x", "y")
 
 
 def test_keys_by_option(run, tmp_path):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megalite.config.samples import LONGEST_PERIOD, interleave, whole_weights
 from megalite.config.schema import DataConfig
-from megalite.data.dataset import Blend, Concatenation, Part, build, permute
+from megalite.data.dataset import Blend, Concatenation, TokenRange, build, permute
 from megalite.data.indexed import DataError
 
 S = 5
@@ -241,6 +241,6 @@ def test_two_tokenizers_do_not_mix(counting, mix):
 def test_access_touches_only_its_sample(counting):
     """Reading a sample of a file costs the same wherever it lies: a slice, no scan. The tokens stay memory-mapped."""
     file = counting("x", 501)
-    dataset = Concatenation([Part(file, 0, 501)], S, shuffle=True, seed=1)
+    dataset = Concatenation([TokenRange(file, 0, 501)], S, shuffle=True, seed=1)
     assert isinstance(file.tokens, np.memmap)
     assert dataset[10**18].shape == (S + 1,)

@@ -23,7 +23,7 @@ from megalite.data.indexed import DataError
 from megalite.data.preparation import prepare as preparing
 from megalite.data.preparation.chats import Chats
 from megalite.data.preparation.pool import WorkerLost
-from megalite.data.preparation.prepare import Summary, prepare
+from megalite.data.preparation.prepare import PreparationSummary, prepare
 from megalite.data.preparation.sources import open_inputs
 from megalite.data.preparation.texts import Texts
 from tests.data.chats import SHORT
@@ -57,7 +57,9 @@ def small(monkeypatch, tmp_path) -> None:
     )
 
 
-def run(prefix: str = "x", *, chat: bool = False, encoder: Texts | Chats | None = None, **options: Any) -> Summary:
+def run(
+    prefix: str = "x", *, chat: bool = False, encoder: Texts | Chats | None = None, **options: Any
+) -> PreparationSummary:
     names = options.pop("names", None) or (["chats.jsonl"] if chat else ["?.txt", "long.txt", "a.jsonl", "?.txt"])
     encoder = encoder or (Chats() if chat else Texts(skip_bad=1))
     text_key = None if chat else "text"

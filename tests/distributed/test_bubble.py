@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from benchmarks.bubble import repeated
-from benchmarks.bubble_run import PacedStage, Passes
+from benchmarks.bubble_run import PacedStage, StageSeconds
 from megalite.mesh.mesh import Layout, Mesh
 from megalite.parallel.microbatch import Microbatch
 from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.parallel.pipeline.runtime import Runtime
-from megalite.parallel.pipeline.schedule import Kind, Schedule
+from megalite.parallel.pipeline.schedule import ActionKind, Schedule
 from megalite.parallel.pipeline.send_recv_actions import CHANNELS, with_communication
-from megalite.parallel.pipeline.simulator import Span, Timeline, simulate
+from megalite.parallel.pipeline.simulator import Interval, Timeline, simulate
 from megalite.parallel.weight_grad_queue import WeightGradQueue
 from megalite.system.clock import ActionTiming, StepTiming
 from tests.support.pool import RankContext, RankPool
@@ -31,32 +31,37 @@ from tests.support.virtual_time import VirtualClock, virtual_messages
 
 RANKS, MICROBATCHES, STEPS = 4, 8, 2
 SHAPE = (2, 1, 3)
-LATE = ((Kind.SEND_FORWARD, 0, 0), (Kind.FORWARD, 0, 1))  # of the first rank: what is sent, and what it then waits for
+LATE = (
+    (ActionKind.SEND_FORWARD, 0, 0),
+    (ActionKind.FORWARD, 0, 1),
+)  # of the first rank: what is sent, and what it then waits for
 
 
 class Durations(NamedTuple):
     """How long passes take by stage, and a message."""
 
-    passes: list[Passes]
+    passes: list[StageSeconds]
     message: float
 
 
 def equal(stages: int) -> Durations:
-    return Durations([Passes(1, 1, 1)] * stages, 0)
+    return Durations([StageSeconds(1, 1, 1)] * stages, 0)
 
 
 def slow_messages(stages: int) -> Durations:
-    return Durations([Passes(1, 1.5, 0.75)] * stages, 0.4)
+    return Durations([StageSeconds(1, 1.5, 0.75)] * stages, 0.4)
 
 
 def heavy_ends(stages: int) -> Durations:
     """An embedding that has no input gradient, and a head as long as three layers."""
-    return Durations([Passes(0.25, 0, 0.5), *[Passes(1, 1, 1)] * (stages - 2), Passes(3, 3, 3)], 0.1)
+    return Durations([StageSeconds(0.25, 0, 0.5), *[StageSeconds(1, 1, 1)] * (stages - 2), StageSeconds(3, 3, 3)], 0.1)
 
 
 def uneven(stages: int) -> Durations:
     random = Random(stages)
-    return Durations([Passes(*(random.uniform(0.1, 2) for _ in Passes._fields)) for _ in range(stages)], 1.3)
+    return Durations(
+        [StageSeconds(*(random.uniform(0.1, 2) for _ in StageSeconds._fields)) for _ in range(stages)], 1.3
+    )
 
 
 def simulated(schedule: Schedule, durations: Durations) -> Timeline:
@@ -96,7 +101,9 @@ def measured(found: list[Recorded]) -> Timeline:
     return Timeline(
         tuple(
             tuple(
-                Span(one.action._replace(microbatch=one.action.microbatch + step * MICROBATCHES), one.start, one.end)
+                Interval(
+                    one.action._replace(microbatch=one.action.microbatch + step * MICROBATCHES), one.start, one.end
+                )
                 for step, ran in enumerate(rank.steps)
                 for one in ran
             )

@@ -157,7 +157,7 @@ def test_a_run_writes_where_its_time_goes_and_a_trace_with_its_actions(ranks: An
     assert start.prediction.items() <= predicted.items() and start.prediction["step_time_s"] > 0
 
 
-def look_around(context: Any, config: dict[str, Any]) -> tuple[list[links.Link], list[str], str]:
+def look_around(context: Any, config: dict[str, Any]) -> tuple[list[links.LinkTraffic], list[str], str]:
     """The links, what is worth knowing of four equal ranks, and why they refuse to start where rank 2 has another
     torch."""
     trainer = make_trainer(context, config)

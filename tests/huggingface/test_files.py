@@ -18,7 +18,7 @@ from megalite.commands import convert as convert_hf
 from megalite.commands.train import ignored_fields
 from megalite.config.load import from_dict
 from megalite.families.model_config import hf_config, hf_shape
-from megalite.huggingface.convert import Source, import_model, starting_weights
+from megalite.huggingface.convert import HuggingFaceSource, import_model, starting_weights
 from megalite.huggingface.files import ConversionError
 from megalite.parallel.spec import Rectangle
 from tests.huggingface.hf_models import CASES, load, write
@@ -105,7 +105,7 @@ def a_tensor_in_two_files(directory: Path) -> None:
 )
 def test_the_weights_are_those_that_transformers_loads(change: Callable[[Path], None], theirs: Path):
     change(theirs)
-    source, expected = Source.of(theirs), load(theirs).state_dict()
+    source, expected = HuggingFaceSource.of(theirs), load(theirs).state_dict()
     assert all(torch.equal(source.weights[name], value) for name, value in expected.items())
 
 
@@ -157,7 +157,7 @@ def test_weights_to_which_transformers_adds_an_adapter_are_rejected(theirs: Path
 
 def read_all(directory: Path) -> None:
     """Read a model as one rank of a run that starts from it."""
-    source = Source.of(directory)
+    source = HuggingFaceSource.of(directory)
     read = starting_weights(_started(source, directory))
     assert read is not None
     names = {
@@ -167,7 +167,7 @@ def read_all(directory: Path) -> None:
     read([Rectangle(f"weight/{name}", shape, (0,) * len(shape), torch.empty(shape)) for name, shape in names.items()])
 
 
-def _started(source: Source, directory: Path):
+def _started(source: HuggingFaceSource, directory: Path):
     source.model.init_from = f"hf:{directory}"
     return source.model
 

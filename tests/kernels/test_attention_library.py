@@ -9,7 +9,7 @@ import torch
 from megalite_kernels import attention as module
 from megalite_kernels import attention_library, attention_routes, backend, device_routes
 from megalite_kernels.attention import attention, attention_backward
-from megalite_kernels.attention_routes import BY_NAME, ROUTES, Call
+from megalite_kernels.attention_routes import BY_NAME, ROUTES, AttentionCall
 from megalite_kernels.dropout import AttentionDropout
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -121,12 +121,15 @@ def test_documents_take_a_guarded_route_only_where_it_was_measured_to_be_the_fas
 def test_why_a_route_runs_is_said_in_one_line(can_use):
     with FakeTensorMode():
         q, k, v = fake(sequence=200)
-        assert attention_routes.describe(Call(q, k, v)) == (
+        assert attention_routes.describe(AttentionCall(q, k, v)) == (
             "attention: flash; not cudnn (200 positions are no multiple of 128); no routes were measured on this device"
         )
         can_use["measured"] = device_routes.DeviceRoutes("NVIDIA X", plain="flash", documents="fa3_varlen")
-        assert attention_routes.describe(Call(q, k, v)) == "attention: flash, measured to be the fastest on NVIDIA X"
-        (line,) = attention_routes.describe(Call(q, k, v, documents=True, boundaries=True)).splitlines()
+        assert (
+            attention_routes.describe(AttentionCall(q, k, v))
+            == "attention: flash, measured to be the fastest on NVIDIA X"
+        )
+        (line,) = attention_routes.describe(AttentionCall(q, k, v, documents=True, boundaries=True)).splitlines()
     assert line.startswith("attention with documents: triton; not fa3_varlen (")
 
 
@@ -282,7 +285,7 @@ def test_documents_as_accurate_as_the_definition(route, batch):
     starts[:, 70:], starts[-1, 200:] = 70, 200
     q, k, v, dout = (x.to("cuda") for x in host)
     offsets, longest = boundaries(starts.numpy())
-    call = Call(q, k, v, documents=True, boundaries=True)
+    call = AttentionCall(q, k, v, documents=True, boundaries=True)
     if (reason := route.refusal(call)) is not None:
         pytest.skip(f"{route.name}: {reason}")
     options = attention_library.Options(0.125, None, (offsets.to("cuda"), longest))

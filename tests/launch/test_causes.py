@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistNetworkError
 
-from megalite.launch.causes import End, Kind, Lost, by_cause, ended, exit_status, lost_by
+from megalite.launch.causes import End, ExitCause, Lost, by_cause, ended, exit_status, lost_by
 from megalite.launch.memory_kills import MemoryKills
 from megalite.parallel.collectives import CommunicationError
 
@@ -16,12 +16,12 @@ LATER = 10**13  # microseconds after the kernel's start
 
 def test_kinds_count_before_times_and_times_before_ranks() -> None:
     ends = [
-        End(0, 1, Kind.LOST, 1.0),
-        End(1, -15, Kind.ENDED, 0.0),
-        End(2, -6, Kind.ABORTED, 0.5),
-        End(3, -9, Kind.OWN, 4.0),
-        End(4, 1, Kind.OWN, 3.0),
-        End(5, -11, Kind.OWN, 3.0),
+        End(0, 1, ExitCause.LOST, 1.0),
+        End(1, -15, ExitCause.ENDED, 0.0),
+        End(2, -6, ExitCause.ABORTED, 0.5),
+        End(3, -9, ExitCause.OWN, 4.0),
+        End(4, 1, ExitCause.OWN, 3.0),
+        End(5, -11, ExitCause.OWN, 3.0),
     ]
     assert [end.rank for end in by_cause(ends)] == [4, 5, 3, 2, 0, 1]
 

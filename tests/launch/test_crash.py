@@ -19,7 +19,7 @@ from megalite.config.load import from_dict
 from megalite.config.schema import Config
 from megalite.launch import crash, output
 from megalite.launch.agent import Launch, launch
-from megalite.launch.causes import End, Kind, Lost, by_cause
+from megalite.launch.causes import End, ExitCause, Lost, by_cause
 from megalite.launch.memory_kills import MemoryKills
 from megalite.system.activity import Activity
 from megalite.training.job import Job
@@ -127,8 +127,8 @@ def test_the_first_rank_is_reported_although_many_others_wrote_before(tmp_path):
     for rank in range(crash.MOST_PARTS + 1):
         failed(config, rank, "the connection was lost", lost=Lost())
     ends = [
-        End(99, -7, Kind.OWN, time.time()),
-        *(End(rank, 1, Kind.LOST, time.time(), Lost()) for rank in range(crash.MOST_PARTS + 1)),
+        End(99, -7, ExitCause.OWN, time.time()),
+        *(End(rank, 1, ExitCause.LOST, time.time(), Lost()) for rank in range(crash.MOST_PARTS + 1)),
     ]
     crash.launcher_failed(config, ends, "rank 99 was ended by SIGBUS", since=0.0, logs=tmp_path)
     report = (config.run.directory / crash.FILE).read_text()
@@ -147,7 +147,7 @@ def test_of_several_nodes_the_first_to_fail_gives_the_reason(tmp_path, monkeypat
         crash.rank_failed(config, rank, reason, activity=Activity(), since=0.0, lost=lost)
         part = config.run.directory / crash.PARTS / f"rank_{rank:05d}.json"
         part.write_text(json.dumps({**json.loads(part.read_text()), "host": host}))
-    end = End(12, 1, Kind.LOST, time.time(), Lost())
+    end = End(12, 1, ExitCause.LOST, time.time(), Lost())
     crash.launcher_failed(config, [end], "rank 12 ended with status 1", since=0.0, logs=tmp_path)
     report = (config.run.directory / crash.FILE).read_text()
     assert section(report, "Reason").strip("`\n").splitlines()[0] == "it ran out of memory"
@@ -167,8 +167,8 @@ def test_two_launchers_agree_on_the_rank_that_was_killed(order, tmp_path, monkey
     for rank in range(3):
         crash.rank_failed(config, rank, f"rank {rank}: all_reduce failed", activity=Activity(), since=0.0, lost=lost)
     nodes = [
-        [End(rank, 1, Kind.LOST, time.time(), lost) for rank in (0, 1)],
-        [End(3, -9, Kind.OWN, time.time()), End(2, 1, Kind.LOST, time.time(), lost)],
+        [End(rank, 1, ExitCause.LOST, time.time(), lost) for rank in (0, 1)],
+        [End(3, -9, ExitCause.OWN, time.time()), End(2, 1, ExitCause.LOST, time.time(), lost)],
     ]
     for node in order:
         line = f"{by_cause(nodes[node])[0]}; there is no checkpoint"
@@ -198,7 +198,9 @@ def test_clocks_of_hosts_do_not_tell_which_rank_failed_first(skew, tmp_path, mon
     clock = began + skew
     monkeypatch.setattr(crash.time, "time", lambda: clock)
     os.utime(summary, (began, began))
-    report_failure(config, [End(3, -9, Kind.OWN, clock)], "rank 3 was ended by SIGKILL", since=clock - 1, logs=tmp_path)
+    report_failure(
+        config, [End(3, -9, ExitCause.OWN, clock)], "rank 3 was ended by SIGKILL", since=clock - 1, logs=tmp_path
+    )
     report = (config.run.directory / crash.FILE).read_text()
     assert section(report, "Reason").strip("`\n") == "rank 3 was ended by SIGKILL"
     assert [line[:5] for line in section(report, "Ranks").splitlines() if line[2:3].isdigit()] == [
@@ -231,7 +233,7 @@ def test_without_a_launcher_the_others_say_which_rank_was_lost(silent, tmp_path,
 def test_the_launcher_writes_how_the_run_ended_for_ranks_that_could_not(trained, tmp_path):
     config, began = configuration(tmp_path), time.time()
     config.parallel.dp = 1
-    ends = [End(2, -11, Kind.OWN, began), End(0, 1, Kind.LOST, began, Lost(2, "rank 2 was lost first"))]
+    ends = [End(2, -11, ExitCause.OWN, began), End(0, 1, ExitCause.LOST, began, Lost(2, "rank 2 was lost first"))]
     summary = config.run.directory / "summary.json"
     SummaryWriter(config)
     if not trained:

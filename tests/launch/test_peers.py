@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megalite.launch import peers
-from megalite.launch.peers import Peers, State
+from megalite.launch.peers import Peers, PeerState
 
 SIZE = 3
 
@@ -61,7 +61,7 @@ def silence(ranks: list[Peers], rank: int) -> socket.socket:
 def test_ranks_that_are_alive_are_found_at_their_places(ranks: list[Peers]) -> None:
     assert len({each.start for each in ranks}) == 1
     state, place = ranks[0].ask(2)
-    assert state is State.ANSWERS and place["action"] == "F0.2"
+    assert state is PeerState.ANSWERS and place["action"] == "F0.2"
     peers.Event().wait(2 * peers.SILENT_S)
     assert [each.look() for each in ranks] == [None] * SIZE
 
@@ -69,7 +69,7 @@ def test_ranks_that_are_alive_are_found_at_their_places(ranks: list[Peers]) -> N
 def test_an_ended_rank_is_known_to_all_that_remain(ranks: list[Peers]) -> None:
     end(ranks[1])
     found = until(ranks[0].look)  # which watches it
-    assert (found.rank, found.state, found.final) == (1, State.ENDED, True) and "step 3, F0.1" in str(found)
+    assert (found.rank, found.state, found.final) == (1, PeerState.ENDED, True) and "step 3, F0.1" in str(found)
     assert until(lambda: ranks[2].verdict) == found == ranks[2].origin(1)
 
 
@@ -84,7 +84,7 @@ def test_a_rank_that_left_as_planned_is_not_missed(ranks: list[Peers]) -> None:
 def test_a_stopped_rank_may_come_back_and_is_no_verdict_of_all(ranks: list[Peers]) -> None:
     with silence(ranks, 1):
         found = until(ranks[0].look)
-        assert (found.rank, found.state, found.final) == (1, State.STOPPED, False)
+        assert (found.rank, found.state, found.final) == (1, PeerState.STOPPED, False)
         assert ranks[0].verdict is None and ranks[2].verdict is None
         assert ranks[0].agree(found) == found == until(lambda: ranks[2].verdict), "unless it ends a rank"
 
@@ -102,7 +102,7 @@ def test_another_process_with_the_port_of_an_ended_rank_is_not_taken_for_it(rank
 
         thread = peers.Thread(target=reply)
         thread.start()
-        assert ranks[0].ask(1)[0] is State.ENDED
+        assert ranks[0].ask(1)[0] is PeerState.ENDED
         thread.join()
 
 
@@ -111,7 +111,7 @@ def test_a_host_that_cannot_be_reached(ranks: list[Peers], monkeypatch: pytest.M
         raise TimeoutError
 
     monkeypatch.setattr(socket, "create_connection", lost)
-    assert ranks[0].ask(1)[0] is State.UNREACHABLE
+    assert ranks[0].ask(1)[0] is PeerState.UNREACHABLE
 
 
 def test_the_first_of_a_row_of_losses_is_named(ranks: list[Peers]) -> None:
@@ -122,10 +122,10 @@ def test_the_first_of_a_row_of_losses_is_named(ranks: list[Peers]) -> None:
     end(ranks[2])
     end(ranks[1])
     assert ranks[0].origin(1) == found is not None
-    assert (found.rank, found.state) == (2, State.FAILED) and "it ran out of memory" in str(found)
+    assert (found.rank, found.state) == (2, PeerState.FAILED) and "it ran out of memory" in str(found)
 
 
 def test_a_rank_that_is_alive_and_does_not_move_is_named(ranks: list[Peers]) -> None:
     found = ranks[0].origin(1)
-    assert found is not None and (found.rank, found.state) == (1, State.STUCK)
+    assert found is not None and (found.rank, found.state) == (1, PeerState.STUCK)
     assert str(found).startswith("rank 1 is awaited: it is alive, but does not move; host")

@@ -20,14 +20,14 @@ from megalite.monitoring.context_imbalance import ContextImbalance
 from megalite.monitoring.phases import PhaseTimes
 from megalite.monitoring.prediction import describe, predicted_bubble, stage_costs
 from megalite.monitoring.rank_times import compare, context_imbalance
-from megalite.parallel.pipeline.schedule import Action, Kind
+from megalite.parallel.pipeline.schedule import Action, ActionKind
 from megalite.planner.hardware.devices import find
 from megalite.system.activity import BETWEEN, READING, REDUCING, REPORTING, UPDATING, Activity
 from megalite.system.clock import HostClock
 from tests.monitoring.test_metrics import example
 
-F, B, W = (Action(kind, 0, 0) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT))
-SEND = Action(Kind.SEND_FORWARD, 0, 0, 1)
+F, B, W = (Action(kind, 0, 0) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT))
+SEND = Action(ActionKind.SEND_FORWARD, 0, 0, 1)
 
 
 class SetClock(HostClock):
@@ -188,7 +188,7 @@ def test_values_that_may_be_secret_are_not_printed() -> None:
 
 
 def test_the_slowest_link_is_named() -> None:
-    said = links.describe([links.Link(0, 1, 4e9), links.Link(1, 2, 5e8), links.Link(2, 0, 3e9)])
+    said = links.describe([links.LinkTraffic(0, 1, 4e9), links.LinkTraffic(1, 2, 5e8), links.LinkTraffic(2, 0, 3e9)])
     assert said == "network test: rank 1 to rank 2 is the slowest of 3 links, 0.5 GB/s; the median is 3 GB/s"
 
 
@@ -300,7 +300,7 @@ def test_memory_and_sensors_are_read_at_the_interval_and_a_broken_sensor_once(
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: statistics)
     monkeypatch.setattr(gpu, "find_spec", lambda name: True)
     monkeypatch.setattr(gpu, "SENSORS", {"gpu_power_w": lambda device: 650, "gpu_clock_mhz": broken})
-    instrument = gpu.Gpu(on_gpu(tmp_path))
+    instrument = gpu.GpuSensors(on_gpu(tmp_path))
     found = [instrument.numbers(example(step, tokens_per_second=10.0)) for step in (1, 2, 3, 4)]
     memory_numbers = {"memory_allocated_bytes": 5, "memory_reserved_bytes": 7, "allocation_retries": 1}
     assert found[0] == found[2] == {"tokens_per_second_per_gpu": 5.0}

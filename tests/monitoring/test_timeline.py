@@ -23,7 +23,7 @@ from megalite.monitoring.report.run import read
 from megalite.monitoring.timeline import Record, compare, describe, read_record, timeline, written
 from megalite.monitoring.timeline_recorder import TimelineRecorder, write
 from megalite.parallel.pipeline.generator import build
-from megalite.parallel.pipeline.schedule import Action, Kind
+from megalite.parallel.pipeline.schedule import Action, ActionKind
 from megalite.system.clock import ActionMarks, ActionTiming, DeviceClock, Transfer
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
@@ -32,7 +32,7 @@ from tests.support.jobs import mesh_of
 from tests.support.layouts import Case
 from tests.support.pool import RankContext
 
-F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
+F, B, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 8, "masked": False, "dropout": 0.0}
 
 
@@ -235,7 +235,7 @@ def test_a_run_writes_every_action_of_every_rank(case: Case, prefix: str, ranks:
     schedule = build(case["schedule"], 2, 4)
     assert found["steps"] == [2, 3] and found["virtual_stages"] == schedule.stages // 2
     assert all(len(values) == schedule.stages for name, values in found["durations"].items() if values)
-    assert (found["durations"]["weight_backward"] is None) == (Kind.WEIGHT not in schedule.passes)
+    assert (found["durations"]["weight_backward"] is None) == (ActionKind.WEIGHT not in schedule.passes)
     assert min(value for values in found["durations"].values() if values for value in values) > 0
 
     slices: defaultdict[Any, list[Any]] = defaultdict(list)

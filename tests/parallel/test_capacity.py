@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megalite.config.dims import rows_per_expert
 from megalite.mesh.mesh import MeshAxis
-from megalite.parallel.context.parts import Run, zigzag
+from megalite.parallel.context.parts import PositionSegment, zigzag
 from megalite.parallel.expert import capacity
 from megalite.parallel.expert.capacity import Capacity, pieces_of
-from megalite.parallel.expert.choice import Choice, choose, combine, spread
+from megalite.parallel.expert.choice import ExpertChoice, choose, combine, spread
 
 LENGTH, BATCH, EXPERTS, K, FACTOR = 13, 3, 5, 2, 0.8
 ALONE = MeshAxis("sequence", 0, 1, (0,))
@@ -39,7 +39,7 @@ def kept_by_loop(experts: Tensor, valid: Tensor, limit: int) -> Tensor:
     return kept
 
 
-def kept(choice: Choice, length: int = LENGTH) -> Tensor:
+def kept(choice: ExpertChoice, length: int = LENGTH) -> Tensor:
     return (choice.inverse < len(choice.order)).view(length, -1, choice.k)
 
 
@@ -97,7 +97,7 @@ def test_neither_padding_nor_another_sequence_takes_a_place() -> None:
 @pytest.mark.parametrize("tp", [1, 2, 3])
 def test_parts_of_a_sequence_drop_what_the_whole_drops(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two cp ranks with two runs each, and tp ranks that cut them. Every rank counts, then each is given all counts."""
-    from megalite.parallel.context.parts import Part
+    from megalite.parallel.context.parts import SequencePart
 
     padded, ranks = 24, 2 * tp
     scores, valid = random(padded, BATCH, EXPERTS, seed=4) - 0.3 * torch.arange(EXPERTS), random(padded, BATCH) > -1
@@ -120,7 +120,7 @@ def test_parts_of_a_sequence_drop_what_the_whole_drops(tp: int, monkeypatch: pyt
     for attempt in range(2):
         for rank, own in enumerate(places):
             limit = Capacity(FACTOR, MeshAxis("sequence", rank, ranks, tuple(range(ranks))), tp)
-            part = Part(runs, rank // tp, length, None)
+            part = SequencePart(runs, rank // tp, length, None)
             found = kept(limit.limit(choose(scores[own].flatten(0, 1), K), valid[own], part), len(own))
             inside = own < length
             if attempt:
@@ -130,4 +130,9 @@ def test_parts_of_a_sequence_drop_what_the_whole_drops(tp: int, monkeypatch: pyt
 def test_sizes() -> None:
     assert rows_per_expert(1.1, 100, 2, 4) == 55, "not 56, which the nearest float gives"
     assert rows_per_expert(1.25, 13, 2, 5) == 7
-    assert pieces_of([[(0, 4), (12, 4)], [(4, 8)]], 2) == [[Run(0, 4)], [Run(12, 4)], [Run(4, 4)], [Run(8, 4)]]
+    assert pieces_of([[(0, 4), (12, 4)], [(4, 8)]], 2) == [
+        [PositionSegment(0, 4)],
+        [PositionSegment(12, 4)],
+        [PositionSegment(4, 4)],
+        [PositionSegment(8, 4)],
+    ]

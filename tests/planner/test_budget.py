@@ -22,7 +22,7 @@ from megalite.model.cost.recomputed import groups
 from megalite.parallel.pipeline.generator import placement
 from megalite.planner.budget import integer_program
 from megalite.planner.budget.decision import CPU, bytes_of, decide, problem_of, recompute_within, resolved, table
-from megalite.planner.budget.integer_program import Kind, Option, Relaxation, solve
+from megalite.planner.budget.integer_program import ItemGroup, Option, Relaxation, solve
 from megalite.planner.cost.operations import Operations
 from megalite.planner.hardware.devices import find, read_device
 from megalite.planner.memory.activations import Activations
@@ -41,7 +41,7 @@ MODEL = {
 # ---- the integer programme
 
 
-def drawn_programme(seed: int) -> tuple[list[Kind], list[int]]:
+def drawn_programme(seed: int) -> tuple[list[ItemGroup], list[int]]:
     draw = random.Random(seed)
     constraints = draw.randint(1, 3)
     kinds = []
@@ -50,12 +50,12 @@ def drawn_programme(seed: int) -> tuple[list[Kind], list[int]]:
         for _ in range(draw.randint(1, 3)):
             frees = tuple(size * draw.randint(0, 5) for _ in range(constraints))
             options.append(Option(draw.choice([0.0, 1.0, 1.5, 2.0, 3.7]) * draw.randint(1, 4), frees))
-        kinds.append(Kind(draw.randint(1, 3), tuple(options)))
+        kinds.append(ItemGroup(draw.randint(1, 3), tuple(options)))
     most = [sum(kind.items * max(each.frees[i] for each in kind.options) for kind in kinds) for i in range(constraints)]
     return kinds, [draw.randint(-2, top + 1) for top in most]
 
 
-def cost_of(kinds: list[Kind], counts: Any) -> float:
+def cost_of(kinds: list[ItemGroup], counts: Any) -> float:
     return sum(
         count * option.cost
         for kind, own in zip(kinds, counts, strict=True)
@@ -63,7 +63,7 @@ def cost_of(kinds: list[Kind], counts: Any) -> float:
     )
 
 
-def frees(kinds: list[Kind], counts: Any, index: int) -> int:
+def frees(kinds: list[ItemGroup], counts: Any, index: int) -> int:
     return sum(
         count * option.frees[index]
         for kind, own in zip(kinds, counts, strict=True)
@@ -88,7 +88,7 @@ def test_the_programme_is_solved_as_by_trying_everything(seed):
         assert cost_of(kinds, found) == pytest.approx(min(cost_of(kinds, counts) for counts in enough))
     for i, need in enumerate(needs):
         alone = [
-            Kind(kind.items, tuple(Option(each.cost, (each.frees[i],)) for each in kind.options)) for kind in kinds
+            ItemGroup(kind.items, tuple(Option(each.cost, (each.frees[i],)) for each in kind.options)) for kind in kinds
         ]
         assert Relaxation(alone).least(need) <= (float("inf") if found is None else cost_of(kinds, found) + 1e-9)
 
@@ -116,7 +116,7 @@ def test_hundreds_of_nearly_equal_kinds_and_constraints_are_solved():
     held = [[50 - abs(stage - load) // 2 for load in range(stages)] for stage in range(stages)]
     sizes = [(draw.choice((7, 8)), draw.choice((16, 17)), draw.choice((30, 31))) for _ in range(stages)]
     kinds = [
-        Kind(1, (Option(size * 1.1, tuple(size * m for m in held[i])),))
+        ItemGroup(1, (Option(size * 1.1, tuple(size * m for m in held[i])),))
         for i, each in enumerate(sizes)
         for size in each
     ]

@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megalite.parallel.pipeline.bubble import Plan, compare, plan
+from megalite.parallel.pipeline.bubble import BubblePlan, compare, plan
 from megalite.parallel.pipeline.generator import build
-from megalite.parallel.pipeline.schedule import Kind
+from megalite.parallel.pipeline.schedule import ActionKind
 from megalite.parallel.pipeline.simulator import simulate
 from megalite.planner.report.drawing import timeline as drawing
 
@@ -68,7 +68,7 @@ class Read:
 
 
 @pytest.fixture(scope="module", params=SIZES, ids=lambda size: f"{size[0]}-{size[1]}")
-def drawn(request) -> tuple[Plan, Read]:
+def drawn(request) -> tuple[BubblePlan, Read]:
     found = plan(*request.param)
     return found, Read(drawing.svg(drawing.picture([found])))
 
@@ -225,5 +225,7 @@ def test_what_can_not_be_drawn_is_said(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_shades_stay_apart_for_many_stages():
     for stages in range(1, 9):
-        shades = [drawing.shade(drawing.COLOURS[Kind.FORWARD], place, stages) for place in range(stages)]
-        assert len(set(shades)) == stages and shades[0] == drawing.COLOURS[Kind.FORWARD] and "#ffffff" not in shades
+        shades = [drawing.shade(drawing.COLOURS[ActionKind.FORWARD], place, stages) for place in range(stages)]
+        assert (
+            len(set(shades)) == stages and shades[0] == drawing.COLOURS[ActionKind.FORWARD] and "#ffffff" not in shades
+        )

@@ -20,20 +20,20 @@ from megalite.planner.hardware.devices import Link, find
 from megalite.planner.hardware.links import Fabric, Group
 from megalite.planner.search.best_first import Search
 from megalite.planner.search.run_config import configured
-from megalite.planner.time.step import Choice, Job, Stepper
+from megalite.planner.time.step import LayoutChoice, PlannedJob, Stepper
 from megalite.planner.time.traffic import traffic
 
 MIXTRAL, H100 = ModelConfig(**preset("mixtral-8x7b")), find("h100")
 CHOICES = [
-    Choice(dp=8, ep=8),
-    Choice(dp=8, ep=2, zero=3, recompute="full"),
-    Choice(dp=8, ep=2, zero=2, expert_dispatch="all_gather"),
-    Choice(dp=8, ep=4, recompute="experts"),
-    Choice(dp=8, ep=2, expert_dispatch="all_gather", recompute="experts"),
-    Choice(dp=8, ep=2, zero=3, dp_shard=4),
-    Choice(tp=2, dp=4, ep=4, sequence_parallel=True, recompute="full"),
-    Choice(cp=2, context="gather", dp=4, ep=4, zero=3),
-    Choice(cp=2, context="ulysses", tp=2, dp=2, ep=4, sequence_parallel=True, expert_dispatch="all_gather"),
+    LayoutChoice(dp=8, ep=8),
+    LayoutChoice(dp=8, ep=2, zero=3, recompute="full"),
+    LayoutChoice(dp=8, ep=2, zero=2, expert_dispatch="all_gather"),
+    LayoutChoice(dp=8, ep=4, recompute="experts"),
+    LayoutChoice(dp=8, ep=2, expert_dispatch="all_gather", recompute="experts"),
+    LayoutChoice(dp=8, ep=2, zero=3, dp_shard=4),
+    LayoutChoice(tp=2, dp=4, ep=4, sequence_parallel=True, recompute="full"),
+    LayoutChoice(cp=2, context="gather", dp=4, ep=4, zero=3),
+    LayoutChoice(cp=2, context="ulysses", tp=2, dp=2, ep=4, sequence_parallel=True, expert_dispatch="all_gather"),
 ]
 SMALL = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512},
@@ -51,9 +51,11 @@ def base(batch: int = 32, model: object = None, length: int = 4096) -> Config:
     )
 
 
-@pytest.mark.parametrize("choice", [*CHOICES, Choice(pp=2, dp=4, ep=4, schedule="zb-v", virtual_stages=2)], ids=str)
+@pytest.mark.parametrize(
+    "choice", [*CHOICES, LayoutChoice(pp=2, dp=4, ep=4, schedule="zb-v", virtual_stages=2)], ids=str
+)
 def test_a_step_adds_up_and_is_bounded(choice):
-    stepper = Stepper(Job(MIXTRAL, H100, 4096, 32))
+    stepper = Stepper(PlannedJob(MIXTRAL, H100, 4096, 32))
     step = stepper.step(choice)
     assert sum(step.parts().values()) == pytest.approx(step.total) and min(step.parts().values()) >= -1e-9
     assert (
@@ -74,7 +76,7 @@ def test_what_is_waited_for_are_the_bytes_that_are_sent(monkeypatch, choice):
     link = Link("plain", 100e9, 0.0)
     device = replace(H100, within=link, between=link, cpu=True)  # whose communication runs beside nothing
     software = Software(hides_tensor=False, hides_gradients=False)
-    step = Stepper(Job(MIXTRAL, device, 4096, 32, software=software)).step(choice)
+    step = Stepper(PlannedJob(MIXTRAL, device, 4096, 32, software=software)).step(choice)
     (sent,) = traffic(configured(base(), choice), 8)
     assert step.experts * 100e9 == pytest.approx(sent.ep, rel=0.01, abs=1)
     assert step.tensor * 100e9 == pytest.approx(sent.tp, rel=0.01, abs=1)
@@ -84,7 +86,7 @@ def test_what_is_waited_for_are_the_bytes_that_are_sent(monkeypatch, choice):
 
 def test_the_documented_bytes_of_experts():
     """As docs/topology.md writes them, for 4 sequences of 4,096 tokens on a rank, 2 experts a token and 32 mixtures."""
-    (sent,) = traffic(configured(base(), Choice(dp=8, ep=8)), 8)
+    (sent,) = traffic(configured(base(), LayoutChoice(dp=8, ep=8)), 8)
     assert sent.ep == pytest.approx(4 * 32 * (4 * 4096) * 4096 * 2 * 2 * 7 / 8, rel=0.001)
 
 
@@ -95,7 +97,7 @@ def test_an_exchange_across_nodes_takes_each_ranks_card():
     one, two = (fabric.all_to_all(rows, Group(size, 8, nodes)) for size, nodes in ((8, 1), (16, 2)))
     assert one == pytest.approx(rows * 7 / 8 / H100.within.bandwidth, rel=0.2)
     assert two == pytest.approx(rows * 8 / 16 / H100.between.bandwidth, rel=0.2)
-    steps = [Stepper(Job(MIXTRAL, H100, 4096, 64)).step(Choice(dp=64, ep=ep)) for ep in (2, 8)]
+    steps = [Stepper(PlannedJob(MIXTRAL, H100, 4096, 64)).step(LayoutChoice(dp=64, ep=ep)) for ep in (2, 8)]
     assert 0 < steps[0].experts < steps[1].experts < 0.5 * steps[1].total
 
 
@@ -103,7 +105,9 @@ def test_rows_of_narrow_experts_take_longer_than_those_of_wide_ones():
     """As many FLOPs: but 64 experts of a token's eighth of the width have tiles of few rows."""
     wide = replace(MIXTRAL, num_experts=8, num_experts_per_tok=1, moe_intermediate_size=14336)
     narrow = replace(MIXTRAL, num_experts=64, num_experts_per_tok=8, moe_intermediate_size=14336 // 8)
-    steps = [Stepper(Job(model, H100, 4096, 8)).step(Choice(dp=8, ep=8)).compute for model in (wide, narrow)]
+    steps = [
+        Stepper(PlannedJob(model, H100, 4096, 8)).step(LayoutChoice(dp=8, ep=8)).compute for model in (wide, narrow)
+    ]
     assert 1.0 < steps[1] / steps[0] < 1.6
 
 
@@ -113,7 +117,7 @@ def search(**fixed: int | str) -> Search:
     device = replace(H100, memory=3.2e6 / 0.93, per_node=2)
     made = base(8, SMALL, 64)
     chosen = {"recompute": "none", "offload": "none", "schedule": "1f1b", "micro_batch_size": 1, "cp": 1} | fixed
-    return Search(Job(made.model, device, 64, 8), made, 4, chosen, wanted=1)
+    return Search(PlannedJob(made.model, device, 64, 8), made, 4, chosen, wanted=1)
 
 
 def test_the_search_finds_what_trying_everything_finds():
@@ -136,7 +140,7 @@ def test_plans_are_in_order_of_the_time_with_what_they_recompute():
         {"ep": 4, "expert_dispatch": "all_gather", "offload": "none", "zero": 1},
     )
     plans = Search(
-        Job(made.model, H100, 4096, 4096), made, 1024, {**fixed, "micro_batch_size": 1, "cp": 1}, wanted=2
+        PlannedJob(made.model, H100, 4096, 4096), made, 1024, {**fixed, "micro_batch_size": 1, "cp": 1}, wanted=2
     ).plans()
     assert plans[0].step.total <= plans[1].step.total
 
@@ -150,11 +154,11 @@ def test_the_worst_imbalance_is_counted_for_what_is_in_flight():
     """Two stages of 1f1b: the first holds two microbatches, each of one or two mixtures (layer 0 is dense); recomputed,
     one at a time."""
     kept = search(ep=2, pp=2)
-    choice = Choice(pp=2, dp=2, ep=2)
+    choice = LayoutChoice(pp=2, dp=2, ep=2)
     one = worst_bytes(configured(kept.base, choice))
     assert kept.imbalance(choice) == 2 * one
     assert kept.imbalance(replace(choice, recompute="full")) == one
-    assert kept.imbalance(Choice(dp=4, ep=4)) == 3 * worst_bytes(configured(kept.base, Choice(dp=4, ep=4)))
+    assert kept.imbalance(LayoutChoice(dp=4, ep=4)) == 3 * worst_bytes(configured(kept.base, LayoutChoice(dp=4, ep=4)))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +168,7 @@ def test_a_capacity_limits_what_all_tokens_make_of_one_rank(ep, tp, cp, factor):
     """Counted: each token of an expert group chooses those of the first rank's experts that have the most room left for
     its sequence."""
     length, k, experts = 48, SMALL["num_experts_per_tok"], SMALL["num_experts"]
-    choice = Choice(tp=tp, cp=cp, dp=8 // (tp * cp), ep=ep, sequence_parallel=tp > 1, context="gather")
+    choice = LayoutChoice(tp=tp, cp=cp, dp=8 // (tp * cp), ep=ep, sequence_parallel=tp > 1, context="gather")
     config = configured(base(8, SMALL | {"expert_capacity_factor": factor}, length), choice)
     part = length // (tp * cp)  # tokens of a rank
     room = {sequence: [math.ceil(factor * length * k / experts)] * (experts // ep) for sequence in range(8)}

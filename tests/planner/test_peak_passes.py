@@ -7,8 +7,8 @@ import random
 import pytest
 
 from megalite.parallel.pipeline.generator import SCHEDULES, build
-from megalite.parallel.pipeline.schedule import Kind
-from megalite.planner.memory.activations import Held
+from megalite.parallel.pipeline.schedule import ActionKind
+from megalite.planner.memory.activations import HeldBytes
 from megalite.planner.memory.estimate import Profile
 from megalite.planner.memory.peak_passes import moments_of
 
@@ -20,11 +20,11 @@ FIELDS = ("saved", "recomputed", "stash", "stash_first", "logits", "logits_stash
 def test_the_fullest_passes_give_the_peaks_of_all(name, ranks, microbatches):
     draw, tables = random.Random(f"{name} {ranks}"), 11
     schedule = build(name, ranks, microbatches, 3 if name == "interleaved" else None)
-    splits = Kind.WEIGHT in schedule.passes
+    splits = ActionKind.WEIGHT in schedule.passes
     fields = [field for field in FIELDS if splits or "stash" not in field]
     for rank in range(ranks):
         stages = {
-            stage: [Held(**{field: draw.randrange(100) for field in fields}) for _ in range(3)]
+            stage: [HeldBytes(**{field: draw.randrange(100) for field in fields}) for _ in range(3)]
             for stage in schedule.stages_of(rank)
         }
         profile = Profile(stages, tables)
@@ -36,11 +36,11 @@ def test_the_fullest_passes_give_the_peaks_of_all(name, ranks, microbatches):
 
         for action in schedule.compute(rank):
             units = stages[action.stage]
-            if action.kind is Kind.FORWARD:
+            if action.kind is ActionKind.FORWARD:
                 for unit in units:
                     held, logits = held + unit.saved, logits + unit.logits
                     note(held, logits + unit.logits_chunk, 0)
-            elif action.kind is Kind.BACKWARD:
+            elif action.kind is ActionKind.BACKWARD:
                 for unit in reversed(units):
                     note(held + unit.recomputed + unit.stash_first, logits, unit.workspace)
                     held, logits = held + unit.stash - unit.saved, logits + unit.logits_stash - unit.logits

@@ -33,8 +33,8 @@ from megalite.planner.report.explanation import binding, uneven_parts
 from megalite.planner.search.best_first import Search
 from megalite.planner.search.bounds import Bounds
 from megalite.planner.search.run_config import configured
-from megalite.planner.time.schedule_time import Durations, Pipeline, pace
-from megalite.planner.time.step import Choice, Job, Stepper, StepTime
+from megalite.planner.time.schedule_time import Durations, PipelineShape, pace
+from megalite.planner.time.step import LayoutChoice, PlannedJob, Stepper, StepTime
 from megalite.planner.time.traffic import traffic
 
 A100 = find("a100")
@@ -201,7 +201,7 @@ def test_continuing_the_steady_state_is_simulating_the_whole(name):
             [scale * draw.uniform(0.9, 1.1) for _ in range(count)] for scale in (1.0, 1.2, 0.8)
         )
         durations = (forward, backward, weight) if ranks != 3 else ([1.0] * count,) * 3
-        found = pace(Pipeline(name, ranks, microbatches, stages), Durations(*durations, message))
+        found = pace(PipelineShape(name, ranks, microbatches, stages), Durations(*durations, message))
         whole = simulate(build(name, ranks, microbatches, stages), *durations, message)
         assert found.makespan == pytest.approx(whole.makespan, rel=1e-9)
         assert found.longest_span == pytest.approx(whole.longest_span, rel=1e-9)
@@ -218,26 +218,26 @@ def test_continuing_the_steady_state_is_simulating_the_whole(name):
 
 LLAMA = ModelConfig(**preset("llama-3-8b"))
 CHOICES = [
-    Choice(dp=16),
-    Choice(dp=16, zero=3, recompute="full"),
-    Choice(tp=8, dp=2, sequence_parallel=True),
-    Choice(tp=2, pp=4, dp=2, zero=0),
-    Choice(tp=2, dp=2, cp=4, context="ring", zero=3),
-    Choice(dp=16, zero=1, dp_shard=8),
-    Choice(tp=2, dp=8, zero=3, dp_shard=4, recompute="full"),
-    Choice(tp=4, pp=4, schedule="interleaved", virtual_stages=4, sequence_parallel=True, recompute="every-2"),
-    Choice(pp=8, dp=2, schedule="zb-h1", zero=2),
-    Choice(pp=8, dp=2, schedule="zb-v", virtual_stages=2, offload="cpu"),
+    LayoutChoice(dp=16),
+    LayoutChoice(dp=16, zero=3, recompute="full"),
+    LayoutChoice(tp=8, dp=2, sequence_parallel=True),
+    LayoutChoice(tp=2, pp=4, dp=2, zero=0),
+    LayoutChoice(tp=2, dp=2, cp=4, context="ring", zero=3),
+    LayoutChoice(dp=16, zero=1, dp_shard=8),
+    LayoutChoice(tp=2, dp=8, zero=3, dp_shard=4, recompute="full"),
+    LayoutChoice(tp=4, pp=4, schedule="interleaved", virtual_stages=4, sequence_parallel=True, recompute="every-2"),
+    LayoutChoice(pp=8, dp=2, schedule="zb-h1", zero=2),
+    LayoutChoice(pp=8, dp=2, schedule="zb-v", virtual_stages=2, offload="cpu"),
 ]
 
 
-def seconds(choice: Choice, device: Device = A100, **job: object) -> float:
-    return Stepper(Job(LLAMA, device, 4096, 128, **job)).step(choice).total  # type: ignore[arg-type]
+def seconds(choice: LayoutChoice, device: Device = A100, **job: object) -> float:
+    return Stepper(PlannedJob(LLAMA, device, 4096, 128, **job)).step(choice).total  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_a_step_adds_up_is_bounded_and_never_slower_on_better_hardware(choice):
-    stepper = Stepper(Job(LLAMA, A100, 4096, 128))
+    stepper = Stepper(PlannedJob(LLAMA, A100, 4096, 128))
     step = stepper.step(choice)
     assert sum(step.parts().values()) == pytest.approx(step.total) and min(step.parts().values()) >= -1e-9
     assert (
@@ -267,11 +267,11 @@ def test_a_pipeline_takes_no_less_than_its_bound(name):
         (8, 24, 1, "every-3"),
         (8, 37, 3, "none"),
     ):
-        job = Job(replace(LLAMA, vocab_size=512_000), A100, 4096, 2 * microbatches)
+        job = PlannedJob(replace(LLAMA, vocab_size=512_000), A100, 4096, 2 * microbatches)
         free = name == "interleaved"
         if free and microbatches % pp:
             continue
-        choice = Choice(
+        choice = LayoutChoice(
             pp=pp, dp=2, zero=zero, schedule=name, virtual_stages=2 if free else chunks_of(name), recompute=recompute
         )
         bounds = Bounds(base, Stepper(job))
@@ -284,37 +284,41 @@ def test_a_pipeline_takes_no_less_than_its_bound(name):
 @pytest.mark.parametrize("schedule, virtual", [("zb-h2", 1), ("zb-v", 2)])
 def test_a_step_that_waits_for_the_norm_ends_with_the_last_rank(schedule, virtual, changes):
     """Without the barrier a step takes the longest rank's time from its first pass to its last."""
-    job = Job(ModelConfig(**preset("llama-3-8b")), find("h100"), 4096, 16)
-    choice = Choice(pp=8, dp=1, schedule=schedule, virtual_stages=virtual)
+    job = PlannedJob(ModelConfig(**preset("llama-3-8b")), find("h100"), 4096, 16)
+    choice = LayoutChoice(pp=8, dp=1, schedule=schedule, virtual_stages=virtual)
     waits, runs_on = Stepper(replace(job, **changes)), Stepper(job)
     assert waits.step(choice).total > 1.02 * runs_on.step(choice).total
     assert all(each.least(choice) <= each.step(choice).total * (1 + 1e-9) for each in (waits, runs_on))
 
 
 def test_what_each_choice_costs():
-    base = Choice(tp=4, dp=4, sequence_parallel=True)
+    base = LayoutChoice(tp=4, dp=4, sequence_parallel=True)
     longer = [replace(base, recompute=mode) for mode in ("none", "every-4", "every-2", "full")]
     assert all(seconds(a) < seconds(b) for a, b in pairwise(longer))
-    assert seconds(Choice(dp=16, zero=1)) < seconds(Choice(dp=16, zero=2)) < seconds(Choice(dp=16, zero=3))
+    assert (
+        seconds(LayoutChoice(dp=16, zero=1))
+        < seconds(LayoutChoice(dp=16, zero=2))
+        < seconds(LayoutChoice(dp=16, zero=3))
+    )
     assert seconds(base) < seconds(replace(base, offload="cpu")) < seconds(replace(base, offload="disk"))
     slow = replace(A100, between=replace(A100.between, bandwidth=A100.between.bandwidth / 8))
-    whole, shared = (seconds(Choice(dp=16, zero=3, dp_shard=shard), slow) for shard in (None, 8))
+    whole, shared = (seconds(LayoutChoice(dp=16, zero=3, dp_shard=shard), slow) for shard in (None, 8))
     assert shared < 0.7 * whole, "weights stay in the node, and gradients leave it once a step"
     pipelines = [
-        Choice(pp=8, dp=2),
-        Choice(pp=8, dp=2, schedule="interleaved", virtual_stages=2),
-        Choice(pp=8, dp=2, schedule="zb-h2"),
+        LayoutChoice(pp=8, dp=2),
+        LayoutChoice(pp=8, dp=2, schedule="interleaved", virtual_stages=2),
+        LayoutChoice(pp=8, dp=2, schedule="zb-h2"),
     ]
     assert seconds(pipelines[0]) > seconds(pipelines[1]) > seconds(pipelines[2])
-    assert seconds(Choice(tp=16)) > 1.3 * seconds(Choice(tp=8, dp=2)), "tp across nodes"
+    assert seconds(LayoutChoice(tp=16)) > 1.3 * seconds(LayoutChoice(tp=8, dp=2)), "tp across nodes"
 
 
 def test_where_rows_hold_documents_ranks_wait_for_the_slowest():
     for context in ("gather", "ring"):
-        choice = Choice(tp=2, cp=8, context=context)
+        choice = LayoutChoice(tp=2, cp=8, context=context)
         whole, zigzag = (seconds(choice, rows=Rows(documents)) for documents in (False, True))
         assert whole <= seconds(replace(choice, context_parts="balanced"), rows=Rows(True)) < zigzag
-    assert seconds(Choice(tp=2, cp=8), rows=Rows(True)) == seconds(Choice(tp=2, cp=8)), "ulysses"
+    assert seconds(LayoutChoice(tp=2, cp=8), rows=Rows(True)) == seconds(LayoutChoice(tp=2, cp=8)), "ulysses"
 
 
 LONG = {"max_position_embeddings": 131072}
@@ -328,7 +332,11 @@ def long_search(**fixed: int | str) -> Search:
     }
     base = from_dict({"model": preset("llama-3-8b") | LONG, **sizes})
     return Search(
-        Job(base.model, A100, 131072, 16, rows=Rows.of(base)), base, 16, {"pp": 1, "micro_batch_size": 1, **fixed}, 1
+        PlannedJob(base.model, A100, 131072, 16, rows=Rows.of(base)),
+        base,
+        16,
+        {"pp": 1, "micro_batch_size": 1, **fixed},
+        1,
     )
 
 
@@ -361,7 +369,7 @@ def test_parts_that_documents_make_unequal_are_balanced_and_said():
 
 
 def test_one_device_is_its_kernels_and_its_optimizer():
-    step = Stepper(Job(LLAMA, A100, 4096, 4)).step(Choice())
+    step = Stepper(PlannedJob(LLAMA, A100, 4096, 4)).step(LayoutChoice())
     assert (step.bubble, step.tensor, step.gradients, step.weights, step.recompute) == (0, 0, 0, 0, 0)
     assert step.optimizer == pytest.approx(stream(A100, 34 * 8.03e9), rel=0.01)
 
@@ -370,22 +378,23 @@ def test_the_host_limits_layers_of_short_kernels_only():
     """A layer's 120 operations, of 4 microbatches and 32 layers. Kernels of 4,096 tokens of an 8B model hide them."""
     narrow = replace(LLAMA, hidden_size=512, intermediate_size=1024)
     ours, other = (
-        Stepper(Job(narrow, A100, 128, 4, software=Software(host=host))).step(Choice()).total for host in (1.0, 3.0)
+        Stepper(PlannedJob(narrow, A100, 128, 4, software=Software(host=host))).step(LayoutChoice()).total
+        for host in (1.0, 3.0)
     )
     assert other - ours == pytest.approx(4 * 32 * 120 * 2 * A100.host_time)
-    assert seconds(Choice(), software=Software(host=3.0)) == seconds(Choice())
+    assert seconds(LayoutChoice(), software=Software(host=3.0)) == seconds(LayoutChoice())
 
 
 @pytest.mark.parametrize("gpus, nodes", [(1, 1), (8, 1), (16, 2), (20, 3), (512, 64)])
 def test_nodes_wait_for_the_latest_of_them(gpus, nodes):
     """At the same work for each GPU: ln n times the mean delay."""
-    stepper = Stepper(Job(LLAMA, A100, 4096, gpus))
-    step = stepper.step(Choice(dp=gpus))
+    stepper = Stepper(PlannedJob(LLAMA, A100, 4096, gpus))
+    step = stepper.step(LayoutChoice(dp=gpus))
     assert step.nodes == pytest.approx(A100.constants.delay * math.log(nodes))
     punctual = replace(A100, constants=replace(CONSTANTS, delay=0.0))
-    other = Stepper(Job(LLAMA, punctual, 4096, gpus))
-    assert step.total - other.step(Choice(dp=gpus)).total == pytest.approx(step.nodes)
-    assert stepper.least(Choice(dp=gpus)) - other.least(Choice(dp=gpus)) == pytest.approx(step.nodes), (
+    other = Stepper(PlannedJob(LLAMA, punctual, 4096, gpus))
+    assert step.total - other.step(LayoutChoice(dp=gpus)).total == pytest.approx(step.nodes)
+    assert stepper.least(LayoutChoice(dp=gpus)) - other.least(LayoutChoice(dp=gpus)) == pytest.approx(step.nodes), (
         "a lower bound has it too"
     )
 
@@ -395,23 +404,25 @@ def test_muon_adds_its_iterations_which_ranks_share():
     shapes = [(4096, 4096), (4096, 4096), (1024, 4096), (1024, 4096), *[(4096, 14336)] * 3]
     flops = 32 * 5 * sum(4 * m * m * n + 2 * m**3 for m, n in shapes)
 
-    def added(choice: Choice) -> float:
-        one, other = (Stepper(Job(LLAMA, A100, 4096, 128, muon=muon)).step(choice) for muon in (MuonConfig(), None))
+    def added(choice: LayoutChoice) -> float:
+        one, other = (
+            Stepper(PlannedJob(LLAMA, A100, 4096, 128, muon=muon)).step(choice) for muon in (MuonConfig(), None)
+        )
         assert one.total - other.total == pytest.approx(one.optimizer - other.optimizer)
         return one.optimizer - other.optimizer
 
-    assert flops / A100.peak("bf16") < added(Choice()) < 2 * flops / A100.peak("bf16")
-    assert added(Choice()) / 16 <= added(Choice(dp=16)) < added(Choice()) / 4
-    assert added(Choice(dp=8, pp=2)) < added(Choice(dp=8))
+    assert flops / A100.peak("bf16") < added(LayoutChoice()) < 2 * flops / A100.peak("bf16")
+    assert added(LayoutChoice()) / 16 <= added(LayoutChoice(dp=16)) < added(LayoutChoice()) / 4
+    assert added(LayoutChoice(dp=8, pp=2)) < added(LayoutChoice(dp=8))
 
 
 WAITING = [
-    Choice(tp=4, dp=2),
-    Choice(dp=8, dp_shard=4),
-    Choice(tp=4, dp=2, sequence_parallel=True),
-    Choice(tp=2, dp=4, zero=0),
-    Choice(tp=2, cp=4),
-    Choice(tp=2, dp=2, cp=2, context="gather"),
+    LayoutChoice(tp=4, dp=2),
+    LayoutChoice(dp=8, dp_shard=4),
+    LayoutChoice(tp=4, dp=2, sequence_parallel=True),
+    LayoutChoice(tp=2, dp=4, zero=0),
+    LayoutChoice(tp=2, cp=4),
+    LayoutChoice(tp=2, dp=2, cp=2, context="gather"),
 ]
 
 
@@ -428,7 +439,7 @@ def test_what_is_waited_for_are_the_bytes_that_are_sent(monkeypatch, choice, rec
     software = Software(hides_tensor=False, hides_gradients=False)
     sizes = {"data": {"sequence_length": 4096}, "train": {"global_batch_size": 32, "precision": "bf16"}}
     base = from_dict({"model": preset("llama-3-8b"), "lora": {"rank": rank}, **sizes})
-    step = Stepper(Job(LLAMA, device, 4096, 32, software=software, lora=base.lora)).step(choice)
+    step = Stepper(PlannedJob(LLAMA, device, 4096, 32, software=software, lora=base.lora)).step(choice)
     (sent,) = traffic(configured(base, choice), 8)
     assert step.tensor * 100e9 == pytest.approx(sent.tp, rel=0.01)
     assert step.context * 100e9 == pytest.approx(sent.cp, rel=0.01)
@@ -441,7 +452,7 @@ def test_adapters_take_the_time_of_their_flops(rank):
     lora = LoraConfig(rank=rank)
     fast = replace(A100.constants, attention=1e9, slowest=1.0)
     device = replace(A100, bandwidth=1e30, kernel=0.0, host_time=0.0, rates=((1.0, 1e14),), constants=fast)
-    step = Stepper(Job(LLAMA, device, 512, 8, lora=lora)).step(Choice(micro_batch_size=8))
+    step = Stepper(PlannedJob(LLAMA, device, 512, 8, lora=lora)).step(LayoutChoice(micro_batch_size=8))
     flops = per_token(LLAMA, 512, lora=lora)
     assert step.total * 1e14 == pytest.approx(8 * 512 * (flops.layers + flops.head), rel=0.02)
 
@@ -458,8 +469,11 @@ def test_adapters_take_the_time_of_their_flops(rank):
 def test_dropout_reads_and_writes_each_value_once(model, lora, each_layer):
     """16-bit values of 4,096 tokens; what adapters drop is dropped again for their weight gradients."""
     device = replace(A100, kernel=0.0, host_time=0.0)
-    jobs = Job(LLAMA, device, 512, 8, lora=replace(lora, dropout=0.0)), Job(model, device, 512, 8, lora=lora)
-    without, dropped = (Stepper(job).step(Choice(micro_batch_size=8)).total for job in jobs)
+    jobs = (
+        PlannedJob(LLAMA, device, 512, 8, lora=replace(lora, dropout=0.0)),
+        PlannedJob(model, device, 512, 8, lora=lora),
+    )
+    without, dropped = (Stepper(job).step(LayoutChoice(micro_batch_size=8)).total for job in jobs)
     moved = 2 * 2 * 8 * 512 * each_layer * LLAMA.num_hidden_layers
     assert dropped - without == pytest.approx(stream(device, moved), rel=1e-6)
 

@@ -10,7 +10,7 @@ import pytest
 
 from megalite.parallel.pipeline.bubble import plan
 from megalite.parallel.pipeline.generator import SCHEDULES
-from megalite.parallel.pipeline.schedule import Costs, Kind
+from megalite.parallel.pipeline.schedule import ActionKind, Costs
 from megalite.planner.report.drawing.trace import chrome_trace
 
 
@@ -50,7 +50,7 @@ def test_an_arrow_is_a_message_that_takes_its_latency(traced):
 
 def test_counters_peak_at_the_memory_of_the_plan(traced):
     found, _, events = traced
-    for rank, peak in enumerate(found.peaks(Kind.WEIGHT)):
+    for rank, peak in enumerate(found.peaks(ActionKind.WEIGHT)):
         counts = [e for e in events["C"] if e["tid"] == rank]
         values = [e["args"]["activations"] for e in counts]
         assert max(values) == peak and values[-1] == 0

@@ -17,7 +17,7 @@ from megalite.mesh.layout import Layout
 from megalite.mesh.mesh import Mesh, MeshAxis
 from megalite.parallel.context.attend import attention_over
 from megalite.parallel.context.latents import Latents, expanding
-from megalite.parallel.context.parts import PARTS, Part, split
+from megalite.parallel.context.parts import PARTS, SequencePart, split
 
 Shape = tuple[int, int, int, int, int]
 """Sequence, batch, heads, key-value heads, channels."""
@@ -85,7 +85,7 @@ def attend(context: Any, method: str, shape: Shape, dtype: torch.dtype, masked: 
     places = torch.cat([torch.arange(run.start, run.stop) for run in parts[context.rank]])
     options = options_of(shape, masked)
     starts = options["document_start"]
-    part = Part(parts, context.rank, shape[0], starts)
+    part = SequencePart(parts, context.rank, shape[0], starts)
     options |= {"part": part, "document_start": None if starts is None else starts[places]}
     *leaves, dout = (x[places] for x in inputs(shape, dtype))
     leaves = [x.detach().requires_grad_() for x in leaves]
@@ -109,7 +109,7 @@ def attend_latents(
         return tuple(x.unsqueeze(2).repeat(1, 1, heads // tp, 1) for x in (keys, latent[..., :6]))  # type: ignore[return-value]
 
     weight: Any = SimpleNamespace(deferred=False, adapter=None, accumulate_as_one=nullcontext)
-    part = Part(PARTS[method](sequence, 2), mesh.cp.rank, sequence, None)
+    part = SequencePart(PARTS[method](sequence, 2), mesh.cp.rank, sequence, None)
     options = options_of((sequence, batch, heads, heads, 12), False) | {"part": part, "expand": expand}
     shapes = (sequence // 2, batch, heads // tp, 12), (own, batch, 12), (own, batch, 4)
     leaves = [torch.randn(each).to(dtype).requires_grad_() for each in shapes]

@@ -11,7 +11,7 @@ from torch import Tensor
 from megalite.config.load import from_dict
 from megalite.model.forward_state import ForwardState
 from megalite.model.mixture import Mixture
-from megalite.parallel.expert.choice import Choice
+from megalite.parallel.expert.choice import ExpertChoice
 from megalite.parallel.expert.uneven_all_to_all import exchange
 from megalite.training.trainer import Trainer
 from tests.support import jobs
@@ -70,7 +70,7 @@ def train_recorded(context: Any, config: dict[str, Any], steps: int, replayed: S
     earlier = None if replayed is None else dict(zip(*replayed, strict=True))
     choose = Mixture._choice
 
-    def choosing(mixture: Mixture, scores: Tensor, targets: Tensor | None, state: ForwardState) -> Choice:
+    def choosing(mixture: Mixture, scores: Tensor, targets: Tensor | None, state: ForwardState) -> ExpertChoice:
         length = len(scores) // len(state.samples)
         positions = state.positions.flatten().tolist()[length * mixture.part :][:length]
         keys = [

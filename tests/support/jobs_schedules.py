@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megalite.config.load import from_dict
 from megalite.optimizer.adamw import STATE
-from megalite.parallel.pipeline.schedule import Action, Kind
+from megalite.parallel.pipeline.schedule import Action, ActionKind
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
 from tests.support.jobs import mesh_of
@@ -59,7 +59,7 @@ def weight_passes(context: Any, config: dict[str, Any]) -> dict[str, Any]:
 
     passes = trainer.parts.runtime._passes
 
-    def watch(kind: Kind) -> None:
+    def watch(kind: ActionKind) -> None:
         execute = passes[kind]
 
         def executed(run: Any, action: Action) -> None:
@@ -68,8 +68,8 @@ def weight_passes(context: Any, config: dict[str, Any]) -> dict[str, Any]:
 
         passes[kind] = executed
 
-    watch(Kind.BACKWARD)
-    watch(Kind.WEIGHT)
+    watch(ActionKind.BACKWARD)
+    watch(ActionKind.WEIGHT)
     try:
         trainer.step()
     finally:

@@ -141,7 +141,7 @@ def test_a_part_of_a_row_has_its_products(tmp_path):
 def test_measuring_gives_seconds_for_each_library_whatever_the_size(shape):
     rows, inner, columns, batch = shape
     found = matmul_library.measure(
-        [matmul_library.Product(rows, inner, columns, (False, True), batch, times=3)], ("onednn", "mkl")
+        [matmul_library.MatmulShape(rows, inner, columns, (False, True), batch, times=3)], ("onednn", "mkl")
     )
     assert set(found) == {"onednn", "mkl"} and min(found.values()) >= 0
 

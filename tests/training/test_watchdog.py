@@ -11,7 +11,7 @@ from megalite.config.samples import DataError
 from megalite.config.schema import Config, ConfigError, TrainConfig
 from megalite.launch import process
 from megalite.launch.causes import Lost
-from megalite.launch.peers import State, Verdict
+from megalite.launch.peers import LostRank, PeerState
 from megalite.mesh.mesh import Layout, Mesh
 from megalite.system.activity import SAVING, Activity
 from megalite.training import watchdog
@@ -160,17 +160,17 @@ def test_on_a_gpu_the_rank_of_a_past_communication_is_not_blamed(
     assert asked == [3 if waiting else None]
 
 
-LOST = Verdict(3, State.ENDED, "node1", {})
-STOPPED = Verdict(3, State.STOPPED, "node1", {})
+LOST = LostRank(3, PeerState.ENDED, "node1", {})
+STOPPED = LostRank(3, PeerState.STOPPED, "node1", {})
 
 
 @pytest.mark.parametrize(("verdict", "after"), [(LOST, watchdog.END_S), (STOPPED, 480.0)], ids=["lost", "stopped"])
 @pytest.mark.parametrize("place", ["saving", "awaiting a save of others", "F0.0"])
 def test_a_rank_ends_when_another_is_lost_whatever_it_does(
-    place: str, verdict: Verdict, after: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, verdict: LostRank, after: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where no time limits its work, or its wait for that of others."""
-    now, ended = [0.0], list[tuple[float, Verdict | None]]()
+    now, ended = [0.0], list[tuple[float, LostRank | None]]()
     peers = SimpleNamespace(look=lambda: verdict, verdict=verdict if verdict.final else None, agree=lambda found: found)
     monkeypatch.setattr(watchdog, "monotonic", lambda: now[0])
     mesh = Mesh(Layout())

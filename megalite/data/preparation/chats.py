@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megalite.data.chat_records import BadRecord, Conversation, Pair, RecordReader
+from megalite.data.chat_records import BadRecord, Conversation, PromptCompletion, RecordReader
 from megalite.data.chat_template import ChatTemplate, LossOn
 from megalite.data.indexed import DataError
 from megalite.data.preparation.encoded import Encoded, token_dtype
@@ -73,10 +73,10 @@ class Chats:
         self.reader.read(record, where)
 
     def _rendered(
-        self, template: ChatTemplate, conversation: Conversation | Pair, where: object
+        self, template: ChatTemplate, conversation: Conversation | PromptCompletion, where: object
     ) -> tuple[list[int], list[int]]:
         try:
-            if isinstance(conversation, Pair):
+            if isinstance(conversation, PromptCompletion):
                 return template.pair(conversation.prompt, conversation.completion, loss_on=self.loss_on)
             prompt = range(0 if self.loss_on == "all" else conversation.prompt)
             without = conversation.unweighted | set(prompt)

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import BinaryIO
 
-from megalite.data.preparation.tasks import Span
+from megalite.data.preparation.tasks import ByteRange
 from megalite.data.tokenizers import Tokenizer
 
 WINDOW = 1024  # bytes
 CANDIDATES = 32  # line ends that are tried in a range; a range without a cut is joined to the one before it
 
 
-def read_piece(span: Span, tokenizer: Tokenizer) -> tuple[bytes, bool]:
+def read_piece(span: ByteRange, tokenizer: Tokenizer) -> tuple[bytes, bool]:
     """The bytes between the cuts around a range, empty if no piece begins in it; and whether they reach the
     end of the file."""
     with span.path.open("rb") as file:

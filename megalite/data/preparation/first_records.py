@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from megalite.data.chat_records import BadRecord
 from megalite.data.indexed import DataError
-from megalite.data.preparation.sources import Source
+from megalite.data.preparation.sources import InputSource
 from megalite.data.preparation.tasks import BadRecords, listed, records
 
 SOURCES, RECORDS = 64, 1000
@@ -25,7 +25,7 @@ class Reader(Protocol):
     def check(self, record: Any, where: object) -> None: ...
 
 
-def check_first(sources: Sequence[Source], reader: Reader) -> None:
+def check_first(sources: Sequence[InputSource], reader: Reader) -> None:
     """Raise DataError if more records at the beginning of the sources are of another kind than may be
     skipped."""
     bad = BadRecords(reader.skip_bad > 0)
@@ -45,7 +45,7 @@ def check_first(sources: Sequence[Source], reader: Reader) -> None:
                 )
 
 
-def _first(source: Source) -> Iterator[tuple[Any, object]]:
+def _first(source: InputSource) -> Iterator[tuple[Any, object]]:
     """The records of the first task of a source; none if it holds texts. What is damaged is reported later,
     in the order of the input."""
     for task in islice(source.tasks(), 1):

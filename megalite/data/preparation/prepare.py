@@ -26,7 +26,7 @@ from megalite.data.preparation.encoded import Encoded
 from megalite.data.preparation.first_records import check_first
 from megalite.data.preparation.journal import Journal, Note, digest, key_of, locked
 from megalite.data.preparation.pool import WorkerLost, default_workers, encoded
-from megalite.data.preparation.sources import Source
+from megalite.data.preparation.sources import InputSource
 from megalite.data.preparation.tasks import SHOWN, BadRecords, Task, decoded, documents, listed
 from megalite.data.preparation.texts import Texts
 from megalite.data.preparation.writer import IndexedWriter
@@ -38,7 +38,7 @@ TRAINING_BYTES = 8_000_000
 
 
 @dataclass
-class Summary:
+class PreparationSummary:
     """What was written.
 
     Attributes:
@@ -93,7 +93,7 @@ class Summary:
 class _Job:
     """A preparation. loaded: the tokenizer's current path; named: its final path, which PREFIX.json names."""
 
-    sources: list[Source]
+    sources: list[InputSource]
     prefix: Path
     loaded: str
     named: str
@@ -113,7 +113,7 @@ class _Job:
 
 
 def prepare(
-    sources: list[Source],
+    sources: list[InputSource],
     prefix: Path,
     tokenizer: str,
     encoder: Texts | Chats = Texts(),  # noqa: B008 — frozen
@@ -123,7 +123,7 @@ def prepare(
     workers: int | None = 1,
     progress: Report = silent,
     note: Note = lambda line: None,
-) -> Summary:
+) -> PreparationSummary:
     """Tokenize every document of the sources and write PREFIX.bin, .idx and .json, and for conversations
     PREFIX.loss.bin and .idx.
 
@@ -169,7 +169,7 @@ def prepare(
     workers = workers or default_workers(sum(source.size for source in sources))
     with locked(prefix):
         if not overwrite and (found := earlier.summary_of(prefix, key)) is not None:
-            return Summary(str(prefix), **found)
+            return PreparationSummary(str(prefix), **found)
         if not overwrite and train_tokenizer is not None:
             earlier.check_new(Path(tokenizer))
         with Journal(prefix, key) as journal:
@@ -185,10 +185,10 @@ def prepare(
                 return _encode(replace(job, loaded=str(model)), tokenizing.load(model))
 
 
-def _encode(job: _Job, vocabulary: tokenizing.Tokenizer) -> Summary:
+def _encode(job: _Job, vocabulary: tokenizing.Tokenizer) -> PreparationSummary:
     """Tokenize and write."""
     encoder, named, prefix = job.encoder, job.named, job.prefix
-    summary = Summary(
+    summary = PreparationSummary(
         str(prefix), vocab_size=vocabulary.vocab_size, eos=vocabulary.eos, tokenizer=_beside(named, prefix)
     )
     with _writer(job, vocabulary, summary) as writer:
@@ -219,7 +219,7 @@ def _encode(job: _Job, vocabulary: tokenizing.Tokenizer) -> Summary:
     return summary
 
 
-def _writer(job: _Job, vocabulary: tokenizing.Tokenizer, summary: Summary) -> IndexedWriter:
+def _writer(job: _Job, vocabulary: tokenizing.Tokenizer, summary: PreparationSummary) -> IndexedWriter:
     """The writer, at the position of an interrupted preparation if there is one, whose counts are then in the
     summary."""
     masked, state = isinstance(job.encoder, Chats), job.journal.state
@@ -244,7 +244,7 @@ def _writer(job: _Job, vocabulary: tokenizing.Tokenizer, summary: Summary) -> In
 
 
 def _write_parts(
-    job: _Job, vocabulary: tokenizing.Tokenizer, writer: IndexedWriter, summary: Summary
+    job: _Job, vocabulary: tokenizing.Tokenizer, writer: IndexedWriter, summary: PreparationSummary
 ) -> None:
     """Append the result of every task, and save the journal now and then. Raises DataError if there are too
     many bad records."""
@@ -284,7 +284,7 @@ def _write_parts(
         raise
 
 
-def _check_left(summary: Summary, chat: Chats) -> None:
+def _check_left(summary: PreparationSummary, chat: Chats) -> None:
     """Raise DataError if conversations were read but none of them can be learned from."""
     if not summary.documents and summary.too_long + summary.without_loss:
         long = (
@@ -304,7 +304,7 @@ def _packed_rows(sizes: NDArray[np.int32], longest: int) -> int:
     return int(best_fit(sizes - 1, longest - 1).max(initial=-1)) + 1
 
 
-def _chat_facts(chat: Chats, tokenizer: tokenizing.Tokenizer, summary: Summary) -> dict[str, Any]:
+def _chat_facts(chat: Chats, tokenizer: tokenizing.Tokenizer, summary: PreparationSummary) -> dict[str, Any]:
     """The entry `chat` of PREFIX.json: enough to render further conversations in the same way."""
     template = ChatTemplate(tokenizer, chat.template)
     facts = {

@@ -34,7 +34,7 @@ from megalite.data.preparation.contents import (
     records_in,
     without_mark,
 )
-from megalite.data.preparation.tasks import Numbered, Span, Task
+from megalite.data.preparation.tasks import ByteRange, Numbered, Task
 from megalite.data.record_hints import for_texts
 
 TASK_BYTES = 1 << 18
@@ -95,7 +95,7 @@ UNSAID = ("", ".txt", ".text")
 Spark writes."""
 
 
-class Source(Protocol):
+class InputSource(Protocol):
     """One input.
 
     Attributes:
@@ -438,7 +438,7 @@ def open_inputs(
     split: str,
     skip_bad: bool = False,
     note: Callable[[str], None] = lambda line: None,
-) -> list[Source]:
+) -> list[InputSource]:
     """The sources named by `--input`, in order; a file named twice is read once. Raises DataError on a bad
     input.
 
@@ -451,10 +451,10 @@ def open_inputs(
     kept = [p for p in paths if not any(fnmatch.fnmatch(p, pattern) for pattern in exclude)]
     if not kept:
         raise DataError(f"--exclude {' '.join(exclude)} leaves nothing of --input {' '.join(names)}.")
-    of_file: dict[str, Callable[[Path], Source]] = {"json": JsonDocument, "jsonl": JsonLines, "csv": Csv}
+    of_file: dict[str, Callable[[Path], InputSource]] = {"json": JsonDocument, "jsonl": JsonLines, "csv": Csv}
     of_file["parquet"] = lambda path: _parquet(path, text_key, skip_bad)
     formats = {path: _format(path, file_format, text_key) for path in kept}
-    sources: list[Source] = []
+    sources: list[InputSource] = []
     for kind, group in groupby(kept, formats.__getitem__):
         if kind == "text":
             sources.append(TextFiles([Path(p) for p in group]))
@@ -490,7 +490,7 @@ def _instead_of_parquet(path: Path) -> str:
     )
 
 
-def _parquet(path: Path, text_key: str | None, skip_bad: bool) -> Source:
+def _parquet(path: Path, text_key: str | None, skip_bad: bool) -> InputSource:
     try:
         return Parquet(path, text_key)
     except DataError as error:
@@ -594,8 +594,8 @@ def _check_column(names: list[str], text_key: str, where: str) -> None:
         raise DataError(f"--text_key {text_key} is not in {where}; its keys: {', '.join(names)}. {way_out}")
 
 
-def _spans(path: Path, size: int, step: int) -> Iterator[Span]:
-    return (Span(path, start, min(start + step, size)) for start in range(0, size, step))
+def _spans(path: Path, size: int, step: int) -> Iterator[ByteRange]:
+    return (ByteRange(path, start, min(start + step, size)) for start in range(0, size, step))
 
 
 def _chunks(items: Iterable[Any], size: Any) -> Iterator[list[Any]]:

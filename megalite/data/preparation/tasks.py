@@ -18,7 +18,7 @@ SHOWN = 10  # bad records that a message lists
 
 
 @dataclass(frozen=True)
-class Span:
+class ByteRange:
     """A range of bytes of a file, cut without reading it. What begins in the range belongs to it."""
 
     path: Path
@@ -41,8 +41,8 @@ class Task:
 
     size: int
     files: tuple[Path, ...] = ()
-    piece: Span | None = None
-    span: Span | None = None
+    piece: ByteRange | None = None
+    span: ByteRange | None = None
     lines: tuple[tuple[int, bytes], ...] = ()
     texts: tuple[str, ...] = ()
     source: str = ""
@@ -101,7 +101,7 @@ def listed(reasons: list[str]) -> str:
     return "".join(f"\n  {reason}" for reason in reasons)
 
 
-def lines_of(span: Span) -> Iterator[tuple[int, bytes]]:
+def lines_of(span: ByteRange) -> Iterator[tuple[int, bytes]]:
     """The lines that begin in a range, each with its first byte."""
     with span.path.open("rb") as file:
         at = span.start

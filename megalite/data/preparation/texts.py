@@ -13,7 +13,7 @@ from megalite.data.indexed import DataError
 from megalite.data.preparation.contents import without_mark
 from megalite.data.preparation.cuts import continued, read_piece
 from megalite.data.preparation.encoded import Encoded, token_dtype
-from megalite.data.preparation.tasks import BadRecords, Span, Task, decoded, documents, text_of
+from megalite.data.preparation.tasks import BadRecords, ByteRange, Task, decoded, documents, text_of
 from megalite.data.tokenizers import Tokenizer
 
 
@@ -49,7 +49,7 @@ class Texts:
         """Raise BadRecord if a record has no text."""
         text_of(record, where, self.text_key)
 
-    def _encode_piece(self, span: Span, tokenizer: Tokenizer, done: Encoded) -> None:
+    def _encode_piece(self, span: ByteRange, tokenizer: Tokenizer, done: Encoded) -> None:
         try:
             raw, last = read_piece(span, tokenizer)
         except OSError as error:  # a part of a document

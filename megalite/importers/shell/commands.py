@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megalite.importers.shell import grammar
 from megalite.importers.shell.conditions import Condition, Token
 from megalite.importers.shell.programs import PROGRAMS, formatted
-from megalite.importers.shell.values import FIRST, LAST, State, checked
+from megalite.importers.shell.values import FIRST, LAST, ShellState, checked
 
 if TYPE_CHECKING:
     from megalite.importers.shell.script import Script
@@ -55,7 +55,7 @@ class Commands:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.within = 1  # getopts' place in a word of several letters
-        self.builtins: dict[str, Callable[[list[str], State], Status]] = {
+        self.builtins: dict[str, Callable[[list[str], ShellState], Status]] = {
             **{
                 ":": _succeed,
                 "true": _succeed,
@@ -88,7 +88,7 @@ class Commands:
             **{ending: self._end(ending) for ending in ("exit", "return", "break", "continue")},
         }
 
-    def run(self, words: list[str], state: State) -> Status:
+    def run(self, words: list[str], state: ShellState) -> Status:
         """Run a command with its words, and record it if it is a wanted one."""
         own = True
         while len(words) > 1 and words[0] in PREFIXES:
@@ -108,7 +108,7 @@ class Commands:
             return True
         return self._program(words, state)
 
-    def _program(self, words: list[str], state: State) -> Status:
+    def _program(self, words: list[str], state: ShellState) -> Status:
         """Another program: its output, where it is known, and the commands in its arguments."""
         name = posixpath.basename(words[0])
         if name not in QUIET:
@@ -136,7 +136,7 @@ class Commands:
             self.script.write("\0" if found is None else found)
         return True if name in SUCCEEDING or found is not None else None
 
-    def _call(self, name: str, arguments: list[str], state: State) -> Status:
+    def _call(self, name: str, arguments: list[str], state: ShellState) -> Status:
         """A function: its local variables are those of the caller afterwards."""
         script, body = self.script, self.script.functions[name]
         script.depth += 1
@@ -160,7 +160,7 @@ class Commands:
         script.depth -= 1
         return status
 
-    def _environment(self, words: list[str], state: State) -> Status:
+    def _environment(self, words: list[str], state: ShellState) -> Status:
         """env NAME=VALUE COMMAND."""
         own = state.fork()
         while words and (words[0].startswith("-") or _ASSIGNED.fullmatch(words[0])):
@@ -170,7 +170,7 @@ class Commands:
             words = words[2:] if words[0] in ("-u", "--unset") else words[1:]
         return self.run(words, own) if words else None
 
-    def _started(self, words: list[str], state: State) -> bool:
+    def _started(self, words: list[str], state: ShellState) -> bool:
         """Whether the command starts a shell or a script that can be read, which is then run."""
         for place, word in enumerate(words):
             name = posixpath.basename(word)
@@ -199,7 +199,7 @@ class Commands:
         name, equals, value = words[place].partition("=")
         return value if equals else words[place + 1] if place + 1 < len(words) else ""
 
-    def _shell(self, words: list[str], state: State) -> bool:
+    def _shell(self, words: list[str], state: ShellState) -> bool:
         """bash -c TEXT, bash FILE, or bash with commands as its input."""
         while words and words[0][:1] in ("-", "+"):
             flags, words = words[0], words[1:]
@@ -220,7 +220,7 @@ class Commands:
             self.script.run_text(self.script.stdin, state.child(words, ""))
         return True
 
-    def _file(self, path: str, arguments: list[str], state: State, new: bool) -> bool:
+    def _file(self, path: str, arguments: list[str], state: ShellState, new: bool) -> bool:
         """Run a script that this one has written, or one beside it. new: in a process of its own."""
         known = re.split(f"[{chr(FIRST)}-{chr(LAST)}]", path)
         text = self.script.content(
@@ -240,15 +240,15 @@ class Commands:
             state.ended = "" if state.ended == "return" else state.ended
         return True
 
-    def _source(self, words: list[str], state: State) -> Status:
+    def _source(self, words: list[str], state: ShellState) -> Status:
         if words:
             self._file(words[0], words[1:], state, False)
         return True
 
-    def _eval(self, words: list[str], state: State) -> Status:
+    def _eval(self, words: list[str], state: ShellState) -> Status:
         return self.script.run_text(" ".join(words), state)
 
-    def _set(self, words: list[str], state: State) -> Status:
+    def _set(self, words: list[str], state: ShellState) -> Status:
         rest = words
         while rest and rest[0][:1] in ("-", "+") and rest[0] != "--":
             rest = rest[2 if rest[0].endswith("o") else 1 :]
@@ -260,12 +260,12 @@ class Commands:
             state.export_all = False
         return True
 
-    def _shift(self, words: list[str], state: State) -> Status:
+    def _shift(self, words: list[str], state: ShellState) -> Status:
         if state.arguments is not None:
             state.arguments = state.arguments[int(words[0]) if words and words[0].isdigit() else 1 :]
         return True
 
-    def _getopts(self, words: list[str], state: State) -> Status:
+    def _getopts(self, words: list[str], state: ShellState) -> Status:
         """getopts LETTERS NAME [ARGUMENT …]: the next option, its argument in OPTARG, the place after it in
         OPTIND."""
         if state.arguments is None and len(words) < 3:
@@ -292,13 +292,13 @@ class Commands:
         state.assign("OPTIND", str(place + (0 if rest and not takes else 1 if rest or not takes else 2)))
         return True
 
-    def _exec(self, words: list[str], state: State) -> Status:
+    def _exec(self, words: list[str], state: ShellState) -> Status:
         """exec COMMAND, after which the shell is gone."""
         status = self.run(words, state) if words else True
         state.ended = "exit" if words else state.ended
         return status
 
-    def _read(self, words: list[str], state: State) -> Status:
+    def _read(self, words: list[str], state: ShellState) -> Status:
         """read: the whole input with -d '', otherwise its first line, split if there are several names or
         with -a."""
         names: list[str] = []
@@ -331,7 +331,7 @@ class Commands:
                 state.assign(name, "".join(fields[place : place + 1]))
         return bool(end)
 
-    def _mapfile(self, words: list[str], state: State) -> Status:
+    def _mapfile(self, words: list[str], state: ShellState) -> Status:
         names = [word for word in words if not word.startswith("-")]
         text = self.script.stdin
         if names:
@@ -339,7 +339,7 @@ class Commands:
             state.assign(names[-1], text.splitlines() if text is not None else [unknown])
         return True
 
-    def _printf(self, words: list[str], state: State) -> Status:
+    def _printf(self, words: list[str], state: ShellState) -> Status:
         if words[:1] == ["-v"] and len(words) > 2:
             text = formatted(words[2:])
             state.assign(
@@ -351,15 +351,15 @@ class Commands:
             self.script.write("\0" if text is None else text)
         return True
 
-    def _let(self, words: list[str], state: State) -> Status:
+    def _let(self, words: list[str], state: ShellState) -> Status:
         for word in words:
             self.script.expander(state).arithmetic(word, word)
         return True
 
-    def _test(self, words: list[str], state: State) -> Status:
+    def _test(self, words: list[str], state: ShellState) -> Status:
         return Condition([Token(word) for word in words if word != "]"], False).value()
 
-    def _export(self, words: list[str], state: State) -> Status:
+    def _export(self, words: list[str], state: ShellState) -> Status:
         for word in words:
             if found := _ASSIGNED.fullmatch(word):
                 state.assign(found[1], checked(found[2]))
@@ -367,18 +367,18 @@ class Commands:
                 state.exported.add(word.partition("=")[0])
         return True
 
-    def _unset(self, words: list[str], state: State) -> Status:
+    def _unset(self, words: list[str], state: ShellState) -> Status:
         for word in words:
             if not word.startswith("-"):
                 state.unset(word)
         return True
 
-    def _directory(self, words: list[str], state: State) -> Status:
+    def _directory(self, words: list[str], state: ShellState) -> Status:
         self.script.write("\0")
         return True
 
-    def _end(self, ending: str) -> Callable[[list[str], State], Status]:
-        def run(words: list[str], state: State) -> Status:
+    def _end(self, ending: str) -> Callable[[list[str], ShellState], Status]:
+        def run(words: list[str], state: ShellState) -> Status:
             loops = (
                 words[0]
                 if ending in ("break", "continue") and words and words[0].isdigit() and int(words[0]) > 1
@@ -410,5 +410,5 @@ def _split(line: str, separators: str, most: int = 0) -> list[str]:
     return fields[:-1] if fields[-1] == "" else fields
 
 
-def _succeed(words: list[str], state: State) -> Status:
+def _succeed(words: list[str], state: ShellState) -> Status:
     return True

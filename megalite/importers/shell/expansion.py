@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megalite.importers.shell import arithmetic, globs, grammar
 from megalite.importers.shell.conditions import Token
-from megalite.importers.shell.values import State, Unknowns, Value, checked, has_unknown
+from megalite.importers.shell.values import ShellState, Unknowns, Value, checked, has_unknown
 
 if TYPE_CHECKING:
     from tree_sitter import Node
@@ -42,7 +42,7 @@ _ELEMENTS = re.compile(r"\$@|\$\{(@|!?\w+\[@\])")
 _DELIMITER = "END_OF_A_TEXT"
 
 
-class Piece(NamedTuple):
+class WordPiece(NamedTuple):
     """A part of a word: literal, expanded (split at spaces unless it is quoted), or the break between two
     elements of an array."""
 
@@ -50,7 +50,7 @@ class Piece(NamedTuple):
     kind: Literal["literal", "quoted", "split", "break"]
 
 
-class Alternative(tuple[Piece, ...]):
+class Alternative(tuple[WordPiece, ...]):
     """The text after :- and its kind, which can have quotes of its own."""
 
     @property
@@ -64,7 +64,9 @@ Expanded = str | list[str] | Alternative
 class Expander:
     """The expansion of words in one state. output: the output of the commands in $(…)."""
 
-    def __init__(self, state: State, unknowns: Unknowns, output: Callable[[Node, State], str]) -> None:
+    def __init__(
+        self, state: ShellState, unknowns: Unknowns, output: Callable[[Node, ShellState], str]
+    ) -> None:
         self.state, self.unknowns, self.output = state, unknowns, output
 
     def words(self, nodes: Iterable[Node]) -> list[str]:
@@ -134,7 +136,7 @@ class Expander:
             text,
         )
 
-    def _split(self, pieces: Iterable[Piece]) -> list[str]:
+    def _split(self, pieces: Iterable[WordPiece]) -> list[str]:
         """Word splitting."""
         separators = self.state.variables.get("IFS", " \t\n")
         pattern = f"[{re.escape(separators)}]+" if isinstance(separators, str) and separators else r"(?!)"
@@ -153,36 +155,36 @@ class Expander:
                 word = (word or "") + text
         return [*words, word] if word is not None else words
 
-    def pieces(self, node: Node, quoted: bool) -> Iterator[Piece]:
+    def pieces(self, node: Node, quoted: bool) -> Iterator[WordPiece]:
         """The parts of a word. quoted: whether it is inside of double quotes."""
         text = grammar.text_of(node)
         match node.type:
             case "string" | "translated_string":
                 yield from self._string(node)
             case "raw_string":
-                yield Piece(text[1:-1], "quoted")
+                yield WordPiece(text[1:-1], "quoted")
             case "ansi_c_string":
-                yield Piece(
+                yield WordPiece(
                     re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[1]), text[2:-1]), "quoted"
                 )
             case "simple_expansion" | "expansion":
                 yield from self._parameter(text[2:-1] if text.startswith("${") else text[1:], text, quoted)
             case "arithmetic_expansion":
-                yield Piece(
+                yield WordPiece(
                     self.arithmetic(re.sub(r"^\$(\(\(|\[)|(\)\)|\])$", "", text), text),
                     "quoted" if quoted else "split",
                 )
             case "command_substitution":
-                yield Piece(self.output(node, self.state).rstrip("\n"), "quoted" if quoted else "split")
+                yield WordPiece(self.output(node, self.state).rstrip("\n"), "quoted" if quoted else "split")
             case "process_substitution":
-                yield Piece(self.unknowns.mark(text, "the output of a command"), "literal")
+                yield WordPiece(self.unknowns.mark(text, "the output of a command"), "literal")
             case "concatenation" | "command_name" | "array":
                 for child in node.children:
                     yield from self.pieces(child, quoted)
             case _:
-                yield from [Piece(text, "literal")] if quoted else _unquoted(text)
+                yield from [WordPiece(text, "literal")] if quoted else _unquoted(text)
 
-    def _string(self, node: Node) -> Iterator[Piece]:
+    def _string(self, node: Node) -> Iterator[WordPiece]:
         inner = [*node.children]
         opening = len(inner[0].text or b"") if inner else 1
         if (
@@ -192,10 +194,10 @@ class Expander:
         ):
             yield from self.pieces(inner[1], True)
             return
-        yield Piece("", "quoted")
+        yield WordPiece("", "quoted")
         for part in grammar.parts(node, opening, 1):
             if isinstance(part, str):
-                yield Piece(self._unescaped(part), "quoted")
+                yield WordPiece(self._unescaped(part), "quoted")
             else:
                 yield from self.pieces(part, True)
 
@@ -235,27 +237,27 @@ class Expander:
             )
             return self.unknowns.mark(source, why)
 
-    def _parameter(self, inner: str, source: str, quoted: bool) -> Iterator[Piece]:
+    def _parameter(self, inner: str, source: str, quoted: bool) -> Iterator[WordPiece]:
         """The pieces of ${inner}: those of an array are separate words."""
         kind: Literal["quoted", "split"] = "quoted" if quoted else "split"
         found = _PARAMETER.fullmatch(inner)
         if found is None:
-            yield Piece(self.unknowns.mark(source, UNSET), kind)
+            yield WordPiece(self.unknowns.mark(source, UNSET), kind)
             return
         whole = found["index"] in ("@", "*") or (found["name"] in "@*" and found["index"] is None)
         value = self._operated(found, source)
         if isinstance(value, Alternative):
-            yield from [Piece(piece.text, "quoted") for piece in value] if quoted else value
+            yield from [WordPiece(piece.text, "quoted") for piece in value] if quoted else value
         elif isinstance(value, str):
-            yield Piece(value, kind)
+            yield WordPiece(value, kind)
         elif found["index"] == "*" and quoted or (found["name"] == "*" and quoted):
             separator = self.state.variables.get("IFS", " ")
-            yield Piece((separator[:1] if isinstance(separator, str) else " ").join(value), kind)
+            yield WordPiece((separator[:1] if isinstance(separator, str) else " ").join(value), kind)
         else:
             for place, element in enumerate(value if whole else value[:1]):
                 if place:
-                    yield Piece("", "break")
-                yield Piece(element, kind)
+                    yield WordPiece("", "break")
+                yield WordPiece(element, kind)
 
     def _operated(self, found: re.Match[str], source: str) -> Expanded:
         if found["indirect"] and found["index"] in ("@", "*"):
@@ -312,12 +314,12 @@ class Expander:
     def alternative(self, word: str) -> Alternative:
         """The text after :- and its kind; it is split at spaces outside of quotes."""
         if not re.search(r"[\"'\\]", word):
-            return Alternative([Piece(self.string(word), "split")])
+            return Alternative([WordPiece(self.string(word), "split")])
         tree = grammar.parse(f"echo {word}")
         command = tree.named_children[0] if tree.named_children else tree
-        pieces: list[Piece] = []
+        pieces: list[WordPiece] = []
         for child in command.named_children[1:] if command.type == "command" else ():
-            pieces += [Piece(" ", "split")] if pieces else []
+            pieces += [WordPiece(" ", "split")] if pieces else []
             pieces += self.pieces(child, False)
         return Alternative(pieces)
 
@@ -432,11 +434,11 @@ def braces(text: str) -> Iterator[str]:
         yield from braces(f"{found[1]}{each}{found[3]}")
 
 
-def _unquoted(text: str) -> Iterator[Piece]:
+def _unquoted(text: str) -> Iterator[WordPiece]:
     """A text outside of quotes, in which a backslash quotes a character."""
     for place, part in enumerate(re.split(r"\\(\n|.)", text)):
         if part not in ("", "\n"):
-            yield Piece(part, "quoted" if place % 2 else "literal")
+            yield WordPiece(part, "quoted" if place % 2 else "literal")
 
 
 def _counted(first: str, last: str, step: str = "1") -> list[str]:
@@ -449,11 +451,11 @@ def _counted(first: str, last: str, step: str = "1") -> list[str]:
     return [chr(number) if letters else f"{number:0{width}d}" for number in numbers]
 
 
-def _whole(pieces: Iterable[Piece]) -> str:
+def _whole(pieces: Iterable[WordPiece]) -> str:
     return checked("".join(" " if piece.kind == "break" else piece.text for piece in pieces))
 
 
-def _pattern(pieces: Iterable[Piece]) -> str:
+def _pattern(pieces: Iterable[WordPiece]) -> str:
     return "".join(globs.quoted(piece.text) if piece.kind == "quoted" else piece.text for piece in pieces)
 
 

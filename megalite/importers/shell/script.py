@@ -18,7 +18,7 @@ from megalite.importers.shell import grammar
 from megalite.importers.shell.commands import Commands
 from megalite.importers.shell.conditions import Condition, Token, both, matches, negated
 from megalite.importers.shell.expansion import Expander
-from megalite.importers.shell.values import State, Unknowns, Value, Word, has_unknown, joined
+from megalite.importers.shell.values import ShellState, Unknowns, Value, Word, has_unknown, joined
 
 if TYPE_CHECKING:
     from tree_sitter import Node
@@ -39,7 +39,7 @@ MOST_STEPS, MOST_ROUNDS, DEEPEST = 20_000, 1_000, 40
 """Limits of commands, of rounds of a loop, and of scripts and functions within each other."""
 
 
-class Run(NamedTuple):
+class ScriptCommand(NamedTuple):
     """A command of a script: its words, and where it begins."""
 
     words: list[Word]
@@ -50,7 +50,7 @@ class Found(NamedTuple):
     """What a script runs: the commands that a caller asks for, texts that were not understood or not read, by
     kind, and the words in the variables at its end."""
 
-    runs: list[Run]
+    runs: list[ScriptCommand]
     unread: dict[str, list[str]]
     variables: dict[str, list[Word]]
 
@@ -68,7 +68,7 @@ def commands(
     Raises ConfigError for a script that does not end, or is nested without end.
     """
     script = Script(wanted, read)
-    state = State(program=name)
+    state = ShellState(program=name)
     try:
         script.run_text(text, state)
     except RecursionError:
@@ -89,7 +89,7 @@ class Script:
     def __init__(self, wanted: Callable[[list[str]], bool], read: Callable[[str], str | None]) -> None:
         self.wanted, self.read = wanted, read
         self.unknowns = Unknowns()
-        self.runs: list[Run] = []
+        self.runs: list[ScriptCommand] = []
         self.unread: dict[str, list[str]] = {}
         self.functions: dict[str, Node] = {}
         self.files: dict[str, str] = {}
@@ -98,7 +98,7 @@ class Script:
         self.steps = self.depth = self.line = 0
         self.commands = Commands(self)
 
-    def run_text(self, text: str, state: State) -> Status:
+    def run_text(self, text: str, state: ShellState) -> Status:
         """Run a script or the text of a command."""
         self.depth += 1
         if self.depth > DEEPEST:
@@ -134,10 +134,10 @@ class Script:
 
     def record(self, words: list[str]) -> None:
         """Record a wanted command. Its output is not known."""
-        self.runs.append(Run([self.unknowns.word(word) for word in words], self.line))
+        self.runs.append(ScriptCommand([self.unknowns.word(word) for word in words], self.line))
         self.write("\0")
 
-    def expander(self, state: State) -> Expander:
+    def expander(self, state: ShellState) -> Expander:
         return Expander(state, self.unknowns, self.substituted)
 
     def write(self, text: str) -> None:
@@ -151,7 +151,7 @@ class Script:
         text, self.sink = "".join(self.sink), outer
         return text, status
 
-    def substituted(self, node: Node, state: State) -> str:
+    def substituted(self, node: Node, state: ShellState) -> str:
         """The output of $(…), in which an unknown output is shown as the whole substitution."""
         source = grammar.text_of(node)
         if source.startswith("`"):
@@ -161,7 +161,7 @@ class Script:
             text, _ = self.captured(lambda: self._shown(node, state.fork()))
         return re.sub("\0+", lambda _: self.unknowns.mark(source, "it is the output of a command"), text)
 
-    def _shown(self, node: Node, state: State) -> Status:
+    def _shown(self, node: Node, state: ShellState) -> Status:
         """The commands in $(…), or the file of $(< FILE)."""
         files = [
             child for child in node.named_children if child.type == "file_redirect" and _sign(child) == "<"
@@ -179,7 +179,7 @@ class Script:
             return self.files[path]
         return None if has_unknown(path) else self.read(path)
 
-    def block(self, nodes: Iterable[Node], state: State) -> Status:
+    def block(self, nodes: Iterable[Node], state: ShellState) -> Status:
         """Run commands one after the other; the status is that of the last."""
         status: Status = True
         comment = False
@@ -202,7 +202,7 @@ class Script:
             state.failed = status is False
         return status
 
-    def run(self, node: Node, state: State) -> Status:
+    def run(self, node: Node, state: ShellState) -> Status:
         """Run a command of any kind."""
         self.steps += 1
         if self.steps > MOST_STEPS:
@@ -214,7 +214,7 @@ class Script:
         method = getattr(self, f"_{node.type}", None)
         return method(node, state) if method is not None else self.block(node.named_children, state)
 
-    def _command(self, node: Node, state: State, further: Iterable[Node] = ()) -> Status:
+    def _command(self, node: Node, state: ShellState, further: Iterable[Node] = ()) -> Status:
         expander = self.expander(state)
         assignments = [child for child in node.named_children if child.type == "variable_assignment"]
         words = expander.words(
@@ -236,7 +236,7 @@ class Script:
         self.stdin = outer if texts else self.stdin
         return status
 
-    def _restore(self, state: State, before: State, names: list[str]) -> None:
+    def _restore(self, state: ShellState, before: ShellState, names: list[str]) -> None:
         """Take back what was assigned for one command."""
         for name in names:
             state.exported -= {name} - before.exported
@@ -245,7 +245,7 @@ class Script:
             else:
                 state.variables.pop(name, None)
 
-    def assign(self, node: Node, state: State, associative: bool = False) -> str:
+    def assign(self, node: Node, state: ShellState, associative: bool = False) -> str:
         """Run an assignment; return the name."""
         expander = self.expander(state)
         target, content = node.child_by_field_name("name"), node.child_by_field_name("value")
@@ -282,7 +282,7 @@ class Script:
             return found if associative else [found[key] for key in sorted(found)]
         return expander.words(child for child in node.named_children if child.type != "comment")
 
-    def _assign_element(self, name: str, index: str, value: str, state: State, added: bool) -> None:
+    def _assign_element(self, name: str, index: str, value: str, state: ShellState, added: bool) -> None:
         before = state.variables.get(name, [])
         if isinstance(before, dict):
             state.assign(name, before | {index: before.get(index, "") * added + value})
@@ -296,11 +296,11 @@ class Script:
             elements.append(self.unknowns.mark(f"${name}", "the place of an element is not known"))
         state.assign(name, elements)
 
-    def _variable_assignment(self, node: Node, state: State) -> Status:
+    def _variable_assignment(self, node: Node, state: ShellState) -> Status:
         self.assign(node, state)
         return True
 
-    def _declaration_command(self, node: Node, state: State) -> Status:
+    def _declaration_command(self, node: Node, state: ShellState) -> Status:
         """export, declare, local, readonly and typeset."""
         expander = self.expander(state)
         flags = "".join(
@@ -323,7 +323,7 @@ class Script:
                 state.exported.add(name)
         return True
 
-    def _declared(self, text: str, flags: str, exports: bool, state: State) -> str:
+    def _declared(self, text: str, flags: str, exports: bool, state: ShellState) -> str:
         name, equals, value = text.partition("=")
         if "n" in flags:
             state.references[name] = value
@@ -335,7 +335,7 @@ class Script:
             state.assign(name, {} if "A" in flags else [])
         return name
 
-    def _unset_command(self, node: Node, state: State) -> Status:
+    def _unset_command(self, node: Node, state: ShellState) -> Status:
         names, end = [""], 0
         for child in node.named_children:
             if child.start_byte > end:  # NAME[INDEX] is one word of two nodes
@@ -347,16 +347,16 @@ class Script:
                 state.unset(name)
         return True
 
-    def _function_definition(self, node: Node, state: State) -> Status:
+    def _function_definition(self, node: Node, state: ShellState) -> Status:
         name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
         if name is not None and body is not None:
             self.functions[grammar.text_of(name)] = body
         return True
 
-    def _subshell(self, node: Node, state: State) -> Status:
+    def _subshell(self, node: Node, state: ShellState) -> Status:
         return self.block(node.named_children, state.fork())
 
-    def _compound_statement(self, node: Node, state: State) -> Status:
+    def _compound_statement(self, node: Node, state: ShellState) -> Status:
         text = grammar.text_of(node)
         return (
             self._truth(text[2:-2], state)
@@ -364,21 +364,23 @@ class Script:
             else self.block(node.named_children, state)
         )
 
-    def _truth(self, expression: str, state: State) -> Status:
+    def _truth(self, expression: str, state: ShellState) -> Status:
         found = self.expander(state).arithmetic(expression, expression)
         return None if has_unknown(found) else found != "0"
 
-    def _negated_command(self, node: Node, state: State) -> Status:
+    def _negated_command(self, node: Node, state: ShellState) -> Status:
         return negated(self.block(node.named_children, state))
 
-    def _list(self, node: Node, state: State) -> Status:
+    def _list(self, node: Node, state: ShellState) -> Status:
         """A && B, A || B."""
         first, second = node.named_children[0], node.named_children[-1]
         ends = [child for child in node.children if child.type in ("&&", "||")]
         status = self.run(first, state)
         return self._second(status, ends[-1].type if ends else "&&", second, first, state)
 
-    def _second(self, status: Status, sign: str, second: Node, first: Node | None, state: State) -> Status:
+    def _second(
+        self, status: Status, sign: str, second: Node, first: Node | None, state: ShellState
+    ) -> Status:
         if state.ended or second is first:
             return status
         if status is None:
@@ -394,11 +396,13 @@ class Script:
         state.replace(end)
         return result
 
-    def _branch(self, node: Node, state: State) -> tuple[State, Status]:
+    def _branch(self, node: Node, state: ShellState) -> tuple[ShellState, Status]:
         own = state.fork()
         return own, self.run(node, own)
 
-    def _joined(self, before: State, ends: list[State], node: Node, condition: Node | None) -> State:
+    def _joined(
+        self, before: ShellState, ends: list[ShellState], node: Node, condition: Node | None
+    ) -> ShellState:
         """The state after branches. A variable whose own emptiness is the condition has the default that one
         of them gives it."""
         result = joined(before, ends, self.unknowns, f"under a condition in line {grammar.line_of(node)}")
@@ -410,9 +414,9 @@ class Script:
                 result.variables[name] = given[0]
         return result
 
-    def _if_statement(self, node: Node, state: State) -> Status:
+    def _if_statement(self, node: Node, state: ShellState) -> Status:
         """The branches that may be taken, each from the state before it."""
-        ends: list[State] = []
+        ends: list[ShellState] = []
         certain = False
         condition: Node | None = None
         for tests, body in _arms(node):
@@ -432,11 +436,11 @@ class Script:
         state.replace(ends[0] if len(ends) == 1 else self._joined(state, ends, node, condition))
         return True if len(ends) == 1 else None
 
-    def _case_statement(self, node: Node, state: State) -> Status:
+    def _case_statement(self, node: Node, state: ShellState) -> Status:
         expander = self.expander(state)
         subject = node.child_by_field_name("value")
         text, ends, certain = expander.text(subject), [], False
-        falls: State | None = None
+        falls: ShellState | None = None
         for item in (child for child in node.named_children if child.type == "case_item"):
             values = item.children_by_field_name("value")
             status = True if falls else matches(text, [expander.token(value) for value in values])
@@ -458,7 +462,7 @@ class Script:
         state.replace(ends[0] if len(ends) == 1 else self._joined(state, ends, node, None))
         return None
 
-    def _for_statement(self, node: Node, state: State) -> Status:
+    def _for_statement(self, node: Node, state: ShellState) -> Status:
         expander = self.expander(state)
         variable, body = node.child_by_field_name("variable"), node.child_by_field_name("body")
         values = node.children_by_field_name("value")
@@ -477,7 +481,7 @@ class Script:
         self._perhaps(body, state, node, name, f"it is each of {source} in turn")
         return None
 
-    def _round(self, body: Node, state: State) -> bool:
+    def _round(self, body: Node, state: ShellState) -> bool:
         """Run a round of a loop; return whether it is the last."""
         self.run(body, state)
         last = state.ended not in ("", "continue")
@@ -487,7 +491,9 @@ class Script:
             state.ended = f"{kind} {outer}" if outer > 1 else kind if outer else ""
         return last
 
-    def _perhaps(self, body: Node | None, state: State, node: Node, name: str = "", why: str = "") -> None:
+    def _perhaps(
+        self, body: Node | None, state: ShellState, node: Node, name: str = "", why: str = ""
+    ) -> None:
         """Run a loop of which it is not known how often it runs, once."""
         own = state.fork()
         if name:
@@ -498,7 +504,7 @@ class Script:
             joined(state, [own, state.fork()], self.unknowns, f"in a loop in line {grammar.line_of(node)}")
         )
 
-    def _c_style_for_statement(self, node: Node, state: State) -> Status:
+    def _c_style_for_statement(self, node: Node, state: ShellState) -> Status:
         found = re.match(
             r"for\s*\(\((.*?);(.*?);(.*?)\)\)\s*(?:;|\n|do|\{)", grammar.text_of(node), re.DOTALL
         )
@@ -517,7 +523,7 @@ class Script:
             self._truth(step, state)
         return None
 
-    def _while_statement(self, node: Node, state: State) -> Status:
+    def _while_statement(self, node: Node, state: ShellState) -> Status:
         tests, body = (
             [child for child in node.children_by_field_name("condition") if child.is_named],
             node.child_by_field_name("body"),
@@ -540,7 +546,7 @@ class Script:
                 return True
         return None
 
-    def _test_command(self, node: Node, state: State) -> Status:
+    def _test_command(self, node: Node, state: ShellState) -> Status:
         text = grammar.text_of(node)
         if text.startswith("(("):
             return self._truth(text[2:-2], state)
@@ -567,13 +573,13 @@ class Script:
             return [Token(grammar.text_of(node).strip())]
         return [expander.token(node)]
 
-    def _pipeline(self, node: Node, state: State) -> Status:
+    def _pipeline(self, node: Node, state: ShellState) -> Status:
         """Each command has the output of the one before as its input."""
         return self._piped(
             [child for child in node.named_children if child.type != "comment"], state, self.stdin
         )
 
-    def _piped(self, nodes: list[Node], state: State, stdin: str | None) -> Status:
+    def _piped(self, nodes: list[Node], state: ShellState, stdin: str | None) -> Status:
         outer, self.stdin = self.stdin, stdin
         status: Status = True
         for node in nodes[:-1]:
@@ -584,7 +590,7 @@ class Script:
         self.stdin = outer
         return status
 
-    def _redirected_statement(self, node: Node, state: State) -> Status:
+    def _redirected_statement(self, node: Node, state: ShellState) -> Status:
         """A command with a here document or files. What is written to a file can be run as a script later."""
         expander = self.expander(state)
         body = node.child_by_field_name("body")

@@ -72,7 +72,7 @@ def checked(text: str) -> str:
 
 
 @dataclass
-class State:
+class ShellState:
     """What a shell holds at one point of a script.
 
     A variable that is unset is an empty array. withheld: variables that a parent process has and does not
@@ -93,12 +93,12 @@ class State:
     ended: str = ""
     failed: bool = False
 
-    def fork(self) -> State:
+    def fork(self) -> ShellState:
         variables = {
             name: value if isinstance(value, str) else value.copy() for name, value in self.variables.items()
         }
         copied = (self.withheld, {**self.references}, self.integers)
-        return State(
+        return ShellState(
             variables,
             {*self.exported},
             *copied,
@@ -108,7 +108,7 @@ class State:
             failed=self.failed,
         )
 
-    def child(self, arguments: list[str] | None, program: str) -> State:
+    def child(self, arguments: list[str] | None, program: str) -> ShellState:
         """The state of a new process: it has what is exported."""
         variables: dict[str, Value] = {
             name: value
@@ -116,9 +116,9 @@ class State:
             if name in self.exported and isinstance(value, str)
         }
         withheld = frozenset(self.variables.keys() - variables.keys())
-        return State(variables, {*variables}, withheld, arguments=arguments, program=program)
+        return ShellState(variables, {*variables}, withheld, arguments=arguments, program=program)
 
-    def replace(self, other: State) -> None:
+    def replace(self, other: ShellState) -> None:
         self.variables, self.exported, self.arguments, self.ended = (
             other.variables,
             other.exported,
@@ -176,7 +176,7 @@ class State:
             self.assign(name, f"{before if isinstance(before, str) else ''}{value}")
 
 
-def joined(before: State, ends: list[State], unknowns: Unknowns, why: str) -> State:
+def joined(before: ShellState, ends: list[ShellState], unknowns: Unknowns, why: str) -> ShellState:
     """The state after branches of which it is not known which one was taken: what is equal in all of them is
     known."""
     going = [end for end in ends if end.ended != "exit"] or [before]

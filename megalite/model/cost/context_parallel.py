@@ -19,7 +19,7 @@ FP32_COPIES = {"gather": 3, "ring": 4}
 the rank's own part, of the part that is there, as computed, and on their way."""
 
 
-class Exchange(NamedTuple):
+class ContextExchange(NamedTuple):
     """Number of values of the tensors that travel over cp; a rank sends (cp − 1) / cp of them.
 
     Attributes:
@@ -92,15 +92,15 @@ def kept(share: Share, heads: Heads) -> tuple[Buffer, ...]:
     return (*found, Buffer("output with whole rows", output)) if by_heads else found
 
 
-def exchange(share: Share, heads: Heads) -> Exchange:
+def exchange(share: Share, heads: Heads) -> ContextExchange:
     """What travels for one layer and microbatch, of one level."""
     if share.cp == 1:
-        return Exchange()
+        return ContextExchange()
     if share.context == "ulysses":  # queries, keys and values there, the output back
         values = share.tokens * (heads.query + _kv_copies(share, heads)) * (heads.size + heads.value_size)
-        return Exchange(values, values)
+        return ContextExchange(values, values)
     values = share.own_tokens * share.cp * heads.latent if heads.latent else _whole(share, heads)
-    return Exchange(values, values, values)
+    return ContextExchange(values, values, values)
 
 
 def workspace(share: Share, heads: Heads) -> tuple[Buffer, ...]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 from megalite.config.schema import LoraConfig, ModelConfig, TrainConfig
-from megalite.model.cost.records import MODES, Attention, Product, Share, attended_pairs
+from megalite.model.cost.records import MODES, AttentionCost, Matmul, Share, attended_pairs
 from megalite.model.cost.units import Units
 from megalite.model.parameters import layer_count
 
@@ -135,8 +135,8 @@ def per_token(
             from megalite.model.cost.recomputed import repeated
 
             again = repeated(units, index, mode)
-        recomputed += sum(step.flops for step in again if isinstance(step, Product))
-        recomputed += 2 * scores if any(isinstance(step, Attention) for step in again) else 0.0
+        recomputed += sum(step.flops for step in again if isinstance(step, Matmul))
+        recomputed += 2 * scores if any(isinstance(step, AttentionCost) for step in again) else 0.0
         if mode == "selective" or "scores" in mode.split("+") or flash:
             recomputed += scores
     return Flops(convention, layers, attention, head, head if embedding else 0.0, recomputed)

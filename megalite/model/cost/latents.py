@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megalite.model.cost import context_parallel
-from megalite.model.cost.records import Block, Buffer, Elementwise, Expansion, Product, Step
+from megalite.model.cost.records import BlockCost, Buffer, Elementwise, Expansion, Matmul, Step
 
 if TYPE_CHECKING:
     from megalite.model.cost.units import Units
 
 
-def latent_block(units: Units, index: int, products: dict[str, Product]) -> Block:
+def latent_block(units: Units, index: int, products: dict[str, Matmul]) -> BlockCost:
     """Latents of each rank's own tokens, their norms, and the queries, keys and values of its heads."""
     model, share, heads = units.model, units.share, units.heads
     down, up = products["attention.kv_a"], products["attention.kv_b"]
@@ -44,7 +44,7 @@ def latent_block(units: Units, index: int, products: dict[str, Product]) -> Bloc
     rotary = Elementwise(moved, moved, key)
     attention = (up, units.attention(index)) if heads.latent else (units.attention(index),)
     projections = (*queries, down, latent, rotary) if heads.latent else (*queries, down, latent, up, rotary)
-    return Block(before, (*projections, *attention, out), after, units.dropped, tuple(workspace))
+    return BlockCost(before, (*projections, *attention, out), after, units.dropped, tuple(workspace))
 
 
 def _norm(units: Units, of: str, width: int, keeps_output: bool) -> Elementwise:

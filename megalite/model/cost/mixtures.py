@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megalite.model.cost.records import Block, Buffer, Elementwise, OwnProduct, Product
+from megalite.model.cost.records import BlockCost, Buffer, Elementwise, Matmul, OwnProduct
 
 if TYPE_CHECKING:
     from megalite.model.cost.units import Units
@@ -48,7 +48,7 @@ def own_products(units: Units) -> list[OwnProduct]:
     ]
 
 
-def mixture_block(units: Units, products: dict[str, Product]) -> Block:
+def mixture_block(units: Units, products: dict[str, Matmul]) -> BlockCost:
     """Router, experts, and the shared expert. Kept: logits and probabilities, the choice, the rows that were
     sent and that came back."""
     model, share, own = units.model, units.share, units.own
@@ -90,4 +90,4 @@ def mixture_block(units: Units, products: dict[str, Product]) -> Block:
         )
         steps = (*steps, *shared.steps, *((gate,) if model.shared_expert_gate else ()))
         workspace += shared.workspace
-    return Block(before, steps, after, units.dropped, tuple(workspace))
+    return BlockCost(before, steps, after, units.dropped, tuple(workspace))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megalite.model.cost.records import Block, Buffer, Elementwise, OwnProduct, UnitCost
+from megalite.model.cost.records import BlockCost, Buffer, Elementwise, OwnProduct, UnitCost
 from megalite.model.parameters import layer_count
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def joining(units: Units) -> UnitCost:
     product = OwnProduct(
         "mtp.eh_proj", share.own_tokens, hidden, 2 * hidden, 2 * hidden * hidden, "outputs", ranks=ranks
     )
-    return UnitCost((Block(norms, (product,), workspace=(Buffer("gradients of both", 4 * own),)),))
+    return UnitCost((BlockCost(norms, (product,), workspace=(Buffer("gradients of both", 4 * own),)),))
 
 
 def modules(units: Units) -> list[tuple[UnitCost, UnitCost, UnitCost, UnitCost]]:

@@ -12,7 +12,16 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from megalite.config.recompute import operations_of
-from megalite.model.cost.records import MODES, Attention, Block, Buffer, Elementwise, Expansion, Product, Step
+from megalite.model.cost.records import (
+    MODES,
+    AttentionCost,
+    BlockCost,
+    Buffer,
+    Elementwise,
+    Expansion,
+    Matmul,
+    Step,
+)
 from megalite.model.cost.units import Units
 
 STREAM, NORMED, STATISTICS, PROBABILITIES = (
@@ -87,9 +96,9 @@ def _norm(units: Units) -> Elementwise:
     return Elementwise((2 * units.own,))
 
 
-def _attention(units: Units, block: Block, parallel: bool) -> list[Group]:
+def _attention(units: Units, block: BlockCost, parallel: bool) -> list[Group]:
     *projections, step, out = block.steps
-    assert isinstance(step, Attention) and isinstance(out, Product)
+    assert isinstance(step, AttentionCost) and isinstance(out, Matmul)
     expansion = [projections.pop()] if isinstance(projections[-1], Expansion) else []  # a part of attention
     norm = Operation(("attn_norm",), _named(block.before.kept, NORMED, STATISTICS), (_norm(units),))
     inputs = (
@@ -120,7 +129,7 @@ def _attention(units: Units, block: Block, parallel: bool) -> list[Group]:
     return [(norm,), *projected, again, *last]
 
 
-def _between(units: Units, attention: Block, transformation: Block, parallel: bool) -> list[Group]:
+def _between(units: Units, attention: BlockCost, transformation: BlockCost, parallel: bool) -> list[Group]:
     """The residual sum between attention and feed-forward, and its norm."""
     before = transformation.before.kept
     normed = _named(before, NORMED, STATISTICS)
@@ -134,15 +143,15 @@ def _between(units: Units, attention: Block, transformation: Block, parallel: bo
     return [(only_output, Operation(("residual",), buffers, steps, dropped=attention.dropped))]
 
 
-def _feed_forward(block: Block) -> list[Group]:
+def _feed_forward(block: BlockCost) -> list[Group]:
     into, activation, down = block.steps
-    assert isinstance(into, Product) and isinstance(activation, Elementwise) and isinstance(down, Product)
+    assert isinstance(into, Matmul) and isinstance(activation, Elementwise) and isinstance(down, Matmul)
     return [
         (Operation(("mlp_in",), (*activation.kept, *into.kept), (into,)),),
         (Operation(("mlp_out",), (*down.kept, *block.after.kept), (activation, down, block.after)),),
     ]
 
 
-def _experts(block: Block) -> list[Group]:
+def _experts(block: BlockCost) -> list[Group]:
     kept = tuple(buffer for step in (*block.steps, block.after) for buffer in step.kept)
     return [(Operation(("experts",), kept, (*block.steps, block.after)),)]

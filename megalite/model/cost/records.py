@@ -93,7 +93,7 @@ class Collectives(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Product:
+class Matmul:
     """A matrix product of tokens with a stored weight [outputs, inputs].
 
     Attributes:
@@ -196,7 +196,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class OwnProduct(Product):
+class OwnProduct(Matmul):
     """A product of each rank's own tokens with whole matrices: a router, or the experts, if they are equally
     loaded.
 
@@ -257,7 +257,7 @@ class SharedColumns(OwnProduct):
 
 
 @dataclass(frozen=True)
-class Expansion(Product):
+class Expansion(Matmul):
     """Keys and values of whole rows from the latents of all cp ranks, part of attention: its backward
     computes them again.
 
@@ -273,7 +273,7 @@ class Expansion(Product):
     gathered: bool = False
 
     @classmethod
-    def of(cls, product: Product, share: Share, width: int) -> Expansion:
+    def of(cls, product: Matmul, share: Share, width: int) -> Expansion:
         """That of a rank, in which `product` expands the latents."""
         fields: dict[str, Any] = {**vars(product), "rows": share.tokens * share.cp}
         return cls(**fields, width=width, cp=share.cp, gathered=share.sequence_parallel)
@@ -335,7 +335,7 @@ def attended_pairs(sequence: int, window: int | None) -> int:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionCost:
     """Causal attention of this rank's heads: queries with keys, probabilities with values.
 
     Attributes:
@@ -389,11 +389,11 @@ class Elementwise:
     flops = 0
 
 
-Step = Product | Lookup | Attention | Elementwise
+Step = Matmul | Lookup | AttentionCost | Elementwise
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockCost:
     """Steps in the order of the forward.
 
     Attributes:
@@ -415,27 +415,27 @@ class Block:
         return (self.before, *self.steps, self.after)
 
     @property
-    def products(self) -> list[Product]:
-        return [step for step in self.steps if isinstance(step, Product)]
+    def products(self) -> list[Matmul]:
+        return [step for step in self.steps if isinstance(step, Matmul)]
 
 
 @dataclass(frozen=True)
 class UnitCost:
     """A unit of the model: embedding, layer or head."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockCost, ...]
 
     @property
     def steps(self) -> list[Step]:
         return [step for block in self.blocks for step in block.all_steps]
 
     @property
-    def products(self) -> list[Product]:
+    def products(self) -> list[Matmul]:
         return [product for block in self.blocks for product in block.products]
 
     @property
-    def attentions(self) -> list[Attention]:
-        return [step for step in self.steps if isinstance(step, Attention)]
+    def attentions(self) -> list[AttentionCost]:
+        return [step for step in self.steps if isinstance(step, AttentionCost)]
 
     @property
     def flops(self) -> int:
@@ -465,6 +465,6 @@ class UnitCost:
 
     def collectives(self, sequence_parallel: bool) -> Collectives:
         """The values that rings pass around for all products and lookups."""
-        steps = [step for step in self.steps if isinstance(step, Product | Lookup)]
+        steps = [step for step in self.steps if isinstance(step, Matmul | Lookup)]
         counts = [(step.travelling, *step.collectives(sequence_parallel)) for step in steps]
         return Collectives(*(sum(count[0] * count[way] for count in counts) for way in (1, 2)))

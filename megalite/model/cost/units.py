@@ -14,13 +14,13 @@ from megalite.config.schema import PROJECTIONS, LoraConfig, ModelConfig
 from megalite.mesh.layout import Coordinates
 from megalite.model.cost import context_parallel
 from megalite.model.cost.records import (
-    Attention,
-    Block,
+    AttentionCost,
+    BlockCost,
     Buffer,
     Elementwise,
     Lookup,
+    Matmul,
     OwnProduct,
-    Product,
     Share,
     SharedColumns,
     UnitCost,
@@ -81,7 +81,7 @@ class Units:
         weights = table + (model.hidden_size * model.max_position_embeddings if positions else 0)
         return UnitCost(
             (
-                Block(
+                BlockCost(
                     Elementwise(),
                     (
                         Lookup(
@@ -98,7 +98,7 @@ class Units:
         model = self.model
         name = "embedding" if model.tie_word_embeddings else "head"
         weights = model.vocabulary * model.hidden_size
-        product = Product(
+        product = Matmul(
             name,
             self.share.tokens,
             self._vocabulary,
@@ -111,7 +111,7 @@ class Units:
         kept = (Buffer("residual stream", self.own), *self._norm_buffers(product))
         norm = Elementwise((2 * self.own, *scale), (3 * self.own, *scale), kept)
         return UnitCost(
-            (Block(norm, (product,), workspace=(Buffer("gradients of the norm", 2 * self.whole),)),)
+            (BlockCost(norm, (product,), workspace=(Buffer("gradients of the norm", 2 * self.whole),)),)
         )
 
     def _frozen(self, module: str) -> bool:
@@ -135,7 +135,7 @@ class Units:
         )
 
     @property
-    def exchanges(self) -> tuple[tuple[int, context_parallel.Exchange], ...]:
+    def exchanges(self) -> tuple[tuple[int, context_parallel.ContextExchange], ...]:
         """What a layer's attention exchanges over cp, or over each of its two levels, with the number of
         ranks there."""
         return tuple(
@@ -146,7 +146,7 @@ class Units:
     # --- a layer
     # --------------------------------------------------------------------------------------------------------
 
-    def _layer_products(self, index: int) -> dict[str, Product]:
+    def _layer_products(self, index: int) -> dict[str, Matmul]:
         """The products of all tokens with each of a layer's weights, by name."""
         lora, tp, found = self.lora, self.share.tp, {}
         prefix = f"layers.{index}."  # the last unit may have several layers
@@ -161,7 +161,7 @@ class Units:
             name = spec.name.removeprefix(prefix).removesuffix(".weight")
             outputs, inputs = spec.local_shape(Coordinates.on("tp", 0, tp))
             adapted = [segment for segment in segments if lora.adapts(segment.role)]
-            product = Product(
+            product = Matmul(
                 name,
                 self.share.tokens,
                 outputs,
@@ -176,14 +176,14 @@ class Units:
             found[name] = product if segments[0].split is not None else self._of_own_tokens(product)
         return found
 
-    def _of_own_tokens(self, product: Product) -> Product:
+    def _of_own_tokens(self, product: Matmul) -> Matmul:
         """The product of each rank's own tokens with a whole matrix, which makes a latent."""
         own, travels = self.share.own_tokens, self.heads.latent > 0
         shared = self.model.qk_rope_head_dim if product.name == "attention.kv_a" and not travels else 0
         fields: dict[str, Any] = {**vars(product), "rows": own, "ranks": self.share.tokens // own}
         return SharedColumns(**fields, shared=shared) if shared else OwnProduct(**fields)
 
-    def _attention_block(self, index: int, products: dict[str, Product]) -> Block:
+    def _attention_block(self, index: int, products: dict[str, Matmul]) -> BlockCost:
         if self.model.kv_lora_rank is not None:
             from megalite.model.cost.latents import latent_block
 
@@ -211,13 +211,13 @@ class Units:
         if not self.flash:  # the reference works on copies of at least fp32
             workspace.append(Buffer("copies of the reference", tokens * 2 * (query + packed), "accumulate"))
         before, after = self.around(qkv, is_first=True)
-        return Block(before, (qkv, rotary, attention, out), after, self.dropped, tuple(workspace))
+        return BlockCost(before, (qkv, rotary, attention, out), after, self.dropped, tuple(workspace))
 
-    def attention(self, index: int) -> Attention:
+    def attention(self, index: int) -> AttentionCost:
         """Attention itself, between the projections."""
         model, share, heads = self.model, self.share, self.heads
         kept = (*context_parallel.kept(share, heads), *self._probabilities(index, heads.query))
-        return Attention(
+        return AttentionCost(
             share.batch,
             share.row,
             heads.query,
@@ -228,14 +228,14 @@ class Units:
             share.cp,
         )
 
-    def _transformation(self, index: int, products: dict[str, Product]) -> Block:
+    def _transformation(self, index: int, products: dict[str, Matmul]) -> BlockCost:
         if not self.model.is_mixture(index):
             return self.feed_forward(products["mlp.in"], products["mlp.down"])
         from megalite.model.cost.mixtures import mixture_block
 
         return mixture_block(self, products)
 
-    def feed_forward(self, into: Product, down: Product) -> Block:
+    def feed_forward(self, into: Matmul, down: Matmul) -> BlockCost:
         """The block of a dense feed-forward."""
         tokens = self.share.tokens
         inner = tokens * down.inputs
@@ -248,9 +248,9 @@ class Units:
         )
         workspace = Buffer("gradients of the feed-forward", self.whole + 2 * inner + tokens * into.outputs)
         before, after = self.around(into, is_first=False)
-        return Block(before, (into, activation, down), after, self.dropped, (workspace,))
+        return BlockCost(before, (into, activation, down), after, self.dropped, (workspace,))
 
-    def around(self, column: Product, is_first: bool) -> tuple[Elementwise, Elementwise]:
+    def around(self, column: Matmul, is_first: bool) -> tuple[Elementwise, Elementwise]:
         """The residual sum with its fused norm, and the norm of the output. `is_first`: the block's input is
         the layer's input."""
         model, placement, own = self.model, self.model.norm_placement, self.own
@@ -276,7 +276,7 @@ class Units:
             ),
         )
 
-    def _norm_buffers(self, column: Product | None = None) -> tuple[Buffer, ...]:
+    def _norm_buffers(self, column: Matmul | None = None) -> tuple[Buffer, ...]:
         """What a norm and the following product keep: the norm's output, unless that product needs no input,
         and statistics (rstd; for LayerNorm also the mean)."""
         statistics = Buffer(

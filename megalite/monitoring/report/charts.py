@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megalite.monitoring.metrics import SOURCE, VALIDATED
-from megalite.monitoring.report.run import PHASES, Run
+from megalite.monitoring.report.run import PHASES, RecordedRun
 
 POINTS = 600  # maximum per curve
 DIGITS, PLACE_DIGITS = 6, 12  # of a value on the page, and of its step, tokens or time
@@ -71,7 +71,7 @@ LOADS = "expert_load_peaks"  # of each mixture
 ONLY_IF_IT_CHANGES = ("loss_scale", "global_batch_size")
 
 
-def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def charts(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
     """Every chart that has something to show. Each is
 
     title, unit, over     its name, and those of its axes
@@ -92,7 +92,7 @@ def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return [*made, *(_phases(run) for run in runs if run.phases)]
 
 
-def _shows(run: Run, chart: Chart) -> bool:
+def _shows(run: RecordedRun, chart: Chart) -> bool:
     """Whether a chart has a curve to show: more than a constant loss scale."""
     values = [value for key in chart.keys for value in run.curve(key)[1] if isfinite(value)]
     return (
@@ -102,7 +102,7 @@ def _shows(run: Run, chart: Chart) -> bool:
     )
 
 
-def _applies(run: Run, chart: Chart) -> bool:
+def _applies(run: RecordedRun, chart: Chart) -> bool:
     """Whether a run has what a chart is about: a pipeline of one stage has no bubble, but the noise of its
     measurement."""
     return chart.keys[0] != "bubble_fraction" or any(each.has_pipeline for each in run.segments)
@@ -131,7 +131,7 @@ def _divided(piece: np.ndarray[Any, Any], whole: int) -> list[np.ndarray[Any, An
     return np.array_split(piece, parts) if parts else []
 
 
-def _begins(run: Run, over: str = "step") -> list[float]:
+def _begins(run: RecordedRun, over: str = "step") -> list[float]:
     """Where the segments of a run begin on an axis, the first one excepted."""
     later = [each.first for each in run.segments[1:]]
     if over == "step":
@@ -142,7 +142,7 @@ def _begins(run: Run, over: str = "step") -> list[float]:
 
 
 def _chart(
-    title: str, unit: str, kind: str, lines: list[dict[str, Any]], runs: Sequence[Run], **options: Any
+    title: str, unit: str, kind: str, lines: list[dict[str, Any]], runs: Sequence[RecordedRun], **options: Any
 ) -> dict[str, Any]:
     over = options.pop("over", "step")
     marks = [
@@ -171,7 +171,7 @@ def rounded(value: float, digits: int = DIGITS) -> float | None:
     return float(f"{value:.{digits}g}") if isfinite(value) else None
 
 
-def _curves(chart: Chart, runs: Sequence[Run]) -> dict[str, Any]:
+def _curves(chart: Chart, runs: Sequence[RecordedRun]) -> dict[str, Any]:
     lines = []
     for index, run in enumerate(runs):
         begins = [float(np.nextafter(place, np.inf)) for place in _begins(run, chart.over)]
@@ -189,7 +189,7 @@ def _curves(chart: Chart, runs: Sequence[Run]) -> dict[str, Any]:
     return _chart(chart.title, chart.unit, "lines", lines, runs, **options)
 
 
-def _label(run: Run, key: str, runs: int) -> str:
+def _label(run: RecordedRun, key: str, runs: int) -> str:
     """A curve's name in the legend: the run's, where there are several."""
     what = {"val_loss": "validation", "loss": "training"}.get(key, "")
     if runs == 1:
@@ -202,7 +202,7 @@ def _short(name: str) -> str:
     return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
 
-def _places(run: Run, over: str, steps: Sequence[int]) -> list[float]:
+def _places(run: RecordedRun, over: str, steps: Sequence[int]) -> list[float]:
     """Where these steps are on an axis. A validation is at the step before it."""
     if over == "step":
         return list(steps)
@@ -210,7 +210,7 @@ def _places(run: Run, over: str, steps: Sequence[int]) -> list[float]:
     return [scale * sums.get(step, 0.0) for step in steps]
 
 
-def _loads(run: Run) -> dict[str, Any]:
+def _loads(run: RecordedRun) -> dict[str, Any]:
     """The load of the fullest expert of each layer over the steps as a heat map: 1 where all experts are
     equally loaded."""
     recorded = [line for line in run.steps if line.get(LOADS)]
@@ -233,7 +233,7 @@ def _loads(run: Run) -> dict[str, Any]:
     )
 
 
-def _by_name(run: Run, prefix: str, title: str) -> dict[str, Any]:
+def _by_name(run: RecordedRun, prefix: str, title: str) -> dict[str, Any]:
     """A curve for each name."""
     lines = [
         _line(_short(name), index, *run.curve(prefix + name), _begins(run))
@@ -244,7 +244,7 @@ def _by_name(run: Run, prefix: str, title: str) -> dict[str, Any]:
     return _chart(f"{title}: {_short(run.name)}", "nats a token", "lines", lines, [run])
 
 
-def _phases(run: Run) -> dict[str, Any]:
+def _phases(run: RecordedRun) -> dict[str, Any]:
     """The phases of a step, stacked."""
     steps = [line["step"] for line in run.steps]
     lines = []

@@ -9,8 +9,8 @@ from typing import Any
 
 from megalite.config.token_files import seen_in_training
 from megalite.monitoring.metrics import VALIDATED
-from megalite.monitoring.report.run import Run
-from megalite.monitoring.report.segments import Segment, flattened
+from megalite.monitoring.report.run import RecordedRun
+from megalite.monitoring.report.segments import RunSegment, flattened
 from megalite.monitoring.report.segments import differences as changed_options
 from megalite.system.progress import duration
 
@@ -23,7 +23,7 @@ def number(value: float | None, form: str, scale: float = 1.0) -> str:
     return "–" if value is None else format(value * scale, form)
 
 
-OF_A_SEGMENT: dict[str, Callable[[Segment], str]] = {
+OF_A_SEGMENT: dict[str, Callable[[RunSegment], str]] = {
     "Layout": lambda each: each.layout,
     "Ranks": lambda each: each.hardware,
     "Precision, recomputation": lambda each: each.precision,
@@ -39,7 +39,7 @@ OF_A_SEGMENT: dict[str, Callable[[Segment], str]] = {
 """What a resume may change → its value in a segment, as text."""
 
 
-def summary(runs: Sequence[Run]) -> list[list[str]]:
+def summary(runs: Sequence[RecordedRun]) -> list[list[str]]:
     """The summary table, with a column for each run. A value that differs between segments is given for each:
     "a → b"."""
     found, lefts = [as_json(run) for run in runs], [time_left(run) for run in runs]
@@ -87,7 +87,7 @@ def _joined(values: Sequence[str]) -> str:
     return " → ".join(found if len(found) <= MOST_NAMED else [found[0], "…", found[-1]])
 
 
-def segment_rows(run: Run) -> list[list[str]]:
+def segment_rows(run: RecordedRun) -> list[list[str]]:
     """A run's segments side by side: what OF_A_SEGMENT lists, and the options that were changed."""
     rows = [[name, *(map(of, run.segments))] for name, of in OF_A_SEGMENT.items()]
     options = changed_options([each.start for each in run.segments])
@@ -98,7 +98,7 @@ def segment_rows(run: Run) -> list[list[str]]:
     return [["Steps", *(each.steps for each in run.segments)], *rows, *changed]
 
 
-def time_left(run: Run) -> float | None:
+def time_left(run: RecordedRun) -> float | None:
     """Seconds that a running run still needs for its steps, each as long as the last RECENT ones; None if it
     does not run or has none."""
     seconds = run.segments[-1].values("step_time_s")[-RECENT:]
@@ -107,13 +107,13 @@ def time_left(run: Run) -> float | None:
     return median(seconds) * max(run.config.train.steps - run.steps[-1]["step"], 0)
 
 
-def state(run: Run) -> str:
+def state(run: RecordedRun) -> str:
     """running, done, stopped, interrupted, or failed with its reason."""
     reason = run.summary.get("reason")
     return f"{run.summary.get('state', '–')}" + (f": {reason}" if reason else "")
 
 
-def as_json(run: Run) -> dict[str, Any]:
+def as_json(run: RecordedRun) -> dict[str, Any]:
     """The final figures as plain data. Speeds are medians of the second half of the steps of the last
     segment."""
     last, validations, newest = run.steps[-1] if run.steps else {}, run.curve("val_loss")[1], run.segments[-1]
@@ -134,7 +134,7 @@ def as_json(run: Run) -> dict[str, Any]:
     }
 
 
-def _segment_json(run: Run, segment: Segment) -> dict[str, Any]:
+def _segment_json(run: RecordedRun, segment: RunSegment) -> dict[str, Any]:
     """What a resume may change, as plain data."""
     config = segment.config
     return {
@@ -159,7 +159,7 @@ def _segment_json(run: Run, segment: Segment) -> dict[str, Any]:
     }
 
 
-def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
+def differences(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
     """The options in which the newest starts of the runs differ, their names aside: option → value of each
     run, None where a run has no such option."""
     flat = [dict(flattened(run.options)) for run in runs]
@@ -168,7 +168,7 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
 
 
-def difference_rows(runs: Sequence[Run]) -> list[list[str]]:
+def difference_rows(runs: Sequence[RecordedRun]) -> list[list[str]]:
     """The differing options as text."""
     return [
         [name, *("–" if value is None else str(value) for value in values)]

@@ -25,7 +25,7 @@ from time import monotonic, strftime, time
 from typing import Any
 
 from megalite.monitoring.report.page import content, document, script
-from megalite.monitoring.report.run import FILES, METRICS, ReportError, Run, read
+from megalite.monitoring.report.run import FILES, METRICS, RecordedRun, ReportError, read
 from megalite.system.progress import duration
 
 HOSTS = ("127.0.0.1", "localhost")
@@ -145,7 +145,7 @@ class LivePage:
         except OSError:
             return 0.0
 
-    def _silence(self, run: Run) -> list[str]:
+    def _silence(self, run: RecordedRun) -> list[str]:
         """A line if a run that is said to run has not written a step for long."""
         if run.summary.get("state") != "running" or not run.steps:
             return []

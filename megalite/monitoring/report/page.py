@@ -14,8 +14,8 @@ import yaml
 
 from megalite.monitoring.report import figures
 from megalite.monitoring.report.charts import charts
-from megalite.monitoring.report.run import Run
-from megalite.monitoring.report.segments import Segment
+from megalite.monitoring.report.run import RecordedRun
+from megalite.monitoring.report.segments import RunSegment
 from megalite.planner.report.drawing import timeline as drawing
 
 ROWS = 12  # of a table of values
@@ -53,7 +53,7 @@ PAGE = """<!doctype html>
 """
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[RecordedRun]) -> str:
     """The whole report of one run, or of several side by side."""
     return document(" · ".join(run.name for run in runs), f"{content(runs)}\n<script>{script()}</script>")
 
@@ -74,7 +74,7 @@ def _text(name: str) -> str:
     return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
-def content(runs: Sequence[Run]) -> str:
+def content(runs: Sequence[RecordedRun]) -> str:
     """What the page has below its title."""
     sections = [
         ("", _table(["", *(run.name for run in runs)], figures.summary(runs))),
@@ -142,7 +142,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return f'<div class="wide"><table><tr>{top}</tr>{"".join(lines)}</table></div>'
 
 
-def _segments(run: Run) -> str:
+def _segments(run: RecordedRun) -> str:
     """A run that was resumed with another layout, on other hardware or with other options: a column for
     each."""
     head = [run.name, *(f"{each.number}" for each in run.segments)]
@@ -152,7 +152,7 @@ def _segments(run: Run) -> str:
     )
 
 
-def _named(run: Run, segment: Segment) -> str:
+def _named(run: RecordedRun, segment: RunSegment) -> str:
     """The run, and which part of it if there are several."""
     return (
         run.name
@@ -161,7 +161,7 @@ def _named(run: Run, segment: Segment) -> str:
     )
 
 
-def _pipeline(run: Run, segment: Segment) -> str:
+def _pipeline(run: RecordedRun, segment: RunSegment) -> str:
     recorded = run.recorded_in(segment)
     plan = segment.schedule() if recorded is None else recorded.plan
     if plan is None:
@@ -181,7 +181,7 @@ def _pipeline(run: Run, segment: Segment) -> str:
     )
 
 
-def _predictions(run: Run, segment: Segment) -> str:
+def _predictions(run: RecordedRun, segment: RunSegment) -> str:
     """Predicted and measured values of a segment, where both are known."""
     found = segment.predicted(run.recorded_in(segment))
     rows = [
@@ -191,7 +191,7 @@ def _predictions(run: Run, segment: Segment) -> str:
     return _table([_named(run, segment), "predicted", "measured"], rows) if rows else ""
 
 
-def _differences(runs: Sequence[Run]) -> str:
+def _differences(runs: Sequence[RecordedRun]) -> str:
     rows = figures.difference_rows(runs)
     return _table(["", *(run.name for run in runs)], rows) if rows else ""
 

@@ -21,7 +21,7 @@ from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config, ConfigError
 from megalite.model.adapters import total_parameters
 from megalite.monitoring import starts
-from megalite.monitoring.report.segments import Segment, segments
+from megalite.monitoring.report.segments import RunSegment, segments
 from megalite.parallel.pipeline.schedule import ScheduleError
 from megalite.planner.report.drawing import measured
 
@@ -41,7 +41,7 @@ class ReportError(Exception):
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """The content of one run's directory.
 
     Attributes:
@@ -63,11 +63,11 @@ class Run:
     summary: dict[str, Any]
 
     @cached_property
-    def segments(self) -> list[Segment]:
+    def segments(self) -> list[RunSegment]:
         """Its parts with different layouts, hardware or options, the earliest first; at least one."""
         return segments(self.starts, self.steps)
 
-    def recorded_in(self, segment: Segment) -> measured.MeasuredRun | None:
+    def recorded_in(self, segment: RunSegment) -> measured.MeasuredRun | None:
         """The recorded timeline, if it is of a segment's steps."""
         return self.recorded if self.recorded is not None and segment.is_recorded_by(self.recorded) else None
 
@@ -117,7 +117,7 @@ class Run:
         return total_parameters(self.config.model, self.config.lora)
 
 
-def read_all(directories: Sequence[Path]) -> list[Run]:
+def read_all(directories: Sequence[Path]) -> list[RecordedRun]:
     """Read several runs. Runs of the same name are called by their directories. Raises ReportError if one is
     not a run."""
     runs = [read(directory) for directory in directories]
@@ -128,7 +128,7 @@ def read_all(directories: Sequence[Path]) -> list[Run]:
     ]
 
 
-def read(directory: Path) -> Run:
+def read(directory: Path) -> RecordedRun:
     """Read a run's directory. Raises ReportError if it is not one."""
     try:
         options = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8")) or {}
@@ -155,7 +155,7 @@ def read(directory: Path) -> Run:
     if not begun:  # a run of an earlier version: its last start is all that is known
         after = steps[0]["step"] - 1 if steps else 0
         begun = [starts.Start(after, to_dict(config), environment, prediction=prediction)]
-    return Run(
+    return RecordedRun(
         directory.resolve().name, config, options, steps, validations, begun, recorded, environment, summary
     )
 

@@ -17,7 +17,7 @@ from megalite.config.dims import ParallelDims
 from megalite.config.load import from_dict
 from megalite.config.schema import Config, ConfigError
 from megalite.monitoring.starts import Start
-from megalite.parallel.pipeline.bubble import BUBBLES, Plan
+from megalite.parallel.pipeline.bubble import BUBBLES, BubblePlan
 from megalite.parallel.pipeline.bubble import plan as planned
 from megalite.parallel.pipeline.schedule import Costs
 from megalite.planner.report.drawing.measured import MeasuredRun
@@ -40,7 +40,7 @@ HORIZON = frozenset(
 
 
 @dataclass(frozen=True)
-class Segment:
+class RunSegment:
     """Some steps in a row of a run.
 
     Attributes:
@@ -173,7 +173,7 @@ class Segment:
             else {axis: getattr(self.config.parallel, axis) for axis in ("tp", "pp", "dp", "cp")}
         )
 
-    def schedule(self) -> Plan | None:
+    def schedule(self) -> BubblePlan | None:
         """The pipeline of a step with the durations that its schedule was planned for; None without a
         pipeline."""
         if self.config is None or self.config.parallel.pp == 1 or self.config.parallel.dp is None:
@@ -201,21 +201,23 @@ class Segment:
         return found
 
 
-def segments(starts: Sequence[Start], lines: Sequence[dict[str, Any]]) -> list[Segment]:
+def segments(starts: Sequence[Start], lines: Sequence[dict[str, Any]]) -> list[RunSegment]:
     """The segments of a run, the earliest first; at least one.
 
     starts: in their order, the last one with the present configuration; lines: of all steps.
     """
-    found: list[Segment] = []
+    found: list[RunSegment] = []
     edges = [start.step for start in starts]
     if lines and lines[0]["step"] <= edges[0]:
-        found.append(Segment(1, None, lines[0]["step"], [line for line in lines if line["step"] <= edges[0]]))
+        found.append(
+            RunSegment(1, None, lines[0]["step"], [line for line in lines if line["step"] <= edges[0]])
+        )
     for start, end in zip(starts, [*edges[1:], None], strict=True):
         own = [line for line in lines if start.step < line["step"] and (end is None or line["step"] <= end)]
         if found and found[-1].start is not None and alike(found[-1].start, start):
             found[-1] = replace(found[-1], start=start, lines=[*found[-1].lines, *own])
         elif own or end is None:
-            found.append(Segment(len(found) + 1, start, start.step + 1, own))
+            found.append(RunSegment(len(found) + 1, start, start.step + 1, own))
     return found
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.context.gathered import Gathered
-from megalite.parallel.context.parts import Part
+from megalite.parallel.context.parts import SequencePart
 from megalite.parallel.context.ring import Ring
 from megalite.parallel.context.sinks import SomeSinks
 from megalite.parallel.context.ulysses import Ulysses
@@ -37,7 +37,7 @@ def attention_over(cp: MeshAxis, method: str, levels: tuple[MeshAxis, MeshAxis] 
     left_out = ("part", "sinks") if method == "ulysses" else ("part", "sinks", "recompute", "boundaries")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        part: Part = options["part"]
+        part: SequencePart = options["part"]
         given = {name: value for name, value in options.items() if name not in left_out}
         sinks = options.get("sinks")
         own = SomeSinks(sinks, cp) if sinks is not None and method == "ulysses" else sinks

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.dims import TILE, block_length
-from megalite.parallel.context.parts import Run, Runs, joined
+from megalite.parallel.context.parts import PositionSegment, Runs, joined
 
 Counts = NDArray[np.int64]
 Windows = Sequence[tuple[int | None, int]]
@@ -41,7 +41,7 @@ def balanced(starts: Counts, ranks: int, windows: Windows = EVERY_KEY, method: s
     """
     length = len(starts)
     block = block_length(length // ranks)
-    blocks = [Run(start, block) for start in range(0, length, block)]
+    blocks = [PositionSegment(start, block) for start in range(0, length, block)]
     # Where blocks are shorter than a tile, as in tests, tiles shrink with them: otherwise all would cost the
     # same.
     tiles = visited(blocks, starts, windows, min(TILE, block), max(min(KEYS, block // 2), 1))
@@ -53,7 +53,11 @@ def balanced(starts: Counts, ranks: int, windows: Windows = EVERY_KEY, method: s
 
 
 def visited(
-    runs: Sequence[Run], starts: Counts, windows: Windows = EVERY_KEY, queries: int = TILE, keys: int = KEYS
+    runs: Sequence[PositionSegment],
+    starts: Counts,
+    windows: Windows = EVERY_KEY,
+    queries: int = TILE,
+    keys: int = KEYS,
 ) -> Counts:
     """Tiles that attention of each run of queries to each run of keys visits, [runs, runs], summed over rows
     and layers.

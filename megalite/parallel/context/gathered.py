@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, reduce_scatter
-from megalite.parallel.context.parts import Part, Runs
+from megalite.parallel.context.parts import Runs, SequencePart
 from megalite.parallel.context.sinks import Sinks, accumulate_gradient, with_sinks
 
 
@@ -45,7 +45,7 @@ class Gathered(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         cp: MeshAxis,
-        part: Part,
+        part: SequencePart,
         options: dict[str, Any],
         sinks: Sinks | None,
     ) -> Tensor:
@@ -75,12 +75,12 @@ class Gathered(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
-def whole(x: Tensor, cp: MeshAxis, part: Part) -> Tensor:
+def whole(x: Tensor, cp: MeshAxis, part: SequencePart) -> Tensor:
     """Every rank's part [seq/cp, …] -> whole rows [seq, …], in the order of positions. All-gather over cp."""
     return in_order(all_gather(x, cp).wait(), part.runs)
 
 
-def _whole(k: Tensor, v: Tensor, cp: MeshAxis, part: Part) -> tuple[Tensor, Tensor]:
+def _whole(k: Tensor, v: Tensor, cp: MeshAxis, part: SequencePart) -> tuple[Tensor, Tensor]:
     """Keys and values of whole rows, [seq, batch, kv_heads, dim] each, in the order of positions."""
     keys, values = whole(torch.cat((k, v), dim=-1), cp, part).split((k.shape[-1], v.shape[-1]), dim=-1)
     return keys, values

@@ -33,7 +33,7 @@ from torch import Tensor
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from megalite.parallel.context.gathered import by_rank, in_order
-from megalite.parallel.context.parts import Part, Run, Runs, sees
+from megalite.parallel.context.parts import PositionSegment, Runs, SequencePart, sees
 from megalite.parallel.weight import Weight
 
 Expand = Callable[[Tensor, Tensor, Runs], tuple[Tensor, Tensor]]
@@ -93,7 +93,7 @@ class Latents:
         return nullcontext() if self.at_once else self.weight.accumulate_as_one()
 
 
-class _Piece(NamedTuple):
+class _LatentPiece(NamedTuple):
     """Some positions, whose keys and values exist at one time: those of one cp rank, or of whole rows."""
 
     rank: int | None
@@ -104,28 +104,28 @@ class _Piece(NamedTuple):
 class _Rows:
     """Latents and shared keys of whole rows, and the sum of their gradients."""
 
-    def __init__(self, way: Latents, latent: Tensor, key: Tensor, part: Part, window: int | None):
+    def __init__(self, way: Latents, latent: Tensor, key: Tensor, part: SequencePart, window: int | None):
         self.way, self.part, self.window, self.widths = way, part, window, (latent.shape[-1], key.shape[-1])
         self.spread = way.spread(torch.cat((latent, key), dim=-1))
 
-    def pieces(self) -> Iterator[_Piece]:
+    def pieces(self) -> Iterator[_LatentPiece]:
         """This rank's own part first, of which each query sees some; parts that none of its queries sees are
         left out."""
         parts = self.part.runs
         if self.way.at_once:
-            yield _Piece(None, (Run(0, len(self.spread)),), in_order(self.spread, parts))
+            yield _LatentPiece(None, (PositionSegment(0, len(self.spread)),), in_order(self.spread, parts))
             return
         each = self.spread.unflatten(0, (len(parts), -1))
         for hop in range(len(parts)):
             rank = (self.part.rank - hop) % len(parts)
             if sees(parts[self.part.rank], parts[rank], self.window):
-                yield _Piece(rank, parts[rank], each[rank])
+                yield _LatentPiece(rank, parts[rank], each[rank])
 
-    def inputs(self, piece: _Piece) -> tuple[Tensor, Tensor]:
+    def inputs(self, piece: _LatentPiece) -> tuple[Tensor, Tensor]:
         latent, key = (x.contiguous() for x in piece.both.split(self.widths, dim=-1))
         return latent, key
 
-    def collected(self, gradients: list[tuple[_Piece, Tensor]]) -> tuple[Tensor, Tensor]:
+    def collected(self, gradients: list[tuple[_LatentPiece, Tensor]]) -> tuple[Tensor, Tensor]:
         """The gradients of this rank's latents and shared keys, from those of the pieces."""
         total = torch.zeros_like(self.spread)
         for piece, grad in gradients:
@@ -148,7 +148,7 @@ class Expanded(torch.autograd.Function):
         latent: Tensor,
         key: Tensor,
         way: Latents,
-        part: Part,
+        part: SequencePart,
         options: dict[str, Any],
         expand: Expand,
     ) -> Tensor:
@@ -169,7 +169,7 @@ class Expanded(torch.autograd.Function):
         way, part, dout = ctx.way, ctx.part, grads[0]
         rows, inner = _Rows(way, latent, key, part, ctx.options["window"]), delta(dout, out)
         dq = torch.zeros_like(q, dtype=inner.dtype)
-        gradients: list[tuple[_Piece, Tensor]] = []
+        gradients: list[tuple[_LatentPiece, Tensor]] = []
         with way.as_one():
             for piece in rows.pieces():
                 # leaves: the inner backward ends here

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Run(NamedTuple):
+class PositionSegment(NamedTuple):
     start: int
     length: int
 
@@ -25,10 +25,10 @@ class Run(NamedTuple):
         return self.start + self.length
 
 
-Runs = tuple[Run, ...]
+Runs = tuple[PositionSegment, ...]
 
 
-class Part(NamedTuple):
+class SequencePart(NamedTuple):
     """What a context-parallel rank holds of the rows of a microbatch, and what the others hold.
 
     Attributes:
@@ -50,14 +50,17 @@ class Part(NamedTuple):
 def contiguous(length: int, ranks: int) -> list[Runs]:
     """Rank r holds the r-th of `ranks` equal parts."""
     each = _equal(length, ranks)
-    return [(Run(rank * each, each),) for rank in range(ranks)]
+    return [(PositionSegment(rank * each, each),) for rank in range(ranks)]
 
 
 def zigzag(length: int, ranks: int) -> list[Runs]:
     """Rank r holds parts r and 2·ranks − 1 − r of 2·ranks equal ones: of one long document every rank has
     equally many visible pairs."""
     each = _equal(length, 2 * ranks)
-    return [(Run(rank * each, each), Run((2 * ranks - 1 - rank) * each, each)) for rank in range(ranks)]
+    return [
+        (PositionSegment(rank * each, each), PositionSegment((2 * ranks - 1 - rank) * each, each))
+        for rank in range(ranks)
+    ]
 
 
 PARTS = {"ulysses": contiguous, "gather": zigzag, "ring": zigzag}
@@ -74,7 +77,7 @@ def _slice(runs: Runs, rank: int, ranks: int) -> Runs:
     for run in runs:
         begin, stop = (min(max(edge - before, 0), run.length) for edge in (rank * each, (rank + 1) * each))
         if begin < stop:
-            found.append(Run(run.start + begin, stop - begin))
+            found.append(PositionSegment(run.start + begin, stop - begin))
         before += run.length
     return tuple(found)
 
@@ -88,12 +91,12 @@ def grouped(parts: tuple[Runs, ...], ranks: int) -> list[Runs]:
     ]
 
 
-def joined(runs: Iterable[Run]) -> Runs:
+def joined(runs: Iterable[PositionSegment]) -> Runs:
     """Ascending runs, of which neighbours become one."""
-    found: list[Run] = []
+    found: list[PositionSegment] = []
     for run in runs:
         if found and found[-1].stop == run.start:
-            found[-1] = Run(found[-1].start, found[-1].length + run.length)
+            found[-1] = PositionSegment(found[-1].start, found[-1].length + run.length)
         else:
             found.append(run)
     return tuple(found)
@@ -108,7 +111,7 @@ def _equal(length: int, parts: int) -> int:
 def sees(queries: Sequence[tuple[int, int]], keys: Sequence[tuple[int, int]], window: int | None) -> bool:
     """Whether any of the queries sees any of the keys, documents aside: key j is visible from query i if j ≤
     i and i − j < window."""
-    pairs = ((Run(*query), Run(*key)) for query in queries for key in keys)
+    pairs = ((PositionSegment(*query), PositionSegment(*key)) for query in queries for key in keys)
     return any(
         key.start < query.stop and (window is None or query.start - (key.stop - 1) < window)
         for query, key in pairs

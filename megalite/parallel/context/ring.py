@@ -24,11 +24,11 @@ from torch import Tensor
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import Pending
 from megalite.parallel.context.messages import pass_on
-from megalite.parallel.context.parts import Part, Runs, sees
+from megalite.parallel.context.parts import Runs, SequencePart, sees
 from megalite.parallel.context.sinks import Sinks, accumulate_gradient, with_sinks
 
 
-def _visits(k: Tensor, v: Tensor, cp: MeshAxis, part: Part) -> Iterator[tuple[Runs, Tensor, Tensor]]:
+def _visits(k: Tensor, v: Tensor, cp: MeshAxis, part: SequencePart) -> Iterator[tuple[Runs, Tensor, Tensor]]:
     """The positions, keys and values of each part that comes by, this rank's own first. The next one arrives
     while one is used."""
     here = torch.cat((k, v), dim=-1)  # [seq/cp, batch, kv_heads, both dims]
@@ -50,7 +50,7 @@ class Ring(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         cp: MeshAxis,
-        part: Part,
+        part: SequencePart,
         options: dict[str, Any],
         sinks: Sinks | None,
     ) -> Tensor:

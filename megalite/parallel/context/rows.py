@@ -18,7 +18,7 @@ from megalite.config.dims import part_length
 from megalite.config.schema import Config
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.context.balanced import EVERY_KEY, Windows, balanced, between_ranks
-from megalite.parallel.context.parts import PARTS, Part, Runs, split
+from megalite.parallel.context.parts import PARTS, Runs, SequencePart, split
 from megalite.parallel.microbatch import IGNORE_INDEX, Ahead, Boundaries, Microbatch
 
 
@@ -91,15 +91,15 @@ class Cut:
         made.positions.clamp_(max=length - 1)  # a table of learned positions may end there
         return made
 
-    def _part(self, length: int, document_start: Tensor | None) -> Part:
+    def _part(self, length: int, document_start: Tensor | None) -> SequencePart:
         """document_start: [padded row, batch]."""
         if document_start is None or self.uneven is None:
-            return Part(split(self.parts, self.inner), self.rank, length, document_start)
+            return SequencePart(split(self.parts, self.inner), self.rank, length, document_start)
         starts = document_start.numpy()
         parts = (
             balanced(starts, len(self.parts), self.windows, self.uneven) if self.by_documents else self.parts
         )
-        return Part(
+        return SequencePart(
             split(parts, self.inner),
             self.rank,
             length,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
-from megalite.parallel.context.parts import Part, grouped
+from megalite.parallel.context.parts import SequencePart, grouped
 from megalite.parallel.context.ring import Ring
 from megalite.parallel.context.sinks import SomeSinks
 from megalite.parallel.context.ulysses import summed, to_heads, to_positions
@@ -61,7 +61,7 @@ def two_level(inner: MeshAxis, outer: MeshAxis) -> Callable[[Tensor, Tensor, Ten
     """`attend`, as `attend.attention_over` describes it."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        part: Part = options["part"]
+        part: SequencePart = options["part"]
         runs, starts = grouped(tuple(part.runs), inner.size), part.document_start
         used = {name: value for name, value in options.items() if name not in LEFT_OUT}
         if starts is not None:
@@ -71,7 +71,9 @@ def two_level(inner: MeshAxis, outer: MeshAxis) -> Callable[[Tensor, Tensor, Ten
             used["dropout"] = replace(used["dropout"], head_offset=first)
         heads = _ToHeads.apply(inner, q, k, v)
         sinks = None if "sinks" not in options else SomeSinks(options["sinks"], inner)
-        out: Tensor = Ring.apply(*heads, outer, Part(runs, outer.rank, part.length, None), used, sinks)
+        out: Tensor = Ring.apply(
+            *heads, outer, SequencePart(runs, outer.rank, part.length, None), used, sinks
+        )
         return _ToPositions.apply(inner, out)
 
     return attend

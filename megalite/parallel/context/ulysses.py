@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.context.messages import all_to_all
-from megalite.parallel.context.parts import Part
+from megalite.parallel.context.parts import SequencePart
 from megalite.parallel.context.sinks import Sinks
 
 
@@ -65,7 +65,7 @@ class Ulysses(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         cp: MeshAxis,
-        part: Part,
+        part: SequencePart,
         options: dict[str, Any],
         sinks: Sinks | None,
     ) -> Tensor:

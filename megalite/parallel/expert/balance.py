@@ -28,7 +28,7 @@ from torch import Tensor
 from megalite.config.schema import ModelConfig
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_reduce
-from megalite.parallel.expert.choice import Choice, best
+from megalite.parallel.expert.choice import ExpertChoice, best
 from megalite.parallel.microbatch import IGNORE_INDEX
 
 AUXILIARY, Z, DROPPED = -3, -2, -1  # columns of the statistics, after one for each expert
@@ -98,7 +98,7 @@ class Balance:
         weights: Tensor,
         logits: Tensor,
         probabilities: Tensor,
-        choice: Choice,
+        choice: ExpertChoice,
         targets: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
@@ -128,7 +128,7 @@ class Balance:
         loss = balance * (model.router_aux_loss_coef * factor) + z * (model.router_z_loss_coef * factor)
         return _AddLoss.apply(weights, loss), statistics
 
-    def _shares(self, choice: Choice, probabilities: Tensor, valid: Tensor) -> Tensor:
+    def _shares(self, choice: ExpertChoice, probabilities: Tensor, valid: Tensor) -> Tensor:
         """f: [1, experts] of the previous step, or [batch, experts] of each sequence."""
         if not self.by_sequence:
             return self.state.load.unsqueeze(0)

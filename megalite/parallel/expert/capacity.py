@@ -21,12 +21,12 @@ from torch import Tensor
 from megalite.config.dims import rows_per_expert
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather
-from megalite.parallel.context.parts import Part, Run
-from megalite.parallel.expert.choice import Choice
+from megalite.parallel.context.parts import PositionSegment, SequencePart
+from megalite.parallel.expert.choice import ExpertChoice
 from megalite.parallel.microbatch import positions_of
 
 
-def pieces_of(runs: Sequence[Sequence[tuple[int, int]]], tp: int) -> list[list[Run]]:
+def pieces_of(runs: Sequence[Sequence[tuple[int, int]]], tp: int) -> list[list[PositionSegment]]:
     """The positions of each rank that shares a sequence, as runs of consecutive ones: tp equal parts of each
     cp rank's."""
     found = []
@@ -37,7 +37,7 @@ def pieces_of(runs: Sequence[Sequence[tuple[int, int]]], tp: int) -> list[list[R
             for start, length in own:  # which are elements [0, length) of what is left of this cp rank's
                 first, last = max(low, 0), min(high, length)
                 if first < last:
-                    pieces.append(Run(start + first, last - first))
+                    pieces.append(PositionSegment(start + first, last - first))
                 low, high = low - length, high - length
             found.append(pieces)
     return found
@@ -57,7 +57,7 @@ class Capacity:
     sequence: MeshAxis
     tp: int
 
-    def limit(self, choice: Choice, valid: Tensor, part: Part | None) -> Choice:
+    def limit(self, choice: ExpertChoice, valid: Tensor, part: SequencePart | None) -> ExpertChoice:
         """The choice without the rows that are dropped.
 
         Args:
@@ -87,7 +87,7 @@ class Capacity:
         order = sent.argsort(stable=True)[:most_rows]
         counts = count(sent, experts + 1)[:-1]
         inverse = inverse_order(order, rows)
-        return Choice(
+        return ExpertChoice(
             choice.experts,
             order,
             inverse.masked_fill(inverse >= counts.sum(), most_rows),
@@ -96,7 +96,13 @@ class Capacity:
         )
 
     def _groups(
-        self, choice: Choice, valid: Tensor, own: Sequence[Run], whole: int, groups: int, most: int
+        self,
+        choice: ExpertChoice,
+        valid: Tensor,
+        own: Sequence[PositionSegment],
+        whole: int,
+        groups: int,
+        most: int,
     ) -> Tensor:
         """The group of each row, [seq, batch, k], numbered piece by piece; one more for padding past the end
         of a sequence."""
@@ -108,7 +114,7 @@ class Capacity:
             found.masked_fill_((positions >= whole).unsqueeze(-1), most * groups)
         return found
 
-    def _before(self, gathered: Tensor, pieces: Sequence[Sequence[Run]]) -> list[Tensor]:
+    def _before(self, gathered: Tensor, pieces: Sequence[Sequence[PositionSegment]]) -> list[Tensor]:
         """Number of rows of the sequence that come before those of each of this rank's groups, piece by
         piece, flat."""
         places = sorted(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 @dataclass
-class Choice:
+class ExpertChoice:
     """The experts of a microbatch's tokens on this rank. Recomputation uses the choice of the first forward.
 
     Attributes:
@@ -49,7 +49,7 @@ class Choice:
     def k(self) -> int:
         return self.experts.shape[1]
 
-    def first(self, rows: int) -> Choice:
+    def first(self, rows: int) -> ExpertChoice:
         """The same with the first rows only, if those that follow are not sent."""
         return self if rows == len(self.order) else replace(self, order=self.order[:rows], kept={})
 
@@ -71,12 +71,12 @@ def best(scores: Tensor, k: int) -> Tensor:
     return scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
 
 
-def choose(scores: Tensor, k: int) -> Choice:
+def choose(scores: Tensor, k: int) -> ExpertChoice:
     """The choice of the k best experts."""
     experts = best(scores, k)
     flat = experts.flatten()
     order = flat.argsort(stable=True)
-    return Choice(experts, order, inverse_order(order, len(order)), count(flat, scores.shape[1]))
+    return ExpertChoice(experts, order, inverse_order(order, len(order)), count(flat, scores.shape[1]))
 
 
 def in_best_groups(scores: Tensor, groups: int, kept: int, counted: int) -> Tensor:
@@ -101,7 +101,7 @@ class _Spread(torch.autograd.Function):
     their sum, in order."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, choice: Choice) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, choice: ExpertChoice) -> Tensor:
         ctx.choice = choice
         return gather_rows(rows, choice.tokens)
 
@@ -115,7 +115,7 @@ class _Combine(torch.autograd.Function):
     Backward: both gradients."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, choice: Choice) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, choice: ExpertChoice) -> Tensor:
         ctx.choice = choice
         ctx.save_for_backward(rows, weights)
         return combine_rows(rows, choice.rows, weights, choice.partial)
@@ -128,12 +128,12 @@ class _Combine(torch.autograd.Function):
         return drows, by_slot(dweights, choice.inverse, choice.partial).view_as(weights), None
 
 
-def spread(rows: Tensor, choice: Choice) -> Tensor:
+def spread(rows: Tensor, choice: ExpertChoice) -> Tensor:
     """The rows to send: [tokens, hidden] -> [rows, hidden], sorted by expert."""
     return _Spread.apply(rows, choice)
 
 
-def combine(rows: Tensor, weights: Tensor, choice: Choice) -> Tensor:
+def combine(rows: Tensor, weights: Tensor, choice: ExpertChoice) -> Tensor:
     """The weighted sum of the rows that came back: [rows, hidden], [tokens, k] at least fp32 -> [tokens,
     hidden]."""
     return _Combine.apply(rows, weights, choice)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, all_reduce
-from megalite.parallel.expert.choice import Choice, combine, spread
+from megalite.parallel.expert.choice import ExpertChoice, combine, spread
 from megalite.parallel.expert.counts import CountedAhead
 from megalite.parallel.expert.uneven_all_to_all import exchange, gather, reorder, scatter_sum
 
@@ -36,10 +36,10 @@ Experts = Callable[[Tensor, Groups], Tensor]
 class Dispatch(Protocol):
     """Sends rows to their experts."""
 
-    def begin(self, choice: Choice) -> None:
+    def begin(self, choice: ExpertChoice) -> None:
         """Start what a choice needs before its rows can be sent."""
 
-    def run(self, rows: Tensor, weights: Tensor, choice: Choice, experts: Experts) -> Tensor:
+    def run(self, rows: Tensor, weights: Tensor, choice: ExpertChoice, experts: Experts) -> Tensor:
         """Σ_k weight · expert(row) of each of this rank's tokens: [tokens, hidden], [tokens, k] -> [tokens,
         hidden]."""
 
@@ -47,10 +47,10 @@ class Dispatch(Protocol):
 class LocalDispatch:
     """All experts are on this rank."""
 
-    def begin(self, choice: Choice) -> None:
+    def begin(self, choice: ExpertChoice) -> None:
         """Nothing is sent."""
 
-    def run(self, rows: Tensor, weights: Tensor, choice: Choice, experts: Experts) -> Tensor:
+    def run(self, rows: Tensor, weights: Tensor, choice: ExpertChoice, experts: Experts) -> Tensor:
         if "groups" not in choice.kept:
             choice.kept["groups"] = Groups(choice.counts)  # the host need not know them: it sends nothing
         return combine(experts(spread(rows, choice), choice.kept["groups"]), weights, choice)
@@ -79,12 +79,12 @@ class AllToAllDispatch:
     def __init__(self, axis: MeshAxis):
         self.axis = axis
 
-    def begin(self, choice: Choice) -> None:
+    def begin(self, choice: ExpertChoice) -> None:
         if "route" not in choice.kept and "counts" not in choice.kept:
             counts = all_gather(choice.counts.unsqueeze(0), self.axis)  # [1, experts] -> [ep, experts]
             choice.kept["counts"] = CountedAhead(counts, choice.counts, lambda whole: whole)
 
-    def run(self, rows: Tensor, weights: Tensor, choice: Choice, experts: Experts) -> Tensor:
+    def run(self, rows: Tensor, weights: Tensor, choice: ExpertChoice, experts: Experts) -> Tensor:
         if "route" not in choice.kept:
             choice.kept["route"] = self._route(*choice.kept.pop("counts").wait())
         send, receive, groups, order, inverse = choice.kept["route"]
@@ -114,7 +114,7 @@ class AllGatherDispatch:
     def __init__(self, axis: MeshAxis):
         self.axis = axis
 
-    def begin(self, choice: Choice) -> None:
+    def begin(self, choice: ExpertChoice) -> None:
         if "whole" not in choice.kept and "chosen" not in choice.kept:
             number = len(choice.counts)
             # not sent: no expert's
@@ -124,11 +124,11 @@ class AllGatherDispatch:
                 chosen, own, lambda whole: count(whole.flatten(), number + 1)
             )
 
-    def run(self, rows: Tensor, weights: Tensor, choice: Choice, experts: Experts) -> Tensor:
+    def run(self, rows: Tensor, weights: Tensor, choice: ExpertChoice, experts: Experts) -> Tensor:
         if "whole" not in choice.kept:
             chosen, sizes = choice.kept.pop("chosen").wait()
             choice.kept["whole"] = _own_rows(chosen, len(choice.counts), sizes, self.axis)
-        whole: Choice = choice.kept["whole"]
+        whole: ExpertChoice = choice.kept["whole"]
         done = experts(spread(gather(rows, self.axis), whole), whole.kept["groups"])
         return scatter_sum(combine(done, gather(weights, self.axis), whole), self.axis)
 
@@ -140,17 +140,17 @@ class SameRowsDispatch:
     def __init__(self, axis: MeshAxis):
         self.axis = axis
 
-    def begin(self, choice: Choice) -> None:
+    def begin(self, choice: ExpertChoice) -> None:
         """Nothing is sent."""
 
-    def run(self, rows: Tensor, weights: Tensor, choice: Choice, experts: Experts) -> Tensor:
+    def run(self, rows: Tensor, weights: Tensor, choice: ExpertChoice, experts: Experts) -> Tensor:
         own = _own_rows(choice.experts, len(choice.counts), choice.counts.tolist(), self.axis)
         return all_reduce(
             combine(experts(spread(rows, own), own.kept["groups"]), weights, own), self.axis
         ).wait()
 
 
-def _own_rows(chosen: Tensor, number: int, sizes: list[int], axis: MeshAxis) -> Choice:
+def _own_rows(chosen: Tensor, number: int, sizes: list[int], axis: MeshAxis) -> ExpertChoice:
     """The choice of several ranks' tokens, [tokens, k], of which only the rows for this rank's experts are
     sent.
 
@@ -160,7 +160,7 @@ def _own_rows(chosen: Tensor, number: int, sizes: list[int], axis: MeshAxis) -> 
     first = axis.rank * own
     start, sizes = sum(sizes[:first]), sizes[first : first + own]
     order = flat.argsort(stable=True)[start : start + sum(sizes)]
-    whole = Choice(chosen, order, inverse_order(order, len(flat)), count(flat, number + 1))
+    whole = ExpertChoice(chosen, order, inverse_order(order, len(flat)), count(flat, number + 1))
     whole.kept["groups"] = Groups(whole.counts[first : first + own], sizes)
     return whole
 

@@ -16,8 +16,8 @@ from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.schedule import (
     Action,
+    ActionKind,
     Costs,
-    Kind,
     Schedule,
     ScheduleError,
     Unit,
@@ -30,7 +30,7 @@ BUBBLES = ("bubble_fraction", "bubble_over_ideal", "bubble_rate")
 DIGITS = 12  # rounds off the differences between sums of equal durations, so that 0 is printed as 0
 
 
-class Weights(NamedTuple):
+class GatheredWeights(NamedTuple):
     """Weights that are sharded over data-parallel ranks and gathered for use (ZeRO-3).
 
     Attributes:
@@ -56,7 +56,7 @@ class Weights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class BubblePlan:
     """A schedule and its simulated times.
 
     Attributes:
@@ -71,7 +71,7 @@ class Plan:
     timeline: Timeline
     durations: dict[str, Any]
     unit: str = ""
-    weights: Weights | None = None
+    weights: GatheredWeights | None = None
 
     @property
     def chunks(self) -> int:
@@ -81,7 +81,7 @@ class Plan:
     @property
     def splits(self) -> bool:
         """Whether the backward is split into an input and a weight pass."""
-        return Kind.WEIGHT in self.schedule.passes
+        return ActionKind.WEIGHT in self.schedule.passes
 
     def size(self, axis: str) -> str | int:
         """The schedule's name, pp or microbatches."""
@@ -92,7 +92,7 @@ class Plan:
         }
         return sizes[axis]
 
-    def peaks(self, until: Kind = Kind.BACKWARD) -> list[float]:
+    def peaks(self, until: ActionKind = ActionKind.BACKWARD) -> list[float]:
         """For each rank, its peak in whole-stage activations of one microbatch, held from the forward to the
         end of the `until` pass."""
         return [peak / self.chunks for peak in peak_activations(self.schedule, until)]
@@ -144,7 +144,7 @@ class Plan:
             "longest_span": timeline.longest_span,
             **{name: round(getattr(timeline, name), DIGITS) for name in BUBBLES},
             "peak_activations": self.peaks(),
-            "peak_with_weight_stash": self.peaks(Kind.WEIGHT),
+            "peak_with_weight_stash": self.peaks(ActionKind.WEIGHT),
             "messages": self.messages(),
             **self.gathering(),
         }
@@ -156,8 +156,8 @@ def plan(
     microbatches: int,
     virtual_stages: int | None = None,
     costs: Costs | None = None,
-    weights: Weights | None = None,
-) -> Plan:
+    weights: GatheredWeights | None = None,
+) -> BubblePlan:
     """Build a schedule for the costs, and simulate it with them.
 
     Raises:
@@ -171,7 +171,7 @@ def plan(
     schedule = build(name, ranks, microbatches, virtual_stages, costs)
     if weights is not None:
         schedule = weights.gathered(schedule)
-    return Plan(
+    return BubblePlan(
         schedule,
         simulate(schedule, *costs, weights.gather if weights else 0),
         costs._asdict(),
@@ -184,8 +184,8 @@ def compare(
     microbatches: int,
     virtual_stages: int | None = None,
     costs: Costs | None = None,
-    weights: Weights | None = None,
-) -> list[Plan]:
+    weights: GatheredWeights | None = None,
+) -> list[BubblePlan]:
     """Every schedule at one size. `virtual_stages` applies to those whose number of stages per rank can be
     chosen."""
     return [
@@ -202,8 +202,8 @@ def sweep(
     microbatches: int | None,
     virtual_stages: int | None = None,
     costs: Costs | None = None,
-    weights: Weights | None = None,
-) -> list[Plan]:
+    weights: GatheredWeights | None = None,
+) -> list[BubblePlan]:
     """One schedule, or every one if `name` is None, at each of `values` of `axis`: pp (ranks) or
     microbatches."""
     plans = []

@@ -14,16 +14,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, Unit
+from megalite.parallel.pipeline.schedule import Action, ActionKind, Schedule, ScheduleError, Unit
 
 
 def uses(action: Action, schedule: Schedule) -> Sequence[Unit]:
     """The units whose gathered weights a compute action needs, in the order of its computation."""
     # a weight gradient needs only inputs and output gradients
-    if not schedule.units or action.kind is Kind.WEIGHT:
+    if not schedule.units or action.kind is ActionKind.WEIGHT:
         return ()
     units = schedule.units[action.stage]
-    if action.kind is Kind.FORWARD:
+    if action.kind is ActionKind.FORWARD:
         return units
     return [unit for unit in reversed(units) if unit.number > 0]  # an embedding's backward needs no weights
 
@@ -48,7 +48,8 @@ def _rank_actions(schedule: Schedule, rank: int, keep: bool) -> tuple[Action, ..
     def gather(action: Action, wanted: Unit, during: int | None) -> None:
         missing = [bucket for bucket in wanted.buckets if bucket not in whole]
         moves[action] += [
-            Action(Kind.GATHER, action.stage, action.microbatch, None, bucket, during) for bucket in missing
+            Action(ActionKind.GATHER, action.stage, action.microbatch, None, bucket, during)
+            for bucket in missing
         ]
         whole.update(missing)
 
@@ -60,7 +61,7 @@ def _rank_actions(schedule: Schedule, rank: int, keep: bool) -> tuple[Action, ..
         if not keep:
             done = [bucket for bucket in unit.buckets if bucket not in following.buckets]
             moves[action] += [
-                Action(Kind.RESHARD, action.stage, action.microbatch, None, bucket, unit.number)
+                Action(ActionKind.RESHARD, action.stage, action.microbatch, None, bucket, unit.number)
                 for bucket in done
             ]
             whole.difference_update(done)
@@ -76,13 +77,13 @@ def check_gathering(schedule: Schedule, rank: int) -> int:
         twice.
     """
     whole: set[int] = set()
-    announced: defaultdict[tuple[Kind, int | None], list[Action]] = defaultdict(list)
+    announced: defaultdict[tuple[ActionKind, int | None], list[Action]] = defaultdict(list)
     most = 0
 
-    def carry_out(kind: Kind, unit: int | None) -> None:
+    def carry_out(kind: ActionKind, unit: int | None) -> None:
         for move in announced.pop((kind, unit), ()):
             assert move.bucket is not None
-            if (move.bucket in whole) == (kind is Kind.GATHER):
+            if (move.bucket in whole) == (kind is ActionKind.GATHER):
                 state = "is whole" if move.bucket in whole else "is not whole"
                 raise ScheduleError(f"rank {rank}: {move} is executed while bucket {move.bucket} {state}.")
             whole.symmetric_difference_update({move.bucket})
@@ -97,9 +98,9 @@ def check_gathering(schedule: Schedule, rank: int) -> int:
                     f"rank {rank}: {action} reaches unit {unit.number}, whose bucket {lacking[0]} is not "
                     "gathered."
                 )
-            carry_out(Kind.GATHER, unit.number)
+            carry_out(ActionKind.GATHER, unit.number)
             most = max(most, len(whole))
-            carry_out(Kind.RESHARD, unit.number)
+            carry_out(ActionKind.RESHARD, unit.number)
         if action.is_compute and announced:
             raise ScheduleError(
                 f"rank {rank}: {next(iter(announced.values()))[0]} never happens: {action} does not use its "

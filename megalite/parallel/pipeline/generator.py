@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from megalite.parallel.pipeline.orders import RECIPES, Shape
-from megalite.parallel.pipeline.schedule import Costs, Kind, Schedule, ScheduleError
+from megalite.parallel.pipeline.orders import RECIPES, ScheduleShape
+from megalite.parallel.pipeline.schedule import ActionKind, Costs, Schedule, ScheduleError
 from megalite.parallel.pipeline.weight_actions import with_weight_passes
 
 SCHEDULES = tuple(RECIPES)
@@ -34,7 +34,7 @@ def chunks_of(name: str, virtual_stages: int | None = None) -> int:
 @lru_cache(maxsize=256)
 def placement(name: str, ranks: int, virtual_stages: int | None = None) -> tuple[int, ...]:
     """The rank of each stage. Raises ScheduleError as `build` does."""
-    return RECIPES[name].placement(Shape(ranks, 1, chunks_of(name, virtual_stages)))
+    return RECIPES[name].placement(ScheduleShape(ranks, 1, chunks_of(name, virtual_stages)))
 
 
 def build(
@@ -59,7 +59,7 @@ def build(
     for what, size in (("parallel.pp", ranks), ("the number of microbatches of a step", microbatches)):
         if size < 1:
             raise ScheduleError(f"{what} = {size}: a pipeline needs at least 1.")
-    shape = Shape(ranks, microbatches, chunks_of(name, virtual_stages))
+    shape = ScheduleShape(ranks, microbatches, chunks_of(name, virtual_stages))
     recipe = RECIPES[name]
     actions = tuple(tuple(recipe.order(rank, shape)) for rank in range(ranks))
     limit = tuple(min(recipe.activations(rank, shape), microbatches * shape.chunks) for rank in range(ranks))
@@ -74,6 +74,9 @@ def build(
 def _forward_only(schedule: Schedule) -> Schedule:
     """Keep only the forwards. The order stays valid, since a forward depends only on forwards."""
     actions = tuple(
-        tuple(action for action in actions if action.kind is Kind.FORWARD) for actions in schedule.actions
+        tuple(action for action in actions if action.kind is ActionKind.FORWARD)
+        for actions in schedule.actions
     )
-    return replace(schedule, actions=actions, activation_limit=(1,) * schedule.ranks, passes=(Kind.FORWARD,))
+    return replace(
+        schedule, actions=actions, activation_limit=(1,) * schedule.ranks, passes=(ActionKind.FORWARD,)
+    )

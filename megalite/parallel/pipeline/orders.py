@@ -15,12 +15,12 @@ from collections.abc import Callable
 from itertools import chain
 from typing import NamedTuple
 
-from megalite.parallel.pipeline.schedule import Action, Kind
+from megalite.parallel.pipeline.schedule import Action, ActionKind
 
-F, B = Kind.FORWARD, Kind.BACKWARD
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 
 
-class Shape(NamedTuple):
+class ScheduleShape(NamedTuple):
     """Sizes of a schedule: ranks of the pipeline axis, microbatches of a step, chunks (stages on each
     rank)."""
 
@@ -29,18 +29,18 @@ class Shape(NamedTuple):
     chunks: int
 
 
-def looped(shape: Shape) -> tuple[int, ...]:
+def looped(shape: ScheduleShape) -> tuple[int, ...]:
     """Rank of each stage, in rounds over the ranks: the last rank sends to the first."""
     return tuple(range(shape.ranks)) * shape.chunks
 
 
-def folded(shape: Shape) -> tuple[int, ...]:
+def folded(shape: ScheduleShape) -> tuple[int, ...]:
     """Rank of each stage, in a V: up the ranks and back, so rank 0 holds the first and the last stage."""
     there = tuple(range(shape.ranks))
     return there + there[::-1]
 
 
-def gpipe(rank: int, shape: Shape) -> list[Action]:
+def gpipe(rank: int, shape: ScheduleShape) -> list[Action]:
     """GPipe (Huang et al. 2019): every forward, then every backward, in ascending order, not mirrored as in
     the paper."""
     return [Action(kind, rank, i) for kind in (F, B) for i in range(shape.microbatches)]
@@ -52,24 +52,24 @@ def alternating(forwards: list[Action], backwards: list[Action], warmup: int) ->
     return [*forwards[:warmup], *steady, *backwards[max(0, len(forwards) - warmup) :]]
 
 
-def one_f_one_b(rank: int, shape: Shape) -> list[Action]:
+def one_f_one_b(rank: int, shape: ScheduleShape) -> list[Action]:
     """1F1B (Narayanan et al. 2019): warm up, alternate, drain. Stage s of p holds at most p - s
     activations."""
     return _ahead(rank, shape, shape.ranks - rank - 1)
 
 
-def zb_h2(rank: int, shape: Shape) -> list[Action]:
+def zb_h2(rank: int, shape: ScheduleShape) -> list[Action]:
     """ZB-H2 (Qi et al. 2023): 2(p - s) - 1 forwards in flight, enough to compute until the first microbatch's
     gradient returns."""
     return _ahead(rank, shape, 2 * (shape.ranks - rank - 1))
 
 
-def _ahead(rank: int, shape: Shape, warmup: int) -> list[Action]:
+def _ahead(rank: int, shape: ScheduleShape, warmup: int) -> list[Action]:
     forwards, backwards = ([Action(kind, rank, i) for i in range(shape.microbatches)] for kind in (F, B))
     return alternating(forwards, backwards, min(warmup, shape.microbatches))
 
 
-def groups(shape: Shape) -> list[range]:
+def groups(shape: ScheduleShape) -> list[range]:
     """The microbatches in groups that pass through one chunk after the other.
 
     A group of fewer than p leaves ranks idle at every change of chunk. There are therefore floor(m / p)
@@ -81,7 +81,7 @@ def groups(shape: Shape) -> list[range]:
     return [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
 
 
-def interleaved_warmup(rank: int, shape: Shape) -> int:
+def interleaved_warmup(rank: int, shape: ScheduleShape) -> int:
     """Number of forwards before the first backward (Narayanan et al. 2021): a group's forwards of every chunk
     but the last, and two for each rank that follows, for the way down and back up the ranks. With one chunk
     the way down suffices: that is 1F1B.
@@ -92,7 +92,7 @@ def interleaved_warmup(rank: int, shape: Shape) -> int:
     )
 
 
-def interleaved(rank: int, shape: Shape) -> list[Action]:
+def interleaved(rank: int, shape: ScheduleShape) -> list[Action]:
     """Interleaved 1F1B (Narayanan et al. 2021): group by group, in a group chunk by chunk, ascending in
     forward, descending in backward."""
     chunks = range(shape.chunks)
@@ -112,13 +112,13 @@ class _Folded:
     """Builds a rank's order on the V, which has a downward and an upward stage: each pass once for every
     microbatch."""
 
-    def __init__(self, rank: int, shape: Shape):
+    def __init__(self, rank: int, shape: ScheduleShape):
         self.down, self.up = rank, 2 * shape.ranks - 1 - rank
         self.actions: list[Action] = []
         self._next = {(kind, stage): 0 for kind in (F, B) for stage in (self.down, self.up)}
         self._microbatches = shape.microbatches
 
-    def put(self, *wanted: tuple[Kind, int]) -> None:
+    def put(self, *wanted: tuple[ActionKind, int]) -> None:
         """Append each (kind, stage) for its next microbatch, if one is left and, for a backward, its forward
         is done."""
         for kind, stage in wanted:
@@ -129,7 +129,7 @@ class _Folded:
                 self._next[kind, stage] += 1
 
 
-def zb_v(rank: int, shape: Shape) -> list[Action]:
+def zb_v(rank: int, shape: ScheduleShape) -> list[Action]:
     """ZB-V (Qi et al. 2023): downward forwards until the first microbatch is back, then both halves
     alternately."""
     order = _Folded(rank, shape)
@@ -141,7 +141,7 @@ def zb_v(rank: int, shape: Shape) -> list[Action]:
     return order.actions
 
 
-def v_half(rank: int, shape: Shape) -> list[Action]:
+def v_half(rank: int, shape: ScheduleShape) -> list[Action]:
     """V-Half (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"): one microbatch's pattern,
     repeated every six passes.
 
@@ -185,9 +185,9 @@ class Recipe(NamedTuple):
         one after the other, so that a rank that waits for none begins the next step meanwhile.
     """
 
-    order: Callable[[int, Shape], list[Action]]
-    activations: Callable[[int, Shape], int]
-    placement: Callable[[Shape], tuple[int, ...]] = looped
+    order: Callable[[int, ScheduleShape], list[Action]]
+    activations: Callable[[int, ScheduleShape], int]
+    placement: Callable[[ScheduleShape], tuple[int, ...]] = looped
     chunks: int | None = 1
     splits: bool = False
     staggered: bool = False

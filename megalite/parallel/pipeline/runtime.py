@@ -24,13 +24,16 @@ from torch import Tensor
 from megalite.mesh.mesh import Mesh
 from megalite.parallel.collectives import message
 from megalite.parallel.microbatch import Microbatch
-from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
+from megalite.parallel.pipeline.schedule import Action, ActionKind, Schedule
 from megalite.parallel.pipeline.send_recv_actions import OUTSTANDING_SENDS, channel_of
 from megalite.parallel.weight_grad_queue import WeightGradQueue
 from megalite.system.clock import ActionMarks, ActionTiming, Clock, HostClock, StepTiming
 
 Key = tuple[int, int]  # stage, microbatch
-INPUTS = {Kind.FORWARD: (Kind.RECEIVE_FORWARD, -1), Kind.BACKWARD: (Kind.RECEIVE_BACKWARD, 1)}
+INPUTS = {
+    ActionKind.FORWARD: (ActionKind.RECEIVE_FORWARD, -1),
+    ActionKind.BACKWARD: (ActionKind.RECEIVE_BACKWARD, 1),
+}
 """The receive that a computation's input arrives by, and the offset of the stage that produces it."""
 
 
@@ -87,9 +90,9 @@ class _Run:
     # outputs and input gradients that another stage has yet to consume
     products: dict[Key, Tensor] = field(default_factory=dict)
     # receives in flight, with their buffers
-    arriving: dict[tuple[Kind, Key], tuple[Any, Tensor]] = field(default_factory=dict)
+    arriving: dict[tuple[ActionKind, Key], tuple[Any, Tensor]] = field(default_factory=dict)
     # sends in flight, with the tensors they read
-    sends: dict[tuple[Kind, Key], tuple[Any, Tensor]] = field(default_factory=dict)
+    sends: dict[tuple[ActionKind, Key], tuple[Any, Tensor]] = field(default_factory=dict)
     marks: list[ActionMarks] = field(default_factory=list)
 
 
@@ -122,7 +125,11 @@ class Runtime:
         self.activation_shape, self.dtype, self.device = tuple(activation_shape), dtype, device
         self.clock = HostClock() if torch.device(device).type == "cpu" else Clock()
         self.ran: list[ActionTiming] = []
-        self._passes = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.WEIGHT: self._weight}
+        self._passes = {
+            ActionKind.FORWARD: self._forward,
+            ActionKind.BACKWARD: self._backward,
+            ActionKind.WEIGHT: self._weight,
+        }
 
     def run(
         self,
@@ -152,7 +159,7 @@ class Runtime:
         self.mesh.activity.plan = actions = schedule.actions[self.mesh.pp.rank]
         prefix = 0
         thrown_away: list[ActionMarks] = []
-        self.weight_grads.begin_run(deferred=Kind.WEIGHT in schedule.passes)
+        self.weight_grads.begin_run(deferred=ActionKind.WEIGHT in schedule.passes)
         with torch.set_grad_enabled(training):
             if confirm is not None:
                 prefix = schedule.forward_prefix[self.mesh.pp.rank]
@@ -199,7 +206,7 @@ class Runtime:
                 assert self.gatherer is not None and action.bucket is not None, (
                     f"{action} in a schedule for weights that are whole"
                 )
-                (self.gatherer.gather if action.kind is Kind.GATHER else self.gatherer.reshard)(
+                (self.gatherer.gather if action.kind is ActionKind.GATHER else self.gatherer.reshard)(
                     action.bucket, action.unit
                 )
 
@@ -213,7 +220,7 @@ class Runtime:
             work, buffer = arrived
             work.wait()
             run.products[action.stage + step, action.microbatch] = buffer
-        if action.kind is Kind.BACKWARD:
+        if action.kind is ActionKind.BACKWARD:
             cls._release_output(run, action[1:3])
 
     def _throw_away(self, run: _Run) -> None:
@@ -225,9 +232,9 @@ class Runtime:
         """
         rank, plans, lengths = self.mesh.pp.rank, run.schedule.actions, run.schedule.forward_prefix
         for action in plans[rank][lengths[rank] :]:
-            if action.kind is Kind.RECEIVE_FORWARD:
+            if action.kind is ActionKind.RECEIVE_FORWARD:
                 assert action.peer is not None
-                send = Action(Kind.SEND_FORWARD, action.stage - 1, action.microbatch, rank)
+                send = Action(ActionKind.SEND_FORWARD, action.stage - 1, action.microbatch, rank)
                 if send in plans[action.peer][: lengths[action.peer]]:
                     self._receive(run, action)
         for work, _ in (*run.arriving.values(), *run.sends.values()):
@@ -298,7 +305,7 @@ class Runtime:
     def _release_output(run: _Run, key: Key) -> None:
         """Free a sent output. Its gradient has arrived, so the receiver has it; the wait returns at once, and
         gloo needs it."""
-        work, _ = run.sends.pop((Kind.SEND_FORWARD, key), (None, None))
+        work, _ = run.sends.pop((ActionKind.SEND_FORWARD, key), (None, None))
         if work is not None:
             work.wait()
 

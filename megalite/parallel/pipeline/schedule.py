@@ -22,7 +22,7 @@ class ScheduleError(ValueError):
     reason."""
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """The kinds of actions: three compute, four send or receive between two pipeline ranks, two gather and
     free weights."""
 
@@ -47,7 +47,7 @@ class Action(NamedTuple):
     the computation leaves unit 5; G2 starts at once.
     """
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     microbatch: int
     peer: int | None = None  # the other rank of a send or receive
@@ -64,7 +64,7 @@ class Action(NamedTuple):
 
     @property
     def is_send(self) -> bool:
-        return self.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+        return self.kind in (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
 
     def __repr__(self) -> str:
         if self.bucket is not None:
@@ -120,7 +120,7 @@ class Schedule:
     placement: tuple[int, ...]
     actions: tuple[tuple[Action, ...], ...]
     activation_limit: tuple[int, ...]
-    passes: tuple[Kind, ...] = (Kind.FORWARD, Kind.BACKWARD)
+    passes: tuple[ActionKind, ...] = (ActionKind.FORWARD, ActionKind.BACKWARD)
     units: tuple[tuple[Unit, ...], ...] = ()
 
     def __hash__(self) -> int:
@@ -153,7 +153,13 @@ class Schedule:
         Closed under messages: every receive in a prefix has its send in a prefix. All ranks can therefore
         discard the results of their prefixes and their messages, and start again.
         """
-        forward = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.GATHER, Kind.RESHARD)
+        forward = (
+            ActionKind.FORWARD,
+            ActionKind.SEND_FORWARD,
+            ActionKind.RECEIVE_FORWARD,
+            ActionKind.GATHER,
+            ActionKind.RESHARD,
+        )
         lengths = [
             next((i for i, action in enumerate(actions) if action.kind not in forward), len(actions))
             for actions in self.actions
@@ -162,13 +168,13 @@ class Schedule:
             action[1:3]: i
             for actions in self.actions
             for i, action in enumerate(actions)
-            if action.kind is Kind.SEND_FORWARD
+            if action.kind is ActionKind.SEND_FORWARD
         }
 
         def cut(rank: int) -> int:
             """The length of a rank's prefix up to the first receive whose send is in no prefix."""
             for i, action in enumerate(self.actions[rank][: lengths[rank]]):
-                if action.kind is Kind.RECEIVE_FORWARD:
+                if action.kind is ActionKind.RECEIVE_FORWARD:
                     assert action.peer is not None
                     if sent_at[action.stage - 1, action.microbatch] >= lengths[action.peer]:
                         return i
@@ -206,16 +212,16 @@ class Schedule:
 def dependencies(action: Action, stages: int) -> list[Action]:
     """The compute actions whose results a compute action needs, on any rank."""
     kind, stage, microbatch = action[:3]
-    if kind is Kind.FORWARD:
+    if kind is ActionKind.FORWARD:
         return [Action(kind, stage - 1, microbatch)] if stage > 0 else []
-    if kind is Kind.WEIGHT:
-        return [Action(Kind.BACKWARD, stage, microbatch)]
-    own = [Action(Kind.FORWARD, stage, microbatch)]
+    if kind is ActionKind.WEIGHT:
+        return [Action(ActionKind.BACKWARD, stage, microbatch)]
+    own = [Action(ActionKind.FORWARD, stage, microbatch)]
     return [*own, Action(kind, stage + 1, microbatch)] if stage + 1 < stages else own
 
 
 def peak_activations(
-    schedule: Schedule, until: Kind = Kind.BACKWARD, sizes: Sequence[float] | None = None
+    schedule: Schedule, until: ActionKind = ActionKind.BACKWARD, sizes: Sequence[float] | None = None
 ) -> list[float]:
     """For each rank, the maximum of (stage, microbatch) activations held at once, each from its forward to
     the end of its `until` pass.
@@ -233,7 +239,7 @@ def peak_activations(
         held: float = 0
         peak: float = 0
         for kind, stage, *_ in actions:
-            if kind is Kind.FORWARD:
+            if kind is ActionKind.FORWARD:
                 held += size[stage]
                 peak = max(peak, held)
             if kind is last:

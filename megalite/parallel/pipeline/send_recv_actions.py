@@ -28,7 +28,7 @@ from dataclasses import replace
 from math import inf
 from typing import Literal, NamedTuple
 
-from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, dependencies
+from megalite.parallel.pipeline.schedule import Action, ActionKind, Schedule, ScheduleError, dependencies
 
 PASS, MESSAGE = 16, 1  # durations of the simulation that the global order comes from
 # NCCL's buffers at one end of an edge. Estimate: 0.5 GB a peer with 32 thread blocks both ways; channels have
@@ -62,7 +62,7 @@ CHANNELS = (
 def channel_of(action: Action, rank: int) -> Channel:
     """The channel of a rank's send or receive."""
     assert action.peer is not None, f"{action} does not communicate"
-    forward = action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
+    forward = action.kind in (ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD)
     up = (action.peer > rank) == action.is_send
     return Channel("forward" if forward else "backward", "up" if up else "down")
 
@@ -92,30 +92,30 @@ def connection_bytes(used: Sequence[Edge], rank: int) -> int:
 def send_after(action: Action, schedule: Schedule) -> Action | None:
     """The send of a compute action's result; None within a rank, at the ends of the model, and for weight
     passes."""
-    step = {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(action.kind)
+    step = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}.get(action.kind)
     if step is None or not 0 <= action.stage + step < schedule.stages:
         return None
     source, target = schedule.placement[action.stage], schedule.placement[action.stage + step]
-    kind = Kind.SEND_FORWARD if step == 1 else Kind.SEND_BACKWARD
+    kind = ActionKind.SEND_FORWARD if step == 1 else ActionKind.SEND_BACKWARD
     return None if source == target else Action(kind, action.stage, action.microbatch, target)
 
 
 def receive_before(action: Action, schedule: Schedule) -> Action | None:
     """The receive of a compute action's input, which matches `send_after` of the action that produces it;
     None if there is none."""
-    step = {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(action.kind)
+    step = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}.get(action.kind)
     if step is None or not 0 <= action.stage - step < schedule.stages:
         return None
     source, target = schedule.placement[action.stage - step], schedule.placement[action.stage]
-    kind = Kind.RECEIVE_FORWARD if step == 1 else Kind.RECEIVE_BACKWARD
+    kind = ActionKind.RECEIVE_FORWARD if step == 1 else ActionKind.RECEIVE_BACKWARD
     return None if source == target else Action(kind, action.stage, action.microbatch, source)
 
 
 def received_from(receive: Action) -> Action:
     """The compute action on the peer whose result a receive receives."""
-    if receive.kind is Kind.RECEIVE_FORWARD:
-        return Action(Kind.FORWARD, receive.stage - 1, receive.microbatch)
-    return Action(Kind.BACKWARD, receive.stage + 1, receive.microbatch)
+    if receive.kind is ActionKind.RECEIVE_FORWARD:
+        return Action(ActionKind.FORWARD, receive.stage - 1, receive.microbatch)
+    return Action(ActionKind.BACKWARD, receive.stage + 1, receive.microbatch)
 
 
 def with_communication(schedule: Schedule) -> Schedule:
@@ -144,9 +144,9 @@ def _global_order(schedule: Schedule) -> dict[Action, int]:
     give an order that is close to execution. Integers make the order the same on every machine.
     """
     durations = {
-        Kind.FORWARD: PASS,
-        Kind.BACKWARD: PASS if Kind.WEIGHT in schedule.passes else 2 * PASS,
-        Kind.WEIGHT: PASS,
+        ActionKind.FORWARD: PASS,
+        ActionKind.BACKWARD: PASS if ActionKind.WEIGHT in schedule.passes else 2 * PASS,
+        ActionKind.WEIGHT: PASS,
     }
     todo = [deque(schedule.compute(rank)) for rank in range(schedule.ranks)]
     ends: dict[Action, float] = {}

@@ -17,10 +17,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megalite.parallel.pipeline.gather_actions import uses
-from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, dependencies
+from megalite.parallel.pipeline.schedule import Action, ActionKind, Schedule, ScheduleError, dependencies
 
 
-class Span(NamedTuple):
+class Interval(NamedTuple):
     """Start and end of one action."""
 
     action: Action
@@ -38,8 +38,8 @@ class Timeline:
         stalls: for each rank, (start, end) of each time that its actions wait for weights.
     """
 
-    spans: tuple[tuple[Span, ...], ...]
-    gathers: tuple[tuple[Span, ...], ...] = ()
+    spans: tuple[tuple[Interval, ...], ...]
+    gathers: tuple[tuple[Interval, ...], ...] = ()
     stalls: tuple[tuple[tuple[float, float], ...], ...] = ()
 
     @property
@@ -119,7 +119,7 @@ def simulate(
     inputs = {(kind, stage): _inputs(schedule, kind, stage, comm, ended) for kind, stage in ended}
     todo = [deque(schedule.compute(rank)) for rank in range(schedule.ranks)]
     links = [_Link(schedule, rank, gather) for rank in range(schedule.ranks)] if schedule.units else []
-    spans: list[list[Span]] = [[] for _ in todo]
+    spans: list[list[Interval]] = [[] for _ in todo]
     # action not yet ended → ranks that need it next
     waiting: defaultdict[Action, list[int]] = defaultdict(list)
     runnable = list(range(schedule.ranks))
@@ -139,7 +139,7 @@ def simulate(
                 if links
                 else start + durations[kind][stage]
             )
-            spans[rank].append(Span(action, start, now))
+            spans[rank].append(Interval(action, start, now))
             ended[kind, stage][microbatch] = now
             todo[rank].popleft()
             if action in waiting:
@@ -155,7 +155,7 @@ def simulate(
     )
 
 
-Ends = dict[tuple[Kind, int], dict[int, float]]
+Ends = dict[tuple[ActionKind, int], dict[int, float]]
 """The end of each microbatch's pass on a stage: (pass, stage) → microbatch → time."""
 
 
@@ -165,7 +165,7 @@ class _Input(NamedTuple):
 
     ends: dict[int, float]
     latency: float
-    source: tuple[Kind, int]
+    source: tuple[ActionKind, int]
 
 
 class _Link:
@@ -174,10 +174,10 @@ class _Link:
     def __init__(self, schedule: Schedule, rank: int, gather: float):
         self.schedule = schedule
         # (pass, stage, microbatch, unit)
-        self.moves: defaultdict[tuple[Kind, int, int, int | None], list[Action]] = defaultdict(list)
+        self.moves: defaultdict[tuple[ActionKind, int, int, int | None], list[Action]] = defaultdict(list)
         waiting: list[Action] = []
         for action in schedule.actions[rank]:
-            if action.kind is Kind.GATHER:
+            if action.kind is ActionKind.GATHER:
                 waiting.append(action)
             elif action.is_compute:
                 for move in waiting:
@@ -191,7 +191,7 @@ class _Link:
         }
         self.seconds = gather / max(len(buckets), 1)
         self.whole: dict[int, float] = {}  # bucket → time at which its last gather ends
-        self.spans: list[Span] = []
+        self.spans: list[Interval] = []
         self.stalls: list[tuple[float, float]] = []
 
     def run(self, action: Action, free: float, start: float, duration: float) -> float:
@@ -210,11 +210,11 @@ class _Link:
         for move in self.moves.get((*action[:3], unit), ()):
             assert move.bucket is not None
             begin = max(now, self.spans[-1].end if self.spans else 0.0)
-            self.spans.append(Span(move, begin, begin + self.seconds))
+            self.spans.append(Interval(move, begin, begin + self.seconds))
             self.whole[move.bucket] = begin + self.seconds
 
 
-def _inputs(schedule: Schedule, kind: Kind, stage: int, comm: float, ended: Ends) -> list[_Input]:
+def _inputs(schedule: Schedule, kind: ActionKind, stage: int, comm: float, ended: Ends) -> list[_Input]:
     """The inputs of a pass on a stage."""
     rank = schedule.placement[stage]
     sources = [(other.kind, other.stage) for other in dependencies(Action(kind, stage, 0), schedule.stages)]
@@ -236,7 +236,7 @@ def _earliest(now: float, inputs: list[_Input], microbatch: int) -> float | None
     return now
 
 
-def _durations(schedule: Schedule, *whole: float | Sequence[float]) -> dict[Kind, list[float]]:
+def _durations(schedule: Schedule, *whole: float | Sequence[float]) -> dict[ActionKind, list[float]]:
     """Duration of each compute kind on each stage."""
     share = schedule.ranks / schedule.stages
 
@@ -244,6 +244,6 @@ def _durations(schedule: Schedule, *whole: float | Sequence[float]) -> dict[Kind
         return list(value) if isinstance(value, Sequence) else [value * share] * schedule.stages
 
     forward, backward, weight = map(per_stage, whole)
-    if Kind.WEIGHT not in schedule.passes:
+    if ActionKind.WEIGHT not in schedule.passes:
         backward = [b + w for b, w in zip(backward, weight, strict=True)]
-    return {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.WEIGHT: weight}
+    return {ActionKind.FORWARD: forward, ActionKind.BACKWARD: backward, ActionKind.WEIGHT: weight}

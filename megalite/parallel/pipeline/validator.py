@@ -21,7 +21,7 @@ from collections import Counter, defaultdict, deque
 from megalite.parallel.pipeline.gather_actions import check_gathering
 from megalite.parallel.pipeline.schedule import (
     Action,
-    Kind,
+    ActionKind,
     Schedule,
     ScheduleError,
     dependencies,
@@ -105,12 +105,12 @@ def _check_order(schedule: Schedule, rank: int) -> None:
     ascending microbatch order."""
     seen: set[Action] = set()
     # number of microbatches whose gradient pass is done, by (pass, stage)
-    accumulated: Counter[tuple[Kind, int]] = Counter()
+    accumulated: Counter[tuple[ActionKind, int]] = Counter()
     for action in schedule.actions[rank]:
         for needed in _needed_here(action, schedule, rank):
             if needed not in seen:
                 raise ScheduleError(f"rank {rank}: {action} comes before {needed}, which it needs.")
-        if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+        if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT):
             if action.microbatch != accumulated[action.kind, action.stage]:
                 raise ScheduleError(
                     f"rank {rank}: {action} is out of turn: gradients accumulate in ascending microbatch "
@@ -133,7 +133,7 @@ def _needed_here(action: Action, schedule: Schedule, rank: int) -> list[Action]:
     if action.is_send:
         return [
             Action(
-                Kind.FORWARD if action.kind is Kind.SEND_FORWARD else Kind.BACKWARD,
+                ActionKind.FORWARD if action.kind is ActionKind.SEND_FORWARD else ActionKind.BACKWARD,
                 action.stage,
                 action.microbatch,
             )

@@ -19,7 +19,7 @@ from collections import deque
 from dataclasses import replace
 from math import inf
 
-from megalite.parallel.pipeline.schedule import Action, Costs, Kind, Schedule, ScheduleError
+from megalite.parallel.pipeline.schedule import Action, ActionKind, Costs, Schedule, ScheduleError
 
 THRESHOLDS = (1.0, 0.5, 0.0)  # minimum length of a gap, relative to a weight pass's duration
 LATE = 1e-9  # relative tolerance: equal sums of durations differ by rounding
@@ -36,7 +36,7 @@ def with_weight_passes(schedule: Schedule, costs: Costs) -> Schedule:
         for threshold in (THRESHOLDS if costs.weight_backward > 0 else THRESHOLDS[:1])
     ]
     best = min(tries, key=lambda filling: (filling.longest_span, filling.makespan))
-    passes = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
+    passes = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
     return replace(schedule, actions=tuple(map(tuple, best.actions)), passes=passes)
 
 
@@ -53,12 +53,12 @@ class _Filling:
         share = schedule.ranks / schedule.stages
         self.schedule, self.placement = schedule, schedule.placement
         self.durations = {
-            Kind.FORWARD: costs.forward * share,
-            Kind.BACKWARD: costs.input_backward * share,
-            Kind.WEIGHT: costs.weight_backward * share,
+            ActionKind.FORWARD: costs.forward * share,
+            ActionKind.BACKWARD: costs.input_backward * share,
+            ActionKind.WEIGHT: costs.weight_backward * share,
         }
         self.comm = costs.comm
-        self.gap = threshold * self.durations[Kind.WEIGHT] * (1 - LATE)
+        self.gap = threshold * self.durations[ActionKind.WEIGHT] * (1 - LATE)
         ranks = range(schedule.ranks)
         self.actions: list[list[Action]] = [[] for _ in ranks]
         self._orders = [deque(actions) for actions in schedule.actions]
@@ -86,15 +86,15 @@ class _Filling:
             self._run(order.popleft(), now, rank)
         elif left and ready - now >= self.gap:
             backward = left.popleft()
-            self._run(Action(Kind.WEIGHT, backward.stage, backward.microbatch), now, rank)
+            self._run(Action(ActionKind.WEIGHT, backward.stage, backward.microbatch), now, rank)
 
     def _ready(self, action: Action, rank: int) -> float:
         """The time at which an action can start; infinity if it is not known, or if the rank must free an
         activation first."""
         kind, stage, microbatch = action[:3]
-        if kind is Kind.FORWARD and self._held[rank] >= self.schedule.activation_limit[rank]:
+        if kind is ActionKind.FORWARD and self._held[rank] >= self.schedule.activation_limit[rank]:
             return inf
-        if kind is Kind.FORWARD:
+        if kind is ActionKind.FORWARD:
             needed = (True, stage - 1, microbatch)
         else:
             last = stage + 1 == self.schedule.stages
@@ -108,10 +108,10 @@ class _Filling:
         end = self._free[rank] = now + self.durations[action.kind]
         self.actions[rank].append(action)
         heapq.heappush(self._events, (end, rank))
-        if action.kind is Kind.WEIGHT:
+        if action.kind is ActionKind.WEIGHT:
             self._held[rank] -= 1
             return
-        forward = action.kind is Kind.FORWARD
+        forward = action.kind is ActionKind.FORWARD
         if forward:
             self._held[rank] += 1
         else:

@@ -39,7 +39,7 @@ from megalite.system import rng
 
 
 @dataclass(eq=False)
-class Matrix:
+class CompressedMatrix:
     """A segment whose gradient is compressed: this rank's part of it, with padding, which starts at `start`
     of its bucket. One matrix, or those of the experts that the rank holds: then all tensors have a first
     dimension more.
@@ -71,7 +71,7 @@ class Compression:
     """The compressed reduction of one bucket: its matrices as factors, the `rest`, ranges (start, stop),
     uncompressed."""
 
-    matrices: Sequence[Matrix]
+    matrices: Sequence[CompressedMatrix]
     rest: Sequence[tuple[int, int]]
     axis: MeshAxis
     loss_scale: float = 1.0  # of the current step
@@ -122,12 +122,12 @@ class PowerSGD:
         self.at, self.rank, self.seed = mesh.coordinates, rank, seed
         self.axes = {"dense": mesh.data, "expert": mesh.expert_data}  # by domain
         self.one_copy = mesh.tied_pair is None
-        self.matrices: list[Matrix] = []
+        self.matrices: list[CompressedMatrix] = []
 
     def compress(self, layout: BucketLayout, like: Tensor) -> Compression | None:
         """The compression of a bucket whose gradients have the dtype and device of `like`; None if it has
         nothing to compress."""
-        axis, matrices = self.axes[layout.domain], list[Matrix]()
+        axis, matrices = self.axes[layout.domain], list[CompressedMatrix]()
         if axis.size == 1:  # experts that no other rank holds
             return None
         for slot in layout.slots:
@@ -137,7 +137,7 @@ class PowerSGD:
                 if found := compressible(segment, part, self.rank):
                     factor = self._initial_factor(segment, part, found).to(like)
                     error = like.new_zeros(*factor.shape[:-2], found.n, found.m)
-                    matrices.append(Matrix(segment, part, start, axis, error, factor))
+                    matrices.append(CompressedMatrix(segment, part, start, axis, error, factor))
                 start += part.numel
         if not matrices:
             return None
@@ -171,14 +171,14 @@ class PowerSGD:
     # rank]
 
     def _error(
-        self, matrix: Matrix, values: Tensor, row: int, rows: int, name: str | None = None
+        self, matrix: CompressedMatrix, values: Tensor, row: int, rows: int, name: str | None = None
     ) -> Rectangle:
         """`values` (as the matrix's error, without the padding) as the error of rank `row` of `rows`."""
         shape, offsets = (rows, *matrix.segment.shape), (row, *matrix.part.offsets)
         held = values.view(matrix.part.shape)[: matrix.part.sizes[0]]
         return Rectangle(f"powersgd_error/{name or matrix.name}", shape, offsets, held.unsqueeze(0))
 
-    def _factor(self, matrix: Matrix) -> Rectangle:
+    def _factor(self, matrix: CompressedMatrix) -> Rectangle:
         index, parts = (0, 1) if matrix.segment.split is None else self.at[matrix.segment.axis]
         values = matrix.factor.view(-1, *matrix.factor.shape[-2:])
         count = values.shape[0]
@@ -230,7 +230,7 @@ class PowerSGD:
     def _restore_errors(
         self,
         axis: MeshAxis,
-        known: Sequence[tuple[Matrix, str]],
+        known: Sequence[tuple[CompressedMatrix, str]],
         stored: Mapping[str, tuple[int, ...]],
         fill: Callable[[list[Rectangle]], None],
     ) -> None:

@@ -29,7 +29,7 @@ Mask = Callable[..., Tensor]
 AccumulateAdapter = Callable[[Tensor], None]
 
 
-class Part(NamedTuple):
+class SegmentAdapter(NamedTuple):
     """The adapter of one segment of a stored matrix, its A excepted.
 
     Attributes:
@@ -56,7 +56,7 @@ class Adapter:
         biased: whether the layer has added a bias to its output before the adapter does.
     """
 
-    def __init__(self, base: Weight, a: Weight, parts: Sequence[Part], biased: bool, tp: MeshAxis):
+    def __init__(self, base: Weight, a: Weight, parts: Sequence[SegmentAdapter], biased: bool, tp: MeshAxis):
         self.base, self.a, self.parts, self.biased, self.tp = base, a, parts, biased, tp
         self.ranks = [part.rank for part in parts]
         self.first_channel = a.spec.segments[0].local(Coordinates.on("tp", tp.rank, tp.size)).offsets[1]
@@ -136,12 +136,14 @@ def attach_adapters(weights: Mapping[str, Weight], lora: LoraConfig, tp: MeshAxi
             weight.adapter = kind(weight, a, _parts(weight, weights, lora, tp), biased, tp)
 
 
-def _parts(weight: Weight, weights: Mapping[str, Weight], lora: LoraConfig, tp: MeshAxis) -> list[Part]:
+def _parts(
+    weight: Weight, weights: Mapping[str, Weight], lora: LoraConfig, tp: MeshAxis
+) -> list[SegmentAdapter]:
     at, first, found = Coordinates.on("tp", tp.rank, tp.size), 0, []
     for segment in weight.spec.segments:
         columns = slice(first, first := first + segment.local(at).shape[0])
         stem = segment.name.removesuffix("weight")
         if b := weights.get(f"{stem}lora_b"):
             scale, rank = lora.scale_of(segment.role), b.tensor.shape[1]
-            found.append(Part(b, columns, rank, scale, weights.get(f"{stem}lora_magnitude")))
+            found.append(SegmentAdapter(b, columns, rank, scale, weights.get(f"{stem}lora_magnitude")))
     return found

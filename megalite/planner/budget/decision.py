@@ -34,14 +34,14 @@ from megalite.config.recompute import BUDGET, OPERATIONS, written
 from megalite.config.schema import Config, ConfigError
 from megalite.model.cost.recomputed import Group, Operation, groups
 from megalite.model.parameters import head_unit, layer_count, layers_in
-from megalite.parallel.pipeline.schedule import Kind as Pass
+from megalite.parallel.pipeline.schedule import ActionKind as Pass
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.parallel.sharding.buckets import BucketLayout
-from megalite.planner.budget.integer_program import Kind, Option, solve
+from megalite.planner.budget.integer_program import ItemGroup, Option, solve
 from megalite.planner.cost.operations import Operations
 from megalite.planner.cost.recomputed_time import of_operation
 from megalite.planner.hardware import devices
-from megalite.planner.memory.activations import Activations, Held
+from megalite.planner.memory.activations import Activations, HeldBytes
 from megalite.planner.memory.estimate import Standing, estimate, settled
 from megalite.planner.memory.peak_passes import moments_of
 from megalite.planner.memory.states import Device
@@ -159,7 +159,7 @@ def decide(
     config = _keeping_all(config, world_size)
     costs = costs or _costs(config.profiling.hardware, device)
     if schedule is not None:
-        return decision(Problem(config, device, costs, schedule), budget)
+        return decision(BudgetProblem(config, device, costs, schedule), budget)
     return _decided(_Asked(f"{config} {costs}", config, costs), budget, device)
 
 
@@ -170,13 +170,13 @@ def problem_of(
     costs: devices.Device,
     schedule: Schedule,
     buckets: dict[Hashable, list[BucketLayout]],
-) -> Problem:
+) -> BudgetProblem:
     """The problem of a configuration; arguments as for `decide`. buckets: as for `Standing`."""
-    return Problem(_keeping_all(config, world_size), device, costs, schedule, buckets)
+    return BudgetProblem(_keeping_all(config, world_size), device, costs, schedule, buckets)
 
 
 def recompute_within(
-    problem: Problem, budget: int, exact: bool = True, ranks: Iterable[int] | None = None
+    problem: BudgetProblem, budget: int, exact: bool = True, ranks: Iterable[int] | None = None
 ) -> str | None:
     """The train.recompute that `decide` finds, without what else is known of it; None if nothing fits.
 
@@ -216,12 +216,14 @@ def _costs(name: str | None, device: Device) -> devices.Device:
 def _decided(asked: _Asked, budget: int, device: Device) -> Decision:
     config = asked.config
     return decision(
-        Problem(config, device, asked.costs, plan.schedule(config, ParallelDims.of(config).microbatches)),
+        BudgetProblem(
+            config, device, asked.costs, plan.schedule(config, ParallelDims.of(config).microbatches)
+        ),
         budget,
     )
 
 
-def decision(problem: Problem, budget: int) -> Decision:
+def decision(problem: BudgetProblem, budget: int) -> Decision:
     """What `decide` finds. Raises ConfigError as it does."""
     config = problem.config
     ranks = [problem.rank(rank, budget) for rank in range(config.parallel.pp)]
@@ -310,11 +312,11 @@ class _Programme(NamedTuple):
     least: int
     layers: list[_Layer]
     choices: list[tuple[list[_Layer], _Choice]]
-    kinds: list[Kind]
+    kinds: list[ItemGroup]
     needs: list[int]
 
 
-class Problem:
+class BudgetProblem:
     """The integer programmes of a configuration that keeps everything, one for each pipeline rank."""
 
     def __init__(
@@ -337,7 +339,7 @@ class Problem:
         self._buckets = {} if buckets is None else buckets
         self.besides = Standing(config, schedule, self.kept, self._buckets)
 
-    def stored(self, config: Config, schedule: Schedule) -> Problem:
+    def stored(self, config: Config, schedule: Schedule) -> BudgetProblem:
         """The problem of a configuration that differs in what ZeRO shards and where states are stored: its
         programmes are these.
 
@@ -442,7 +444,7 @@ class Problem:
             for load in loads
         ]
         kinds = [
-            Kind(
+            ItemGroup(
                 len(alike),
                 tuple(
                     Option(cost, tuple(freed * alike[0].multiple(load) for load in loads))
@@ -525,7 +527,7 @@ def _alternatives(group: Group, scores: bool) -> list[Operation]:
 
 
 def _loads(
-    schedule: Schedule, stages: Sequence[Sequence[Held]], tables: int, numbers: Sequence[int]
+    schedule: Schedule, stages: Sequence[Sequence[HeldBytes]], tables: int, numbers: Sequence[int]
 ) -> list[_Load]:
     """The loads of a rank that no other one covers, given what its stages keep if everything is recomputed.
     As `memory.Profile`."""

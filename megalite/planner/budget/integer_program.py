@@ -47,7 +47,7 @@ class Option(NamedTuple):
     frees: tuple[int, ...]
 
 
-class Kind(NamedTuple):
+class ItemGroup(NamedTuple):
     """A number of equal items, and the options besides keeping everything."""
 
     items: int
@@ -68,7 +68,7 @@ class _States(NamedTuple):
     taken: Array  # index into the last kind's possible counts
 
 
-def solve(kinds: Sequence[Kind], needs: Sequence[int], exact: bool = True) -> Counts | None:
+def solve(kinds: Sequence[ItemGroup], needs: Sequence[int], exact: bool = True) -> Counts | None:
     """The choice of least cost that frees what every constraint needs, or of a large programme one within
     `GAP` of it; None if there is none.
 
@@ -78,7 +78,7 @@ def solve(kinds: Sequence[Kind], needs: Sequence[int], exact: bool = True) -> Co
     if not wanted:
         return tuple((0,) * len(kind.options) for kind in kinds)
     narrow = [
-        Kind(
+        ItemGroup(
             kind.items,
             tuple(Option(each.cost, tuple(each.frees[i] for i in wanted)) for each in kind.options),
         )
@@ -119,7 +119,7 @@ def solve(kinds: Sequence[Kind], needs: Sequence[int], exact: bool = True) -> Co
     return tuple(reversed(counts))
 
 
-def _branched(kinds: Sequence[Kind], needs: tuple[int, ...], known: Counts | None) -> Counts | None:
+def _branched(kinds: Sequence[ItemGroup], needs: tuple[int, ...], known: Counts | None) -> Counts | None:
     """The choice that HiGHS finds by branch and cut, or the known one if that is better."""
     from scipy.optimize import Bounds, LinearConstraint, milp  # here: importing it takes a third of a second
 
@@ -182,7 +182,7 @@ class Relaxation:
     """A lower bound of the least cost at which items free a number of bytes of one constraint: fractions of
     items may take an option."""
 
-    def __init__(self, kinds: Sequence[Kind]):
+    def __init__(self, kinds: Sequence[ItemGroup]):
         self._bound = _Bounds(kinds, 1).after(-1)
 
     def least(self, need: float) -> float:
@@ -191,7 +191,7 @@ class Relaxation:
 
 
 def _followed(
-    states: _States, kind: Kind, possible: Sequence[tuple[int, ...]], after: _Bound, limit: float
+    states: _States, kind: ItemGroup, possible: Sequence[tuple[int, ...]], after: _Bound, limit: float
 ) -> _States:
     """The states after one more kind that can still become the best choice."""
     choices = np.array(possible, dtype=np.int64)  # [counts, options]
@@ -223,11 +223,11 @@ def _undominated(left: Array) -> Array:
     return kept
 
 
-def _cost(kind: Kind, taken: Sequence[int]) -> float:
+def _cost(kind: ItemGroup, taken: Sequence[int]) -> float:
     return sum(count * option.cost for count, option in zip(taken, kind.options, strict=True))
 
 
-def _counts(kind: Kind) -> Iterator[tuple[int, ...]]:
+def _counts(kind: ItemGroup) -> Iterator[tuple[int, ...]]:
     """Numbers of items that may take each of a kind's options."""
 
     def shared(options: int, items: int) -> Iterator[tuple[int, ...]]:
@@ -256,7 +256,7 @@ class _Bounds:
     Arrays are [constraints, steps], filled up with steps that free nothing.
     """
 
-    def __init__(self, kinds: Sequence[Kind], constraints: int):
+    def __init__(self, kinds: Sequence[ItemGroup], constraints: int):
         hulls = [[_hull(kind, index) for kind in kinds] for index in range(constraints)]
         most = max((sum(map(len, hull)) for hull in hulls), default=0)
         self._kinds, self._frees = (
@@ -309,7 +309,7 @@ class _Bound:
         return bound
 
 
-def _hull(kind: Kind, index: int) -> list[_Step]:
+def _hull(kind: ItemGroup, index: int) -> list[_Step]:
     """The lower convex hull of a kind's options for one constraint, from keeping everything on."""
     points, at, steps = (
         [(option.frees[index], option.cost) for option in kind.options],
@@ -326,7 +326,7 @@ def _hull(kind: Kind, index: int) -> list[_Step]:
     return steps
 
 
-def _greedy(kinds: Sequence[Kind], needs: tuple[int, ...]) -> Counts | None:
+def _greedy(kinds: Sequence[ItemGroup], needs: tuple[int, ...]) -> Counts | None:
     """A good choice: items by items, the cheapest for what is still needed, then all that turn out to be
     needless taken back."""
     # of each kind, the place of keeping everything, before its options
@@ -367,7 +367,7 @@ def _greedy(kinds: Sequence[Kind], needs: tuple[int, ...]) -> Counts | None:
     return tuple(map(tuple, taken))
 
 
-def _take_back(kinds: Sequence[Kind], taken: list[list[int]], left: list[int]) -> None:
+def _take_back(kinds: Sequence[ItemGroup], taken: list[list[int]], left: list[int]) -> None:
     """Keep everything again in items that are not needed, the costly ones first."""
     every = [
         (option.cost, number, index)

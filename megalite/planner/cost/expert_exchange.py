@@ -11,7 +11,7 @@ from megalite.config.recompute import operations_of
 from megalite.config.schema import Config, ModelConfig
 from megalite.model.cost.records import Share
 from megalite.model.parameters import layers_in
-from megalite.parallel.pipeline.schedule import Kind, Schedule
+from megalite.parallel.pipeline.schedule import ActionKind, Schedule
 from megalite.planner.hardware.links import Fabric, group
 from megalite.planner.memory.activations import Activations
 from megalite.planner.memory.states import Widths
@@ -124,9 +124,9 @@ def _keeps(config: Config, layer: int) -> bool:
 def _most_kept(schedule: Schedule, rank: int, kept: dict[int, int]) -> int:
     """The largest number of mixtures of microbatches whose rows a rank keeps at once; a recomputed one is
     kept alone."""
-    ends = Kind.WEIGHT if Kind.WEIGHT in schedule.passes else Kind.BACKWARD
+    ends = ActionKind.WEIGHT if ActionKind.WEIGHT in schedule.passes else ActionKind.BACKWARD
     now, most = 0, 1
     for action in schedule.compute(rank):
-        now += kept[action.stage] * ((action.kind is Kind.FORWARD) - (action.kind is ends))
+        now += kept[action.stage] * ((action.kind is ActionKind.FORWARD) - (action.kind is ends))
         most = max(most, now)
     return most

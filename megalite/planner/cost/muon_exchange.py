@@ -14,7 +14,7 @@ from megalite.config.optimizers import MuonConfig
 from megalite.config.schema import Config, ModelConfig
 from megalite.mesh.layout import Layout
 from megalite.model.parameters import model_specs
-from megalite.optimizer.matrix_owners import Matrix, matrix_rounds
+from megalite.optimizer.matrix_owners import OwnedMatrix, matrix_rounds
 from megalite.optimizer.table import is_matrix
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.planner.hardware.devices import Device
@@ -23,7 +23,7 @@ from megalite.planner.memory.states import Widths
 
 
 @dataclass(frozen=True)
-class Exchange:
+class MuonExchange:
     """Bytes of a step.
 
     Attributes:
@@ -35,10 +35,10 @@ class Exchange:
     buffers: int = 0
 
 
-def exchange(config: Config, buckets: Sequence[BucketLayout]) -> Exchange:
+def exchange(config: Config, buckets: Sequence[BucketLayout]) -> MuonExchange:
     """The exchange of the pipeline rank that has these buckets; nothing without Muon."""
     if config.optimizer.name != "muon":
-        return Exchange()
+        return MuonExchange()
     accumulate, layout = Widths.of(config).accumulate, Layout.of(config)
     width = 2 if config.muon.ns_dtype == "bf16" else accumulate
     sent, kept = [0] * layout.stage_ranks, 0
@@ -57,10 +57,10 @@ def exchange(config: Config, buckets: Sequence[BucketLayout]) -> Exchange:
             buffers,
             width * (2 * before + 3 * kept) + 2 * accumulate * kept + width * max(map(_worked, matrices)),
         )
-    return Exchange(max(sent) * width, buffers)
+    return MuonExchange(max(sent) * width, buffers)
 
 
-def _worked(matrix: Matrix) -> int:
+def _worked(matrix: OwnedMatrix) -> int:
     """Elements that the iterations hold at the owner: the received parts, the matrix twice, two products of
     the short side, the result."""
     short, long = sorted(matrix.segment.shape)

@@ -16,13 +16,13 @@ from typing import NamedTuple
 from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.model.cost.mtp import joining
 from megalite.model.cost.records import (
-    Attention,
-    Block,
+    AttentionCost,
+    BlockCost,
     Elementwise,
     Expansion,
     Lookup,
+    Matmul,
     OwnProduct,
-    Product,
     Share,
     Step,
 )
@@ -82,7 +82,7 @@ class Software:
 OURS = Software()
 
 
-class Passes(NamedTuple):
+class PassTimes(NamedTuple):
     """Seconds of one microbatch on one unit or stage: forward, gradient of the input, gradient of the
     weights; the waits are the exposed communication of tensor, context and expert parallelism contained in
     forward and backward."""
@@ -93,11 +93,11 @@ class Passes(NamedTuple):
     forward_wait: float = 0.0
     backward_wait: float = 0.0
 
-    def plus(self, other: Passes) -> Passes:
-        return Passes(*(a + b for a, b in zip(self, other, strict=True)))
+    def plus(self, other: PassTimes) -> PassTimes:
+        return PassTimes(*(a + b for a, b in zip(self, other, strict=True)))
 
-    def times(self, count: float) -> Passes:
-        return Passes(*(count * value for value in self))
+    def times(self, count: float) -> PassTimes:
+        return PassTimes(*(count * value for value in self))
 
     @property
     def total(self) -> float:
@@ -128,7 +128,7 @@ class Operations:
         self.fabric = Fabric(device)
         self.tensor = Fabric(device if device.tensor is None else replace(device, within=device.tensor))
         self._units: dict[Share, Units] = {}
-        self._layers: dict[tuple[Share, Hashable], Passes] = {}
+        self._layers: dict[tuple[Share, Hashable], PassTimes] = {}
         self._again: dict[tuple[Share, Hashable, str], tuple[float, float]] = {}
 
     def _gemm(self, m: float, n: float, k: float, batch: float = 1) -> float:
@@ -158,16 +158,16 @@ class Operations:
             self._units[share] = Units(self.model, share, self.lora)
         return self._units[share]
 
-    def layer(self, share: Share, index: int) -> Passes:
+    def layer(self, share: Share, index: int) -> PassTimes:
         """A transformer layer."""
         units = self.units(share)
         key = share, units.alike(index)
         if key not in self._layers:
             passes = functools.reduce(
-                Passes.plus, [self._block(share, block) for block in units.layer(index).blocks]
+                PassTimes.plus, [self._block(share, block) for block in units.layer(index).blocks]
             )
             for forward_wait, backward_wait in (self.exchange(share, index), self.dispatch(share, index)):
-                passes = passes.plus(Passes(forward_wait, backward_wait, 0.0, forward_wait, backward_wait))
+                passes = passes.plus(PassTimes(forward_wait, backward_wait, 0.0, forward_wait, backward_wait))
             operation = self.device.host_time * self.software.host
             host = (FORWARD_OPERATIONS * operation, BACKWARD_OPERATIONS * operation)
             idle = max(0.0, host[1] - passes.backward - passes.weight)
@@ -178,20 +178,20 @@ class Operations:
     # --- blocks
     # --------------------------------------------------------------------------------------------------------
 
-    def _block(self, share: Share, block: Block) -> Passes:
+    def _block(self, share: Share, block: BlockCost) -> PassTimes:
         steps = [
-            self._step(step).times(1 / self.software.products if isinstance(step, Product) else 1)
+            self._step(step).times(1 / self.software.products if isinstance(step, Matmul) else 1)
             for step in block.steps
         ]
         last = steps[::-1]  # backward runs from the last step to the first
-        passes = Passes(
+        passes = PassTimes(
             sum(step.forward for step in steps),
             sum(step.backward for step in last),
             sum(step.weight for step in last),
         )
         return passes.plus(self._around(share, block))
 
-    def _step(self, step: Step) -> Passes:
+    def _step(self, step: Step) -> PassTimes:
         """One step, without its tensor-parallel communication."""
         match step:
             case OwnProduct():
@@ -199,25 +199,27 @@ class Operations:
             case Expansion():
                 once = self._product(step)
                 return once._replace(backward=once.forward + once.backward)
-            case Product():
+            case Matmul():
                 return self._product(step)
-            case Attention():
-                return Passes(*self._attention(step), 0.0)
+            case AttentionCost():
+                return PassTimes(*self._attention(step), 0.0)
             case Elementwise():
-                return Passes(self._pointwise(*step.forward), self._pointwise(*step.backward), 0.0)
+                return PassTimes(self._pointwise(*step.forward), self._pointwise(*step.backward), 0.0)
             case Lookup(values=values):  # backward accumulates in fp32
                 weight = 0.0 if step.frozen else stream(self.device, values * (self.size + ACCUMULATED))
-                return Passes(self._move(2 * values), 0.0, weight)
+                return PassTimes(self._move(2 * values), 0.0, weight)
 
-    def _product(self, step: Product) -> Passes:
+    def _product(self, step: Matmul) -> PassTimes:
         forward, backward = (
             self._gemm(step.rows, step.outputs, step.inputs),
             self._gemm(step.rows, step.inputs, step.outputs),
         )
         weight = 0.0 if step.frozen else self._weight_gradient(step.outputs, step.inputs, step.rows)
-        return Passes(forward, backward, weight).plus(self._adapters(step)).plus(self._adapter_dropout(step))
+        return (
+            PassTimes(forward, backward, weight).plus(self._adapters(step)).plus(self._adapter_dropout(step))
+        )
 
-    def _own_product(self, step: OwnProduct) -> Passes:
+    def _own_product(self, step: OwnProduct) -> PassTimes:
         """A product for each expert, of equally many rows; or one of this rank's own tokens, a router's in
         fp32."""
         precision = "fp32" if step.at_least_fp32 and "fp32" in self.device.peaks else self.precision
@@ -228,14 +230,14 @@ class Operations:
         weight = (
             0.0 if step.frozen else product(self.device, outputs, inputs, rows, precision, batch, written)
         )
-        return Passes(forward, backward, weight).plus(self._adapters(step))
+        return PassTimes(forward, backward, weight).plus(self._adapters(step))
 
-    def _adapters(self, step: Product) -> Passes:
+    def _adapters(self, step: Matmul) -> PassTimes:
         """The products with the two factors of a product's adapters, and with trained row lengths (DoRA) the
         rows of the whole weight."""
         rows, rank, outputs, inputs = step.rows, step.adapter_rank, step.outputs, step.inputs
         if not rank:
-            return Passes(0.0, 0.0, 0.0)
+            return PassTimes(0.0, 0.0, 0.0)
         forward = (
             self._gemm(rows, rank, inputs) + self._gemm(rows, outputs, rank) + self._move(rows * outputs)
         )
@@ -249,17 +251,17 @@ class Operations:
                 forward + lengths + self._move(2 * rows * outputs),
                 backward + self._move(3 * rows * outputs),
             )
-        return Passes(forward, backward, weight)
+        return PassTimes(forward, backward, weight)
 
-    def _adapter_dropout(self, step: Product) -> Passes:
+    def _adapter_dropout(self, step: Matmul) -> PassTimes:
         """Dropout of an adapter's input: in forward, of the input's gradient, and again for the weight
         gradient. Experts have none."""
         if not step.adapter_rank or self.lora is None or not self.lora.dropout:
-            return Passes(0.0, 0.0, 0.0)
+            return PassTimes(0.0, 0.0, 0.0)
         once = self._move(DROPOUT * step.rows * step.inputs)
-        return Passes(once, once, once)
+        return PassTimes(once, once, once)
 
-    def _around(self, share: Share, block: Block) -> Passes:
+    def _around(self, share: Share, block: BlockCost) -> PassTimes:
         """The operations around a block: norms, residual sum, dropout, and tensor-parallel communication."""
         forward = self._pointwise(*block.before.forward, *block.after.forward)
         backward = self._pointwise(*block.before.backward, *block.after.backward)
@@ -273,9 +275,9 @@ class Operations:
         ]
         waits = [self._tensor_parallel(share, product) for product in columns]
         forward_wait, backward_wait = (sum(times) for times in zip((0.0, 0.0), *waits, strict=True))
-        return Passes(forward + forward_wait, backward + backward_wait, 0.0, forward_wait, backward_wait)
+        return PassTimes(forward + forward_wait, backward + backward_wait, 0.0, forward_wait, backward_wait)
 
-    def _tensor_parallel(self, share: Share, column: Product) -> tuple[float, float]:
+    def _tensor_parallel(self, share: Share, column: Matmul) -> tuple[float, float]:
         """Exposed communication, forward and backward, of a column-parallel product and the row-parallel
         product after it (Shoeybi et al. 2019; Korthikanti et al. 2022)."""
         if share.tp == 1:
@@ -322,7 +324,7 @@ class Operations:
             return 0.0, 0.0
         return expert_exchange.exposed(self.fabric, self.model, share, self.size)
 
-    def _attention(self, step: Attention) -> tuple[float, float]:
+    def _attention(self, step: AttentionCost) -> tuple[float, float]:
         if not self.software.flash:
             return self._written_scores(step)
         times = attention(
@@ -362,7 +364,7 @@ class Operations:
             self._again[key] = seconds(self, share, index, mode)
         return self._again[key]
 
-    def _written_scores(self, step: Attention) -> tuple[float, float]:
+    def _written_scores(self, step: AttentionCost) -> tuple[float, float]:
         """Attention that writes its scores to memory: two batched products, softmax and dropout; the masked
         half is computed too."""
         sequence, width, batch = step.sequence, step.head_size, step.heads * step.batch / step.cp
@@ -382,16 +384,16 @@ class Operations:
     # --- embedding and head
     # ------------------------------------------------------------------------------------------------
 
-    def embedding(self, share: Share) -> Passes:
+    def embedding(self, share: Share) -> PassTimes:
         """Rows are looked up and summed over tp; backward adds them to fp32 accumulators."""
         (block,) = self.units(share).embedding().blocks
-        passes = functools.reduce(Passes.plus, map(self._step, block.steps))
+        passes = functools.reduce(PassTimes.plus, map(self._step, block.steps))
         ranks, size = group(self.device, share.tp, 1), share.tokens * self.model.hidden_size * self.size
         wait = (self.tensor.half if share.sequence_parallel else self.tensor.all_reduce)(size, ranks)
         gather = self.tensor.half(size, ranks) if share.sequence_parallel else 0.0
-        return passes.plus(Passes(wait, gather, 0.0, wait, gather))
+        return passes.plus(PassTimes(wait, gather, 0.0, wait, gather))
 
-    def head(self, share: Share, splits: bool) -> Passes:
+    def head(self, share: Share, splits: bool) -> PassTimes:
         """Final norm, logits and loss, and what modules of multi-token prediction have besides their
         layers."""
         (block,) = joining(self.units(share)).blocks
@@ -399,7 +401,7 @@ class Operations:
         logits = self._logits(share, splits)
         return logits.plus(module.plus(logits).times(self.model.mtp_layers))
 
-    def _logits(self, share: Share, splits: bool) -> Passes:
+    def _logits(self, share: Share, splits: bool) -> PassTimes:
         """A norm, logits and loss. With loss chunks, the forward also computes the gradients; a split
         backward does not use chunks."""
         (block,) = self.units(share).head().blocks
@@ -424,5 +426,5 @@ class Operations:
         weight = parts * product.weight
         waits = parts * (before + statistics), parts * gather
         if chunked:
-            return Passes(forward + backward + weight, 0.0, 0.0, sum(waits))
-        return Passes(forward, backward, weight, *waits)
+            return PassTimes(forward + backward + weight, 0.0, 0.0, sum(waits))
+        return PassTimes(forward, backward, weight, *waits)

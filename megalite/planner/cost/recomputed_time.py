@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megalite.config.recompute import operations_of
 from megalite.model.cost.recomputed import Operation, chosen, groups
-from megalite.model.cost.records import Attention, Product, Share, Step
+from megalite.model.cost.records import AttentionCost, Matmul, Share, Step
 from megalite.planner.hardware.kernels import DROPOUT, stream
 from megalite.planner.hardware.links import group
 
@@ -39,9 +39,9 @@ def of_operation(
 
 def _wait(operations: Operations, share: Share, index: int, step: Step) -> float:
     """Exposed communication of a step's forward over tp and cp."""
-    if isinstance(step, Attention):
+    if isinstance(step, AttentionCost):
         return operations.exchange(share, index)[0] if share.cp > 1 else 0.0
-    if share.tp == 1 or not isinstance(step, Product):
+    if share.tp == 1 or not isinstance(step, Matmul):
         return 0.0
     ranks, passes, size = (
         group(operations.device, share.tp, 1),

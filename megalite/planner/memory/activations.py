@@ -28,7 +28,7 @@ LOSS_CHUNK_ON_GPU = 4096  # tokens, as in `megalite.model.stage`
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldBytes:
     """Bytes of one microbatch on one unit.
 
     Attributes:
@@ -83,7 +83,7 @@ class Activations:
             parallel.context_parts,
         )
         self.units = Units(model, self.share, lora, self.flash)
-        self._layers: dict[tuple[Hashable, str], Held] = {}
+        self._layers: dict[tuple[Hashable, str], HeldBytes] = {}
         self.own, self.whole = prod(activation_shape(config)) * self.width, self.units.whole * self.width
 
     @property
@@ -98,19 +98,19 @@ class Activations:
         """Bytes of some tensors that a layer may keep."""
         return self._size(buffers)
 
-    def unit(self, number: int) -> Held:
+    def unit(self, number: int) -> HeldBytes:
         if number == 0:
-            return Held(saved=self._size(self.units.embedding().kept))
+            return HeldBytes(saved=self._size(self.units.embedding().kept))
         return self.head() if number == head_unit(self.model) else self.layer(number - 1)
 
-    def layer(self, index: int) -> Held:
+    def layer(self, index: int) -> HeldBytes:
         mode = self.config.train.recompute_of(index)
         key = self.units.alike(index), mode
         if key not in self._layers:
             self._layers[key] = self._layer(index, mode)
         return self._layers[key]
 
-    def _layer(self, index: int, mode: str) -> Held:
+    def _layer(self, index: int, mode: str) -> HeldBytes:
         unit = self.units.layer(index)
         if mode in MODES:
             saved = self._size(unit.kept, mode)
@@ -122,7 +122,7 @@ class Activations:
             recomputed = sum(self._size(each.restored) for each in operations)
         stash, first = self._stash(unit)
         workspace = self.own + max(self._size(block.workspace) for block in unit.blocks)
-        return Held(saved, recomputed, stash, first, workspace=workspace)
+        return HeldBytes(saved, recomputed, stash, first, workspace=workspace)
 
     def _stash(self, unit: UnitCost) -> tuple[int, int]:
         """Bytes that a layer's weight pass needs, and the part allocated before anything saved is freed: the
@@ -166,7 +166,7 @@ class Activations:
         positions = self.share.sequence // ranks
         return min(max(chunk * positions // tokens, 1), positions) * ranks * batch
 
-    def head(self) -> Held:
+    def head(self) -> HeldBytes:
         """The final norm's input and output (or the gradient computed together with the loss), and the
         logits."""
         (block,) = self.units.head().blocks
@@ -176,9 +176,9 @@ class Activations:
         one = product.outputs * self.width * (1 if self.model.logit_softcap is None else 2)
         if chunk := self.loss_chunk:
             gradient = 0 if product.keeps_input else self.own
-            return Held(kept + gradient, logits_chunk=chunk * one, workspace=self.own)
+            return HeldBytes(kept + gradient, logits_chunk=chunk * one, workspace=self.own)
         stash = self.splits and product.keeps_input
-        return Held(
+        return HeldBytes(
             saved=kept + product.rows * (2 * self.accumulate + INDEX),
             stash=self.whole if stash else 0,
             logits=product.rows * one,
@@ -186,18 +186,18 @@ class Activations:
             workspace=self._size(block.workspace),
         )
 
-    def _joined(self, lookup: UnitCost, joining: UnitCost) -> Held:
+    def _joined(self, lookup: UnitCost, joining: UnitCost) -> HeldBytes:
         """The first part of a module of multi-token prediction. The output of a norm that it reads is kept
         for it alone where the loss is computed in chunks, which keep a gradient in its place."""
         before = self.own if self.loss_chunk else 0
         stash = sum(self._size(each.stashed) for each in joining.products) if self.splits else 0
-        return Held(
+        return HeldBytes(
             before + self._size((*lookup.kept, *joining.kept)),
             stash=stash,
             workspace=self.own + sum(self._size(block.workspace) for block in joining.blocks),
         )
 
-    def stage(self, numbers: Sequence[int]) -> list[Held]:
+    def stage(self, numbers: Sequence[int]) -> list[HeldBytes]:
         """The units of a stage, first to last, the parts of modules of multi-token prediction as if they were
         units. If positions depend on documents, each microbatch keeps its own rotary tables."""
         units = [self.unit(number) for number in numbers]

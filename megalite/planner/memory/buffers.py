@@ -11,7 +11,7 @@ from functools import lru_cache
 from megalite.assembly.plan import staggered_end
 from megalite.config.schema import Config
 from megalite.parallel.pipeline.gather_actions import uses
-from megalite.parallel.pipeline.schedule import Action, Kind, Schedule
+from megalite.parallel.pipeline.schedule import Action, ActionKind, Schedule
 from megalite.parallel.pipeline.send_recv_actions import (
     OUTSTANDING_SENDS,
     Edge,
@@ -36,8 +36,10 @@ def message_bytes(schedule: Schedule, rank: int, size: int) -> int:
 @lru_cache(maxsize=4096)
 def _messages(schedule: Schedule, rank: int) -> int:
     arriving: set[Action] = set()
-    handed: set[tuple[Kind, int, int]] = set()  # (pass, stage, microbatch) whose result waits on this rank
-    sends: dict[tuple[Kind, int, int], None] = {}
+    handed: set[tuple[ActionKind, int, int]] = (
+        set()
+    )  # (pass, stage, microbatch) whose result waits on this rank
+    sends: dict[tuple[ActionKind, int, int], None] = {}
     most = 0
     for action in schedule.actions[rank]:
         kind, stage, microbatch = action[:3]
@@ -48,12 +50,12 @@ def _messages(schedule: Schedule, rank: int) -> int:
                 del sends[next(iter(sends))]
         elif action.is_message:
             arriving.add(action)
-        elif action.is_compute and kind is not Kind.WEIGHT:
-            step = 1 if kind is Kind.FORWARD else -1
+        elif action.is_compute and kind is not ActionKind.WEIGHT:
+            step = 1 if kind is ActionKind.FORWARD else -1
             arriving.discard(receive_before(action, schedule) or action)
             handed.discard((kind, stage - step, microbatch))
-            if kind is Kind.BACKWARD:
-                sends.pop((Kind.SEND_FORWARD, stage, microbatch), None)
+            if kind is ActionKind.BACKWARD:
+                sends.pop((ActionKind.SEND_FORWARD, stage, microbatch), None)
             if 0 <= stage + step < schedule.stages and schedule.placement[stage + step] == rank:
                 handed.add((kind, stage, microbatch))
         most = max(most, len(arriving) + len(handed) + len(sends))
@@ -87,20 +89,20 @@ def gathered_bytes(schedule: Schedule, rank: int, buckets: Sequence[BucketLayout
     whole: set[int] = set()
     most = 0
 
-    def carry_out(unit: int | None, kind: Kind) -> None:
+    def carry_out(unit: int | None, kind: ActionKind) -> None:
         for move in [move for move in announced if move.unit == unit and move.kind is kind]:
             announced.remove(move)
             assert move.bucket is not None
-            (whole.add if kind is Kind.GATHER else whole.discard)(move.bucket)
+            (whole.add if kind is ActionKind.GATHER else whole.discard)(move.bucket)
 
     for action in schedule.actions[rank]:
         if action.bucket is not None:
             announced.append(action)
-            carry_out(None, Kind.GATHER)
+            carry_out(None, ActionKind.GATHER)
         for unit in uses(action, schedule) if action.is_compute else ():
-            carry_out(unit.number, Kind.GATHER)
+            carry_out(unit.number, ActionKind.GATHER)
             most = max(most, sum(buckets[number].size for number in whole))
-            carry_out(unit.number, Kind.RESHARD)
+            carry_out(unit.number, ActionKind.RESHARD)
     return most * width
 
 
@@ -129,7 +131,7 @@ def open_gradients(
     # A backward fills one bucket after the other, and a full one may still wait for its reduction. If weight
     # gradients are deferred, every bucket of a stage stays open between a backward and its weight pass.
     largest, whole = max(size for size, _ in opened), sum(size for size, _ in opened)
-    filling = whole if Kind.WEIGHT in schedule.passes else min(2 * largest, whole)
+    filling = whole if ActionKind.WEIGHT in schedule.passes else min(2 * largest, whole)
     return filling * width + max(reducing, max(size // shard for size, shard in opened) * width)
 
 

@@ -8,13 +8,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from megalite.model.cost.mtp import joining
-from megalite.model.cost.records import Elementwise, Lookup, OwnProduct, Product, UnitCost
+from megalite.model.cost.records import Elementwise, Lookup, Matmul, OwnProduct, UnitCost
 from megalite.model.cost.units import Units
 from megalite.planner.hardware.devices import Device
 from megalite.planner.hardware.links import Group, placed
 
 if TYPE_CHECKING:
-    from megalite.planner.time.step import Choice
+    from megalite.planner.time.step import LayoutChoice
 
 
 class Parameters(NamedTuple):
@@ -63,14 +63,12 @@ class Parameters(NamedTuple):
         if not units.lora.rank:
             return cls(stored, stored, own_stored, own_trained)
         own = sum(
-            step.local_weights
-            for step in unit.steps
-            if isinstance(step, Product | Lookup) and not step.frozen
+            step.local_weights for step in unit.steps if isinstance(step, Matmul | Lookup) and not step.frozen
         )
         return cls(stored, own + adapters, own_stored, own_trained)
 
 
-class Domain(NamedTuple):
+class ParameterDomain(NamedTuple):
     """Parameters of a rank, and the ranks over which their gradients are summed: those of its shard group,
     over which ZeRO shards them, and those that hold the same shard (HSDP)."""
 
@@ -81,17 +79,17 @@ class Domain(NamedTuple):
     replicate: Group
 
 
-def domains(device: Device, choice: Choice, size: Parameters) -> list[Domain]:
+def domains(device: Device, choice: LayoutChoice, size: Parameters) -> list[ParameterDomain]:
     """The domains of a rank's parameters: dense ones over data parallelism, experts over the ranks of a stage
     that hold the same."""
 
     groups = _groups(
         device.per_node, choice.data, choice.expert_data, *shares(choice), choice.tp, choice.ep, choice.gpus
     )
-    return [Domain(*sizes, *ranks) for sizes, ranks in zip(size.domains, groups, strict=False)]
+    return [ParameterDomain(*sizes, *ranks) for sizes, ranks in zip(size.domains, groups, strict=False)]
 
 
-def shares(choice: Choice) -> tuple[int, int]:
+def shares(choice: LayoutChoice) -> tuple[int, int]:
     """Ranks over which ZeRO shards dense parameters, and experts."""
     return choice.shard, max(choice.shard * choice.tp // choice.ep, 1)
 

@@ -23,10 +23,10 @@ from megalite.config.dims import ParallelDims
 from megalite.config.recompute import BUDGET
 from megalite.config.schema import Config
 from megalite.model.parameters import head_unit, layers_in
-from megalite.parallel.pipeline.schedule import Kind, Schedule
+from megalite.parallel.pipeline.schedule import ActionKind, Schedule
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.planner.cost.muon_exchange import exchange
-from megalite.planner.memory.activations import Activations, Held
+from megalite.planner.memory.activations import Activations, HeldBytes
 from megalite.planner.memory.buffers import channel_bytes, gathered_bytes, message_bytes, open_gradients
 from megalite.planner.memory.peak_passes import moments_of
 from megalite.planner.memory.states import Device, States, Widths, model_states
@@ -130,7 +130,7 @@ def estimate(
         config = resolved(config, device)
     dims = ParallelDims.of(config)
     schedule = schedule or plan.schedule(config, dims.microbatches)
-    activations = Activations(config, device, Kind.WEIGHT in schedule.passes, config.lora)
+    activations = Activations(config, device, ActionKind.WEIGHT in schedule.passes, config.lora)
     standing, count = Standing(config, schedule, activations), dims.stage_ranks
     wanted = range(dims.pp) if pp_ranks is None else pp_ranks
     return [
@@ -242,7 +242,7 @@ class Profile:
     needs more, then its saved bytes are freed, except what a weight pass needs.
     """
 
-    def __init__(self, stages: dict[int, list[Held]], tables: int):
+    def __init__(self, stages: dict[int, list[HeldBytes]], tables: int):
         self.stages = stages
         self.activations = self.logits = self.workspace = self.step = 0
         self._tables, self._held, self._logits = tables, tables, 0
@@ -255,7 +255,7 @@ class Profile:
             for units, held, deferred in zip(stages, moment.held, moment.deferred, strict=True):
                 self._held += sum(held * unit.saved + deferred * unit.stash for unit in units)
                 self._logits += sum(held * unit.logits + deferred * unit.logits_stash for unit in units)
-            (self._forward if moment.kind is Kind.FORWARD else self._backward)(stages[moment.place])
+            (self._forward if moment.kind is ActionKind.FORWARD else self._backward)(stages[moment.place])
 
     def _note(self, more: int = 0, logits: int = 0, workspace: int = 0) -> None:
         activations, logits = self._held + more, self._logits + logits
@@ -265,12 +265,12 @@ class Profile:
             max(self.step, activations + logits + workspace),
         )
 
-    def _forward(self, units: Sequence[Held]) -> None:
+    def _forward(self, units: Sequence[HeldBytes]) -> None:
         for unit in units:
             self._held, self._logits = self._held + unit.saved, self._logits + unit.logits
             self._note(logits=unit.logits_chunk)
 
-    def _backward(self, units: Sequence[Held]) -> None:
+    def _backward(self, units: Sequence[HeldBytes]) -> None:
         for unit in reversed(units):
             self._note(unit.recomputed + unit.stash_first, workspace=unit.workspace)
             self._held += unit.stash - unit.saved

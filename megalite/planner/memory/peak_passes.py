@@ -13,7 +13,7 @@ from functools import lru_cache
 from operator import ge
 from typing import NamedTuple
 
-from megalite.parallel.pipeline.schedule import Kind, Schedule
+from megalite.parallel.pipeline.schedule import ActionKind, Schedule
 
 
 class Moment(NamedTuple):
@@ -25,7 +25,7 @@ class Moment(NamedTuple):
         that of a forward. deferred: for each stage, those between backward and weight pass.
     """
 
-    kind: Kind
+    kind: ActionKind
     place: int
     held: tuple[int, ...]
     deferred: tuple[int, ...]
@@ -35,21 +35,21 @@ class Moment(NamedTuple):
         return all(map(ge, self.held, other.held)) and all(map(ge, self.deferred, other.deferred))
 
 
-def fullest(passes: Iterable[tuple[Kind, int]], stages: int, splits: bool) -> tuple[Moment, ...]:
+def fullest(passes: Iterable[tuple[ActionKind, int]], stages: int, splits: bool) -> tuple[Moment, ...]:
     """The moments that no other one covers, given the passes of a rank in order, each with the place of its
     stage among `stages`.
 
     splits: whether backwards defer a weight pass.
     """
     held, deferred = [0] * stages, [0] * stages
-    found: dict[tuple[Kind, int], dict[Moment, None]] = {}
+    found: dict[tuple[ActionKind, int], dict[Moment, None]] = {}
     for kind, place in passes:
-        if kind is Kind.WEIGHT:
+        if kind is ActionKind.WEIGHT:
             deferred[place] -= 1
             continue
         found.setdefault((kind, place), {})[Moment(kind, place, tuple(held), tuple(deferred))] = None
-        held[place] += 1 if kind is Kind.FORWARD else -1
-        deferred[place] += splits and kind is Kind.BACKWARD
+        held[place] += 1 if kind is ActionKind.FORWARD else -1
+        deferred[place] += splits and kind is ActionKind.BACKWARD
     return tuple(moment for moments in found.values() for moment in _uncovered(moments))
 
 
@@ -67,4 +67,4 @@ def moments_of(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
     own: Sequence[int] = schedule.stages_of(rank)
     place = {stage: index for index, stage in enumerate(own)}
     passes = [(action.kind, place[action.stage]) for action in schedule.compute(rank)]
-    return fullest(passes, len(own), Kind.WEIGHT in schedule.passes)
+    return fullest(passes, len(own), ActionKind.WEIGHT in schedule.passes)

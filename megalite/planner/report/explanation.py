@@ -12,7 +12,7 @@ from megalite.planner.cost.expert_exchange import all_on_one_rank, worst_bytes
 from megalite.planner.hardware.constants import ALIKE, INTERVAL, interval
 from megalite.planner.search.best_first import Plan, Search
 from megalite.planner.search.run_config import USABLE, broken_rule, configured
-from megalite.planner.time.step import Choice, Job, StepTime
+from megalite.planner.time.step import LayoutChoice, PlannedJob, StepTime
 from megalite.system.text import aligned
 
 GIB = 2**30
@@ -56,7 +56,7 @@ def amount(size: float) -> str:
     return f"{size / GIB:,.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:,.1f} MiB"
 
 
-def described(choice: Choice) -> str:
+def described(choice: LayoutChoice) -> str:
     """A one-line description of a choice."""
     sizes = {"tp": choice.tp, "cp": choice.cp, "pp": choice.pp, "dp": choice.dp}
     parts = [f"{name}{size}" for name, size in sizes.items() if size > 1] or ["one device"]
@@ -76,23 +76,23 @@ def described(choice: Choice) -> str:
     return ", ".join(parts + ([offloaded(choice)] if choice.offload != "none" else []))
 
 
-def method(choice: Choice) -> str:
+def method(choice: LayoutChoice) -> str:
     """That of context parallelism; in a ring of groups, with their size."""
     name = choice.context if choice.context_inner == 1 else f"{choice.context}/{choice.context_inner}"
     return f"{name} of balanced parts" if choice.context_parts == "balanced" else name
 
 
-def zero_of(choice: Choice) -> str:
+def zero_of(choice: LayoutChoice) -> str:
     """The stage; where only some of the data ranks share, with their number."""
     return str(choice.zero) if choice.dp_shard is None else f"{choice.zero} within {choice.dp_shard}"
 
 
-def offloaded(choice: Choice) -> str:
+def offloaded(choice: LayoutChoice) -> str:
     where = {"cpu": "CPU memory", "disk": "a disk", "none": ""}[choice.offload]
     return f"optimizer state {'and weights ' if choice.offload_parameters else ''}in {where}" if where else ""
 
 
-def row(job: Job, plan: Plan) -> tuple[str, ...]:
+def row(job: PlannedJob, plan: Plan) -> tuple[str, ...]:
     """A plan as cells under COLUMNS."""
     choice, step = plan.choice, plan.step
     palm, causal = job.mfu(choice, step.total)
@@ -131,7 +131,7 @@ def table(rows: Sequence[Sequence[str]], heading: Sequence[str] = COLUMNS) -> st
     return "\n".join(aligned([heading, *rows]))
 
 
-def as_json(job: Job, plan: Plan, cost: dict[str, float | None]) -> dict[str, Any]:
+def as_json(job: PlannedJob, plan: Plan, cost: dict[str, float | None]) -> dict[str, Any]:
     """A plan as plain data."""
     choice, step = plan.choice, plan.step
     palm, causal = job.mfu(choice, step.total)
@@ -234,7 +234,7 @@ def uneven_parts(search: Search, plan: Plan) -> list[str]:
     ]
 
 
-def ties(job: Job, plans: Sequence[Plan]) -> list[str]:
+def ties(job: PlannedJob, plans: Sequence[Plan]) -> list[str]:
     """How sure the predictions are, and how many plans cannot be told apart from the best."""
     if job.device.compared:
         low, high = interval(plans[0].step.total)
@@ -382,7 +382,7 @@ def illegal(search: Search) -> str:
         "ep": int(fixed.get("ep", 1)),
         "sequence_parallel": tp > 1 and search.job.model.num_experts is not None,
     }
-    config = configured(search.base, Choice(tp, pp, dp, schedule, stages, **more))
+    config = configured(search.base, LayoutChoice(tp, pp, dp, schedule, stages, **more))
     if "virtual_stages" in fixed:
         config.parallel.virtual_stages = stages
     broken = broken_rule(config, search.gpus)
@@ -395,65 +395,71 @@ def illegal(search: Search) -> str:
 
 
 @dataclass(frozen=True)
-class Rung:
+class Strategy:
     """One strategy: its name, its effect on memory, and an example."""
 
     name: str
     why: str
-    choice: Choice
+    choice: LayoutChoice
 
 
-def ladder(search: Search) -> list[Rung]:
+def ladder(search: Search) -> list[Strategy]:
     """Strategies from a single device to everything sharded and offloaded on all devices."""
     gpus, node = search.gpus, search.job.device.per_node
     tp = max((size for size in _legal_tp(search) if size <= min(node, gpus)), default=1)
-    data = Choice(dp=gpus, zero=0)
-    both = Choice(tp=tp, dp=gpus // tp, sequence_parallel=tp > 1 and search.job.sequence_length % tp == 0)
+    data = LayoutChoice(dp=gpus, zero=0)
+    both = LayoutChoice(
+        tp=tp, dp=gpus // tp, sequence_parallel=tp > 1 and search.job.sequence_length % tp == 0
+    )
     rungs = [
-        Rung("one GPU", "nothing is sharded, and one device processes the whole batch", Choice()),
-        Rung("replicas", "weights, gradients and optimizer state are replicated on every GPU", data),
-        Rung("ZeRO-1", "optimizer state is sharded over data-parallel ranks", replace(data, zero=1)),
-        Rung("ZeRO-2", "gradients are sharded too, and reduced for each microbatch", replace(data, zero=2)),
-        Rung("ZeRO-3", "weights are sharded too, and gathered for each use", replace(data, zero=3)),
-        Rung(
+        Strategy("one GPU", "nothing is sharded, and one device processes the whole batch", LayoutChoice()),
+        Strategy("replicas", "weights, gradients and optimizer state are replicated on every GPU", data),
+        Strategy("ZeRO-1", "optimizer state is sharded over data-parallel ranks", replace(data, zero=1)),
+        Strategy(
+            "ZeRO-2", "gradients are sharded too, and reduced for each microbatch", replace(data, zero=2)
+        ),
+        Strategy("ZeRO-3", "weights are sharded too, and gathered for each use", replace(data, zero=3)),
+        Strategy(
             "recomputation",
             "all activations are recomputed in the backward pass",
             replace(data, zero=3, recompute="full"),
         ),
     ]
     if gpus == 1:
-        rungs = [rungs[0], Rung("recomputation", rungs[-1].why, Choice(recompute="full"))]
+        rungs = [rungs[0], Strategy("recomputation", rungs[-1].why, LayoutChoice(recompute="full"))]
     if (ep := _largest_ep(search)) > 1:
         rungs.append(
-            Rung(
+            Strategy(
                 "experts",
                 "experts are split inside a node, and tokens are sent to them",
                 replace(data, zero=1, ep=ep),
             )
         )
     if tp > 1:
-        rungs.append(Rung("tensor", "layers and their activations are split inside a node", both))
+        rungs.append(Strategy("tensor", "layers and their activations are split inside a node", both))
     rungs += [
-        Rung("context", "each rank holds a part of every sequence", choice) for choice in _split_rows(search)
+        Strategy("context", "each rank holds a part of every sequence", choice)
+        for choice in _split_rows(search)
     ]
     rungs += [
-        Rung("pipeline", "each stage holds some of the layers", choice) for choice in _pipelines(search, both)
+        Strategy("pipeline", "each stage holds some of the layers", choice)
+        for choice in _pipelines(search, both)
     ]
-    offload = replace(data if gpus > 1 else Choice(), recompute="full", offload="cpu")
+    offload = replace(data if gpus > 1 else LayoutChoice(), recompute="full", offload="cpu")
     rungs.append(
-        Rung(
+        Strategy(
             "offload", "optimizer state is stored in CPU memory", replace(offload, zero=3 if gpus > 1 else 1)
         )
     )
     rungs.append(
-        Rung(
+        Strategy(
             "offload all",
             "weights too, fetched layer by layer",
             replace(offload, zero=3, offload_parameters=True),
         )
     )
     rungs.append(
-        Rung(
+        Strategy(
             "offload to disk",
             "optimizer state is stored on disk",
             replace(offload, zero=3, offload="disk", offload_parameters=True),
@@ -474,7 +480,7 @@ def _largest_ep(search: Search) -> int:
     )
 
 
-def _split_rows(search: Search) -> list[Choice]:
+def _split_rows(search: Search) -> list[LayoutChoice]:
     """With recomputation and everything sharded, rows split over as many ranks as a node has."""
     cores = [
         core
@@ -488,7 +494,7 @@ def _split_rows(search: Search) -> list[Choice]:
     ]
 
 
-def _pipelines(search: Search, both: Choice) -> list[Choice]:
+def _pipelines(search: Search, both: LayoutChoice) -> list[LayoutChoice]:
     """With tensor parallelism inside the node, the shortest legal pipeline."""
     lengths = sorted({core.pp for core in search.cores() if core.pp > 1 and core.tp == both.tp})
     return [replace(both, pp=pp, dp=search.gpus // (both.tp * pp), zero=1) for pp in lengths[:1]]

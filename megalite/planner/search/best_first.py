@@ -30,14 +30,14 @@ from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.schedule import Schedule, Unit
 from megalite.parallel.pipeline.send_recv_actions import with_communication
 from megalite.parallel.sharding.buckets import BucketLayout
-from megalite.planner.budget.decision import Problem, problem_of, recompute_within
+from megalite.planner.budget.decision import BudgetProblem, problem_of, recompute_within
 from megalite.planner.cost.context_exchange import UNEVEN
 from megalite.planner.cost.expert_exchange import worst_total
 from megalite.planner.memory.estimate import RankMemory, estimate
 from megalite.planner.search.bounds import Bounds, followed
 from megalite.planner.search.run_config import USABLE, broken_rule, configured
-from megalite.planner.time.schedule_time import Pipeline, schedule_of
-from megalite.planner.time.step import Choice, Job, Stepper, StepTime, recomputed_share
+from megalite.planner.time.schedule_time import PipelineShape, schedule_of
+from megalite.planner.time.step import LayoutChoice, PlannedJob, Stepper, StepTime, recomputed_share
 from megalite.system.progress import Report, silent
 
 RECOMPUTE = (BUDGET,)
@@ -57,13 +57,13 @@ class Plan:
         fits: whether that fits on the device, and no rule forbids the layout.
     """
 
-    choice: Choice
+    choice: LayoutChoice
     step: StepTime
     memory: RankMemory
     fits: bool
 
 
-class Level(IntEnum):
+class Refinement(IntEnum):
     """How far a layout in the heap has been refined; at equal times the most refined comes first."""
 
     DECIDED = 0
@@ -76,7 +76,7 @@ class Level(IntEnum):
     DIVIDED = 7
 
 
-Entry = tuple[float, Level, int, Choice, StepTime | None]
+Entry = tuple[float, Refinement, int, LayoutChoice, StepTime | None]
 """A heap entry: time, level, insertion order, layout, and its step once it is simulated."""
 
 
@@ -91,14 +91,14 @@ class Search:
         wanted: the number of plans; they differ in more than their schedule.
     """
 
-    job: Job
+    job: PlannedJob
     base: Config
     gpus: int
     fixed: dict[str, int | str] = field(default_factory=dict)
     wanted: int = 10
     considered: int = 0  # number of legal layouts
     timed: int = 0  # of these, the number simulated
-    rejected: Choice | None = None  # the first layout, so about the fastest, that does not fit
+    rejected: LayoutChoice | None = None  # the first layout, so about the fastest, that does not fit
     progress: Report = silent
 
     def __post_init__(self) -> None:
@@ -107,13 +107,13 @@ class Search:
         self.room = USABLE * self.job.device.memory
         self._communicating = lru_cache(maxsize=None)(_communicating)
         self._gathering = lru_cache(maxsize=8)(self._with_gathers)
-        self.found: dict[Choice, Plan] = {}
-        self._problems: dict[Choice, Problem] = {}
+        self.found: dict[LayoutChoice, Plan] = {}
+        self._problems: dict[LayoutChoice, BudgetProblem] = {}
         self._buckets: dict[tuple[int, int, bool, int], dict[Hashable, list[BucketLayout]]] = {}
-        self._gathered: dict[Choice, tuple[tuple[Unit, ...], ...]] = {}
-        self._legal: dict[Choice, list[tuple[str, int]]] = {}
+        self._gathered: dict[LayoutChoice, tuple[tuple[Unit, ...], ...]] = {}
+        self._legal: dict[LayoutChoice, list[tuple[str, int]]] = {}
         # micro-batch sizes and negated recomputed fractions that did not fit
-        self._too_large: dict[Choice, list[tuple[int, float]]] = {}
+        self._too_large: dict[LayoutChoice, list[tuple[int, float]]] = {}
 
     def plans(self) -> list[Plan]:
         """The fastest plans that fit, fastest first; at most `wanted`. Each is in `found` as soon as it is
@@ -124,15 +124,15 @@ class Search:
             if not (ways := self._ways(layout)):
                 continue
             self.considered += len(self._schedules(layout)) * len(ways)
-            heap.append((self.stepper.divided(layout), Level.DIVIDED, next(number), layout, None))
+            heap.append((self.stepper.divided(layout), Refinement.DIVIDED, next(number), layout, None))
         heapq.heapify(heap)
         found = self.found
         while heap and len(found) < self.wanted:
             self.progress("searching", len(found), self.wanted, "plans")
             time, level, _, choice, step = heapq.heappop(heap)
-            if level <= Level.VARIED and found.keys() & _families(choice):
+            if level <= Refinement.VARIED and found.keys() & _families(choice):
                 continue  # a faster one is among the plans
-            if level is not Level.DECIDED:
+            if level is not Refinement.DECIDED:
                 for new_time, new_level, variant, timed in self._refined(time, level, choice):
                     heapq.heappush(heap, (new_time, new_level, next(number), variant, timed))
                 continue
@@ -151,60 +151,60 @@ class Search:
             return list(self.found.values()), False
 
     def _refined(
-        self, time: float, level: Level, choice: Choice
-    ) -> Iterator[tuple[float, Level, Choice, StepTime | None]]:
+        self, time: float, level: Refinement, choice: LayoutChoice
+    ) -> Iterator[tuple[float, Refinement, LayoutChoice, StepTime | None]]:
         """What takes the place of an entry that is not complete yet."""
-        if level is Level.DIVIDED:
+        if level is Refinement.DIVIDED:
             for core in self.scheduled(choice):
-                yield max(time, self.stepper.filled(core)), Level.PARTITIONED, core, None
-        elif level is Level.PARTITIONED:
+                yield max(time, self.stepper.filled(core)), Refinement.PARTITIONED, core, None
+        elif level is Refinement.PARTITIONED:
             variants = list(self.variants(choice))
             roomy = self.bounds.roomy(variants, self.room)
             self.rejected = self.rejected or next(
                 (variant for variant in variants if variant not in roomy), None
             )
             for variant in roomy:
-                yield max(time, self.bounds.alone(variant)), Level.VARIED, variant, None
-        elif level is Level.FITTED:
+                yield max(time, self.bounds.alone(variant)), Refinement.VARIED, variant, None
+        elif level is Refinement.FITTED:
             self.timed += 1
             step = self.stepper.step(choice)
-            yield step.total, Level.TIMED, choice, step
+            yield step.total, Refinement.TIMED, choice, step
         elif (
-            level is Level.TIMED
+            level is Refinement.TIMED
         ):  # the best of what it may recompute, with messages, may take a little more or less time
             best = self._within_budget(choice, exact=True)
             step = self.stepper.step(best)
-            yield step.total, Level.DECIDED, best, step
+            yield step.total, Refinement.DECIDED, best, step
         elif self._did_not_fit(choice):
             self.rejected = self.rejected or choice
-        elif level is Level.VARIED:
+        elif level is Refinement.VARIED:
             again = self.bounds.recomputation(choice, self.room)
             if math.inf in again.values():
                 self.rejected = self.rejected or choice
             else:
-                yield max(time, self.bounds.time(choice, again)), Level.BOUNDED, choice, None
+                yield max(time, self.bounds.time(choice, again)), Refinement.BOUNDED, choice, None
         else:
             yield from self._fitted(time, level, choice)
 
     def _fitted(
-        self, time: float, level: Level, choice: Choice
-    ) -> Iterator[tuple[float, Level, Choice, StepTime | None]]:
+        self, time: float, level: Refinement, choice: LayoutChoice
+    ) -> Iterator[tuple[float, Refinement, LayoutChoice, StepTime | None]]:
         """A choice that recomputes what makes it fit: first on the few ranks that need most, which most often
         are too slow already."""
-        ends = self.bounds.ranks(choice) if level is Level.BOUNDED else None
+        ends = self.bounds.ranks(choice) if level is Refinement.BOUNDED else None
         fitted = self._within_budget(choice, ranks=ends)
         if fitted.recompute == BUDGET:
             return
         bound = max(time, self.bounds.time(fitted))
         yield (
-            (bound, Level.FITTED, fitted, None)
+            (bound, Refinement.FITTED, fitted, None)
             if ends is None or len(ends) == choice.pp
-            else (bound, Level.BEGUN, choice, None)
+            else (bound, Refinement.BEGUN, choice, None)
         )
 
     def _within_budget(
-        self, choice: Choice, exact: bool = False, ranks: Iterable[int] | None = None
-    ) -> Choice:
+        self, choice: LayoutChoice, exact: bool = False, ranks: Iterable[int] | None = None
+    ) -> LayoutChoice:
         """A choice of a budget with what it must recompute to fit, on all pipeline ranks or on some: of those
         that are listed the best, of the others a good solution. As it is, and rejected, if it does not fit.
         """
@@ -219,7 +219,7 @@ class Search:
         self.rejected = self.rejected or choice
         return choice
 
-    def _problem(self, choice: Choice, messages: bool) -> Problem:
+    def _problem(self, choice: LayoutChoice, messages: bool) -> BudgetProblem:
         """What a choice may recompute. Choices that differ only in ZeRO and offload share all but the bytes
         that they have for it."""
         key = replace(choice, zero=0, dp_shard=None, offload="none", offload_parameters=False, recompute="")
@@ -233,24 +233,24 @@ class Search:
         return self._problems[key].stored(config, schedule)
 
     @staticmethod
-    def _holds(choice: Choice) -> tuple[int, float]:
+    def _holds(choice: LayoutChoice) -> tuple[int, float]:
         """Micro-batch size, and the negated share of the layers that are recomputed: at most all within a
         budget."""
         return choice.micro_batch_size, -1.0 if shown(choice.recompute) == BUDGET else -recomputed_share(
             choice.recompute
         )
 
-    def _did_not_fit(self, choice: Choice) -> bool:
+    def _did_not_fit(self, choice: LayoutChoice) -> bool:
         """Whether a choice that holds no more did not fit."""
         kept, others = self._holds(choice), self._too_large.get(self._states_of(choice), ())
         return any(all(a <= b for a, b in zip(other, kept, strict=True)) for other in others)
 
     @staticmethod
-    def _states_of(choice: Choice) -> Choice:
+    def _states_of(choice: LayoutChoice) -> LayoutChoice:
         """The key of choices that differ only in their activations."""
         return replace(choice, micro_batch_size=0, recompute="")
 
-    def plan(self, choice: Choice, step: StepTime | None = None) -> Plan:
+    def plan(self, choice: LayoutChoice, step: StepTime | None = None) -> Plan:
         """The plan of any choice, with its time and memory; the choice may use fewer devices than the
         search."""
         fullest = max(self.memory(choice), key=lambda rank: rank.total)
@@ -263,12 +263,12 @@ class Search:
     # --- candidates
     # --------------------------------------------------------------------------------------------------------
 
-    def cores(self) -> Iterator[Choice]:
+    def cores(self) -> Iterator[LayoutChoice]:
         """Choices of everything except ZeRO and offload."""
         for layout in self.layouts():
             yield from self.scheduled(layout)
 
-    def layouts(self) -> Iterator[Choice]:
+    def layouts(self) -> Iterator[LayoutChoice]:
         """Choices of everything except schedule, ZeRO and offload: legal sizes, micro-batch sizes,
         recomputation."""
         sizes = self._sizes("pp", _divisors(self.gpus))
@@ -285,14 +285,14 @@ class Search:
                             replace(context, tp=tp, pp=pp, dp=dp, zero=0, sequence_parallel=tp > 1 and even)
                         )
 
-    def scheduled(self, layout: Choice) -> Iterator[Choice]:
+    def scheduled(self, layout: LayoutChoice) -> Iterator[LayoutChoice]:
         """A layout with each legal schedule."""
         return (
             replace(layout, schedule=schedule, virtual_stages=stages)
             for schedule, stages in self._schedules(layout)
         )
 
-    def _schedules(self, layout: Choice) -> list[tuple[str, int]]:
+    def _schedules(self, layout: LayoutChoice) -> list[tuple[str, int]]:
         """(schedule, stages per rank) pairs with which a layout breaks no rule; its micro-batch size and
         experts do not matter."""
         frame = replace(layout, micro_batch_size=1, recompute="none", ep=1, expert_dispatch="all_to_all")
@@ -306,7 +306,7 @@ class Search:
             ]
         return self._legal[frame]
 
-    def _contexts(self, tp: int) -> Iterator[Choice]:
+    def _contexts(self, tp: int) -> Iterator[LayoutChoice]:
         """Choices of context parallelism: powers of two that leave every rank enough of a row, unless the
         user has fixed cp. If legal, ulysses is a candidate, which is balanced whatever the documents, and one
         method that takes any number of heads; a ring only if it is balanced, over all ranks or between the
@@ -315,13 +315,13 @@ class Search:
         (parts,) = self._names("context_parts", ("balanced" if rows.documents else "zigzag",))
         for cp in self._sizes("cp", [1 << power for power in range(longest.bit_length())]):
             if cp == 1:
-                yield Choice()
+                yield LayoutChoice()
                 continue
             # one collective there, hops beside attention across nodes
             inside = tp * cp <= self.job.device.per_node
             gathers = inside or rows.imbalance("ring", parts) > UNEVEN
             for context in self._names("context", ("ulysses", "gather" if gathers else "ring")):
-                found = Choice(
+                found = LayoutChoice(
                     cp=cp, context=context, context_parts="zigzag" if context == "ulysses" else parts
                 )
                 yield found
@@ -335,14 +335,14 @@ class Search:
         node = self.job.device.per_node
         return self.gpus > node and node % size != 0 and size % node != 0
 
-    def variants(self, core: Choice) -> Iterator[Choice]:
+    def variants(self, core: LayoutChoice) -> Iterator[LayoutChoice]:
         """A core with each ZeRO stage and offload. On a CPU, offloading to CPU memory is left out."""
         return (
             replace(core, zero=zero, dp_shard=shard, offload=offload, offload_parameters=weights)
             for zero, shard, offload, weights in self._ways(core)
         )
 
-    def _ways(self, layout: Choice) -> list[tuple[int, int | None, str, bool]]:
+    def _ways(self, layout: LayoutChoice) -> list[tuple[int, int | None, str, bool]]:
         """zero, dp_shard, offload and offload_parameters of each variant of a layout."""
         shards: Sequence[int | None] = self._shards(layout)
         unsharded: Sequence[int | None] = [] if "dp_shard" in self.fixed else [None]
@@ -357,7 +357,7 @@ class Search:
                 found += [(3, shard, offload, True) for shard in own]
         return found
 
-    def _shards(self, core: Choice) -> Sequence[int | None]:
+    def _shards(self, core: LayoutChoice) -> Sequence[int | None]:
         """Numbers of data ranks over which ZeRO may shard: all (None), and where they are on several nodes
         those of a node, whose shards are replicated over the nodes. An expert group is inside a shard group.
         """
@@ -394,7 +394,7 @@ class Search:
             stages for stages in most if layers % (pp * stages) == 0 or (layers + 2) % (pp * stages) == 0
         ] or list(most[:2])
 
-    def _microbatches(self, frame: Choice) -> Iterator[Choice]:
+    def _microbatches(self, frame: LayoutChoice) -> Iterator[LayoutChoice]:
         each, rest = divmod(self.job.global_batch_size, frame.dp)
         if rest or not self._schedules(frame):
             return
@@ -408,7 +408,7 @@ class Search:
                         frame, micro_batch_size=size, recompute=recompute, ep=ep, expert_dispatch=dispatch
                     )
 
-    def _expert_groups(self, frame: Choice) -> Iterator[tuple[int, str]]:
+    def _expert_groups(self, frame: LayoutChoice) -> Iterator[tuple[int, str]]:
         """(ep, dispatcher) pairs: sizes that divide the experts and a stage's ranks and, unless the user has
         fixed ep, leave no group cut by nodes. Gathering all rows is a candidate where it moves no more bytes
         than sending each to its experts."""
@@ -429,7 +429,7 @@ class Search:
     # --- memory
     # --------------------------------------------------------------------------------------------------------
 
-    def memory(self, choice: Choice) -> list[RankMemory]:
+    def memory(self, choice: LayoutChoice) -> list[RankMemory]:
         """The memory of every pipeline rank. What is in flight stops growing after a few microbatches, so
         only those are followed."""
         if choice.recompute == BUDGET:  # the least that it may need
@@ -441,19 +441,19 @@ class Search:
         # with gathered weights
         return estimate(config, choice.gpus, device, self._carried_out(choice, config))
 
-    def imbalance(self, choice: Choice) -> int:
+    def imbalance(self, choice: LayoutChoice) -> int:
         """Bytes that the fullest rank needs in addition if all tokens choose the experts of one rank, in all
         mixtures and microbatches."""
         return worst_total(self._run(choice)[0], self._schedule(choice))
 
-    def _run(self, choice: Choice) -> tuple[Config, Literal["cpu", "cuda"]]:
+    def _run(self, choice: LayoutChoice) -> tuple[Config, Literal["cpu", "cuda"]]:
         """The configuration of a choice, and what it runs on."""
         config = configured(self.base, choice)
         # already known, and expensive to find
         config.parallel.partition = self.stepper.layers_of_stages(choice.pp * choice.virtual_stages)
         return config, "cpu" if self.job.device.cpu else "cuda"
 
-    def _carried_out(self, choice: Choice, config: Config, messages: bool = True) -> Schedule:
+    def _carried_out(self, choice: LayoutChoice, config: Config, messages: bool = True) -> Schedule:
         """The schedule of a choice with its messages, and the gathers and reshards of ZeRO-3."""
         stored = replace(choice, micro_batch_size=0, recompute="")
         if stored not in self._gathered:
@@ -464,19 +464,19 @@ class Search:
         return self._schedule(choice) if messages else schedule_of(key)
 
     def _with_gathers(
-        self, key: Pipeline, units: tuple[tuple[Unit, ...], ...], keep: bool, messages: bool
+        self, key: PipelineShape, units: tuple[tuple[Unit, ...], ...], keep: bool, messages: bool
     ) -> Schedule:
         return with_gathering(self._communicating(key) if messages else schedule_of(key), units, keep)
 
-    def _schedule(self, choice: Choice) -> Schedule:
+    def _schedule(self, choice: LayoutChoice) -> Schedule:
         return self._communicating(followed(choice, self.job.microbatches(choice)))
 
 
-def _communicating(pipeline: Pipeline) -> Schedule:
+def _communicating(pipeline: PipelineShape) -> Schedule:
     return with_communication(schedule_of(pipeline))
 
 
-def _family(choice: Choice) -> Choice:
+def _family(choice: LayoutChoice) -> LayoutChoice:
     """The key by which listed plans differ: plans that differ only in their schedule, their method of context
     parallelism, their dispatcher or what they must recompute count as one, as do those that offload
     needlessly."""
@@ -484,7 +484,7 @@ def _family(choice: Choice) -> Choice:
     return replace(plain, schedule="", virtual_stages=0, recompute="")
 
 
-def _families(choice: Choice) -> set[Choice]:
+def _families(choice: LayoutChoice) -> set[LayoutChoice]:
     """The families of a choice, and of the one without its offload."""
     return {_family(choice), _family(replace(choice, offload="none", offload_parameters=False))}
 

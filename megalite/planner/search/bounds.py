@@ -18,18 +18,18 @@ from megalite.model.cost.recomputed import groups
 from megalite.model.parameters import head_unit
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.orders import RECIPES
-from megalite.parallel.pipeline.orders import Shape as OrderShape
-from megalite.parallel.pipeline.schedule import Kind as Pass
-from megalite.planner.budget.integer_program import Kind, Option, Relaxation
-from megalite.planner.cost.operations import Passes
+from megalite.parallel.pipeline.orders import ScheduleShape as OrderShape
+from megalite.parallel.pipeline.schedule import ActionKind as Pass
+from megalite.planner.budget.integer_program import ItemGroup, Option, Relaxation
+from megalite.planner.cost.operations import PassTimes
 from megalite.planner.cost.recomputed_time import of_operation
 from megalite.planner.memory.activations import Activations
 from megalite.planner.memory.domains import Parameters, shares
 from megalite.planner.memory.peak_passes import fullest
 from megalite.planner.memory.states import Widths
 from megalite.planner.search.run_config import configured
-from megalite.planner.time.schedule_time import Pipeline, schedule_of
-from megalite.planner.time.step import Choice, Stepper
+from megalite.planner.time.schedule_time import PipelineShape, schedule_of
+from megalite.planner.time.step import LayoutChoice, Stepper
 
 BOUND = 0.97
 """Factor on the memory bound that keeps it below the estimate: it counts a layer's largest tensors as if they
@@ -37,7 +37,7 @@ existed at once."""
 AHEAD = 2  # memory is followed for this many times pp microbatches in flight: no rank holds more
 
 
-class _Stage(NamedTuple):
+class _StageBytes(NamedTuple):
     """Bytes of a stage and one microbatch: kept until its backward, kept until its weight pass, and at most
     needed during a layer's backward."""
 
@@ -86,13 +86,13 @@ class Bounds:
         self._kept: dict[tuple[object, ...], tuple[float, Relaxation | None]] = {}
         self._orders = lru_cache(maxsize=None)(_Order)
 
-    def memory(self, choice: Choice) -> float:
+    def memory(self, choice: LayoutChoice) -> float:
         """Bytes of states and activations; a budget recomputes everything."""
         return BOUND * max(
             self._states(choice, rank) + self._least_peak(choice, rank) for rank in self._ranks(choice)
         )
 
-    def roomy(self, variants: Sequence[Choice], room: float) -> list[Choice]:
+    def roomy(self, variants: Sequence[LayoutChoice], room: float) -> list[LayoutChoice]:
         """Those of some choices whose `memory` is within `room` bytes. They differ only in ZeRO and
         offload."""
         left = list(variants)
@@ -104,14 +104,14 @@ class Bounds:
             left = [choice for choice, held in states if BOUND * (held + peak) <= room]
         return left
 
-    def alone(self, choice: Choice) -> float:
+    def alone(self, choice: LayoutChoice) -> float:
         """Seconds of a step from the rank with the most parameters alone, see `Stepper.alone`: less than
         `time`, and found faster."""
         return self.stepper.alone(
             choice, max(self._ranks(choice), key=lambda rank: rank.parameters.stored).number
         )
 
-    def time(self, choice: Choice, again: Mapping[int, float] = MappingProxyType({})) -> float:
+    def time(self, choice: LayoutChoice, again: Mapping[int, float] = MappingProxyType({})) -> float:
         """Seconds of a step: as `Stepper.least`, and of the first, the last and the recomputing pipeline
         ranks what they at least wait for gradients. again: pipeline rank → seconds per microbatch that it
         recomputes at least, besides what the choice names."""
@@ -119,7 +119,9 @@ class Bounds:
         longest = max(self._span(choice, passes, rank, again) for rank in ranks)
         return self.stepper.least(choice, self.stepper.slow(choice) * longest)
 
-    def _span(self, choice: Choice, passes: Sequence[Passes], rank: int, again: Mapping[int, float]) -> float:
+    def _span(
+        self, choice: LayoutChoice, passes: Sequence[PassTimes], rank: int, again: Mapping[int, float]
+    ) -> float:
         """A lower bound of the pipeline's time, before devices' slowdown, from the order of one rank's
         passes.
 
@@ -153,7 +155,7 @@ class Bounds:
             ended + work - warmup - drained + returned,
         )
 
-    def recomputation(self, choice: Choice, room: float) -> dict[int, float]:
+    def recomputation(self, choice: LayoutChoice, room: float) -> dict[int, float]:
         """Pipeline rank → seconds per microbatch that it recomputes at least to need at most `room` bytes;
         infinite if that is not enough.
 
@@ -179,7 +181,7 @@ class Bounds:
                 found[rank.number] = relaxation.least(needed / BOUND)
         return found
 
-    def _relaxation(self, choice: Choice, rank: _Rank, peak: _Peak) -> Relaxation | None:
+    def _relaxation(self, choice: LayoutChoice, rank: _Rank, peak: _Peak) -> Relaxation | None:
         """What the layers of a rank can recompute: what it frees at the peak. None if these bytes do not add
         up."""
         counts = Counter(
@@ -187,22 +189,22 @@ class Bounds:
             for layers, held in zip(rank.stages, peak.held, strict=True)
             for index in layers
         )
-        found: list[Kind] = []
+        found: list[ItemGroup] = []
         for (kind, held), count in counts.items():
             groups = self._groups(choice, kind)
             if groups is None:
                 return None
             found += [
-                Kind(count, tuple(Option(each.cost, (each.frees[0] * held,)) for each in group))
+                ItemGroup(count, tuple(Option(each.cost, (each.frees[0] * held,)) for each in group))
                 for group in groups
             ]
         return Relaxation(found)
 
-    def ranks(self, choice: Choice) -> list[int]:
+    def ranks(self, choice: LayoutChoice) -> list[int]:
         """The pipeline ranks that are looked at: those that tend to need most."""
         return [rank.number for rank in self._ranks(choice)]
 
-    def _least_peak(self, choice: Choice, rank: _Rank) -> float:
+    def _least_peak(self, choice: LayoutChoice, rank: _Rank) -> float:
         """Bytes of activations at a rank's peak if it recomputes as the choice says (a budget:
         everything)."""
         recompute = "full" if choice.recompute == BUDGET else choice.recompute
@@ -219,7 +221,7 @@ class Bounds:
             self._peaks[key] = self._peak(choice, rank.number, rank.stages, recompute).bytes
         return self._peaks[key]
 
-    def _ranks(self, choice: Choice) -> list[_Rank]:
+    def _ranks(self, choice: LayoutChoice) -> list[_Rank]:
         key = *self._key(choice), choice.schedule, choice.pp, choice.virtual_stages
         if key not in self._known:
             _, sizes, _ = self.stepper.stages(choice)
@@ -238,7 +240,9 @@ class Bounds:
             self._known[key] = found
         return self._known[key]
 
-    def _peak(self, choice: Choice, number: int, layers: Sequence[tuple[int, ...]], recompute: str) -> _Peak:
+    def _peak(
+        self, choice: LayoutChoice, number: int, layers: Sequence[tuple[int, ...]], recompute: str
+    ) -> _Peak:
         """The largest load along a rank's list of actions, as `memory.Profile` follows it."""
         stages, peak = [self._stage(choice, recompute, indices) for indices in layers], _Peak(0.0, ())
         for kind, place, held, deferred in self._orders(
@@ -256,7 +260,7 @@ class Bounds:
                 peak = max(peak, _Peak(now - stage.saved + stage.stash, fewer))
         return peak
 
-    def _stage(self, choice: Choice, recompute: str, layers: tuple[int, ...]) -> _Stage:
+    def _stage(self, choice: LayoutChoice, recompute: str, layers: tuple[int, ...]) -> _StageBytes:
         count, numbers = (
             self.job.model.num_hidden_layers,
             [index + 1 for index in layers if index < self.job.model.num_hidden_layers],
@@ -267,11 +271,11 @@ class Bounds:
             sum(unit.saved + unit.logits for unit in units),
             sum(unit.stash + unit.logits_stash for unit in units),
         )
-        return _Stage(
+        return _StageBytes(
             saved, stash, max(unit.saved + unit.logits + unit.recomputed + unit.workspace for unit in units)
         )
 
-    def _states(self, choice: Choice, rank: _Rank) -> float:
+    def _states(self, choice: LayoutChoice, rank: _Rank) -> float:
         """Bytes on the device: weights, and of those that are trained gradients, master weights and moments,
         sharded by the choice's ZeRO stage; the gradients that fill until they are reduced, of two layers, or
         of all whose weight passes are deferred; and the weights of two layers that are gathered."""
@@ -293,7 +297,7 @@ class Bounds:
         return total
 
     @staticmethod
-    def _key(choice: Choice) -> tuple[object, ...]:
+    def _key(choice: LayoutChoice) -> tuple[object, ...]:
         split = (
             choice.tp,
             choice.cp,
@@ -304,7 +308,7 @@ class Bounds:
         )
         return *split, choice.ep, choice.expert_dispatch, choice.micro_batch_size, choice.splits
 
-    def _activations(self, choice: Choice, recompute: str) -> Activations:
+    def _activations(self, choice: LayoutChoice, recompute: str) -> Activations:
         """Of a choice's share, on one stage."""
         key = *self._key(choice), recompute
         if key not in self._units:
@@ -316,7 +320,7 @@ class Bounds:
             )
         return self._units[key]
 
-    def _groups(self, choice: Choice, kind: Hashable) -> tuple[tuple[Option, ...], ...] | None:
+    def _groups(self, choice: LayoutChoice, kind: Hashable) -> tuple[tuple[Option, ...], ...] | None:
         """What a layer of a kind can recompute: each group of alternatives with their seconds and the bytes
         that they free."""
         key = *self._key(choice), kind
@@ -351,7 +355,7 @@ class _Order:
         moments: at which its memory can be largest.
     """
 
-    def __init__(self, pipeline: Pipeline, rank: int):
+    def __init__(self, pipeline: PipelineShape, rank: int):
         name, ranks, microbatches, virtual_stages = pipeline
         recipe = RECIPES[name]
         self.own = [
@@ -371,8 +375,8 @@ class _Order:
         self.moments = fullest(zip(kinds, places, strict=True), len(self.own), recipe.splits)
 
 
-def followed(choice: Choice, microbatches: int) -> Pipeline:
+def followed(choice: LayoutChoice, microbatches: int) -> PipelineShape:
     """The pipeline whose memory is followed: with more microbatches it does not grow."""
     if choice.schedule != "gpipe":
         microbatches = min(microbatches, microbatches % choice.pp + (AHEAD + 1) * choice.pp)
-    return Pipeline(choice.schedule, choice.pp, microbatches, choice.asked_stages)
+    return PipelineShape(choice.schedule, choice.pp, microbatches, choice.asked_stages)

@@ -16,7 +16,7 @@ from megalite.config.recompute import BUDGET, shown
 from megalite.config.rule import RuleContext
 from megalite.config.rules import RULES
 from megalite.config.schema import Config, ModelConfig, ParallelConfig
-from megalite.planner.time.step import Choice
+from megalite.planner.time.step import LayoutChoice
 
 USABLE = 0.93
 """Fraction of a device's memory that a plan may use: the driver's context, NCCL's buffers and fragmentation
@@ -35,7 +35,7 @@ ELSEWHERE = (
 """Options that a plan does not decide: their rules are checked only when the run starts."""
 
 
-def configured(base: Config, choice: Choice) -> Config:
+def configured(base: Config, choice: LayoutChoice) -> Config:
     """The base configuration with a choice applied."""
     changed: dict[str, Any] = {
         "offload": choice.offload,
@@ -66,7 +66,7 @@ def configured(base: Config, choice: Choice) -> Config:
     return replace(base, parallel=parallel, train=train)
 
 
-def runnable(base: Config, choice: Choice, room: float) -> Config:
+def runnable(base: Config, choice: LayoutChoice, room: float) -> Config:
     """The configuration of a choice as a run takes it: a budget of `room` bytes in place of the operations
     that it has led to."""
     config = configured(base, choice)

@@ -10,13 +10,13 @@ from megalite.config.recompute import BUDGET
 from megalite.config.schema import Config, ConfigError
 from megalite.model.cost import layer_costs
 from megalite.planner.hardware.devices import Device, HardwareError, find, found_as
-from megalite.planner.time.step import Choice, Job, Stepper
+from megalite.planner.time.step import LayoutChoice, PlannedJob, Stepper
 
 
-def choice_of(config: Config) -> Choice:
+def choice_of(config: Config) -> LayoutChoice:
     """The layout of a run; its dp must be resolved."""
     parallel, train, dims = config.parallel, config.train, ParallelDims.of(config)
-    return Choice(
+    return LayoutChoice(
         tp=parallel.tp,
         pp=parallel.pp,
         dp=dims.dp,
@@ -72,4 +72,4 @@ def step_seconds(config: Config, device: Device) -> float | None:
         from megalite.planner.budget.decision import resolved
 
         config = resolved(config, "cpu" if device.cpu else "cuda", device.memory)
-    return Stepper(Job.of(config, device)).step(choice_of(config)).total
+    return Stepper(PlannedJob.of(config, device)).step(choice_of(config)).total

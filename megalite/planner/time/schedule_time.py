@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.orders import RECIPES
-from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, dependencies
+from megalite.parallel.pipeline.schedule import Action, ActionKind, Schedule, dependencies
 
 # relative difference of two increments that count as equal: sums of floats differ in their last digits
 SETTLED = 1e-9
@@ -50,7 +50,7 @@ class ScheduleTime:
         return 1 - sum(self.busy) / (len(self.busy) * self.makespan)
 
 
-class Pipeline(NamedTuple):
+class PipelineShape(NamedTuple):
     """All that a schedule follows from. virtual_stages: as the configuration writes it."""
 
     name: str
@@ -70,12 +70,12 @@ class Durations(NamedTuple):
 
 
 @functools.lru_cache(maxsize=512)
-def schedule_of(pipeline: Pipeline) -> Schedule:
+def schedule_of(pipeline: PipelineShape) -> Schedule:
     """The schedule that a run would execute, built for the default costs."""
     return build(*pipeline)
 
 
-def pace(pipeline: Pipeline, durations: Durations) -> ScheduleTime:
+def pace(pipeline: PipelineShape, durations: Durations) -> ScheduleTime:
     """The times of a step."""
     name, ranks, microbatches, _ = pipeline
     if ranks == 1 and len(durations.forward) == 1:
@@ -111,7 +111,7 @@ class _Replay:
         }
         elsewhere = {each: self._elsewhere(schedule, *each) for each in self.passes}
         todo, at = [schedule.compute(rank) for rank in range(self.ranks)], [0] * self.ranks
-        numbers, waiting = dict[tuple[Kind, int, int], int](), dict[tuple[Kind, int, int], int]()
+        numbers, waiting = dict[tuple[ActionKind, int, int], int](), dict[tuple[ActionKind, int, int], int]()
         runnable = list(range(self.ranks))
         while runnable:
             rank = runnable.pop()
@@ -139,7 +139,7 @@ class _Replay:
         ]
 
     @staticmethod
-    def _elsewhere(schedule: Schedule, kind: Kind, stage: int) -> tuple[Kind, int] | None:
+    def _elsewhere(schedule: Schedule, kind: ActionKind, stage: int) -> tuple[ActionKind, int] | None:
         """The input of a pass that another rank computes, if there is one: inputs of its own rank come
         earlier in its list."""
         found = [(other.kind, other.stage) for other in dependencies(Action(kind, stage, 0), schedule.stages)]
@@ -171,11 +171,11 @@ class _Replay:
 
 
 @functools.lru_cache(maxsize=128)
-def _replay_of(pipeline: Pipeline) -> _Replay:
+def _replay_of(pipeline: PipelineShape) -> _Replay:
     return _Replay(schedule_of(pipeline))
 
 
-def _simulated(pipeline: Pipeline, durations: Durations) -> ScheduleTime:
+def _simulated(pipeline: PipelineShape, durations: Durations) -> ScheduleTime:
     forward, backward, weight, message = durations
     if not RECIPES[pipeline.name].splits:
         backward, weight = [b + w for b, w in zip(backward, weight, strict=True)], ()

@@ -26,12 +26,12 @@ from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.partition import balanced
 from megalite.planner.cost import muon_exchange
 from megalite.planner.cost.context_exchange import WHOLE, Rows
-from megalite.planner.cost.operations import OURS, Operations, Passes, Software
+from megalite.planner.cost.operations import OURS, Operations, PassTimes, Software
 from megalite.planner.hardware.devices import Device
 from megalite.planner.hardware.kernels import stream
 from megalite.planner.hardware.links import Group, group
 from megalite.planner.memory.domains import Parameters, domains
-from megalite.planner.time.schedule_time import Durations, Pipeline, ScheduleTime, pace
+from megalite.planner.time.schedule_time import Durations, PipelineShape, ScheduleTime, pace
 
 STATE_BYTES = 4.0 * (1 + len(ADAMW))
 """The fp32 master weight and the optimizer's state of a parameter."""
@@ -43,7 +43,7 @@ OFFLOAD_WIRE = (4.0, 2.0)
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayoutChoice:
     """One layout of a model over ranks. virtual_stages: stages per rank; the names of methods are as in
     `parallel`, those of context count with cp > 1 and that of experts with ep > 1; dp_shard: as there, too.
     """
@@ -142,8 +142,8 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class Job:
-    """The model, the device and the batch: everything that a `Choice` does not decide."""
+class PlannedJob:
+    """The model, the device and the batch: everything that a `LayoutChoice` does not decide."""
 
     model: ModelConfig
     device: Device
@@ -158,9 +158,9 @@ class Job:
     optimistic_step: bool = True  # where a step may be (`assembly.plan.may_be_optimistic`)
 
     @staticmethod
-    def of(config: Config, device: Device) -> Job:
+    def of(config: Config, device: Device) -> PlannedJob:
         """The job of a configuration."""
-        return Job(
+        return PlannedJob(
             config.model,
             device,
             config.data.sequence_length,
@@ -173,13 +173,13 @@ class Job:
             optimistic_step=config.parallel.optimistic_step,
         )
 
-    def microbatches(self, choice: Choice) -> int:
+    def microbatches(self, choice: LayoutChoice) -> int:
         return int(self.global_batch_size // (choice.dp * choice.micro_batch_size))
 
-    def tokens_per_second_per_gpu(self, choice: Choice, seconds: float) -> float:
+    def tokens_per_second_per_gpu(self, choice: LayoutChoice, seconds: float) -> float:
         return self.global_batch_size * self.sequence_length / seconds / choice.gpus
 
-    def mfu(self, choice: Choice, seconds: float) -> tuple[float, float]:
+    def mfu(self, choice: LayoutChoice, seconds: float) -> tuple[float, float]:
         """Fraction of the device's dense peak: by PaLM's convention, which counts every pair of positions,
         and by the causal half only."""
         rate = self.tokens_per_second_per_gpu(choice, seconds) / self.device.peak(self.precision)
@@ -208,7 +208,7 @@ class _Left(NamedTuple):
 class Stepper:
     """Predicts steps of one job. Results that several choices share are cached."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: PlannedJob):
         self.job, self.device = job, job.device
         self.operations = Operations(job.device, job.model, job.precision, job.software, job.lora, job.rows)
         units = Units(job.model, Share(job.sequence_length))
@@ -226,7 +226,7 @@ class Stepper:
         costs = layer_costs(self.job.model, self.job.sequence_length)
         return balanced(costs.layers, stages, costs.embedding, costs.head)
 
-    def step(self, choice: Choice) -> StepTime:
+    def step(self, choice: LayoutChoice) -> StepTime:
         """The time of one step under a choice, which is not validated."""
         passes, sizes, _ = self.stages(choice)
         passes, waits = self._with_data(choice, passes, sizes, self.layers_of_stages(len(passes)))
@@ -237,11 +237,13 @@ class Stepper:
             tuple(slow * each.weight for each in passes),
             self._message(choice),
         )
-        pipeline = Pipeline(choice.schedule, choice.pp, self.job.microbatches(choice), choice.asked_stages)
+        pipeline = PipelineShape(
+            choice.schedule, choice.pp, self.job.microbatches(choice), choice.asked_stages
+        )
         timed = self._pace(pipeline, durations)
         return self._closed(choice, timed, passes, waits)
 
-    def divided(self, choice: Choice) -> float:
+    def divided(self, choice: LayoutChoice) -> float:
         """A cheap lower bound of the step time: the layers' work, divided evenly over the pipeline."""
         share, again = self._share(choice), recomputed_share(choice.recompute)
         work = 0.0
@@ -256,7 +258,7 @@ class Stepper:
         kinds = [self.kinds[index] for index in own]
         return [(own[kinds.index(kind)], kinds.count(kind)) for kind in dict.fromkeys(kinds)]
 
-    def least(self, choice: Choice, pipeline: float = 0.0) -> float:
+    def least(self, choice: LayoutChoice, pipeline: float = 0.0) -> float:
         """A lower bound of the step time: that of the pipeline (`filled`, or `pipeline` if that is larger),
         then what no rank can hide of gradients and weights, and the optimizer. Exact with one pipeline rank
         and without recomputation."""
@@ -280,12 +282,12 @@ class Stepper:
             weights = max(weights, left.weights - (first if hides else 0.0))
         return ended + self._tied(choice) + weights + self._optimizer(choice, held) + self._late(choice)
 
-    def slowed(self, choice: Choice) -> list[Passes]:
+    def slowed(self, choice: LayoutChoice) -> list[PassTimes]:
         """The passes of each stage, with the communication of ZeRO-2 and 3 that they wait for."""
         passes, sizes, _ = self.stages(choice)
         return self._with_data(choice, passes, sizes, self.layers_of_stages(len(passes)))[0]
 
-    def alone(self, choice: Choice, rank: int) -> float:
+    def alone(self, choice: LayoutChoice, rank: int) -> float:
         """A lower bound of the step time from one pipeline rank: its work, with the communication of ZeRO-2
         and 3 that it waits for, and its part of the optimizer."""
         passes, sizes, _ = self.stages(choice)
@@ -301,7 +303,7 @@ class Stepper:
         work = self.slow(choice) * self.job.microbatches(choice) * sum(each.total for each in slowed)
         return work + self._optimizer(choice, [Parameters(*map(sum, zip(*its_sizes, strict=True)))])
 
-    def _filled(self, choice: Choice) -> float:
+    def _filled(self, choice: LayoutChoice) -> float:
         """A lower bound of the pipeline's time: a rank's work, after the forwards of the stages before it and
         before their backwards."""
         passes = self.slowed(choice)
@@ -318,17 +320,17 @@ class Stepper:
             least = max(least, start + count * busy[rank] + max(0.0, end - count * put_off[rank]))
         return self.slow(choice) * least
 
-    def slow(self, choice: Choice) -> float:
+    def slow(self, choice: LayoutChoice) -> float:
         """Slowdown of computation on the slowest of many devices."""
         return 1 / self.device.constants.slowest if choice.gpus > 1 and not self.device.cpu else 1.0
 
-    def _late(self, choice: Choice) -> float:
+    def _late(self, choice: LayoutChoice) -> float:
         """Seconds of a step that nodes wait for the latest of them. The expected maximum of independent
         delays, exponentially distributed, grows with the logarithm of their number."""
         nodes = math.ceil(choice.gpus / self.device.per_node)
         return 0.0 if self.device.cpu else self.device.constants.delay * math.log(nodes)
 
-    def _share(self, choice: Choice) -> Share:
+    def _share(self, choice: LayoutChoice) -> Share:
         unit = choice.tp if choice.sequence_parallel else 1
         part = equal_part(self.job.sequence_length, choice.cp, choice.context, unit, choice.context_parts)
         sizes = choice.micro_batch_size, choice.tp, choice.sequence_parallel, choice.cp, choice.context
@@ -338,7 +340,7 @@ class Stepper:
     # --- stages
     # --------------------------------------------------------------------------------------------------------
 
-    def stages(self, choice: Choice) -> tuple[list[Passes], list[Parameters], list[float]]:
+    def stages(self, choice: LayoutChoice) -> tuple[list[PassTimes], list[Parameters], list[float]]:
         """For each stage: its passes, its parameters on one rank, and the seconds of its backward that are
         recomputed forward kernels."""
         return self._all_stages(
@@ -347,7 +349,7 @@ class Stepper:
 
     def _stages(
         self, share: Share, stages: int, recompute: str, splits: bool
-    ) -> tuple[list[Passes], list[Parameters], list[float]]:
+    ) -> tuple[list[PassTimes], list[Parameters], list[float]]:
         split, whole = self.layers_of_stages(stages), recomputed_share(recompute)
         found = []
         for stage, (start, stop) in enumerate(zip([0, *accumulate(split)], accumulate(split), strict=False)):
@@ -366,13 +368,13 @@ class Stepper:
         first: bool,
         last: bool,
         splits: bool,
-    ) -> tuple[Passes, Parameters, float]:
+    ) -> tuple[PassTimes, Parameters, float]:
         """One stage, given the kind of each of its layers and what it recomputes. whole: as
         `recomputed_share`."""
         # layers of the model that are alike
         model, own = self.job.model, [self.kinds.index(kind) for kind, _ in layers]
         total = functools.reduce(
-            Passes.plus,
+            PassTimes.plus,
             [self.operations.layer(share, index).times(count) for index, count in Counter(own).items()],
         )
         kernels, wait = whole * (total.forward - total.forward_wait), whole * total.forward_wait
@@ -404,14 +406,14 @@ class Stepper:
         layers = self.job.model.num_hidden_layers
         return [*range(start, stop), *(range(layers, layer_count(self.job.model)) if stop == layers else ())]
 
-    def _by_rank(self, choice: Choice, values: Sequence[float]) -> list[float]:
+    def _by_rank(self, choice: LayoutChoice, values: Sequence[float]) -> list[float]:
         """Sums over the stages of each rank."""
         sums = [0.0] * choice.pp
         for stage, rank in enumerate(placement(choice.schedule, choice.pp, choice.asked_stages)):
             sums[rank] += values[stage]
         return sums
 
-    def _message(self, choice: Choice) -> float:
+    def _message(self, choice: LayoutChoice) -> float:
         """Latency of one message between stages."""
         if choice.pp == 1:
             return 0.0
@@ -422,7 +424,7 @@ class Stepper:
             return fabric.send(size / tp, choice.gpus) + fabric.half(size, group(self.device, tp, 1))
         return fabric.send(size / (tp if choice.sequence_parallel else 1), choice.gpus)
 
-    def _blocking(self, choice: Choice) -> float:
+    def _blocking(self, choice: LayoutChoice) -> float:
         """Seconds that a pass waits until its result is sent."""
         return 0.0 if self.job.software.hides_messages and not self.device.cpu else self._message(choice)
 
@@ -430,8 +432,8 @@ class Stepper:
     # --------------------------------------------------------------------------------------------------
 
     def _with_data(
-        self, choice: Choice, passes: list[Passes], sizes: list[Parameters], layers: list[int]
-    ) -> tuple[list[Passes], list[float]]:
+        self, choice: LayoutChoice, passes: list[PassTimes], sizes: list[Parameters], layers: list[int]
+    ) -> tuple[list[PassTimes], list[float]]:
         """Passes of some stages with the exposed communication of ZeRO-2 and 3 per microbatch added, and its
         seconds per stage. layers: the number of each stage."""
         if choice.zero < 2 or (
@@ -449,7 +451,7 @@ class Stepper:
             slowed.append(each._replace(forward=forward, backward=backward - each.weight))
         return slowed, waits
 
-    def _for_each_use(self, choice: Choice, size: Parameters, layers: int) -> tuple[float, float]:
+    def _for_each_use(self, choice: LayoutChoice, size: Parameters, layers: int) -> tuple[float, float]:
         """Seconds for one microbatch of a stage under ZeRO-2 and 3: its gradients' reduction, and one
         gathering of its weights."""
         fabric, width = self.operations.fabric, self.operations.size
@@ -470,7 +472,7 @@ class Stepper:
         taken = min(computation, communication) * self.device.constants.overlap
         return max(computation + taken, communication)
 
-    def _reduction(self, choice: Choice, size: Parameters) -> tuple[float, float]:
+    def _reduction(self, choice: LayoutChoice, size: Parameters) -> tuple[float, float]:
         """Seconds of the step's gradient reduction and of the all-gather of updated weights, for a rank's
         parameters. Ranks that hold the same shard sum it once a step."""
         fabric = self.operations.fabric
@@ -486,7 +488,7 @@ class Stepper:
                 gather += fabric.half(domain.trained * self.operations.size, domain.shard)
         return reduce, gather
 
-    def _tied(self, choice: Choice) -> float:
+    def _tied(self, choice: LayoutChoice) -> float:
         """The all-reduce of the gradients of an embedding that the last stage uses too, if its copies are on
         two pipeline ranks."""
         own = placement(choice.schedule, choice.pp, choice.asked_stages)
@@ -499,7 +501,7 @@ class Stepper:
         return self.operations.fabric.all_reduce(table * self.job.gradient_bytes, Group(2, 2 // nodes, nodes))
 
     def _behind(
-        self, choice: Choice, timed: ScheduleTime, passes: list[Passes], held: list[Parameters]
+        self, choice: LayoutChoice, timed: ScheduleTime, passes: list[PassTimes], held: list[Parameters]
     ) -> tuple[float, float]:
         """Exposed time after the pipeline: gradients not yet reduced when the last rank ends, and weights not
         yet gathered when needed.
@@ -518,7 +520,7 @@ class Stepper:
     def _hides(self) -> bool:
         return self.job.software.hides_gradients and not self.device.cpu
 
-    def _left(self, choice: Choice, passes: list[Passes], held: list[Parameters]) -> list[_Left]:
+    def _left(self, choice: LayoutChoice, passes: list[PassTimes], held: list[Parameters]) -> list[_Left]:
         """For each rank, what its own last backward and first forward do not hide."""
         ends, found = self._ends(choice, held), []
         backward = self._by_rank(choice, [each.backward + each.weight for each in passes])
@@ -531,7 +533,7 @@ class Stepper:
             found.append(_Left(gradients, max(gather - ahead, gather * ends[rank])))
         return found
 
-    def _ends(self, choice: Choice, held: list[Parameters]) -> list[float]:
+    def _ends(self, choice: LayoutChoice, held: list[Parameters]) -> list[float]:
         """For each rank, the fraction of its parameters in the unit that is reduced last and gathered
         first."""
         stages = choice.pp * choice.virtual_stages
@@ -541,7 +543,7 @@ class Stepper:
         )
         return found
 
-    def parameters(self, choice: Choice, layers: Sequence[int]) -> Parameters:
+    def parameters(self, choice: LayoutChoice, layers: Sequence[int]) -> Parameters:
         """Those of some layers on one rank."""
         return self._parameters(
             choice.tp, choice.ep, tuple(self.kinds.index(self.kinds[index]) for index in layers)
@@ -565,13 +567,13 @@ class Stepper:
             modules,
         )
 
-    def held(self, choice: Choice, sizes: list[Parameters]) -> list[Parameters]:
+    def held(self, choice: LayoutChoice, sizes: list[Parameters]) -> list[Parameters]:
         """The parameters of each pipeline rank, from those of the stages."""
         kinds = (self._by_rank(choice, kind) for kind in zip(*sizes, strict=True))
         return [Parameters(*rank) for rank in zip(*kinds, strict=True)]
 
     def _closed(
-        self, choice: Choice, timed: ScheduleTime, passes: list[Passes], waits: list[float]
+        self, choice: LayoutChoice, timed: ScheduleTime, passes: list[PassTimes], waits: list[float]
     ) -> StepTime:
         """The step's time from the pipeline's, broken down for the busiest rank."""
         _, sizes, again = self.stages(choice)
@@ -609,7 +611,11 @@ class Stepper:
         )
 
     def _exchanges(
-        self, choice: Choice, layer: Callable[[Share, int], tuple[float, float]], ranks: int, operation: str
+        self,
+        choice: LayoutChoice,
+        layer: Callable[[Share, int], tuple[float, float]],
+        ranks: int,
+        operation: str,
     ) -> list[float]:
         """Exposed seconds per microbatch, of each stage, of a communication over so many ranks inside an
         operation of layers."""
@@ -627,7 +633,7 @@ class Stepper:
             )
         return found
 
-    def in_turn(self, choice: Choice) -> bool:
+    def in_turn(self, choice: LayoutChoice) -> bool:
         """Whether ranks end a step, and start the next, one after the other without a barrier
         (`megalite.training.weight_update`)."""
         job = self.job
@@ -636,7 +642,7 @@ class Stepper:
             choice.schedule, choice.pp, choice.offload, job.model, precision
         )
 
-    def _optimizer(self, choice: Choice, held: list[Parameters]) -> float:
+    def _optimizer(self, choice: LayoutChoice, held: list[Parameters]) -> float:
         """The update of the parameters that one rank updates, at most, and the all-reduce of the gradient
         norm."""
         device = self.device
@@ -652,7 +658,7 @@ class Stepper:
         disk = own * 2 * STATE_BYTES / device.disk if choice.offload == "disk" else 0.0  # read and written
         return max(own * HOST_BYTES / device.host_memory, wire, disk) + norm
 
-    def _matrices(self, choice: Choice) -> float:
+    def _matrices(self, choice: LayoutChoice) -> float:
         """Muon's iterations, and the way of the matrices to their owners and back, which overlaps with
         them."""
         model, muon, ranks = self.job.model, self.job.muon, choice.data * choice.tp

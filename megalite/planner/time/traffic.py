@@ -16,9 +16,9 @@ from megalite.config.schema import Config
 from megalite.mesh.layout import Coordinates
 from megalite.model.cost.mtp import modules
 from megalite.model.cost.recomputed import repeated
-from megalite.model.cost.records import Attention, Elementwise, Lookup, Product, UnitCost
+from megalite.model.cost.records import AttentionCost, Elementwise, Lookup, Matmul, UnitCost
 from megalite.model.parameters import head_unit, kv_replicas, layers_in
-from megalite.parallel.pipeline.schedule import Kind, Schedule
+from megalite.parallel.pipeline.schedule import ActionKind, Schedule
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.spec import Segment
 from megalite.planner.cost.expert_exchange import sent
@@ -76,7 +76,7 @@ def _context(config: Config, sizes: Activations, number: int) -> float:
     total = 0.0
     for layer in layers_in(config.model, number):
         again = repeated(sizes.units, layer, config.train.recompute_of(layer))
-        times = 1 + any(isinstance(step, Attention) for step in again)
+        times = 1 + any(isinstance(step, AttentionCost) for step in again)
         for ranks, each in sizes.units.exchanges:
             forward = each.forward * sizes.width * times
             total += ring(forward + each.backward * sizes.width + each.summed * sizes.accumulate, ranks)
@@ -116,10 +116,10 @@ class _Tensor:
         rings = sum(
             step.travelling * step.collectives(self.shared).forward
             for step in steps
-            if isinstance(step, Product | Lookup)
+            if isinstance(step, Matmul | Lookup)
         )
         rings += unit.collectives(self.shared).backward
-        lengths = sum(step.lengths for step in steps if isinstance(step, Product))
+        lengths = sum(step.lengths for step in steps if isinstance(step, Matmul))
         # backward, and each forward
         summed = unit.summed + sum(step.summed for step in steps if isinstance(step, Elementwise))
         more += 2 * ring((lengths + summed) * self.sizes.accumulate, self.ranks)
@@ -171,7 +171,7 @@ def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[Bu
     gathers = [
         buckets[action.bucket]
         for action in schedule.actions[pp_rank]
-        if action.kind is Kind.GATHER and action.bucket is not None
+        if action.kind is ActionKind.GATHER and action.bucket is not None
     ]
     return total + sum(
         ring(bucket.size * widths.compute, Sharing.of(config, bucket.domain).shard) for bucket in gathers

@@ -13,7 +13,7 @@ from megalite.config.dims import TILE, block_length, part_length
 from megalite.config.load import from_dict
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.context.balanced import KEYS, balanced, between_ranks, imbalance, visited
-from megalite.parallel.context.parts import Run, zigzag
+from megalite.parallel.context.parts import PositionSegment, zigzag
 from megalite.parallel.context.rows import Cut
 from megalite.planner.cost.context_exchange import IMBALANCE
 from tests.parallel.context.test_parts import positions
@@ -38,7 +38,7 @@ def test_visited_tiles_are_those_with_a_visible_pair(window):
         visible(row, window).reshape(length // TILE, TILE, length // KEYS, KEYS).any((1, 3)).astype(int)
         for row in starts.T
     )
-    blocks = [Run(start, 2 * TILE) for start in range(0, length, 2 * TILE)]
+    blocks = [PositionSegment(start, 2 * TILE) for start in range(0, length, 2 * TILE)]
     expected = tiles.reshape(length // (2 * TILE), 2, length // (2 * TILE), 2 * TILE // KEYS).sum((1, 3))
     assert (visited(blocks, starts, ((window, 1),)) == expected).all()
     both = visited(blocks, starts, ((None, 3), (window, 2)))

@@ -7,7 +7,7 @@ import torch
 
 from megalite.config.dims import part_length
 from megalite.config.load import from_dict
-from megalite.parallel.context.parts import PARTS, Run, contiguous, grouped, sees, split, zigzag
+from megalite.parallel.context.parts import PARTS, PositionSegment, contiguous, grouped, sees, split, zigzag
 from megalite.parallel.context.rows import Cut
 from megalite.parallel.microbatch import IGNORE_INDEX
 
@@ -101,7 +101,11 @@ def test_lengths_are_padded_for_zigzag_and_sequence_parallelism():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_pieces_of_parts_are_joined_to_the_parts(ranks):
-    for parts in (contiguous(24, 2), zigzag(24, 2), [(Run(0, 7), Run(20, 4), Run(25, 1)), (Run(7, 12),)]):
+    for parts in (
+        contiguous(24, 2),
+        zigzag(24, 2),
+        [(PositionSegment(0, 7), PositionSegment(20, 4), PositionSegment(25, 1)), (PositionSegment(7, 12),)],
+    ):
         pieces = split(parts, ranks)
         assert len({len(positions(runs)) for runs in pieces}) == 1 and len(pieces) == len(parts) * ranks
         assert list(map(positions, grouped(tuple(pieces), ranks))) == list(map(positions, parts))
@@ -110,4 +114,4 @@ def test_pieces_of_parts_are_joined_to_the_parts(ranks):
 
 
 def test_runs_know_where_they_end():
-    assert Run(3, 4).stop == 7
+    assert PositionSegment(3, 4).stop == 7

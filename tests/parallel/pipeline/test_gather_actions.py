@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.parallel.pipeline.bubble import Weights, plan
+from megalite.parallel.pipeline.bubble import GatheredWeights, plan
 from megalite.parallel.pipeline.gather_actions import with_gathering
 from megalite.parallel.pipeline.generator import SCHEDULES, build
-from megalite.parallel.pipeline.schedule import Kind, Schedule, ScheduleError, Unit
+from megalite.parallel.pipeline.schedule import ActionKind, Schedule, ScheduleError, Unit
 from megalite.parallel.pipeline.send_recv_actions import OUTSTANDING_SENDS, with_communication
 from megalite.parallel.pipeline.simulator import simulate
 from megalite.parallel.pipeline.validator import validate
 
-COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
+COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
 
 
 def units_of(schedule: Schedule, each: int, shared: int = 1) -> tuple[tuple[Unit, ...], ...]:
@@ -33,9 +33,9 @@ def expected_uses(schedule: Schedule, rank: int) -> list[tuple[int, ...]]:
     """What a rank computes with, use by use: restated from what forward and backward need."""
     found: list[tuple[int, ...]] = []
     for action in schedule.actions[rank]:
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             found += [unit.buckets for unit in schedule.units[action.stage]]
-        elif action.kind is Kind.BACKWARD:
+        elif action.kind is ActionKind.BACKWARD:
             found += [unit.buckets for unit in schedule.units[action.stage][::-1] if unit.number != 0]
     return found
 
@@ -58,8 +58,8 @@ def test_every_plan_gathers_what_it_uses_and_no_more(name, ranks, microbatches, 
     for rank in range(ranks):
         assert [action for action in schedule.actions[rank] if action.bucket is None] == list(plain.actions[rank])
         sequence = [bucket for (bucket,) in expected_uses(schedule, rank)]
-        gathers = [action.bucket for action in schedule.actions[rank] if action.kind is Kind.GATHER]
-        frees = [action.bucket for action in schedule.actions[rank] if action.kind is Kind.RESHARD]
+        gathers = [action.bucket for action in schedule.actions[rank] if action.kind is ActionKind.GATHER]
+        frees = [action.bucket for action in schedule.actions[rank] if action.kind is ActionKind.RESHARD]
         if keep:
             assert gathers == list(dict.fromkeys(sequence)) and not frees
         else:  # as often as another bucket is needed than just before
@@ -69,9 +69,9 @@ def test_every_plan_gathers_what_it_uses_and_no_more(name, ranks, microbatches, 
 
 def test_at_most_what_two_units_need_is_whole():
     for name in SCHEDULES:
-        found = plan(name, 4, 8, weights=Weights(1.0, buckets=8))
+        found = plan(name, 4, 8, weights=GatheredWeights(1.0, buckets=8))
         assert max(found.gathering()["weights_whole"]) == 2 / 8
-        kept = plan(name, 4, 8, weights=Weights(1.0, buckets=8, reshard="step"))
+        kept = plan(name, 4, 8, weights=GatheredWeights(1.0, buckets=8, reshard="step"))
         assert kept.gathering()["weights_whole"] == kept.gathering()["weights_gathered"] == [1.0] * 4
 
 
@@ -129,7 +129,7 @@ def test_time_of_one_rank_by_hand():
     F: bucket 0 until 1; unit 1 runs to 1.5, beside it bucket 1 until 2; unit 2 runs from 2 to 2.5.
     B: unit 2 at once, from 2.5 to 3.5, beside it bucket 0 until 3.5; unit 1 to 4.5.
     """
-    found = simulate(plan("1f1b", 1, 1, weights=Weights(2.0, buckets=2)).schedule, gather=2.0)
+    found = simulate(plan("1f1b", 1, 1, weights=GatheredWeights(2.0, buckets=2)).schedule, gather=2.0)
     assert [(repr(span.action), span.start, span.end) for span in found.spans[0]] == [
         ("F0.0", 0, 2.5),
         ("B0.0", 2.5, 4.5),
@@ -145,12 +145,12 @@ def test_time_of_one_rank_by_hand():
 def test_gathering_costs_nothing_where_it_hides_and_all_where_it_can_not():
     for name in SCHEDULES:
         free = plan(name, 4, 8).timeline
-        assert plan(name, 4, 8, weights=Weights(0.0)).timeline.makespan == pytest.approx(free.makespan)
-        hidden = plan(name, 4, 8, weights=Weights(0.5, buckets=8)).timeline
+        assert plan(name, 4, 8, weights=GatheredWeights(0.0)).timeline.makespan == pytest.approx(free.makespan)
+        hidden = plan(name, 4, 8, weights=GatheredWeights(0.5, buckets=8)).timeline
         # the first bucket of the first rank, and nothing else
         assert hidden.makespan == pytest.approx(free.makespan + 0.5 / 8)
         assert hidden.ideal == pytest.approx(free.ideal)
-    slow = plan("1f1b", 1, 8, weights=Weights(10.0, buckets=10))
+    slow = plan("1f1b", 1, 8, weights=GatheredWeights(10.0, buckets=10))
     times = slow.gathering()["weights_gathered"][0]
     assert times == pytest.approx((8 * 2 * 10 - 8 - 7) / 10)  # up and down for each microbatch, the turning points once
     assert slow.timeline.makespan == pytest.approx(10 * times + (1 + 2) / 10, rel=0.05)  # the link is never idle

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.parallel.pipeline.generator import SCHEDULES, build
-from megalite.parallel.pipeline.schedule import Costs, Kind, Schedule
+from megalite.parallel.pipeline.schedule import ActionKind, Costs, Schedule
 from megalite.parallel.pipeline.send_recv_actions import OUTSTANDING_SENDS, with_communication
 from megalite.parallel.pipeline.simulator import simulate
 from megalite.parallel.pipeline.validator import validate
 from tests.parallel.pipeline.test_send_recv_actions import message_of, terminates
 
-F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
+F, B, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half")
 FOLDED = ("zb-v", "v-half")
 
@@ -52,7 +52,7 @@ def prove_plan(
     check_messages(plan, kinds)
 
 
-def most_held(done: list[tuple], last: Kind) -> int:
+def most_held(done: list[tuple], last: ActionKind) -> int:
     """Activations of a microbatch on a stage, from its forward to its last pass."""
     held = most = 0
     for kind, *_ in done:
@@ -81,7 +81,7 @@ def promised(name: str, ranks: int, microbatches: int, chunks: int, rank: int) -
     return int(whole[name] * chunks)
 
 
-def check_messages(plan: Schedule, kinds: tuple[Kind, ...]) -> None:
+def check_messages(plan: Schedule, kinds: tuple[ActionKind, ...]) -> None:
     """Each boundary between stages of two ranks carries each microbatch's activation up and its gradient down; others
     carry nothing."""
     expected = Counter()

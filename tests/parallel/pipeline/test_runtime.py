@@ -11,7 +11,7 @@ from megalite.mesh.mesh import Layout, Mesh
 from megalite.parallel.microbatch import Microbatch, StageOutput
 from megalite.parallel.pipeline import runtime
 from megalite.parallel.pipeline.generator import build
-from megalite.parallel.pipeline.schedule import Kind
+from megalite.parallel.pipeline.schedule import ActionKind
 from megalite.parallel.pipeline.send_recv_actions import with_communication
 
 
@@ -54,5 +54,5 @@ def test_every_dropped_send_was_waited_for(monkeypatch) -> None:
     rows = [Microbatch.of(torch.zeros(4, 1), torch.zeros(4, 1), torch.zeros(1)) for _ in range(8)]
     runner = runtime.Runtime({0: FirstStage()}, mesh, (4, 1), torch.float32, "cpu")
     runner.run(plan, rows, step=1, loss_scale=1.0, training=False)
-    assert len(sends) == sum(action.kind is Kind.SEND_FORWARD for action in plan.actions[0]) == 8
+    assert len(sends) == sum(action.kind is ActionKind.SEND_FORWARD for action in plan.actions[0]) == 8
     assert [each.waited for each in sends] == [1] * 8

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from megalite.parallel.pipeline.generator import build
-from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, peak_activations
+from megalite.parallel.pipeline.schedule import Action, ActionKind, Schedule, ScheduleError, peak_activations
 from megalite.parallel.pipeline.simulator import simulate
 from megalite.planner.report.drawing.text import draw
 
-F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
+F, B, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT
 ROOT = Path(__file__).parents[3]
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.parallel.pipeline.generator import SCHEDULES, build
-from megalite.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError
+from megalite.parallel.pipeline.schedule import Action, ActionKind, Schedule, ScheduleError
 from megalite.parallel.pipeline.send_recv_actions import (
     CONNECTION_BYTES,
     channel_of,
@@ -22,8 +22,13 @@ from megalite.parallel.pipeline.send_recv_actions import (
 from megalite.parallel.pipeline.simulator import simulate
 from megalite.parallel.pipeline.validator import validate
 
-F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
-SF, RF, SB, RB = Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD
+F, B, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT
+SF, RF, SB, RB = (
+    ActionKind.SEND_FORWARD,
+    ActionKind.RECEIVE_FORWARD,
+    ActionKind.SEND_BACKWARD,
+    ActionKind.RECEIVE_BACKWARD,
+)
 SIZES = [(stages, microbatches) for stages in range(1, 9) for microbatches in range(1, 33)]
 
 
@@ -325,7 +330,7 @@ def test_blocking_sends_are_modelled():
         head, _, peer = word.replace("<", ">").partition(">")
         kind = head.rstrip("0123456789.")
         stage, microbatch = head[len(kind) :].split(".")
-        return Action(Kind(kind), int(stage), int(microbatch), int(peer) if peer else None)
+        return Action(ActionKind(kind), int(stage), int(microbatch), int(peer) if peer else None)
 
     actions = (
         line("F0.0 SF0.0>1 F0.1 SF0.1>1 RF2.0<1 F2.0 SF2.0>1 RF2.1<1 F2.1 SF2.1>1"),

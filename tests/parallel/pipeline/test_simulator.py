@@ -12,13 +12,13 @@ import pytest
 
 from megalite.parallel.pipeline.bubble import compare, plan, sweep
 from megalite.parallel.pipeline.generator import SCHEDULES, build
-from megalite.parallel.pipeline.schedule import Action, Costs, Kind, ScheduleError, peak_activations
+from megalite.parallel.pipeline.schedule import Action, ActionKind, Costs, ScheduleError, peak_activations
 from megalite.parallel.pipeline.send_recv_actions import with_communication
-from megalite.parallel.pipeline.simulator import Span, Timeline, simulate
+from megalite.parallel.pipeline.simulator import Interval, Timeline, simulate
 from megalite.planner.report.drawing.tables import grid, summary, table
 from megalite.planner.report.drawing.text import draw
 
-F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
+F, B, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT
 RANKS = range(2, 17)
 # ranks, microbatches, stages a rank, bubble, peak on the first and the last rank: backward takes twice as long as
 # forward
@@ -136,8 +136,8 @@ def test_v_half_holds_half_of_1f1b(ranks):
 
 
 def test_the_three_bubbles_of_a_timeline_worked_out_by_hand():
-    first = (Span(Action(F, 0, 0), 0, 1), Span(Action(B, 0, 0), 5, 8))
-    last = (Span(Action(F, 1, 0), 2, 5), Span(Action(B, 1, 0), 5, 10))
+    first = (Interval(Action(F, 0, 0), 0, 1), Interval(Action(B, 0, 0), 5, 8))
+    last = (Interval(Action(F, 1, 0), 2, 5), Interval(Action(B, 1, 0), 5, 10))
     timeline = Timeline((first, last))
     assert (timeline.busy, timeline.ideal, timeline.makespan, timeline.longest_span) == ((4, 8), 6, 10, 8)
     assert timeline.bubble_fraction == pytest.approx(8 / 20)  # idle over all time of two ranks

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megalite.parallel.pipeline.bubble import BUBBLES, Plan, compare
+from megalite.parallel.pipeline.bubble import BUBBLES, BubblePlan, compare
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
 from megalite.parallel.pipeline.simulator import simulate
@@ -27,7 +27,7 @@ class MeasuredRun:
     steps: those that were recorded; layout: the ranks along each axis, None in files of earlier versions.
     """
 
-    plan: Plan
+    plan: BubblePlan
     steps: list[int]
     bubbles: dict[str, float]
     layout: dict[str, int] | None = None
@@ -40,7 +40,7 @@ class MeasuredRun:
         ]
         return "\n".join(aligned([(f"over {len(self.steps)} steps", "measured", "predicted"), *rows], left=1))
 
-    def compare(self) -> list[Plan]:
+    def compare(self) -> list[BubblePlan]:
         """The plan of every schedule with the mean of these durations over ranks.
 
         If the run computed both gradients in one backward, each counts for half of it.
@@ -79,7 +79,7 @@ def read(run: Path) -> MeasuredRun:
         forward, input_backward, weight_backward = passes.values()
         timeline = simulate(schedule, forward, input_backward, weight_backward, comm)
         bubbles = {name: float(found["measured"][name]) for name in BUBBLES if name in found["measured"]}
-        plan = Plan(schedule, timeline, {**passes, "comm": comm}, "s")
+        plan = BubblePlan(schedule, timeline, {**passes, "comm": comm}, "s")
         measured = MeasuredRun(plan, list(found["steps"]), bubbles, found.get("layout"))
         if not timeline.ideal > 0:
             raise ValueError("its durations are all 0")

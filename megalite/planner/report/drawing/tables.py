@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalite.parallel.pipeline.bubble import BUBBLES, DIGITS, Plan
-from megalite.parallel.pipeline.schedule import Kind
+from megalite.parallel.pipeline.bubble import BUBBLES, DIGITS, BubblePlan
+from megalite.parallel.pipeline.schedule import ActionKind
 from megalite.system.text import aligned
 
 LISTED = 16  # up to this number of ranks, a value is printed for each
@@ -20,7 +20,7 @@ def percent(value: float) -> str:
     return f"{round(value, DIGITS):.1%}"
 
 
-def heading(plan: Plan) -> str:
+def heading(plan: BubblePlan) -> str:
     """One line that describes a plan."""
     stages = f" of {plan.chunks} stages" if plan.chunks > 1 else ""
     return (
@@ -29,7 +29,7 @@ def heading(plan: Plan) -> str:
     )
 
 
-def durations(plan: Plan) -> str:
+def durations(plan: BubblePlan) -> str:
     """One line with the durations that a plan is timed with."""
     values = dict(plan.durations)
     # measured: one pass computes both gradients
@@ -55,7 +55,7 @@ def _range(value: float | list[float], unit: str) -> str:
     return number(ends[0], unit) if ends[0] == ends[1] else f"{number(ends[0])} to {number(ends[1], unit)}"
 
 
-def summary(plan: Plan) -> str:
+def summary(plan: BubblePlan) -> str:
     """Every measure of one plan with its meaning, one per line."""
     timeline = plan.timeline
     rows = [
@@ -82,7 +82,11 @@ def summary(plan: Plan) -> str:
             _by_rank(plan.peaks()),
             "microbatches of a whole stage, from forward to the end of backward",
         ),
-        ("peak_with_weight_stash", _by_rank(plan.peaks(Kind.WEIGHT)), "to the end of the weight gradient"),
+        (
+            "peak_with_weight_stash",
+            _by_rank(plan.peaks(ActionKind.WEIGHT)),
+            "to the end of the weight gradient",
+        ),
         ("messages", str(sum(plan.messages())), f"in a step, at most {max(plan.messages())} from one rank"),
     ]
     if gathering := plan.gathering():
@@ -105,7 +109,7 @@ def _by_rank(values: Sequence[float]) -> str:
     return " ".join(map(number, values))
 
 
-def table(plans: Sequence[Plan], axis: str = "schedule") -> str:
+def table(plans: Sequence[BubblePlan], axis: str = "schedule") -> str:
     """A row for each plan, labelled by what varies between them: the schedule, pp or microbatches. If ranks
     differ, the largest value."""
     gathering = ["gathered", "stalled"] if plans[0].weights else []
@@ -117,7 +121,7 @@ def table(plans: Sequence[Plan], axis: str = "schedule") -> str:
             number(timeline.longest_span),
             *(percent(getattr(timeline, name)) for name in BUBBLES),
         ]
-        memory = [number(max(plan.peaks())), number(max(plan.peaks(Kind.WEIGHT)))]
+        memory = [number(max(plan.peaks())), number(max(plan.peaks(ActionKind.WEIGHT)))]
         found = plan.gathering()
         gathered = [number(max(found[name])) for name in ("weights_gathered", "stalled")] if found else []
         rows.append(
@@ -126,7 +130,7 @@ def table(plans: Sequence[Plan], axis: str = "schedule") -> str:
     return "\n".join(aligned(rows, left=1))
 
 
-def grid(plans: Sequence[Plan], axis: str, measure: str) -> str:
+def grid(plans: Sequence[BubblePlan], axis: str, measure: str) -> str:
     """One measure of several schedules (columns) at several sizes (rows); `axis` is the size that varies,
     peaks are the largest rank's."""
     names = list(dict.fromkeys(plan.schedule.name for plan in plans))

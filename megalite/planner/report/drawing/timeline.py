@@ -17,13 +17,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from megalite.parallel.pipeline.bubble import BUBBLES, Plan
-from megalite.parallel.pipeline.schedule import Action, Kind
-from megalite.parallel.pipeline.simulator import Span
+from megalite.parallel.pipeline.bubble import BUBBLES, BubblePlan
+from megalite.parallel.pipeline.schedule import Action, ActionKind
+from megalite.parallel.pipeline.simulator import Interval
 from megalite.planner.report.drawing.tables import durations, heading, number, percent
 
-COLOURS = {Kind.FORWARD: "#2a62a8", Kind.BACKWARD: "#c8691b", Kind.WEIGHT: "#2f7d4f"}
-MEANING = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "weight gradient"}
+COLOURS = {ActionKind.FORWARD: "#2a62a8", ActionKind.BACKWARD: "#c8691b", ActionKind.WEIGHT: "#2f7d4f"}
+MEANING = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.WEIGHT: "weight gradient",
+}
 # tint, strip
 PHASES = {
     "warm-up": ("#fdf0c0", "#e9bb2d"),
@@ -88,7 +92,7 @@ class Picture:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def picture(plans: Sequence[Plan]) -> Picture:
+def picture(plans: Sequence[BubblePlan]) -> Picture:
     """Timelines stacked vertically on one time scale.
 
     Raises:
@@ -112,7 +116,7 @@ def picture(plans: Sequence[Plan]) -> Picture:
     return made
 
 
-def _add_panel(made: Picture, plan: Plan, scale: float) -> None:
+def _add_panel(made: Picture, plan: BubblePlan, scale: float) -> None:
     """Add one timeline: title, a row for each rank, the time axis."""
     timeline, ranks = plan.timeline, plan.schedule.ranks
     title, *lines = _title(plan)
@@ -142,7 +146,7 @@ def _add_panel(made: Picture, plan: Plan, scale: float) -> None:
     _add_axis(made, timeline.makespan, scale, plan.unit)
 
 
-def _title(plan: Plan) -> list[str]:
+def _title(plan: BubblePlan) -> list[str]:
     """Lines that describe the plan: its name and sizes, bubbles and times, memory and durations."""
     timeline = plan.timeline
     bubbles = [f"{name} {percent(getattr(timeline, name))}" for name in BUBBLES]
@@ -150,7 +154,7 @@ def _title(plan: Plan) -> list[str]:
         f"makespan {number(timeline.makespan, plan.unit)}",
         f"longest span {number(timeline.longest_span, plan.unit)}",
     ]
-    stash = f" ({number(max(plan.peaks(Kind.WEIGHT)))} with the weight stash)" if plan.splits else ""
+    stash = f" ({number(max(plan.peaks(ActionKind.WEIGHT)))} with the weight stash)" if plan.splits else ""
     return [
         heading(plan),
         ", ".join([*bubbles, *times]),
@@ -158,7 +162,7 @@ def _title(plan: Plan) -> list[str]:
     ]
 
 
-def _add_row(made: Picture, plan: Plan, rank: int, scale: float, row: float) -> None:
+def _add_row(made: Picture, plan: BubblePlan, rank: int, scale: float, row: float) -> None:
     """Add a rank's phases, and over them its bars, with microbatch numbers where they fit."""
     spans, end = plan.timeline.spans[rank], plan.timeline.makespan
     first_backward, last_forward = phases(spans)
@@ -199,14 +203,14 @@ def _add_row(made: Picture, plan: Plan, rank: int, scale: float, row: float) -> 
             )
 
 
-def _stalls_at(time: float, plan: Plan, rank: int) -> bool:
+def _stalls_at(time: float, plan: BubblePlan, rank: int) -> bool:
     """Whether a rank waits for weights at this time."""
     stalls = plan.timeline.stalls[rank] if plan.weights else ()
     place = bisect_right(stalls, (time, math.inf))
     return place > 0 and time < stalls[place - 1][1]
 
 
-def _add_gathers(made: Picture, plan: Plan, rank: int, scale: float, row: float) -> None:
+def _add_gathers(made: Picture, plan: BubblePlan, rank: int, scale: float, row: float) -> None:
     """Add a rank's waits for weights over its bars, and a mark for each bucket that it gathers."""
     for start, stop in plan.timeline.stalls[rank] if plan.weights else ():
         made.boxes.append(
@@ -237,15 +241,15 @@ def _add_gathers(made: Picture, plan: Plan, rank: int, scale: float, row: float)
         )
 
 
-def phases(spans: Sequence[Span]) -> tuple[float, float]:
+def phases(spans: Sequence[Interval]) -> tuple[float, float]:
     """The ends of a rank's warm-up and steady phase: the start of its first backward and the end of its last
     forward.
 
     Without a steady phase both are the latter.
     """
-    last_forward = max(end for action, _, end in spans if action.kind is Kind.FORWARD)
+    last_forward = max(end for action, _, end in spans if action.kind is ActionKind.FORWARD)
     first_backward = min(
-        (start for action, start, _ in spans if action.kind is Kind.BACKWARD), default=last_forward
+        (start for action, start, _ in spans if action.kind is ActionKind.BACKWARD), default=last_forward
     )
     return min(first_backward, last_forward), last_forward
 
@@ -271,7 +275,7 @@ def _add_axis(made: Picture, end: float, scale: float, unit: str) -> None:
     made.height += 34
 
 
-def _add_legend(made: Picture, plans: Sequence[Plan]) -> None:
+def _add_legend(made: Picture, plans: Sequence[BubblePlan]) -> None:
     """Add the legend of colours, shades, tints and figures, with as many entries per line as fit."""
     most = max(plan.chunks for plan in plans)
     passes = [kind for kind in COLOURS if any(kind in plan.schedule.passes for plan in plans)]
@@ -282,7 +286,7 @@ def _add_legend(made: Picture, plans: Sequence[Plan]) -> None:
     entries += [([tint, strip], name) for name, (tint, strip) in PHASES.items()]
     if any(plan.weights for plan in plans):
         entries += [([GATHER], "gathering of weights"), ([STALL], "waiting for them")]
-    if Kind.WEIGHT in passes:
+    if ActionKind.WEIGHT in passes:
         entries.append(([], "where W is drawn, B is the gradient of the input alone"))
     if most > 1:
         entries.append(([], "dark to light: a rank's first to last stage"))

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalite.parallel.pipeline.bubble import Plan
-from megalite.parallel.pipeline.schedule import Action, Kind
+from megalite.parallel.pipeline.bubble import BubblePlan
+from megalite.parallel.pipeline.schedule import Action, ActionKind
 from megalite.parallel.pipeline.send_recv_actions import send_after
 
 # per unit of time; durations without a unit are shown as milliseconds
 MICROSECONDS = {"s": 1e6, "ms": 1e3, "": 1e3}
-CATEGORIES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "weight gradient"}
+CATEGORIES = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.WEIGHT: "weight gradient",
+}
 
 
-def chrome_trace(plan: Plan) -> dict[str, Any]:
+def chrome_trace(plan: BubblePlan) -> dict[str, Any]:
     """The whole trace, ready for json.dump, with the plan's measures as metadata."""
     events: list[dict[str, Any]] = []
     for rank in range(plan.schedule.ranks):
@@ -33,7 +37,7 @@ def chrome_trace(plan: Plan) -> dict[str, Any]:
     return {"traceEvents": events + _flows(plan), "displayTimeUnit": "ms", "metadata": plan.measures()}
 
 
-def _slices(plan: Plan, rank: int) -> list[dict[str, Any]]:
+def _slices(plan: BubblePlan, rank: int) -> list[dict[str, Any]]:
     scale = MICROSECONDS[plan.unit]
     return [
         {
@@ -51,7 +55,7 @@ def _slices(plan: Plan, rank: int) -> list[dict[str, Any]]:
     ]
 
 
-def _gathers(plan: Plan, rank: int) -> list[dict[str, Any]]:
+def _gathers(plan: BubblePlan, rank: int) -> list[dict[str, Any]]:
     """A rank's gathering of weights, on a thread below the rank's own."""
     scale, thread = MICROSECONDS[plan.unit], {"pid": 0, "tid": plan.schedule.ranks + rank}
     slices = [
@@ -72,12 +76,12 @@ def _gathers(plan: Plan, rank: int) -> list[dict[str, Any]]:
     ]
 
 
-def _counter(plan: Plan, rank: int) -> list[dict[str, Any]]:
+def _counter(plan: BubblePlan, rank: int) -> list[dict[str, Any]]:
     """A counter of activations in whole stages, from the start of a forward to the end of the last pass that
     needs them."""
     scale, held, events = MICROSECONDS[plan.unit], 0, []
     for action, start, end in plan.timeline.spans[rank]:
-        change = {Kind.FORWARD: 1, plan.schedule.passes[-1]: -1}.get(action.kind, 0)
+        change = {ActionKind.FORWARD: 1, plan.schedule.passes[-1]: -1}.get(action.kind, 0)
         if change:
             held += change
             time = start if change > 0 else end
@@ -95,7 +99,7 @@ def _counter(plan: Plan, rank: int) -> list[dict[str, Any]]:
     return events
 
 
-def _flows(plan: Plan) -> list[dict[str, Any]]:
+def _flows(plan: BubblePlan) -> list[dict[str, Any]]:
     """An arrow for each message, from the action that sends it to the start of the one that needs it."""
     scale = MICROSECONDS[plan.unit]
     placed = {span.action: (rank, span) for rank, spans in enumerate(plan.timeline.spans) for span in spans}
@@ -103,7 +107,7 @@ def _flows(plan: Plan) -> list[dict[str, Any]]:
     for action, (rank, span) in placed.items():
         if send_after(action, plan.schedule) is None:
             continue
-        step = 1 if action.kind is Kind.FORWARD else -1
+        step = 1 if action.kind is ActionKind.FORWARD else -1
         target, needed = placed[Action(action.kind, action.stage + step, action.microbatch)]
         common = {"name": "message", "cat": "message", "id": len(events), "pid": 0}
         # inside the slice, to attach to it
