@@ -13,7 +13,7 @@ LONG_FILE, LONG_FUNCTION = 700, 80
 
 
 def alarms(name: str, text: str) -> list[str]:
-    """One line for a long file, and one for each long function in it."""
+    """A line if the file is long, and one for each long function in it."""
     lines = len(text.splitlines())
     rung = [f"{name}: {lines} lines"] if lines > LONG_FILE else []
     for node in ast.walk(ast.parse(text)):

@@ -1,8 +1,6 @@
-"""What the imports of a training run cost beyond torch's: processor time, modules, and the time that the project's own
-modules take.
+"""The cost of a training run's imports beyond torch's: processor time, modules, and time in the project's own modules.
 
-    python -m tests.structure.import_cost --tree OLD --tree NEW [--times 5] [--modules pretrain
-    megalite.training.trainer]
+    python -m tests.structure.import_cost --tree OLD --tree NEW [--times 5] [--modules NAME …]
 
 Each tree is measured in fresh processes, in turns with the others, after one that compiles its bytecode; medians are
 printed.
@@ -35,14 +33,14 @@ LINE = re.compile(r"import time: +(\d+) \| +\d+ \| +(pretrain|megalite|megalite_
 
 
 def measure(tree: Path, modules: list[str]) -> dict[str, float]:
-    """One process that imports the modules of a tree. `own seconds`: by -X importtime, without what they import."""
+    """Import the modules of a tree in a new process. `own seconds`: from -X importtime, without nested imports."""
     environment = {**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{tree / 'kernels'}", "OMP_NUM_THREADS": "1"}
-    found = []
+    processes = []
     for options in ([], ["-X", "importtime"]):
         command = [sys.executable, *options, "-c", CODE, *modules]
-        found.append(subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=True))
-    own = sum(int(line[1]) for line in map(LINE.fullmatch, found[1].stderr.splitlines()) if line)
-    return {**json.loads(found[0].stdout.splitlines()[-1]), "own seconds": own / 1e6}
+        processes.append(subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=True))
+    own = sum(int(line[1]) for line in map(LINE.fullmatch, processes[1].stderr.splitlines()) if line)
+    return {**json.loads(processes[0].stdout.splitlines()[-1]), "own seconds": own / 1e6}
 
 
 def main() -> None:
@@ -56,13 +54,9 @@ def main() -> None:
         measure(tree, options.modules)
     rounds = [{tree: measure(tree, options.modules) for tree in trees} for _ in range(options.times)]
     for tree in trees:
-        values = {key: median(each[tree][key] for each in rounds) for key in rounds[0][tree]}
-        print(
-            f"{tree}: "
-            + ", ".join(
-                f"{key} {value:g}" if "modules" in key else f"{key} {value:.3f}" for key, value in values.items()
-            )
-        )
+        medians = {key: median(costs[tree][key] for costs in rounds) for key in rounds[0][tree]}
+        values = (f"{key} {value:g}" if "modules" in key else f"{key} {value:.3f}" for key, value in medians.items())
+        print(f"{tree}: {', '.join(values)}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""What a newcomer has who follows the manual: a clone, texts, conversations, a small Llama; and the commands of a page,
-run as written."""
+"""The directory of a newcomer who follows the manual: a clone, texts, conversations, a small Llama.
+
+`commands` reads the commands of a page, `run` runs one as written.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,11 @@ IMPORTED = {
     "ds_config.json": '{"train_batch_size": 32, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}',
     "default_config.yaml": "distributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\n",
     "train_llama3_8b.sh": "TP=2\ntorchrun pretrain_gpt.py --tensor-model-parallel-size $TP --lr 3e-4 2>&1 | tee log\n",
-    "train.sh": "if [ $1 = 8B ]; then LAYERS=32; fi\ntorchrun pretrain_gpt.py --tensor-model-parallel-size $TP "
-    "--num-layers $LAYERS "
-    "--global-batch-size $2\n",
+    "train.sh": "if [ $1 = 8B ]; then LAYERS=32; fi\n"
+    "torchrun pretrain_gpt.py --tensor-model-parallel-size $TP --num-layers $LAYERS --global-batch-size $2\n",
     "llama3_8b.toml": '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nlocal_batch_size = 1\n',
-    "lora-8b.yml": "base_model: models/llama\nadapter: lora\nlora_r: 8\nmicro_batch_size: "
-    "2\ngradient_accumulation_steps: 4\n",
+    "lora-8b.yml": "base_model: models/llama\nadapter: lora\nlora_r: 8\n"
+    "micro_batch_size: 2\ngradient_accumulation_steps: 4\n",
 }
 """Configurations of other programs."""
 BLOCK = re.compile(r'^```sh(?: title="([^"\n]*)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
@@ -45,8 +46,9 @@ class Command:
     """A command of a page.
 
     Attributes:
-        title: what its block says that it needs, where that is not here.
-        redirected: the file behind `<`; `output` is that behind `>`.
+        title: what its block needs that may be missing.
+        redirected: the file after `<`.
+        output: the file after `>`.
     """
 
     page: str
@@ -61,19 +63,18 @@ class Command:
 
 
 def commands(page: str) -> list[Command]:
-    """The commands of a page's blocks of shell commands, in order."""
-    found = []
+    """The commands of a page's `sh` blocks, in order."""
+    parsed = []
     for title, block in BLOCK.findall((ROOT / page).read_text(encoding="utf-8")):
         for line in block.replace("\\\n", " ").splitlines():
             text, _, output = line.partition(" > ")
             text, _, redirected = text.partition(" < ")
-            found += [Command(page, text, title, redirected.strip() or None, output.strip() or None)]
-    return found
+            parsed.append(Command(page, text, title, redirected.strip() or None, output.strip() or None))
+    return parsed
 
 
 def make_place(place: Path) -> Path:
-    """Fill a directory with a clone, a corpus of text, configurations of other programs, a small Llama and Mixtral, and
-    conversations."""
+    """Fill a directory: a clone, texts, conversations, configurations of other programs, a small Llama and Mixtral."""
     for name in LINKED:
         (place / name).symlink_to(ROOT / name)
     for name, content in IMPORTED.items():
@@ -91,8 +92,7 @@ def make_place(place: Path) -> Path:
 
 
 def run(words: list[str], place: Path, redirected: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command in the newcomer's directory, with the programs of this environment, as an activated one would find
-    them."""
+    """Run a command in the newcomer's directory, with the programs of this environment as if it were activated."""
     # `make test` may have started this
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -107,7 +107,7 @@ def run(words: list[str], place: Path, redirected: str | None = None) -> subproc
 
 
 def runnable(words: list[str]) -> list[str]:
-    """A command with its program in this environment."""
+    """A command with its program replaced by the one of this environment."""
     programs = {
         "megalite": [sys.executable, "-m", "megalite"],
         "torchrun": [sys.executable, "-m", "torch.distributed.run"],
@@ -117,7 +117,7 @@ def runnable(words: list[str]) -> list[str]:
 
 
 def shortened(words: list[str]) -> list[str]:
-    """A command with options that keep it short appended."""
+    """A command with further options that keep it short."""
     if "--dry_run" in words or "megalite" not in words:
         return words
     return [*words, *shlex.split(SHORT.get(words[words.index("megalite") + 1], ""))]

@@ -1,5 +1,4 @@
-"""Every key of the configuration is read by something that acts on it: a key that is only checked, or not even that,
-promises nothing."""
+"""Every key of the configuration is read by code that acts on it, not only by the code that checks it."""
 
 from __future__ import annotations
 
@@ -18,19 +17,17 @@ SCHEMA, LOADING = ROOT / "megalite" / "config" / "schema.py", ROOT / "megalite" 
 
 
 def unread(sources: Iterable[str], loading: str, schema: str) -> set[str]:
-    """Keys that no source reads. In `loading`, which turns keys into other keys, the text "section.key" is a read
-    too."""
+    """Keys that no source reads. In `loading`, which derives keys from others, the string "section.key" is a read."""
     derived = derived_keys(ast.parse(schema))
     read = {node.value for node in ast.walk(ast.parse(loading)) if isinstance(node, ast.Constant)}
     for source in sources:
-        for found in reads(ast.parse(source)):
-            read |= {found} | derived.get(found, set())
+        for key in reads(ast.parse(source)):
+            read |= {key} | derived.get(key, set())
     return KEYS - read
 
 
 def reads(tree: ast.Module) -> Iterator[str]:
-    """section.attribute of every attribute that is taken from a configuration section, or from a name that stands for
-    one."""
+    """section.attribute of every attribute that is read from a configuration section or from an alias of one."""
     names = aliases(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
@@ -50,11 +47,13 @@ def section_of(node: ast.expr) -> str | None:
 
 
 class Aliases:
-    """Names, in one file, that stand for a section: annotated with its class, or assigned from it. Annotations are
-    visited first."""
+    """The aliases of sections in one file: names annotated with a section's class, or assigned from a section.
+
+    Annotations are visited first.
+    """
 
     def __init__(self) -> None:
-        self.found: dict[str, set[str]] = {}
+        self.sections: dict[str, set[str]] = {}
 
     def argument(self, node: ast.arg) -> None:
         self._annotate(node.arg, node.annotation)
@@ -66,24 +65,24 @@ class Aliases:
         words = set(ast.unparse(annotation).replace("'", "").replace('"', "").split(" | ")) if annotation else set()
         for section, kind in SECTIONS.items():
             if kind in words:
-                self.found.setdefault(name, set()).add(section)
-                self.found.setdefault(f"self.{name}", set()).add(section)  # a dataclass's field
+                self.sections.setdefault(name, set()).add(section)
+                self.sections.setdefault(f"self.{name}", set()).add(section)  # a dataclass's field
 
     def bind(self, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-            for one, other in zip(target.elts, value.elts, strict=True):
-                self.bind(one, other)
+            for name, element in zip(target.elts, value.elts, strict=True):
+                self.bind(name, element)
             return
         for branch in [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]:
             named = section_of(branch)
             if named is not None:
-                self.found.setdefault(ast.unparse(target), set()).add(named)
+                self.sections.setdefault(ast.unparse(target), set()).add(named)
             elif isinstance(branch, ast.Name | ast.Attribute):  # an alias of an alias, as in self.model = model
-                self.found.setdefault(ast.unparse(target), set()).update(self.found.get(ast.unparse(branch), ()))
+                self.sections.setdefault(ast.unparse(target), set()).update(self.sections.get(ast.unparse(branch), ()))
 
 
 def aliases(tree: ast.Module) -> dict[str, set[str]]:
-    """Names, in one file, that stand for a section."""
+    """The aliases of sections in one file: name → sections."""
     names = Aliases()
     nodes = list(ast.walk(tree))
     for node in nodes:
@@ -94,27 +93,27 @@ def aliases(tree: ast.Module) -> dict[str, set[str]]:
     for node in nodes:
         if isinstance(node, ast.Assign):
             names.bind(node.targets[0], node.value)
-    return names.found
+    return names.sections
 
 
 def derived_keys(schema: ast.Module) -> dict[str, set[str]]:
-    """section.method → the keys that a property or method of the section's class reads."""
-    found: dict[str, set[str]] = {}
+    """section.method → the keys that this property or method of the section's class reads."""
+    keys: dict[str, set[str]] = {}
     for kind in (node for node in schema.body if isinstance(node, ast.ClassDef)):
         for section in (section for section, name in SECTIONS.items() if name == kind.name):
             for method in (node for node in kind.body if isinstance(node, ast.FunctionDef)):
-                taken = [
-                    node
-                    for node in ast.walk(method)
-                    if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"
-                ]
-                found[f"{section}.{method.name}"] = {f"{section}.{node.attr}" for node in taken}
-    return found
+                attributes = [node for node in ast.walk(method) if isinstance(node, ast.Attribute)]
+                own = [node.attr for node in attributes if ast.unparse(node.value) == "self"]
+                keys[f"{section}.{method.name}"] = {f"{section}.{name}" for name in own}
+    return keys
 
 
 def acting(paths: Iterable[Path]) -> list[str]:
-    """The sources that act on the configuration; megalite/config/ only defines and checks it, but for the sizes that
-    dims.py derives and the length of the run that amounts.py resolves."""
+    """The sources that act on the configuration.
+
+    megalite/config/ only defines and checks it, except for dims.py, which derives sizes, and amounts.py, which resolves
+    the length of the run.
+    """
     return [
         path.read_text()
         for path in paths
@@ -126,7 +125,7 @@ def test_every_key_is_read():
     assert unread(acting(PROGRAM), LOADING.read_text(), SCHEMA.read_text() + LORA.read_text()) == set()
 
 
-def test_reads_are_found_by_section_and_nowhere_else():
+def test_reads_are_attributed_to_their_section():
     source = """
 def step(config, metrics, options: OptimizerConfig, train: TrainConfig | None):
     model, data = config.model, config.data

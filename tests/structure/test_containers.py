@@ -1,4 +1,4 @@
-"""The Dockerfile and the development container: what they name exists, and where there is Docker, they are built."""
+"""The Dockerfile and the development container name things that exist, and can be built if Docker is installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IGNORED = (ROOT / ".dockerignore").read_text().split()
 
 
 def has_docker() -> bool:
-    """Whether there is Docker, and its service answers and can fetch images."""
+    """Whether Docker is installed and its service can fetch images."""
     if shutil.which("docker") is None:
         return False
     return subprocess.run(["docker", "pull", "python:3.12-slim"], capture_output=True).returncode == 0

@@ -1,4 +1,4 @@
-"""Documents, docstrings and comments: no link or path leads nowhere, and no sentence becomes an item of a list."""
+"""Links and paths in documents, docstrings and comments lead somewhere, and no line of a paragraph becomes a list."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure.sources import PROGRAM, ROOT, relative
+from tests.structure.sources import BENCHMARKS, PROGRAM, ROOT, parsed, relative
 
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -55,26 +55,25 @@ FOREIGN = {
 """Files of other projects that our texts name, and a placeholder."""
 SOURCES = [
     *PROGRAM,
-    *(path for room in ("tests", "benchmarks", "docs") for path in sorted((ROOT / room).rglob("*.py"))),
+    *BENCHMARKS,
+    *(path for room in ("tests", "docs") for path in sorted((ROOT / room).rglob("*.py"))),
 ]
 
 
 def texts_in(path: Path) -> Iterator[str]:
     """The comments and docstrings of a Python file."""
     text = path.read_text(encoding="utf-8")
-    yield from (
-        token.string for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type == tokenize.COMMENT
-    )
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    yield from (token.string for token in tokens if token.type == tokenize.COMMENT)
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    yield from (ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, documented))
+    yield from (ast.get_docstring(node) or "" for node in ast.walk(parsed(path)) if isinstance(node, documented))
 
 
 def paths_named(text: str) -> set[str]:
     """Paths from the top of the repository, and names of Python files."""
-    whole = re.findall(
-        r"(?<![\w/.-])((?:megalite|kernels|tests|tools|benchmarks(?!/results)|configs)/[\w./]*\w)(?![\w*{<-])", text
-    )
-    return {*whole, *re.findall(r"(?<![\w/.-])(\w+\.py)\b", text)}
+    rooms = "megalite|kernels|tests|tools|benchmarks(?!/results)|configs"
+    paths = re.findall(rf"(?<![\w/.-])((?:{rooms})/[\w./]*\w)(?![\w*{{<-])", text)
+    return {*paths, *re.findall(r"(?<![\w/.-])(\w+\.py)\b", text)}
 
 
 def test_paths_in_the_code_exist():
@@ -91,13 +90,12 @@ def test_paths_in_the_code_exist():
 
 def test_no_sentence_is_taken_for_an_item_of_a_list():
     """A number with a dot, or a dash, that begins a line inside a paragraph."""
-    found = []
+    items = []
     for document in DOCUMENTS:
-        lines = re.sub(
-            r"```.*?```", lambda block: "\n" * block[0].count("\n"), document.read_text(), flags=re.DOTALL
-        ).splitlines()
+        prose = re.sub(r"```.*?```", lambda block: "\n" * block[0].count("\n"), document.read_text(), flags=re.DOTALL)
+        lines = prose.splitlines()
         for before, line in zip(lines, lines[1:], strict=False):
             inside = before.strip() and not re.match(r"\s|\d+\. |[-+*] |#|\|", before)
             if inside and re.match(r"\d+\. |[-+*] ", line):
-                found.append(f"{relative(document)}: {line}")
-    assert found == []
+                items.append(f"{relative(document)}: {line}")
+    assert items == []

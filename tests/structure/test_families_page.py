@@ -1,5 +1,4 @@
-"""The table of docs/huggingface.md names what the tests prove of each family, and CONTRIBUTING.md shows the whole of
-one."""
+"""docs/huggingface.md lists the tested shapes of each family, and CONTRIBUTING.md shows one whole family."""
 
 from __future__ import annotations
 
@@ -33,17 +32,17 @@ def test_every_proof_has_every_family() -> None:
         assert {model_type(name) for name in names} == set(families().rows)
 
 
-def test_contributing_shows_a_family_in_less_than_60_lines() -> None:
-    """Every line of it is a line of the file that the comment above names."""
+def test_contributing_shows_lines_that_exist() -> None:
+    """Every line of its example of a family is a line of the file that the comment above it names."""
     page = (ROOT / "CONTRIBUTING.md").read_text()
     (section,) = re.findall(r"^## Add a model family$(.*?)^## ", page, re.MULTILINE | re.DOTALL)
     lines = [line for block in re.findall(r"```\w+\n(.*?)```", section, re.DOTALL) for line in block.splitlines()]
     shown, text = 0, ""
     for line in filter(str.strip, lines):
         if line.startswith("#"):
-            found = re.match(r"# ([\w/]+\.\w+):", line)
-            text = (ROOT / found[1]).read_text() if found else text
+            file = re.match(r"# ([\w/]+\.\w+):", line)
+            text = (ROOT / file[1]).read_text() if file else text
         else:
             shown += 1
             assert re.search(rf"^\s*{re.escape(line.strip())}$", text, re.MULTILINE), line
-    assert 10 < shown < 60
+    assert shown > 10

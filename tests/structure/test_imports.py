@@ -1,5 +1,4 @@
-"""What an import costs and needs: few modules, nothing heavy before it is used, no Triton, and no clash over the name
-`kernels`."""
+"""Imports are cheap: few modules, nothing heavy before its first use, no Triton, no clash over the name `kernels`."""
 
 from __future__ import annotations
 
@@ -18,17 +17,14 @@ OWN = {"pretrain", "megalite", "megalite_kernels", "tools"}
 # jsonargparse imports the last two where they are installed
 OTHERS = {"jsonargparse", "yaml", "_yaml", "numpy", "attr", "attrs"}
 MOST_OTHERS = 100  # modules of other packages; importing torch alone takes more than a thousand
-NEVER_WHILE_TRAINING = (
-    *(
-        "transformers",
-        "datasets",
-        "sentencepiece",
-        "matplotlib",
-        "torch.distributed.checkpoint",
-        "torch.distributed.tensor",
-    ),
-    *("torch.distributed.fsdp", "torch._dynamo", "torch.optim", "torch.utils.checkpoint", "triton"),
-)
+EXTRAS = [
+    *("triton", "transformers", "datasets", "sentencepiece", "pyarrow", "matplotlib"),
+    *("tensorboard", "wandb", "lm_eval"),
+]
+NEVER_WHILE_TRAINING = [
+    *("transformers", "datasets", "sentencepiece", "matplotlib", "triton", "torch._dynamo", "torch.optim"),
+    *("torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.utils.checkpoint"),
+]
 ONE_STEP = """
 import json, sys
 import torch
@@ -68,7 +64,7 @@ def __getattr__(name):
 
 @pytest.fixture(scope="module")
 def first_step(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """What a process has imported, beyond torch, once it has trained one step."""
+    """The modules that a process has imported beyond torch's after one training step."""
     directory = tmp_path_factory.mktemp("tokens")
     with IndexedWriter(directory / "tokens", 257) as writer:
         writer.add(np.arange(10_000) % 257, [10_000])
@@ -77,45 +73,30 @@ def first_step(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 def test_training_imports_few_packages_beside_torch(first_step):
-    """Counted in modules beyond those that torch imports. What the project's own cost is measured by `import_cost.py`,
-    in seconds."""
+    """Counted in modules beyond those that torch imports; `import_cost.py` measures the project's own in seconds."""
     packages = Counter(module.partition(".")[0] for module in first_step["modules"])
     others = {name: packages[name] for name in packages.keys() & OTHERS}
-    strange = {name for name in packages.keys() - OWN - OTHERS - sys.stdlib_module_names if "cython" not in name}
-    assert not strange, "a package that training did not need so far"
+    unexpected = {name for name in packages.keys() - OWN - OTHERS - sys.stdlib_module_names if "cython" not in name}
+    assert not unexpected, "a package that training did not need before"
     assert sum(others.values()) <= MOST_OTHERS, others
     assert first_step["torch"] > 1000
 
 
 @pytest.mark.parametrize("module", NEVER_WHILE_TRAINING)
 def test_nothing_heavy_is_imported_while_training(first_step, module: str):
-    assert {"megalite.training.trainer", "megalite.optimizer.adamw", "jsonargparse"} <= set(first_step["modules"]), (
-        "it has trained"
-    )
-    assert module not in first_step["modules"]
+    imported = set(first_step["modules"])
+    assert {"megalite.training.trainer", "megalite.optimizer.adamw", "jsonargparse"} <= imported  # it has trained
+    assert module not in imported
 
 
 def test_everything_imports_without_triton_and_the_packages_of_extras():
-    extras = (
-        "triton",
-        "transformers",
-        "datasets",
-        "sentencepiece",
-        "pyarrow",
-        "matplotlib",
-        "tensorboard",
-        "wandb",
-        "lm_eval",
-    )
-    python(WITHOUT + EVERY_MODULE, *extras)
-    assert (
-        python(WITHOUT + "try:\n    import triton\nexcept ImportError:\n    print('hidden')", "triton") == "hidden\n"
-    ), "hiding works"
+    python(WITHOUT + EVERY_MODULE, *EXTRAS)
+    hidden = python(WITHOUT + "try:\n    import triton\nexcept ImportError:\n    print('hidden')", "triton")
+    assert hidden == "hidden\n"
 
 
 def test_a_distribution_called_kernels_does_not_clash(tmp_path: Path):
-    """transformers imports that distribution's package where it is installed; our directory of the same name must not
-    stand in its way."""
+    """transformers imports that distribution if it is installed; our directory of the same name must not hide it."""
     from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
     (tmp_path / "kernels").mkdir()
@@ -131,6 +112,6 @@ from transformers import LlamaForCausalLM
 from transformers.utils import is_kernels_available
 print(kernels.__file__, is_kernels_available(), megalite_kernels.__file__)
 """
-    found = python(EVERY_MODULE + code, first_on_path=tmp_path, cwd=ROOT).split()
-    assert found[:2] == [str(tmp_path / "kernels" / "__init__.py"), "True"]
-    assert Path(found[2]) == ROOT / "kernels" / "megalite_kernels" / "__init__.py"
+    theirs, available, ours = python(EVERY_MODULE + code, first_on_path=tmp_path, cwd=ROOT).split()
+    assert (theirs, available) == (str(tmp_path / "kernels" / "__init__.py"), "True")
+    assert Path(ours) == ROOT / "kernels" / "megalite_kernels" / "__init__.py"

@@ -1,9 +1,8 @@
-"""Every command of the manual runs as written there, in the order of the pages, in one newcomer's directory, on small
-inputs.
+"""Every command of the manual runs as written, page by page, in one newcomer's directory, on small inputs.
 
-A block that needs what is not here says so in its title, and the parts of it that can be run are. Each page may use
-what the ones before it have made. `pytest -m manual` runs them; they start many processes, so the usual run of the
-tests leaves them out.
+The title of a block names what it needs; where that is missing, the part of it that can run is run. A page may use the
+files that earlier pages produce. `pytest -m manual` runs these tests; they start many processes, so a usual run of the
+suite skips them.
 """
 
 from __future__ import annotations
@@ -49,14 +48,9 @@ NODES = {
     "--tp 8 --pp 1 --dp 4": "--tp 2 --pp 1 --dp 2",
     "/shared/": "",
 }
-SIZES = (
-    "hidden_size 32",
-    "intermediate_size 64",
-    "num_hidden_layers 2",
-    "num_attention_heads 2",
-    "num_key_value_heads 2",
-)
-TINY = " ".join(f"--model.{size}" for size in SIZES)
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+TINY = [word for name, size in SIZES.items() for word in (f"--model.{name}", str(size))]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +70,7 @@ def replaced(text: str, changes: dict[str, str]) -> str:
 
 
 def appended(words: list[str], table: dict[tuple[str, str], str]) -> list[str]:
-    """Further options of a command that has one of the table's."""
+    """The options that the table appends to a command."""
     text = " ".join(words)
     return [
         word for (name, part), more in table.items() if name in words and part in text for word in shlex.split(more)
@@ -84,7 +78,7 @@ def appended(words: list[str], table: dict[tuple[str, str], str]) -> list[str]:
 
 
 def as_written(command: Command, place: Path) -> Iterator[tuple[list[str], int]]:
-    """The words to run for a command, and the status to expect."""
+    """The words to run for a command, with its expected exit status."""
     text = replaced(command.text, FEWER_RANKS)
     words = shortened(shlex.split(text, comments=True))
     yield [*words, *appended(words, SMALLER)], next((status for part, status in ENDS_WITH.items() if part in text), 0)
@@ -96,28 +90,16 @@ def without_a_gpu(command: Command, place: Path) -> Iterator[tuple[list[str], in
 
 
 def without_slurm(command: Command, place: Path) -> Iterator[tuple[list[str], int]]:
-    """sbatch's own options come before the script; the others are those of a run, here a dry one of so many nodes."""
+    """A dry run with the options after the script, on the number of nodes that sbatch's options before it give."""
     words = command.words
     script = next(number for number, word in enumerate(words) if word.endswith(".sbatch"))
     assert (ROOT / words[script]).is_file() and words[1] == "--nodes"
-    world = 8 * int(words[2])
-    yield (
-        [
-            "megalite",
-            "train",
-            *words[script + 1 :],
-            "--dry_run",
-            "--world_size",
-            str(world),
-            "--model.vocab_size",
-            "128256",
-        ],
-        0,
-    )
+    dry = ["--dry_run", "--world_size", str(8 * int(words[2])), "--model.vocab_size", "128256"]
+    yield ["megalite", "train", *words[script + 1 :], *dry], 0
 
 
 def without_docker(command: Command, place: Path) -> Iterator[tuple[list[str], int]]:
-    """What runs in the container: the words after the image's name are those of `megalite`."""
+    """The command inside the container: the words after the image's name are arguments of `megalite`."""
     if command.words[1] == "run":
         words = command.words[command.words.index("megalite") + 1 :]
         yield shortened(["megalite", *words]), 0
@@ -133,11 +115,11 @@ RUN = {
 
 
 def on_two_nodes(command: Command, place: Path) -> None:
-    """The command twice at the same time, on one machine."""
+    """Runs the command twice at the same time on one machine."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     text = replaced(command.text.replace("node0:29500", f"127.0.0.1:{port}"), NODES)
-    words = [*shortened(shlex.split(text)), *shlex.split(TINY), "--run.name", f"nodes-{port}"]
+    words = [*shortened(shlex.split(text)), *TINY, "--run.name", f"nodes-{port}"]
     with ThreadPoolExecutor(2) as nodes:
         first, second = nodes.map(lambda _: run(words, place), range(2))
     for done in (first, second):
@@ -145,7 +127,7 @@ def on_two_nodes(command: Command, place: Path) -> None:
 
 
 def until_interrupted(command: Command, place: Path) -> None:
-    """The command says that it works, and ends with one line."""
+    """Interrupts the command once it works; it ends with one line."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         runnable(command.words), cwd=place, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE

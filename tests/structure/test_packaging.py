@@ -1,4 +1,4 @@
-"""The wheel holds all of megalite, and works where there is no checkout: commands, shipped configurations and ranks."""
+"""The wheel contains all of megalite and works without a checkout: commands, shipped configurations and ranks."""
 
 from __future__ import annotations
 
@@ -18,31 +18,19 @@ import megalite
 from tests.structure.sources import ROOT
 
 Run = Callable[..., str]
-TINY = [
-    "--model.hidden_size",
-    "32",
-    "--model.intermediate_size",
-    "64",
-    "--data.sequence_length",
-    "16",
-    "--model.num_hidden_layers",
-    "2",
-]
-BATCH = [
-    "--train.global_batch_size",
-    "4",
-    "--train.micro_batch_size",
-    "2",
-    "--train.steps",
-    "2",
-    "--optimizer.warmup_steps",
-    "1",
-]
+MODEL = "--model.hidden_size 32 --model.intermediate_size 64 --model.num_hidden_layers 2 --data.sequence_length 16"
+STEPS = "--train.global_batch_size 4 --train.micro_batch_size 2 --train.steps 2 --optimizer.warmup_steps 1"
+
+
+def files_under(directory: str, endings: str, base: Path) -> set[str]:
+    """The files of a directory of the project with certain endings, relative to `base`."""
+    files = [path for ending in endings.split() for path in (ROOT / directory).rglob(f"*.{ending}")]
+    return {str(path.relative_to(base)) for path in files}
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as `pip install` builds it, from a copy: a build leaves its traces in the tree."""
+    """Built as `pip install` builds it, from a copy, because a build leaves files in its tree."""
     place = tmp_path_factory.mktemp("wheel")
     tree = place / "tree"
     for name in ("megalite", "kernels", "configs", "tests/structure", "tools"):
@@ -57,11 +45,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """run(*words, status=0) → what the installed `megalite` prints, or with `ranks` what torchrun prints; all in one
-    directory.
+    """run(*words, status=0) → output of the installed `megalite`, under torchrun if `ranks` is given.
 
-    The environment has the wheel and what this one has, without the checkout: lines of a .pth file are directories
-    whose own .pth files, such as that of an editable install, are not read.
+    All runs share a directory. The environment has the wheel and the packages of this one, without the checkout:
+    Python reads no .pth files, such as the one of an editable install, in directories that a .pth file lists.
     """
     place = tmp_path_factory.mktemp("installed")
     venv.create(place / "venv", symlinks=True)
@@ -75,17 +62,9 @@ def run(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     (place / "work").mkdir()
 
     def call(*words: str, ranks: int = 0, status: int = 0) -> str:
-        launch = [
-            str(python),
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(ranks),
-            "-m",
-            "megalite",
-        ]
-        command = [*(launch if ranks else [str(python.with_name("megalite"))]), *words]
+        torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} -m megalite"
+        program = [str(python), *torchrun.split()] if ranks else [str(python.with_name("megalite"))]
+        command = [*program, *words]
         done = subprocess.run(command, cwd=place / "work", env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == status, done.stderr[-4000:]
         return done.stdout if status == 0 else done.stderr
@@ -97,63 +76,45 @@ def test_the_wheel_holds_every_module_and_data_file_and_nothing_else(wheel: Path
     assert wheel.name.startswith(f"megalite-{megalite.__version__}-py3-none-any")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    expected = {
-        *(
-            str(path.relative_to(ROOT))
-            for kind in ("*.py", "*.yaml", "*.jinja", "*.js")
-            for path in (ROOT / "megalite").rglob(kind)
-        ),
-        *(f"megalite/monitoring/report/uplot/{name}" for name in ("LICENSE", "uPlot.min.css")),
-        *(
-            str(path.relative_to(ROOT / "kernels"))
-            for kind in ("*.py", "*.yaml", "*.json")
-            for path in (ROOT / "kernels").rglob(kind)
-        ),
-        *(f"megalite/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")),
-    }
-    assert names == expected
+    megalite_files = files_under("megalite", "py yaml jinja js", ROOT)
+    megalite_files |= {f"megalite/monitoring/report/uplot/{name}" for name in ("LICENSE", "uPlot.min.css")}
+    megalite_files |= {f"megalite/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
+    assert names == megalite_files | files_under("kernels", "py yaml json", ROOT / "kernels")
 
 
 def test_an_installed_megalite_prepares_trains_exports_and_generates(run: Run, tmp_path: Path):
     (tmp_path / "text.txt").write_text("a shipped configuration trains without a checkout\n" * 400)
     run("prepare", "--input", str(tmp_path / "text.txt"), "--tokenizer", "byte", "--output", "tokens", "--workers", "2")
-    output = run("train", "--config", "quickstart", "--data.train", "tokens", "--tp", "2", *TINY, *BATCH, ranks=2)
-    assert "gloo on cpu" in output
-    made = "runs/demo/quickstart"
-    run("convert", "export", made, "exported")
-    assert (
-        len(json.loads(run("generate", made, "--prompt", "a ship", "--tokens", "3", "--json", "--tp", "2"))["tokens"])
-        == 3
+    output = run(
+        "train",
+        "--config",
+        "quickstart",
+        "--data.train",
+        "tokens",
+        "--tp",
+        "2",
+        *MODEL.split(),
+        *STEPS.split(),
+        ranks=2,
     )
+    assert "gloo on cpu" in output
+    trained = "runs/demo/quickstart"
+    run("convert", "export", trained, "exported")
+    text = run("generate", trained, "--prompt", "a ship", "--tokens", "3", "--json", "--tp", "2")
+    assert len(json.loads(text)["tokens"]) == 3
 
 
 def test_an_installed_megalite_plans(run: Run):
-    sizes = [
-        "--gpus",
-        "8",
-        "--gpu",
-        "h100",
-        "--sequence_length",
-        "2048",
-        "--global_batch_size",
-        "64",
-        "--tp",
-        "2",
-        "--pp",
-        "2",
-    ]
-    run("plan", "--model", "llama-3-8b", *sizes, "--write", "plan.yaml")
-    assert (
-        json.loads(run("bubble", "--pp", "2", "--microbatches", "4", "--schedule", "1f1b", "--json"))["makespan"] == 15
-    )
-    listed = run("train", "--list_configs")
-    assert [line.split()[0] for line in listed.splitlines()] == sorted(
-        path.stem for path in (ROOT / "configs").glob("*.yaml")
-    )
+    sizes = "--gpus 8 --gpu h100 --sequence_length 2048 --global_batch_size 64 --tp 2 --pp 2"
+    run("plan", "--model", "llama-3-8b", *sizes.split(), "--write", "plan.yaml")
+    bubble = run("bubble", "--pp", "2", "--microbatches", "4", "--schedule", "1f1b", "--json")
+    assert json.loads(bubble)["makespan"] == 15
+    listed = [line.split()[0] for line in run("train", "--list_configs").splitlines()]
+    assert listed == sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 
 
 def test_an_installed_megalite_names_no_file_of_a_checkout(run: Run):
-    """In what it says to people: how to make data, options, and the commands that need the source."""
+    """In its messages: how to prepare data, options, and the commands that need the source."""
     missing = run("train", "--config", "shakespeare-char", status=2)
     assert "megalite prepare --output data/shakespeare" in missing
     helps = [run(name, "--help") for name in ("train", "plan", "convert")]

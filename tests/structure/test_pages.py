@@ -1,4 +1,4 @@
-"""The pages that name files, tests and commands name those that exist."""
+"""The files, tests and commands that pages name exist."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ WITH_PATHS = [
     DOCS / "status.md",
     *sorted((DOCS / "decisions").glob("*.md")),
 ]
+TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 ANY_NAME = re.compile("NAME|OPERATION")
-# of a run's directory; what must not exist
+# files of a run's directory, and one that must not exist
 NOT_IN_THE_TREE = ("config.yaml", "starts.jsonl", "metrics.jsonl", "checkpoints/", "kernels/__init__.py")
 
 
 def named_paths(text: str) -> Iterator[str]:
-    """What stands in backticks and is written as a path: it has a slash, or the ending of a file."""
+    """Code in backticks that is a path: it contains a slash or ends as a file does."""
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     for code in re.findall(r"`([^`\n]+)`", prose):
         if re.fullmatch(r"[\w./-]+", code) and ("/" in code or re.search(r"\.(py|md|toml|yaml|yml|txt|jsonl)$", code)):
@@ -32,23 +33,33 @@ def named_paths(text: str) -> Iterator[str]:
 
 
 def missing(text: str, root: Path = ROOT) -> list[str]:
-    """Named paths that nothing under `root` has."""
+    """Named paths that do not exist under `root`."""
     paths = [path for path in named_paths(text) if path not in NOT_IN_THE_TREE]
     return [path for path in paths if not any(root.glob(ANY_NAME.sub("*", path).rstrip("/")))]
 
 
-def tree(page: str) -> dict[str, str]:
-    """The paths of the page's tree → what it says of them. An indented line belongs to the directory above it."""
+def tree(page: str) -> list[str]:
+    """The paths of the page's tree. An indented line belongs to the directory above it."""
     block = page[page.index("## The tree") :].split("```")[1]
-    found: dict[str, str] = {}
+    paths: list[str] = []
     parents: list[str] = []
     for line in filter(None, block.splitlines()):
         indent = len(line) - len(line.lstrip())
-        names, _, said = line.strip().partition("  ")
+        names = line.strip().partition("  ")[0]
         del parents[indent // 2 :]
-        found |= {"".join(parents) + name: said.strip() for name in names.split(", ")}
+        paths += ["".join(parents) + name for name in names.split(", ")]
         parents.append(names)
-    return found
+    return paths
+
+
+def missing_tests(page: str) -> list[str]:
+    """The tests that a page names as `PATH::NAME`, relative to tests/, and that do not exist."""
+    named = [(ROOT / "tests" / path, name) for path, name in TEST.findall(page)]
+    return [
+        f"{relative(path)}::{name}"
+        for path, name in named
+        if not path.is_file() or f"def {name}(" not in path.read_text()
+    ]
 
 
 @pytest.mark.parametrize("page", WITH_PATHS, ids=relative)
@@ -56,16 +67,16 @@ def test_every_named_path_exists(page: Path):
     assert missing(page.read_text()) == []
 
 
-def test_what_is_missing_is_found(tmp_path: Path):
+def test_missing_paths_are_detected(tmp_path: Path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b_triton.py").touch()
     text = "`a/b_triton.py` `a/OPERATION_triton.py` `a/` `tp2/pp2 x` `a.b()` `a/NAME.md` `c.py`\n```\nd.py\n```"
     assert missing(text, tmp_path) == ["a/NAME.md", "c.py"]
 
 
-def test_the_tree_names_what_is_there_and_every_room():
+def test_the_tree_names_every_room_and_module_once():
     named = tree((DOCS / "architecture.md").read_text())
-    assert [path for path in named if not (ROOT / path).exists()] == []
+    assert len(named) == len(set(named)) and [path for path in named if not (ROOT / path).exists()] == []
     listed = {str(Path(path)) for path in named}
     rooms = [path.parent for path in (ROOT / "megalite").rglob("__init__.py")]
     covered = [
@@ -75,20 +86,10 @@ def test_the_tree_names_what_is_there_and_every_room():
     ]
     modules = [path for path in (ROOT / "megalite").glob("*.py") if path.name != "__init__.py"]
     assert rooms == covered and all(relative(path) in listed for path in modules)
-    # rooms whose files are listed have all of them
-    whole = {str(Path(path).parent) for path in listed if path.endswith(".py")}
-    files = {
-        relative(path) for room in whole - {"."} for path in (ROOT / room).glob("*.py") if path.name != "__init__.py"
-    }
+    # a room of which one file is listed is listed completely
+    detailed = {str(Path(path).parent) for path in listed if path.endswith(".py")} - {"."}
+    files = {relative(path) for room in detailed for path in (ROOT / room).glob("*.py") if path.name != "__init__.py"}
     assert sorted(files - listed) == []
-
-
-def test_the_tree_names_nothing_twice():
-    page = (DOCS / "architecture.md").read_text()
-    block = page[page.index("## The tree") :].split("```")[1]
-    assert len(tree(page)) == sum(
-        len(line.strip().partition("  ")[0].split(", ")) for line in filter(None, block.splitlines())
-    )
 
 
 def test_every_page_of_the_manual_is_on_its_first_page_and_in_its_navigation():
@@ -109,17 +110,15 @@ def test_where_to_look_names_what_is_in_its_file():
         assert not owner or re.search(rf"^    def {method}\b", source, re.MULTILINE), f"{name} in {path}"
 
 
-def test_every_feature_names_a_test_that_exists():
+@pytest.mark.parametrize("page", ["features.md", "traps.md"])
+def test_every_named_test_exists(page: str):
+    text = (DOCS / page).read_text()
+    assert TEST.search(text) and missing_tests(text) == []
+
+
+def test_every_feature_names_a_test():
     rows = [line for line in (DOCS / "features.md").read_text().splitlines() if re.match(r"\| (?!feature)", line)]
-    named = {row: re.findall(r"`([\w/]+\.py)::(\w+)`", row) for row in rows}
-    assert rows and [row for row, tests in named.items() if not tests] == []
-    wanted = [(ROOT / "tests" / path, name) for tests in named.values() for path, name in tests]
-    gone = [
-        f"{relative(path)}::{name}"
-        for path, name in wanted
-        if not path.is_file() or f"def {name}(" not in path.read_text()
-    ]
-    assert gone == []
+    assert rows and [row for row in rows if not TEST.search(row)] == []
 
 
 def test_hooks_and_workflow_run_what_make_runs():
@@ -135,8 +134,8 @@ def test_hooks_and_workflow_run_what_make_runs():
 
 def test_the_commands_of_contributing_exist():
     page = (ROOT / "CONTRIBUTING.md").read_text()
-    targets = set(re.findall(r"(?:`|^)make ([\w-]+)(?:`|$)", page, re.MULTILINE))
-    made = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert "install" in targets and targets <= made
+    named = set(re.findall(r"(?:`|^)make ([\w-]+)(?:`|$)", page, re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert "install" in named and named <= targets
     ((directory, word),) = re.findall(r"-m pytest (\S+) -k (\w+)", page)
     assert any(re.search(rf"def test_\w*{word}", path.read_text()) for path in (ROOT / directory).glob("test_*.py"))

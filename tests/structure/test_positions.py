@@ -1,5 +1,7 @@
-"""Positions come from the loader: below it nobody counts tokens, which a rank that holds a part of a row would count
-wrong."""
+"""Positions come from the loader.
+
+No module below it counts tokens: a rank that holds a part of a row would count them wrong.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure.sources import ROOT, relative
+from tests.structure.sources import ROOT, parsed, relative
 
 BELOW_THE_LOADER = sorted(path for room in ("model", "parallel") for path in (ROOT / "megalite" / room).rglob("*.py"))
 BELOW_THE_LOADER.remove(ROOT / "megalite/parallel/microbatch.py")  # which says what the loader made
@@ -17,8 +19,8 @@ COUNTING = {"arange", "linspace", "cumsum"}
 
 @pytest.mark.parametrize("path", BELOW_THE_LOADER, ids=relative)
 def test_no_module_below_the_loader_makes_positions(path: Path):
-    """The kernels, whose blocks count queries and keys, are told where these begin
-    (`AttentionDropout.position_offset`)."""
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    """The blocks of kernels count queries and keys from an offset that they are passed:
+    `AttentionDropout.position_offset`."""
+    calls = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
     names = {ast.unparse(call.func).rpartition(".")[2]: call.lineno for call in calls}
     assert {name: line for name, line in names.items() if name in COUNTING} == {}

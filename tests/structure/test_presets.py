@@ -1,4 +1,4 @@
-"""Every file in configs/ is a run that would start, on the number of ranks that it is made for."""
+"""Every file in configs/ is a run that would start on its number of ranks."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ PARAMETERS = {  # by hand, norms and biases included; Llama 3 as published
 
 @pytest.fixture
 def tokens(tmp_path: Path) -> dict[bool, str]:
-    """Token files of text and, under True, of what says that it is conversations."""
-    found = {}
+    """Prefixes of token files: False of text, True of conversations."""
+    prefixes = {}
     for chat in (False, True):
         with IndexedWriter(tmp_path / f"tokens {chat}", 257) as writer:
             writer.add(np.arange(300_000) % 257, [300_000])
             writer.finish({"vocab_size": 257, "eos": 256, "tokenizer": "byte"} | ({"chat": {}} if chat else {}))
-        found[chat] = str(tmp_path / f"tokens {chat}")
-    return found
+        prefixes[chat] = str(tmp_path / f"tokens {chat}")
+    return prefixes
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -73,5 +73,5 @@ def test_the_large_presets_name_their_layout_and_the_bubble_of_the_dry_run(name:
     assert sizes.get("tp", 1) * sizes.get("pp", 1) * sizes["dp"] == RANKS[name]
     config = load_config(["--config", name, "--data.train", tokens[False]], world_size=RANKS[name])
     schedule = build.schedule(config, build.layout(config).microbatches)
-    (said,) = re.findall(r"The bubble is ([\d.]+) %", text)
-    assert said == f"{100 * bubble(config, schedule):.1f}"
+    (documented,) = re.findall(r"The bubble is ([\d.]+) %", text)
+    assert documented == f"{100 * bubble(config, schedule):.1f}"

@@ -1,8 +1,7 @@
-"""The reading path stays short: pretrain.py and every file of which a training step of TP2 × PP2 × DP2 runs a function,
-on any rank.
+"""The reading path stays short: pretrain.py and every file that a training step of TP2 × PP2 × DP2 executes.
 
-Lines of code are counted: no blank lines, comments and docstrings. `-s` prints them by file. Paths are relative to the
-root; one that ends in / is a directory. A file that moves takes its entry along: one that no step runs fails the test.
+Lines of code are counted, without blank lines, comments and docstrings; `-s` prints them by file. Paths are relative to
+the root; one that ends in / is a directory. An entry whose file no step executes fails the test.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ ENTRY = ("pretrain.py",)
 EXCEPTIONS = {
     "kernels/": "operations in plain PyTorch and in Triton: one can take each as the formula in its docstring",
     "megalite/config/schema.py": "the options, which --help explains one by one",
-    "megalite/system/rng.py": "numbers by key: its first line says all that a caller relies on",
-    "megalite/system/shared_memory.py": "a transport of small messages beneath the collectives, which could as well be "
-    "TCP",
+    "megalite/system/rng.py": "random numbers by key: callers rely on its first line only",
+    "megalite/system/shared_memory.py": "a transport of small messages beneath the collectives, in place of TCP",
     "megalite/system/activity.py": "tells other threads where a rank is; without it a step computes the same",
-    "megalite/training/faults.py": "rehearses faults; in a run without --faults it does nothing",
+    "megalite/training/faults.py": "injects faults; does nothing in a run without --faults",
 }
-VOCABULARY = (  # words in which the others speak: who talks to whom, what a rank holds, what a schedule is made of
+VOCABULARY = (  # the terms of the others: which ranks communicate, what a rank holds, the parts of a schedule
     "megalite/mesh/layout.py",
     "megalite/mesh/mesh.py",
     "megalite/parallel/spec.py",
@@ -48,7 +46,7 @@ def executed(ranks, tmp_path_factory) -> set[str]:
 
 
 def table(title: str, files: list[str]) -> tuple[int, str]:
-    """All lines of code of some files, and those of each, the longest first."""
+    """The number of lines of code of some files, and a table of them by file, the longest first."""
     lines = {file: tracing.code_lines((ROOT / file).read_text()) for file in files}
     rows = [f"{count:6,}  {file}" for file, count in sorted(lines.items(), key=lambda item: -item[1])]
     total = sum(lines.values())

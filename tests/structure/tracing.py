@@ -1,4 +1,4 @@
-"""Which of the project's files a training step executes, and how many lines of code a file has."""
+"""The project's files that a training step executes, and a file's number of lines of code."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ WITHOUT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT
 
 
 def executed(context: Any, config: dict[str, Any]) -> set[str]:
-    """The core's files of which a function runs on this rank, on any of its threads, during the first step. One that a
-    dataclass has made belongs to the file of its class."""
-    found: set[str] = set()
+    """The core's files of which a function runs on this rank, on any thread, during the first step.
+
+    Methods that a dataclass generates belong to the file of its class.
+    """
+    files: set[str] = set()
     active = False
 
     def look(frame: FrameType, event: str, _: Any) -> None:
@@ -28,7 +30,7 @@ def executed(context: Any, config: dict[str, Any]) -> set[str]:
             file = frame.f_code.co_filename
             if file == "<string>" and "self" in frame.f_locals:
                 file = getattr(sys.modules.get(type(frame.f_locals["self"]).__module__), "__file__", None) or file
-            found.add(file)
+            files.add(file)
 
     threading.setprofile(look)
     sys.setprofile(look)
@@ -45,7 +47,7 @@ def executed(context: Any, config: dict[str, Any]) -> set[str]:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
     core = {str(path): relative(path) for path in CORE}
-    return {core[file] for file in map(_resolved, found) if file in core}
+    return {core[file] for file in map(_resolved, files) if file in core}
 
 
 def _resolved(file: str) -> str:
@@ -53,7 +55,7 @@ def _resolved(file: str) -> str:
 
 
 def code_lines(source: str) -> int:
-    """Lines that hold code: no blank line, no comment, no docstring (nor any other text that stands alone)."""
+    """The number of lines with code: without blank lines, comments, docstrings and other string statements."""
     texts: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
@@ -62,6 +64,6 @@ def code_lines(source: str) -> int:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in WITHOUT_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
-    # inside a text of several lines
+    # blank lines inside strings
     blank = {number for number, line in enumerate(source.splitlines(), 1) if not line.strip()}
     return len(lines - texts - blank)
