@@ -34,7 +34,7 @@ settings.register_profile("any machine", deadline=None)  # an example's time dep
 settings.load_profile("any machine")
 
 
-LONGEST = "test_kills.py"  # it waits more than it computes: started first, it leaves processors to others
+LONGEST = "test_killed_commands.py"  # it waits more than it computes: started first, it leaves processors to others
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

@@ -32,7 +32,7 @@ from typing import Any, Protocol
 from megalite.system.progress import Progress, Report
 from tests.support.pool import RankPool, start_fork_server
 from tests.support.references import References
-from tests.support.space import Case, world
+from tests.support.spaces.space import Case, world
 
 ROOT = Path(__file__).resolve().parents[1]
 STATE = ROOT / "runs" / "matrix"
@@ -69,8 +69,8 @@ class Sample:
 
     def __init__(self, name: str, number: int, steps: int, directory: Path, ranks: RankPool):
         from tests.support.configs import write_tokens
-        from tests.support.layouts import OPTIONS
-        from tests.support.spaces import SPACES
+        from tests.support.spaces.covering import SPACES
+        from tests.support.spaces.layouts import OPTIONS
 
         self._space, self._number, self._steps, self._ranks = SPACES[name], number, steps, ranks
         self._prefixes = {size: write_tokens(directory, size) for size in OPTIONS["vocab_size"]}
@@ -128,18 +128,18 @@ class Stress:
     longest_s = 60.0
 
     def __init__(self, directory: Path, ranks: RankPool):
-        from tests.support import delays
         from tests.support.configs import write_tokens
+        from tests.support.faults import delays
 
         self._ranks, self._prefix = ranks, write_tokens(directory, delays.MODEL["vocab_size"])
 
     def cases(self) -> list[str]:
-        from tests.support.delays import LAYOUTS
+        from tests.support.faults.delays import LAYOUTS
 
         return [f"{seed}-{layout}" for seed, layout in enumerate(islice(cycle(LAYOUTS), STRESS_ROUNDS), start=1)]
 
     def prove(self, case: str) -> None:
-        from tests.support.delays import prove_undisturbed
+        from tests.support.faults.delays import prove_undisturbed
 
         seed, _, layout = case.partition("-")
         prove_undisturbed(
@@ -174,7 +174,7 @@ class Kills:
 
     def __init__(self, directory: Path, ranks: RankPool):
         from tests.support.configs import write_tokens
-        from tests.support.killing import LAYOUTS, MODEL
+        from tests.support.faults.killed_ranks import LAYOUTS, MODEL
 
         self._directory, self._ranks = directory, ranks
         self._prefix = write_tokens(directory, MODEL["vocab_size"])
@@ -187,7 +187,7 @@ class Kills:
         return list(self._cases)
 
     def prove(self, case: str) -> None:
-        from tests.support.killing import Kills as Proof
+        from tests.support.faults.killed_ranks import Kills as Proof
 
         seed, layout, how = self._cases[case]
         with tempfile.TemporaryDirectory(dir=self._directory) as directory:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import forked
+from tests.support import forked_programs
 
 ROOT, KEPT = Path(__file__).parents[2], Path(__file__).parent / "first_format"
 CHECKPOINT, SAVED, STEPS = KEPT / "step_00000003", 3, 6
@@ -45,7 +45,7 @@ def write_tokens(prefix: Path) -> None:
 
 
 def python(*words: str, ranks: int = 1, cwd: Path = ROOT) -> str:
-    succeeded, output = forked.run(words, ranks, cwd, {"CUDA_VISIBLE_DEVICES": ""})  # fp64 is for CPUs
+    succeeded, output = forked_programs.run(words, ranks, cwd, {"CUDA_VISIBLE_DEVICES": ""})  # fp64 is for CPUs
     assert succeeded, output
     return output
 

@@ -27,7 +27,7 @@ from megalite.model.cost import model_flops_per_token, per_token
 from megalite.planner.hardware.devices import Link, find
 from megalite.training.matmul_choice import linear_shapes
 from tests.commands.jobs import measure_steps
-from tests.support import forked
+from tests.support import forked_programs
 from tests.support.pool import RankPool
 
 PEERS = (
@@ -41,14 +41,14 @@ TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
 @pytest.fixture(scope="module")
-def peers_imported() -> Iterator[forked.Imported]:
-    imported = forked.Imported(PEERS)
+def peers_imported() -> Iterator[forked_programs.Imported]:
+    imported = forked_programs.Imported(PEERS)
     yield imported
     imported.close()
 
 
 @pytest.fixture
-def launched_forked(monkeypatch: pytest.MonkeyPatch, peers_imported: forked.Imported) -> None:
+def launched_forked(monkeypatch: pytest.MonkeyPatch, peers_imported: forked_programs.Imported) -> None:
     """What `report.launch` starts is forked, from the process that has imported torch, or what a peer needs beside
     it."""
 
@@ -57,7 +57,7 @@ def launched_forked(monkeypatch: pytest.MonkeyPatch, peers_imported: forked.Impo
             file, result = Path(scratch, "spec.json"), Path(scratch, "result.json")
             file.write_text(json.dumps({**spec, "threads": threads, "result": str(result)}))
             imported = peers_imported if module.endswith("peer") else None
-            succeeded, output = forked.run(["-m", module, str(file)], ranks, imported=imported)
+            succeeded, output = forked_programs.run(["-m", module, str(file)], ranks, imported=imported)
             assert succeeded, output
             found: dict[str, Any] = json.loads(result.read_text())
             return found

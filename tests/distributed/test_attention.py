@@ -12,10 +12,10 @@ import pytest
 
 from tests.distributed.test_equivalence import assert_same_run
 from tests.support import jobs
-from tests.support.attention_layouts import SPACE
 from tests.support.configs import write_tokens
 from tests.support.jobs_experts import BASE
-from tests.support.space import world
+from tests.support.spaces.attention import SPACE
+from tests.support.spaces.space import world
 
 STEPS = 3
 

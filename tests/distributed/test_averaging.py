@@ -24,7 +24,7 @@ from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
 from tests.support import jobs, jobs_training
 from tests.support.configs import SINGLE, config_of, config_of_one_process, write_tokens
-from tests.support.layouts import Case
+from tests.support.spaces.layouts import Case
 
 DECAY, STEPS, SKIPPED = 0.8, 5, 3
 MODEL: Case = {

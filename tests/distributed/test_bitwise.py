@@ -25,9 +25,10 @@ import pytest
 import torch
 
 from megalite.optimizer.adamw import STATE
-from tests.support import jobs, jobs_training, layouts
+from tests.support import jobs, jobs_training
 from tests.support.configs import SINGLE, config_of, write_tokens
-from tests.support.layouts import Case
+from tests.support.spaces import layouts
+from tests.support.spaces.layouts import Case
 
 STEPS = 2
 MODEL = {"tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 5, "masked": True, "dropout": 0.1}

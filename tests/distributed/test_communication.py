@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.support import jobs_training, layouts
+from tests.support import jobs_training
 from tests.support.configs import SINGLE, config_of, write_tokens
-from tests.support.layouts import Case
+from tests.support.spaces import layouts
+from tests.support.spaces.layouts import Case
 
 BASE: Case = {**SINGLE, "tied": False, "kv_heads": 4, "vocab_size": 96, "layers": 4, "masked": False, "dropout": 0.0}
 

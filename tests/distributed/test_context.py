@@ -13,8 +13,8 @@ from megalite.model.cost.records import Share
 from tests.distributed.test_equivalence import assert_same_run
 from tests.support import jobs, jobs_context
 from tests.support.configs import write_tokens
-from tests.support.context_layouts import FIXED, OPTIONS, SPACE
-from tests.support.space import Case, world
+from tests.support.spaces.context import FIXED, OPTIONS, SPACE
+from tests.support.spaces.space import Case, world
 
 STEPS, TOLERANCE = 3, 1e-9
 METHODS = OPTIONS["context"]

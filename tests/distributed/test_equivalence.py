@@ -13,8 +13,8 @@ import pytest
 
 from tests.support import jobs
 from tests.support.configs import STEPS, write_tokens
-from tests.support.layouts import OPTIONS, SPACE
-from tests.support.space import world
+from tests.support.spaces.layouts import OPTIONS, SPACE
+from tests.support.spaces.space import world
 
 TOLERANCE = {"fp64": (1e-9, 1e-9), "fp32": (1e-5, 2e-5)}  # relative (loss, norm), absolute (weights)
 TABLE = SPACE.table()

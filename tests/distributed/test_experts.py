@@ -19,9 +19,9 @@ from megalite.training.trainer import Trainer
 from tests.distributed.test_equivalence import assert_same_run
 from tests.support import jobs, resharding
 from tests.support.configs import write_tokens
-from tests.support.expert_layouts import SPACE
 from tests.support.jobs_experts import configs, exchanged, sent, train_recorded
-from tests.support.space import world
+from tests.support.spaces.experts import SPACE
+from tests.support.spaces.space import world
 
 STEPS = 5
 FEWER = 2

@@ -23,7 +23,7 @@ from megalite.training.verify import global_tensors
 from megalite.training.watchdog import Watchdog
 from tests.support.configs import SINGLE, config_of, write_tokens
 from tests.support.jobs_training import make_trainer, resume
-from tests.support.layouts import Case
+from tests.support.spaces.layouts import Case
 
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 4, "masked": True, "dropout": 0.1}
 LAYOUTS: dict[str, Case] = {

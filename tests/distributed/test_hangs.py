@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megalite.training.hang import Explanation
-from tests.support.hangs import CASES, PLANS, explained
+from tests.support.faults.hangs import CASES, PLANS, explained
 
 
 def test_four_hangs_of_one_run(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from megalite.planner.time.prediction import device_of
 from megalite.training.fit import fit
 from tests.support.configs import SINGLE, config_of, write_tokens
 from tests.support.jobs_training import make_trainer
-from tests.support.layouts import Case
+from tests.support.spaces.layouts import Case
 
 MODEL: Case = {
     **SINGLE,

@@ -16,11 +16,12 @@ from megalite.model.cost.context_parallel import exchange, latents_travel
 from megalite.model.cost.records import Share
 from megalite.model.cost.units import Units
 from tests.distributed.test_equivalence import assert_same_run
-from tests.support import jobs, jobs_context, jobs_lora
-from tests.support.attention_layouts import LATENTS
+from tests.support import jobs, jobs_context
 from tests.support.configs import config_of, config_of_one_process, write_tokens
 from tests.support.jobs_experts import BASE
-from tests.support.space import world
+from tests.support.jobs_training import train_with_initial_weights
+from tests.support.spaces.attention import LATENTS
+from tests.support.spaces.space import world
 
 STEPS = 3
 MODEL_OF_4 = {"num_attention_heads": 4, "hidden_size": 32}
@@ -73,10 +74,9 @@ def test_adapters_on_latents_train_like_those_of_one_process(name, ranks, refere
         return made
 
     layout = ADAPTED[name]
-    expected = references.run(jobs_lora.train, config(microbatches=1), STEPS)
-    for rank in ranks.run(
-        layout.get("cp", 1) * layout.get("tp", 1), jobs_lora.train, config(**{"microbatches": 1, **layout}), STEPS
-    ):
+    expected = references.run(train_with_initial_weights, config(microbatches=1), STEPS)
+    world, split = layout.get("cp", 1) * layout.get("tp", 1), config(**{"microbatches": 1, **layout})
+    for rank in ranks.run(world, train_with_initial_weights, split, STEPS):
         assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-9, abs=0)
         assert rank["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-9, abs=0)
 

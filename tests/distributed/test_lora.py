@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import jobs_lora, jobs_training
+from tests.support import jobs_training
 from tests.support.configs import SINGLE, config_of, write_tokens
-from tests.support.layouts import Case
+from tests.support.jobs_training import train_with_initial_weights
+from tests.support.spaces.layouts import Case
 
 STEPS, BATCH = 4, 32
 LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.1}
@@ -70,12 +71,12 @@ def configuration(case: Case, prefix: str, precision: str = "fp64", **lora: Any)
 @pytest.fixture(scope="module")
 def single(references, prefix):
     """The run of one process in each precision."""
-    return lambda precision: references.run(jobs_lora.train, configuration({}, prefix, precision), STEPS)
+    return lambda precision: references.run(train_with_initial_weights, configuration({}, prefix, precision), STEPS)
 
 
 @pytest.fixture(scope="module")
 def single_variant(references, prefix):
-    return references.run(jobs_lora.train, configuration({}, prefix, **VARIANT), STEPS - 1)
+    return references.run(train_with_initial_weights, configuration({}, prefix, **VARIANT), STEPS - 1)
 
 
 @pytest.mark.parametrize("layout", VARIANT_LAYOUTS)
@@ -84,7 +85,7 @@ def test_every_variant_trains_like_one_process(layout, ranks, prefix, single_var
     trained in full."""
     case = {**MODEL, **VARIANT_LAYOUTS[layout]}
     config = configuration(VARIANT_LAYOUTS[layout], prefix, **VARIANT)
-    got = ranks.run(case["tp"] * case["pp"] * case["dp"], jobs_lora.train, config, STEPS - 1)
+    got = ranks.run(case["tp"] * case["pp"] * case["dp"], train_with_initial_weights, config, STEPS - 1)
     for rank in got:
         assert rank["losses"] == pytest.approx(single_variant["losses"], rel=1e-9, abs=0)
         assert rank["grad_norms"] == pytest.approx(single_variant["grad_norms"], rel=1e-9, abs=0)
@@ -94,10 +95,8 @@ def test_every_variant_trains_like_one_process(layout, ranks, prefix, single_var
         assert (value - single_variant["tensors"][name]).abs().max() <= 1e-9, name
         trained = any(part in name for part in ("lora", "norm", "embedding"))
         assert torch.equal(value, before[name]) is not trained, name
-    assert (
-        after["weight/layers.0.mlp.down.lora_a"].shape == (3, 48)
-        and after["weight/layers.0.attention.k.lora_b"].shape[1] == 2
-    )
+    assert after["weight/layers.0.mlp.down.lora_a"].shape == (3, 48)
+    assert after["weight/layers.0.attention.k.lora_b"].shape[1] == 2
 
 
 @pytest.mark.parametrize(
@@ -106,9 +105,8 @@ def test_every_variant_trains_like_one_process(layout, ranks, prefix, single_var
 def test_trains_like_one_process(layout, precision, ranks, prefix, single):
     case, expected = {**MODEL, **LAYOUTS[layout]}, single(precision)
     relative, absolute = (1e-9, 1e-9) if precision == "fp64" else (1e-5, 2e-5)
-    got = ranks.run(
-        case["tp"] * case["pp"] * case["dp"], jobs_lora.train, configuration(LAYOUTS[layout], prefix, precision), STEPS
-    )
+    config = configuration(LAYOUTS[layout], prefix, precision)
+    got = ranks.run(case["tp"] * case["pp"] * case["dp"], train_with_initial_weights, config, STEPS)
     for rank in got:
         assert rank["losses"] == pytest.approx(expected["losses"], rel=relative, abs=0)
         assert rank["grad_norms"] == pytest.approx(expected["grad_norms"], rel=relative, abs=0)
@@ -116,19 +114,17 @@ def test_trains_like_one_process(layout, precision, ranks, prefix, single):
     assert after.keys() == expected["tensors"].keys()
     for name, value in after.items():
         assert (value - expected["tensors"][name]).abs().max() <= absolute, name
-        assert torch.equal(value, before[name]) is not ("lora" in name), (
-            f"{name}: adapters are trained, and nothing else is"
-        )
+        assert torch.equal(value, before[name]) is not ("lora" in name), f"{name}: only adapters are trained"
 
 
 def test_dropout_is_on_the_adapters_alone_and_makes_a_difference(ranks, prefix, single):
-    without = ranks.run(1, jobs_lora.train, configuration({}, prefix, dropout=0.0), 2)[0]["losses"]
+    without = ranks.run(1, train_with_initial_weights, configuration({}, prefix, dropout=0.0), 2)[0]["losses"]
     assert without[0] == single("fp64")["losses"][0], "B starts at zero: what A reads does not show"
     assert without[1] != single("fp64")["losses"][1]
 
 
 def test_targets_choose_projections(ranks, prefix):
-    got = ranks.run(1, jobs_lora.train, configuration({}, prefix, targets=["q", "v", "down"]), 2)[0]
+    got = ranks.run(1, train_with_initial_weights, configuration({}, prefix, targets=["q", "v", "down"]), 2)[0]
     trained = {name for name, value in got["tensors"].items() if not torch.equal(value, got["before"][name])}
     assert trained == {
         f"weight/layers.{layer}.{part}.lora_{half}"
@@ -146,7 +142,7 @@ def test_optimizer_state_is_that_of_the_adapters_alone(zero, ranks, prefix):
     case: Case = {"dp": 2, "zero": zero, "tied": False, "kv_heads": 2, "microbatches": 2}
     config = configuration(case, prefix, "bf16")
     config["parallel"]["bucket_mb"] = 25
-    for found, expected in ranks.run(2, jobs_lora.states, config):
+    for found, expected in ranks.run(2, jobs_training.model_states, config):
         assert found == expected, "what is measured is what is planned"
         assert found.optimizer == adapters * 12 / 2
         assert found.gradients == adapters * 4 / (2 if zero == 3 else 1)

@@ -14,9 +14,9 @@ from megalite.parallel.tensor.cross_entropy import CrossEntropy, loss_in_chunks
 from megalite.parallel.tensor.linear import ColumnParallelLinear
 from megalite.parallel.weight import Weight
 from megalite.parallel.weight_grad_queue import WeightGradQueue
-from tests.support import jobs_loss
+from tests.support import jobs_training
 from tests.support.configs import SEQUENCE, SINGLE, config_of, micro_batch, write_tokens
-from tests.support.layouts import Case
+from tests.support.spaces.layouts import Case
 
 BASE: Case = {
     **SINGLE,
@@ -74,8 +74,8 @@ def test_trains_as_with_whole_logits(name, precision, tolerance, ranks, prefix):
     layout = LAYOUTS[name]
     case = {**BASE, **layout}
     world, batch = case["tp"] * case["pp"] * case["dp"], micro_batch(case) // 4
-    got = ranks.run(world, jobs_loss.train, config(layout, prefix, precision, 7 * batch), STEPS)
-    whole = ranks.run(world, jobs_loss.train, config(layout, prefix, precision, 0), STEPS)
+    got = ranks.run(world, jobs_training.train_recording_logits, config(layout, prefix, precision, 7 * batch), STEPS)
+    whole = ranks.run(world, jobs_training.train_recording_logits, config(layout, prefix, precision, 0), STEPS)
     for one, other in zip(got, whole, strict=True):
         assert one["scalars"] == pytest.approx(other["scalars"], rel=tolerance)
         for tensor, value in one["tensors"].items():

@@ -20,7 +20,7 @@ from megalite.training.verify import global_tensors
 from tests.monitoring.test_metrics import example
 from tests.support.configs import SINGLE, config_of, write_tokens
 from tests.support.jobs import mesh_of
-from tests.support.layouts import Case
+from tests.support.spaces.layouts import Case
 
 STEPS, BATCH = 2, 8
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 4, "masked": True, "dropout": 0.0}

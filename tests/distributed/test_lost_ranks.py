@@ -1,11 +1,11 @@
-"""Ten of the losses of `python -m tests.support.peers`."""
+"""Ten of the losses of `python -m tests.support.faults.lost_ranks`."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
 from tests.support.configs import write_tokens
-from tests.support.peers import TOKENS, Loss, lose
+from tests.support.faults.lost_ranks import TOKENS, Loss, lose
 
 LOSSES = [
     Loss("dp", 1, "SIGKILL", 3, held=False, silent=False),

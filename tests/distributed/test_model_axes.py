@@ -14,7 +14,7 @@ import pytest
 
 from tests.support import jobs
 from tests.support.configs import SINGLE, config_of, write_tokens
-from tests.support.layouts import Case
+from tests.support.spaces.layouts import Case
 
 STEPS, TOLERANCE = 4, 1e-9
 BASE: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 4, "masked": True, "dropout": 0.0}

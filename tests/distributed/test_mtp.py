@@ -13,9 +13,9 @@ import pytest
 
 from tests.distributed.test_equivalence import assert_same_run
 from tests.support import jobs
-from tests.support.attention_layouts import V3
 from tests.support.configs import config_of, config_of_one_process, write_tokens
 from tests.support.jobs_experts import BASE
+from tests.support.spaces.attention import V3
 
 STEPS = 5
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ from megalite.planner.cost.muon_exchange import exchange
 from tests.support import jobs, jobs_muon, jobs_training
 from tests.support.configs import SINGLE, config_of, config_of_one_process, write_tokens
 from tests.support.jobs_muon import MODEL, MUON, OPTIONS, STEPS, gradients
-from tests.support.layouts import Case, world
+from tests.support.spaces.layouts import Case, world
 
 KINDS = ("weight", "momentum_buffer", "exp_avg", "exp_avg_sq")
 SMALL, LARGE = 8e3, 25e6  # bytes: a bucket for each layer, one for all

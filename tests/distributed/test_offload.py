@@ -27,7 +27,7 @@ from megalite.training.trainer import Trainer
 from tests.support import jobs, jobs_training
 from tests.support.configs import SINGLE, config_of, write_tokens
 from tests.support.jobs import mesh_of
-from tests.support.layouts import Case
+from tests.support.spaces.layouts import Case
 
 ROOT = Path(__file__).parents[2]
 STEPS = 2

@@ -10,7 +10,7 @@ from itertools import combinations
 
 import pytest
 
-from tests.support.spaces import SPACES
+from tests.support.spaces.covering import SPACES
 
 TOGETHER = {  # options of which every two are proved together
     "layouts": "tp pp dp schedule zero offload sequence_parallel microbatches recompute tied precision optimizer ema",

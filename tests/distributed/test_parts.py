@@ -10,9 +10,10 @@ import torch.nn.functional as F
 
 from megalite.model.parameters import padded_vocabulary
 from megalite.parallel.microbatch import IGNORE_INDEX
-from tests.support import jobs_parts, layouts
+from tests.support import jobs_parts
 from tests.support.configs import SINGLE, config_of, write_tokens
-from tests.support.layouts import Case
+from tests.support.spaces import layouts
+from tests.support.spaces.layouts import Case
 
 MODEL: Case = {**SINGLE, "tied": True, "kv_heads": 1, "vocab_size": 101, "layers": 5, "masked": True, "dropout": 0.0}
 

@@ -15,7 +15,7 @@ from tests.support import jobs, jobs_reduction
 from tests.support.configs import SINGLE, config_of, write_tokens
 from tests.support.jobs_reduction import SEED, SPECS, Gradients, random_gradients, reduced, segments, whole
 from tests.support.jobs_training import make_trainer
-from tests.support.layouts import Case
+from tests.support.spaces.layouts import Case
 
 STEPS = 5
 

@@ -12,7 +12,7 @@ from megalite.mesh.layout import Coordinates
 from tests.support import jobs
 from tests.support.configs import SINGLE, config_of, write_tokens
 from tests.support.jobs_reduction import SPECS, random_gradients, reduced, segments, whole
-from tests.support.layouts import Case
+from tests.support.spaces.layouts import Case
 
 NARROW = torch.bfloat16
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.support import jobs_schedules, jobs_training, resharding
 from tests.support.configs import SINGLE, config_of, write_tokens
-from tests.support.layouts import Case
+from tests.support.spaces.layouts import Case
 
 HALF = 3
 PRECISIONS = ("fp32", "bf16", "fp64")

@@ -13,9 +13,10 @@ from megalite.checkpoint.saver import Saver
 from megalite.config.schema import CheckpointConfig
 from megalite.mesh.mesh import Layout, Mesh
 from megalite.parallel.spec import Rectangle
-from tests.support import jobs_saving, jobs_training, killing
+from tests.support import jobs_saving, jobs_training
 from tests.support.configs import SINGLE, config_of, write_tokens
-from tests.support.layouts import Case
+from tests.support.faults import killed_ranks
+from tests.support.spaces.layouts import Case
 
 MODEL: Case = {**SINGLE, "tied": True, "kv_heads": 2, "vocab_size": 96, "layers": 4, "masked": False, "dropout": 0.1}
 LAYOUTS: dict[str, Case] = {
@@ -137,7 +138,7 @@ def test_a_run_whose_last_save_fails_does_not_end_well(background, ranks, prefix
 
 @pytest.mark.parametrize(("layout", "background"), [("dp2-zero1", False), ("pp2", True)])
 def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_weights(layout, background, ranks, prefix, tmp_path):
-    killing.Kills(layout, prefix, tmp_path, ranks, background=background).prove(5, seed=7)
+    killed_ranks.Kills(layout, prefix, tmp_path, ranks, background=background).prove(5, seed=7)
 
 
 def test_a_rank_awaits_a_slow_writer_in_no_collective_that_times_out(ranks, prefix, tmp_path):

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support import delays
 from tests.support.configs import write_tokens
+from tests.support.faults import delays
 
 # Five: each kind of backward (whole, split, split on a V), odd numbers of ranks, and everything inside. The long form
 # has every schedule.

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.configs import SINGLE, config_of, write_tokens
-from tests.support.device_rules import ASIDE
+from tests.support.device_rules import ASIDE, waits
 from tests.support.jobs_experts import MIXTURE
-from tests.support.jobs_waits import waits
 
 EXPERTS = {**MIXTURE, "mlp_only_layers": []}
 CASES: dict[str, dict[str, Any]] = {

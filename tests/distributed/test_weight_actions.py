@@ -9,7 +9,7 @@ import pytest
 
 from tests.support import jobs_schedules
 from tests.support.configs import SINGLE, config_of, write_tokens
-from tests.support.layouts import Case
+from tests.support.spaces.layouts import Case
 
 MODEL: Case = {**SINGLE, "kv_heads": 4, "vocab_size": 96, "layers": 8, "masked": False, "dropout": 0.0, "tied": False}
 MICROBATCHES = 4

@@ -14,7 +14,7 @@ from megalite.training.trainer import Trainer
 from tests.support import jobs
 from tests.support.configs import SINGLE, config_of, config_of_one_process, write_tokens
 from tests.support.jobs import mesh_of
-from tests.support.layouts import Case, world
+from tests.support.spaces.layouts import Case, world
 
 STEPS = 2
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 5, "masked": True, "dropout": 0.1}

@@ -21,8 +21,8 @@ from megalite.mesh.mesh import MeshAxis
 from megalite.model import forward_state
 from megalite.model.forward_state import Dropout, ForwardState, Site
 from megalite.training.trainer import Trainer
-from tests.support.attention_layouts import LATENTS
 from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.spaces.attention import LATENTS
 
 KEY = dropout_key(1, 2, 3, 4)
 SAMPLES = torch.tensor([5, 2**40 + 17, 2**31 + 3])

@@ -29,8 +29,8 @@ from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
 from tests.support.configs import SINGLE, config_of, write_tokens
 from tests.support.jobs import mesh_of
-from tests.support.layouts import Case
 from tests.support.pool import RankContext
+from tests.support.spaces.layouts import Case
 
 F, B, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 8, "masked": False, "dropout": 0.0}

@@ -10,7 +10,7 @@ import numpy as np
 from megalite.config.load import from_dict
 from megalite.config.recompute import BUDGET, OPERATIONS
 from megalite.data.preparation.writer import IndexedWriter
-from tests.support.space import Case
+from tests.support.spaces.space import Case
 
 SEQUENCE = 16
 STEPS = 20

@@ -35,10 +35,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from megalite.config.load import from_dict
 from megalite.parallel.collectives import Work
 from megalite.system import pinned_memory
 from megalite.system.shared_memory import SharedMemory
 from megalite.training.trainer import Trainer
+from tests.support.jobs import mesh_of
 
 DEVICE = torch.device("cpu", 0)  # unlike torch.device("cpu"), which is the host
 ASIDE = "on a stream of its own"
@@ -199,6 +201,13 @@ def watched(trainer: Trainer) -> DeviceRules:
         trainer.close()
     rules.faults, rules.waits = found
     return rules
+
+
+def waits(context: Any, config: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """A job: the faults of a step, and the operations that were queued while the host waited for each event."""
+    resolved = from_dict(config)
+    rules = watched(Trainer(resolved, mesh_of(context, resolved), DEVICE))
+    return rules.faults, rules.waits
 
 
 class _Kernel:

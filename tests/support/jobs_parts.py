@@ -1,10 +1,10 @@
-"""Single parts on the pool's ranks, each to be compared with plain torch: loss, gradient norm, weight decay, hand-over
-between stages."""
+"""Single parts on the pool's ranks, compared with plain torch: loss, gradient norm, weight decay, stages, matmuls."""
 
 from __future__ import annotations
 
 import weakref
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalite.assembly.parts import build_parts
 from megalite.config.load import from_dict
+from megalite.launch import matmul_library
 from megalite.mesh.mesh import Layout, Mesh
 from megalite.model.parameters import model_specs
 from megalite.parallel.microbatch import IGNORE_INDEX, Microbatch, StageOutput
@@ -22,6 +23,7 @@ from megalite.parallel.pipeline.runtime import Runtime
 from megalite.parallel.pipeline.send_recv_actions import edges, with_communication
 from megalite.parallel.spec import Segment
 from megalite.parallel.tensor.cross_entropy import CrossEntropy
+from megalite.training.matmul_choice import choose
 from tests.optimizer.norms import total_norm
 from tests.support.jobs import mesh_of
 from tests.support.jobs_training import make_trainer
@@ -132,7 +134,19 @@ def token_losses(context: Any, config: dict[str, Any], validation: bool) -> tupl
         trainer.close()
 
 
-# ---- a pipeline of stages that do nothing but count what lives
+def matmul_setting(context: Any, config: dict[str, Any], seconds: list[dict[str, float]]) -> str:
+    """This rank's float32 matmul precision after all ranks have chosen; rank r measures the times seconds[r]."""
+    resolved = from_dict(config)
+    before = torch.get_float32_matmul_precision()
+    try:
+        with patch.object(matmul_library, "measure", lambda *_: seconds[context.rank]):
+            choose(resolved, mesh_of(context, resolved), torch.device("cpu"))
+        return torch.get_float32_matmul_precision()
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+# ---- a pipeline of stages that only count live outputs
 
 
 class _Double(torch.autograd.Function):

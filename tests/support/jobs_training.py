@@ -1,4 +1,4 @@
-"""Training runs on the pool's ranks: repeated, saved and resumed, evaluated, fed with a broken gradient, counted."""
+"""Training runs on the pool's ranks: saved, resumed, evaluated, with a broken gradient, with their traffic counted."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megalite.config.load import from_dict
 from megalite.config.schema import ConfigError
 from megalite.optimizer.adamw import STATE
 from megalite.system import rng
+from megalite.training.memory_report import ModelStates, formula, measured
 from megalite.training.trainer import StepResult, Trainer
 from megalite.training.verify import global_tensors
 from tests.support.jobs import mesh_of
@@ -36,6 +39,61 @@ def settle(trainer: Trainer) -> None:
 
 def numbers(results: list[StepResult]) -> dict[str, Any]:
     return {"losses": [result.loss for result in results], "grad_norms": [result.grad_norm for result in results]}
+
+
+def train_with_initial_weights(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Train some steps: losses and gradient norms, and on rank 0 the global weights before and after."""
+    trainer = make_trainer(context, config)
+    try:
+        before = global_tensors(trainer)
+        results = [trainer.step() for _ in range(steps)]
+        return {**numbers(results), "before": before, "tensors": global_tensors(trainer)}
+    finally:
+        trainer.close()
+
+
+class LargestLogits(TorchDispatchMode):
+    """Records the largest number of rows among tensors whose rows have `width` elements."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.width, self.rows = width, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            is_matrix = isinstance(leaf, Tensor) and leaf.dim() > 1
+            if is_matrix and leaf.is_contiguous() and leaf.shape[-1] == self.width:  # a transposed weight is not
+                self.rows = max(self.rows, leaf.numel() // self.width)
+        return out
+
+
+def train_recording_logits(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Losses, gradient norms and weights; validation loss; and the most rows of logits that existed at once."""
+    trainer = make_trainer(context, config)
+    try:
+        head = next((stage.head for stage in trainer.parts.stages.values() if stage.head is not None), None)
+        logits = LargestLogits(head.project.weight.tensor.shape[0] if head is not None else -1)
+        with logits:
+            results = [trainer.step()]
+        results += [trainer.step() for _ in range(1, steps)]
+        validation = trainer.evaluate()
+        scalars = [validation, *(value for result in results for value in (result.loss, result.grad_norm))]
+        return {"scalars": scalars, "tensors": global_tensors(trainer), "rows": logits.rows}
+    finally:
+        trainer.close()
+
+
+def model_states(context: Any, config: dict[str, Any]) -> tuple[ModelStates, ModelStates]:
+    """The measured sizes of a rank's model states after a step, and those of the formula."""
+    trainer = make_trainer(context, config)
+    try:
+        trainer.step()
+        trainer.store.gatherer.finish()
+        trainer.store.gatherer.gather_updated()
+        return measured(trainer), formula(trainer)
+    finally:
+        trainer.close()
 
 
 def train_and_save(

@@ -29,7 +29,7 @@ from megalite.training.trainer import Trainer
 from tests.support.configs import write_tokens
 from tests.support.jobs import mesh_of
 from tests.support.pool import RankContext, RankPool
-from tests.support.random_options import Options, further_options
+from tests.support.random_option_groups import Options, further_options
 
 STEPS = 2
 TIMEOUT_S = 300.0

@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from megalite.optimizer.adamw import STATE
 from megalite.training.verify import global_tensors
-from tests.support import layouts
 from tests.support.configs import SINGLE, config_of
 from tests.support.jobs_training import make_trainer
-from tests.support.layouts import Case
 from tests.support.pool import RankPool
+from tests.support.spaces import layouts
+from tests.support.spaces.layouts import Case
 
 BATCH = 24
 MODEL: Case = {**SINGLE, "tied": True, "kv_heads": 2, "vocab_size": 101, "layers": 8, "masked": True, "dropout": 0.1}

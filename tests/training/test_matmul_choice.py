@@ -16,7 +16,7 @@ from megalite.launch import matmul_library
 from megalite.mesh.layout import Layout
 from megalite.mesh.mesh import Mesh
 from megalite.training.matmul_choice import FILE, choose, step_products
-from tests.support import jobs_products
+from tests.support import jobs_parts
 
 CPU = torch.device("cpu")
 
@@ -110,7 +110,7 @@ def test_ranks_that_measure_differently_agree(ranks, tmp_path):
         "train": {"global_batch_size": 8},
     }
     assert (
-        ranks.run(2, jobs_products.settings_of, made, [{"onednn": 1.0, "mkl": 0.1}, {"onednn": 1.0, "mkl": 2.5}])
+        ranks.run(2, jobs_parts.matmul_setting, made, [{"onednn": 1.0, "mkl": 0.1}, {"onednn": 1.0, "mkl": 2.5}])
         == [ONEDNN] * 2
     )
 

@@ -19,7 +19,7 @@ from megalite.training.verify import global_tensors
 from tests.support.configs import SINGLE, config_of, write_tokens
 from tests.support.jobs import mesh_of
 from tests.support.jobs_saving import fit_to_the_end
-from tests.support.layouts import Case
+from tests.support.spaces.layouts import Case
 
 STEPS = 6
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 4, "masked": True, "dropout": 0.1}

@@ -7,8 +7,8 @@ from typing import Any
 from tests.support.configs import staged, with_fewer_rows
 from tests.support.jobs_experts import BASE
 from tests.support.jobs_experts import configs as configs_of
-from tests.support.layouts import stages
-from tests.support.space import Case, Configs, Space, world
+from tests.support.spaces.layouts import stages
+from tests.support.spaces.space import Case, Configs, Space, world
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "ep": (1, 2, 4),

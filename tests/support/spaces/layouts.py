@@ -6,9 +6,9 @@ from typing import Any
 
 from megalite.parallel.pipeline.generator import chunks_of
 from tests.support.configs import config_of, config_of_one_process, schedule_options
-from tests.support.space import Case as Case
-from tests.support.space import Configs, Space
-from tests.support.space import world as world
+from tests.support.spaces.space import Case as Case
+from tests.support.spaces.space import Configs, Space
+from tests.support.spaces.space import world as world
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "tp": (1, 2, 4),

@@ -1,6 +1,6 @@
 """Searches the pairwise tables: cases that hold every legal pair of option values, for as few seconds as possible.
 
-    python -m tests.support.covering SPACE [--cases 52] [--moves 4000000] [--seed 1]
+    python -m tests.support.spaces.covering SPACE [--cases 52] [--moves 4000000] [--seed 1]
 
 Simulated annealing from the table in tables/SPACE.txt, which it replaces if it finds a cheaper one, or if that one
 lacks a pair (an option has a new value). A few minutes for the default number of moves. A move changes one option of
@@ -16,10 +16,12 @@ from random import Random
 from typing import Any
 
 from tests.support.configs import global_batch
-from tests.support.layouts import stages
-from tests.support.space import Case, Space, world
-from tests.support.spaces import SPACES
+from tests.support.spaces import attention, context, experts, layouts
+from tests.support.spaces.layouts import stages
+from tests.support.spaces.space import Case, Space, world
 
+SPACES = {space.name: space for space in (layouts.SPACE, context.SPACE, experts.SPACE, attention.SPACE)}
+"""All spaces of layouts, by name."""
 MISSING = 20.0
 HOTTEST, COLDEST = 6.0, 0.01
 TRIALS = 4  # other options that a move may change, too, to be legal
@@ -146,7 +148,7 @@ def in_order(space: Space, table: list[Case]) -> list[Case]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.support.covering")
+    parser = argparse.ArgumentParser(prog="python -m tests.support.spaces.covering")
     parser.add_argument("space", choices=SPACES)
     parser.add_argument("--cases", type=int, default=52)
     parser.add_argument("--moves", type=int, default=4_000_000)

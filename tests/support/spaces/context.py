@@ -12,8 +12,8 @@ from tests.support.configs import (
     staged,
     with_fewer_rows,
 )
-from tests.support.layouts import stages
-from tests.support.space import Case, Configs, Space, world
+from tests.support.spaces.layouts import stages
+from tests.support.spaces.space import Case, Configs, Space, world
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "cp": (2, 4),

@@ -1,4 +1,4 @@
-"""Ranks that are lost at random actions: `python -m tests.support.peers --count 50 --seed 0`.
+"""Ranks that are lost at random actions: `python -m tests.support.faults.lost_ranks --count 50 --seed 0`.
 
 Each case trains on three ranks; one of them kills or stops itself, or waits forever, as it begins an action. Every
 other rank must end with status 1 and name that rank, and whether its process has ended, is stopped, or is alive. The
@@ -25,8 +25,8 @@ from time import process_time
 from typing import Any
 
 from megalite.system.activity import Activity
-from tests.support import attempts
 from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.faults import random_cases
 from tests.support.pool import start_fork_server
 
 WORLD = 3
@@ -205,7 +205,7 @@ def free_port() -> int:
 
 
 def main() -> None:
-    options = attempts.options(__doc__, 50)
+    options = random_cases.arguments(__doc__, 50)
     start_fork_server()
     with tempfile.TemporaryDirectory(prefix="megalite_peers_") as name:
         prefix = write_tokens(Path(name), TOKENS)
@@ -215,7 +215,7 @@ def main() -> None:
             return lose(loss, prefix, directory)
 
         losses = enumerate(drawn(options.count, options.seed))
-        attempts.make((partial(attempt, *each) for each in losses), "lost ranks were named by all others")
+        random_cases.run((partial(attempt, *each) for each in losses), "lost ranks were named by all others")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from typing import Any
 from megalite import checkpoint
 from tests.support import jobs_saving
 from tests.support.configs import SINGLE, config_of
-from tests.support.layouts import Case
 from tests.support.pool import RankError, RankPool
+from tests.support.spaces.layouts import Case
 
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 2, "masked": False, "dropout": 0.1}
 LAYOUTS: dict[str, Case] = {

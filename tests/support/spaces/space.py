@@ -17,7 +17,7 @@ from typing import Any
 Case = dict[str, Any]
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 Configs = tuple[dict[str, Any], dict[str, Any]]
-TABLES, RECORDS = Path(__file__).with_name("tables"), Path(__file__).parents[1] / "distributed" / "pairs"
+TABLES, RECORDS = Path(__file__).with_name("tables"), Path(__file__).parents[2] / "distributed" / "pairs"
 
 
 @dataclass(frozen=True)

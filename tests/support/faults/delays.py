@@ -23,8 +23,8 @@ from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
 from tests.support.configs import SINGLE, config_of
 from tests.support.jobs import mesh_of
-from tests.support.layouts import OPTIONS, Case, with_layers
 from tests.support.pool import RankContext, RankPool
+from tests.support.spaces.layouts import OPTIONS, Case, with_layers
 
 SHARE = 0.15  # fraction of the possible places that are delayed
 CLIP = 1.1  # gradient norms exceed this within a few steps: optimistic updates are right at first, and then wrong

@@ -1,4 +1,4 @@
-"""SIGKILL at random moments: `python -m tests.support.kills --count 40 --seed 0`.
+"""SIGKILL at random moments: `python -m tests.support.faults.killed_commands --count 40 --seed 0`.
 
 Each kill takes the launcher, one rank or the whole group of a run on two ranks, or a preparation or an export with its
 workers: at the start, in a step, in a save, while it writes. Within ten seconds no process of it is left, and what has
@@ -30,8 +30,8 @@ from megalite.checkpoint.inspect import damages
 from megalite.data.indexed import IndexedTokens
 from tests.launch.marked import MARK, living
 from tests.structure.sources import ROOT
-from tests.support import attempts
 from tests.support.configs import write_tokens
+from tests.support.faults import random_cases
 
 WITHIN = 10.0  # seconds until no process is left
 TIMEOUT = 240.0  # until a phase is reached
@@ -224,12 +224,12 @@ def check(scene: Scene, before: Path | None) -> None:
 
 
 def main() -> None:
-    options = attempts.options(__doc__, 40)
+    options = random_cases.arguments(__doc__, 40)
     chosen = random.Random(options.seed)
     with tempfile.TemporaryDirectory(prefix="megalite_kills_") as directory:
         scene = Scene(Path(directory), chosen)
         cases = islice(cycle(chosen.sample(KILLS, len(KILLS))), options.count)
-        attempts.make((partial(kill, scene, *case) for case in cases), "kills left nothing behind and lost nothing")
+        random_cases.run((partial(kill, scene, *case) for case in cases), "kills left nothing behind and lost nothing")
 
 
 if __name__ == "__main__":
