@@ -356,7 +356,10 @@ def test_a_killed_rank_that_had_no_time_to_be_named_is_missing(
 def test_a_save_in_the_background_is_resumed_from(tmp_path: Path) -> None:
     place = layouts.RankMachine(scene(), 2, tmp_path)
     one = {"dp": 1}
-    table = (layouts.LayoutCase("", one), layouts.LayoutCase("", one, {"checkpoint": {"async_save": True, "load": "none"}}))
+    table = (
+        layouts.LayoutCase("", one),
+        layouts.LayoutCase("", one, {"checkpoint": {"async_save": True, "load": "none"}}),
+    )
     for number, each in enumerate(table):
         layout_rank.train(number, from_dict(place.config(each)), 4, tmp_path, torch.device("cpu"))
     assert len(list((tmp_path / "layout" / "checkpoints").glob("step_*"))) == 1

@@ -32,7 +32,7 @@ def test_every_other_command_than_these_is_run():
 
 
 def test_the_table_has_every_command():
-    table = README[README.index("## Commands") :].split("\n\n")[1]
+    table = (ROOT / "docs" / "commands.md").read_text()
     assert re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE) == list(NAMES)
 
 
@@ -59,6 +59,15 @@ def test_commands_run_in_order(place):
     assert (made / "chat_template.jinja").read_text() == CHATML
     # what the page shows
     assert (place / "zb-v.svg").read_bytes() == (ROOT / "docs" / "pictures" / "zb-v.svg").read_bytes()
+
+
+def test_the_lines_of_python_train(place):
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    short = '"--tp", "2", "--run.name", "python", "--train.steps", "2", "--model.num_hidden_layers", "2"'
+    (place / "train.py").write_text(code.replace('"--tp", "2"', short))
+    done = run(["torchrun", "--nproc-per-node", "2", "train.py"], place)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert len((place / "runs" / "python" / "metrics.jsonl").read_text().splitlines()) >= 2
 
 
 @pytest.mark.parametrize("target", ["demo", "test"])

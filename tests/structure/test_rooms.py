@@ -55,7 +55,7 @@ def test_the_public_names_are_imported_when_they_are_used():
     kinds = {name: type(getattr(megalite, name)).__name__ for name in megalite.__all__}
     assert kinds == {
         **dict.fromkeys(("Config", "Mesh", "Trainer"), "type"),
-        **dict.fromkeys(("fit", "load_config"), "function"),
+        **dict.fromkeys(("fit", "load_config", "make_mesh"), "function"),
         "__version__": "str",
     }
     with pytest.raises(AttributeError, match="has no attribute 'Trainr'"):
