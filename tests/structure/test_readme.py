@@ -64,6 +64,8 @@ def test_commands_run_in_order(place):
 def test_the_lines_of_python_train(place):
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     short = '"--tp", "2", "--run.name", "python", "--train.steps", "2", "--model.num_hidden_layers", "2"'
+    prepare = next(command.words for command in COMMANDS if "prepare" in command.words)
+    assert run(shortened(prepare), place).returncode == 0  # nothing to do if it has run
     (place / "train.py").write_text(code.replace('"--tp", "2"', short))
     done = run(["torchrun", "--nproc-per-node", "2", "train.py"], place)
     assert done.returncode == 0, done.stderr[-4000:]
