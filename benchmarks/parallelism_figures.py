@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megalite.mesh.layout import Layout
 from megalite.parallel.context.parts import Runs, contiguous, zigzag
 from megalite.planner.report.drawing.timeline import COLOURS, FAINT, INK, Box, Label, Picture, shade, svg
 
@@ -266,7 +267,79 @@ def context_moves() -> Picture:
     return made
 
 
+def step() -> Picture:
+    """The eight ranks of TP2 × PP2 × DP2, and the messages of a step of four microbatches under 1F1B."""
+    drawn = Picture(890, 452, 1)
+    _title(
+        drawn,
+        "One step of TP2 × PP2 × DP2: who holds what, and what travels",
+        "a box is a rank; rank numbers are those of `python -m megalite.mesh --tp 2 --pp 2 --dp 2`",
+    )
+    layout = Layout(tp=2, pp=2, dp=2)
+    microbatches = 4
+    left, top, width, height, gap = 110.0, 84.0, 290.0, 48.0, 24.0
+    for stage in range(2):
+        x = left + stage * 470
+        drawn.labels.append(
+            Label(
+                x + width / 2,
+                72,
+                f"stage {stage}: {'first' if stage == 0 else 'second'} half of the layers",
+                12,
+                "middle",
+                bold=True,
+            )
+        )
+        for replica in range(2):
+            y = top + replica * 166
+            for part in range(2):
+                rank = layout.rank({"pp": stage, "dp": replica, "cp": 0, "tp": part})
+                drawn.boxes.append(Box(x, y + part * (height + gap), width, height, RANKS[part]))
+                drawn.labels += [
+                    Label(
+                        x + 12, y + part * (height + gap) + 21, f"rank {rank}", 13, fill="#ffffff", bold=True
+                    ),
+                    Label(
+                        x + 12,
+                        y + part * (height + gap) + 39,
+                        f"half {part} of each matrix; shard {replica} of the optimizer",
+                        11,
+                        fill="#ffffff",
+                    ),
+                ]
+            drawn.labels.append(
+                Label(x + width / 2, y + height + 18, "⇅ tp", 15, "middle", COMMUNICATION, bold=True)
+            )
+    for replica in range(2):
+        y = top + replica * 166
+        drawn.labels += [
+            Label(14, y + 56, f"replica {replica}", 12, bold=True),
+            Label(14, y + 74, f"{microbatches} microbatches", 11, fill=FAINT),
+            Label(490, y + 34, "activations →", 12, "middle", COMMUNICATION),
+            Label(490, y + 52, f"{microbatches} of each rank", 11, "middle", FAINT),
+            Label(490, y + 76, "← gradients", 12, "middle", COMMUNICATION),
+            Label(490, y + 94, f"{microbatches} of each rank", 11, "middle", FAINT),
+        ]
+    for stage in range(2):
+        drawn.labels.append(
+            Label(left + stage * 470 + width / 2, top + 147, "⇅ dp", 15, "middle", COMMUNICATION, bold=True)
+        )
+    for row, text in enumerate(
+        (
+            "tp, inside each layer of each microbatch: all-gather and reduce-scatter of activations "
+            "(sequence parallelism), as the layer computes",
+            "pp, for each microbatch: one send to the next stage in forward, one to the previous stage in "
+            "backward",
+            "dp, once a step, bucket by bucket: reduce-scatter of gradients as backward completes them, "
+            "all-gather of updated weights before the next forward",
+        )
+    ):
+        drawn.labels.append(Label(14, 402 + 19 * row, text, 11.5))
+    return drawn
+
+
 FIGURES = {
+    "step": step,
     "tensor": tensor,
     "sequence": sequence,
     "zero": zero,

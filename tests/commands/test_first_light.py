@@ -228,7 +228,7 @@ def test_idle_time_is_what_no_kernel_covers() -> None:
 def test_a_step_with_documents_has_them_where_their_tokens_end(tmp_path: Path) -> None:
     from megalite.data.dataset import build
 
-    config = from_dict(step.configuration(step.Case("a step", {}, document=4), scene(), tmp_path))
+    config = from_dict(step.configuration(step.StepCase("a step", {}, document=4), scene(), tmp_path))
     assert config.data.reset_positions
     check(config, 1)
     data, _ = build(config.data, 0)
@@ -284,7 +284,7 @@ def test_a_rehearsal_times_the_reference_and_names_what_needs_a_gpu(
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_every_division_of_the_ranks_is_a_layout_and_legal(world: int, tmp_path: Path) -> None:
-    place = layouts.Place(scene(), world, tmp_path)
+    place = layouts.RankMachine(scene(), world, tmp_path)
     table = layouts.layouts(world, on_gpu=True)
     divisions = {tuple(each.parallel.get(axis, 1) for axis in ("tp", "pp", "dp")) for each in table}
     assert divisions == {sizes for sizes in np.ndindex(world + 1, world + 1, world + 1) if prod(sizes) == world}
@@ -313,7 +313,7 @@ def write_result(path: Path, loss: float = 1.0, weight: float = 0.5) -> None:
 def test_a_layout_that_differs_is_named(change: dict[str, float], said: str | None, tmp_path: Path) -> None:
     write_result(tmp_path / "0")
     write_result(tmp_path / "1", **change)
-    found = layouts.compared(layouts.Layout("dp 2", {"dp": 2}), tmp_path / "1", tmp_path / "0")
+    found = layouts.compared(layouts.LayoutCase("dp 2", {"dp": 2}), tmp_path / "1", tmp_path / "0")
     assert found["verdict"] == ("passed" if said is None else "failed") and (said or "within") in found["detail"]
 
 
@@ -322,7 +322,7 @@ def test_a_layout_that_hangs_costs_itself(tmp_path: Path, monkeypatch: pytest.Mo
     starts: list[list[int]] = []
 
     def start(
-        place: layouts.Place, name: str, ranks: int, spec: dict[str, Any], seconds: float, patience: float = 0.0
+        place: layouts.RankMachine, name: str, ranks: int, spec: dict[str, Any], seconds: float, patience: float = 0.0
     ) -> tuple[Path, str]:
         directory, numbers = tmp_path / name, [number for number, _ in spec["configs"]]
         directory.mkdir()
@@ -334,9 +334,9 @@ def test_a_layout_that_hangs_costs_itself(tmp_path: Path, monkeypatch: pytest.Mo
             write_result(directory / str(number))
         return directory, "no progress for 60 s" if 1 in numbers else "no time was left"
 
-    monkeypatch.setattr(layouts.Place, "start", start)
-    table = [layouts.Layout(f"{number}", {"dp": 2}) for number in range(4)]
-    found = [(each["name"], each["verdict"]) for each in layouts.Place(scene(), 2, tmp_path).compare(table)]
+    monkeypatch.setattr(layouts.RankMachine, "start", start)
+    table = [layouts.LayoutCase(f"{number}", {"dp": 2}) for number in range(4)]
+    found = [(each["name"], each["verdict"]) for each in layouts.RankMachine(scene(), 2, tmp_path).compare(table)]
     assert found == [("0", "passed"), ("1", "failed"), ("2", "passed"), ("3", "missing")] and starts == [
         [0, 1, 2, 3],
         [2, 3],
@@ -348,15 +348,18 @@ def test_a_killed_rank_that_had_no_time_to_be_named_is_missing(
     left: float, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        layouts.Place, "start", lambda place, *args, **options: (tmp_path, "a rank ended with status 137")
+        layouts.RankMachine, "start", lambda place, *args, **options: (tmp_path, "a rank ended with status 137")
     )
-    assert layouts.Place(scene(left), 2, tmp_path).kill_one()["verdict"] == verdict
+    assert layouts.RankMachine(scene(left), 2, tmp_path).kill_one()["verdict"] == verdict
 
 
 def test_a_save_in_the_background_is_resumed_from(tmp_path: Path) -> None:
-    place = layouts.Place(scene(), 2, tmp_path)
+    place = layouts.RankMachine(scene(), 2, tmp_path)
     one = {"dp": 1}
-    table = (layouts.Layout("", one), layouts.Layout("", one, {"checkpoint": {"async_save": True, "load": "none"}}))
+    table = (
+        layouts.LayoutCase("", one),
+        layouts.LayoutCase("", one, {"checkpoint": {"async_save": True, "load": "none"}}),
+    )
     for number, each in enumerate(table):
         layout_rank.train(number, from_dict(place.config(each)), 4, tmp_path, torch.device("cpu"))
     assert len(list((tmp_path / "layout" / "checkpoints").glob("step_*"))) == 1
@@ -444,7 +447,7 @@ def test_a_calibrated_gpu_is_a_device_of_the_planner(
 
 
 def test_a_step_stands_beside_its_predictions(tmp_path: Path) -> None:
-    case = step.Case("a step", {})
+    case = step.StepCase("a step", {})
     config = step.configuration(case, scene(), tmp_path)
     measured = row(
         "a step",

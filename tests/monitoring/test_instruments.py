@@ -242,7 +242,7 @@ def test_the_ladder_leaves_out_what_the_rules_refuse_and_what_saves_nothing(
 def test_the_message_names_place_reason_and_rungs() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
     said = memory.describe(
-        "rank 3 in step 7, F0.1", error, [memory.Rung({"parallel.tp": 4, "parallel.dp": 2}, 3 << 29)]
+        "rank 3 in step 7, F0.1", error, [memory.MemorySaving({"parallel.tp": 4, "parallel.dp": 2}, 3 << 29)]
     ).splitlines()
     assert said[0] == "rank 3 in step 7, F0.1: out of memory: CUDA out of memory. Tried to allocate 2.00 GiB."
     assert said[-1].split() == ["--parallel.tp", "4", "--parallel.dp", "2", "saves", "1.5", "GiB"]

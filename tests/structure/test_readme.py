@@ -31,7 +31,7 @@ def test_every_other_command_than_these_is_run():
 
 
 def test_the_table_has_every_command():
-    table = README[README.index("## Commands") :].split("\n\n")[1]
+    table = (ROOT / "docs" / "commands.md").read_text()
     assert re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE) == list(NAMES)
 
 
@@ -54,6 +54,17 @@ def test_commands_run_in_order(place):
     assert (chat / "chat_template.jinja").read_text() == CHATML
     # what the page shows
     assert (place / "zb-v.svg").read_bytes() == (ROOT / "docs" / "pictures" / "zb-v.svg").read_bytes()
+
+
+def test_the_lines_of_python_train(place):
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    short = '"--tp", "2", "--run.name", "python", "--train.steps", "2", "--model.num_hidden_layers", "2"'
+    prepare = next(command.words for command in COMMANDS if "prepare" in command.words)
+    assert run(shortened(prepare), place).returncode == 0  # nothing to do if it has run
+    (place / "train.py").write_text(code.replace('"--tp", "2"', short))
+    done = run(["torchrun", "--nproc-per-node", "2", "train.py"], place)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert len((place / "runs" / "python" / "metrics.jsonl").read_text().splitlines()) >= 2
 
 
 @pytest.mark.parametrize("target", ["demo", "test"])

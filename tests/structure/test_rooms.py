@@ -64,7 +64,7 @@ def test_the_public_names_are_imported_when_they_are_used():
     kinds = {name: type(getattr(megalite, name)).__name__ for name in megalite.__all__}
     assert kinds == {
         **{"Config": "type", "Mesh": "type", "Trainer": "type"},
-        **{"fit": "function", "load_config": "function", "__version__": "str"},
+        **{"fit": "function", "load_config": "function", "make_mesh": "function", "__version__": "str"},
     }
     with pytest.raises(AttributeError, match="has no attribute 'Trainr'"):
         getattr(megalite, "Trainr")  # noqa: B009 — as a user's typing error would
