@@ -92,13 +92,14 @@ class Sample:
         from tests.distributed.test_equivalence import TOLERANCE, assert_same_run
         from tests.support import jobs
 
-        made = self._space.complete(self._cases[case])
-        kinds = ("weight", "ema") if made.get("ema") else ("weight",)
-        config, alone = self._space.configs(self._cases[case], self._prefixes[made["vocab_size"]])
+        complete = self._space.complete(self._cases[case])
+        kinds = ("weight", "ema") if complete.get("ema") else ("weight",)
+        config, alone = self._space.configs(self._cases[case], self._prefixes[complete["vocab_size"]])
         for each in (config, alone):
             each["train"]["steps"] = self._steps
-        got = self._ranks.run(world(made), jobs.train, config, self._steps, kinds)
-        assert_same_run(got, self._references.run(jobs.train, alone, self._steps, kinds), *TOLERANCE[made["precision"]])
+        got = self._ranks.run(world(complete), jobs.train, config, self._steps, kinds)
+        expected = self._references.run(jobs.train, alone, self._steps, kinds)
+        assert_same_run(got, expected, *TOLERANCE[complete["precision"]])
 
 
 class Random:
@@ -249,13 +250,13 @@ class Kernels:
         from tests.kernels.variants import launches
 
         architecture, module, calls = self._cases[case]
-        found = {
+        binaries = {
             each.name: compiled(each, architecture, module in MULTIPLY)
             for each in launches(module, architecture, calls)
         }
         failed = {
             name: (broken, binary)
-            for name, binary in found.items()
+            for name, binary in binaries.items()
             if (broken := binary.broken_rules(architecture, name))
         }
         assert not failed, failed
@@ -305,11 +306,12 @@ class Record:
         return sorted(rest, key=lambda case: case not in self.last)
 
     def summary(self, cases: Sequence[str]) -> str:
-        found = [self.last[case] for case in cases if case in self.last]
-        passed = [entry for entry in found if entry["passed"]]
+        entries = [self.last[case] for case in cases if case in self.last]
+        passed = [entry for entry in entries if entry["passed"]]
         older = sum(entry["source"] != self.source for entry in passed)
-        failed, where = len(found) - len(passed), f", {older:,} of them on other source" if older else ""
-        return f"{len(passed):,} of {len(cases):,} passed{where}, {failed:,} failed, {len(cases) - len(found):,} to run"
+        failed, where = len(entries) - len(passed), f", {older:,} of them on other source" if older else ""
+        left = len(cases) - len(entries)
+        return f"{len(passed):,} of {len(cases):,} passed{where}, {failed:,} failed, {left:,} to run"
 
 
 def source_digest() -> str:

@@ -31,7 +31,7 @@ def test_trains_like_one_process(case, ranks, references, prefix):
     got = ranks.run(world(SPACE.complete(case)), jobs.train, config, STEPS)
     expected = references.run(jobs.train, alone, STEPS)
     assert_same_run(got, expected, 1e-9, 1e-9)
-    for found in got:
-        assert found.get("mtp_losses") == (
+    for result in got:
+        assert result.get("mtp_losses") == (
             pytest.approx(expected["mtp_losses"], rel=1e-9, abs=0) if case["modules"] else None
         )

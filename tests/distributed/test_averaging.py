@@ -56,21 +56,21 @@ def changed(config: dict[str, Any], **changes: dict[str, Any]) -> dict[str, Any]
 
 
 def trainer(config: dict[str, Any]) -> Trainer:
-    made = from_dict(config)
-    return Trainer(made, build.make_mesh(made))
+    parsed = from_dict(config)
+    return Trainer(parsed, build.make_mesh(parsed))
 
 
 def weights_of_each_step(config: dict[str, Any]) -> list[dict[str, Tensor]]:
     """The weights of a run without an average, before its first step and after each one."""
-    made = trainer(config)
+    run = trainer(config)
     try:
-        found = [global_tensors(made)]
+        weights = [global_tensors(run)]
         for _ in range(STEPS):
-            made.step()
-            found.append(global_tensors(made))
-        return found
+            run.step()
+            weights.append(global_tensors(run))
+        return weights
     finally:
-        made.close()
+        run.close()
 
 
 def recursion(weights: list[dict[str, Tensor]], skipped: int | None = None) -> dict[str, Tensor]:
@@ -84,10 +84,10 @@ def recursion(weights: list[dict[str, Tensor]], skipped: int | None = None) -> d
     return average
 
 
-def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    assert {name.removeprefix("ema/") for name in found} == {name.removeprefix("weight/") for name in expected}
+def distance(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert {name.removeprefix("ema/") for name in tensors} == {name.removeprefix("weight/") for name in expected}
     return max(
-        (found["ema/" + name.removeprefix("weight/")].double() - value).abs().max().item()
+        (tensors["ema/" + name.removeprefix("weight/")].double() - value).abs().max().item()
         for name, value in expected.items()
     )
 
@@ -101,12 +101,12 @@ def test_it_is_the_recursion_over_the_weights_and_a_skipped_step_does_not_move_i
         MODEL, prefix, precision, faults={"inject": f"nan:rank=0,step={SKIPPED}"}, optimizer={"lr": 1e-2}
     )
     weights = weights_of_each_step(config)
-    made = trainer(changed(config, **AVERAGE))
+    run = trainer(changed(config, **AVERAGE))
     try:
-        results = [made.step() for _ in range(STEPS)]
-        average, own = global_tensors(made, ("ema",)), global_tensors(made)
+        results = [run.step() for _ in range(STEPS)]
+        average, own = global_tensors(run, ("ema",)), global_tensors(run)
     finally:
-        made.close()
+        run.close()
     assert [result.skipped for result in results] == [step == SKIPPED for step in range(1, STEPS + 1)]
     assert distance(average, recursion(weights, SKIPPED)) <= bound
     assert all(torch.equal(value, weights[-1][name]) for name, value in own.items()), (
@@ -130,8 +130,8 @@ def test_every_layout_has_the_average_of_one_process(layout, ranks, prefix, one_
     precision, case = LAYOUTS[layout]
     case = {**MODEL, **case}
     config = changed(config_of(case, prefix, precision), **AVERAGE)
-    found = ranks.run(case["tp"] * case["pp"] * case["dp"], jobs.train, config, STEPS, ("ema",))[0]["tensors"]
-    assert distance(found, one_process[case["tied"]]) <= 1e-9
+    averages = ranks.run(case["tp"] * case["pp"] * case["dp"], jobs.train, config, STEPS, ("ema",))[0]["tensors"]
+    assert distance(averages, one_process[case["tied"]]) <= 1e-9
 
 
 @pytest.mark.parametrize("saved, other", [("dp 2, ZeRO-3", {"tp": 2}), ("offload", {"dp": 2, "zero": 2})])
@@ -154,13 +154,13 @@ def test_it_is_saved_and_resumed_bitwise_and_on_another_layout(saved, other, ran
 def test_undone_steps_do_not_move_it(ranks, prefix):
     """Steps whose clipping is known only after their update: ahead of it and waiting for it give the same bits."""
     case = {**MODEL, **LAYOUTS["pp 2, zb-v"][1]}
-    found = []
+    results = []
     for optimistic in (True, False):
         config = changed(config_of(case, prefix), **AVERAGE, parallel={"optimistic_step": optimistic})
         config["train"]["grad_clip"] = 0.4
-        found.append(ranks.run(2, jobs.train, config, STEPS, ("weight", "ema"))[0])
-    assert max(found[0]["grad_norms"]) > 0.4, "it clips"
-    assert all(torch.equal(value, found[1]["tensors"][name]) for name, value in found[0]["tensors"].items())
+        results.append(ranks.run(2, jobs.train, config, STEPS, ("weight", "ema"))[0])
+    assert max(results[0]["grad_norms"]) > 0.4, "it clips"
+    assert all(torch.equal(value, results[1]["tensors"][name]) for name, value in results[0]["tensors"].items())
 
 
 @pytest.mark.parametrize(
@@ -178,9 +178,9 @@ def test_a_resumed_run_can_begin_one(prefix, tmp_path):
     first.step()
     directory = str(first.save())
     first.close()
-    made = trainer(changed(config, **AVERAGE, checkpoint={"load": directory}))
-    average, weights = global_tensors(made, ("ema",)), global_tensors(made)
-    made.close()
+    run = trainer(changed(config, **AVERAGE, checkpoint={"load": directory}))
+    average, weights = global_tensors(run, ("ema",)), global_tensors(run)
+    run.close()
     assert distance(average, weights) == 0
     with pytest.raises(CheckpointError, match=r"has no average of the weights: train\.ema_decay was not set"):
         manifest_of(Path(directory)).averaged()
@@ -190,20 +190,20 @@ def test_a_resumed_run_can_begin_one(prefix, tmp_path):
 def test_it_is_validated_and_exported_in_place_of_the_weights(precision, prefix, tmp_path):
     config = config_of(MODEL, prefix, precision, run={"dir": str(tmp_path), "name": "run"}, optimizer={"lr": 1e-2})
     config = changed(config, **AVERAGE, data={"validation": 0.1}, validation={"interval": 1, "batches": 2, "ema": True})
-    made, plain = (
+    averaged, plain = (
         trainer(config),
         trainer(changed(config, run={"name": "plain"}, train={"ema_decay": None}, validation={"ema": False})),
     )
     try:
         for _ in range(2):
-            made.step(), plain.step()
-        before = global_tensors(made, (*STATE, "ema"))
-        loss, directory = made.evaluate(), made.save()
-        after = global_tensors(made, (*STATE, "ema"))
+            averaged.step(), plain.step()
+        before = global_tensors(averaged, (*STATE, "ema"))
+        loss, directory = averaged.evaluate(), averaged.save()
+        after = global_tensors(averaged, (*STATE, "ema"))
         assert loss != plain.evaluate()
-        assert made.step().loss == plain.step().loss, "validation leaves the weights as they were"
+        assert averaged.step().loss == plain.step().loss, "validation leaves the weights as they were"
     finally:
-        made.close(), plain.close()
+        averaged.close(), plain.close()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     export_model(manifest_of(directory).averaged(), tmp_path / "exported")
     exported = load_file(tmp_path / "exported" / "model.safetensors")

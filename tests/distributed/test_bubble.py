@@ -81,7 +81,7 @@ def run_window(context: RankContext, plan: Schedule, durations: Durations) -> Re
     mesh = context.cached(
         "pipeline", lambda: Mesh(Layout(pp=RANKS), channels={channel.name: () for channel in CHANNELS})
     )
-    clock, queue, found = VirtualClock(), WeightGradQueue(), Recorded([], [])
+    clock, queue, recorder = VirtualClock(), WeightGradQueue(), Recorded([], [])
     stages = {
         stage: PacedStage(stage == plan.stages - 1, durations.passes[stage], clock.spend, queue, torch.float64)
         for stage in plan.stages_of(context.rank)
@@ -91,12 +91,12 @@ def run_window(context: RankContext, plan: Schedule, durations: Durations) -> Re
     batch = Microbatch.of(torch.zeros(SHAPE, dtype=torch.float64), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
     with virtual_messages(clock, durations.message):
         for step in range(STEPS):
-            found.paces.append(runtime.run(plan, [batch] * MICROBATCHES, step=step, loss_scale=1.0)[1])
-            found.steps.append(runtime.ran)
-    return found
+            recorder.paces.append(runtime.run(plan, [batch] * MICROBATCHES, step=step, loss_scale=1.0)[1])
+            recorder.steps.append(runtime.ran)
+    return recorder
 
 
-def measured(found: list[Recorded]) -> Timeline:
+def measured(ranks: list[Recorded]) -> Timeline:
     """The recorded window in the simulator's form, whose formulas measure both."""
     return Timeline(
         tuple(
@@ -107,7 +107,7 @@ def measured(found: list[Recorded]) -> Timeline:
                 for step, ran in enumerate(rank.steps)
                 for one in ran
             )
-            for rank in found
+            for rank in ranks
         )
     )
 
@@ -131,26 +131,24 @@ def schedules() -> dict[str, Schedule]:
     return {name: build(name, RANKS, MICROBATCHES) for name in SCHEDULES}
 
 
-@pytest.mark.parametrize("durations_of", [equal, slow_messages, heavy_ends, uneven], ids=lambda made: made.__name__)
+@pytest.mark.parametrize(
+    "durations_of", [equal, slow_messages, heavy_ends, uneven], ids=lambda function: function.__name__
+)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_ranks_have_the_bubble_that_is_predicted(
     name: str, durations_of: Callable[[int], Durations], ranks: RankPool
 ) -> None:
     schedule = schedules()[name]
     durations = durations_of(schedule.stages)
-    found, expected = (
-        ranks.run(RANKS, run_window, with_communication(schedule), durations),
-        simulated(schedule, durations),
-    )
-    timeline = measured(found)
+    recorders = ranks.run(RANKS, run_window, with_communication(schedule), durations)
+    timeline, expected = measured(recorders), simulated(schedule, durations)
     for own, predicted in zip(timeline.spans, expected.spans, strict=True):
         assert [span.action for span in own] == [span.action for span in predicted]
         for one, other in zip(own, predicted, strict=True):
             assert (one.start, one.end) == (exact(other.start), exact(other.end)), one.action
-    assert timeline.bubble_fraction == exact(expected.bubble_fraction) and timeline.bubble_rate == exact(
-        expected.bubble_rate
-    )
-    for rank, (steps, paces) in enumerate(found):
+    assert timeline.bubble_fraction == exact(expected.bubble_fraction)
+    assert timeline.bubble_rate == exact(expected.bubble_rate)
+    for rank, (steps, paces) in enumerate(recorders):
         for ran, pace in zip(steps, paces, strict=True):
             assert pace.busy == exact(sum(one.end - one.start for one in ran))
             assert pace.wall == exact(ran[-1].end - ran[0].start if 0 in schedule.stages_of(rank) else 0)
@@ -166,6 +164,6 @@ def test_a_message_that_starts_late_shows(ranks: RankPool) -> None:
     assert sent < computed
     late = (*first[:sent], *first[sent + 1 : computed + 1], first[sent], *first[computed + 1 :])
     durations = equal(RANKS)
-    found = ranks.run(RANKS, run_window, replace(plan, actions=(late, *others)), durations)
+    recorders = ranks.run(RANKS, run_window, replace(plan, actions=(late, *others)), durations)
     assert simulated(plan, durations).makespan == 3 * (MICROBATCHES + RANKS - 1) * STEPS
-    assert measured(found).makespan == (3 * (MICROBATCHES + RANKS - 1) + 1) * STEPS
+    assert measured(recorders).makespan == (3 * (MICROBATCHES + RANKS - 1) + 1) * STEPS

@@ -47,7 +47,7 @@ def write(prefix: Path, lengths: list[int], share: float = 0.4, seed: int = 0) -
 
 
 def config(prefix: str, batch: int, **changes: dict[str, Any]) -> dict[str, Any]:
-    made: dict[str, dict[str, Any]] = {
+    options: dict[str, dict[str, Any]] = {
         "run": {"dir": prefix + "_runs"},
         "model": {**MODEL, "vocab_size": 61, "max_position_embeddings": S},
         "parallel": {"dp": 1, "zero": 1},
@@ -57,12 +57,12 @@ def config(prefix: str, batch: int, **changes: dict[str, Any]) -> dict[str, Any]
         "checkpoint": {"load": "none"},
     }
     for section, values in changes.items():
-        made[section] = {**made.get(section, {}), **values}
-    return made
+        options[section] = {**options.get(section, {}), **values}
+    return options
 
 
-def numbers(found: list[dict[str, Any]]) -> list[float]:
-    return found[0]["losses"] + found[0]["grad_norms"]
+def numbers(results: list[dict[str, Any]]) -> list[float]:
+    return results[0]["losses"] + results[0]["grad_norms"]
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_packed_is_unpacked_on_every_layout(layout, ranks, tmp_path):
     prefix = write(tmp_path / "x", LENGTHS)
     expected = numbers(ranks.run(1, jobs.train, config(prefix, 12), 3))
     for batch, packing in ((12, False), (6, True)):
-        made = config(prefix, batch, parallel=layout, data={"packing": packing})
-        got = ranks.run(prod(layout.get(axis, 1) for axis in ("dp", "tp", "cp")), jobs.train, made, 3)
+        packed = config(prefix, batch, parallel=layout, data={"packing": packing})
+        got = ranks.run(prod(layout.get(axis, 1) for axis in ("dp", "tp", "cp")), jobs.train, packed, 3)
         assert numbers(got) == pytest.approx(expected, rel=1e-5)
 
 
@@ -109,9 +109,9 @@ def test_the_loss_is_that_of_plain_logits(tmp_path):
     trainer.close()
 
 
-def trainer_of(made: dict[str, Any]) -> Trainer:
-    complete = from_dict(made)
-    return Trainer(complete, build.make_mesh(complete))
+def trainer_of(options: dict[str, Any]) -> Trainer:
+    parsed = from_dict(options)
+    return Trainer(parsed, build.make_mesh(parsed))
 
 
 @torch.no_grad()
@@ -154,13 +154,13 @@ def test_a_batch_in_which_nothing_counts_moves_nothing_to_nan(tmp_path):
 
 def test_a_resumed_run_reads_the_same_rows(ranks, tmp_path):
     """Shuffled and packed, over several epochs, on another number of ranks; and with other packing it is other data."""
-    made = config(write(tmp_path / "x", LENGTHS), 4, data={"packing": True, "shuffle": True})
-    straight = ranks.run(1, jobs_training.train_and_save, made, 2, 3)[0]
-    resumed = {**made, "checkpoint": {"load": straight["directory"]}, "parallel": {"dp": 2}}
+    run = config(write(tmp_path / "x", LENGTHS), 4, data={"packing": True, "shuffle": True})
+    straight = ranks.run(1, jobs_training.train_and_save, run, 2, 3)[0]
+    resumed = {**run, "checkpoint": {"load": straight["directory"]}, "parallel": {"dp": 2}}
     got = ranks.run(2, jobs_training.resume, resumed, 3)[0]
     assert got["place"]["samples"] == 8
     assert got["losses"] == pytest.approx(straight["losses"][2:], rel=1e-5)
-    other = {**made, "checkpoint": {"load": straight["directory"]}, "data": {**made["data"], "packing": False}}
+    other = {**run, "checkpoint": {"load": straight["directory"]}, "data": {**run["data"], "packing": False}}
     assert (
         "was made with other samples: data.packing was true, is false" in ranks.run(1, jobs_training.refusal, other)[0]
     )
@@ -175,11 +175,11 @@ def test_a_small_model_learns_its_answers(tmp_path):
     source = write_lines(tmp_path / "a.jsonl", [{"messages": messages} for messages in chats])
     sources = open_inputs([str(source)], exclude=[], file_format="auto", text_key=None, split="train")
     prepare(sources, tmp_path / "x", "byte", Chats())
-    made = config(str(tmp_path / "x"), 1, data={"packing": True, "sequence_length": 128})
-    made["model"] |= {"vocab_size": 257, "max_position_embeddings": 128}
-    made["train"] |= {"steps": 80}
-    made["optimizer"] = {"lr": 1e-2, "warmup_steps": 5, "weight_decay": 0.0}
-    trainer = trainer_of(made)
+    run = config(str(tmp_path / "x"), 1, data={"packing": True, "sequence_length": 128})
+    run["model"] |= {"vocab_size": 257, "max_position_embeddings": 128}
+    run["train"] |= {"steps": 80}
+    run["optimizer"] = {"lr": 1e-2, "warmup_steps": 5, "weight_decay": 0.0}
+    trainer = trainer_of(run)
     results = [trainer.step() for _ in range(80)]
     assert results[-1].loss < 0.05 and results[-1].tokens == sum(len(answer) + 1 for answer in answers.values())
     template, stage = ChatTemplate(load("byte")), trainer.parts.stages[0]

@@ -106,7 +106,7 @@ CASES: dict[str, Case] = {
 }
 
 
-def expected_traffic(case: Case, found: dict[str, Any]) -> Counter:
+def expected_traffic(case: Case, result: dict[str, Any]) -> Counter:
     """`found` says where the rank is, and whether the shards that it owns hold any of the gradients that are summed
     over tp."""
     tp, pp, dp, cp, microbatches, rank = (
@@ -115,7 +115,7 @@ def expected_traffic(case: Case, found: dict[str, Any]) -> Counter:
         case["dp"],
         case["cp"],
         case["microbatches"],
-        found["pp"],
+        result["pp"],
     )
     chained = pp > 1 and case["schedule"] in CHAINED
     sp, first, last = case["sequence_parallel"], rank == 0, rank == (0 if case["schedule"] in FOLDED else pp - 1)
@@ -125,12 +125,12 @@ def expected_traffic(case: Case, found: dict[str, Any]) -> Counter:
         total += times(EMBEDDING_SP if sp else EMBEDDING, first * microbatches) + times(
             HEAD_SP if sp else HEAD, last * microbatches
         )
-        total += PARTIAL if sp and found["partial"] else Counter()
-        total += KV_REPLICAS if tp > case["kv_heads"] and found["replicated"] else Counter()
+        total += PARTIAL if sp and result["partial"] else Counter()
+        total += KV_REPLICAS if tp > case["kv_heads"] and result["replicated"] else Counter()
     if cp > 1:
         total += times(CONTEXT[case["context"]](cp), case["layers"] // pp * microbatches)
     if dp * cp > 1:
-        total += bucket_traffic(case["zero"], found["buckets"]) + (TOKENS if case["masked"] else Counter())
+        total += bucket_traffic(case["zero"], result["buckets"]) + (TOKENS if case["masked"] else Counter())
     if pp > 1:
         total += messages(case, rank)
         total += TIED if case["tied"] and first != last else Counter()
@@ -144,17 +144,17 @@ def test_a_step_communicates_exactly_this(name, ranks, tmp_path):
     config = config_of(case, write_tokens(tmp_path, case["vocab_size"]))
     config["parallel"]["partition"] = [case["layers"] // layouts.stages(case)] * layouts.stages(case)
     results = ranks.run(layouts.world(case), jobs_training.communication_of_a_step, config)
-    assert not case["sequence_parallel"] or any(found["partial"] for found in results)
-    assert case["dp"] == 1 or any(found["buckets"] > 1 for found in results)
-    for rank, found in enumerate(results):
-        assert found["traffic"] == expected_traffic(case, found), f"rank {rank}"
-        assert found["observed"] == found["expected"], f"rank {rank}"
+    assert not case["sequence_parallel"] or any(result["partial"] for result in results)
+    assert case["dp"] == 1 or any(result["buckets"] > 1 for result in results)
+    for rank, result in enumerate(results):
+        assert result["traffic"] == expected_traffic(case, result), f"rank {rank}"
+        assert result["observed"] == result["expected"], f"rank {rank}"
 
 
 def test_full_recomputation_repeats_the_forward_of_the_layers_and_nothing_else(ranks, tmp_path):
     case = {**BASE, "tp": 2, "microbatches": 2, "recompute": "full"}
     config = config_of(case, write_tokens(tmp_path, case["vocab_size"]))
-    found = ranks.run(2, jobs_training.communication_of_a_step, config)[0]
+    result = ranks.run(2, jobs_training.communication_of_a_step, config)[0]
     forward_of_the_layers = times(Counter({("all_reduce", "tp"): 2}), case["layers"] * case["microbatches"])
-    assert found["traffic"] == expected_traffic(case, found) + forward_of_the_layers
-    assert found["observed"] == found["expected"]
+    assert result["traffic"] == expected_traffic(case, result) + forward_of_the_layers
+    assert result["observed"] == result["expected"]

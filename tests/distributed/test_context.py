@@ -81,10 +81,10 @@ def test_fp32_is_one_process_to_rounding(context, ranks, references, prefix):
 SHAPE = (96, 2, 8, 4, 8)  # sequence, batch, heads, key-value heads, channels
 
 
-def put_together(found: list[dict[str, Any]]) -> list[torch.Tensor]:
+def put_together(results: list[dict[str, Any]]) -> list[torch.Tensor]:
     """out, dq, dk and dv of whole rows, from those of the parts."""
-    places = torch.cat([rank["places"] for rank in found])
-    parts = [torch.cat(each) for each in zip(*(rank["found"] for rank in found), strict=True)]
+    places = torch.cat([rank["places"] for rank in results])
+    parts = [torch.cat(each) for each in zip(*(rank["tensors"] for rank in results), strict=True)]
     return [torch.empty_like(x).index_copy_(0, places, x) for x in parts]
 
 
@@ -94,8 +94,8 @@ def put_together(found: list[dict[str, Any]]) -> list[torch.Tensor]:
 def test_attention_is_that_of_one_process(method, cp, masked, ranks):
     """fp64 to rounding; Ulysses bit for bit, where no key-value head goes to several ranks."""
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
-        found = put_together(ranks.run(cp, jobs_context.attend, method, SHAPE, dtype, masked))
-        for got, expected in zip(found, jobs_context.whole(SHAPE, dtype, masked), strict=True):
+        outputs = put_together(ranks.run(cp, jobs_context.attend, method, SHAPE, dtype, masked))
+        for got, expected in zip(outputs, jobs_context.whole(SHAPE, dtype, masked), strict=True):
             assert got.dtype == dtype
             if method == "ulysses":
                 assert torch.equal(got, expected)
@@ -108,13 +108,13 @@ def test_ulysses_within_a_ring_is_one_process(kv_heads, ranks):
     of the heads."""
     sequence, batch, heads, _, dim = SHAPE
     shape = sequence, batch, heads, kv_heads, dim
-    found = ranks.run(4, jobs_context.attend, "ring", shape, torch.float64, True, 2)
-    for got, expected in zip(put_together(found), jobs_context.whole(shape, torch.float64, True), strict=True):
+    results = ranks.run(4, jobs_context.attend, "ring", shape, torch.float64, True, 2)
+    for got, expected in zip(put_together(results), jobs_context.whole(shape, torch.float64, True), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
     kv, width = max(kv_heads, 2), 8
     exchanged = sequence // 4 * (2 * heads + 2 * kv) * batch * dim * width // 2
     hop = sequence // 2 * 2 * (kv // 2) * batch * dim * width
-    assert [rank["sent"] for rank in found] == [[exchanged + hop, exchanged + 2 * hop]] * 4
+    assert [rank["sent"] for rank in results] == [[exchanged + hop, exchanged + 2 * hop]] * 4
     whole, own = Share(sequence // 4, batch, cp=4, context="ring", context_inner=2), Heads(heads, kv_heads, dim, dim)
     planned = [exchange(*level) for level in levels(whole, own)]
     assert [each.forward * width // 2 for each in planned] == [exchanged, hop], "what plans count"
@@ -126,8 +126,8 @@ def test_bf16_partial_results_stay_in_fp32(ranks):
     exact = jobs_context.whole(SHAPE, torch.float64, False)
     alone = jobs_context.whole(SHAPE, torch.bfloat16, False)
     for method in METHODS:
-        found = put_together(ranks.run(4, jobs_context.attend, method, SHAPE, torch.bfloat16, False))
-        for got, of_one, true in zip(found, alone, exact, strict=True):
+        outputs = put_together(ranks.run(4, jobs_context.attend, method, SHAPE, torch.bfloat16, False))
+        for got, of_one, true in zip(outputs, alone, exact, strict=True):
             assert (got.double() - true).abs().mean() <= 1.1 * (of_one.double() - true).abs().mean()
 
 

@@ -27,9 +27,9 @@ def prefixes(tmp_path_factory) -> dict[int, str]:
 
 
 def assert_same_run(got: list[dict[str, Any]], expected: dict[str, Any], relative: float, absolute: float) -> None:
-    for rank, found in enumerate(got):
-        assert found["losses"] == pytest.approx(expected["losses"], rel=relative, abs=0), f"losses on rank {rank}"
-        assert found["grad_norms"] == pytest.approx(expected["grad_norms"], rel=relative, abs=0), (
+    for rank, result in enumerate(got):
+        assert result["losses"] == pytest.approx(expected["losses"], rel=relative, abs=0), f"losses on rank {rank}"
+        assert result["grad_norms"] == pytest.approx(expected["grad_norms"], rel=relative, abs=0), (
             f"gradient norms on rank {rank}"
         )
     tensors = got[0]["tensors"]

@@ -40,7 +40,7 @@ def test_trains_like_one_process(case, ranks, references, prefix):
     got = ranks.run(world(SPACE.complete(case)), jobs.train, several, STEPS)
     expected = references.run(jobs.train, one, STEPS)
     assert_same_run(got, expected, 1e-9, 1e-9)
-    assert [found["dropped"] for found in got] == [expected["dropped"]] * len(got)
+    assert [result["dropped"] for result in got] == [expected["dropped"]] * len(got)
     assert all(expected["dropped"]) == (case["capacity"] is not None)
 
 
@@ -81,11 +81,12 @@ def test_a_checkpoint_of_experts_goes_on_at_another_layout(ranks, prefix, tmp_pa
 
     straight = run(saved, "none", "straight")
     for layout, name in ((saved, "again"), (loaded, "elsewhere")):
-        found = run(layout, straight["directory"], name)
-        assert found["tensors"].keys() == straight["tensors"].keys()
-        assert not [key for key, value in found["tensors"].items() if not torch.equal(value, straight["tensors"][key])]
+        resumed = run(layout, straight["directory"], name)
+        expected_tensors = straight["tensors"]
+        assert resumed["tensors"].keys() == expected_tensors.keys()
+        assert not [key for key, value in resumed["tensors"].items() if not torch.equal(value, expected_tensors[key])]
         expected = straight["losses"][resharding.SAVED_AFTER :]
-        assert found["losses"] == (expected if layout is saved else pytest.approx(expected, rel=1e-9, abs=0))
+        assert resumed["losses"] == (expected if layout is saved else pytest.approx(expected, rel=1e-9, abs=0))
 
 
 def test_single_precision_differs_by_rounding_and_by_choices_between_equals(ranks, prefix):
@@ -97,9 +98,9 @@ def test_single_precision_differs_by_rounding_and_by_choices_between_equals(rank
     got = ranks.run(2, train_recorded, several, FEWER, expected["scores"])
     assert_same_run(got, expected, 1e-5, 2e-5)
     keys, theirs = expected["scores"]
-    found = {key: scores for each in got for key, scores in zip(*each["scores"], strict=True)}
-    assert found.keys() == set(keys)
-    ours = torch.stack([found[key] for key in keys])
+    scores_by_token = {key: scores for each in got for key, scores in zip(*each["scores"], strict=True)}
+    assert scores_by_token.keys() == set(keys)
+    ours = torch.stack([scores_by_token[key] for key in keys])
     order = theirs.sort(descending=True, stable=True).indices
     chosen, others = ours.gather(1, order[:, :2]).amin(1), ours.gather(1, order[:, 2:]).amax(1)
     differences = (ours - theirs).abs().amax(1)
@@ -111,8 +112,8 @@ def test_a_run_starts_with_the_biases_of_its_initial_weights(prefix, tmp_path):
     config["run"] = {"dir": str(tmp_path), "name": "first"}
 
     def biases(steps: int) -> tuple[torch.Tensor, str]:
-        made = from_dict(config)
-        trainer = Trainer(made, make_mesh(made))
+        parsed = from_dict(config)
+        trainer = Trainer(parsed, make_mesh(parsed))
         for _ in range(steps):
             trainer.step()
         bias, directory = trainer.parts.routers.bias.clone(), str(trainer.save())
@@ -129,12 +130,12 @@ def test_an_exchange_of_uneven_sizes_and_its_gradient(ranks, prefix):
     """Ranks without rows for each other, and one that gets none at all."""
     sizes = [[2, 0, 1, 0], [0, 3, 0, 0], [4, 1, 0, 0], [0, 0, 5, 0]]
     config, _ = configs(prefix, dp=4, ep=4)
-    for rank, found in enumerate(ranks.run(4, exchanged, config, sizes)):
+    for rank, result in enumerate(ranks.run(4, exchanged, config, sizes)):
         starts = [sum(row[:rank]) for row in sizes]
-        assert found["out"] == [
+        assert result["out"] == [
             100 * source + starts[source] + i for source, row in enumerate(sizes) for i in range(row[rank])
         ]
-        assert found["grad"] == [float(target + 1) for target, count in enumerate(sizes[rank]) for _ in range(count)]
+        assert result["grad"] == [float(target + 1) for target, count in enumerate(sizes[rank]) for _ in range(count)]
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -142,8 +143,8 @@ def test_a_step_sends_the_planned_bytes(recompute, ranks, prefix):
     """Every token chooses every expert: the load is equal, which the plan assumes. The plan also has the counts, which
     are gathered."""
     config, _ = configs(prefix, dp=4, ep=4, recompute=recompute, model={"num_experts_per_tok": 4})
-    made = from_dict(config)
-    layers = sum(map(made.model.is_mixture, range(made.model.num_hidden_layers)))
-    counts = ParallelDims.of(made).microbatches * layers * 3 * 4 * expert_exchange.COUNT
-    planned = traffic(made, 4)[0].ep
+    parsed = from_dict(config)
+    layers = sum(map(parsed.model.is_mixture, range(parsed.model.num_hidden_layers)))
+    counts = ParallelDims.of(parsed).microbatches * layers * 3 * 4 * expert_exchange.COUNT
+    planned = traffic(parsed, 4)[0].ep
     assert ranks.run(4, sent, config) == [planned - counts] * 4

@@ -22,7 +22,8 @@ from megalite.training.hang import explain, load
 from megalite.training.verify import global_tensors
 from megalite.training.watchdog import Watchdog
 from tests.support.configs import SINGLE, config_of, write_tokens
-from tests.support.jobs_training import make_trainer, resume
+from tests.support.jobs import make_trainer
+from tests.support.jobs_training import resume
 from tests.support.spaces.layouts import Case
 
 MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 4, "masked": True, "dropout": 0.1}
@@ -133,8 +134,8 @@ def test_a_bad_step_is_skipped_by_all_ranks_as_if_it_had_not_been(layout, ranks,
         "spike_window": 4,
     }
     world, config = configuration(layout, prefix, tmp_path, faults=faults)
-    found = ranks.run(world, fitted, config)
-    assert all(rank["step"] == STEPS and rank["skipped"] == len(BAD) for rank in found)
+    results = ranks.run(world, fitted, config)
+    assert all(rank["step"] == STEPS and rank["skipped"] == len(BAD) for rank in results)
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines if line["skipped"]] == list(BAD)
     assert lines[4]["grad_norm"] is None and lines[4]["loss"] > 0
@@ -142,7 +143,7 @@ def test_a_bad_step_is_skipped_by_all_ranks_as_if_it_had_not_been(layout, ranks,
     expected = ranks.run(
         world, by_hand, config | {"faults": {}}, [None if step + 1 in BAD else step for step in range(STEPS)]
     )[0]
-    assert equal(found[0]["tensors"], expected)
+    assert equal(results[0]["tensors"], expected)
 
 
 def test_a_resumed_run_knows_the_losses_before(ranks, prefix, tmp_path):
@@ -164,13 +165,13 @@ def test_a_run_that_stays_bad_goes_back_and_leaves_the_samples_out(layout, ranks
     faults = {"inject": "nan:rank=0,step=5 nan:rank=1,step=6 nan:rank=0,step=7", "skip_limit": 3, "rollback": True}
     checkpoint = {"interval": 3, "keep": 1, "load": "none", "async_save": "zb-v" in layout}
     world, config = configuration(layout, prefix, tmp_path, faults=faults, checkpoint=checkpoint)
-    found = ranks.run(world, fitted, config)
+    results = ranks.run(world, fitted, config)
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1)) and not any(line["skipped"] for line in lines)
     batch = config["train"]["global_batch_size"]
-    assert all((rank["step"], rank["samples"], rank["skipped"]) == (STEPS, (STEPS + 4) * batch, 0) for rank in found)
+    assert all((rank["step"], rank["samples"], rank["skipped"]) == (STEPS, (STEPS + 4) * batch, 0) for rank in results)
     expected = ranks.run(world, by_hand, config | {"faults": {}}, [0, 1, 2, *range(7, STEPS + 4)])[0]
-    assert equal(found[0]["tensors"], expected)
+    assert equal(results[0]["tensors"], expected)
 
 
 @pytest.mark.parametrize("layout, limit", [("dp 2, ZeRO-2", 3), ("tp 2, pp 2, zb-v", 1)])
@@ -179,13 +180,13 @@ def test_a_run_that_stays_bad_ends_on_all_ranks_and_publishes_nothing(layout, li
     faults = {"inject": [f"nan:rank=1,step=5-{4 + limit}"], "skip_limit": limit}
     changes = {"checkpoint": {"interval": 7, "load": "none"}, "train": {"steps": 7}}
     world, config = configuration(layout, prefix, tmp_path, faults=faults, **changes)
-    found = ranks.run(world, fitted, config)
-    assert len({rank["error"] for rank in found}) == 1 and {rank["step"] for rank in found} == {
+    results = ranks.run(world, fitted, config)
+    assert len({rank["error"] for rank in results}) == 1 and {rank["step"] for rank in results} == {
         limit + 4 + (limit == 1)
     }
     batch, bad = config["train"]["global_batch_size"], limit + 4
     said = f"{limit} steps in a row were skipped, the last one step {bad}: gradients are not finite"
-    assert found[0]["error"].startswith(
+    assert results[0]["error"].startswith(
         f"{said} (samples {(bad - 1) * batch} to {bad * batch - 1}). faults.skip_limit = {limit}"
     )
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -238,10 +239,11 @@ def test_a_stall_is_said_once_by_every_rank_with_the_rank_that_it_waits_for(rank
     assert all("collectives.py" in text for text in said[:3])
     record = json.loads((tmp_path / "run" / "stalls" / "collectives_00000.json").read_text())
     assert record["entries"], "torch's own record of what was under way"
-    found = explain(load(tmp_path / "run"))
+    explanation = explain(load(tmp_path / "run"))
     assert (
-        found.culprit == 3
-        and found.instead.startswith("it was in step 3, between steps (")
-        and "in between_steps" in found.instead
+        explanation.culprit == 3
+        and explanation.instead.startswith("it was in step 3, between steps (")
+        and "in between_steps" in explanation.instead
     )
-    assert {(wait.rank, wait.on) for wait in found.waits} >= {(0, 2), (1, 3), (2, 3)} and len(found.chain) == 3
+    assert {(wait.rank, wait.on) for wait in explanation.waits} >= {(0, 2), (1, 3), (2, 3)}
+    assert len(explanation.chain) == 3

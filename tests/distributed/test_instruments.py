@@ -28,7 +28,7 @@ from megalite.monitoring.phases import PHASES
 from megalite.planner.time.prediction import device_of
 from megalite.training.fit import fit
 from tests.support.configs import SINGLE, config_of, write_tokens
-from tests.support.jobs_training import make_trainer
+from tests.support.jobs import make_trainer
 from tests.support.spaces.layouts import Case
 
 MODEL: Case = {
@@ -127,10 +127,11 @@ def test_a_run_writes_where_its_time_goes_and_a_trace_with_its_actions(ranks: An
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line, inside, whole in zip(lines, computed, seconds, strict=True):
-        found = {phase: line[f"time_{phase}_s"] for phase in PHASES}
-        assert min(found.values()) >= 0 and all(found[phase] > 0 for phase in PHASES if phase != "communication"), found
-        assert found["forward"] >= inside["forward"] > 0 and found["backward"] >= inside["backward"] > 0
-        assert sum(found.values()) <= whole
+        phase_s = {phase: line[f"time_{phase}_s"] for phase in PHASES}
+        assert min(phase_s.values()) >= 0, phase_s
+        assert all(phase_s[phase] > 0 for phase in PHASES if phase != "communication"), phase_s
+        assert phase_s["forward"] >= inside["forward"] > 0 and phase_s["backward"] >= inside["backward"] > 0
+        assert sum(phase_s.values()) <= whole
         assert line["tokens_per_second_per_gpu"] == line["tokens_per_second"] / 2
     compared = [(line["step"], line["ranks_of_step"]) for line in lines if "ranks_of_step" in line]
     assert compared == [(2, 1)], "nothing travels while rank 1 is profiled"
@@ -174,12 +175,12 @@ def look_around(context: Any, config: dict[str, Any]) -> tuple[list[links.LinkTr
         "gpu": None,
     }
     try:
-        found = links.measure(trainer.mesh, trainer.device, seconds=0.0)
+        links_measured = links.measure(trainer.mesh, trainer.device, seconds=0.0)
         notes = compare_ranks(own, dist.PrefixStore("equal", store), context.rank, 4)
         with pytest.raises(ConfigError) as refused:
             odd = own | ({"torch": "2.0"} if context.rank == 2 else {})
             compare_ranks(odd, dist.PrefixStore("different", store), context.rank, 4)
-        return found, notes, str(refused.value)
+        return links_measured, notes, str(refused.value)
     finally:
         trainer.close()
 
@@ -188,12 +189,12 @@ def test_every_link_is_measured_once_and_another_torch_is_refused_by_all_ranks(r
     config = config_of({**MODEL, "pp": 1, "dp": 4}, write_tokens(tmp_path, MODEL["vocab_size"]))
     answers = ranks.run(4, look_around, config)
     assert all(each == answers[0] for each in answers)
-    found, notes, refused = answers[0]
+    measurements, notes, refused = answers[0]
     assert notes == [] and "\n  torch: 2.13 on 3 of 4 ranks, but 2.0 on rank 2\n" in refused
-    assert sorted((link.source, link.target) for link in found) == sorted(
+    assert sorted((link.source, link.target) for link in measurements) == sorted(
         (rank, (rank + stride) % 4) for rank in range(4) for stride in (1, 2)
     )
-    assert all(link.bytes_per_second > 0 for link in found)
+    assert all(link.bytes_per_second > 0 for link in measurements)
 
 
 # ---- out of memory

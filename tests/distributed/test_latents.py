@@ -69,9 +69,9 @@ def test_adapters_on_latents_train_like_those_of_one_process(name, ranks, refere
 
     def config(**layout: Any) -> dict[str, Any]:
         lora = {"rank": 3, "alpha": 8.0, "dropout": 0.1, "dora": True}
-        made = config_of({**BASE, **layout}, prefix, "fp64", lora=lora, optimizer={"lr": 3e-3})
-        made["model"] |= LATENTS | {"q_lora_rank": 16}
-        return made
+        options = config_of({**BASE, **layout}, prefix, "fp64", lora=lora, optimizer={"lr": 3e-3})
+        options["model"] |= LATENTS | {"q_lora_rank": 16}
+        return options
 
     layout = ADAPTED[name]
     expected = references.run(train_with_initial_weights, config(microbatches=1), STEPS)
@@ -92,8 +92,8 @@ def test_bytes_are_those_of_the_formula(method, tp, split, ranks):
     for dtype in (torch.bfloat16, torch.float64):
         part = sequence * width * batch // (tp if split else 1) // 2  # (cp − 1) / cp of all
         expected = [part * dtype.itemsize, part * (dtype.itemsize + max(dtype.itemsize, 4))]
-        found = ranks.run(2 * tp, jobs_context.attend_latents, method, tp, split, (sequence, batch, 4), dtype)
-        assert [rank["sent"] for rank in found] == [expected] * 2 * tp
+        results = ranks.run(2 * tp, jobs_context.attend_latents, method, tp, split, (sequence, batch, 4), dtype)
+        assert [rank["sent"] for rank in results] == [expected] * 2 * tp
     share = Share(sequence // 2, batch, tp, split, cp=2, context=method)
     heads = Units(from_dict({"model": {**MODEL_OF_4, **LATENTS}}).model, share).heads
     assert exchange(share, heads).forward * torch.float64.itemsize // 2 == expected[0], "what plans count"

@@ -142,11 +142,11 @@ def test_optimizer_state_is_that_of_the_adapters_alone(zero, ranks, prefix):
     case: Case = {"dp": 2, "zero": zero, "tied": False, "kv_heads": 2, "microbatches": 2}
     config = configuration(case, prefix, "bf16")
     config["parallel"]["bucket_mb"] = 25
-    for found, expected in ranks.run(2, jobs_training.model_states, config):
-        assert found == expected, "what is measured is what is planned"
-        assert found.optimizer == adapters * 12 / 2
-        assert found.gradients == adapters * 4 / (2 if zero == 3 else 1)
-        assert found.weights == pytest.approx((adapters + frozen) * 2 / (2 if zero == 3 else 1), rel=0.01), (
+    for measured, expected in ranks.run(2, jobs_training.model_states, config):
+        assert measured == expected, "what is measured is what is planned"
+        assert measured.optimizer == adapters * 12 / 2
+        assert measured.gradients == adapters * 4 / (2 if zero == 3 else 1)
+        assert measured.weights == pytest.approx((adapters + frozen) * 2 / (2 if zero == 3 else 1), rel=0.01), (
             "buckets are filled up"
         )
 

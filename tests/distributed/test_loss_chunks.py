@@ -61,8 +61,8 @@ def config(layout: Case, prefix: str, precision: str, chunk: int) -> dict:
         "z_loss": 1e-3,
         "loss_chunk": chunk,
     }
-    made = config_of({**BASE, **layout}, prefix, precision, model={"logit_softcap": 8.0}, validation={"batches": 1})
-    return {**made, "data": {**made["data"], "validation": 0.1}, "train": {**made["train"], **options}}
+    base = config_of({**BASE, **layout}, prefix, precision, model={"logit_softcap": 8.0}, validation={"batches": 1})
+    return {**base, "data": {**base["data"], "validation": 0.1}, "train": {**base["train"], **options}}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from megalite.training.validation import losses
 from megalite.training.verify import global_tensors
 from tests.monitoring.test_metrics import example
 from tests.support.configs import SINGLE, config_of, write_tokens
-from tests.support.jobs import mesh_of
+from tests.support.jobs import make_trainer
 from tests.support.spaces.layouts import Case
 
 STEPS, BATCH = 2, 8
@@ -52,16 +52,15 @@ def config_with(prefixes: list[str], blend: dict[str, float], **changes: dict[st
 
 def by_source(context: Any, config: dict[str, Any]) -> tuple[list[dict[str, float]], list[float]]:
     """The losses by source of each step, and the losses."""
-    made = from_dict(config)
-    trainer = Trainer(made, mesh_of(context, made))
-    observer, known, found = LossBySource(trainer), [], []
+    trainer = make_trainer(context, config)
+    observer, known, numbers = LossBySource(trainer), [], []
     try:
         for step in range(1, STEPS + 1):
             results = trainer.train_step(wait=step == STEPS)
             observer.after(step)
             known += results
-            found += [observer.numbers(example(result.step)) for result in results]
-        return found, [result.loss for result in known]
+            numbers += [observer.numbers(example(result.step)) for result in results]
+        return numbers, [result.loss for result in known]
     finally:
         trainer.close()
 
@@ -90,15 +89,15 @@ def sample_by_sample(prefixes) -> list[dict[str, float]]:
 def test_the_losses_of_members_are_those_of_their_samples(layout, ranks, prefixes, sample_by_sample):
     config = config_with(prefixes, dict(zip(prefixes, (0.5, 0.3, 0.2), strict=True)), **LAYOUTS[layout])
     parallel = config["parallel"]
-    found, means = ranks.run(
+    numbers, means = ranks.run(
         parallel["tp"] * parallel["pp"] * parallel["dp"] * parallel.get("cp", 1), by_source, config
     )[0]
-    assert found[0] == pytest.approx(sample_by_sample[0], rel=1e-9)
-    assert len(found) == STEPS and min(found[1].values()) <= means[1] <= max(found[1].values())
+    assert numbers[0] == pytest.approx(sample_by_sample[0], rel=1e-9)
+    assert len(numbers) == STEPS and min(numbers[1].values()) <= means[1] <= max(numbers[1].values())
 
 
 def test_a_run_with_losses_by_source_is_the_one_without(prefixes):
-    found = []
+    results = []
     for observed in (False, True):
         config = from_dict(config_with(prefixes, {prefixes[0]: 0.5, prefixes[1]: 0.5}))
         trainer = Trainer(config, build.make_mesh(config))
@@ -107,18 +106,17 @@ def test_a_run_with_losses_by_source_is_the_one_without(prefixes):
             trainer.step()
             if observer is not None:
                 observer.after(step)
-        found.append(global_tensors(trainer))
+        results.append(global_tensors(trainer))
         trainer.close()
-    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
 
 def validated(context: Any, config: dict[str, Any]) -> tuple[float, dict[str, float]]:
-    made = from_dict(config)
-    trainer = Trainer(made, mesh_of(context, made))
+    trainer = make_trainer(context, config)
     try:
-        found = losses(trainer)
-        assert trainer.evaluate() == found.mean
-        return found.mean, found.by_set
+        reported = losses(trainer)
+        assert trainer.evaluate() == reported.mean
+        return reported.mean, reported.by_set
     finally:
         trainer.close()
 

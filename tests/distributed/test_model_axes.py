@@ -135,9 +135,9 @@ def run(ranks, prefix):
 @pytest.mark.parametrize("axes", AXES)
 def test_equals_one_process(axes, layout, run):
     expected, got = run(axes, "single")[0], run(axes, layout)
-    for found in got:
-        assert found["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE, abs=0)
-        assert found["grad_norms"] == pytest.approx(expected["grad_norms"], rel=TOLERANCE, abs=0)
+    for result in got:
+        assert result["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE, abs=0)
+        assert result["grad_norms"] == pytest.approx(expected["grad_norms"], rel=TOLERANCE, abs=0)
     tensors = got[0]["tensors"]
     assert tensors.keys() == expected["tensors"].keys()
     worst = {name: (value - expected["tensors"][name]).abs().max().item() for name, value in tensors.items()}

@@ -53,8 +53,8 @@ def test_trains_like_one_process(name, ranks, references, prefix):
     expected = references.run(jobs.train, one, STEPS)
     got = ranks.run(world, jobs.train, several, STEPS)
     assert_same_run(got, expected, 1e-9, 1e-9)
-    for found in got:
-        assert found["mtp_losses"] == pytest.approx(expected["mtp_losses"], rel=1e-9, abs=0)
+    for result in got:
+        assert result["mtp_losses"] == pytest.approx(expected["mtp_losses"], rel=1e-9, abs=0)
 
 
 def test_the_order_of_sums_is_that_of_two_stages(ranks, references, prefix):

@@ -72,8 +72,8 @@ def test_is_bitwise_torchs_for_equal_gradients(sharding, ranks, peer):
     size, layout, options = SHARDED[sharding]
     seen = {name: torch.zeros_like(value, dtype=torch.bool) for name, value in peer.items()}
     results = ranks.run(size, jobs_muon.stepped, layout, options)
-    for rank, (found, _, _) in enumerate(results):
-        for name, place, values in found:
+    for rank, (states, _, _) in enumerate(results):
+        for name, place, values in states:
             if name in peer:
                 assert torch.equal(values, peer[name][place]), f"{name} on rank {rank}"
                 seen[name][place] = True
@@ -86,17 +86,17 @@ def test_is_bitwise_torchs_for_equal_gradients(sharding, ranks, peer):
 
 def planned_bytes(layout: dict[str, Any], options: dict[str, Any]) -> int:
     """What the planner says that the rank sends in a step which sends most."""
-    made = Layout(**layout)
+    dims = Layout(**layout)
     parallel = {
-        "tp": made.tp,
-        "dp": made.dp,
-        "dp_shard": made.dp_shard,
-        "zero": options.get("zero", 0) or int(made.shard > 1),
+        "tp": dims.tp,
+        "dp": dims.dp,
+        "dp_shard": dims.dp_shard,
+        "zero": options.get("zero", 0) or int(dims.shard > 1),
     }
     config = from_dict({"parallel": parallel, "optimizer": {"name": "muon"}})
-    specs = model_specs(MODEL, tp=made.tp)
+    specs = model_specs(MODEL, tp=dims.tp)
     return exchange(
-        config, bucket_layout(specs, made.coordinates(0), made.owners, options.get("bucket_bytes", LARGE))
+        config, bucket_layout(specs, dims.coordinates(0), dims.owners, options.get("bucket_bytes", LARGE))
     ).sent
 
 
@@ -175,13 +175,13 @@ def test_an_optimistic_step_that_is_undone_is_bitwise_one_that_waits(schedule, r
     """The norm of some steps clips, so that ranks restore their moments and step again, all ranks of a stage
     together."""
     case = {**MODEL_CASE, "pp": 2, "dp": 2, "microbatches": 4, "zero": 1, "schedule": schedule}
-    found = {}
+    results = {}
     for optimistic in (True, False):
         config = with_muon(config_of(case, prefix, "fp32"), ns_dtype="bf16")
         config["parallel"] |= {"optimistic_step": optimistic}
-        found[optimistic] = ranks.run(4, jobs_muon.undone, config, 6)
-    assert found[True][0]["restored"] > 0 and found[False][0]["restored"] == 0
-    assert same(found[True][0]["tensors"], found[False][0]["tensors"])
+        results[optimistic] = ranks.run(4, jobs_muon.undone, config, 6)
+    assert results[True][0]["restored"] > 0 and results[False][0]["restored"] == 0
+    assert same(results[True][0]["tensors"], results[False][0]["tensors"])
 
 
 def test_a_checkpoint_holds_one_moment_of_a_matrix_and_resumes_on_another_layout(ranks, prefix):
@@ -193,9 +193,9 @@ def test_a_checkpoint_holds_one_moment_of_a_matrix_and_resumes_on_another_layout
         kind, _, tensor = name.partition("/")
         kinds.setdefault(tensor, set()).add(kind)
     adamw = {"weight", "exp_avg", "exp_avg_sq"}
-    for tensor, found in kinds.items():
+    for tensor, stored in kinds.items():
         matrix = tensor.startswith("layers.") and "norm" not in tensor and tensor.endswith("weight")
-        assert found == ({"weight", "momentum_buffer"} if matrix else adamw), tensor
+        assert stored == ({"weight", "momentum_buffer"} if matrix else adamw), tensor
     other = with_muon(config_of({**MODEL_CASE, "dp": 2, "pp": 2, "zero": 1, "microbatches": 2}, prefix, "fp64"))
     other["train"]["global_batch_size"] = config["train"]["global_batch_size"]
     other["train"]["micro_batch_size"] = config["train"]["global_batch_size"] // 2

@@ -26,7 +26,7 @@ from megalite.training import memory_report as accounting
 from megalite.training.trainer import Trainer
 from tests.support import jobs, jobs_training
 from tests.support.configs import SINGLE, config_of, write_tokens
-from tests.support.jobs import mesh_of
+from tests.support.jobs import make_trainer
 from tests.support.spaces.layouts import Case
 
 ROOT = Path(__file__).parents[2]
@@ -117,12 +117,12 @@ def test_offloading_changes_no_bit(layout, place, precision, ranks, prefix, resi
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 @pytest.mark.parametrize("precision, grad_dtype", [("bf16", "bf16"), ("fp16", "wide")])
 def test_narrow_gradients_and_loss_scales_are_widened_and_divided_alike(precision, grad_dtype, place, ranks, prefix):
-    found = []
+    results = []
     for options in ({}, PLACES[place]):
         config = configuration({"dp": 2, "microbatches": 2, "zero": 2}, prefix, precision, **options)
         config["train"]["grad_dtype"] = grad_dtype
-        found.append(ranks.run(2, in_windows, jobs.train, config, STEPS, STATE))
-    assert_bitwise(found[1], found[0])
+        results.append(ranks.run(2, in_windows, jobs.train, config, STEPS, STATE))
+    assert_bitwise(results[1], results[0])
 
 
 def test_one_rank_frees_its_weights_after_use(ranks, prefix, resident):
@@ -135,8 +135,7 @@ def test_one_rank_frees_its_weights_after_use(ranks, prefix, resident):
 
 
 def most_whole_buckets(context: Any, config: dict[str, Any]) -> int:
-    made = from_dict(config)
-    trainer = Trainer(made, mesh_of(context, made))
+    trainer = make_trainer(context, config)
     gatherer, most = trainer.store.gatherer, 0
     assert gatherer is not None
     acquire = gatherer.acquire
@@ -165,8 +164,7 @@ def test_a_schedule_that_runs_ahead_waits_instead_of_copying_state(schedule, ran
 def steps_ahead(context: Any, config: dict[str, Any]) -> tuple[list[float], int]:
     """The losses, and after how many steps a total was still on its way."""
     config["train"]["grad_clip"] = 10.0  # nothing clips, so that ranks may run ahead
-    made, results, ahead = from_dict(config), [], 0
-    trainer = Trainer(made, mesh_of(context, made))
+    trainer, results, ahead = make_trainer(context, config), [], 0
     for step in range(5):
         results += trainer.train_step(wait=step == 4)
         ahead += trainer.finalizer.pending is not None
@@ -193,16 +191,15 @@ def test_a_checkpoint_resumes_with_state_in_another_place(saved, resumed, precis
 def states(
     context: Any, config: dict[str, Any]
 ) -> tuple[accounting.ModelStates, accounting.ModelStates, dict[str, int], list[str]]:
-    made = from_dict(config)
-    trainer = Trainer(made, mesh_of(context, made))
-    found = (
+    trainer = make_trainer(context, config)
+    sizes = (
         accounting.measured(trainer),
         accounting.formula(trainer),
         accounting.places(trainer),
         accounting.report(trainer),
     )
     trainer.close()
-    return found
+    return sizes
 
 
 @pytest.mark.parametrize("precision, on_disk", [("fp32", 8), ("bf16", 12)])
@@ -211,11 +208,11 @@ def test_the_report_says_what_is_where(zero, precision, on_disk, ranks, prefix):
     """In fp32 a master on the CPU is the weight itself, and stays."""
     config = configuration({"dp": 2, "zero": zero}, prefix, precision, offload="disk")
     config["model"] |= {"hidden_size": 128, "intermediate_size": 384}
-    for found, expected, places, report in ranks.run(2, states, config):
+    for sizes, expected, places, report in ranks.run(2, states, config):
         parameters = expected.optimizer / (on_disk / 2)
-        assert found == expected
+        assert sizes == expected
         assert places["disk"] == pytest.approx(on_disk * parameters / 2, rel=0.03)
-        assert places["cpu"] == pytest.approx(found.weights + found.gradients)
+        assert places["cpu"] == pytest.approx(sizes.weights + sizes.gradients)
         assert f"{places['disk'] / 1e6:,.1f} MB on disk" in report[0]
 
 

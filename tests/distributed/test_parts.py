@@ -124,9 +124,9 @@ def test_context_parallel_ranks_read_the_rows_of_their_replica(ranks, prefix):
     """The order of the data depends on the dp rank and size alone: dp 2 reads the same rows whether or not cp shares
     each sequence."""
     case = {**MODEL, "dp": 2, "microbatches": 2}
-    plain = {found["dp"]: found["rows"] for found in ranks.run(2, jobs_parts.rows_read, config_of(case, prefix))}
-    for found in ranks.run(4, jobs_parts.rows_read, config_of(case, prefix, parallel={"cp": 2})):
-        assert found["rows"] == plain[found["dp"]]
+    plain = {result["dp"]: result["rows"] for result in ranks.run(2, jobs_parts.rows_read, config_of(case, prefix))}
+    for result in ranks.run(4, jobs_parts.rows_read, config_of(case, prefix, parallel={"cp": 2})):
+        assert result["rows"] == plain[result["dp"]]
 
 
 # ---- gradients
@@ -165,12 +165,12 @@ def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(rank, ranks, pre
 
     case = {**MODEL, "tp": 2, "pp": 2, "dp": 2, "zero": 1, "microbatches": 2}
     got = ranks.run(8, jobs_training.train_with_infinite_gradient, config_of(case, prefix), 3, rank, 5)
-    for found in got:
-        assert found["skipped"] == [False, False, True, False, False] and found["count"] == 1
-        assert found["losses"] == got[0]["losses"] and all(loss < 10 for loss in found["losses"])
-        before, after = found["kept"]
+    for result in got:
+        assert result["skipped"] == [False, False, True, False, False] and result["count"] == 1
+        assert result["losses"] == got[0]["losses"] and all(loss < 10 for loss in result["losses"])
+        before, after = result["kept"]
         assert all(torch.equal(value, after[name]) for name, value in before.items())
-        assert found["under_way"] == 0, (
+        assert result["under_way"] == 0, (
             "a closed trainer has awaited every message: the next user of its groups would get them"
         )
     norms = got[0]["grad_norms"]
@@ -197,10 +197,10 @@ def test_initial_weights_are_the_same_bits_on_every_mesh(ranks, prefix):
     expected = ranks.run(1, jobs_training.initial_weights, config_of(MODEL, prefix))[0][0]
     sharded = [{"dp": 4, "zero": zero} for zero in (1, 3)]
     for layout in ({"tp": 4}, {"pp": 4}, {"tp": 2, "pp": 2, "dp": 2, "zero": 1}, *sharded):
-        found = ranks.run(world(layout), jobs_training.initial_weights, config_of({**MODEL, **layout}, prefix))
-        got = found[0][0]
+        results = ranks.run(world(layout), jobs_training.initial_weights, config_of({**MODEL, **layout}, prefix))
+        got = results[0][0]
         assert got.keys() == expected.keys() and all(torch.equal(value, expected[name]) for name, value in got.items())
-        assert all(drawn == held for _, drawn, held in found), layout
+        assert all(drawn == held for _, drawn, held in results), layout
 
 
 def test_a_model_that_is_loaded_draws_no_weights(ranks, prefix):
@@ -226,12 +226,12 @@ def test_messages_arrive_in_order_and_their_memory_is_freed(stages, schedule, ra
     total = sum(range(1, microbatches + 1))
     assert got[-1]["loss"] == 0.5 * factor * total * elements
     assert got[0]["gradient"] == 0.5 * factor * total * elements
-    for stage, found in enumerate(got):
-        assert found["received"] == [2**stage * (index + 1) for index in range(microbatches)]
-        assert found["alive"] == 0
+    for stage, result in enumerate(got):
+        assert result["received"] == [2**stage * (index + 1) for index in range(microbatches)]
+        assert result["alive"] == 0
     # only what the schedule has in flight, without the microbatch whose backward has run
-    for stage, found in enumerate(got[:-1]):
+    for stage, result in enumerate(got[:-1]):
         in_flight = microbatches if schedule == "gpipe" else stages - stage
         limits = [min(in_flight - 1, microbatches - done) for done in range(1, microbatches + 1)]
-        assert all(alive <= limit for alive, limit in zip(found["alive_in_backward"], limits, strict=True))
-        assert found["freed_in_backward"] == [True] * microbatches, "neither the graph nor a send keeps an output"
+        assert all(alive <= limit for alive, limit in zip(result["alive_in_backward"], limits, strict=True))
+        assert result["freed_in_backward"] == [True] * microbatches, "neither the graph nor a send keeps an output"

@@ -13,8 +13,8 @@ from megalite.system.rng import key
 from megalite.training.memory_report import ModelStates, formula, measured, report
 from tests.support import jobs, jobs_reduction
 from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.jobs import make_trainer
 from tests.support.jobs_reduction import SEED, SPECS, Gradients, random_gradients, reduced, segments, whole
-from tests.support.jobs_training import make_trainer
 from tests.support.spaces.layouts import Case
 
 STEPS = 5
@@ -71,12 +71,12 @@ def test_is_the_reference_step_by_step(zero, case, ranks):
     reference = references(steps[0], rank)
     assert set(reference) == {"fused.a", "fused.b", "matrix"}
     for step, gradients in enumerate(steps):
-        found = whole(got, step)
+        reduced_gradients = whole(got, step)
         for name, value in segments(gradients).items():
             plain = value[:, 0].double().sum(0)
             expected = reference[name].step(value[:, 0], step not in skipped) if name in reference else plain
             size = plain.norm() if name in reference else plain.abs().max()
-            assert (found[name] / scales[step] - expected).abs().max() <= tolerance * size, (step, name)
+            assert (reduced_gradients[name] / scales[step] - expected).abs().max() <= tolerance * size, (step, name)
             assert name not in reference or (expected - plain).norm() > 0.1 * plain.norm(), "it is an approximation"
 
 
@@ -178,40 +178,40 @@ LAYOUTS: dict[str, Case] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_ends_within_one_percent(layout, ranks, prefix):
-    case, steps, found = LAYOUTS[layout], 30, {}
+    case, steps, losses = LAYOUTS[layout], 30, {}
     for rank in (4, None):
         config = configuration(prefix, case, rank, steps)
         config["optimizer"]["lr"] = 3e-3
         got = ranks.run(world(case), jobs.train, config, steps)
         assert all(each["losses"] == got[0]["losses"] and each["grad_norms"] == got[0]["grad_norms"] for each in got)
-        found[rank] = got[0]["losses"]
-    assert found[None][-1] < found[None][0] - 0.5, "there is something to learn"
-    assert sum(found[4][-5:]) == pytest.approx(sum(found[None][-5:]), rel=0.01)
-    assert found[4] != found[None]
+        losses[rank] = got[0]["losses"]
+    assert losses[None][-1] < losses[None][0] - 0.5, "there is something to learn"
+    assert sum(losses[4][-5:]) == pytest.approx(sum(losses[None][-5:]), rel=0.01)
+    assert losses[4] != losses[None]
 
 
 def owed_in_fp16(context: Any, config: dict[str, Any], steps: int) -> list[tuple[bool, float]]:
     """After each step: whether it was skipped, and the norm of this rank's errors."""
     trainer = make_trainer(context, config)
-    found = []
+    errors = []
     for _ in range(steps):
         skipped = trainer.step().skipped
-        found.append(
+        errors.append(
             (skipped, torch.cat([error.flatten() for error in jobs_reduction.errors(trainer).values()]).norm().item())
         )
     trainer.close()
-    return found
+    return errors
 
 
 def test_what_is_owed_has_no_loss_scale_and_outlives_overflows(ranks, prefix):
-    found = {}
+    results = {}
     for power in (8, 12, 26):
         config = configuration(prefix, {"dp": 2, "zero": 1, "precision": "fp16"}, 2)
         config["fp16"] = {"initial_scale_power": power, "hysteresis": 1}
-        found[power] = ranks.run(2, owed_in_fp16, config, 4 if power < 26 else 14)[0]
-    low, high = ([norm for _, norm in found[power]] for power in (8, 12))
+        results[power] = ranks.run(2, owed_in_fp16, config, 4 if power < 26 else 14)[0]
+    low, high = ([norm for _, norm in results[power]] for power in (8, 12))
     assert low == pytest.approx(high, rel=0.02) and low[-1] > low[0] > 0
-    before, steps = 0.0, found[26]
+    before, steps = 0.0, results[26]
     for skipped, norm in steps:
         assert norm == before if skipped else 0 < norm < 10 * low[-1]
         before = norm
@@ -226,12 +226,12 @@ def padding(context: Any, config: dict[str, Any]) -> float:
     trainer.close()
     tensors = [weight for weight in trainer.store.weights.values() if weight.spec.segments[0].padded]
     assert len(tensors) == 2, "embedding and head"
-    found = 0.0
+    largest = 0.0
     for weight in tensors:
         rows = weight.spec.segments[0].local(trainer.mesh.coordinates).sizes[0]
         assert (weight.tensor.shape[0] > rows) == (trainer.mesh.tp.rank == 1)
-        found = max(found, weight.tensor[rows:].abs().sum().item())
-    return found
+        largest = max(largest, weight.tensor[rows:].abs().sum().item())
+    return largest
 
 
 def test_padding_stays_zero(ranks, prefix):
@@ -247,11 +247,11 @@ def memory_of(context: Any, config: dict[str, Any]) -> tuple[ModelStates, ModelS
 
 def test_its_memory_is_reported(ranks, prefix):
     """An error for every element of a compressed matrix, and a factor; nothing is said where nothing is compressed."""
-    found, expected, lines = ranks.run(2, memory_of, configuration(prefix, {"dp": 2, "zero": 1}, 2))[0]
+    measured, expected, lines = ranks.run(2, memory_of, configuration(prefix, {"dp": 2, "zero": 1}, 2))[0]
     # 101 tokens, padded
     shapes = [(104, 32), *[(32, 32), (16, 32), (16, 32), (32, 32), (48, 32), (48, 32), (32, 48)] * 4, (104, 32)]
     assert expected.powersgd == 4 * sum(n * m + 2 * m for n, m in shapes)
-    assert found == expected and "powersgd 0.2, together" in lines[0]
+    assert measured == expected and "powersgd 0.2, together" in lines[0]
     assert re.search(r"\(planned [\d.]+ MB; [\d.]+ MB at a step's peak\)", lines[0])
     assert "powersgd" not in ranks.run(2, memory_of, configuration(prefix, {"dp": 2, "zero": 1}, None))[0][2][0]
 

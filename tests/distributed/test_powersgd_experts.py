@@ -43,11 +43,11 @@ def test_each_expert_is_the_reference_step_by_step(zero, ep, ranks):
     holders = [range(number // each, 4, ep) for number in range(2 * EXPERTS)]
     references = [Reference("experts", (ROWS, COLUMNS), 4 // ep, RANK, number) for number in range(2 * EXPERTS)]
     for step, gradients in enumerate(steps):
-        found = matrices(whole(got, step, WITH_EXPERTS)["experts"])
+        by_expert = matrices(whole(got, step, WITH_EXPERTS)["experts"])
         for number, reference in enumerate(references):
             given = torch.stack([matrices(gradients["experts"][rank, 0])[number % each] for rank in holders[number]])
             expected = reference.step(given, step not in skipped)
-            assert (found[number] - expected).abs().max() <= 1e-11 * max(given.sum(0).norm(), 1.0), (step, number)
+            assert (by_expert[number] - expected).abs().max() <= 1e-11 * max(given.sum(0).norm(), 1.0), (step, number)
             assert not given.any() or (expected - given.sum(0)).norm() > 0.1 * given.sum(0).norm(), (
                 "it is an approximation"
             )
@@ -78,24 +78,24 @@ def configuration(prefix: str, rank: int | None = RANK, **layout: Any) -> dict[s
 def test_no_layout_of_experts_changes_the_training(ranks, prefix):
     """What is sent, and what is owed, are sums over all ranks: only rounding differs. But without compression all is
     different."""
-    found = {
+    results = {
         ep: ranks.run(4, jobs.train, configuration(prefix, ep=ep, zero=zero), 2 * HALF)[0]
         for ep, zero in ((1, 0), (2, 1))
     }
     for name in ("losses", "grad_norms"):
-        assert found[2][name] == pytest.approx(found[1][name], rel=1e-9, abs=0)
-    for name, value in found[1]["tensors"].items():
-        assert name.startswith("powersgd_") or (found[2]["tensors"][name] - value).abs().max() <= 1e-9, name
+        assert results[2][name] == pytest.approx(results[1][name], rel=1e-9, abs=0)
+    for name, value in results[1]["tensors"].items():
+        assert name.startswith("powersgd_") or (results[2]["tensors"][name] - value).abs().max() <= 1e-9, name
     plain = ranks.run(4, jobs.train, configuration(prefix, rank=None, ep=2, zero=1), 2 * HALF)[0]
-    assert plain["losses"] != pytest.approx(found[1]["losses"], rel=1e-6)
+    assert plain["losses"] != pytest.approx(results[1]["losses"], rel=1e-6)
 
 
 def test_their_memory_is_reported(ranks, prefix):
     """Of a rank's two experts of each of three layers: an error for every element, and three factors."""
-    (found, expected, _), *_ = ranks.run(4, memory_of, configuration(prefix, ep=2, zero=1))
+    (measured, expected, _), *_ = ranks.run(4, memory_of, configuration(prefix, ep=2, zero=1))
     (_, without, _), *_ = ranks.run(4, memory_of, configuration(prefix, ep=4, zero=1))
     experts = 3 * 2 * (2 * (24 * 32 + 32 * RANK) + 32 * 24 + 24 * RANK)
-    assert found == expected and expected.powersgd - without.powersgd == 8 * experts
+    assert measured == expected and expected.powersgd - without.powersgd == 8 * experts
 
 
 def test_a_resume_keeps_what_experts_are_owed(ranks, prefix, tmp_path):

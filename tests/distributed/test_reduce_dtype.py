@@ -31,7 +31,7 @@ def in_order(parts: list[Tensor]) -> Tensor:
 def expected(gradients: dict[str, Tensor], zero: int, dp_shard: int | None) -> dict[str, Tensor]:
     """Round each rank's contribution, add in rank order in fp32; where every rank needs the sum of three or more, round
     it once more."""
-    dp, found = len(gradients["bias"]), {}
+    dp, totals = len(gradients["bias"]), {}
     for name, value in segments(gradients).items():
         ranks = list(value)  # [microbatches, *shape] each
         if zero < 2:
@@ -43,8 +43,8 @@ def expected(gradients: dict[str, Tensor], zero: int, dp_shard: int | None) -> d
             rounds = [in_order([rounded(member[index]) for member in members]) for index in range(len(members[0]))]
             sums.append(in_order(rounds) if group > 1 else members[0][0])
         total = in_order([rounded(each) for each in sums]) if len(sums) > 1 else sums[0]
-        found[name] = rounded(total) if len(sums) > 2 else total
-    return found
+        totals[name] = rounded(total) if len(sums) > 2 else total
+    return totals
 
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -64,9 +64,9 @@ def test_is_the_sum_of_the_rounded(case, ranks):
     got = ranks.run(dp, reduced, steps, {**options, "reduce_dtype": NARROW})
     assert got[0]["buckets"] == (1 if "bucket_bytes" in options else 3)
     for step, gradients in enumerate(steps):
-        found = whole(got, step)
+        sums = whole(got, step)
         for name, value in expected(gradients, options["zero"], options.get("dp_shard")).items():
-            assert torch.equal(found[name], value), (step, name)
+            assert torch.equal(sums[name], value), (step, name)
 
 
 @pytest.mark.parametrize("zero, value", [(0, 1 + 2**-7), (1, 1 + 3 * 2**-9), (2, 1 + 3 * 2**-9), (3, 1 + 3 * 2**-9)])
@@ -75,8 +75,8 @@ def test_small_addends_are_not_lost(zero, value, ranks):
     gradients = {spec.name: torch.full((4, 1, *spec.local_shape(Coordinates())), 2.0**-9) for spec in SPECS}
     for each in gradients.values():
         each[0] = 1.0
-    found = whole(ranks.run(4, reduced, [gradients], {"zero": zero, "reduce_dtype": NARROW}), 0)
-    assert all((each == value).all() for each in found.values())
+    sums = whole(ranks.run(4, reduced, [gradients], {"zero": zero, "reduce_dtype": NARROW}), 0)
+    assert all((each == value).all() for each in sums.values())
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
@@ -113,13 +113,13 @@ def test_training_follows_that_of_wide_gradients(layout, ranks, tmp_path):
         "microbatches": 2,
     }
     case = {**model, **LAYOUTS[layout]}
-    found = {}
+    results = {}
     for dtype in ("wide", "bf16"):
         config = config_of(case, write_tokens(tmp_path, 101), run={"deterministic": "apart" in layout})
         config["parallel"] |= {"reduce_dtype": dtype, "dp_shard": case.get("dp_shard")}
         got = ranks.run(case["tp"] * case["pp"] * case["dp"], jobs.train, config, 4)
         assert all(rank["losses"] == got[0]["losses"] and rank["grad_norms"] == got[0]["grad_norms"] for rank in got)
-        found[dtype] = got[0]
-    assert found["bf16"]["losses"] == pytest.approx(found["wide"]["losses"], rel=1e-4)
-    assert found["bf16"]["grad_norms"] == pytest.approx(found["wide"]["grad_norms"], rel=2e-3)
-    assert found["bf16"]["grad_norms"] != found["wide"]["grad_norms"]
+        results[dtype] = got[0]
+    assert results["bf16"]["losses"] == pytest.approx(results["wide"]["losses"], rel=1e-4)
+    assert results["bf16"]["grad_norms"] == pytest.approx(results["wide"]["grad_norms"], rel=2e-3)
+    assert results["bf16"]["grad_norms"] != results["wide"]["grad_norms"]

@@ -147,13 +147,13 @@ def test_a_run_that_changes_its_schedule_at_every_checkpoint_is_bitwise_the_run_
 
     directory, losses, steps = "none", [], 2 * len(schedules)
     for schedule in schedules:
-        found = ranks.run(4, jobs_schedules.advance_and_save, configuration_of(schedule, directory, steps), 2)
-        assert all(rank["losses"] == found[0]["losses"] for rank in found)
-        directory, losses = found[0]["directory"], losses + found[0]["losses"]
-        assert found[0]["pending"] == (schedule in ("zb-h2", "zb-v"))
+        results = ranks.run(4, jobs_schedules.advance_and_save, configuration_of(schedule, directory, steps), 2)
+        assert all(rank["losses"] == results[0]["losses"] for rank in results)
+        directory, losses = results[0]["directory"], losses + results[0]["losses"]
+        assert results[0]["pending"] == (schedule in ("zb-h2", "zb-v"))
     expected = ranks.run(4, jobs_schedules.advance_and_save, configuration_of("1f1b", "none", steps), steps)[0]
     assert losses == expected["losses"]
-    assert not differing(found[0]["tensors"], expected["tensors"])
+    assert not differing(results[0]["tensors"], expected["tensors"])
 
 
 def test_a_warm_start_takes_the_weights_and_nothing_else(ranks, prefix, straight, tmp_path):

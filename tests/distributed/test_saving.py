@@ -48,9 +48,9 @@ def test_a_save_in_the_background_is_the_one_in_the_foreground(layout, ranks, pr
     alone = configuration(case, prefix, tmp_path / "alone")
     directories = ranks.run(world(case), jobs_training.train_and_save_each, alone, (3, 5))[0]
     beside = configuration(case, prefix, tmp_path / "beside", checkpoint={"load": "none", "async_save": True})
-    for found in ranks.run(world(case), jobs_saving.save_while_training, beside, 3, 2):
-        assert found["under_way"] and found["ended"] == ["step_00000003", "step_00000005"]
-        first, second = found["first"], found["second"]
+    for result in ranks.run(world(case), jobs_saving.save_while_training, beside, 3, 2):
+        assert result["under_way"] and result["ended"] == ["step_00000003", "step_00000005"]
+        first, second = result["first"], result["second"]
         assert first["error"] is None is second["error"]
         assert first["held"] < first["durable"], "training went on before the disk had taken anything"
         assert second["started"] + second["held"] >= first["started"] + first["durable"], (
@@ -123,8 +123,8 @@ def test_training_goes_on_when_the_disk_is_full(full, background, ranks, prefix,
     checkpoints = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_00000002", "step_00000006"]
     assert (checkpoints / "latest").read_text() == "step_00000006\n"
-    found, expected = (jobs_saving.content_of(folder / "step_00000006") for folder in (checkpoints, undisturbed))
-    assert found == expected
+    content, expected = (jobs_saving.content_of(folder / "step_00000006") for folder in (checkpoints, undisturbed))
+    assert content == expected
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])

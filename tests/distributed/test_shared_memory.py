@@ -28,7 +28,7 @@ def both_ways(context: Any, dtype: torch.dtype) -> list[tuple[str, bool]]:
     """Whether each operation gives the same bits both ways, for sizes on both sides of every limit."""
     axis = plain_mesh(context, tp=context.world).tp
     assert axis.shared is not None
-    generator, found = torch.Generator().manual_seed(context.rank), []
+    generator, results = torch.Generator().manual_seed(context.rank), []
     widest = SLOT_BYTES // dtype.itemsize // context.world
     for rows in (1, 7, widest // 4 - 1, widest, widest + 1):
         x = torch.randn(context.world * rows, generator=generator).to(dtype)
@@ -38,16 +38,17 @@ def both_ways(context: Any, dtype: torch.dtype) -> list[tuple[str, bool]]:
                 operation(x.clone(), axis).wait(),
                 operation(x.clone(), replace(axis, shared=None)).wait(),
             )
-            found.append((f"{operation.__name__} of {x.nbytes} bytes", torch.equal(result, expected)))
-            found.append(("goes through memory where it fits", axis.shared.published > before or x.nbytes > SLOT_BYTES))
-    return found
+            results.append((f"{operation.__name__} of {x.nbytes} bytes", torch.equal(result, expected)))
+            published = axis.shared.published > before
+            results.append(("goes through memory where it fits", published or x.nbytes > SLOT_BYTES))
+    return results
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_gives_the_bits_of_sockets(world, dtype, ranks):
-    for found in ranks.run(world, both_ways, dtype):
-        assert [what for what, right in found if not right] == []
+    for result in ranks.run(world, both_ways, dtype):
+        assert [what for what, right in result if not right] == []
 
 
 def two_at_a_time(context: Any, rounds: int) -> bool:
@@ -86,8 +87,8 @@ def message_of(axis: MeshAxis, x: Tensor) -> str:
 
 
 def test_a_rank_that_does_not_answer_is_named(ranks):
-    found = ranks.run(3, silent)
-    assert [found[rank] for rank in (0, 2)] == [
+    messages = ranks.run(3, silent)
+    assert [messages[rank] for rank in (0, 2)] == [
         f"rank {rank}: all_reduce over tp failed, rank 1 is lost: no message within 3 s" for rank in (0, 2)
     ]
 

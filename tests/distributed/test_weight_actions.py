@@ -23,25 +23,25 @@ def test_matrices_wait_for_their_weight_pass_and_buckets_for_their_last_matrix(s
     case = {**MODEL, "pp": 2, "dp": 2, "microbatches": MICROBATCHES, "schedule": schedule, "recompute": recompute}
     config = config_of(case, write_tokens(tmp_path, case["vocab_size"]))
     results = ranks.run(4, jobs_schedules.weight_passes, config)
-    for found in results:
-        assert [(event["kind"], event["stage"]) for event in found["events"]] == found["plan"]
+    for result in results:
+        assert [(event["kind"], event["stage"]) for event in result["events"]] == result["plan"]
         contributions: Counter[str] = Counter()
         reduced: set[str] = set()  # their sums arrive at any time
-        for event in found["events"]:
-            of_stage = found["stages"][event["stage"]]
+        for event in result["events"]:
+            of_stage = result["stages"][event["stage"]]
             expected = [name for name, by_weight_pass in of_stage.items() if by_weight_pass == (event["kind"] == "W")]
             contributions.update(expected)
             complete = [
-                bucket for bucket in found["buckets"] if all(contributions[name] == MICROBATCHES for name in bucket)
+                bucket for bucket in result["buckets"] if all(contributions[name] == MICROBATCHES for name in bucket)
             ]
             assert set(expected) <= set(event["changed"])
             reduced.update(*complete)
             assert set(event["changed"]) - set(expected) <= reduced
             assert event["reductions"] == len(complete)
         assert set(contributions.values()) == {MICROBATCHES} and len(contributions) == sum(
-            map(len, found["stages"].values())
+            map(len, result["stages"].values())
         )
-        assert len(complete) == len(found["buckets"]) > 1
-    assert any(one == other == "B" for found in results for (one, _), (other, _) in pairwise(found["plan"])), (
+        assert len(complete) == len(result["buckets"]) > 1
+    assert any(one == other == "B" for result in results for (one, _), (other, _) in pairwise(result["plan"])), (
         "some are put off"
     )

@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.config.load import from_dict
 from megalite.optimizer.adamw import STATE
 from megalite.training.memory_report import ModelStates, formula, measured
-from megalite.training.trainer import Trainer
 from tests.support import jobs
 from tests.support.configs import SINGLE, config_of, config_of_one_process, write_tokens
-from tests.support.jobs import mesh_of
+from tests.support.jobs import make_trainer
 from tests.support.spaces.layouts import Case, world
 
 STEPS = 2
@@ -68,8 +66,7 @@ def test_stages_are_bitwise_equal_with_one_microbatch(layout, ranks, prefix):
 
 def model_state_bytes(context: Any, config: dict[str, Any]) -> tuple[ModelStates, ModelStates, int]:
     """What a rank keeps between steps, what it should, and the parameters of the model."""
-    made = from_dict(config)
-    trainer = Trainer(made, mesh_of(context, made))
+    trainer = make_trainer(context, config)
     trainer.step()
     trainer.close()
     return measured(trainer), formula(trainer), trainer.parameters
@@ -96,25 +93,24 @@ def test_bytes_per_parameter_are_those_of_the_formula(zero, size, grad_dtype, ra
     config = config_of(case, prefix, "bf16")
     config["model"] |= {"hidden_size": 464, "intermediate_size": 1392, "num_hidden_layers": 8, "num_attention_heads": 8}
     config["train"] |= {"global_batch_size": size, "micro_batch_size": 1, "grad_dtype": grad_dtype}
-    for found, expected, parameters in ranks.run(size, model_state_bytes, config):
+    for states, expected, parameters in ranks.run(size, model_state_bytes, config):
         assert 19e6 < parameters < 21e6
-        assert sum(found) / parameters == pytest.approx(
+        assert sum(states) / parameters == pytest.approx(
             FORMULAS[zero](size, 2 if grad_dtype == "bf16" else 4), rel=0.02
         )
-        assert found == expected
+        assert states == expected
 
 
 def test_fp32_keeps_no_separate_master(ranks, prefix):
     config = config_of({**MODEL, "dp": 2, "zero": 1}, prefix, "fp32")
     config["model"] |= {"hidden_size": 128, "intermediate_size": 384}
-    found, _, parameters = ranks.run(2, model_state_bytes, config)[0]
-    assert [each / parameters for each in found] == pytest.approx([4, 4, 8 / 2, 0], rel=0.02)
+    states, _, parameters = ranks.run(2, model_state_bytes, config)[0]
+    assert [each / parameters for each in states] == pytest.approx([4, 4, 8 / 2, 0], rel=0.02)
 
 
 def gathering_of_a_step(context: Any, config: dict[str, Any]) -> tuple[int, int]:
     """How many gatherings one step (not the first) does, and the most buckets that were whole at once."""
-    made = from_dict(config)
-    trainer = Trainer(made, mesh_of(context, made))
+    trainer = make_trainer(context, config)
     gatherer, most = trainer.store.gatherer, 0
     assert gatherer is not None
     acquire = gatherer.acquire
@@ -149,13 +145,13 @@ def test_weights_are_gathered_as_often_as_planned(reshard, schedule, ranks, pref
 
 def test_freeing_late_or_early_is_the_same(ranks, prefix):
     case = {**MODEL, **SHARDED["tp 2, pp 2, dp 2"], "zero": 3}
-    found = []
+    results = []
     for reshard in ("action", "step"):
         config = config_of(case, prefix, "bf16")
         config["parallel"]["zero3_reshard"] = reshard
-        found.append(ranks.run(8, jobs.train, config, STEPS, STATE)[0])
-    assert found[0]["losses"] == found[1]["losses"]
-    assert all(torch.equal(value, found[1]["tensors"][name]) for name, value in found[0]["tensors"].items())
+        results.append(ranks.run(8, jobs.train, config, STEPS, STATE)[0])
+    assert results[0]["losses"] == results[1]["losses"]
+    assert all(torch.equal(value, results[1]["tensors"][name]) for name, value in results[0]["tensors"].items())
 
 
 @pytest.mark.parametrize("zero", [0, 2])

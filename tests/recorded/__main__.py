@@ -51,26 +51,26 @@ def record(options: argparse.Namespace) -> None:
     chosen.sort(key=lambda run: -run.ranks)  # the longest first, so that none is left over
     with tempfile.TemporaryDirectory() as scratch:
         recorder = Recorder(options.tree, options.runs or Path(scratch))
-        found: dict[str, Any] = {
+        recording: dict[str, Any] = {
             "only": options.only,
             "data": recorder.prepare(),
             "runs": recorder.record(chosen, options.at_once),
         }
         if options.resume is not None:
             resumed = [run for run in chosen if run.resumed]
-            found["resumed"] = recorder.record(resumed, options.at_once, options.resume / "runs")
-    options.output.write_text(json.dumps(found, indent=1))
+            recording["resumed"] = recorder.record(resumed, options.at_once, options.resume / "runs")
+    options.output.write_text(json.dumps(recording, indent=1))
     print(f"{len(chosen)} runs in {time.monotonic() - started:.0f} s: {options.output}")
 
 
 def compare(old: dict[str, Any], new: dict[str, Any]) -> int:
-    found = differences(old, new)
+    lines = differences(old, new)
     print(
-        "\n".join(found)
-        if found
+        "\n".join(lines)
+        if lines
         else f"equal: {len(new['runs'])} runs, {len(new.get('resumed', {}))} of them resumed as well"
     )
-    return int(bool(found))
+    return int(bool(lines))
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """A line for each run that differs, with its first difference. A recording of some runs (--only) is compared in
     those."""
     names = [name for name in old["runs"] if new["only"] is None or name in new["only"]]
-    found = [] if old["data"] == new["data"] else ["the token files differ"]
+    lines = [] if old["data"] == new["data"] else ["the token files differ"]
     for name in dict.fromkeys([*names, *new["runs"]]):
-        found += [f"{name}: {line}" for line in first(of_run(old["runs"].get(name), new["runs"].get(name)))]
+        lines += [f"{name}: {line}" for line in first(of_run(old["runs"].get(name), new["runs"].get(name)))]
     for name, run in new.get("resumed", {}).items():
         uninterrupted = old["runs"].get(name)
         if uninterrupted is not None:
@@ -23,8 +23,8 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
                 **uninterrupted,
                 "steps": [line for line in uninterrupted["steps"] if line["step"] > SAVED],
             }
-        found += [f"{name}, resumed: {line}" for line in first(of_run(uninterrupted, run))]
-    return found
+        lines += [f"{name}, resumed: {line}" for line in first(of_run(uninterrupted, run))]
+    return lines
 
 
 def first(lines: Iterator[str]) -> list[str]:

@@ -58,11 +58,11 @@ class Recorder:
             "TMPDIR": str(temporary),
             "CUDA_VISIBLE_DEVICES": "",
         }
-        found = self._run(
+        files = self._run(
             "check", ["-c", "import megalite, megalite_kernels as kernels; print(megalite.__file__, kernels.__file__)"]
         )
-        if not all(Path(file).is_relative_to(self.tree) for file in found.split()):
-            raise SystemExit(f"the interpreter takes other sources than those of {self.tree}: {found}")
+        if not all(Path(file).is_relative_to(self.tree) for file in files.split()):
+            raise SystemExit(f"the interpreter takes other sources than those of {self.tree}: {files}")
 
     def prepare(self) -> dict[str, str]:
         """Make the token files with the tree's own tool; returns the hash of each."""
@@ -91,11 +91,11 @@ class Recorder:
         recording has there."""
 
         def one(run: Run) -> dict[str, Any]:
-            found = self.train(
+            result = self.train(
                 run, None if checkpoints is None else checkpoints / run.name / "checkpoints" / f"step_{SAVED:08}"
             )
-            print(f"{run.name}: {len(found['steps'])} lines, {len(found['tensors'])} tensors", flush=True)
-            return found
+            print(f"{run.name}: {len(result['steps'])} lines, {len(result['tensors'])} tensors", flush=True)
+            return result
 
         with ThreadPoolExecutor(at_once) as pool:
             return dict(zip([run.name for run in runs], pool.map(one, runs), strict=True))

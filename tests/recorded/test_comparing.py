@@ -56,8 +56,8 @@ def test_the_first_difference_of_each_run_is_named():
     new["runs"]["one"]["steps"][2]["loss"] += 1e-16
     new["runs"]["one"]["tensors"]["weight/a"] = "z"
     new["runs"]["two"]["tensors"]["weight/b"] = "z"
-    found = differences(OLD, new)
-    assert [line.split(":")[0] for line in found] == ["the token files differ", "one", "two", "two, resumed"]
-    assert "'step': 3" in found[1] and found[2] == "two: weight/b: expected None, found z" and "'step': 4" in found[3]
+    lines = differences(OLD, new)
+    assert [line.split(":")[0] for line in lines] == ["the token files differ", "one", "two", "two, resumed"]
+    assert "'step': 3" in lines[1] and lines[2] == "two: weight/b: expected None, found z" and "'step': 4" in lines[3]
     del new["runs"]["one"]
     assert "one: is not in the new recording" in differences(OLD, new)

@@ -12,7 +12,8 @@ from types import FrameType
 from typing import Any
 
 from tests.structure.sources import CORE, relative
-from tests.support.jobs_training import make_trainer, settle
+from tests.support.jobs import make_trainer
+from tests.support.jobs_training import settle
 
 WITHOUT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 

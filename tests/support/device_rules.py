@@ -170,10 +170,10 @@ class DeviceRules(AbstractContextManager["DeviceRules"]):
         @wraps(act)
         def placing(*args: Any, **options: Any) -> Any:
             with _disable_current_modes():
-                found = act(*args, **options)
-                for each in _tensors(found):
+                result = act(*args, **options)
+                for each in _tensors(result):
                     self.place(each, kind)
-            return found
+            return result
 
         return placing
 
@@ -197,16 +197,16 @@ def watched(trainer: Trainer) -> DeviceRules:
         for record in (rules.faults, rules.waits):
             record.clear()
         trainer.train_step()
-        found = rules.faults[:], rules.waits[:]
+        records = rules.faults[:], rules.waits[:]
         trainer.close()
-    rules.faults, rules.waits = found
+    rules.faults, rules.waits = records
     return rules
 
 
 def waits(context: Any, config: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """A job: the faults of a step, and the operations that were queued while the host waited for each event."""
-    resolved = from_dict(config)
-    rules = watched(Trainer(resolved, mesh_of(context, resolved), DEVICE))
+    parsed = from_dict(config)
+    rules = watched(Trainer(parsed, mesh_of(context, parsed), DEVICE))
     return rules.faults, rules.waits
 
 
@@ -254,20 +254,20 @@ class _Functions(TorchFunctionMode):
     ) -> Any:
         rules, options = self.rules, dict(kwargs or {})
         if args and isinstance(args[0], Tensor):
-            found = self._of_tensor(function, args[0], args[1:], options)
-            if found is not NotImplemented:
-                return found
+            result = self._of_tensor(function, args[0], args[1:], options)
+            if result is not NotImplemented:
+                return result
         device = options.get("device")
         pinned = options.pop("pin_memory", False)
-        found = function(*args, **options)
+        result = function(*args, **options)
         if pinned:
-            rules.place(found, PINNED)
-        elif is_device(device) and isinstance(found, Tensor):
+            rules.place(result, PINNED)
+        elif is_device(device) and isinstance(result, Tensor):
             if function in (torch.tensor, torch.as_tensor):
                 rules.fault(f"torch.{function.__name__} with device uploads from pageable memory")
-            if rules.kind(found) in (HOST, EITHER):
-                rules.place(found, ON_DEVICE)
-        return found
+            if rules.kind(result) in (HOST, EITHER):
+                rules.place(result, ON_DEVICE)
+        return result
 
     def _of_tensor(self, function: Any, x: Tensor, others: tuple[Any, ...], options: dict[str, Any]) -> Any:
         rules, kind = self.rules, self.rules.kind(x)
@@ -341,14 +341,14 @@ class _Operations(TorchDispatchMode):
             self._check(name, args, options, given)
         elif any(each.untyped_storage()._cdata in rules.in_flight for each in given):
             rules.fault(f"{name} of a tensor that is still being copied from the device")
-        found = function(*args, **options)
+        results = function(*args, **options)
         if ON_DEVICE in kinds:
             rules.queued.append(name)
         result = ON_DEVICE if ON_DEVICE in kinds else HOST if HOST in kinds else PINNED if PINNED in kinds else EITHER
-        for each in _tensors(found):
+        for each in _tensors(results):
             if each.untyped_storage()._cdata not in rules._kinds or rules.kind(each) == EITHER:
                 rules.place(each, result)
-        return found
+        return results
 
     def _check(self, name: str, args: Any, options: dict[str, Any], given: list[Tensor]) -> None:
         rules = self.rules

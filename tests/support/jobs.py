@@ -1,4 +1,4 @@
-"""What the test ranks run: importable functions of (context, …), one call on every rank."""
+"""Jobs of the test ranks: importable functions of (context, …), which every rank calls."""
 
 from __future__ import annotations
 
@@ -8,23 +8,31 @@ from typing import Any
 from megalite.assembly import parts as build
 from megalite.config.load import from_dict
 from megalite.mesh.mesh import Mesh
-from megalite.training.trainer import Trainer
+from megalite.training.trainer import StepResult, Trainer
 from megalite.training.verify import global_tensors
 
 
 def mesh_of(context: Any, config: Any) -> Mesh:
-    """The mesh of a configuration, kept between jobs: each further 8-rank group costs threads and file descriptors."""
+    """The mesh of a configuration, shared between jobs: each 8-rank group costs threads and file descriptors."""
     dims = build.layout(config)
     options = build.mesh_options(config)
-    options |= {"channels": tuple(options["channels"])}  # by name: on gloo their edges decide about nothing
-    # sizes which decide about no group are left out
-    wanted = (replace(dims, virtual_stages=1, microbatches=1), *options.values())
-    if wanted not in context.cache:
-        context.cache[wanted] = build.make_mesh(config)
-    mesh: Mesh = context.cache[wanted]
+    options |= {"channels": tuple(options["channels"])}  # names only: on gloo their edges make no difference
+    # without the sizes that groups do not depend on
+    key = (replace(dims, virtual_stages=1, microbatches=1), *options.values())
+    mesh: Mesh = context.cached(key, lambda: build.make_mesh(config))
     mesh.dims = dims
     mesh.traffic.clear()
     return mesh
+
+
+def make_trainer(context: Any, config: dict[str, Any]) -> Trainer:
+    """A trainer on the mesh that this configuration shares with other jobs."""
+    parsed = from_dict(config)
+    return Trainer(parsed, mesh_of(context, parsed))
+
+
+def numbers(results: list[StepResult]) -> dict[str, Any]:
+    return {"losses": [result.loss for result in results], "grad_norms": [result.grad_norm for result in results]}
 
 
 def train(context: Any, config: dict[str, Any], steps: int, kinds: tuple[str, ...] = ("weight",)) -> dict[str, Any]:
@@ -32,20 +40,16 @@ def train(context: Any, config: dict[str, Any], steps: int, kinds: tuple[str, ..
 
     As in a run, a step waits for its result only where the schedule does; the last one waits anyway.
     """
-    made = from_dict(config)
-    trainer = Trainer(made, mesh_of(context, made))
+    trainer = make_trainer(context, config)
     try:
         results = [result for step in range(steps) for result in trainer.train_step(wait=step == steps - 1)]
         tensors = global_tensors(trainer, kinds)
     finally:
         trainer.close()
-    found: dict[str, Any] = {
-        "losses": [result.loss for result in results],
-        "grad_norms": [result.grad_norm for result in results],
-    }
+    report = numbers(results)
     for key, name in (("dropped", "dropped_tokens"), ("mtp_losses", "mtp_loss")):
         if name in results[0].routing:
-            found[key] = [result.routing[name] for result in results]
+            report[key] = [result.routing[name] for result in results]
     if context.rank == 0:
-        found["tensors"] = tensors
-    return found
+        report["tensors"] = tensors
+    return report

@@ -93,7 +93,7 @@ def attend(context: Any, method: str, shape: Shape, dtype: torch.dtype, masked: 
         out = attention_over(mesh.cp, method, mesh.cp_levels)(*leaves, options)
         sent.append(0)
         out.backward(dout)
-    return {"places": places, "found": (out.detach(), *(x.grad for x in leaves)), "sent": sent}
+    return {"places": places, "tensors": (out.detach(), *(x.grad for x in leaves)), "sent": sent}
 
 
 def attend_latents(

@@ -13,10 +13,9 @@ from megalite.model.forward_state import ForwardState
 from megalite.model.mixture import Mixture
 from megalite.parallel.expert.choice import ExpertChoice
 from megalite.parallel.expert.uneven_all_to_all import exchange
-from megalite.training.trainer import Trainer
 from tests.support import jobs
 from tests.support.configs import SINGLE, config_of, config_of_one_process
-from tests.support.jobs import mesh_of
+from tests.support.jobs import make_trainer, mesh_of
 
 MIXTURE = {
     "num_experts": 4,
@@ -87,8 +86,7 @@ def train_recorded(context: Any, config: dict[str, Any], steps: int, replayed: S
 
 def sent(context: Any, config: dict[str, Any]) -> int:
     """Bytes that this rank sends by all-to-all in one step."""
-    made = from_dict(config)
-    trainer = Trainer(made, mesh_of(context, made))
+    trainer = make_trainer(context, config)
     trainer.mesh.traffic.clear()
     trainer.step()
     trainer.close()

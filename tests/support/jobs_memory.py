@@ -75,28 +75,28 @@ class Ledger:
         queue.put, queue.run = watched_put, watched_run  # type: ignore[method-assign]
 
 
-def made_parts(context: Any, config: dict[str, Any]) -> tuple[Config, build.Parts, list[Microbatch]]:
+def parts_and_batches(context: Any, config: dict[str, Any]) -> tuple[Config, build.Parts, list[Microbatch]]:
     """A rank with drawn weights, and a step's microbatches of random tokens."""
-    made = from_dict(config)
-    mesh = mesh_of(context, made)
-    parts = build.build_parts(made, mesh, "cpu")
+    parsed = from_dict(config)
+    mesh = mesh_of(context, parsed)
+    parts = build.build_parts(parsed, mesh, "cpu")
     parts.store.initialize(0)
-    length, batch = made.data.sequence_length, made.train.micro_batch_size
-    tokens = torch.randint(made.model.vocabulary, (length, batch))
-    make = build.microbatch_maker(made, mesh.cp)
+    length, batch = parsed.data.sequence_length, parsed.train.micro_batch_size
+    tokens = torch.randint(parsed.model.vocabulary, (length, batch))
+    make = build.microbatch_maker(parsed, mesh.cp)
     batches = [
-        make(tokens.clone(), tokens.clone(), torch.arange(batch)) for _ in range(build.layout(made).microbatches)
+        make(tokens.clone(), tokens.clone(), torch.arange(batch)) for _ in range(build.layout(parsed).microbatches)
     ]
     for each in batches:
         if each.ahead is not None:
-            each.ahead = each.ahead._replace(factors=(1.0,) * made.model.mtp_layers)
-    return made, parts, batches
+            each.ahead = each.ahead._replace(factors=(1.0,) * parsed.model.mtp_layers)
+    return parsed, parts, batches
 
 
 def most_kept(context: Any, config: dict[str, Any]) -> tuple[int, int]:
     """The most bytes of activations and of logits that this rank keeps during one step."""
-    made, parts, batches = made_parts(context, config)
-    vocabulary = padded_vocabulary(made.model.vocabulary, made.parallel.tp) // made.parallel.tp
+    parsed, parts, batches = parts_and_batches(context, config)
+    vocabulary = padded_vocabulary(parsed.model.vocabulary, parsed.parallel.tp) // parsed.parallel.tp
     ledger = Ledger(
         [memory.weights for memory in parts.store.buckets],
         batches[0].tokens.numel() * vocabulary * parts.runtime.dtype.itemsize,
@@ -104,7 +104,7 @@ def most_kept(context: Any, config: dict[str, Any]) -> tuple[int, int]:
     ledger.watch(parts.store.weight_grads)
     parts.store.reducer.begin_step(len(batches))
     with ledger.hooks():
-        parts.runtime.run(build.schedule(made, len(batches)), batches, step=1, loss_scale=1.0)
+        parts.runtime.run(build.schedule(parsed, len(batches)), batches, step=1, loss_scale=1.0)
     parts.store.reducer.finish()
     return ledger.most["activations"], ledger.most["logits"]
 
@@ -113,9 +113,9 @@ class Stepping:
     """A rank that takes whole steps: forward, backward, reduction, update, gathering."""
 
     def __init__(self, context: Any, config: dict[str, Any]):
-        made, self.parts, self.batches = made_parts(context, config)
-        self.schedule = build.schedule(made, len(self.batches))
-        self.optimizer = AdamW(OptimizerState(self.parts.store, OPTIMIZERS["adamw"].kinds), made.optimizer)
+        parsed, self.parts, self.batches = parts_and_batches(context, config)
+        self.schedule = build.schedule(parsed, len(self.batches))
+        self.optimizer = AdamW(OptimizerState(self.parts.store, OPTIMIZERS["adamw"].kinds), parsed.optimizer)
 
     def step(self, number: int) -> None:
         store = self.parts.store

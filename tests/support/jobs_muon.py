@@ -20,7 +20,7 @@ from megalite.parallel.all_to_all import all_to_all
 from megalite.parallel.sharding.store import ParameterStore, StoreOptions
 from megalite.parallel.spec import Rectangle
 from megalite.training.verify import global_tensors
-from tests.support.jobs_training import make_trainer
+from tests.support.jobs import make_trainer
 
 MODEL = ModelConfig(
     vocab_size=44,
@@ -84,8 +84,8 @@ def stepped(
         store.gatherer.gather_updated()
         for bucket in store.buckets:
             bucket.await_weights()
-    found = [(each.name, window(each), each.tensor.clone()) for each in optimizer.state.to_load()]
-    return found, mesh.traffic["all_to_all", "stage"], sent
+    state = [(each.name, window(each), each.tensor.clone()) for each in optimizer.state.to_load()]
+    return state, mesh.traffic["all_to_all", "stage"], sent
 
 
 def undone(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:

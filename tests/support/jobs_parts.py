@@ -25,8 +25,7 @@ from megalite.parallel.spec import Segment
 from megalite.parallel.tensor.cross_entropy import CrossEntropy
 from megalite.training.matmul_choice import choose
 from tests.optimizer.norms import total_norm
-from tests.support.jobs import mesh_of
-from tests.support.jobs_training import make_trainer
+from tests.support.jobs import make_trainer, mesh_of
 
 PADDING = 1e3  # a value in padding that any leak would show
 
@@ -61,9 +60,9 @@ def cross_entropy(
 def gradient_norm(context: Any, config: dict[str, Any], gradients: dict[str, Tensor]) -> float:
     """The norm of given global gradients, held as the layout holds them; everything that must not count is
     `PADDING`."""
-    made = from_dict(config)
-    mesh = mesh_of(context, made)
-    store = build_parts(made, mesh, "cpu").store
+    parsed = from_dict(config)
+    mesh = mesh_of(context, parsed)
+    store = build_parts(parsed, mesh, "cpu").store
 
     def part_of(segment: Segment) -> Tensor:
         part = segment.local(mesh.coordinates)
@@ -136,11 +135,11 @@ def token_losses(context: Any, config: dict[str, Any], validation: bool) -> tupl
 
 def matmul_setting(context: Any, config: dict[str, Any], seconds: list[dict[str, float]]) -> str:
     """This rank's float32 matmul precision after all ranks have chosen; rank r measures the times seconds[r]."""
-    resolved = from_dict(config)
+    parsed = from_dict(config)
     before = torch.get_float32_matmul_precision()
     try:
         with patch.object(matmul_library, "measure", lambda *_: seconds[context.rank]):
-            choose(resolved, mesh_of(context, resolved), torch.device("cpu"))
+            choose(parsed, mesh_of(context, parsed), torch.device("cpu"))
         return torch.get_float32_matmul_precision()
     finally:
         torch.set_float32_matmul_precision(before)
@@ -156,7 +155,7 @@ class _Double(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, stage: CountingStage) -> Tensor:
         buffer = np.empty(x.shape, dtype=np.float32)
         ctx.stage, ctx.buffer = stage, weakref.ref(buffer)
-        stage.made.append(ctx.buffer)  # the tensor's memory is the array's: it dies with the last tensor on it
+        stage.outputs.append(ctx.buffer)  # the tensor's memory is the array's: it dies with the last tensor on it
         return torch.from_numpy(buffer).copy_(x * 2)
 
     @staticmethod
@@ -171,7 +170,7 @@ class CountingStage:
 
     def __init__(self, rank: int, last: bool):
         self.rank, self.last = rank, last
-        self.made: list[weakref.ref[Any]] = []
+        self.outputs: list[weakref.ref[Any]] = []
         self.alive_in_backward: list[int] = []
         self.freed_in_backward: list[bool] = []
         self.received: list[float] = []
@@ -189,7 +188,7 @@ class CountingStage:
         return StageOutput(_Double.apply(x, self))
 
     def alive(self) -> int:
-        return sum(buffer() is not None for buffer in self.made)
+        return sum(buffer() is not None for buffer in self.outputs)
 
 
 def hand_over(context: Any, schedule: str, microbatches: int, shape: tuple[int, ...]) -> dict[str, Any]:

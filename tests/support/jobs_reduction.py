@@ -18,7 +18,7 @@ from megalite.parallel.sharding.powersgd import PowerSGD
 from megalite.parallel.sharding.store import ParameterStore, StoreOptions
 from megalite.parallel.spec import ParamSpec, Segment
 from megalite.training.trainer import Trainer
-from tests.support.jobs_training import make_trainer
+from tests.support.jobs import make_trainer
 
 SEED = 7
 SPECS = (
@@ -85,7 +85,7 @@ def reduced(context: Any, steps: list[Gradients], options: dict[str, Any]) -> di
     store = ParameterStore(
         specs, mesh, StoreOptions(zero=options["zero"], dtype=dtype, **{"bucket_bytes": 2e3, **rest}), powersgd=powersgd
     )
-    sent, found = BytesSent(), []
+    sent, owned_parts = BytesSent(), []
     with ExitStack() as patches:
         patches.enter_context(patch.object(dist, "isend", sent))
         if options["as_nccl"]:
@@ -98,23 +98,23 @@ def reduced(context: Any, steps: list[Gradients], options: dict[str, Any]) -> di
                 for spec in reversed(specs):
                     store.weights[spec.name].accumulate(gradients[spec.name][context.rank, microbatch] * scale)
             store.reducer.finish()
-            found.append(owned(store))
+            owned_parts.append(owned(store))
             store.reducer.confirm(number not in options["skipped"])
-    return {"steps": found, "bytes": sent.count, "buckets": len(store.buckets)}
+    return {"steps": owned_parts, "bytes": sent.count, "buckets": len(store.buckets)}
 
 
 def owned(store: ParameterStore) -> dict[str, list[tuple[tuple[int, ...], Tensor]]]:
-    found: dict[str, list[tuple[tuple[int, ...], Tensor]]] = {}
+    parts: dict[str, list[tuple[tuple[int, ...], Tensor]]] = {}
     for memory in store.buckets:
         for flat, offset in store.rectangles_in(memory, memory.start, memory.stop):
             part = memory.rectangle("grad", memory.owned_grads, flat, offset)
-            found.setdefault(flat.segment.name, []).append((part.offsets, part.tensor.clone()))
-    return found
+            parts.setdefault(flat.segment.name, []).append((part.offsets, part.tensor.clone()))
+    return parts
 
 
 def whole(ranks: list[dict[str, Any]], step: int, specs: Sequence[ParamSpec] = SPECS) -> dict[str, Tensor]:
     """Global gradients from the parts of all ranks, which must cover them, and agree where they overlap."""
-    made: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for spec in specs:
         for segment in spec.segments:
             parts = [part for rank in ranks for part in rank["steps"][step].get(segment.name, ())]
@@ -124,18 +124,18 @@ def whole(ranks: list[dict[str, Any]], step: int, specs: Sequence[ParamSpec] = S
                 assert place.isnan().all() or torch.equal(place, part), f"ranks differ on {segment.name}"
                 place.copy_(part)
             assert not value.isnan().any(), segment.name
-            made[segment.name] = value
-    return made
+            tensors[segment.name] = value
+    return tensors
 
 
 def segments(value: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by stored name ([…, *shape]) cut into segments."""
-    found = {}
+    by_segment = {}
     for spec in SPECS:
         dim = value[spec.name].dim() - len(spec.segments[0].shape)
         parts = value[spec.name].split([segment.shape[0] for segment in spec.segments], dim=dim)
-        found |= {segment.name: part for segment, part in zip(spec.segments, parts, strict=True)}
-    return found
+        by_segment |= {segment.name: part for segment, part in zip(spec.segments, parts, strict=True)}
+    return by_segment
 
 
 # ---- training

@@ -19,23 +19,19 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from megalite.checkpoint import tensors
-from megalite.config.load import from_dict
 from megalite.monitoring.observer import Observer
 from megalite.training.fit import fit
-from megalite.training.trainer import Trainer
 from megalite.training.watchdog import Watchdog
-from tests.support.jobs import mesh_of
-from tests.support.jobs_training import make_trainer
+from tests.support.jobs import make_trainer
 
 SLOW_S = 0.08
 
 
 def fit_to_the_end(context: Any, config: dict[str, Any]) -> int:
     """What pretrain.py does; returns the step at which it ended."""
-    made = from_dict(config)
-    trainer = Trainer(made, mesh_of(context, made))
+    trainer = make_trainer(context, config)
     try:
-        with Watchdog(made, trainer.mesh, trainer.run_dir):
+        with Watchdog(trainer.config, trainer.mesh, trainer.run_dir):
             fit(trainer)
     finally:
         gc.unfreeze()
@@ -59,8 +55,7 @@ class Steps(Observer):
 
 def fit_by_a_clock_of_its_own(context: Any, config: dict[str, Any]) -> list[tuple[str, bool]]:
     """A run by clocks that differ: on all ranks but the first it is always time. Returns what this rank has saved."""
-    made, clock = from_dict(config), Steps(1e6 * context.rank)
-    trainer = Trainer(made, mesh_of(context, made))
+    trainer, clock = make_trainer(context, config), Steps(1e6 * context.rank)
     saved: list[tuple[str, bool]] = []
     begin_save = trainer.begin_save
 
@@ -85,8 +80,7 @@ def fit_with_full_disk(context: Any, config: dict[str, Any], full: int, at: int,
     Returns the step at which it ended, the error if it did not end well, and whether rank 0 saw that a failed save had
     left something.
     """
-    made = from_dict(config)
-    trainer = Trainer(made, mesh_of(context, made))
+    trainer = make_trainer(context, config)
     train_step, folder, left = trainer.train_step, trainer.run_dir / "checkpoints", []
 
     def limited(stop: bool = False, wait: bool = False) -> Any:
@@ -217,7 +211,7 @@ def fit_until_killed(context: Any, config: dict[str, Any], seconds: float | None
 def content_of(directory: Path) -> dict[str, Any]:
     """All that a checkpoint holds, to be compared with another: bytes, tables and state, but for the options that a
     test varies."""
-    found: dict[str, Any] = {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
-    manifest = json.loads(found.pop("manifest.json"))
+    files: dict[str, Any] = {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+    manifest = json.loads(files.pop("manifest.json"))
     state = {name: value for name, value in manifest["state"].items() if name != "config"}
-    return {**found, "files": manifest["files"], "tensors": manifest["tensors"], "state": state}
+    return {**files, "files": manifest["files"], "tensors": manifest["tensors"], "state": state}

@@ -6,19 +6,16 @@ from typing import Any
 
 from torch import Tensor
 
-from megalite.config.load import from_dict
 from megalite.optimizer.adamw import STATE
 from megalite.parallel.pipeline.schedule import Action, ActionKind
-from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
-from tests.support.jobs import mesh_of
+from tests.support.jobs import make_trainer
 
 
 def advance_and_save(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
     """Train without waiting where the schedule lets it, and save; `pending` tells whether the last step was then still
     open."""
-    made = from_dict(config)
-    trainer = Trainer(made, mesh_of(context, made))
+    trainer = make_trainer(context, config)
     try:
         losses = [result.loss for _ in range(steps) for result in trainer.train_step()]
         pending = trainer.finalizer.pending is not None
@@ -36,8 +33,7 @@ def weight_passes(context: Any, config: dict[str, Any]) -> dict[str, Any]:
     changed, and how many reductions over dp this rank has started in this step), each stage's tensors with whether they
     are matrices of a linear layer, the tensors of each bucket, and the order of passes that the schedule has.
     """
-    made = from_dict(config)
-    trainer = Trainer(made, mesh_of(context, made))
+    trainer = make_trainer(context, config)
     trainer.step()
     weights, traffic = trainer.store.weights, trainer.mesh.traffic
     started = traffic["all_reduce", "data"]

@@ -14,19 +14,13 @@ from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megalite.config.load import from_dict
 from megalite.config.schema import ConfigError
 from megalite.optimizer.adamw import STATE
 from megalite.system import rng
 from megalite.training.memory_report import ModelStates, formula, measured
-from megalite.training.trainer import StepResult, Trainer
+from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
-from tests.support.jobs import mesh_of
-
-
-def make_trainer(context: Any, config: dict[str, Any]) -> Trainer:
-    made = from_dict(config)
-    return Trainer(made, mesh_of(context, made))
+from tests.support.jobs import make_trainer, numbers
 
 
 def settle(trainer: Trainer) -> None:
@@ -35,10 +29,6 @@ def settle(trainer: Trainer) -> None:
     for memory in trainer.store.buckets:
         for unit in memory.layout.units:
             trainer.store.gatherer.wait_for(unit)
-
-
-def numbers(results: list[StepResult]) -> dict[str, Any]:
-    return {"losses": [result.loss for result in results], "grad_norms": [result.grad_norm for result in results]}
 
 
 def train_with_initial_weights(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:

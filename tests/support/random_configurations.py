@@ -369,8 +369,10 @@ def two_steps(context: RankContext, config: Config) -> Steps | str:
         return str(error)
     try:
         results = [trainer.step() for _ in range(STEPS)]
-        found = [(result.loss, result.grad_norm, result.skipped) for result in results]
-        return [*found, (trainer.evaluate(), 0.0, found[-1][2])] if config.validation.interval is not None else found
+        numbers = [(result.loss, result.grad_norm, result.skipped) for result in results]
+        if config.validation.interval is not None:
+            numbers.append((trainer.evaluate(), 0.0, numbers[-1][2]))
+        return numbers
     finally:
         trainer.close()
 
@@ -381,8 +383,8 @@ def prove(drawn: Draw, files: Files, ranks: RankPool) -> str:
     if isinstance(config, str):
         return assert_refused(drawn, config)
     got = ranks.run(drawn.world, train, to_dict(config), timeout=TIMEOUT_S)
-    for rank, found in enumerate(got):
-        assert repr(found) == repr(got[0]), f"rank {rank} and rank 0 differ: {found}, {got[0]}"
+    for rank, outcome in enumerate(got):
+        assert repr(outcome) == repr(got[0]), f"rank {rank} and rank 0 differ: {outcome}, {got[0]}"
     if isinstance(got[0], str):
         return assert_refused(drawn, got[0])
     assert all(skipped or math.isfinite(loss) and math.isfinite(norm) for loss, norm, skipped in got[0]), got[0]

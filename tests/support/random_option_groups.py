@@ -16,10 +16,10 @@ Options = dict[str, Any]
 
 def further_options(seed: int, options: Options) -> Options:
     """Legal options of a run with `options`, some of which they replace."""
-    made = dict(options)
+    chosen = dict(options)
     for name, choose in GROUPS.items():
-        made |= choose(Random(f"{name} of {seed}"), made)
-    return made
+        chosen |= choose(Random(f"{name} of {seed}"), chosen)
+    return chosen
 
 
 def _attention(random: Random, options: Options) -> Options:
@@ -123,7 +123,7 @@ def _adapters(random: Random, options: Options) -> Options:
     queries = ["q_a", "q_b"] if latent and options["model.q_lora_rank"] else ["q"]
     attention = [*queries, "kv_a", "kv_b", "o"] if latent else ["q", "k", "v", "o"]
     roles = [*attention, "up", "down", *(["gate"] if options["model.gated_mlp"] else [])]
-    made = {
+    adapters = {
         "lora.rank": random.randint(1, 5),
         "lora.alpha": random.choice((1.0, 8.0)),
         "lora.dropout": random.choice((0.0, 0.0, 0.3)),
@@ -132,12 +132,13 @@ def _adapters(random: Random, options: Options) -> Options:
         "lora.dora": random.choice((False, True)),
         "lora.modules_to_save": random.choice((None, ["embedding"], ["embedding", "head", "norms"])),
     }
-    if "model.num_experts" in options and made["lora.targets"]:  # attention too, where feed-forwards may all be experts
-        made["lora.targets"] = sorted({*made["lora.targets"], random.choice(attention)})
+    if "model.num_experts" in options and adapters["lora.targets"]:
+        # attention too: every feed-forward may be a mixture of experts
+        adapters["lora.targets"] = sorted({*adapters["lora.targets"], random.choice(attention)})
         if random.random() < 0.5:
-            made["lora.targets"] += ["experts.in", "experts.down"]
-            made |= {"lora.dropout": 0.0, "lora.dora": False}
-    return made
+            adapters["lora.targets"] += ["experts.in", "experts.down"]
+            adapters |= {"lora.dropout": 0.0, "lora.dora": False}
+    return adapters
 
 
 def _modules(random: Random, options: Options) -> Options:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megalite.optimizer.adamw import STATE
 from megalite.training.verify import global_tensors
 from tests.support.configs import SINGLE, config_of
-from tests.support.jobs_training import make_trainer
+from tests.support.jobs import make_trainer
 from tests.support.pool import RankPool
 from tests.support.spaces import layouts
 from tests.support.spaces.layouts import Case
@@ -59,18 +59,18 @@ def train(context: Any, config: dict[str, Any], until: int) -> dict[str, Any]:
     """Train from step 0 with a save, or from a checkpoint: losses, and on rank 0 the samples of each step and all
     global tensors."""
     trainer = make_trainer(context, config)
-    losses, samples, found = [], [], {}
+    losses, samples, state = [], [], {}
     try:
         while trainer.step_done < until:
             if trainer.step_done == SAVED_AFTER:
-                found = {"tensors": global_tensors(trainer, STATE)}
+                state = {"tensors": global_tensors(trainer, STATE)}
                 if config["checkpoint"]["load"] == "none":
-                    found["directory"] = str(trainer.save())
+                    state["directory"] = str(trainer.save())
             samples.append(_consumed(trainer))
             losses.append(trainer.step().loss)
     finally:
         trainer.close()
-    return {"losses": losses, "samples": samples, **(found if context.rank == 0 else {})}
+    return {"losses": losses, "samples": samples, **(state if context.rank == 0 else {})}
 
 
 def _consumed(trainer: Any) -> list[tuple[int, int]]:

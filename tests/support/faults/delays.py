@@ -18,11 +18,10 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalite.config.load import from_dict
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
 from tests.support.configs import SINGLE, config_of
-from tests.support.jobs import mesh_of
+from tests.support.jobs import make_trainer
 from tests.support.pool import RankContext, RankPool
 from tests.support.spaces.layouts import OPTIONS, Case, with_layers
 
@@ -48,8 +47,7 @@ def delayed_job(
 
     Every rank returns losses, norms, its number of sleeps and of steps left open; rank 0 also the weights.
     """
-    made = from_dict(config)
-    trainer = Trainer(made, mesh_of(context, made))
+    trainer = make_trainer(context, config)
     try:
         with delays(trainer, Random(f"{seed} {context.rank}"), longest_s) as slept:
             results, ahead = [], 0
@@ -59,8 +57,9 @@ def delayed_job(
         tensors = global_tensors(trainer)
     finally:
         trainer.close()
-    found = {"numbers": [(result.loss, result.grad_norm) for result in results], "slept": len(slept), "ahead": ahead}
-    return {**found, "tensors": tensors} if context.rank == 0 else found
+    numbers = [(result.loss, result.grad_norm) for result in results]
+    measured = {"numbers": numbers, "slept": len(slept), "ahead": ahead}
+    return {**measured, "tensors": tensors} if context.rank == 0 else measured
 
 
 @contextmanager
@@ -108,9 +107,9 @@ def prove_undisturbed(layout: str, steps: int, seeds: range, longest_s: float, p
     expected = ranks.run(world, delayed_job, config, steps, 0, 0.0, timeout=timeout)
     for seed in seeds:
         got = ranks.run(world, delayed_job, config, steps, seed, longest_s, timeout=timeout)
-        for rank, found in enumerate(got):
-            assert found["slept"] > 0 and (found["ahead"] > 0) == (case["schedule"] in ("zb-h2", "zb-v"))
-            assert found["numbers"] == expected[0]["numbers"], f"delays {seed}: losses or norms of rank {rank}"
+        for rank, result in enumerate(got):
+            assert result["slept"] > 0 and (result["ahead"] > 0) == (case["schedule"] in ("zb-h2", "zb-v"))
+            assert result["numbers"] == expected[0]["numbers"], f"delays {seed}: losses or norms of rank {rank}"
         tensors, others = got[0]["tensors"], expected[0]["tensors"]
         differing = [name for name, value in tensors.items() if not value.equal(others[name])]
         assert not differing, f"delays {seed}: {differing}"

@@ -151,13 +151,13 @@ def explained(cases: dict[str, int], directory: Path) -> Iterator[tuple[str, Exp
 
 def hangs(run: Path, case: str, step: int) -> bool:
     """Whether both ranks have left a record of a case: rank 0 waits, and rank 1 is where it hangs."""
-    found = []
+    sections = []
     for rank in range(WORLD):
         with suppress(OSError, ValueError):
-            found.append(json.loads((run / "stalls" / f"rank_{rank:05d}.json").read_text()))
-    if len(found) < WORLD or any(each.get("past") for each in found):
+            sections.append(json.loads((run / "stalls" / f"rank_{rank:05d}.json").read_text()))
+    if len(sections) < WORLD or any(each.get("past") for each in sections):
         return False
-    first, second = (each["place"] for each in found)
+    first, second = (each["place"] for each in sections)
     action = {"computation": "B1.1", "loader": READING, "save": "saving"}.get(case, second["action"])
     stays = bool(second.get("waits")) == (case in ("skipped", "plans"))
     return bool(first.get("waits")) and first["step"] == step and second["action"] == action and stays

@@ -180,12 +180,12 @@ def in_writing(scene: Scene) -> Callable[[], bool]:
 
 def ranks_of(mark: str) -> list[int]:
     """The processes that have a rank."""
-    found = []
+    pids = []
     for pid in living(mark):
         with suppress(OSError):
             if b"\0LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_bytes():
-                found.append(pid)
-    return found
+                pids.append(pid)
+    return pids
 
 
 def make_checkpoint(scene: Scene) -> None:
@@ -203,11 +203,11 @@ def check(scene: Scene, before: Path | None) -> None:
     try:
         if newest is None and before is not None:
             raise Failed(f"{before} is lost")
-        found = damages(manifest_of(newest)) if newest is not None else []
+        damaged = damages(manifest_of(newest)) if newest is not None else []
     except CheckpointError as error:
         raise Failed(f"{newest} is damaged: {error}") from None
-    if found:
-        raise Failed(f"{newest} is damaged: {found}")
+    if damaged:
+        raise Failed(f"{newest} is damaged: {damaged}")
     prepared, exported = scene.directory / "prepared", scene.directory / "exported"
     if prepared.with_suffix(".idx").exists():
         expected = json.loads(prepared.with_suffix(".json").read_text())["tokens"]

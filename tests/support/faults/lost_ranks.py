@@ -62,13 +62,13 @@ class Loss:
 
 def drawn(count: int, seed: int) -> list[Loss]:
     """Random losses: each kind occurs, the store's holder among the victims."""
-    draw, found = random.Random(seed), []
+    draw, losses = random.Random(seed), []
     for number in range(count):
         held = number % 2 == 0
         victim = 0 if held and number % 4 == 0 else draw.randrange(WORLD)
         how, layout = ("SIGKILL", "SIGSTOP", "hang")[number // 2 % 3], draw.choice(list(LAYOUTS))
-        found.append(Loss(layout, victim, how, draw.randint(1, 60), held, draw.random() < 0.5))
-    return found
+        losses.append(Loss(layout, victim, how, draw.randint(1, 60), held, draw.random() < 0.5))
+    return losses
 
 
 def train(loss: Loss, rank: int, port: int, prefix: str, directory: str) -> None:

@@ -76,23 +76,23 @@ def sizes(case: Case) -> Case:
 def is_legal(case: Case) -> bool:
     """At most 8 ranks; experts need a split sequence under tp, and ep needs experts and an even number of ranks of a
     stage."""
-    made, dense = sizes(case), case["feed_forward"] == "dense"
+    full, dense = sizes(case), case["feed_forward"] == "dense"
     whole = case["sequence_parallel"] == (case["tp"] > 1) or (dense and case["tp"] > 1)
-    exchanged = case["ep"] == 1 or (not dense and made["tp"] * made["dp"] * made["cp"] % 2 == 0)
-    return world(made) <= 8 and whole and exchanged
+    exchanged = case["ep"] == 1 or (not dense and full["tp"] * full["dp"] * full["cp"] % 2 == 0)
+    return world(full) <= 8 and whole and exchanged
 
 
 def complete(case: Case) -> Case:
-    made = {**BASE, **sizes(case), "masked": case["documents"]}
-    return {**made, "layers": max(stages(made), 2)}
+    full = {**BASE, **sizes(case), "masked": case["documents"]}
+    return {**full, "layers": max(stages(full), 2)}
 
 
 def configs(case: Case, prefix: str) -> Configs:
-    made = complete(case)
-    several, one = config_of(made, prefix, "fp64"), config_of_one_process(made, prefix)
+    full = complete(case)
+    several, one = config_of(full, prefix, "fp64"), config_of_one_process(full, prefix)
     several["parallel"] |= {"ep": case["ep"]}
     with_fewer_rows(several, one)
-    layers = list(range(0, made["layers"], 2)) if case["window"] else None
+    layers = list(range(0, full["layers"], 2)) if case["window"] else None
     for config in (several, one):
         config["model"] |= ATTENTION[case["attention"]] | FEED_FORWARD[case["feed_forward"]]
         config["model"] |= {

@@ -45,14 +45,14 @@ def is_legal(case: Case) -> bool:
 def complete(case: Case) -> Case:
     """With the options of the equivalence table that do not vary here."""
     plan = staged(case["schedule"], 1 if case["schedule"] == "whole" else 2)
-    made = {**FIXED, **case, **plan, "masked": case["documents"], "sequence_parallel": case["tp"] > 1}
-    made |= {"context_inner": case["inner"], "context_parts": case["parts"]}
-    return {**made, "layers": max(stages(made), 2)}
+    full = {**FIXED, **case, **plan, "masked": case["documents"], "sequence_parallel": case["tp"] > 1}
+    full |= {"context_inner": case["inner"], "context_parts": case["parts"]}
+    return {**full, "layers": max(stages(full), 2)}
 
 
 def configs(case: Case, prefix: str) -> Configs:
-    made = complete(case)
-    both = config_of(made, prefix, "fp64"), config_of_one_process(made, prefix)
+    full = complete(case)
+    both = config_of(full, prefix, "fp64"), config_of_one_process(full, prefix)
     with_fewer_rows(*both)
     for config in both:
         config["data"]["sequence_length"] = case["length"]

@@ -77,10 +77,10 @@ class Priced:
         """Seconds of a case, and the run of one process that it is compared with."""
         key = tuple(case.values())
         if key not in self._known:
-            made = self.space.complete(case)
-            reference = (*(made[option] for option in self.space.model), global_batch(made))
-            alone = 0.25 + 0.16 * made["layers"] * (1.0 if made.get("precision") == "fp32" else 0.5)
-            self._known[key] = seconds(made), (reference, alone)
+            full = self.space.complete(case)
+            reference = (*(full[option] for option in self.space.model), global_batch(full))
+            alone = 0.25 + 0.16 * full["layers"] * (1.0 if full.get("precision") == "fp32" else 0.5)
+            self._known[key] = seconds(full), (reference, alone)
         return self._known[key]
 
 
@@ -140,8 +140,8 @@ def in_order(space: Space, table: list[Case]) -> list[Case]:
     """The named cases, then by ranks, so that neighbours use the same process groups."""
 
     def sizes(case: Case) -> tuple[Any, ...]:
-        made = space.complete(case)
-        return world(made), *(made.get(axis, 1) for axis in ("tp", "pp", "cp", "ep")), str(made["schedule"])
+        full = space.complete(case)
+        return world(full), *(full.get(axis, 1) for axis in ("tp", "pp", "cp", "ep")), str(full["schedule"])
 
     named = len(space.named)
     return table[:named] + sorted(table[named:], key=sizes)

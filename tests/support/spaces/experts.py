@@ -33,19 +33,19 @@ def sizes(case: Case) -> Case:
 
 def is_legal(case: Case) -> bool:
     """2 to 8 ranks, of which ep divides those of a stage, and those that share an expert's shards."""
-    made = sizes(case)
-    data = made["dp"] * made["cp"]
-    grouped = data == 4 and made["pp"] == 1 and made["zero"] > 0
+    full = sizes(case)
+    data = full["dp"] * full["cp"]
+    grouped = data == 4 and full["pp"] == 1 and full["zero"] > 0
     shard = 2 if case["groups"] else data
-    exchanged = data * made["tp"] % made["ep"] == 0 and (made["zero"] == 0 or shard * made["tp"] % made["ep"] == 0)
+    exchanged = data * full["tp"] % full["ep"] == 0 and (full["zero"] == 0 or shard * full["tp"] % full["ep"] == 0)
     parts = case["parts"] == "zigzag" or case["context"] in ("gather", "ring")
-    return 1 < world(made) <= 8 and exchanged and parts and (grouped or not case["groups"])
+    return 1 < world(full) <= 8 and exchanged and parts and (grouped or not case["groups"])
 
 
 def complete(case: Case) -> Case:
-    made = {**BASE, **sizes(case), "sequence_parallel": case["tp"] > 1}
-    made |= {"context_parts": case["parts"], "dp_shard": 2 if case["groups"] else None}
-    return {**made, "layers": max(stages(made), 3), "model": {"expert_capacity_factor": case["capacity"]}}
+    full = {**BASE, **sizes(case), "sequence_parallel": case["tp"] > 1}
+    full |= {"context_parts": case["parts"], "dp_shard": 2 if case["groups"] else None}
+    return {**full, "layers": max(stages(full), 3), "model": {"expert_capacity_factor": case["capacity"]}}
 
 
 def configs(case: Case, prefix: str) -> Configs:

@@ -56,15 +56,15 @@ class Space:
             for case in self._products([option for option in self.options if option in self.bound])
             if self.is_legal(case)
         ]
-        found = {pair for case in legal for pair in combinations(case.items(), 2)}
+        pairs = {pair for case in legal for pair in combinations(case.items(), 2)}
         values = {
             option: {case[option] for case in legal} if option in self.bound else set(all)
             for option, all in self.options.items()
         }
         for one, other in combinations(self.options, 2):
             if one not in self.bound or other not in self.bound:
-                found |= {((one, a), (other, b)) for a, b in product(values[one], values[other])}
-        return found
+                pairs |= {((one, a), (other, b)) for a, b in product(values[one], values[other])}
+        return pairs
 
     def _products(self, options: Iterable[str]) -> Iterator[Case]:
         names = list(options)
@@ -80,11 +80,11 @@ class Space:
     def sample(self, number: int) -> list[Case]:
         """Distinct cases in random order, always the same ones: any beginning of them is a sample of the whole
         space."""
-        random, found = Random(0), dict[tuple[Any, ...], Case]()
-        while len(found) < number:
+        random, cases = Random(0), dict[tuple[Any, ...], Case]()
+        while len(cases) < number:
             case = self.draw(random)
-            found.setdefault(tuple(case.values()), case)
-        return list(found.values())
+            cases.setdefault(tuple(case.values()), case)
+        return list(cases.values())
 
     def plain(self, **changed: Any) -> Case:
         """The first value of each option, with some changes, which may add keys of a complete case."""
@@ -125,11 +125,11 @@ class Space:
         self.file.write_text("".join("  ".join(map(str.ljust, row, widths)).rstrip() + "\n" for row in rows))
         known = self.recorded() | self.covered(cases)
         words = [f"{option}={value}" for option, values in self.options.items() for value in values]
-        found = {
+        columns = {
             one: [other for other in words[index:] if frozenset((one, other)) in known]
             for index, one in enumerate(words)
         }
-        self.record.write_text("".join(f"{one}: {' '.join(others)}\n" for one, others in found.items() if others))
+        self.record.write_text("".join(f"{one}: {' '.join(others)}\n" for one, others in columns.items() if others))
 
     # ---- the record of pairs that its table has had
 
