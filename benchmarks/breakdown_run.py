@@ -1,7 +1,7 @@
 """Where a training step's time goes on a CPU, measured by the ranks of the step themselves: the floor, and
 what is above it.
 
-    products    the step's matrix products alone, at its own shapes, all ranks at once (`ours.step_products`)
+    products    the step's matmuls alone, at its own shapes, all ranks at once (`trainer_run.step_matmuls`)
     bytes       every other operation's tensors, read and written once, over the bandwidth that all ranks at
     once reach for its size
     waiting     time in which a rank waits for messages of others, the pipeline's bubble included

@@ -61,7 +61,7 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
             for run in runs:
                 progress(f"round {number} of {rounds}: {run.name}")
                 own = {**config, "parallel": {**config["parallel"], "zero": run.zero or 0}}
-                module = "benchmarks.ours" if run.peer is None else "benchmarks.sharded_peer"
+                module = "benchmarks.trainer_run" if run.peer is None else "benchmarks.sharded_peer"
                 spec = {**protocol, "config": own, "peer": run.peer}
                 run.results.append(report.launch(module, spec, ranks=ranks, threads=1))
     rows = [_row(run, ranks * length) for run in runs]

@@ -98,10 +98,10 @@ SHAPES = (
     TrainedShape("Llama 3.2 1B", "llama-3.2-1b", 4096, 4),
     TrainedShape("6 layers of Llama 3 8B", "llama-3-8b", 8192, 2, layers=6),
 )
-OURS = GpuStepRun("megalite", "benchmarks.ours", False)
-OURS_COMPILED = GpuStepRun("megalite compiled", "benchmarks.ours", True)
-PEER = GpuStepRun("transformers compiled, all bf16", "benchmarks.peer", True, "bf16")
-MIXED_PEER = GpuStepRun("transformers compiled, mixed", "benchmarks.peer", True)
+OURS = GpuStepRun("megalite", "benchmarks.trainer_run", False)
+OURS_COMPILED = GpuStepRun("megalite compiled", "benchmarks.trainer_run", True)
+PEER = GpuStepRun("transformers compiled, all bf16", "benchmarks.transformers_peer", True, "bf16")
+MIXED_PEER = GpuStepRun("transformers compiled, mixed", "benchmarks.transformers_peer", True)
 
 
 def plan(compiled: bool) -> list[tuple[TrainedShape, GpuStepRun]]:

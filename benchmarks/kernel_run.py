@@ -18,7 +18,7 @@ import torch
 import triton
 from megalite_kernels import backend
 
-from benchmarks import attention_cases, expert_cases, registers, tuning
+from benchmarks import attention_cases, expert_cases, profiled, tuning
 from benchmarks.kernel_cases import CASES, Function, KernelCase, Sizes
 from benchmarks.measure import read_spec, timed
 from benchmarks.report import ROW, version
@@ -53,15 +53,15 @@ def main() -> None:
             continue
         cases, known = (
             {**CASES, "attention": attention_cases.cases, "experts": expert_cases.cases}[group](sizes),
-            registers.launched(),
+            profiled.launched_kernels(),
         )
         for row in (
             tuning.tune(cases, measure, smoke, until)
             if spec["tune"]
             else rows(cases, device, until, spec["leave_out"])
         ):
-            now = registers.launched()
-            new, known = [made for made in now if made not in known], now
+            now = profiled.launched_kernels()
+            new, known = [row for row in now if row not in known], now
             say(
                 {
                     "group": group,

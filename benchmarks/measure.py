@@ -1,4 +1,4 @@
-"""Shared by measured processes: time steps and matrix products, and read memory."""
+"""Functions of measured processes: times of steps and matmuls, memory, specification and result."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import torch
 
 
 def timed(step: Callable[[], object], warmup: int, steps: int) -> list[float]:
-    """Seconds of each of `steps` calls, after `warmup` uncounted ones. On a GPU, the calls must wait for
-    their results."""
+    """Seconds of each of `steps` calls, after `warmup` uncounted ones. On a GPU, calls must synchronize."""
     for _ in range(warmup):
         step()
     seconds = []
@@ -27,17 +26,16 @@ def timed(step: Callable[[], object], warmup: int, steps: int) -> list[float]:
     return seconds
 
 
-def product_peak(size: int, dtype: torch.dtype, repeats: int = 8, device: str = "cpu") -> float:
-    """FLOP/s of the fastest of several products of two [size, size] matrices, under the process's
-    settings."""
+def matmul_peak(size: int, dtype: torch.dtype, repeats: int = 8, device: str = "cpu") -> float:
+    """FLOP/s of the fastest of several matmuls of two [size, size] matrices, under the process's settings."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
 
-    def product() -> None:
+    def matmul() -> None:
         torch.mm(a, b, out=out)
         wait(device)
 
-    return 2.0 * size**3 / min(timed(product, 2, repeats))
+    return 2.0 * size**3 / min(timed(matmul, 2, repeats))
 
 
 def wait(device: str) -> None:
@@ -55,8 +53,7 @@ def device_memory(device: str) -> dict[str, int | str | None]:
 
 
 class Memory:
-    """Peak resident memory since this object was created, above what was resident then. Linux only; elsewhere
-    None."""
+    """Increase of the peak resident memory since this object was created. Linux only; elsewhere None."""
 
     def __init__(self) -> None:
         with suppress(OSError):
@@ -85,8 +82,7 @@ def read_spec() -> dict[str, Any]:
 
 
 def finish(spec: dict[str, Any], result: dict[str, Any] | None) -> NoReturn:
-    """Write the result (None on ranks without one) and exit at once: shutting torch down takes seconds per
-    rank."""
+    """Write the result (None on ranks without one) and exit at once: torch takes seconds to shut down."""
     if result is not None:
         Path(spec["result"]).write_text(json.dumps(result), encoding="utf-8")
     sys.stdout.flush()

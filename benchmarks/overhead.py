@@ -16,7 +16,8 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks import breakdown, report
+from benchmarks import report
+from benchmarks.step import BREAKDOWN, medians
 
 GPT = {  # nanoGPT's settings for a CPU: no biases, tied embeddings, no dropout
     "vocab_size": 65,
@@ -54,7 +55,7 @@ COLUMNS = {
     "ms/step": "ms_per_step:,.1f",
     "tokens/s": "tokens_per_second:,.0f",
     "share": "share_of_products:.1%",
-    **breakdown.COLUMNS,
+    **BREAKDOWN,
 }
 
 
@@ -111,7 +112,10 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
                 }
                 run.results.append(
                     report.launch(
-                        "benchmarks.ours", spec, ranks=run.ranks, threads=threads if run.ranks == 1 else 1
+                        "benchmarks.trainer_run",
+                        spec,
+                        ranks=run.ranks,
+                        threads=threads if run.ranks == 1 else 1,
                     )
                 )
     rows = [_row(run, threads) for run in compared]
@@ -153,7 +157,7 @@ def _row(run: OverheadRun, threads: int) -> dict[str, Any]:
         "tokens_per_second": tokens / seconds,
         "product_tokens_per_second": tokens / products,
         "share_of_products": products / seconds,
-        **breakdown.medians([result["parts"] for result in run.results]),
+        **medians([result["parts"] for result in run.results]),
         "step_ms": [[1e3 * value for value in result["seconds"]] for result in run.results],
         "config": {
             "model": run.model,

@@ -1,12 +1,11 @@
-"""megalite beside others at equal settings: ratios of alternating runs, with megalite against itself next to
-them.
+"""megalite and other programs at equal settings: ratios of alternating runs, and megalite against itself.
 
 A 25M Llama beside transformers; nanoGPT's small character model beside a GPT written out in plain torch; data
 parallelism on four ranks beside DDP with ZeroRedundancyOptimizer, FSDP2, and torchtitan's Llama under FSDP2;
 a Llama of width 256 on one to eight ranks beside picotron's layers, messages and buckets. Both sides of a
-pair compute their products with the same library. What cannot be imported on a CPU is written out: each such
-module says what it does, and leaves out. Give `--rounds 10` for ten pairs, and the peers by name where all of
-them take too long.
+pair compute their matmuls with the same library. A peer that cannot be imported on a CPU is reimplemented;
+its module says what it does and what it omits. Give `--rounds 10` for ten pairs, and the peers by name where
+all of them take too long.
 """
 
 from __future__ import annotations
@@ -14,21 +13,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks import comm, overhead, pairs, report, step
+from benchmarks import comm, overhead, report, step
 
 PEERS = {
-    "transformers": "benchmarks.peer",
-    "nanogpt": "benchmarks.written_out",
+    "transformers": "benchmarks.transformers_peer",
+    "nanogpt": "benchmarks.nanogpt_peer",
     "ddp": "benchmarks.sharded_peer",
     "fsdp2": "benchmarks.sharded_peer",
     "torchtitan": "benchmarks.torchtitan_peer",
     "picotron": "benchmarks.picotron_peer",
 }
-"""What is compared with → the module of its measured process."""
+"""Peer → the module of its measured process."""
+AGAIN = "again"
+"""Ends the name of a second run of megalite, whose ratio to the first shows the noise of the machine."""
 SETTINGS = {"MKL": "highest", "oneDNN": "medium"}
 COLUMNS = {
     "peer": "peer",
@@ -37,7 +38,9 @@ COLUMNS = {
     "layout": "layout",
     "ranks": "ranks",
     "ms/step": "ms_per_step:,.1f",
-    **pairs.COLUMNS,
+    "time/megalite's": "ratio:.3f",
+    "quartiles": "ratio_quartiles",
+    "pairs": "pairs",
 }
 
 
@@ -55,7 +58,7 @@ class PeerComparison:
     """megalite, megalite again, and a peer, on one configuration."""
 
     peer: str
-    products: str
+    library: str  # of fp32 matmuls, a key of SETTINGS
     config: dict[str, Any]
     steps: tuple[int, int]  # warm-up, timed
     ranks: int = 1
@@ -63,11 +66,11 @@ class PeerComparison:
     runs: list[PeerRun] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        own = "benchmarks.ours"
+        own = "benchmarks.trainer_run"
         self.runs = [
             PeerRun("megalite", own),
             PeerRun(self.peer, PEERS[self.peer]),
-            PeerRun(f"megalite {pairs.AGAIN}", own),
+            PeerRun(f"megalite {AGAIN}", own),
         ]
 
     def measure(self, number: int, threads: int) -> None:
@@ -86,7 +89,7 @@ class PeerComparison:
             "config": self.config,
             "peer": self.peer,
         }
-        spec |= {"matmul": SETTINGS[self.products]}
+        spec |= {"matmul": SETTINGS[self.library]}
         return report.launch(run.module, spec, ranks=self.ranks, threads=threads if self.ranks == 1 else 1)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -95,11 +98,11 @@ class PeerComparison:
             {
                 "peer": self.peer,
                 "run": run.name,
-                "products": self.products,
+                "products": self.library,
                 "layout": self.layout,
                 "ranks": self.ranks,
                 "ms_per_step": 1e3 * median(value for result in run.results for value in result["seconds"]),
-                **pairs.compared(own, run.results),
+                **compared(own, run.results),
                 "step_ms": [[1e3 * value for value in result["seconds"]] for result in run.results],
             }
             for run in self.runs
@@ -119,9 +122,7 @@ def compare(
         compared = [each for peer in peers for each in comparisons(peer, smoke, Path(scratch))]
         for number in range(1, rounds + 1):
             for each in compared:
-                progress(
-                    f"round {number} of {rounds}: {each.peer}, {each.layout}, products by {each.products}"
-                )
+                progress(f"round {number} of {rounds}: {each.peer}, {each.layout}, matmuls by {each.library}")
                 each.measure(number, threads)
     rows = [row for each in compared for row in each.rows()]
     configs = {
@@ -137,16 +138,14 @@ def compare(
 
 
 def comparisons(peer: str, smoke: bool, scratch: Path) -> list[PeerComparison]:
-    """A peer's comparisons: one for each library on one process; on several ranks, where products count less,
+    """A peer's comparisons: one for each library on one process; on several ranks, where matmuls count less,
     oneDNN's alone."""
     if peer == "transformers":
         config = step.config_of(*((step.SMOKE_MODEL, 2) if smoke else (step.MODEL, 4)), scratch)
-        return [PeerComparison(peer, products, config, (1, 2) if smoke else (1, 3)) for products in SETTINGS]
+        return [PeerComparison(peer, library, config, (1, 2) if smoke else (1, 3)) for library in SETTINGS]
     if peer == "nanogpt":
         config = overhead.config_of(overhead.runs(smoke)[0], scratch)
-        return [
-            PeerComparison(peer, products, config, (1, 2) if smoke else (20, 60)) for products in SETTINGS
-        ]
+        return [PeerComparison(peer, library, config, (1, 2) if smoke else (20, 60)) for library in SETTINGS]
     if peer == "picotron":
         return [of_picotron(run, scratch) for run in overhead.runs(smoke) if run.name == "llama"]
     model, length, ranks = (step.SMOKE_MODEL, 16, 2) if smoke else (step.MODEL, 64, comm.RANKS)
@@ -156,8 +155,22 @@ def comparisons(peer: str, smoke: bool, scratch: Path) -> list[PeerComparison]:
 
 
 def of_picotron(run: overhead.OverheadRun, scratch: Path) -> PeerComparison:
-    """One layout. Neither side clips; picotron shards no optimizer state, and megalite does, as by
-    default."""
+    """One layout. Neither side clips; megalite shards the optimizer state, picotron does not."""
     config = overhead.config_of(run, scratch)
     config["train"] |= {"grad_clip": 0.0}
     return PeerComparison("picotron", "oneDNN", config, run.steps, run.ranks, run.layout_name)
+
+
+def compared(own: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Median and quartiles of the ratio of the other run's time for a step to the own one's, round by round.
+
+    A round that is slow for both sides changes its ratio little.
+
+    Args:
+        own, other: one result per round, with the `seconds` of its steps.
+    """
+    ratios = [
+        median(theirs["seconds"]) / median(ours["seconds"]) for ours, theirs in zip(own, other, strict=True)
+    ]
+    low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
+    return {"ratio": median(ratios), "ratio_quartiles": f"{low:.3f}–{high:.3f}", "pairs": len(ratios)}

@@ -160,7 +160,9 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
                     "product_steps": 0,
                 }
                 run.results.append(
-                    report.launch("benchmarks.ours", spec | {"peak_size": 64}, ranks=run.ranks, threads=1)
+                    report.launch(
+                        "benchmarks.trainer_run", spec | {"peak_size": 64}, ranks=run.ranks, threads=1
+                    )
                 )
     device = read_device("here", json.loads(json.dumps(content)))
     rows = [_row(run, device) for run in runs]

@@ -73,7 +73,7 @@ def compare(
                 out = directory / "out"
                 out.mkdir()
                 one = {**spec, "way": way, "output": str(out), "workers": workers, "eos": EOS}
-                results.append(report.launch("benchmarks.preparing", one, threads=1, limit_s=7200))
+                results.append(report.launch("benchmarks.prepare_run", one, threads=1, limit_s=7200))
                 rmtree(out)
     rows = rows_of(found, names)
     return {

@@ -1,8 +1,9 @@
-"""The kernels of a training step by time, and how long the device is idle, from torch's profiler."""
+"""Kernels: those of a training step by time, the device's idle time, registers and spills."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -36,9 +37,9 @@ def by_time(times: Iterable[tuple[str, float]]) -> tuple[list[dict[str, Any]], f
     """The most expensive names with calls and microseconds of one step, and the microseconds of all."""
     sums: dict[str, list[float]] = {}
     for name, us in times:
-        found = sums.setdefault(name, [0.0, 0.0])
-        found[0] += 1 / STEPS
-        found[1] += us / STEPS
+        sum_of_name = sums.setdefault(name, [0.0, 0.0])
+        sum_of_name[0] += 1 / STEPS
+        sum_of_name[1] += us / STEPS
     total = sum(us for _, us in sums.values())
     ordered = sorted(sums.items(), key=lambda item: -item[1][1])[:MOST]
     return [
@@ -57,3 +58,27 @@ def idle(spans: Iterable[tuple[str, float, float]]) -> float | None:
         busy += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return 1.0 - busy / (reached - ordered[0][0])
+
+
+def launched_kernels() -> list[dict[str, Any]]:
+    """A row for each compiled kernel of `megalite_kernels`; empty if kernels are interpreted."""
+    modules = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("megalite_kernels.") and name.endswith("_triton")
+    ]
+    functions = [function for module in modules for function in vars(module).values()]
+    return [row for function in functions for row in _compiled(function)]
+
+
+def _compiled(function: Any) -> Iterator[dict[str, Any]]:
+    """A row for each binary of a function, as Triton 3.6 and 3.7 store them: device → (kernels by key, …)."""
+    for caches in getattr(function, "device_caches", {}).values():
+        for kernel in caches[0].values():
+            if getattr(kernel, "n_regs", None) is not None:  # it was loaded, so it ran
+                usage = {
+                    "registers": kernel.n_regs,
+                    "spills": kernel.n_spills,
+                    "shared": kernel.metadata.shared,
+                }
+                yield {"name": function.__name__, "warps": kernel.metadata.num_warps, **usage}

@@ -8,14 +8,14 @@ chooses, which alone is a large factor on some processors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks import breakdown, report
+from benchmarks import report
 from megalite.config.load import from_dict
 from megalite.model.cost import model_flops_per_token
 
@@ -36,6 +36,15 @@ SMOKE_MODEL = {
     "num_hidden_layers": 1,
     "max_position_embeddings": 16,
 }
+BREAKDOWN = {  # measured by breakdown_run.py
+    "products": "products_ms:,.1f",
+    "bytes": "bytes_ms:,.1f",
+    "waiting": "waiting_ms:,.1f",
+    "sockets": "sockets_ms:,.1f",
+    "calls": "calls_ms:,.1f",
+    "rest": "rest_ms:,.1f",
+    "floor/step": "floor_share:.0%",
+}
 # of the peer: torch.set_float32_matmul_precision is not called (None), or called with the value
 SETTINGS = (None, "medium")
 COLUMNS = {
@@ -47,8 +56,13 @@ COLUMNS = {
     "peak GFLOP/s": "peak_gflops:,.1f",
     "share": "share_of_peak:.1%",
     "peak RSS above import, MiB": "peak_rss_above_import_mib:,.0f",
-    **breakdown.COLUMNS,
+    **BREAKDOWN,
 }
+
+
+def medians(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The median of each part of a step over several runs."""
+    return {name: median(times[name] for times in parts) for name in parts[0]}
 
 
 @dataclass
@@ -151,7 +165,9 @@ def _measure(run: StepRun, config: dict[str, Any], protocol: dict[str, Any], thr
         "breakdown": True,
         "matmul": run.setting,
     }
-    return report.launch("benchmarks.peer" if run.peer else "benchmarks.ours", spec, threads=threads)
+    return report.launch(
+        "benchmarks.transformers_peer" if run.peer else "benchmarks.trainer_run", spec, threads=threads
+    )
 
 
 def summarise(runs: list[StepRun], config: dict[str, Any]) -> list[dict[str, Any]]:
@@ -187,7 +203,7 @@ def summarise(runs: list[StepRun], config: dict[str, Any]) -> list[dict[str, Any
                 "share_of_peak": flops / seconds / peak,
                 "peak_rss_above_import_mib": median(memory) / 2**20 if memory else None,
                 "step_ms": [[1e3 * value for value in result["seconds"]] for result in run.results],
-                **({} if run.peer else breakdown.medians([result["parts"] for result in run.results])),
+                **({} if run.peer else medians([result["parts"] for result in run.results])),
             }
         )
     return rows

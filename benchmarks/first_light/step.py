@@ -86,7 +86,7 @@ def _measured(case: StepCase, scene: Scene, scratch: Path, found: dict[str, Any]
         "peak_size": scene.sized(8192, 128),
     }
     threads = 1 if scene.rehearse else max(1, report.cores() // case.ranks)
-    found |= report.launch("benchmarks.ours", spec, ranks=case.ranks, threads=threads, limit_s=limit)
+    found |= report.launch("benchmarks.trainer_run", spec, ranks=case.ranks, threads=threads, limit_s=limit)
     figures = gpu_step.figures(config, found)
     return row(
         case.name,

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import bubble, checkpoint, comm, context, overhead, pairs, peers, plan, prepare, report, scaling, step
+from benchmarks import bubble, checkpoint, comm, context, overhead, peers, plan, prepare, report, scaling, step
 from benchmarks.command import main
-from benchmarks.ours import step_products
-from benchmarks.preparing import measured
+from benchmarks.prepare_run import measured
 from benchmarks.scaling_run import measure
+from benchmarks.trainer_run import step_matmuls
 from megalite.assembly import parts as build
 from megalite.commands.plan import main as plan_main
 from megalite.config.load import from_dict
@@ -174,7 +174,7 @@ def test_what_is_written_out_for_several_ranks_runs(peer: str, tmp_path: Path) -
 
 def test_a_ratio_is_the_median_over_pairs() -> None:
     own, other = ([{"seconds": [value]} for value in values] for values in ([1.0, 2.0, 10.0], [1.5, 2.0, 20.0]))
-    assert pairs.compared(own, other)["ratio"] == 1.5, "a slow round slows both sides of its pair"
+    assert peers.compared(own, other)["ratio"] == 1.5, "a slow round slows both sides of its pair"
 
 
 @pytest.mark.usefixtures("launched_forked")
@@ -376,7 +376,7 @@ def test_products_are_those_that_model_flops_count(model: dict[str, Any]) -> Non
         }
     )
     mesh = Mesh(build.layout(config))
-    products = step_products(config, mesh)
+    products = step_matmuls(config, mesh)
     with FlopCounterMode(display=False) as counter:
         products()
     # rows of the head
@@ -420,8 +420,8 @@ def test_wrong_options_end_with_one_message(
 
 
 def test_a_run_that_fails_says_why() -> None:
-    with pytest.raises(report.BenchmarkError, match="(?s)benchmarks.ours on 1 ranks failed.*KeyError"):
-        report.launch("benchmarks.ours", {}, threads=1)
+    with pytest.raises(report.BenchmarkError, match="(?s)benchmarks.trainer_run on 1 ranks failed.*KeyError"):
+        report.launch("benchmarks.trainer_run", {}, threads=1)
 
 
 def test_the_table_aligns_and_shows_what_is_missing() -> None:

@@ -198,9 +198,9 @@ def test_steps_on_a_gpu_are_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         specs.append(spec)
         if spec["config"]["train"]["compile"] and spec["weights"] is None:
             raise report.BenchmarkError(
-                "benchmarks.peer on 1 ranks failed:\nTraceback\nOutOfMemoryError: CUDA out of memory"
+                "benchmarks.transformers_peer on 1 ranks failed:\nTraceback\nOutOfMemoryError: CUDA out of memory"
             )
-        return result(0.25 if module == "benchmarks.ours" else 0.3)
+        return result(0.25 if module == "benchmarks.trainer_run" else 0.3)
 
     monkeypatch.setattr(report, "launch", launch)
     path = gpu_step.compare(

@@ -17,7 +17,7 @@ import pytest
 import torch
 from megalite_kernels import activation, device_routes
 
-from benchmarks import kernels, plan, profiled, registers, report
+from benchmarks import kernels, plan, profiled, report
 from benchmarks.first_light import (
     exchange,
     layout_rank,
@@ -403,9 +403,9 @@ def test_kernels_are_rows_with_registers(monkeypatch: pytest.MonkeyPatch) -> Non
         __name__="_forward", device_caches={0: ({"key": compiled, "other": SimpleNamespace()}, {})}
     )
     monkeypatch.setitem(
-        registers.sys.modules, "megalite_kernels.made_up_triton", SimpleNamespace(_forward=function, WIDE=3)
+        profiled.sys.modules, "megalite_kernels.made_up_triton", SimpleNamespace(_forward=function, WIDE=3)
     )
-    made = [each for each in registers.launched() if each["registers"] == 64]
+    made = [each for each in profiled.launched_kernels() if each["registers"] == 64]
     assert made == [{"name": "_forward", "warps": 4, "registers": 64, "spills": 2, "shared": 1024}]
     device = {"name": H200, "bytes_per_second": 4e12, "flops": 7e14}
     good = {"kernel": "norm", "shape": "4", "us": 5.0, "gbps": 9.0, "peers": {}, "compiled": made, "error": None}

@@ -1,10 +1,9 @@
-"""One measured run of megalite's trainer: `python -m benchmarks.ours SPEC.json`, under torchrun for more than
-one rank.
+"""One measured run of megalite's trainer: `python -m benchmarks.trainer_run SPEC.json`.
 
-On a CPU it then measures, with the same ranks and threads, the time of the step's matrix products alone: each
-rank multiplies matrices of its own shapes, forward and backward, for the same number of microbatches, without
-communication, norms, softmax, loss or optimizer. With `profile` in its specification it lists the kernels of
-a step.
+Several ranks are started by torchrun. On a CPU it then measures, with the same ranks and threads, the time of
+the step's matmuls alone: each rank computes the matmuls of its forward and backward for the same number of
+microbatches, without communication, norms, softmax, loss or optimizer. With `profile` in its specification it
+lists the kernels of a step.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks import breakdown_run, profiled
-from benchmarks.measure import Memory, device_memory, finish, product_peak, read_spec, timed
+from benchmarks.measure import Memory, device_memory, finish, matmul_peak, read_spec, timed
 from megalite.assembly import parts as build
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
@@ -48,31 +47,32 @@ def main() -> None:
     gc.disable()
     seconds = timed(trainer.step, spec["warmup_steps"], spec["steps"])
     peak_memory, on_device = memory.peak_above(), device_memory(on)
-    products = (
-        timed(step_products(config, trainer.mesh), 1, spec["product_steps"]) if spec["product_steps"] else []
+    matmul_seconds = (
+        timed(step_matmuls(config, trainer.mesh), 1, spec["product_steps"]) if spec["product_steps"] else []
     )
-    parts = breakdown_run.measure(trainer, median(seconds), median(products)) if spec.get("breakdown") else {}
+    parts = {}
+    if spec.get("breakdown"):
+        parts = breakdown_run.measure(trainer, median(seconds), median(matmul_seconds))
     profile = profiled.look(trainer.step, on) if spec.get("profile") else None
     trainer.close()
     result = {
         "seconds": seconds,
-        "product_seconds": products,
+        "product_seconds": matmul_seconds,
         "parts": parts,
         "peak_rss_above_import": peak_memory,
         **on_device,
         "profile": profile,
         "matmul": torch.get_float32_matmul_precision(),
-        "peak_flops": product_peak(spec["peak_size"], build.DTYPES[config.train.precision], device=on),
+        "peak_flops": matmul_peak(spec["peak_size"], build.DTYPES[config.train.precision], device=on),
     }
     finish(spec, result if trainer.mesh.rank == 0 else None)
 
 
-def step_products(config: Config, mesh: Mesh) -> Callable[[], None]:
-    """A function that computes this rank's matrix products of one step, between barriers of all ranks."""
+def step_matmuls(config: Config, mesh: Mesh) -> Callable[[], None]:
+    """A function that computes this rank's matmuls of one step, between barriers of all ranks."""
     dtype = build.DTYPES[config.train.precision]
-    prepared = [
-        (product.times, filled(product, dtype)) for product in matmul_choice.step_products(config, mesh)
-    ]
+    shapes = matmul_choice.step_products(config, mesh)
+    prepared = [(shape.times, random_factors(shape, dtype)) for shape in shapes]
 
     def step() -> None:
         _barrier(mesh)
@@ -84,16 +84,17 @@ def step_products(config: Config, mesh: Mesh) -> Callable[[], None]:
     return step
 
 
-def filled(product: MatmulShape, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two factors, of random numbers."""
-    leading = [product.batch] if product.batch else []
+def random_factors(shape: MatmulShape, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two matrices of a matmul, with random elements."""
+    leading = [shape.batch] if shape.batch else []
 
     def factor(rows: int, columns: int, transposed: bool) -> torch.Tensor:
-        made = torch.randn(*leading, columns, rows).mT if transposed else torch.randn(*leading, rows, columns)
-        return made.to(dtype)  # keeps the strides
+        sizes = (columns, rows) if transposed else (rows, columns)
+        matrix = torch.randn(*leading, *sizes)
+        return (matrix.mT if transposed else matrix).to(dtype)  # `to` keeps the strides
 
-    first, second = product.transposed
-    return factor(product.rows, product.inner, first), factor(product.inner, product.columns, second)
+    first, second = shape.transposed
+    return factor(shape.rows, shape.inner, first), factor(shape.inner, shape.columns, second)
 
 
 def _barrier(mesh: Mesh) -> None:

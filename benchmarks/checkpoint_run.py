@@ -1,4 +1,4 @@
-"""One measured process of `benchmarks.checkpoint`: `python -m benchmarks.saving SPEC.json`, under torchrun.
+"""One rank of `benchmarks.checkpoint`: `python -m benchmarks.checkpoint_run SPEC.json`, under torchrun.
 
 Each rank holds its shard of the state as rectangles of global matrices. It alternates between saving them as
 a run does, at once and in the background, and writing the same tensors with torch.save to the same directory,

@@ -1,5 +1,4 @@
-"""One measured run of a GPT written out in plain torch, in the way of nanoGPT: `python -m
-benchmarks.written_out SPEC.json`.
+"""One measured run of a GPT in plain torch, as in nanoGPT: `python -m benchmarks.nanogpt_peer SPEC.json`.
 
 torch's own linear, layer norm, embedding and fused attention, tied embeddings, no biases in linears, fused
 AdamW, clipping; a plain loop.
@@ -81,13 +80,8 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
         return float(loss)
 
-    finish(
-        spec,
-        {
-            "seconds": timed(step, spec["warmup_steps"], spec["steps"]),
-            "matmul": torch.get_float32_matmul_precision(),
-        },
-    )
+    seconds = timed(step, spec["warmup_steps"], spec["steps"])
+    finish(spec, {"seconds": seconds, "matmul": torch.get_float32_matmul_precision()})
 
 
 if __name__ == "__main__":

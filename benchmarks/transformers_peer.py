@@ -1,5 +1,6 @@
-"""One measured run of transformers' LlamaForCausalLM with torch's fused AdamW, in a plain loop: `python -m
-benchmarks.peer SPEC.json`.
+"""One measured run of transformers' LlamaForCausalLM: `python -m benchmarks.transformers_peer SPEC.json`.
+
+A plain loop with torch's fused AdamW.
 
 bf16 is autocast over fp32 weights, the mixed precision of transformers' own trainer; like megalite, it
 updates fp32 master weights. With "weights": "bf16", weights, gradients and optimizer state are bf16: no casts
@@ -16,7 +17,7 @@ import torch
 import torch._dynamo
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.measure import Memory, device_memory, finish, product_peak, read_spec, timed
+from benchmarks.measure import Memory, device_memory, finish, matmul_peak, read_spec, timed
 from megalite.config.load import from_dict
 from megalite.huggingface.config_json import to_hf_config
 
@@ -70,7 +71,7 @@ def main() -> None:
         **device_memory(device),
         "attention": model.config._attn_implementation,
         "matmul": torch.get_float32_matmul_precision(),
-        "peak_flops": product_peak(
+        "peak_flops": matmul_peak(
             spec["peak_size"], torch.bfloat16 if bf16 else torch.float32, device=device
         ),
     }

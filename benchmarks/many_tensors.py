@@ -1,7 +1,7 @@
 """Import and export of a model whose Hugging Face form has tens of thousands of tensors, as mixtures have:
 the time of names, not of bytes.
 
-    python -m benchmarks.names [--output benchmarks/results]
+    python -m benchmarks.many_tensors [--output benchmarks/results]
 
 A Qwen3-MoE of tiny tensors with 256 experts in each of 58 layers has 44,544 tensors of experts, as
 DeepSeek-V3. Also measured: a half and a quarter of the layers: a cost that grows faster than the number of
