@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megalite.checkpoint.api import load
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.manifest import Manifest
+from megalite.checkpoint.manifest import WEIGHT, Manifest
 from megalite.config.schema import ModelConfig
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import Rectangle
@@ -39,7 +39,7 @@ def of_checkpoint(model: ModelConfig, seed: int, manifest: Manifest) -> Read:
 
 def rows_of(manifest: Manifest) -> int | None:
     """The vocabulary of a checkpoint's embedding; None if it has none."""
-    table = manifest.tensors.get("weight/embedding.weight")
+    table = manifest.tensors.get(f"{WEIGHT}embedding.weight")
     return None if table is None else table.shape[0]
 
 
@@ -78,7 +78,7 @@ class ResizedEmbeddings:
     def __init__(self, model: ModelConfig, seed: int, rows: int, read: Read):
         self._rows, self._read = rows, read
         segments = (segment for spec in model_specs(model) for segment in spec.segments)
-        self._tables = {f"weight/{segment.name}": segment for segment in segments if segment.padded}
+        self._tables = {WEIGHT + segment.name: segment for segment in segments if segment.padded}
         self._new_rows = (
             cache(self._mean) if model.resize_embeddings == "mean" else partial(self._drawn, seed)
         )

@@ -11,8 +11,9 @@ from megalite_kernels.adamw import adamw_
 from torch import Tensor
 
 from megalite.config.schema import OptimizerConfig
-from megalite.optimizer.state import WEIGHT, OptimizerState
+from megalite.optimizer.state import OptimizerState
 from megalite.optimizer.table import ADAMW
+from megalite.parallel.spec import WEIGHT
 
 STATE = (WEIGHT, *ADAMW)
 """The kinds of a checkpoint of a run with AdamW."""

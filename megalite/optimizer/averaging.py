@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megalite.optimizer.state import OptimizerState
-from megalite.optimizer.table import EMA
+from megalite.parallel.spec import EMA
 
 PIECE = 1 << 24  # elements: a step that may skip itself needs memory for one piece
 

@@ -25,10 +25,7 @@ from megalite.optimizer.table import Kinds, state_spans
 from megalite.parallel.sharding.bucket_buffers import BucketBuffers
 from megalite.parallel.sharding.offload import StateRange
 from megalite.parallel.sharding.store import ParameterStore
-from megalite.parallel.spec import FlatRectangle, Rectangle
-
-WEIGHT = "weight"
-"""The kind of the master weights in a checkpoint; their memory belongs to the store."""
+from megalite.parallel.spec import WEIGHT, FlatRectangle, Rectangle
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megalite.config.schema import EXPERTS, PROJECTIONS, Config
 from megalite.parallel.sharding.buckets import BucketLayout
-from megalite.parallel.spec import Segment
+from megalite.parallel.spec import EMA, Segment
 
 if TYPE_CHECKING:
     from megalite.optimizer.interface import Optimizer
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 ADAMW = ("exp_avg", "exp_avg_sq")
 MOMENTUM = "momentum_buffer"
-EMA = "ema"
-"""The kind of the average of the weights (`optimizer.averaging`), which may be kept next to any optimizer's
-state."""
 
 Kinds = Callable[[Segment], tuple[str, ...]]
 """The names of the state that a run keeps of a segment, each of the segment's shape; none where the segment
