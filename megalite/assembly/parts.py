@@ -26,7 +26,7 @@ from megalite.mesh.mesh import Layout, Mesh, MeshAxis
 from megalite.model.adapters import with_adapters
 from megalite.model.parameters import kv_replicas, model_specs
 from megalite.model.stage import Stage
-from megalite.optimizer.table import OPTIMIZERS, kinds_of
+from megalite.optimizer.registry import OPTIMIZERS, kinds_of
 from megalite.parallel.microbatch import Microbatch
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.runtime import Runtime
@@ -75,7 +75,7 @@ def mesh_options(config: Config) -> dict[str, Any]:
         else None,
         "channels": edges(plan),
         "staggered_end": staggered_end(config),
-        "stage_axis": OPTIMIZERS[config.optimizer.name].over == "stage",
+        "stage_axis": OPTIMIZERS[config.optimizer.name].exchange_axis == "stage",
         "counts_tokens": counts_tokens(config),
         "background_saves": config.checkpoint.async_save,
     }

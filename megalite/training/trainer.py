@@ -25,7 +25,7 @@ from megalite.data import dataset as datasets
 from megalite.data.loader import Loader
 from megalite.mesh.mesh import Mesh
 from megalite.model.adapters import total_parameters
-from megalite.optimizer import table as optimizers
+from megalite.optimizer import registry as optimizers
 from megalite.optimizer.averaging import WeightAverage
 from megalite.optimizer.loss_scale import LossScale
 from megalite.optimizer.norm import AllReduceNorm, ChainedNorm
