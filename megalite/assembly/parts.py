@@ -23,7 +23,7 @@ from megalite.assembly.plan import staggered_end as staggered_end
 from megalite.config.amounts import duration_seconds
 from megalite.config.schema import Config
 from megalite.mesh.mesh import Layout, Mesh, MeshAxis
-from megalite.model.adapters import with_adapters
+from megalite.model.adapter_parameters import with_adapters
 from megalite.model.parameters import kv_replicas, model_specs
 from megalite.model.stage import Stage
 from megalite.optimizer.registry import OPTIMIZERS, kinds_of
@@ -37,7 +37,7 @@ from megalite.parallel.spec import Rectangle, parameter_count
 
 if TYPE_CHECKING:
     from megalite.model.mtp import MultiTokenStatistics
-    from megalite.model.routers import Routers
+    from megalite.model.router_states import Routers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -169,7 +169,7 @@ def build_parts(
     }
     found = None
     if config.model.num_experts:
-        from megalite.model.routers import Routers
+        from megalite.model.router_states import Routers
 
         # Biases are frozen with the weights: PEFT's files of adapters have no place for them.
         rate = 0.0 if config.lora.rank else config.model.router_bias_rate

@@ -13,7 +13,7 @@ from megalite.config.dims import ParallelDims, part_length
 from megalite.config.schema import Config, ModelConfig
 from megalite.config.token_files import is_chat, prefixes
 from megalite.mesh.layout import AxisPlace, Coordinates
-from megalite.model.adapters import with_adapters
+from megalite.model.adapter_parameters import with_adapters
 from megalite.model.cost import layer_costs
 from megalite.model.parameters import model_specs, stage_units
 from megalite.parallel.pipeline.gather_actions import with_gathering

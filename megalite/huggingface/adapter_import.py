@@ -25,7 +25,7 @@ from megalite.huggingface.convert import NAMED, head_of, places_of
 from megalite.huggingface.files import ConversionError, TensorFiles
 from megalite.huggingface.merging import adapted, parts_of
 from megalite.huggingface.peft_modules import EMBEDDING, AdaptedModule, FusedExperts, modules_of, saved_keys
-from megalite.model.adapters import MAGNITUDE, A, name_of
+from megalite.model.adapter_parameters import MAGNITUDE, A, name_of
 from megalite.parallel.spec import Rectangle
 
 OFF = """alora_invocation_tokens arrow_config kasa_config layer_replication lora_bias megatron_config

@@ -19,7 +19,7 @@ from megalite.config.schema import ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.attention import Attention
 from megalite.model.forward_state import ForwardState
-from megalite.model.options import LayerOptions
+from megalite.model.layer_options import LayerOptions
 from megalite.parallel.weight import Weight
 
 

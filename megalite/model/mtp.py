@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from megalite.config.schema import Config
 from megalite.mesh.mesh import Mesh, MeshAxis
 from megalite.model.forward_state import Dropout, ForwardState, Site
-from megalite.model.options import LayerOptions
+from megalite.model.layer_options import LayerOptions
 from megalite.model.parameters import layer_count
 from megalite.model.transformer import make_layer, make_norm
 from megalite.parallel.compiled_ops import CompiledOps
@@ -39,7 +39,7 @@ from megalite.parallel.tensor.linear import ColumnParallelLinear
 from megalite.parallel.weight import Weight
 
 if TYPE_CHECKING:
-    from megalite.model.routers import Routers
+    from megalite.model.router_states import Routers
     from megalite.model.stage import Head
 
 STATISTIC = "mtp"

@@ -4,7 +4,7 @@ Units: 0 is the embedding, 1 … L the layers, L + 1 the final norm and the head
 multi-token prediction. Global names: `embedding.weight`, `layers.3.attention.q.weight`,
 `layers.3.mlp.up.weight`, `norm.weight`, `head.weight`. The modules of multi-token prediction have the layers
 after the last one; what else is theirs is `layers.61.mtp.enorm.weight`, `….hnorm`, `….eh_proj` and `….norm`.
-Those of adapters follow from these: `model.adapters`.
+Those of adapters follow from these: `model.adapter_parameters`.
 Stored names differ where segments are fused: `layers.3.attention.qkv.weight` holds q, k and v,
 `layers.3.mlp.in.weight` gate and up.
 """

@@ -96,9 +96,9 @@ def _wrap_transformation(recorder: Recorder, layer: Layer, names: frozenset[str]
             recorder.wrap(mlp.down, "forward")
             recorder.wrap(layer.mlp_output, "forward")
     elif "experts" in names:
-        from megalite.model.mixture import Mixture
+        from megalite.model.moe import MixtureOfExperts
 
-        assert isinstance(mlp, Mixture)
+        assert isinstance(mlp, MixtureOfExperts)
         mlp.keeps_choice = True
         recorder.wrap(mlp, "forward")
         recorder.wrap(layer.mlp_output, "forward")

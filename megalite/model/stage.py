@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megalite.config.schema import Config, ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.forward_state import Dropout, ForwardState, Site
-from megalite.model.options import LayerOptions
+from megalite.model.layer_options import LayerOptions
 from megalite.model.parameters import head_unit
 from megalite.model.transformer import Scale, make_layer, make_norm
 from megalite.parallel.compiled_ops import CompiledOps

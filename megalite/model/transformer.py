@@ -16,7 +16,7 @@ from megalite.config.schema import ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.attention import Attention
 from megalite.model.forward_state import Dropout, ForwardState, Site
-from megalite.model.options import LayerOptions
+from megalite.model.layer_options import LayerOptions
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.tensor.linear import Activation, ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.tensor.norm import LayerNorm, RMSNorm, add_and_norm
@@ -95,9 +95,9 @@ def make_feed_forward(
 ) -> nn.Module:
     if not model.is_mixture(layer):
         return FeedForward(model, layer, weights, mesh, options)
-    from megalite.model.mixture import Mixture
+    from megalite.model.moe import MixtureOfExperts
 
-    return Mixture(model, layer, weights, mesh, options)
+    return MixtureOfExperts(model, layer, weights, mesh, options)
 
 
 class Layer(nn.Module):

@@ -26,7 +26,7 @@ from megalite.config.load import to_dict
 from megalite.config.schema import Config
 from megalite.launch.environment import software
 from megalite.launch.machine import local_world_size, usable_cores
-from megalite.model.adapters import ADAPTER
+from megalite.model.adapter_parameters import ADAPTER
 from megalite.parallel.sharding.offload import OffloadError
 from megalite.parallel.spec import EMA, Rectangle
 from megalite.system.activity import LOADING, SAVING

@@ -35,7 +35,7 @@ class Routers:
     """
 
     def __init__(self, model: ModelConfig, stages: Iterable[Stage], device: torch.device):
-        from megalite.model.mixture import Mixture
+        from megalite.model.moe import MixtureOfExperts
 
         self.model, self.count = model, layer_count(model)
         self.layers = [layer for layer in range(self.count) if model.is_mixture(layer)]
@@ -43,7 +43,7 @@ class Routers:
         self.load, self.bias = (each.repeat(self.count, 1) for each in (start.load, start.bias))
         self._host: RouterState | None = None  # the same in CPU memory; None: to be read from the device
         for module in (module for stage in stages for module in stage.modules()):
-            if isinstance(module, Mixture):
+            if isinstance(module, MixtureOfExperts):
                 module.balance.state = self.state(module.layer)
 
     def state(self, layer: int) -> RouterState:

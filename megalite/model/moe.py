@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megalite.config.schema import ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.forward_state import ForwardState
-from megalite.model.options import LayerOptions
+from megalite.model.layer_options import LayerOptions
 from megalite.model.parameters import layer_count
 from megalite.model.transformer import FeedForward
 from megalite.parallel.expert.balance import Balance, RouterState
@@ -34,7 +34,7 @@ from megalite.parallel.weight import Weight
 TINY = 1e-20  # sigmoid scores may all be 0; sums of probabilities are too large to be changed by it
 
 
-class Mixture(nn.Module):
+class MixtureOfExperts(nn.Module):
     """[seq (/tp), batch, hidden] -> the same shape, as `FeedForward`. With tp > 1 the sequence is split."""
 
     def __init__(
