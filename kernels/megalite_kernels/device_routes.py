@@ -66,9 +66,9 @@ def read(device: str) -> DeviceRoutes:
 
 def known(what: str) -> list[str]:
     """The names that a file may give for plain, documents, weight_grad or router."""
-    from megalite_kernels import attention_routes, router_product, weight_grad
+    from megalite_kernels import attention_routes, router_logits, weight_grad
 
-    products = {"weight_grad": [*weight_grad.ROUTES], "router": [*router_product.ROUTES]}
+    products = {"weight_grad": [*weight_grad.ROUTES], "router": [*router_logits.ROUTES]}
     if what in products:
         return products[what]
     return [
