@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalite import checkpoint
 from megalite.checkpoint import directories
-from megalite.checkpoint.chunks import name_of
+from megalite.checkpoint.chunks import dtype_name
 from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.families.hub import repository
 from megalite.families.weight_files import ADAPTER, ADAPTER_SETTINGS
@@ -65,7 +65,7 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
     tokenizer = choose(manifest, TokenizerChoice(), converting.origin(directory, model))
     parameters, dtypes = (
         sum(value.numel() for value in tensors.values()),
-        {name_of(value.dtype) for value in tensors.values()},
+        {dtype_name(value.dtype) for value in tensors.values()},
     )
     with converting.new_directory(target) as temporary:
         with closing(

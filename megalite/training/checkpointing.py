@@ -26,10 +26,9 @@ from megalite.config.load import to_dict
 from megalite.config.schema import Config
 from megalite.launch.environment import software
 from megalite.launch.machine import local_world_size, usable_cores
-from megalite.model.adapters import ADAPTER
-from megalite.optimizer.table import EMA
+from megalite.model.adapter_parameters import ADAPTER
 from megalite.parallel.sharding.offload import OffloadError
-from megalite.parallel.spec import Rectangle
+from megalite.parallel.spec import EMA, Rectangle
 from megalite.system.activity import LOADING, SAVING
 from megalite.training.best import resume_state, state_to_save
 

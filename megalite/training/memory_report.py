@@ -17,7 +17,7 @@ from torch import Tensor
 from megalite.assembly import parts as build
 from megalite.assembly import plan
 from megalite.config.schema import Config
-from megalite.model.adapters import with_adapters
+from megalite.model.adapter_parameters import with_adapters
 from megalite.model.parameters import model_specs
 from megalite.optimizer.state import OptimizerState
 from megalite.parallel.pipeline.gather_actions import check_gathering

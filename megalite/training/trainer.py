@@ -24,8 +24,8 @@ from megalite.config.schema import Config
 from megalite.data import dataset as datasets
 from megalite.data.loader import Loader
 from megalite.mesh.mesh import Mesh
-from megalite.model.adapters import total_parameters
-from megalite.optimizer import table as optimizers
+from megalite.model.adapter_parameters import total_parameters
+from megalite.optimizer import registry as optimizers
 from megalite.optimizer.averaging import WeightAverage
 from megalite.optimizer.loss_scale import LossScale
 from megalite.optimizer.norm import AllReduceNorm, ChainedNorm
@@ -61,7 +61,7 @@ class StepResult:
     fault: str | None  # why the update was skipped, and the samples of the step; None: it was applied
     streak: int  # consecutive skipped steps, this one included
     stop: float  # the sum of what ranks request: 0, or more if one asks for the end (`signals.agreed`)
-    routing: Mapping[str, Any]  # metrics of mixtures of experts (`model.routers`)
+    routing: Mapping[str, Any]  # metrics of mixtures of experts (`model.router_states`)
 
     @property
     def skipped(self) -> bool:

@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 
 from megalite.optimizer.loss_scale import LossScale
-from megalite.optimizer.norm import NormReduction, clip_divisor, read_later, update_divisor
+from megalite.optimizer.norm import NormReduction, clip_divisor, update_divisor
 from megalite.parallel.sharding.store import ParameterStore
+from megalite.system.pinned_memory import read_aside, read_later
 from megalite.training.guard import Guard
 
 if TYPE_CHECKING:
     from megalite.optimizer.averaging import WeightAverage
-    from megalite.optimizer.interface import Optimizer
+    from megalite.optimizer.registry import Optimizer
 
 
 @dataclass(frozen=True)
@@ -244,8 +245,6 @@ class OptimisticStepFinalizer(StepFinalizer):
         """Read the total norm, on a GPU not behind the forwards that are queued."""
         if self.store.device == torch.device("cpu"):
             return self.norm.total()
-        from megalite.system.pinned_memory import read_aside  # which only a GPU needs
-
         return read_aside(self.norm.total, self.store.device)()
 
     def _learn(self, update: Update, totals: Tensor) -> None:

@@ -286,7 +286,7 @@ def test_documents_as_accurate_as_the_definition(route, batch):
     q, k, v, dout = (x.to("cuda") for x in host)
     offsets, longest = boundaries(starts.numpy())
     call = AttentionCall(q, k, v, documents=True, boundaries=True)
-    if (reason := route.refusal(call)) is not None:
+    if (reason := route.rejection(call)) is not None:
         pytest.skip(f"{route.name}: {reason}")
     options = attention_library.Options(0.125, None, (offsets.to("cuda"), longest))
     route.calls.prepare()

@@ -1,4 +1,4 @@
-"""Options of how a layer is computed, as opposed to what it computes."""
+"""Options that determine how a layer is computed, but not its result."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class LayerOptions:
 
     Attributes:
         sequence_parallel: False where tp is 1.
-        recompute: what backward computes again: none, selective, full, or operations joined by +.
-        expert_dispatch: how tokens reach their experts.
-        context: how attention exchanges the parts of a sequence, with more than one cp rank.
+        recompute: activation checkpointing: none, selective, full, or the recomputed operations joined by +.
+        expert_dispatch: the method of dispatch and combine.
+        context: the method of context parallelism, with more than one cp rank.
         ops: the functions between linears, eager or compiled.
     """
 
@@ -44,12 +44,12 @@ class LayerOptions:
 
     @property
     def recomputes_scores(self) -> bool:
-        """Whether attention's backward computes its probabilities again."""
+        """Whether attention's backward recomputes its probabilities."""
         return self.recompute == "selective" or "scores" in self.recompute.split("+")
 
     def attention_over(self, mesh: Mesh) -> Callable[..., Tensor] | None:
-        """Attention of this rank's part of every sequence to the whole (`parallel.context`). None: the rank
-        has whole sequences."""
+        """Returns attention from this rank's part of every sequence to the whole sequence
+        (`parallel.context`); None: the rank has whole sequences."""
         if mesh.cp.size == 1:
             return None
         from megalite.parallel.context.attend import attention_over

@@ -1,4 +1,4 @@
-"""Orthogonalisation of a matrix by Newton-Schulz iterations (Jordan et al. 2024, "Muon: An optimizer for
+"""Orthogonalization of a matrix by Newton-Schulz iterations (Jordan et al. 2024, "Muon: An optimizer for
 hidden layers").
 
 With the singular value decomposition U S V' of a matrix, the result is close to U V': each iteration applies
@@ -18,14 +18,14 @@ EPS = 1e-7
 
 
 def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
-    """The orthogonalised matrix, [A, B], in the dtype in which the iterations run: the argument's, which is
+    """Returns the orthogonalized matrix, [A, B]. The iterations run in the dtype of the argument, which is
     overwritten.
 
     torch.optim.Muon is not called: importing torch.optim imports torch._dynamo, and it always runs in bf16.
     """
     a, b, c = COEFFICIENTS
     tall = matrix.size(0) > matrix.size(1)
-    x = matrix.T if tall else matrix  # the products are of the shorter side
+    x = matrix.T if tall else matrix  # the Gram matrix is that of the shorter side
     x.div_(x.norm().clamp(min=EPS))  # no singular value exceeds 1
     for _ in range(steps):
         gram = x @ x.T

@@ -1,11 +1,11 @@
 """A router's logits: rows · weightᵀ in at least fp32, since in 16 bits they would tie at the k-th place.
 
-Routes of operands in 16 bits on a GPU. Both multiply the same numbers, whose products are exact in fp32, and
+There are two routes for operands in 16 bits on a GPU. Both multiply the same numbers, exactly in fp32, and
 add them in fp32:
 
-    out_dtype   the product takes the operands as they are, on tensor cores, and writes fp32
-    cast        both are cast to fp32 first, which no tensor core takes: the reference, and the only route of
-    other operands
+    out_dtype   a matmul of the operands as they are, on tensor cores, which writes fp32
+    cast        both are cast to fp32 first, which tensor cores do not support: the reference, and the only
+                route for other operands
 
 out_dtype runs unless a device's file names the other one (`device_routes`).
 """
@@ -34,8 +34,8 @@ ROUTES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"out_dtype": _out_dtype
 
 
 def logits(rows: Tensor, weight: Tensor) -> Tensor:
-    """rows · weightᵀ by the route of the device: [n, hidden], [experts, hidden] -> [n, experts], at least
-    fp32."""
+    """Returns rows · weightᵀ by the route of the device: [n, hidden], [experts, hidden] -> [n, experts], at
+    least fp32."""
     if not rows.is_cuda or rows.dtype not in _HALF or weight.dtype != rows.dtype:
         return _cast(rows, weight)
     return ROUTES[measured(rows.device).router or "out_dtype"](rows, weight)

@@ -1,13 +1,13 @@
-"""A mixture of experts in place of the dense feed-forward: each token is processed by the k experts that its
-router chooses.
+"""Mixture of experts (MoE) in place of the dense feed-forward: the router chooses k experts for each token.
 
-    logits = router(x);  p = softmax(logits);  y = Σ over the k largest p_e of  w_e · expert_e(x)  +  gate(x)
-    · shared(x)
+    p = softmax(router(x))
+    y = Σ over the k largest p_e of w_e · expert_e(x)  +  gate(x) · shared(x)
 
 With `router_scores: sigmoid` p is the sigmoid of the logits; with groups the k are chosen within the token's
 best groups (DeepSeek-V3).
 
-Communication: that of the dispatch over the expert axis, of the balance, and of the shared expert's linears.
+Communicates in dispatch and combine over the expert axis, in the auxiliary losses, and in the shared expert's
+linears.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megalite.config.schema import ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.forward_state import ForwardState
-from megalite.model.options import LayerOptions
+from megalite.model.layer_options import LayerOptions
 from megalite.model.parameters import layer_count
 from megalite.model.transformer import FeedForward
 from megalite.parallel.expert.balance import Balance, RouterState
@@ -34,7 +34,7 @@ from megalite.parallel.weight import Weight
 TINY = 1e-20  # sigmoid scores may all be 0; sums of probabilities are too large to be changed by it
 
 
-class Mixture(nn.Module):
+class MixtureOfExperts(nn.Module):
     """[seq (/tp), batch, hidden] -> the same shape, as `FeedForward`. With tp > 1 the sequence is split."""
 
     def __init__(
@@ -42,18 +42,19 @@ class Mixture(nn.Module):
     ):
         super().__init__()
         name = f"layers.{layer}.mlp"
-        into = weights[f"{name}.experts.in.weight"]
+        weight_in = weights[f"{name}.experts.in.weight"]
         self.model, self.layer, self.keeps_choice = model, layer, options.recompute == "full"
-        # which part of the sequence this rank has
+        # the index of this rank's part of the sequence
         self.part = mesh.tp.rank if options.sequence_parallel else 0
         self.router = Router(weights[f"{name}.router.weight"], weights.get(f"{name}.router.bias"))
-        own = (model.num_experts or 0) // mesh.expert.size
+        local_experts = (model.num_experts or 0) // mesh.expert.size
         activation = Activation(model.hidden_act, model.gated_mlp, options.ops)
         biases = weights.get(f"{name}.experts.in.bias"), weights.get(f"{name}.experts.down.bias")
-        self.experts = Experts(into, weights[f"{name}.experts.down.weight"], biases, own, activation)
-        alike = mesh.tp.size > 1 and not options.sequence_parallel  # in inference
-        self.dispatch = make_dispatch("same_rows" if alike else options.expert_dispatch, mesh.expert)
-        self.balance = Balance(model, RouterState.start(model, into.tensor.device), mesh.sequence)
+        down = weights[f"{name}.experts.down.weight"]
+        self.experts = Experts(weight_in, down, biases, local_experts, activation)
+        same_rows = mesh.tp.size > 1 and not options.sequence_parallel  # in inference
+        self.dispatch = make_dispatch("same_rows" if same_rows else options.expert_dispatch, mesh.expert)
+        self.balance = Balance(model, RouterState.start(model, weight_in.tensor.device), mesh.sequence)
         self.capacity = None
         if model.expert_capacity_factor is not None:
             from megalite.parallel.expert.capacity import Capacity
@@ -68,10 +69,10 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
         rows = x.flatten(0, 1)  # [tokens, hidden] of this rank
         logits = self.router(rows)  # [tokens, experts], at least fp32
-        scores = logits.sigmoid() if self.model.router_scores == "sigmoid" else logits.softmax(-1)
-        targets = (
-            None if state.targets is None else state.targets.narrow(0, x.shape[0] * self.part, x.shape[0])
-        )
+        sigmoid, targets = self.model.router_scores == "sigmoid", state.targets
+        scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
+        if targets is not None:
+            targets = targets.narrow(0, x.shape[0] * self.part, x.shape[0])
         choice = self._choice(scores, targets, state)
         self.dispatch.begin(choice)
         weights = scores.gather(1, choice.experts)  # [tokens, k]
@@ -80,36 +81,34 @@ class Mixture(nn.Module):
         if self.model.routed_scaling_factor != 1.0:
             weights = weights * self.model.routed_scaling_factor
         if state.training and targets is not None:
-            probabilities = (
-                scores / scores.sum(-1, keepdim=True) if self.model.router_scores == "sigmoid" else scores
-            )
+            probabilities = scores / scores.sum(-1, keepdim=True) if sigmoid else scores
             weights, statistics = self.balance.with_losses(
                 weights, logits, probabilities, choice, targets, state.loss_scale
             )
-            self._report(state, statistics)
+            self._record(state, statistics)
         # before the host waits for the sizes of the dispatch
         shared = None if self.shared is None else self._shared(x, rows, state)
         out = self.dispatch.run(rows, weights, choice, self.experts).view_as(x)
         return out if shared is None else out + shared
 
-    def _report(self, state: ForwardState, statistics: Tensor) -> None:
-        """Enter the layer's statistics into those of all layers, [layers, experts + 3]."""
+    def _record(self, state: ForwardState, statistics: Tensor) -> None:
+        """Record the layer's statistics among those of all layers, [layers, experts + 3]."""
         if "router" not in state.statistics:
             state.statistics["router"] = statistics.new_zeros(layer_count(self.model), len(statistics))
         state.statistics["router"][self.layer] = statistics
 
     def _choice(self, scores: Tensor, targets: Tensor | None, state: ForwardState) -> ExpertChoice:
-        """The choice of this forward, in training without what exceeds the capacity. Recomputation uses that
-        of the first forward: another one would change shapes."""
-        if (kept := state.choices.pop(self.layer, None)) is not None:
-            return kept
+        """Returns the choice of this forward, in training without the rows that exceed the capacity.
+        Recomputation repeats the choice of the first forward: another one would change shapes."""
+        first = state.choices.pop(self.layer, None)
+        if first is not None:
+            return first
         model = self.model
         if model.biased_choice:
             scores = scores + self.balance.state.bias.to(scores.dtype)
         if model.n_group is not None:
-            scores = in_best_groups(
-                scores, model.n_group, model.topk_group, 2 if model.router_scores == "sigmoid" else 1
-            )
+            counted = 2 if model.router_scores == "sigmoid" else 1  # experts that rank a group
+            scores = in_best_groups(scores, model.n_group, model.topk_group, counted)
         choice = choose(scores, model.num_experts_per_tok)
         if self.capacity is not None and state.training and targets is not None:
             choice = self.capacity.limit(choice, targets != IGNORE_INDEX, state.part)
@@ -120,8 +119,6 @@ class Mixture(nn.Module):
     def _shared(self, x: Tensor, rows: Tensor, state: ForwardState) -> Tensor:
         assert self.shared is not None
         out: Tensor = self.shared(x, state)
-        return (
-            out
-            if self.shared_gate is None
-            else out * self.shared_gate(rows).sigmoid().to(x.dtype).view(*x.shape[:-1], 1)
-        )
+        if self.shared_gate is None:
+            return out
+        return out * self.shared_gate(rows).sigmoid().to(x.dtype).view(*x.shape[:-1], 1)
