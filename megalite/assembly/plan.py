@@ -139,7 +139,7 @@ def counts_tokens(config: Config) -> bool:
 
 def staggered_end(config: Config) -> bool:
     """Whether ranks finish a step one after the other, so that none should wait for the last one
-    (`training.step_finalizer`)."""
+    (`training.weight_update`)."""
     return RECIPES[config.parallel.schedule].staggered and config.parallel.pp > 1
 
 

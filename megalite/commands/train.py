@@ -61,8 +61,8 @@ def main() -> int:
     from megalite.monitoring.observers import observers
     from megalite.parallel.collectives import CommunicationError
     from megalite.parallel.sharding.offload import OffloadError
+    from megalite.training.bad_steps import FaultLimit
     from megalite.training.fit import fit
-    from megalite.training.guard import FaultLimit
     from megalite.training.kernel_choice import kernels
     from megalite.training.trainer import Trainer
     from megalite.training.watchdog import Watchdog
@@ -175,7 +175,7 @@ def start(config: Config, device: torch.device) -> tuple[Job, RankEnvironment, M
     from megalite.launch.machine import local_world_size
     from megalite.launch.process import configure_process, start_process_group
     from megalite.monitoring import links
-    from megalite.training.faults import restarts
+    from megalite.training.fault_injection import restarts
     from megalite.training.job import Job, JobEnd, begin
     from megalite.training.matmul_choice import choose
 

@@ -1,4 +1,4 @@
-"""The interface of an optimizer: all that the trainer and the step finalizers use of it."""
+"""The interface of an optimizer: all that the trainer and the weight updaters use of it."""
 
 from __future__ import annotations
 

@@ -341,7 +341,7 @@ def _is_of_all_ranks(error: BaseException) -> bool:
     it."""
     from megalite.checkpoint import CheckpointError
     from megalite.config.samples import DataError
-    from megalite.training.guard import FaultLimit
+    from megalite.training.bad_steps import FaultLimit
 
     return isinstance(error, FaultLimit | CheckpointError | ConfigError) and not isinstance(error, DataError)
 

@@ -22,7 +22,7 @@ EXCEPTIONS = {
     "megalite/system/shared_memory.py": "a transport of small messages beneath the collectives, which could as well be "
     "TCP",
     "megalite/system/activity.py": "tells other threads where a rank is; without it a step computes the same",
-    "megalite/training/faults.py": "rehearses faults; in a run without --faults it does nothing",
+    "megalite/training/fault_injection.py": "rehearses faults; in a run without --faults it does nothing",
 }
 VOCABULARY = (  # words in which the others speak: who talks to whom, what a rank holds, what a schedule is made of
     "megalite/mesh/layout.py",

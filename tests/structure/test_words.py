@@ -12,7 +12,7 @@ import pytest
 from tests.structure.sources import PROGRAM, relative
 
 INSTEAD = {
-    **{"Closing": "StepFinalizer", "settle": "drain", "validate_step": "confirm"},
+    **{"Closing": "WeightUpdater", "settle": "drain", "validate_step": "confirm"},
     **{"Residency": "WeightGatherer", "residency": "gatherer", "WeightGradients": "WeightGradQueue"},
     **{"BucketMemory": "BucketBuffers", "BucketGradients": "GradientBucket"},
     **{

@@ -15,7 +15,7 @@ from megalite.launch.peers import LostRank, PeerState
 from megalite.mesh.mesh import Layout, Mesh
 from megalite.system.activity import SAVING, Activity
 from megalite.training import watchdog
-from megalite.training.guard import FaultLimit
+from megalite.training.bad_steps import FaultLimit
 from megalite.training.hang import load
 
 
