@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from megalite.commands import launch as launching
 from megalite.config.load import exit_with, load, tell_torchrun, write_config
 from megalite.config.schema import Config, ConfigError
-from megalite.launch import interrupts
+from megalite.launch import signals
 from megalite.launch.causes import Lost, lost_by
 from megalite.launch.environment import set_variables
 from megalite.launch.exit_status import ExitStatus, process_status, training_status
@@ -88,11 +88,7 @@ def main() -> int:
             job.running()
             announce(trainer, remarks + notes)
             status = fit(trainer, observers(trainer, environment, hardware, kernels(trainer)))
-        interrupts.ending(
-            " after the last step: everything is saved",
-            training_status,
-            signals=interrupts.training_signals(),
-        )
+        signals.end_training_on_signal(" after the last step: everything is saved")
         trainer.close()
     # some are found alike by every rank: a checkpoint that must not be continued, a save that failed,
     # bad steps
@@ -194,8 +190,9 @@ def start(config: Config, device: torch.device) -> tuple[Job, RankEnvironment, M
             notes.extend(compare_ranks(environment, store, rank, size, tp=config.parallel.tp))
             restarted = store.add("restarted", 0) > 0
         job, lines = begin(config, restarted=restarted, rank=rank, store=store)
-        release, signals = (lambda number: job.end(training_status(number))), interrupts.training_signals()
-        interrupts.ending(" before the first step", training_status, signals=signals, before=release)
+        signals.end_training_on_signal(
+            " before the first step", before=lambda number: job.end(training_status(number))
+        )
         jobs.append(job)
         notes.extend(lines)
 

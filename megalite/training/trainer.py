@@ -65,7 +65,7 @@ class StepResult:
     loss_scale: float  # 1 unless fp16
     fault: str | None  # why the update was skipped, and the samples of the step; None: it was applied
     streak: int  # consecutive skipped steps, this one included
-    stop: float  # the sum of what ranks request: 0, or more if one asks for the end (`signals.agreed`)
+    stop: float  # the sum of the ranks' requests to stop or save (`training.stop_requests`)
     routing: Mapping[str, Any]  # metrics of mixtures of experts (`model.routers`)
 
     @property

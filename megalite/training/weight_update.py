@@ -44,7 +44,7 @@ class StepStatistics:
     busy: float = 0.0  # seconds inside compute actions
     # seconds from the first action to the last, on the ranks of the first stage; 0 on others
     wall: float = 0.0
-    stops: float = 0.0  # requests to stop or save (`training.signals`); 0: none
+    stops: float = 0.0  # requests to stop or save (`training.stop_requests`); 0: none
     router: Tensor | None = None  # the routers' statistics of all MoE layers (`parallel.expert.balance`)
 
     def values(self) -> list[Tensor | float]:

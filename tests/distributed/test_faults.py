@@ -80,7 +80,7 @@ def fitted_in_virtual_time(context: Any, config: dict[str, Any]) -> dict[str, An
 
     with (
         patch("megalite.training.fault_injection.sleep", spend),
-        patch("megalite.training.signals.monotonic", lambda: now[0]),
+        patch("megalite.training.stop_requests.monotonic", lambda: now[0]),
     ):
         return fitted(context, config)
 
