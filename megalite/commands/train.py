@@ -65,7 +65,7 @@ def main() -> int:
     from megalite.training.fit import fit
     from megalite.training.kernel_choice import kernels
     from megalite.training.trainer import Trainer
-    from megalite.training.watchdog import Watchdog
+    from megalite.training.watchdog import Watchdog, raised_on_all_ranks
 
     device, hardware, found = check_run(config, loaded.choice)
     remarks += found
@@ -90,20 +90,10 @@ def main() -> int:
             status = fit(trainer, observers(trainer, environment, hardware, kernels(trainer)))
         signals.end_training_on_signal(" after the last step: everything is saved")
         trainer.close()
-    # some are found alike by every rank: a checkpoint that must not be continued, a save that failed,
-    # bad steps
     except failures as error:
-        agreed = isinstance(
-            error, (ConfigError | CheckpointError) if trainer is None else (CheckpointError | FaultLimit)
-        )
-        end_run(
-            error,
-            config,
-            device,
-            mesh,
-            job,
-            (ExitStatus.FAILED if trainer else ExitStatus.CONFIGURATION) if agreed else None,
-        )
+        status = ExitStatus.FAILED if trainer else ExitStatus.CONFIGURATION
+        on_all_ranks = raised_on_all_ranks(error, mesh.activity)
+        end_run(error, config, device, mesh, job, status if on_all_ranks else None)
     except Exception as error:  # a fault of ours, or one of the device: its traceback is wanted
         report_unexpected(error, config, mesh, job)
         raise
