@@ -25,7 +25,7 @@ from megalite.training.stop_requests import SaveTimer, StopRequest, requested_en
 from megalite.training.trainer import StepResult, Trainer
 
 if TYPE_CHECKING:
-    from megalite.monitoring.observer import Observer
+    from megalite.monitoring.observers import Observer
 
 
 def fit(

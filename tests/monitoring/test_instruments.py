@@ -16,10 +16,9 @@ from megalite.config.schema import Config, NetworkConfig
 from megalite.launch.environment import across_hosts, facts, odd_ranks, set_variables, short_of_memory
 from megalite.monitoring import gpu, links, tracing
 from megalite.monitoring import out_of_memory as memory
-from megalite.monitoring.context_imbalance import ContextImbalance
 from megalite.monitoring.phases import PhaseTimes
 from megalite.monitoring.prediction import describe, predicted_bubble, stage_costs
-from megalite.monitoring.rank_times import compare, context_imbalance
+from megalite.monitoring.rank_times import ContextImbalance, compare, context_imbalance
 from megalite.parallel.pipeline.schedule import Action, ActionKind
 from megalite.planner.hardware.devices import find
 from megalite.system.activity import BETWEEN, READING, REDUCING, REPORTING, UPDATING, Activity
@@ -242,7 +241,7 @@ def test_the_ladder_leaves_out_what_the_rules_refuse_and_what_saves_nothing(
 def test_the_message_names_place_reason_and_rungs() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
     said = memory.describe(
-        "rank 3 in step 7, F0.1", error, [memory.Rung({"parallel.tp": 4, "parallel.dp": 2}, 3 << 29)]
+        "rank 3 in step 7, F0.1", error, [memory.MemorySaving({"parallel.tp": 4, "parallel.dp": 2}, 3 << 29)]
     ).splitlines()
     assert said[0] == "rank 3 in step 7, F0.1: out of memory: CUDA out of memory. Tried to allocate 2.00 GiB."
     assert said[-1].split() == ["--parallel.tp", "4", "--parallel.dp", "2", "saves", "1.5", "GiB"]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megalite.checkpoint import tensors
 from megalite.config.load import from_dict
-from megalite.monitoring.observer import Observer
+from megalite.monitoring.observers import Observer
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
 from megalite.training.watchdog import Watchdog

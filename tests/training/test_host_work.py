@@ -18,7 +18,7 @@ from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.saver import Saver
 from megalite.config.load import from_dict
 from megalite.data.loader import Loader
-from megalite.monitoring.observer import Observer
+from megalite.monitoring.observers import Observer
 from megalite.optimizer.adamw import AdamW
 from megalite.optimizer.averaging import WeightAverage
 from megalite.parallel.sharding.bucket_buffers import BucketBuffers

@@ -15,7 +15,7 @@ from megalite.assembly import parts as build
 from megalite.config.load import from_dict
 from megalite.config.schema import CheckpointConfig
 from megalite.launch.exit_status import ExitStatus
-from megalite.monitoring.observer import Observer
+from megalite.monitoring.observers import Observer
 from megalite.planner.memory import states
 from megalite.training.checkpointing import describe_saves
 from megalite.training.fit import fit
