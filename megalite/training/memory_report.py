@@ -149,7 +149,7 @@ def _describe_frozen(trainer: Trainer) -> list[str]:
 
 
 def _describe_copies(trainer: Trainer) -> list[str]:
-    """The additional memory of optimistic steps, see `training.step_finalizer`."""
+    """The additional memory of optimistic steps, see `training.weight_update`."""
     if not build.optimistic_step(trainer.config):
         return []
     size = sum(tensor.nbytes for tensor in trainer.optimizer.state.changing()) / 1e6

@@ -15,7 +15,7 @@ from megalite.config.schema import Config, ConfigError
 from megalite.data.tokenizer_comparison import Tokenized, compare, of_data, one_tokenizer
 from megalite.data.tokenizer_identity import of_record, of_tokenizer
 from megalite.families.model_config import hf_shape
-from megalite.training.faults import restarts
+from megalite.training.fault_injection import restarts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -102,7 +102,7 @@ def undone(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
     trainer.optimizer.state.restore = counted  # type: ignore[method-assign]
     try:
         results = [result for _ in range(steps) for result in trainer.train_step()]
-        trainer.finalizer.drain()
+        trainer.weight_updater.drain()
         tensors = global_tensors(trainer, ("weight", "momentum_buffer", "exp_avg", "exp_avg_sq"))
     finally:
         trainer.close()

@@ -41,7 +41,7 @@ def restarts() -> int:
     return sum(int(os.environ.get(name, 0)) for name in RESTARTS)
 
 
-class Injection:
+class FaultInjection:
     """The faults to inject on this rank, each once per step: a step repeated after a rollback has none.
 
     A spike, which multiplies the loss, is injected on all ranks of the named rank's replica: it is a property

@@ -1,8 +1,8 @@
 """Bad steps: which updates are skipped, and when a run ends or rolls back.
 
-All ranks have the same loss and gradient norm of a step, bit for bit, so each rank decides locally and all
-decide alike: no communication. A bad step leaves weights and optimizer state unchanged. The window of
-accepted losses is stored in checkpoints: a resumed run decides as an uninterrupted one.
+All ranks have the same loss and gradient norm of a step, bit for bit. Each rank therefore decides locally,
+without communication, and all decide alike. A bad step leaves weights and optimizer state unchanged. The
+window of accepted losses is stored in checkpoints: a resumed run decides as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ MAX_ROLLBACKS = 3  # in one process: if a fourth is needed, the data is not the 
 
 
 class FaultLimit(RuntimeError):
-    """Too many consecutive steps were bad, and the run cannot roll back; the message names the fault and
-    possible remedies."""
+    """Too many consecutive steps were bad, and the run cannot roll back.
+
+    The message names the fault and possible remedies.
+    """
 
 
 @dataclass
-class Guard:
-    """Accepts or rejects steps.
+class BadStepPolicy:
+    """Decides which updates are skipped, and whether the run rolls back or ends.
 
     Attributes:
         streak: consecutive steps skipped since the last accepted one.
@@ -41,10 +43,10 @@ class Guard:
         self.losses = deque(maxlen=self.options.spike_window)
 
     def judge(self, loss: float, norm: float, scale_adapts: bool = False) -> str | None:
-        """The reason why a step must be skipped; None: it is accepted.
+        """Returns the reason why a step must be skipped; None: it is accepted.
 
-        `scale_adapts`: the loss scale may still be too large, so gradients that are not finite do not count
-        in `streak`.
+        scale_adapts: the loss scale may still be too large, so gradients that are not finite do not count in
+        `streak`.
         """
         fault = self._fault(loss, norm)
         if fault is None:
@@ -79,11 +81,15 @@ class Guard:
     def _usual(self) -> tuple[float, float]:
         """Mean and deviation of the accepted losses."""
         mean = fsum(self.losses) / len(self.losses)
-        return mean, sqrt(fsum((each - mean) ** 2 for each in self.losses) / len(self.losses))
+        return mean, sqrt(fsum((loss - mean) ** 2 for loss in self.losses) / len(self.losses))
 
     def go_back(self, reason: str, checkpoint: bool) -> None:
-        """Count a rollback to a checkpoint. Raises FaultLimit if the run must end: no checkpoint, not
-        allowed, or too many rollbacks."""
+        """Count a rollback to a checkpoint.
+
+        Raises:
+            FaultLimit: the run must end: there is no checkpoint, rollbacks are not allowed, or there were too
+                many.
+        """
         if not self.options.rollback:
             way_out = (
                 "lower optimizer.lr, or set faults.rollback = true to return to the last checkpoint and skip "

@@ -15,7 +15,7 @@ from threading import Event, Thread
 
 import pytest
 
-from megalite.launch.interrupts import SAME_PRESS_S
+from megalite.launch.signals import SAME_PRESS_S
 from megalite.system.processes import blocked
 from tests.structure.sources import ROOT
 from tests.support.configs import write_tokens
@@ -132,7 +132,7 @@ def test_ranks_that_wait_for_the_message_of_local_rank_0_are_not_listed_as_failu
 
 STUCK = """
 import ctypes
-from megalite.training.signals import StopRequest
+from megalite.training.stop_requests import StopRequest
 with StopRequest():
     print("in a step", flush=True)
     mutex = (ctypes.c_char * 64)()

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from megalite.config.schema import FaultsConfig
-from megalite.training.guard import MAX_ROLLBACKS, FaultLimit, Guard
+from megalite.training.bad_steps import MAX_ROLLBACKS, BadStepPolicy, FaultLimit
 
 
-def judged(guard: Guard, losses: list[float], norm: float = 1.0) -> list[bool]:
+def judged(policy: BadStepPolicy, losses: list[float], norm: float = 1.0) -> list[bool]:
     """For each loss whether the step was skipped."""
-    return [guard.judge(loss, norm) is not None for loss in losses]
+    return [policy.judge(loss, norm) is not None for loss in losses]
 
 
 def told(losses: list[float], sigma: float, window: int) -> list[bool]:
@@ -32,20 +32,20 @@ def test_spikes_are_those_of_the_rule(sigma, window):
     random = np.random.default_rng(window)
     losses = (4 * 0.99 ** np.arange(300) + random.normal(0, 0.05, 300) + 3 * (random.random(300) < 0.05)).tolist()
     losses[40], losses[41] = nan, inf
-    skipped = judged(Guard(FaultsConfig(spike_sigma=sigma, spike_window=window)), losses)
+    skipped = judged(BadStepPolicy(FaultsConfig(spike_sigma=sigma, spike_window=window)), losses)
     assert skipped == told(losses, sigma, window)
     assert 2 < sum(skipped) < 250, "both happen"
 
 
 def test_without_a_limit_nothing_is_a_spike():
-    guard = Guard(FaultsConfig(spike_window=2))
-    assert judged(guard, [1.0, 1.0, 1e9, nan, 1.0, -inf]) == [False, False, False, True, False, True]
-    assert judged(guard, [1.0, 1.0], norm=inf) == [True, True] and guard.streak == 3
+    policy = BadStepPolicy(FaultsConfig(spike_window=2))
+    assert judged(policy, [1.0, 1.0, 1e9, nan, 1.0, -inf]) == [False, False, False, True, False, True]
+    assert judged(policy, [1.0, 1.0], norm=inf) == [True, True] and policy.streak == 3
 
 
-def test_a_guard_that_was_saved_judges_on_as_if_it_had_not_been():
+def test_a_policy_that_was_saved_judges_on_as_if_it_had_not_been():
     options = FaultsConfig(spike_sigma=3.0, spike_window=6)
-    one, other = Guard(options), Guard(options)
+    one, other = BadStepPolicy(options), BadStepPolicy(options)
     judged(one, [3.1, 3.0, 2.9, 3.05, 2.95, 3.02, 9.0])
     other.load(json.loads(json.dumps(one.state())))
     for loss in (3.3, 9.0, 3.0, nan, 3.1, 4.0, 2.0):
@@ -54,7 +54,7 @@ def test_a_guard_that_was_saved_judges_on_as_if_it_had_not_been():
 
 
 def test_an_overflow_counts_only_where_the_loss_scale_can_not_help():
-    guard = Guard(FaultsConfig())
+    policy = BadStepPolicy(FaultsConfig())
     streaks = []
     for loss, norm, adapts in [
         (2.0, inf, True),
@@ -63,18 +63,18 @@ def test_an_overflow_counts_only_where_the_loss_scale_can_not_help():
         (nan, nan, True),
         (2.0, 1.0, True),
     ]:
-        guard.judge(loss, norm, adapts)
-        streaks.append(guard.streak)
+        policy.judge(loss, norm, adapts)
+        streaks.append(policy.streak)
     assert streaks == [0, 1, 1, 2, 0]
 
 
 def test_a_run_goes_back_a_few_times_and_then_ends():
-    guard = Guard(FaultsConfig(rollback=True, skip_limit=4))
+    policy = BadStepPolicy(FaultsConfig(rollback=True, skip_limit=4))
     for _ in range(MAX_ROLLBACKS):
-        guard.go_back("bad steps", checkpoint=True)
+        policy.go_back("bad steps", checkpoint=True)
     with pytest.raises(FaultLimit, match=r"^bad steps\. faults.skip_limit = 4 is reached: 3 rollbacks have not helped"):
-        guard.go_back("bad steps", checkpoint=True)
+        policy.go_back("bad steps", checkpoint=True)
     with pytest.raises(FaultLimit, match="no checkpoint to return to"):
-        Guard(FaultsConfig(rollback=True)).go_back("bad steps", checkpoint=False)
+        BadStepPolicy(FaultsConfig(rollback=True)).go_back("bad steps", checkpoint=False)
     with pytest.raises(FaultLimit, match="faults.rollback = true"):
-        Guard(FaultsConfig()).go_back("bad steps", checkpoint=True)
+        BadStepPolicy(FaultsConfig()).go_back("bad steps", checkpoint=True)

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from megalite.training import signals
-from megalite.training.signals import StopRequest
+from megalite.training import stop_requests
+from megalite.training.stop_requests import StopRequest
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def test_after_an_error_a_signal_does_not_end_the_process_before_it_has_said_why
 
 def test_the_time_limit_is_a_request(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(signals, "monotonic", lambda: now[0])
+    monkeypatch.setattr(stop_requests, "monotonic", lambda: now[0])
     with StopRequest(seconds=5) as request, StopRequest(seconds=60) as later:
         assert request.reason is None
         now[0] += 4.9
