@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from megalite.commands import prepare as prepare_data
-from megalite.data import tokenizers as tokenizing
-from megalite.data.chat_records import RecordReader
-from megalite.data.chat_template import ChatTemplate
+from megalite.data.chat.records import RecordReader
+from megalite.data.chat.template import ChatTemplate
 from megalite.data.indexed import DataError, IndexedTokens
 from megalite.data.preparation.chats import Chats
 from megalite.data.preparation.sources import open_inputs
+from megalite.data.tokenizer import tokenizers as tokenizing
 from tests.data.chats import (
     CHATML,
     CONTROLS,

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from megalite.commands.prepare import main
-from megalite.data import tokenizers as tokenizing
 from megalite.data.indexed import DataError, IndexedTokens
 from megalite.data.preparation.prepare import prepare
 from megalite.data.preparation.sources import open_inputs
+from megalite.data.tokenizer import tokenizers as tokenizing
 from megalite.families import hub
 
 TOOL = Path(__file__).parents[2] / "tools" / "prepare_data.py"

@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from megalite.data import tokenizers as tokenizing
-from megalite.data.chat_records import RecordReader
+from megalite.data.chat.records import RecordReader
 from megalite.data.indexed import DataError
 from megalite.data.preparation import prepare as preparing
 from megalite.data.preparation.chats import Chats
@@ -26,6 +25,7 @@ from megalite.data.preparation.pool import WorkerLost
 from megalite.data.preparation.prepare import PreparationSummary, prepare
 from megalite.data.preparation.sources import open_inputs
 from megalite.data.preparation.texts import Texts
+from megalite.data.tokenizer import tokenizers as tokenizing
 from tests.data.chats import SHORT
 
 FORK = multiprocessing.get_context("fork")

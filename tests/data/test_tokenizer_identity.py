@@ -17,9 +17,9 @@ from megalite.config.schema import ConfigError, DataConfig
 from megalite.data.dataset import build
 from megalite.data.preparation.prepare import prepare
 from megalite.data.preparation.sources import open_inputs
-from megalite.data.tokenizer_comparison import one_tokenizer
-from megalite.data.tokenizer_identity import TokenizerIdentity, fingerprint, of_record, of_token_file, of_tokenizer
-from megalite.data.tokenizers import load, train_sentencepiece
+from megalite.data.tokenizer.comparison import one_tokenizer
+from megalite.data.tokenizer.identity import TokenizerIdentity, fingerprint, of_record, of_token_file, of_tokenizer
+from megalite.data.tokenizer.tokenizers import load, train_sentencepiece
 
 SOURCE = inspect.getsource(inspect)
 Change = Callable[[dict[str, Any]], None]

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megalite.data import tokenizers as tokenizing
 from megalite.data.indexed import DataError
-from megalite.data.tokenizer_identity import of_tokenizer
-from megalite.data.tokenizers import load
+from megalite.data.tokenizer import tokenizers as tokenizing
+from megalite.data.tokenizer.identity import of_tokenizer
+from megalite.data.tokenizer.tokenizers import load
+from megalite.huggingface.companions import check_vocabulary
 from megalite.huggingface.files import ConversionError
-from megalite.huggingface.vocabulary import check_vocabulary
 
 SOURCES = [inspect.getsource(module) for module in (inspect, json, textwrap)]
 HARD = [

@@ -17,7 +17,8 @@ from itertools import count, groupby
 from pathlib import Path
 from typing import Any, Protocol
 
-from megalite.data.chat_records import BadRecord
+from megalite.data.chat.record_hints import for_texts
+from megalite.data.chat.records import BadRecord
 from megalite.data.indexed import DataError
 from megalite.data.preparation.contents import (
     LOOKED_AT,
@@ -35,7 +36,6 @@ from megalite.data.preparation.contents import (
     without_mark,
 )
 from megalite.data.preparation.tasks import ByteRange, Numbered, Task
-from megalite.data.record_hints import for_texts
 
 TASK_BYTES = 1 << 18
 # of a text that is cut; longer than a task, as the search for a cut takes some tokenizing

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megalite.data.chat_records import BadRecord
+from megalite.data.chat.record_hints import TEXT_KEY, for_texts
+from megalite.data.chat.records import BadRecord
 from megalite.data.indexed import DataError
+from megalite.data.lone_surrogates import parsed, whole
 from megalite.data.preparation.contents import Damage, contents, not_text, without_mark
-from megalite.data.record_hints import TEXT_KEY, for_texts
-from megalite.data.unicode import parsed, whole
 
 SHOWN = 10  # bad records that a message lists
 

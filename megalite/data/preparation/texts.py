@@ -14,7 +14,7 @@ from megalite.data.preparation.contents import without_mark
 from megalite.data.preparation.cuts import continued, read_piece
 from megalite.data.preparation.encoded import Encoded, token_dtype
 from megalite.data.preparation.tasks import BadRecords, ByteRange, Task, decoded, documents, text_of
-from megalite.data.tokenizers import Tokenizer
+from megalite.data.tokenizer.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)

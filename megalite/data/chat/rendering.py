@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from megalite.data.chat_turns import PROBE, Message, Span
+from megalite.data.chat.assistant_turns import PROBE, Message, Span
 from megalite.data.indexed import DataError
 
 WORD = "megalite_probe"

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from megalite.config.rule import show
 from megalite.config.schema import ConfigError, DataConfig
 from megalite.config.token_files import prefixes
-from megalite.data.tokenizer_identity import TokenizerIdentity, fingerprint, of_token_file, probes
+from megalite.data.tokenizer.identity import TokenizerIdentity, fingerprint, of_token_file, probes
 
 if TYPE_CHECKING:
-    from megalite.data.tokenizers import Tokenizer
+    from megalite.data.tokenizer.tokenizers import Tokenizer
 
 SHOWN = 5
 """Differing ids in a message."""
@@ -84,7 +84,7 @@ def _reason(error: Exception) -> str:
 
 def _loaded(*identities: TokenizerIdentity) -> list[Tokenizer] | str:
     """The tokenizers, or why they can not be read as they were any more."""
-    from megalite.data.tokenizers import load
+    from megalite.data.tokenizer.tokenizers import load
 
     loaded = []
     for identity in identities:

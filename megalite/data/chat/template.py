@@ -2,8 +2,8 @@
 
 A template is Jinja source as in Hugging Face tokenizers, rendered as they render it. The assistant's text, up
 to and including the token that ends its turn, is located exactly: by the template's {% generation %} marks if
-it has them, else by rendering the conversation up to each turn (`megalite.data.chat_turns`). The content of a
-message never becomes a control token, even if it is spelled like one.
+it has them, else by rendering the conversation up to each turn (`megalite.data.chat.assistant_turns`). The
+content of a message never becomes a control token, even if it is spelled like one.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from megalite.data.chat_rendering import Renderer
-from megalite.data.chat_turns import Message, NotLocated, Span, TemplateLayout, Turn, TurnFinder
+from megalite.data.chat.assistant_turns import Message, NotLocated, Span, TemplateLayout, Turn, TurnFinder
+from megalite.data.chat.rendering import Renderer
 from megalite.data.indexed import DataError
-from megalite.data.tokenizers import CLOSE, OPEN, Placed, Tokenizer
+from megalite.data.tokenizer.tokenizers import CLOSE, OPEN, Placed, Tokenizer
 
 DEFAULT_TEMPLATE = Path(__file__).with_name("default.jinja")
 """For tokenizers without a template: <|role|> on a line of its own, the content, and EOS after the
