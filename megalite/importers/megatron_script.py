@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from megalite.config.schema import ConfigError
-from megalite.importers.shell.script import Found, ScriptCommand, commands
+from megalite.importers.shell.script import ScriptCommand, ScriptResult, commands
 from megalite.importers.shell.values import Unknown, Word, has_unknown
 from megalite.importers.verdict import ImportedFile, KeyRule, Table, Verdict, left, never
 
@@ -82,7 +82,7 @@ def parse(
     }
 
 
-def _of_variables(found: Found, marks: Collection[str]) -> list[ScriptCommand]:
+def _of_variables(found: ScriptResult, marks: Collection[str]) -> list[ScriptCommand]:
     """The arguments in the variables of a script that only sets them, for others to read."""
     scores = {name: _score(words, marks) for name, words in found.variables.items()}
     names = [name for name, score in scores.items() if score] if max(scores.values(), default=0) > 1 else []
