@@ -61,7 +61,7 @@ def check_vocabulary(directory: Path, vocabulary: int) -> None:
         try:
             largest = largest_id(path)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConversionError(f"{path} can not be read as a tokenizer: {error}") from None
+            raise ConversionError(f"{path} cannot be read as a tokenizer: {error}") from None
         if largest >= vocabulary:
             raise ConversionError(
                 f"{path} knows token {largest}, but vocab_size is {vocabulary}: the tokenizer is larger than "

@@ -147,7 +147,7 @@ def _found(
                     replace(identity, fingerprint=identity.fingerprint or recorded.fingerprint), name
                 )
     why = (
-        f"{recorded.name} can not be read any more, or has changed"
+        f"{recorded.name} cannot be read any more, or has changed"
         if recorded.name
         else "the checkpoint does not name one"
     )

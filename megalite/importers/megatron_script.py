@@ -48,7 +48,7 @@ def parse(
     if not runs:
         sources = found.unread.get("source", [])
         why = (
-            f" It runs {', '.join(sources)}, which can not be read from here: give that script."
+            f" It runs {', '.join(sources)}, which cannot be read from here: give that script."
             if sources
             else ""
         )
@@ -270,7 +270,7 @@ TABLE: Table = {
         )
     ),
     f"{SCRIPT}line": KeyRule(
-        lambda value, source: left("it can not be read as bash: check which arguments it sets")
+        lambda value, source: left("it cannot be read as bash: check which arguments it sets")
     ),
     f"{SCRIPT}cut": KeyRule(lambda value, source: left(CUT)),
     f"{SCRIPT}variables": KeyRule(

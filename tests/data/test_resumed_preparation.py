@@ -193,7 +193,7 @@ def test_temporary_files_that_were_cut_are_not_used():
     notes: list[str] = []
     assert run("x", note=notes.append).resumed_bytes == 0
     assert files("x") == expected and left() == []
-    assert "can not be continued (.x.preparing.bin is shorter than" in notes[0] and notes[0].endswith(
+    assert "cannot be continued (.x.preparing.bin is shorter than" in notes[0] and notes[0].endswith(
         "this one begins anew"
     )
 

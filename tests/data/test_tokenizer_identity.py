@@ -235,7 +235,7 @@ def test_data_of_two_tokenizers_of_one_size_do_not_meet(tmp_path):
         build(made, 0)
         assert "which data.allow_tokenizer_change = true accepts" in one_tokenizer(made)[0]
     (tmp_path / "1.model").unlink()
-    with pytest.raises(ConfigError, match=r"Which ids differ can not be shown: .*1\.model does not exist"):
+    with pytest.raises(ConfigError, match=r"Which ids differ cannot be shown: .*1\.model does not exist"):
         build(data([one, other]), 0)
 
 

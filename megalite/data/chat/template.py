@@ -33,7 +33,7 @@ def read_template(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise DataError(
-            f"--chat_template {path} can not be read: {reason}. Give a file with the template's Jinja source."
+            f"--chat_template {path} cannot be read: {reason}. Give a file with the template's Jinja source."
         ) from None
 
 
@@ -250,7 +250,7 @@ class ChatTemplate:
     def _cannot_locate(self, i: int) -> NoReturn:
         raise DataError(
             f"{self._name} renders the messages up to number {i + 1} differently when others follow, or "
-            "opens the assistant's turn differently than its prompt: what the assistant writes can not be "
+            "opens the assistant's turn differently than its prompt: what the assistant writes cannot be "
             "located. "
             "Give a --chat_template FILE that has {% generation %} … {% endgeneration %} around it, or use "
             "--loss_on all, or, if only "

@@ -43,7 +43,7 @@ STRINGS = re.compile(
 
 
 class Damage(Exception):
-    """The bytes of a file can not be read, or not decompressed; the text is the reason."""
+    """The bytes of a file cannot be read, or not decompressed; the text is the reason."""
 
 
 def compression(path: Path) -> str | None:

@@ -228,7 +228,7 @@ def _writer(job: _Job, vocabulary: tokenizing.Tokenizer, summary: PreparationSum
             writer = IndexedWriter(job.prefix, vocabulary.vocab_size, masked, state["position"])
         except (OSError, EOFError) as error:
             job.note(
-                f"{job.prefix}: an interrupted preparation can not be continued ({error}); this one begins "
+                f"{job.prefix}: an interrupted preparation cannot be continued ({error}); this one begins "
                 "anew"
             )
             job.journal.reject()

@@ -123,7 +123,7 @@ def documents(task: Task, text_key: str, bad: BadRecords) -> Iterator[tuple[str,
         try:
             raw = contents(path)
         except Damage as error:
-            bad.add(BadRecord(f"--input {path}", f" can not be read: {error}."))
+            bad.add(BadRecord(f"--input {path}", f" cannot be read: {error}."))
             continue
         if (found := not_text(raw)) is not None:
             bad.add(BadRecord(f"--input {path}", f" {found[0]}.", found[1]))
@@ -169,7 +169,7 @@ def _lines(task: Task, bad: BadRecords) -> Iterator[tuple[object, bytes]]:
             for offset, line in lines_of(task.span):
                 yield LineAt(task.span.path, offset), line
         except OSError as error:  # a part of the file: no record to skip
-            raise DataError(f"--input {task.span.path} can not be read any more: {error.strerror}.") from None
+            raise DataError(f"--input {task.span.path} cannot be read any more: {error.strerror}.") from None
 
 
 def decoded(raw: bytes) -> tuple[str, bool]:

@@ -411,9 +411,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
     except RuntimeError as error:
         path.unlink(missing_ok=True)
         reason = _first_line(error).rpartition("] ")[2] or "the input holds no text"
-        raise DataError(
-            f"--train_tokenizer {vocab_size} can not be trained on this input: {reason}"
-        ) from None
+        raise DataError(f"--train_tokenizer {vocab_size} cannot be trained on this input: {reason}") from None
 
 
 PASSAGE = 4096  # characters; sentencepiece skips longer sentences

@@ -83,7 +83,7 @@ def commands(
         script.run_text(text, state)
     except RecursionError:
         raise ConfigError(
-            "the script can not be read: it is nested too deeply. Give the command alone."
+            "the script cannot be read: it is nested too deeply. Give the command alone."
         ) from None
     words = {}
     for key, value in state.variables.items():
@@ -159,7 +159,7 @@ class Script:
             if grammar.open_quote(error, len(text.rstrip().encode())):
                 where = grammar.line_of(error) if self.depth == 1 else self.line
                 raise ConfigError(
-                    f"the script can not be read: a quotation in line {where} has no end. Correct its quotes."
+                    f"the script cannot be read: a quotation in line {where} has no end. Correct its quotes."
                 )
             self.note("line", f"{grammar.line_of(error)}: {' '.join(grammar.text_of(error).split())[:60]}")
         return self.block(tree.named_children, state)
@@ -248,7 +248,7 @@ class Script:
         self.steps += 1
         if self.steps > MOST_STEPS:
             raise ConfigError(
-                f"the script can not be read: it runs over {MOST_STEPS} commands. Give the command alone."
+                f"the script cannot be read: it runs over {MOST_STEPS} commands. Give the command alone."
             )
         if self.depth == 1:
             self.line = grammar.line_of(node)

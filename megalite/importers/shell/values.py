@@ -44,7 +44,7 @@ class Unknowns:
         if part not in self.parts:
             if len(self.parts) > LAST - FIRST:
                 raise ConfigError(
-                    "the script can not be read: too much of it comes from outside. Give the command alone."
+                    "the script cannot be read: too much of it comes from outside. Give the command alone."
                 )
             self.parts.append(part)
         return chr(FIRST + self.parts.index(part))
@@ -70,7 +70,7 @@ def checked(text: str) -> str:
     """The text. Raises ConfigError if its variables make it endless."""
     if len(text) > LONGEST:
         found = f"{text[:40].strip()} … has over {LONGEST} characters where its variables are replaced"
-        raise ConfigError(f"the script can not be read: {found}. Give the command alone.")
+        raise ConfigError(f"the script cannot be read: {found}. Give the command alone.")
     return text
 
 
