@@ -129,7 +129,7 @@ def test_experts_come_in_from_a_fused_file(name, tmp_path: Path) -> None:
         {key: value.contiguous() for key, value in load(theirs).state_dict().items()}, fused / "model.safetensors"
     )
     assert any(key.endswith("mlp.experts.gate_up_proj") for key in stored(fused))
-    each, stacked = converting.Source.of(theirs), converting.Source.of(fused)
+    each, stacked = converting.HuggingFaceSource.of(theirs), converting.HuggingFaceSource.of(fused)
     for key, place in each.places.items():
         whole = [len(place.rows), *place.shape[1:]]
         assert torch.equal(each.read(key, [0] * len(whole), whole), stacked.read(key, [0] * len(whole), whole)), key
@@ -164,7 +164,7 @@ def test_experts_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
         expected[key] = convert_moe_packed_tensors(blocks, scales).contiguous()
     save_file(tensors, packed / "model.safetensors")
     write_characters(packed)
-    source = converting.Source.of(packed)
+    source = converting.HuggingFaceSource.of(packed)
     name, part = "layers.1.mlp.experts.in.weight", ([150, 3], [250, 40])  # rows of three experts
     whole = source.read(name, [0, 0], source.places[name].shape)
     assert torch.equal(source.read(name, *part), whole[150:400, 3:43])

@@ -93,7 +93,7 @@ def test_a_part_is_read_as_of_the_whole(tmp_path: Path) -> None:
     """What a rank reads that starts from such a directory: rows of several experts, and rotated channels in another
     order."""
     write(tmp_path, UNEVEN)
-    source = converting.Source.of(tmp_path)
+    source = converting.HuggingFaceSource.of(tmp_path)
     for name in ("layers.1.mlp.experts.in.weight", "layers.0.attention.kv_a.weight"):
         shape = (len(source.places[name].rows), source.places[name].shape[1])
         whole = source.read(name, (0, 0), shape)
