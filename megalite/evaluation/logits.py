@@ -95,7 +95,7 @@ def show_text(text: str) -> str:
 
 
 def _encode(text: str, hf: Path, vocabulary: int, longest: int) -> Tensor:
-    from megalite.data.tokenizers import load
+    from megalite.data.tokenizer.tokenizers import load
 
     ids = load(hf).encode(text)[:longest]
     if not ids or max(ids) >= vocabulary:

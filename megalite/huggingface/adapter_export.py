@@ -168,7 +168,7 @@ def _settings(
     base: str | None,
     family: str,
 ) -> dict[str, Any]:
-    """PEFT's adapter_config.json. Raises ConversionError if PEFT can not apply the adapters."""
+    """PEFT's adapter_config.json. Raises ConversionError if PEFT cannot apply the adapters."""
     lora, model = adapters.lora, adapters.model
     others = {module_of(place) for place in found.values()} - {module.name for module in modules}
     numbers = {module.name: _numbers(module, adapters) for module in modules}
@@ -225,7 +225,7 @@ def _as_weights(modules: Sequence[AdaptedModule], family: str, dora: bool) -> se
     found = {module.name for module in modules if module.as_weight(family)}
     if dora and found:
         raise ConversionError(
-            f"PEFT can not apply DoRA to {min(found)} of a {family} model, whose weight it has to be given "
+            f"PEFT cannot apply DoRA to {min(found)} of a {family} model, whose weight it has to be given "
             "instead of the module. "
             "Export the merged model with megalite convert export, or leave gate, up and down out of "
             "lora.targets."

@@ -285,7 +285,7 @@ def _read_settings(directory: Path, dora: bool) -> dict[str, Any]:
         settings["lora_alpha"] / settings["r"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ConversionError(
-            f"{path} can not be read as the settings of a LoRA adapter: {type(error).__name__}: {error}"
+            f"{path} cannot be read as the settings of a LoRA adapter: {type(error).__name__}: {error}"
         ) from None
     if wrong:
         raise ConversionError(f"{path} has {wrong[0]}, which is not handled: only LoRA, rslora and DoRA are.")

@@ -41,12 +41,12 @@ from megalite.families.model_config import families, from_hf_config, hf_config, 
 from megalite.families.module_names import FAMILY_NAMES, Names, names_of
 from megalite.families.weight_files import ADAPTER_SETTINGS, INDEX, SAFETENSORS
 from megalite.families.weight_files import unread_note as unread_files
+from megalite.huggingface.companions import COMPANIONS, check_vocabulary, copy_companions
 from megalite.huggingface.config_json import meaning, misfit, to_hf_config
 from megalite.huggingface.files import ConversionError, NewFile, TensorFiles
 from megalite.huggingface.merging import Adapters
 from megalite.huggingface.model_card import write_card
 from megalite.huggingface.names import TensorPlace, copies, places
-from megalite.huggingface.recorded import COMPANIONS
 from megalite.huggingface.router_bias import PREFIX, bias_names, fill, states, to_export
 from megalite.huggingface.tokenizer_export import (
     TokenizerChoice,
@@ -55,7 +55,6 @@ from megalite.huggingface.tokenizer_export import (
     write_generation,
     write_tokenizer,
 )
-from megalite.huggingface.vocabulary import check_vocabulary, copy_companions
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import Rectangle, parameter_count
 from megalite.system.files import write_synced

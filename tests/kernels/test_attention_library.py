@@ -14,7 +14,7 @@ from megalite_kernels.dropout import AttentionDropout
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.data.documents import boundaries
+from megalite.data.document_boundaries import boundaries
 from tests.kernels.accuracy import assert_as_accurate
 from tests.kernels.test_attention import autograd, inputs
 

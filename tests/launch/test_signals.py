@@ -162,7 +162,7 @@ import os
 from megalite.data.preparation.pool import encoded
 from megalite.data.preparation.tasks import Task
 from megalite.data.preparation.texts import Texts
-from megalite.data.tokenizers import load
+from megalite.data.tokenizer.tokenizers import load
 results = encoded(iter([Task(1, texts=("a",)), Task(1, texts=("b",))]), load("byte"), Texts(), 2)
 next(results)
 os._exit(130)

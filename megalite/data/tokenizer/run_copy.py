@@ -17,8 +17,8 @@ from itertools import count
 from pathlib import Path
 
 from megalite.config.schema import ConfigError, DataConfig
-from megalite.data.tokenizer_comparison import of_data
-from megalite.data.tokenizer_identity import TokenizerIdentity, copy_tokenizer, digest_of, tokenizer_files
+from megalite.data.tokenizer.comparison import of_data
+from megalite.data.tokenizer.identity import TokenizerIdentity, copy_tokenizer, digest_of, tokenizer_files
 
 NAME = "tokenizer"
 

@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.schema import ConfigError
-from megalite.data import tokenizer_structure as structures
 from megalite.data.indexed import DataError, IndexedTokens
-from megalite.data.sentencepiece_model import SentencePieceModel, parse
-from megalite.data.tokenizer_identity import SETTINGS, place_of, tokenizer_files
-from megalite.data.tokenizer_structure import TokenizerStructure
+from megalite.data.tokenizer import structure as structures
+from megalite.data.tokenizer.identity import SETTINGS, place_of, tokenizer_files
+from megalite.data.tokenizer.sentencepiece_model import SentencePieceModel, parse
+from megalite.data.tokenizer.structure import TokenizerStructure
 from megalite.families.model_config import end_ids
 
 OPEN, CLOSE, EOS_TEXT = "\udc00", "\udc01", "\udc02"
@@ -411,9 +411,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
     except RuntimeError as error:
         path.unlink(missing_ok=True)
         reason = _first_line(error).rpartition("] ")[2] or "the input holds no text"
-        raise DataError(
-            f"--train_tokenizer {vocab_size} can not be trained on this input: {reason}"
-        ) from None
+        raise DataError(f"--train_tokenizer {vocab_size} cannot be trained on this input: {reason}") from None
 
 
 PASSAGE = 4096  # characters; sentencepiece skips longer sentences

@@ -2,8 +2,8 @@
 
 A template is Jinja source as in Hugging Face tokenizers, rendered as they render it. The assistant's text, up
 to and including the token that ends its turn, is located exactly: by the template's {% generation %} marks if
-it has them, else by rendering the conversation up to each turn (`megalite.data.chat_turns`). The content of a
-message never becomes a control token, even if it is spelled like one.
+it has them, else by rendering the conversation up to each turn (`megalite.data.chat.assistant_turns`). The
+content of a message never becomes a control token, even if it is spelled like one.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from megalite.data.chat_rendering import Renderer
-from megalite.data.chat_turns import Message, NotLocated, Span, TemplateLayout, Turn, TurnFinder
+from megalite.data.chat.assistant_turns import Message, NotLocated, Span, TemplateLayout, Turn, TurnFinder
+from megalite.data.chat.rendering import Renderer
 from megalite.data.indexed import DataError
-from megalite.data.tokenizers import CLOSE, OPEN, Placed, Tokenizer
+from megalite.data.tokenizer.tokenizers import CLOSE, OPEN, Placed, Tokenizer
 
 DEFAULT_TEMPLATE = Path(__file__).with_name("default.jinja")
 """For tokenizers without a template: <|role|> on a line of its own, the content, and EOS after the
@@ -33,7 +33,7 @@ def read_template(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise DataError(
-            f"--chat_template {path} can not be read: {reason}. Give a file with the template's Jinja source."
+            f"--chat_template {path} cannot be read: {reason}. Give a file with the template's Jinja source."
         ) from None
 
 
@@ -250,7 +250,7 @@ class ChatTemplate:
     def _cannot_locate(self, i: int) -> NoReturn:
         raise DataError(
             f"{self._name} renders the messages up to number {i + 1} differently when others follow, or "
-            "opens the assistant's turn differently than its prompt: what the assistant writes can not be "
+            "opens the assistant's turn differently than its prompt: what the assistant writes cannot be "
             "located. "
             "Give a --chat_template FILE that has {% generation %} … {% endgeneration %} around it, or use "
             "--loss_on all, or, if only "

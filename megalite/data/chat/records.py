@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from megalite.data.chat.record_hints import KNOWN_ROLES, ROLES, for_chats
+from megalite.data.chat.tool_calls import BadTools, calls_of, tools_of, without_nulls
 from megalite.data.indexed import DataError
-from megalite.data.record_hints import KNOWN_ROLES, ROLES, for_chats
-from megalite.data.tool_calls import BadTools, calls_of, tools_of, without_nulls
 
 FORMS = (
     'messages ({"messages": [{"role": …, "content": …}, …]}), sharegpt ({"conversations": [{"from": …, '

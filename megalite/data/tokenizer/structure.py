@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from megalite.data.sentencepiece_model import ModelType, PieceType, SentencePieceModel
+from megalite.data.tokenizer.sentencepiece_model import ModelType, PieceType, SentencePieceModel
 
 BYTE_PIECES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 """How sentencepiece spells the bytes of a character without a piece."""

@@ -6,7 +6,7 @@ model and the tokenizer.json made of it, vocab.json with merges.txt and tokenize
 versions of the tokenizers library. It covers
 
 - the piece of every id, and which ids are control tokens,
-- merges in their order (byte-pair encoding) or scores (unigram), in the form of `tokenizer_structure`,
+- merges in their order (byte-pair encoding) or scores (unigram), in the form of `structure`,
 - the ids of fixed probe texts, of the text of every piece, and of the spelling of every control token inside
   a text. That is how normalization, splitting into words, byte fallback and unknown characters are compared:
   files describe them in too many ways.
@@ -33,8 +33,8 @@ from megalite.config.schema import ConfigError
 from megalite.config.token_files import metadata
 
 if TYPE_CHECKING:
-    from megalite.data.tokenizer_structure import TokenizerStructure
-    from megalite.data.tokenizers import Tokenizer
+    from megalite.data.tokenizer.structure import TokenizerStructure
+    from megalite.data.tokenizer.tokenizers import Tokenizer
 
 TEMPLATES = "additional_chat_templates"
 """The folder in which transformers stores the chat templates of a tokenizer that are not the default."""
@@ -221,7 +221,7 @@ def fingerprint_of(name: str, digest: str | None) -> str:
     """The fingerprint of the tokenizer with these files; computed once for each content. Raises DataError if
     they cannot be read."""
     # training needs it only where it cannot rely on what is recorded
-    from megalite.data.tokenizers import load
+    from megalite.data.tokenizer.tokenizers import load
 
     return fingerprint(load(name))
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from megalite.config.rule import show
 from megalite.config.schema import ConfigError, DataConfig
 from megalite.config.token_files import prefixes
-from megalite.data.tokenizer_identity import TokenizerIdentity, fingerprint, of_token_file, probes
+from megalite.data.tokenizer.identity import TokenizerIdentity, fingerprint, of_token_file, probes
 
 if TYPE_CHECKING:
-    from megalite.data.tokenizers import Tokenizer
+    from megalite.data.tokenizer.tokenizers import Tokenizer
 
 SHOWN = 5
 """Differing ids in a message."""
@@ -53,7 +53,7 @@ def compare(
     try:
         same = here.tokenizer.is_same(there.tokenizer)
     except (ConfigError, ImportError) as error:
-        return [f"the tokenizers of {here.what} and {there.what} can not be compared: {_reason(error)}"]
+        return [f"the tokenizers of {here.what} and {there.what} cannot be compared: {_reason(error)}"]
     if same:
         return []
     if same is None:
@@ -83,17 +83,17 @@ def _reason(error: Exception) -> str:
 
 
 def _loaded(*identities: TokenizerIdentity) -> list[Tokenizer] | str:
-    """The tokenizers, or why they can not be read as they were any more."""
-    from megalite.data.tokenizers import load
+    """The tokenizers, or why they cannot be read as they were any more."""
+    from megalite.data.tokenizer.tokenizers import load
 
     loaded = []
     for identity in identities:
         try:
             tokenizer = load(identity.name or "")
             if fingerprint(tokenizer) != identity.known():
-                return f"Which ids differ can not be shown: {identity.name} has changed since"
+                return f"Which ids differ cannot be shown: {identity.name} has changed since"
         except (ConfigError, ImportError, OSError) as error:
-            return f"Which ids differ can not be shown: {_reason(error).removesuffix('.')}"
+            return f"Which ids differ cannot be shown: {_reason(error).removesuffix('.')}"
         loaded.append(tokenizer)
     return loaded
 

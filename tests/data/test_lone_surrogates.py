@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megalite.data.unicode import parsed, whole
+from megalite.data.lone_surrogates import parsed, whole
 
 VALUES = {
     r'"\ud800"': "\ufffd",

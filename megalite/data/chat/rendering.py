@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from megalite.data.chat_turns import PROBE, Message, Span
+from megalite.data.chat.assistant_turns import PROBE, Message, Span
 from megalite.data.indexed import DataError
 
 WORD = "megalite_probe"
@@ -78,9 +78,7 @@ class Renderer:
                 [messages], return_assistant_tokens_mask=self.has_marks, **options
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise DataError(
-                f"{self._name} can not render it: {str(error) or type(error).__name__}."
-            ) from None
+            raise DataError(f"{self._name} cannot render it: {str(error) or type(error).__name__}.") from None
         texts, spans = written
         return texts[0], spans[0] if spans else []
 
