@@ -124,7 +124,7 @@ def differing(context: RankContext, directory: Path, values: int, cuts: int | No
 
 
 def save_with_full_disk(context: RankContext, directory: Path, full: int) -> str:
-    """One rank can not write; every rank must learn it."""
+    """One rank cannot write; every rank must learn it."""
     original = os.fsync
 
     def no_space(*_: Any, **__: Any) -> None:

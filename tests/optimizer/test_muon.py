@@ -1,5 +1,5 @@
 """Muon on one rank against torch's, the iterations against the singular value decomposition, and the plan of who
-orthogonalises what."""
+orthogonalizes which matrix."""
 
 from __future__ import annotations
 
