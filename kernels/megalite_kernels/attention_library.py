@@ -93,7 +93,7 @@ def _cudnn_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     (lse, *state), length = saved, q.shape[0]
-    # torch caches cuDNN's plan by the strides of q, k and v only: those of the others must not vary
+    # torch caches cuDNN's plan by the strides of q, k and v only: the strides of others must not vary
     dout = dout.contiguous()
     tensors = *map(by_head, (dout, q, k, v, out)), lse
     backward = _aten._scaled_dot_product_cudnn_attention_backward

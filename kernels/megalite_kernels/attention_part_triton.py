@@ -320,7 +320,7 @@ _KERNELS = {"forward": _forward, "dq": _backward_queries, "dk dv": _backward_key
 
 
 def _tile(target: str, kernel: str, width: int, heavy: bool) -> Tile:
-    """Returns the tile from the table: that of the kernel for segments (`runs`) if there is one."""
+    """Returns the tile from the table: for segments (`runs`) if the table has one, else the kernel's."""
     own = f"{kernel} runs heavy" if heavy else f"{kernel} runs"
     return attention_triton._tile(target, own if own in _tables()[target] else kernel, width, heavy)
 

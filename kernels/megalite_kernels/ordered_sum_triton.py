@@ -1,4 +1,4 @@
-"""The sum of parts in one pass over memory: `ordered_sum.ordered_sum`. Bitwise that of the reference.
+"""The sum of parts in one pass over memory: `ordered_sum.ordered_sum`. Bitwise equal to the reference.
 
 It reads every part once and writes the sum: with two bytes in and four out, 2 · ranks + 4 bytes an element.
 Without it each part would also be written and read as fp32. Element numbers are 64-bit.

@@ -5,7 +5,7 @@
       {"offsets": [0, 0], "sizes": [8, 4], "file": "rank_00000.bin", "offset": 0, "bytes": 128,
        "crc32c": "8a9136aa"}]}}, "crc32c": "1b9ca2d7"}
 
-`chunks` says what a chunk is, and verifies its checksum. The last checksum is that of all text before it.
+`chunks` says what a chunk is, and verifies its checksum. The last checksum covers all text before it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A background save blocks training only while it copies this rank's rectangles. A thread then writes them, and
 communicates through a process group of its own (`mesh.saving`), so that its collectives do not interleave
-with those of training. At most one save is in progress.
+with the collectives of training. At most one save is in progress.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Import and export of Hugging Face models: names.py maps tensors, convert.py converts checkpoints,
-adapters.py LoRA adapters of PEFT.
+adapter_import.py and adapter_export.py LoRA adapters of PEFT.
 
 May import megalite.assembly, checkpoint, model and what is below. Does not import transformers: its files are
 read and written directly.

@@ -1,4 +1,4 @@
-"""The stored parameters of a model with adapters: the model's own, frozen, and those of each adapted weight.
+"""The stored parameters of a model with adapters: the model's own, frozen, and the adapters.
 
 Names: `layers.3.attention.q.lora_a` is A [rank, in], `…lora_b` is B [out, rank], and with `lora.dora`
 `…lora_magnitude` [out] is added to the norm of each row. Each of a layer's experts has its own A and B; they

@@ -4,8 +4,8 @@
 (`config.recompute` names them, `planner.budget` chooses them): the forward runs once and builds its graph as
 usual, but the graph keeps a `Value` in place of each tensor of these operations. The first backward that
 needs one runs the operation again from its inputs, which may be such values themselves. Each operation runs
-at most once more, and only dropped tensors are recomputed; the backward itself is that of a layer that keeps
-all activations.
+at most once more, and only dropped tensors are recomputed; the backward itself does not differ from a
+layer that keeps all activations.
 
 The second run repeats the communication of the first, in the order of the backward, which is the same on
 every rank that takes part, and computes the same dropout masks, which depend only on their keys.

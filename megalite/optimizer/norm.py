@@ -6,7 +6,7 @@ every ZeRO stage), and each segment counts on its owning tp rank and stage, so t
 each element exactly once.
 
 Communication: one all-reduce over the world (`AllReduceNorm`), or an all-reduce over the ranks of a stage and
-one message each way between neighbouring pipeline ranks (`ChainedNorm`).
+one message each way between adjacent pipeline ranks (`ChainedNorm`).
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class ChainedNorm:
 
 
 def update_divisor(norm: Tensor, loss: Tensor, limit: float, highest: float) -> Tensor:
-    """Returns the divisor of gradients, [] fp32, decided on the device: that of `clip_divisor`, or NaN if the
+    """Returns the divisor of gradients, [] fp32, decided on the device: the clipping divisor, or NaN if the
     update must be skipped.
 
     Args:

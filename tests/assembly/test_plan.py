@@ -16,7 +16,7 @@ from megalite.planner.memory.activations import Activations
 from megalite.training.meta_device import fake_process
 
 
-def made(**parallel: Any) -> Config:
+def config_of(**parallel: Any) -> Config:
     model = {
         "vocab_size": 96,
         "hidden_size": 32,
@@ -41,7 +41,7 @@ SHARING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", SHARING)
 def test_weights_are_gathered_where_the_mesh_shares_them(case):
-    config = made(**SHARING[case])
+    config = config_of(**SHARING[case])
     layout = build.layout(config)
     with fake_process(0, layout.world):
         mesh = Mesh(layout, **build.mesh_options(config))
@@ -51,7 +51,7 @@ def test_weights_are_gathered_where_the_mesh_shares_them(case):
 
 @pytest.mark.parametrize("options", [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}], ids=str)
 def test_the_planner_counts_the_activation_that_the_runtime_sends(options):
-    config = made(**options)
+    config = config_of(**options)
     length, batch, hidden = shape = activation_shape(config)
     assert shape == (16 // (2 if "sequence_parallel" in options else 1), 2, 32)
     assert Activations(config).message == length * batch * hidden * 4

@@ -97,8 +97,8 @@ def flat_rectangles(tensors: dict[str, Tensor], rank: int, world: int) -> Iterat
 
 def own_rectangles(context: RankContext, tensors: dict[str, Tensor], seed: int | None) -> list[Rectangle]:
     """At random, or (without a seed) flat ranges."""
-    found = flat_rectangles(tensors, context.rank, context.world)
-    return list(found if seed is None else random_rectangles(tensors, seed, context.rank, context.world))
+    rectangles = flat_rectangles(tensors, context.rank, context.world)
+    return list(rectangles if seed is None else random_rectangles(tensors, seed, context.rank, context.world))
 
 
 def save(context: RankContext, directory: Path, values: int, cuts: int | None, state: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ def differing(context: RankContext, directory: Path, values: int, cuts: int | No
 
 
 def save_with_full_disk(context: RankContext, directory: Path, full: int) -> str:
-    """One rank can not write; every rank must learn it."""
+    """One rank cannot write; every rank must learn it."""
     original = os.fsync
 
     def no_space(*_: Any, **__: Any) -> None:
@@ -153,23 +153,23 @@ def save_same_rectangle(context: RankContext, directory: Path) -> str:
 def latest_seen_by(context: RankContext, checkpoints: list[Path]) -> str:
     """Each rank sees another file system; all must come to the same answer or the same error."""
     try:
-        found, strange = checkpoint.history(checkpoints[context.rank], world_mesh(context))
+        steps, warning = checkpoint.history(checkpoints[context.rank], world_mesh(context))
     except checkpoint.CheckpointError as error:
         return f"error: {error}"
-    return f"{[path.name for path in found]} {strange}"
+    return f"{[path.name for path in steps]} {warning}"
 
 
 def resume_from_each(context: RankContext, config: dict[str, Any], directories: list[str]) -> list[tuple[int, str]]:
     """A trainer with `checkpoint.load: auto` for each run.dir: the step from which it goes on and what it has to say,
     or -1 and why not."""
-    found = []
+    outcomes = []
     for directory in directories:
-        made = from_dict({**config, "run": {**config["run"], "dir": directory}})
+        own_config = from_dict({**config, "run": {**config["run"], "dir": directory}})
         try:
-            trainer = Trainer(made, mesh_of(context, made))
+            trainer = Trainer(own_config, mesh_of(context, own_config))
         except checkpoint.CheckpointError as error:
-            found.append((-1, str(error)))
+            outcomes.append((-1, str(error)))
         else:
             trainer.close()
-            found.append((trainer.step_done, "\n".join(trainer.notes)))
-    return found
+            outcomes.append((trainer.step_done, "\n".join(trainer.notes)))
+    return outcomes

@@ -87,13 +87,13 @@ FILES = [f"{NEWER}/manifest.json", f"{NEWER}/rank_00000.bin", f"{NEWER}/rank_000
 @pytest.fixture(scope="module")
 def copies(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
     """A copy of the run's checkpoints for each file and damage."""
-    made = {}
+    copies = {}
     for number, (file, damage) in enumerate((file, damage) for file in (*FILES, "latest") for damage in DAMAGES):
         copy = tmp_path_factory.mktemp("copies") / str(number) / "damaged" / "checkpoints"
         shutil.copytree(saved, copy)
         DAMAGES[damage](copy / file)
-        made[file, damage] = copy
-    return made
+        copies[file, damage] = copy
+    return copies
 
 
 @pytest.mark.parametrize("dp", [2, 1], ids=["the same ranks", "one process"])
@@ -103,9 +103,9 @@ def test_every_file_damaged_in_every_way(
     """Files of tensors and manifests: the older one is used, on all ranks. `latest`: what it names is, or was, is
     said."""
     directories = [str(copy.parent.parent) for copy in copies.values()]
-    found = ranks.run(dp, resume_from_each, configuration(prefix, Path(), dp), directories)
-    assert found[0] == found[-1], "all ranks use the same"
-    for (file, damage), (step, notes) in zip(copies, found[0], strict=True):
+    outcomes = ranks.run(dp, resume_from_each, configuration(prefix, Path(), dp), directories)
+    assert outcomes[0] == outcomes[-1], "all ranks use the same"
+    for (file, damage), (step, notes) in zip(copies, outcomes[0], strict=True):
         if file == "latest":
             assert step == 4 and ((damage in ("one byte short", "one byte more")) or "latest is damaged" in notes), (
                 damage,
@@ -127,7 +127,9 @@ def test_where_none_is_left_all_are_named_with_the_way_out(
     copy = shutil.copytree(saved, tmp_path / "damaged" / "checkpoints")
     DAMAGES["the middle"](copy / OLDER / "rank_00001.bin")
     DAMAGES["half"](copy / NEWER / "rank_00000.bin")
-    messages = [found[0] for found in ranks.run(2, resume_from_each, configuration(prefix, Path(), 2), [str(tmp_path)])]
+    messages = [
+        outcomes[0] for outcomes in ranks.run(2, resume_from_each, configuration(prefix, Path(), 2), [str(tmp_path)])
+    ]
     assert messages[0] == messages[1]
     size = (saved / NEWER / "rank_00000.bin").stat().st_size
     for part in (

@@ -70,11 +70,15 @@ def lines_of(metrics: Path) -> list[dict]:
 def test_an_early_checkpoint_goes_on_with_its_numbers(layout: dict, tmp_path: Path):
     sizes = {"tp": 1, "pp": 1, "dp": 1, "zero": 1, "sequence_parallel": "false", **layout}
     options = {f"parallel.{name}": value for name, value in sizes.items()} | {"checkpoint.load": CHECKPOINT}
-    found = train(tmp_path, sizes["tp"] * sizes["pp"] * sizes["dp"], options)
+    continued = train(tmp_path, sizes["tp"] * sizes["pp"] * sizes["dp"], options)
     expected = [line for line in lines_of(KEPT / "metrics.jsonl") if line["step"] > SAVED]
-    assert [line["step"] for line in found] == [line["step"] for line in expected] == list(range(SAVED + 1, STEPS + 1))
+    assert (
+        [line["step"] for line in continued] == [line["step"] for line in expected] == list(range(SAVED + 1, STEPS + 1))
+    )
     for key in ("loss", "grad_norm", "lr", "tokens"):
-        assert [line[key] for line in found] == pytest.approx([line[key] for line in expected], rel=1e-9, abs=0), key
+        assert [line[key] for line in continued] == pytest.approx([line[key] for line in expected], rel=1e-9, abs=0), (
+            key
+        )
 
 
 def test_the_tool_finds_every_byte_of_an_early_checkpoint():

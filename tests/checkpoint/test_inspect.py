@@ -138,14 +138,14 @@ def test_consolidate_writes_what_safetensors_reads(call: Callable[..., Any], ran
         from megalite.checkpoint.inspect import consolidate
 
         assert consolidate(manifest, file, optimizer) == file.stat().st_size
-        found = load_file(file)
+        tensors = load_file(file)
         expected = (
             whole
             if optimizer
             else {key.removeprefix("weight/"): value for key, value in whole.items() if key.startswith("weight/")}
         )
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], value) for key, value in expected.items())
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[key], value) for key, value in expected.items())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.safetensors", "saved", "weights.safetensors"]
 
 

@@ -174,13 +174,13 @@ def test_another_name_than_a_step_moves_no_latest(tmp_path: Path) -> None:
 
 def test_misfits_are_named_with_expected_and_found(tmp_path: Path) -> None:
     save(tmp_path, 1, 1.0)
-    asked = [
+    rectangles = [
         Rectangle("weight/w", (3, 5), (0, 0), torch.zeros(3, 4)),
         Rectangle("weight/new", (2,), (0,), torch.zeros(2)),
         Rectangle("scale", (), (), torch.zeros((), dtype=torch.bfloat16)),
     ]
     with pytest.raises(CheckpointError) as error:
-        checkpoint.load(newest(tmp_path), asked)
+        checkpoint.load(newest(tmp_path), rectangles)
     for line in (
         "weight/w: expected float32 [3, 5], found float32 [3, 4]",
         "weight/new: expected float32 [2], found nothing of that name",
@@ -188,7 +188,7 @@ def test_misfits_are_named_with_expected_and_found(tmp_path: Path) -> None:
         str(newest(tmp_path)),
     ):
         assert line in str(error.value)
-    assert float(asked[0].tensor.sum()) == 0
+    assert float(rectangles[0].tensor.sum()) == 0
 
 
 def test_each_element_must_be_given_exactly_once(ranks: RankPool, tmp_path: Path) -> None:

@@ -62,10 +62,10 @@ def test_replicas_and_overlaps_load(tmp_path: Path) -> None:
     mesh = Mesh(Layout())
     boxes = jobs.halves((0, 0), (5, 7), 0, 2)
     checkpoint.save(tmp_path / "c", [Rectangle("w", (5, 7), box[0], jobs.cut(whole, box)) for box in boxes], {}, mesh)
-    asked = [((0, 0), (5, 7)), ((1, 2), (3, 4)), ((1, 2), (2, 1)), ((0, 0), (5, 7))]
-    loaded = [Rectangle("w", (5, 7), box[0], jobs.cut(whole, box) * 0) for box in asked]
+    boxes = [((0, 0), (5, 7)), ((1, 2), (3, 4)), ((1, 2), (2, 1)), ((0, 0), (5, 7))]
+    loaded = [Rectangle("w", (5, 7), box[0], jobs.cut(whole, box) * 0) for box in boxes]
     checkpoint.load(tmp_path / "c", loaded)
-    for part, box in zip(loaded, asked, strict=True):
+    for part, box in zip(loaded, boxes, strict=True):
         assert part.tensor.equal(jobs.cut(whole, box)), box
 
 

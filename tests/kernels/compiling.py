@@ -88,13 +88,13 @@ def compile_all(cache: Path) -> Binaries:
     return _from_json(json.loads(ended.stdout))
 
 
-def _from_json(found: dict[str, Any]) -> Binaries:
+def _from_json(content: dict[str, Any]) -> Binaries:
     return {
         module: {
-            architecture: {name: Binary(**binary) for name, binary in made.items()}
-            for architecture, made in per.items()
+            architecture: {name: Binary(**binary) for name, binary in binaries.items()}
+            for architecture, binaries in per.items()
         }
-        for module, per in found.items()
+        for module, per in content.items()
     }
 
 
@@ -118,15 +118,15 @@ def compiled(launch: Launch, architecture: str, multiplies: bool) -> Binary:
     source = ASTSource(fn=variant.kernel, signature=types, constexprs=dict(variant.constants), attrs=attributes)
     nvidia = architecture.startswith("sm_")
     target = GPUTarget("cuda", int(architecture[3:]), 32) if nvidia else GPUTarget("hip", architecture, 64)
-    made = triton.compile(source, target=target, options=variant.options)
-    resources = _nvidia_resources(made.asm["cubin"]) if nvidia else _amd_resources(made.asm["amdgcn"])
-    code = made.asm["ptx" if nvidia else "amdgcn"]
+    compiled = triton.compile(source, target=target, options=variant.options)
+    resources = _nvidia_resources(compiled.asm["cubin"]) if nvidia else _amd_resources(compiled.asm["amdgcn"])
+    code = compiled.asm["ptx" if nvidia else "amdgcn"]
     memory = _nvidia_memory(code) if nvidia else _amd_memory(code)
     products = len(re.findall(TENSOR_CORE[architecture], code))
     older = len(re.findall(AMPERES, code)) if TENSOR_CORE[architecture] != AMPERES else 0
     return Binary(
         **resources,
-        shared=made.metadata.shared,
+        shared=compiled.metadata.shared,
         **memory,
         products=products,
         older_products=older,
@@ -142,10 +142,10 @@ def _nvidia_resources(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
-    assert found is not None, said
-    return {"registers": int(found[1]), "stack": int(found[2])}
+        output = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    match = re.search(r"REG:(\d+) STACK:(\d+)", output)
+    assert match is not None, output
+    return {"registers": int(match[1]), "stack": int(match[2])}
 
 
 def _amd_resources(code: str) -> dict[str, int]:
@@ -184,9 +184,11 @@ def document(binaries: Binaries, triton_version: str) -> str:
     """The tables of docs/appendix/compiled-kernels.md."""
     lines = [f"Made by Triton {triton_version}; another version's numbers differ a little.", ""]
     for module, per in binaries.items():
-        names = dict.fromkeys(name for made in per.values() for name in made)
+        names = dict.fromkeys(name for binaries in per.values() for name in binaries)
         lines += [f"| {module} | {' | '.join(per)} |", "|---" * (len(per) + 1) + "|"]
-        lines += [f"| {name} | {' | '.join(_cell(made.get(name)) for made in per.values())} |" for name in names]
+        lines += [
+            f"| {name} | {' | '.join(_cell(binaries.get(name)) for binaries in per.values())} |" for name in names
+        ]
         lines.append("")
     return "\n".join(lines)
 
@@ -207,12 +209,12 @@ def main() -> None:
     """What this process compiles, as JSON, or as the table in the document."""
     import triton
 
-    found = _compile_here()
+    binaries = _compile_here()
     if sys.argv[1:] != ["--document"]:
-        return print(json.dumps(found))
+        return print(json.dumps(binaries))
     before, _, rest = DOCUMENT.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
-    DOCUMENT.write_text(before + BEGIN + document(_from_json(found), triton.__version__) + END + after)
+    DOCUMENT.write_text(before + BEGIN + document(_from_json(binaries), triton.__version__) + END + after)
 
 
 def _compile_here() -> dict[str, Any]:
@@ -224,12 +226,12 @@ def _compile_here() -> dict[str, Any]:
         for architecture in ARCHITECTURES
         for index in range(len(launches(module, architecture)))
     ]
-    found: dict[str, Any] = {module: {architecture: {} for architecture in ARCHITECTURES} for module in MODULES}
+    binaries: dict[str, Any] = {module: {architecture: {} for architecture in ARCHITECTURES} for module in MODULES}
     with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("fork")) as workers:
         for module, architecture, name, binary in workers.map(_compile, jobs):
-            assert name not in found[module][architecture], f"{module} has two variants called {name!r}"
-            found[module][architecture][name] = asdict(binary)
-    return found
+            assert name not in binaries[module][architecture], f"{module} has two variants called {name!r}"
+            binaries[module][architecture][name] = asdict(binary)
+    return binaries
 
 
 if __name__ == "__main__":

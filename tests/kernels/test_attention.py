@@ -136,6 +136,6 @@ def test_values_of_another_width(name, kept):
     options = resolve(sequence=45, batch=3, **OPTIONS[name]) | {"scale": 0.4}
     out, saved = attention(q, k, v, **options)
     assert out.shape == (45, 3, 4, kept) and out.is_contiguous()
-    found = out, *attention_backward(dout, q, k, v, out, saved, **options)
-    for ours, true in zip(found, autograd(q, k, v, dout, **options), strict=True):
+    results = out, *attention_backward(dout, q, k, v, out, saved, **options)
+    for ours, true in zip(results, autograd(q, k, v, dout, **options), strict=True):
         torch.testing.assert_close(ours, true, rtol=1e-11, atol=1e-11)

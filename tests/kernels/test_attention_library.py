@@ -148,14 +148,14 @@ def test_the_routes_of_a_device_are_read(file, monkeypatch):
             {"attention": {"plain": "flash", "documents": "flash_varlen"}, "weight_grad": "mm_add", "router": "cast"}
         )
     )
-    found = device_routes.read("NVIDIA H100 80GB HBM3")
-    assert found == device_routes.DeviceRoutes("NVIDIA H100 80GB HBM3", "flash", "flash_varlen", "mm_add", "cast")
+    routes = device_routes.read("NVIDIA H100 80GB HBM3")
+    assert routes == device_routes.DeviceRoutes("NVIDIA H100 80GB HBM3", "flash", "flash_varlen", "mm_add", "cast")
     assert device_routes.read("another") == device_routes.DeviceRoutes("another")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     for kernels, counts in (("auto", True), ("torch", False)):
         backend.select(kernels)
         device_routes._of_device.cache_clear()
-        assert (device_routes.measured(torch.device("cuda:0")) == found) == counts
+        assert (device_routes.measured(torch.device("cuda:0")) == routes) == counts
     device_routes._of_device.cache_clear()
     assert device_routes.measured(torch.device("cpu")) == device_routes.DeviceRoutes()
 
@@ -173,9 +173,9 @@ def test_the_routes_of_a_device_are_read(file, monkeypatch):
 )
 def test_a_file_that_is_wrong_changes_nothing_and_is_named(text, words, file):
     file.write_text(text)
-    found = device_routes.read("NVIDIA H100 80GB HBM3")
-    assert found == device_routes.DeviceRoutes("NVIDIA H100 80GB HBM3", problem=found.problem) and words in str(
-        found.problem
+    routes = device_routes.read("NVIDIA H100 80GB HBM3")
+    assert routes == device_routes.DeviceRoutes("NVIDIA H100 80GB HBM3", problem=routes.problem) and words in str(
+        routes.problem
     )
 
 
@@ -228,8 +228,8 @@ class ByDefinition(TorchDispatchMode):
             return (out.squeeze(1), *rest)
         assert given["logsumexp"].item() == 7.0
         out = given["out"].unsqueeze(1)
-        found = attention_backward(given["grad_out"].unsqueeze(1), q, k, v, out, (), recompute=True, **options)
-        return tuple(x.squeeze(1) for x in found)
+        results = attention_backward(given["grad_out"].unsqueeze(1), q, k, v, out, (), recompute=True, **options)
+        return tuple(x.squeeze(1) for x in results)
 
 
 OVERLOADED = [f"aten::_{kind}_attention_{part}" for kind in ("flash", "cudnn") for part in ("forward", "backward")]
@@ -249,9 +249,9 @@ def test_documents_are_given_by_their_boundaries(name, window, batch, monkeypatc
     given = attention_library.Options(0.3, window, boundaries(starts.numpy()))
     with ByDefinition() as mode:
         out, saved = calls.forward(q, k, v, given)
-        found = out, *calls.backward(dout, q, k, v, out, saved, given)
+        results = out, *calls.backward(dout, q, k, v, out, saved, given)
     assert [each.split("_")[1] for each in mode.called] == [name.split("_")[0]] * 2
-    for got, true in zip(found, expected, strict=True):
+    for got, true in zip(results, expected, strict=True):
         assert got.is_contiguous()
         torch.testing.assert_close(got, true, rtol=1e-12, atol=1e-12)
 
@@ -269,10 +269,10 @@ def test_as_accurate_as_the_definition(chosen, monkeypatch):
     if module._route(q, k, v, **NONE) != chosen:
         pytest.skip(f"torch does not run {chosen} here")
     out, saved = attention(q, k, v, scale=0.125)
-    found = out, *attention_backward(dout, q, k, v, out, saved, scale=0.125)
+    results = out, *attention_backward(dout, q, k, v, out, saved, scale=0.125)
     torchs = autograd(*host, scale=0.125)
     exact = autograd(*(x.double() for x in host[:3]), host[3], scale=0.125)
-    for got, true, of_torch in zip(found, exact, torchs, strict=True):
+    for got, true, of_torch in zip(results, exact, torchs, strict=True):
         assert_as_accurate(got.cpu(), true, of_torch)
 
 
@@ -291,9 +291,9 @@ def test_documents_as_accurate_as_the_definition(route, batch):
     options = attention_library.Options(0.125, None, (offsets.to("cuda"), longest))
     route.calls.prepare()
     out, saved = route.calls.forward(q, k, v, options)
-    found = out, *route.calls.backward(dout, q, k, v, out, saved, options)
+    results = out, *route.calls.backward(dout, q, k, v, out, saved, options)
     known = {"scale": 0.125, "document_start": starts.T.contiguous()}
     torchs = autograd(*host, **known)
     exact = autograd(*(x.double() for x in host[:3]), host[3], **known)
-    for got, true, of_torch in zip(found, exact, torchs, strict=True):
+    for got, true, of_torch in zip(results, exact, torchs, strict=True):
         assert_as_accurate(got.cpu(), true, of_torch)

@@ -44,12 +44,12 @@ def in_parts(q, k, v, dout, cut, **options):
     out, dq, dk, dv = (torch.zeros(x.shape, dtype=accumulate) for x in (dout, q, k, v))
     for runs in cut:
         query, its = taken(q, runs), own(options, runs)
-        found = torch.zeros((*query.shape[:3], v.shape[3]), dtype=accumulate)
+        merged_out = torch.zeros((*query.shape[:3], v.shape[3]), dtype=accumulate)
         lse = torch.full(query.shape[:3], -torch.inf, dtype=accumulate)
         for keys in cut:
-            merge_(found, lse, *attention_part(query, taken(k, keys), taken(v, keys), runs, keys, **its))
+            merge_(merged_out, lse, *attention_part(query, taken(k, keys), taken(v, keys), runs, keys, **its))
         grad = taken(dout, runs)
-        inner = delta(grad, found)
+        inner = delta(grad, merged_out)
         for keys in cut:
             key, value = taken(k, keys), taken(v, keys)
             parts = attention_part_backward(grad, query, key, value, lse, inner, runs, keys, **its)
@@ -57,7 +57,7 @@ def in_parts(q, k, v, dout, cut, **options):
             assert all(part.dtype == accumulate for part in parts)
             for whole, part, its_runs in zip((dq, dk, dv), parts, (runs, keys, keys), strict=True):
                 given(whole, part, its_runs)
-        given(out, found, runs)
+        given(out, merged_out, runs)
     return out, dq, dk, dv
 
 
@@ -95,14 +95,14 @@ def test_what_sees_nothing_is_nothing():
 
 def test_merging_survives_extreme_scores():
     q, k, v, dout = inputs(LENGTH, 1, 2, 2, 8, torch.float32)
-    found = in_parts(q * 1e3, k * 1e3, v, dout, CUTS["zigzag"], scale=1.0)
-    assert all(torch.isfinite(x).all() for x in found)
+    results = in_parts(q * 1e3, k * 1e3, v, dout, CUTS["zigzag"], scale=1.0)
+    assert all(torch.isfinite(x).all() for x in results)
 
 
 def test_values_of_another_width():
     q, k, v, dout = inputs(LENGTH, 2, 4, 2, 8, torch.float64)
     v, dout = v[..., :5], dout[..., :5]
     options = resolve(sequence=LENGTH, batch=2, **OPTIONS["everything"]) | {"scale": 0.4}
-    found = in_parts(q, k, v, dout, CUTS["zigzag"], **options)
-    for ours, true in zip(found, autograd(q, k, v, dout, **options), strict=True):
+    results = in_parts(q, k, v, dout, CUTS["zigzag"], **options)
+    for ours, true in zip(results, autograd(q, k, v, dout, **options), strict=True):
         torch.testing.assert_close(ours, true, rtol=1e-11, atol=1e-11)

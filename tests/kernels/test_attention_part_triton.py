@@ -52,9 +52,9 @@ def test_parts_are_the_whole_of_the_definition(name, cut, dtype, device):
     moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
     if "dropout" in moved:
         moved["dropout"] = dataclasses.replace(moved["dropout"], samples=moved["dropout"].samples.to(device))
-    found = in_parts(*(x.to(device) for x in (q, k, v, dout)), HALVES[cut], **moved)
+    results = in_parts(*(x.to(device) for x in (q, k, v, dout)), HALVES[cut], **moved)
     torchs, exact = autograd(q, k, v, dout, **options), autograd(q.double(), k.double(), v.double(), dout, **options)
-    for got, true, of_torch in zip(found, exact, torchs, strict=True):
+    for got, true, of_torch in zip(results, exact, torchs, strict=True):
         if dtype == torch.float32:
             torch.testing.assert_close(got.cpu().double(), true, rtol=1e-5, atol=1e-5)
         else:
@@ -65,9 +65,9 @@ def test_keys_in_two_parts(device):
     """128 channels and 16 others, with values of 24."""
     q, k, v, dout = inputs(28, 1, 2, 1, 144, torch.bfloat16)
     v, dout, options = v[..., :24], dout[..., :24], {"scale": 0.1, "window": 20}
-    found = in_parts(*(x.to(device) for x in (q, k, v, dout)), HALVES["zigzag"], **options)
+    results = in_parts(*(x.to(device) for x in (q, k, v, dout)), HALVES["zigzag"], **options)
     torchs, exact = autograd(q, k, v, dout, **options), autograd(q.double(), k.double(), v.double(), dout, **options)
-    for got, true, of_torch in zip(found, exact, torchs, strict=True):
+    for got, true, of_torch in zip(results, exact, torchs, strict=True):
         assert_as_accurate(got.cpu().to(torch.bfloat16), true, of_torch)
 
 
@@ -85,11 +85,11 @@ def test_long_runs_have_tiles_without_a_mask(device):
         torch.testing.assert_close(lse.cpu().double(), true_lse, rtol=1e-3, atol=1e-2)
         torch.testing.assert_close(out.cpu().double(), true, rtol=2e-2, atol=2e-2)
         inner = delta(dout, out)
-        found = attention_part_backward(dout, q, k, v, lse, inner, queries, keys, **options)
+        results = attention_part_backward(dout, q, k, v, lse, inner, queries, keys, **options)
         exact = attention_part_backward(
             *(x.cpu().double() for x in (dout, q, k, v, lse, inner)), queries, keys, **options
         )
-        for got, expected in zip(found, exact, strict=True):
+        for got, expected in zip(results, exact, strict=True):
             torch.testing.assert_close(got.cpu().double(), expected, rtol=2e-2, atol=4e-2)
 
 

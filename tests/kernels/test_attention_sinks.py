@@ -31,8 +31,8 @@ def test_is_the_definition(name):
         resolve(sequence=LENGTH, batch=2, **OPTIONS[name]) | {"scale": 0.4},
     )
     out, lse = attention_with_sinks(q, k, v, sinks, **options)
-    found = out, *attention_with_sinks_backward(dout, q, k, v, out, lse, sinks, **options)
-    torch.testing.assert_close(found, expected(q, k, v, dout, sinks, **options), rtol=1e-11, atol=1e-11)
+    results = out, *attention_with_sinks_backward(dout, q, k, v, out, lse, sinks, **options)
+    torch.testing.assert_close(results, expected(q, k, v, dout, sinks, **options), rtol=1e-11, atol=1e-11)
 
 
 def test_a_sink_joins_merged_parts_once():

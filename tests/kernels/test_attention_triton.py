@@ -54,9 +54,9 @@ def run(q, k, v, dout, device, **options):
 
 
 def assert_accurate(q, k, v, dout, device, **options):
-    found, options = run(q, k, v, dout, device, **options), {"scale": q.shape[-1] ** -0.5} | options
+    results, options = run(q, k, v, dout, device, **options), {"scale": q.shape[-1] ** -0.5} | options
     torchs, exact = autograd(q, k, v, dout, **options), autograd(q.double(), k.double(), v.double(), dout, **options)
-    for got, true, of_torch in zip(found, exact, torchs, strict=True):
+    for got, true, of_torch in zip(results, exact, torchs, strict=True):
         assert got.is_contiguous()
         assert_as_accurate(got, true, of_torch)
 
@@ -114,8 +114,8 @@ def test_inputs_may_have_any_strides(device):
     expected = run(q, k, v, dout, device, document_start=starts.contiguous())
     q, dout = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, dout))
     k, v = k.transpose(0, 3).contiguous().transpose(0, 3), torch.stack([v, v], 1)[:, 1]
-    found = run(q, k, v, dout, device, document_start=starts)
-    assert all(torch.equal(got, value) for got, value in zip(found, expected, strict=True))
+    results = run(q, k, v, dout, device, document_start=starts)
+    assert all(torch.equal(got, value) for got, value in zip(results, expected, strict=True))
 
 
 @pytest.mark.parametrize("name", ["documents", "window"])
@@ -127,14 +127,14 @@ def test_what_no_query_of_a_tile_sees_is_not_touched(name, device):
     q, k, v, dout = inputs(4 * part, 1, 2, 1, 16, torch.bfloat16)
     expected = run(q, k, v, dout, device, **options)
     first, last, nan = slice(0, part), slice(3 * part, 4 * part), torch.tensor(torch.nan)
-    found = run(
+    results = run(
         q, k.index_fill(0, torch.arange(part), nan), v.index_fill(0, torch.arange(part), nan), dout, device, **options
     )
-    for got, value in zip(found[:2], expected[:2], strict=True):
+    for got, value in zip(results[:2], expected[:2], strict=True):
         assert torch.equal(got[last], value[last]) and got[first].isnan().all()
     end = torch.arange(3 * part, 4 * part)
-    found = run(q.index_fill(0, end, nan), k, v, dout.index_fill(0, end, nan), device, **options)
-    for got, value in zip(found[2:], expected[2:], strict=True):
+    results = run(q.index_fill(0, end, nan), k, v, dout.index_fill(0, end, nan), device, **options)
+    for got, value in zip(results[2:], expected[2:], strict=True):
         assert torch.equal(got[first], value[first]) and got[last].isnan().any()
 
 

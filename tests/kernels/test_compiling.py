@@ -21,9 +21,11 @@ EACH = pytest.mark.parametrize("architecture", ARCHITECTURES)
 @EACH
 @pytest.mark.parametrize("module", MODULES)
 def test_registers_shared_memory_and_tensor_cores(module: str, architecture: str, binaries: Binaries):
-    made = binaries[module][architecture]
-    assert made, "a module without variants proves nothing"
-    assert {name: broken for name, binary in made.items() if (broken := binary.broken_rules(architecture, name))} == {}
+    compiled = binaries[module][architecture]
+    assert compiled, "a module without variants proves nothing"
+    assert {
+        name: broken for name, binary in compiled.items() if (broken := binary.broken_rules(architecture, name))
+    } == {}
 
 
 @EACH

@@ -134,8 +134,8 @@ def test_parts_of_a_sequence_have_the_bits_of_the_whole(device):
     expected = forward_and_backward(x, 0, 1)
     backend.select("triton")
     parts = [forward_and_backward(part, rank, 2) for rank, part in enumerate(x.chunk(2))]
-    for found, whole in zip(zip(*parts, strict=True), expected, strict=True):
-        assert torch.equal(bits(torch.cat(found)), bits(whole))
+    for pieces, whole in zip(zip(*parts, strict=True), expected, strict=True):
+        assert torch.equal(bits(torch.cat(pieces)), bits(whole))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -71,7 +71,7 @@ def test_operation_is_registered_soundly(device):
 def test_results_are_the_same_bits_each_time(device):
     sizes = [700, 0, 1348, 2048]
     grad, left, right = inputs(sizes, 1024, 2048, torch.bfloat16, device)
-    found = [grad.clone() for _ in range(10)]
-    for each in found:
+    gradients = [grad.clone() for _ in range(10)]
+    for each in gradients:
         add_grouped_gradient(each, left, right, groups_of(sizes, device), overwrite=False)
-    assert all(torch.equal(found[0], each) for each in found)
+    assert all(torch.equal(gradients[0], each) for each in gradients)

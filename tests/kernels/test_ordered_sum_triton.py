@@ -19,26 +19,26 @@ from torch.library import opcheck
 def test_is_the_sum_in_rank_order(ranks, count, parts, total, kernels, device):
     backend.select(kernels)
     sizes = torch.logspace(0, -3, ranks, device=device).unsqueeze(1)  # no other order gives the same bits
-    given = (torch.randn(ranks, count, device=device) * sizes).to(parts)
-    found = torch.full((count,), torch.nan, dtype=total, device=device)
-    ordered_sum(given, found)
-    expected = given[0].float()
-    for part in given[1:]:
+    parts = (torch.randn(ranks, count, device=device) * sizes).to(parts)
+    result = torch.full((count,), torch.nan, dtype=total, device=device)
+    ordered_sum(parts, result)
+    expected = parts[0].float()
+    for part in parts[1:]:
         expected = expected + part.float()
-    assert torch.equal(found, expected.to(total))
+    assert torch.equal(result, expected.to(total))
 
 
 def test_fp64_takes_the_reference(device):
-    given = torch.rand(3, 40, dtype=torch.float64, device=device)
-    found = torch.empty(40, dtype=torch.float64, device=device)
-    ordered_sum(given, found)
-    assert torch.equal(found, given[0] + given[1] + given[2])
+    parts = torch.rand(3, 40, dtype=torch.float64, device=device)
+    result = torch.empty(40, dtype=torch.float64, device=device)
+    ordered_sum(parts, result)
+    assert torch.equal(result, parts[0] + parts[1] + parts[2])
 
 
 def test_parts_that_are_not_contiguous_are_refused(device):
-    given = torch.ones(64, 2, dtype=torch.bfloat16, device=device).t()
+    parts = torch.ones(64, 2, dtype=torch.bfloat16, device=device).t()
     with pytest.raises(ValueError, match="must be contiguous"):
-        ordered_sum_triton.ordered_sum(given, torch.empty(64, device=device))
+        ordered_sum_triton.ordered_sum(parts, torch.empty(64, device=device))
 
 
 def test_operation_is_registered_soundly(device):

@@ -45,12 +45,12 @@ def test_as_accurate_as_torch(tokens, k, width, dtype, device):
         exact = combined(rows.double(), index, None if each is None else each.double())
         assert_as_accurate(permutation.combine_rows(rows, index, each), exact, combined(rows, index, each))
     grad = torch.randn(tokens, width).to(device, dtype)
-    found = permutation.combine_rows_backward(grad, rows, order, weights)
+    results = permutation.combine_rows_backward(grad, rows, order, weights)
     exact, torchs = (
         permutation_reference(each, rows.to(each.dtype), order, by.double() if each.dtype == torch.float64 else by)
         for each, by in ((grad.double(), weights), (grad, weights))
     )
-    for got, right, torch_result in zip(found, exact, torchs, strict=True):
+    for got, right, torch_result in zip(results, exact, torchs, strict=True):
         assert_as_accurate(got, right, torch_result)
 
 

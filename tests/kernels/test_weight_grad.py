@@ -21,11 +21,11 @@ class OnCpu(TorchDispatchMode):
         left, right = (
             (given["self"], given["mat2"]) if operation._schema.name == "aten::mm" else (given["mat1"], given["mat2"])
         )
-        found = left.to(given["out_dtype"]) @ right.to(given["out_dtype"])
+        result = left.to(given["out_dtype"]) @ right.to(given["out_dtype"])
         # beta = 0: what the gradient held does not count, be it NaN
         if operation._schema.name == "aten::addmm" and given.get("beta", 1):
-            found += given["self"]
-        return given["out"].copy_(found) if "out" in given else found
+            result += given["self"]
+        return given["out"].copy_(result) if "out" in given else result
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
@@ -56,8 +56,8 @@ def test_every_route_of_a_router_multiplies_the_same_numbers(name, dtype):
     generator = torch.Generator().manual_seed(0)
     rows, weight = (torch.randint(-9, 10, shape, generator=generator).to(dtype) for shape in ((7, 512), (5, 512)))
     with OnCpu():
-        found = router_logits.ROUTES[name](rows, weight)
-    assert found.dtype == torch.float32 and torch.equal(found.double(), rows.double() @ weight.double().t())
+        logits = router_logits.ROUTES[name](rows, weight)
+    assert logits.dtype == torch.float32 and torch.equal(logits.double(), rows.double() @ weight.double().t())
 
 
 def test_a_router_takes_the_route_of_the_device(monkeypatch):

@@ -268,7 +268,7 @@ def long_list() -> dict[str, tuple[str, Callable[[Any], Calls]]]:
     attention = {"attention_triton": of_attention, "attention_part_triton": of_attention_part}
     names = EVERYTHING.split()
     kinds = [" ".join(chosen) for count in range(len(names) + 1) for chosen in combinations(names, count)]
-    found: dict[str, tuple[str, Callable[[Any], Calls]]] = {
+    lists: dict[str, tuple[str, Callable[[Any], Calls]]] = {
         f"{module}/{channels(*dims)} {kind or 'causal'}": (module, partial(calls, cases=[(dims, kind or "causal")]))
         for module, calls in attention.items()
         for dims in ALL_HEADS
@@ -279,17 +279,17 @@ def long_list() -> dict[str, tuple[str, Callable[[Any], Calls]]]:
         cases = [(kind, dtype, like, offset) for kind in ("rms norm", "add + rms norm") for offset in (0.0, 1.0)]
         cases += [("layer norm", dtype, like, 0.0)] if width <= 8192 else []
         if width <= most:
-            found[f"norm_triton/{width} wide {NAMES[dtype]}"] = ("norm_triton", partial(norms, cases=cases))
-    return found
+            lists[f"norm_triton/{width} wide {NAMES[dtype]}"] = ("norm_triton", partial(norms, cases=cases))
+    return lists
 
 
 def launches(module_name: str, architecture: str, calls: Callable[[Any], Calls] | None = None) -> list[Launch]:
     """What a module launches on GPUs of an architecture: at the calls of its list."""
-    module, found = importlib.import_module(f"megalite_kernels.{module_name}"), list[Launch]()
+    module, launched = importlib.import_module(f"megalite_kernels.{module_name}"), list[Launch]()
     with patch.object(module, "architecture", lambda device: architecture, create=True):
         for names, call in (calls or LISTS[module_name])(module):
             seen: list[tuple[Variant, tuple[Any, ...]]] = []
             with patch.object(Variant, "launch", lambda variant, grid, *args, into=seen: into.append((variant, args))):
                 call()
-            found += [Launch(name, *launch) for name, launch in zip(names, seen, strict=True)]
-    return found
+            launched += [Launch(name, *launch) for name, launch in zip(names, seen, strict=True)]
+    return launched

@@ -104,7 +104,7 @@ NAMES = {
 
 def our_tensors(model: Any, gpt2: bool) -> dict[str, Tensor]:
     """transformers' weights under our names; GPT-2 stores its linears transposed, and q, k and v as one."""
-    found = {}
+    tensors = {}
     for name, value in model.state_dict().items():
         value = value.flatten(0, -2) if value.dim() == 3 else value  # the experts of a layer
         if gpt2 and value.dim() == 2 and "c_" in name:
@@ -113,12 +113,12 @@ def our_tensors(model: Any, gpt2: bool) -> dict[str, Tensor]:
             name = name.replace(theirs, ours)
         if "attn.c_attn" in name:
             for part, piece in zip("qkv", value.chunk(3), strict=True):
-                found[name.replace("attn.c_attn", f"attention.{part}")] = piece.contiguous()
+                tensors[name.replace("attn.c_attn", f"attention.{part}")] = piece.contiguous()
         else:
-            found[name] = value.contiguous()
+            tensors[name] = value.contiguous()
     return {
         name: value.clone()
-        for name, value in found.items()
+        for name, value in tensors.items()
         if name != "head.weight" or not model.config.tie_word_embeddings
     }
 

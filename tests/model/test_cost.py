@@ -101,9 +101,9 @@ def test_adapters_of_some_projections_cost_as_much_as_their_parameters() -> None
 def test_presets_cost_what_torch_counts(name: str) -> None:
     model = ModelConfig(**{**preset(name), "num_hidden_layers": 3})
     model.vocab_size = model.vocab_size or 257
-    found = per_token(model, 1024)
-    assert found.model == found.hardware == counted_flops_per_token(model, 1024)
-    assert per_token(model, 1024, embedding=True).model - found.model == found.head
+    flops = per_token(model, 1024)
+    assert flops.model == flops.hardware == counted_flops_per_token(model, 1024)
+    assert per_token(model, 1024, embedding=True).model - flops.model == flops.head
 
 
 def test_conventions_and_recomputation() -> None:
@@ -166,8 +166,8 @@ def test_throughput_is_per_second_and_per_rank() -> None:
     config = Config()
     config.model.vocab_size, config.train.precision = 1000, "bf16"
     config.train.global_batch_size, config.data.sequence_length = 8, 128
-    found = throughput(config, 0.5, 4, "NVIDIA A100-SXM4-80GB")
-    assert found["tokens_per_second"] == 2048
-    assert found["tflops_per_gpu"] == pytest.approx(model_flops_per_token(config.model, 128) * 2048 / 4 / 1e12)
-    assert found["mfu"] == pytest.approx(found["tflops_per_gpu"] / 312)
+    metrics = throughput(config, 0.5, 4, "NVIDIA A100-SXM4-80GB")
+    assert metrics["tokens_per_second"] == 2048
+    assert metrics["tflops_per_gpu"] == pytest.approx(model_flops_per_token(config.model, 128) * 2048 / 4 / 1e12)
+    assert metrics["mfu"] == pytest.approx(metrics["tflops_per_gpu"] / 312)
     assert throughput(config, 0.5, 4, "cpu")["mfu"] is None

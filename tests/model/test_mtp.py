@@ -124,13 +124,13 @@ def defined(w: dict[str, Tensor], model: ModelConfig, rows: Tensor, documents: b
                 (normed(table[following], w[f"{part}.enorm.weight"]), normed(hidden, w[f"{part}.hnorm.weight"])), -1
             )
             hidden = normed(layer(both @ w[f"{part}.eh_proj.weight"].T, index, w, starts), w[f"{part}.norm.weight"])
-        found = (hidden @ w.get("head.weight", table).T).log_softmax(-1)
+        log_probabilities = (hidden @ w.get("head.weight", table).T).log_softmax(-1)
         counted = []
         for row in range(len(rows)):
             for position in range(length - shift):
                 last = position + shift  # the last token that the prediction is made from
                 if not documents or (starts[row, last] == starts[row, position] and tokens[row, last] != EOS):
-                    counted.append(-found[row, position, rows[row, last + 1]])
+                    counted.append(-log_probabilities[row, position, rows[row, last + 1]])
         losses.append(torch.stack(counted).mean())
     return losses
 
@@ -203,12 +203,12 @@ def test_modules_read_and_predict_what_a_loop_finds():
     targets[random.random((11, 3)) < 0.3] = IGNORE_INDEX
     starts = np.maximum.accumulate(np.where(random.random((11, 3)) < 0.3, np.arange(11)[:, None], 0), axis=0)
     for documents in (starts, None):
-        found = shifted(*(each if each is None else torch.from_numpy(each) for each in (tokens, targets, documents)), 3)
+        ahead = shifted(*(each if each is None else torch.from_numpy(each) for each in (tokens, targets, documents)), 3)
         for k, at, row in np.ndindex(3, 11, 3):
             further = at + k + 1
             inside = further < 11 and (documents is None or documents[further, row] == documents[at, row])
-            assert found.targets[k, at, row] == (targets[further, row] if inside else IGNORE_INDEX)
-            assert found.tokens[k, at, row] == (tokens[further, row] if further < 11 else 0)
+            assert ahead.targets[k, at, row] == (targets[further, row] if inside else IGNORE_INDEX)
+            assert ahead.tokens[k, at, row] == (tokens[further, row] if further < 11 else 0)
 
 
 def test_deepseek_v3_has_its_published_module():

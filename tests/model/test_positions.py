@@ -85,12 +85,12 @@ def test_tables_of_parts_are_those_of_the_row_and_made_once(runs: tuple[tuple[in
     tokens, samples = rows()
     whole = stage.forward_state(Microbatch.of(tokens, tokens, samples), step=0, training=False).rotary
     part = tokens[:20]
-    made, again = (
+    parts, again = (
         stage.forward_state(Microbatch.of(part, part, samples, runs=runs), 0, False).rotary for _ in range(2)
     )
-    assert whole is not None and made is not None and again is not None
+    assert whole is not None and parts is not None and again is not None
     its = [position for start, length in runs for position in range(start, start + length)]
-    for ours, theirs, same in zip(made, whole, again, strict=True):
+    for ours, theirs, same in zip(parts, whole, again, strict=True):
         assert torch.equal(ours, theirs[its])
         assert ours is same
 

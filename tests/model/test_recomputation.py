@@ -55,8 +55,8 @@ def kept():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recomputing_everything_changes_no_bit(family, kept):
-    for found, expected in zip(stepped(FAMILIES[family], EVERYTHING), kept(family), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(stepped(FAMILIES[family], EVERYTHING), kept(family), strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -64,14 +64,14 @@ def test_each_operation_changes_no_bit(operation, kept):
     family = {"experts": "experts", "attn_out": "parallel, two norms, plain"}.get(
         operation, "norms everywhere, soft caps"
     )
-    for found, expected in zip(stepped(FAMILIES[family], operation), kept(family), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(stepped(FAMILIES[family], operation), kept(family), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_layers_may_differ(kept):
     modes = "attn_norm+mlp_norm,full,residual+mlp_in,none"
-    for found, expected in zip(stepped(FAMILIES["dropout"], modes), kept("dropout"), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(stepped(FAMILIES["dropout"], modes), kept("dropout"), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_nothing_is_left_after_a_step():

@@ -83,5 +83,5 @@ def test_steps_with_kernels_are_those_without(zero, grad_dtype, ranks):
         assert ours.rounds and reference.rounds
     pairs = [zip(*(each.state for each in both), strict=True) for both in zip(*results.values(), strict=True)]
     assert not all(torch.equal(x, y) for rank in pairs for x, y in rank), (
-        "kernels do not round as torch does: these can not have run"
+        "kernels do not round as torch does: these cannot have run"
     )

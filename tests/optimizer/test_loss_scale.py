@@ -87,8 +87,8 @@ def fp16(case, prefix: str, **options):
 
 
 def train(config, steps: int):
-    made = from_dict(config)
-    trainer = Trainer(made, build.make_mesh(made))
+    resolved = from_dict(config)
+    trainer = Trainer(resolved, build.make_mesh(resolved))
     results = [trainer.step() for _ in range(steps)]
     trainer.close()
     return results
@@ -120,11 +120,11 @@ def test_too_large_a_scale_finds_its_way_down(prefix):
 def test_an_overflow_on_one_rank_skips_everywhere(layout, ranks, prefix):
     case = {**CASE, **layout}
     world = case["tp"] * case["pp"] * case["dp"]
-    found = ranks.run(world, jobs_training.train_with_infinite_gradient, fp16(case, prefix), 3, world - 1, 8)
-    for rank in found:
+    outcomes = ranks.run(world, jobs_training.train_with_infinite_gradient, fp16(case, prefix), 3, world - 1, 8)
+    for rank in outcomes:
         assert rank["skipped"] == [step == 3 for step in range(1, 9)] and rank["count"] == 1
-        assert rank["losses"] == found[0]["losses"]
+        assert rank["losses"] == outcomes[0]["losses"]
         assert rank["loss_scales"] == [256.0, 256.0, 256.0, 128.0, 128.0, 128.0, 128.0, 256.0]
         before, after = rank["kept"]
         assert all(torch.equal(value, after[name]) for name, value in before.items())
-    assert found[0]["losses"][-1] < found[0]["losses"][0]
+    assert outcomes[0]["losses"][-1] < outcomes[0]["losses"][0]

@@ -22,16 +22,16 @@ CASE = {
 
 @pytest.fixture
 def make(tmp_path):
-    made = []
+    trainers = []
 
     def trainer(precision: str, **changes) -> Trainer:
         config = config_of(CASE, write_tokens(tmp_path, 96), precision)
         config = from_dict({section: {**values, **changes.get(section, {})} for section, values in config.items()})
-        made.append(Trainer(config, build.make_mesh(config)))
-        return made[-1]
+        trainers.append(Trainer(config, build.make_mesh(config)))
+        return trainers[-1]
 
     yield trainer
-    for each in made:
+    for each in trainers:
         each.close()
 
 

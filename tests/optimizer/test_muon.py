@@ -1,5 +1,5 @@
 """Muon on one rank against torch's, the iterations against the singular value decomposition, and the plan of who
-orthogonalises what."""
+orthogonalizes which matrix."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def draw_gradients(store: ParameterStore, seed: int) -> None:
 
 def matrices(store: ParameterStore) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Values and gradients of each matrix: of q, k, v, gate and up apart."""
-    found = []
+    pairs = []
     for weight in store.weights.values():
         rows = [segment.shape[0] for segment in weight.spec.segments]
         if "experts.in" in weight.spec.name:
@@ -65,8 +65,8 @@ def matrices(store: ParameterStore) -> list[tuple[torch.Tensor, torch.Tensor]]:
         elif weight.spec.segments[0].role not in PROJECTIONS:
             continue
         if weight.tensor.dim() == 2:
-            found += zip(weight.tensor.detach().split(rows), weight.grad.split(rows), strict=True)
-    return found
+            pairs += zip(weight.tensor.detach().split(rows), weight.grad.split(rows), strict=True)
+    return pairs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -196,10 +196,10 @@ def test_an_experts_matrices_stay_with_the_ranks_that_hold_it(layout):
     model = replace(MIXTURE, num_experts=4)
     at = Coordinates({"tp": AxisPlace(0, layout.tp), "expert": AxisPlace(0, layout.ep)})
     rounds = matrix_rounds(bucket_layout(model_specs(model, tp=layout.tp), at, layout.owners, 25e6), layout)
-    found = [matrix for each in rounds for matrix in each if ".experts." in matrix.segment.name]
-    names = [matrix.segment.name for matrix in found]
+    expert_matrices = [matrix for each in rounds for matrix in each if ".experts." in matrix.segment.name]
+    names = [matrix.segment.name for matrix in expert_matrices]
     assert len(set(names)) == len(names) == 4 * 3
-    for matrix in found:
+    for matrix in expert_matrices:
         stored, _, number = matrix.segment.name.partition(", matrix ")
         expert = int(number) // (2 if "experts.in" in stored else 1)
         holders = {rank for rank in range(layout.stage_ranks) if rank % layout.ep == expert // (4 // layout.ep)}

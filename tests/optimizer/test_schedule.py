@@ -98,18 +98,18 @@ SHORT = {
 @pytest.mark.parametrize("name", SHORT)
 def test_a_decay_shorter_than_a_step_ends_at_the_minimum(name):
     decay, steps, options, expected = SHORT[name]
-    made = config(decay=decay, **{"warmup_steps": 0, **options})
-    made.train.steps = steps
-    assert [learning_rate(made, step) for step in range(1, steps + 1)] == pytest.approx(expected)
+    resolved = config(decay=decay, **{"warmup_steps": 0, **options})
+    resolved.train.steps = steps
+    assert [learning_rate(resolved, step) for step in range(1, steps + 1)] == pytest.approx(expected)
 
 
 def test_a_decay_shorter_than_a_whole_batch_ends_at_the_minimum():
     """With a ramp-up of the batch size the run is 5 steps of 4 sequences, which is 0.31 of a whole batch."""
     for decay in ("cosine", "linear", "wsd"):
-        made = config(decay=decay, warmup_steps=0)
-        made.train.steps, made.train.rampup_batch_size = 5, [4, 4, 1000]
-        assert learning_rate(made, 5) == pytest.approx(LOW), decay
-        assert learning_rate(made, 4) > 1.5 * LOW, decay
+        resolved = config(decay=decay, warmup_steps=0)
+        resolved.train.steps, resolved.train.rampup_batch_size = 5, [4, 4, 1000]
+        assert learning_rate(resolved, 5) == pytest.approx(LOW), decay
+        assert learning_rate(resolved, 4) > 1.5 * LOW, decay
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])

@@ -106,7 +106,7 @@ class Round:
         self._scatter = transfer, flat
 
     def finish_scatter(self) -> list[Tensor]:
-        """Wait for the results. Returns those of `pieces`, flat."""
+        """Wait for the results. Returns the results of `pieces`, flat."""
         assert self._scatter is not None, "start_scatter comes first"
         (transfer, flat), self._scatter = self._scatter, None
         received = iter(transfer.wait())

@@ -48,7 +48,7 @@ class Muon:
     """Muon for the matrices of this rank, AdamW for its other tensors.
 
     Args:
-        options: AdamW's, and those of the learning rate's schedule.
+        options: options of AdamW and of the learning rate's schedule.
         muon: options of the matrices.
 
     Raises:

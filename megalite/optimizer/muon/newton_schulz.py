@@ -25,7 +25,7 @@ def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
     """
     a, b, c = COEFFICIENTS
     tall = matrix.size(0) > matrix.size(1)
-    x = matrix.T if tall else matrix  # the Gram matrix is that of the shorter side
+    x = matrix.T if tall else matrix  # so that the Gram matrix has the size of the shorter side
     x.div_(x.norm().clamp(min=EPS))  # no singular value exceeds 1
     for _ in range(steps):
         gram = x @ x.T

@@ -10,7 +10,7 @@ Every matrix has one owner among the ranks that hold a part of it. Longest proce
 exactly one rank, itself if it holds it; the result goes to every rank that keeps state of it. Matrices are
 exchanged in rounds, in which every rank owns at most one, so that buffers are few.
 
-A part of a matrix is what the ranks with one tp coordinate hold; key-value heads may have fewer parts than
+A part of a matrix is the rows or columns of one tp coordinate; key-value heads may have fewer parts than
 there are ranks. Ranges are elements of the bucket, in which a part lies at the same place on every tp rank.
 Gate, up and down of each expert are matrices of their own, whole on the ranks that hold this expert; other
 ranks have other experts at the same place.
