@@ -29,8 +29,8 @@ def main() -> None:
         tell("cuda", product())
 
 
-def tell(what: str, found: Any) -> None:
-    print(json.dumps({what: found}), flush=True)
+def tell(what: str, result: Any) -> None:
+    print(json.dumps({what: result}), flush=True)
 
 
 def torch_facts() -> dict[str, Any]:
