@@ -37,10 +37,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    made = Parser(description=__doc__)
+    tool = Parser(description=__doc__)
     common = Parser(add_help=False)
     common.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
-    commands = made.add_subparsers(
+    commands = tool.add_subparsers(
         dest="command", required=True, metavar="list|inspect|verify|diff|consolidate"
     )
 
@@ -60,7 +60,7 @@ def parser() -> Parser:
         action="store_true",
         help="include optimizer state and all other tensors, under the checkpoint's names",
     )
-    return made
+    return tool
 
 
 def opened(path: Path) -> Manifest:
@@ -68,14 +68,14 @@ def opened(path: Path) -> Manifest:
 
 
 def list_run(options: argparse.Namespace) -> Answer:
-    found = inspecting.entries(options.run)
-    names = [", ".join(name for name in ("latest", "best") if getattr(entry, name)) for entry in found]
-    columns = aligned([(entry.name, _size(entry.bytes)) for entry in found], left=1)
+    entries = inspecting.entries(options.run)
+    names = [", ".join(name for name in ("latest", "best") if getattr(entry, name)) for entry in entries]
+    columns = aligned([(entry.name, _size(entry.bytes)) for entry in entries], left=1)
     lines = [
         f"{column}  {entry.problem or 'whole'}{f'  ({name})' if name else ''}"
-        for column, entry, name in zip(columns, found, names, strict=True)
+        for column, entry, name in zip(columns, entries, names, strict=True)
     ]
-    return {"checkpoints": [vars(entry) for entry in found]}, lines, 0
+    return {"checkpoints": [vars(entry) for entry in entries]}, lines, 0
 
 
 def inspect(options: argparse.Namespace) -> Answer:
@@ -87,9 +87,9 @@ def inspect(options: argparse.Namespace) -> Answer:
         f"{content['parameters']:,} parameters, {_size(content['bytes'])} in "
         f"{counted(len(content['files']), 'file')}",
         *(
-            f"  {name}  {each['dtype']} {each['shape']}, {_size(each['bytes'])} in "
-            f"{counted(each['chunks'], 'chunk')}"
-            for name, each in content["tensors"].items()
+            f"  {name}  {tensor['dtype']} {tensor['shape']}, {_size(tensor['bytes'])} in "
+            f"{counted(tensor['chunks'], 'chunk')}"
+            for name, tensor in content["tensors"].items()
         ),
     ]
     return content, lines, 0
@@ -111,20 +111,24 @@ def verify(options: argparse.Namespace) -> Answer:
 def diff(options: argparse.Namespace) -> Answer:
     one, other = opened(options.one), opened(options.other)
     with progress_of(options.json) as progress:
-        found = list(inspecting.differences(one, other, progress))
+        differences = list(inspecting.differences(one, other, progress))
     lines = [
-        f"{each.tensor}: {each.what}"
-        + ("" if each.max_abs is None else f" differ by {each.max_abs:.3g}, relative {each.relative:.3g}")
-        for each in found
+        f"{difference.tensor}: {difference.what}"
+        + (
+            ""
+            if difference.max_abs is None
+            else f" differ by {difference.max_abs:.3g}, relative {difference.relative:.3g}"
+        )
+        for difference in differences
     ]
-    listed = [each.as_json() for each in found]
+    listed = [difference.as_json() for difference in differences]
     content = {
         "one": str(one.directory),
         "other": str(other.directory),
-        "equal": not found,
+        "equal": not differences,
         "differences": listed,
     }
-    return content, lines or [f"equal: {len(one.tensors)} tensors, bit for bit"], int(bool(found))
+    return content, lines or [f"equal: {len(one.tensors)} tensors, bit for bit"], int(bool(differences))
 
 
 def consolidate(options: argparse.Namespace) -> Answer:

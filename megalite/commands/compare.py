@@ -43,12 +43,12 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parser() -> Parser:
-    made = Parser(description=__doc__)
-    add = made.add_argument
+    tool = Parser(description=__doc__)
+    add = tool.add_argument
     add("runs", type=as_path, nargs="+", metavar="RUN_DIR", help="run directories")
     add("--output", type=as_new_file, metavar="FILE.html", help="also write a page with the curves")
     add("--json", action="store_true", help="print only one JSON object on stdout")
-    return made
+    return tool
 
 
 def lines_of(runs: list[RecordedRun]) -> list[str]:

@@ -42,9 +42,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    made = Parser(description=__doc__)
-    made.add_argument("shell", choices=SHELLS, help="the shell")
-    return made
+    tool = Parser(description=__doc__)
+    tool.add_argument("shell", choices=SHELLS, help="the shell")
+    return tool
 
 
 def commands() -> dict[str, Grammar]:
@@ -120,42 +120,42 @@ def choices(hint: object) -> list[str]:
 # ---- scripts
 
 
-def cases(found: dict[str, Grammar]) -> Iterator[tuple[str, Grammar]]:
+def cases(grammars: dict[str, Grammar]) -> Iterator[tuple[str, Grammar]]:
     """Every command and subcommand: `plan`, `convert`, `convert import` … with what may follow it."""
-    for name, grammar in found.items():
+    for name, grammar in grammars.items():
         yield name, grammar
         yield from ((f"{name} {word}", sub) for word, sub in grammar.words.items())
 
 
-def bash(found: dict[str, Grammar]) -> str:
+def bash(grammars: dict[str, Grammar]) -> str:
     """A function that looks up `COMMAND [SUBCOMMAND]` for the words, and `COMMAND --option` for the
     values."""
     words = [
         f"    {shlex.quote(name)}) words={shlex.quote(' '.join(grammar.words))} "
         f"options={shlex.quote(' '.join(grammar.options))} ;;"
-        for name, grammar in cases(found)
+        for name, grammar in cases(grammars)
     ]
     values = [
         f"    {shlex.quote(f'{name} {option}')}) values={shlex.quote(' '.join(known or []))} ;;"
-        for name, grammar in cases(found)
+        for name, grammar in cases(grammars)
         for option, known in grammar.options.items()
         if known is not None
     ]
-    top = " ".join([*found, "--help", "--version"])
+    top = " ".join([*grammars, "--help", "--version"])
     return BASH.format(top=shlex.quote(top), words="\n".join(words), values="\n".join(values))
 
 
-def zsh(found: dict[str, Grammar]) -> str:
+def zsh(grammars: dict[str, Grammar]) -> str:
     """zsh runs the function of bash."""
-    return f"#compdef megalite\nautoload -U +X bashcompinit && bashcompinit\n{bash(found)}"
+    return f"#compdef megalite\nautoload -U +X bashcompinit && bashcompinit\n{bash(grammars)}"
 
 
-def fish(found: dict[str, Grammar]) -> str:
+def fish(grammars: dict[str, Grammar]) -> str:
     lines = [
         "complete -c megalite -f -n __fish_use_subcommand -l help",
         "complete -c megalite -f -n __fish_use_subcommand -l version",
     ]
-    for name, grammar in found.items():
+    for name, grammar in grammars.items():
         lines.append(
             f"complete -c megalite -f -n __fish_use_subcommand -a {name} -d {shlex.quote(grammar.what)}"
         )

@@ -39,10 +39,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    made = Parser(description=__doc__)
+    tool = Parser(description=__doc__)
     common = Parser(add_help=False)
     common.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
-    commands = made.add_subparsers(
+    commands = tool.add_subparsers(
         dest="command", required=True, metavar="import|export|adapter-export|check"
     )
 
@@ -119,7 +119,7 @@ def parser() -> Parser:
         default=TOLERANCE,
         help=f"largest allowed difference of two logits (default {TOLERANCE:g})",
     )
-    return made
+    return tool
 
 
 def size(text: str) -> int:
@@ -163,11 +163,11 @@ def bring_out(options: argparse.Namespace) -> Answer:
 
     start_copying()
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    asked = {"like": like, "family": options.family, "dtype": dtype, "shard": options.shard_size}
-    asked |= {"tokenizer": options.tokenizer, "allow_tokenizer_change": options.allow_tokenizer_change}
+    requested = {"like": like, "family": options.family, "dtype": dtype, "shard": options.shard_size}
+    requested |= {"tokenizer": options.tokenizer, "allow_tokenizer_change": options.allow_tokenizer_change}
     with progress_of(options.json) as progress:
         content = export_model(
-            manifest_of(source).averaged() if options.ema else source, target, **asked, progress=progress
+            manifest_of(source).averaged() if options.ema else source, target, **requested, progress=progress
         )
     return _written(content, str(options.hf_dir))
 
@@ -206,25 +206,31 @@ def check(options: argparse.Namespace) -> Answer:
 
     start_copying()
     with progress_of(options.json) as progress:
-        found = compare(
+        differences = compare(
             directory, theirs, texts=options.text, tokens=options.tokens, rows=options.rows, progress=progress
         )
-    equal = all(each.maximum <= options.tolerance for each in found)
+    equal = all(difference.maximum <= options.tolerance for difference in differences)
     lines = []
-    for each in found:
+    for difference in differences:
         lines.append(
-            f"{each.name}: logits differ by at most {each.maximum:.2e} (the largest is {each.largest:.3g}); "
-            "position by position:"
+            f"{difference.name}: logits differ by at most {difference.maximum:.2e} (the largest is "
+            f"{difference.largest:.3g}); position by position:"
         )
-        for start in range(0, len(each.worst), ROW):
+        for start in range(0, len(difference.worst), ROW):
             lines.append(
-                f"  {start:5}  " + " ".join(f"{value:8.1e}" for value in each.worst[start : start + ROW])
+                f"  {start:5}  "
+                + " ".join(f"{value:8.1e}" for value in difference.worst[start : start + ROW])
             )
     lines.append(f"{'the same' if equal else 'NOT the same'} within {options.tolerance:g}")
     if not equal and (why := rounding(directory, theirs)):
         lines.append(why)
     inputs = [
-        {"input": each.name, "worst": each.worst, "maximum": each.maximum, "largest_logit": each.largest}
-        for each in found
+        {
+            "input": difference.name,
+            "worst": difference.worst,
+            "maximum": difference.maximum,
+            "largest_logit": difference.largest,
+        }
+        for difference in differences
     ]
     return {"equal": equal, "tolerance": options.tolerance, "inputs": inputs}, lines, 0 if equal else 1

@@ -28,8 +28,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    made = Parser(description=__doc__)
-    commands = made.add_subparsers(dest="command", required=True, metavar="inspect")
+    tool = Parser(description=__doc__)
+    commands = tool.add_subparsers(dest="command", required=True, metavar="inspect")
     add = commands.add_parser("inspect", help="print what a token file contains").add_argument
     add("prefix", type=as_name, metavar="PREFIX", help="the start of the names of PREFIX.bin and PREFIX.idx")
     add(
@@ -53,20 +53,20 @@ def parser() -> Parser:
         help="decode with this tokenizer (default: the one that PREFIX.json names)",
     )
     add("--json", action="store_true", help="print only one JSON object on stdout")
-    return made
+    return tool
 
 
 def inspect(options: argparse.Namespace) -> Answer:
-    found = Inspection(options.prefix, options.tokenizer)
+    inspection = Inspection(options.prefix, options.tokenizer)
     shown = (
-        found.decoded(options.document, options.length)
+        inspection.decoded(options.document, options.length)
         if options.document
-        else found.samples(options.samples, options.length)
+        else inspection.samples(options.samples, options.length)
     )
-    longest = found.longest(options.longest, 30)
+    longest = inspection.longest(options.longest, 30)
     with progress_of(options.json) as progress:
         progress(f"reading {options.prefix}")
-        facts = found.facts() | {"tokenizer_problem": found.problem}
+        facts = inspection.facts() | {"tokenizer_problem": inspection.problem}
     content = facts | {"samples": as_json(shown), "longest": as_json(longest)}
     return content, [] if options.json else lines_of(facts, shown, longest), 0
 

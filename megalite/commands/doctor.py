@@ -34,29 +34,29 @@ STYLES = {"good": "green", "note": "yellow", "bad": "red"}
 def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     with Progress(quiet=options.quick or (options.json and not sys.stderr.isatty())) as progress:
-        found = list(examine(options.dir, quick=options.quick, report=progress))
-    usable = all(finding.verdict != "bad" for finding in found)
+        findings = list(examine(options.dir, quick=options.quick, report=progress))
+    usable = all(finding.verdict != "bad" for finding in findings)
     if options.json:
-        print(json.dumps({"usable": usable, "findings": [asdict(finding) for finding in found]}))
+        print(json.dumps({"usable": usable, "findings": [asdict(finding) for finding in findings]}))
     else:
-        show(found, usable)
+        show(findings, usable)
     return 0 if usable else 1
 
 
 def parser() -> Parser:
-    made = Parser(description=__doc__)
-    made.add_argument(
+    tool = Parser(description=__doc__)
+    tool.add_argument(
         "--dir",
         type=as_path,
         default=Path("runs"),
         metavar="DIR",
         help="directory of the runs, whose disk is tested (runs)",
     )
-    made.add_argument(
+    tool.add_argument(
         "--quick", action="store_true", help="leave out the two processes that try torch, gloo and Triton"
     )
-    made.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
-    return made
+    tool.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
+    return tool
 
 
 def examine(directory: Path, *, quick: bool = False, report: Report = silent) -> Iterator[Finding]:
@@ -77,33 +77,33 @@ def examine(directory: Path, *, quick: bool = False, report: Report = silent) ->
         yield from bounded(name, check, seconds)
 
 
-def show(found: list[Finding], usable: bool) -> None:
+def show(findings: list[Finding], usable: bool) -> None:
     """A table with a row for each finding, and a line that sums up."""
     from rich.console import Console
 
     console = Console(file=sys.stdout, highlight=False)
     if not console.is_terminal:
         console.width = 140
-    table(console, found)
-    notes = sum(finding.verdict == "note" for finding in found)
-    said = counted(notes, "note")
-    bad = sum(finding.verdict == "bad" for finding in found)
+    table(console, findings)
+    notes = sum(finding.verdict == "note" for finding in findings)
+    remark = counted(notes, "note")
+    bad = sum(finding.verdict == "bad" for finding in findings)
     if usable:
-        console.print(f"This machine can train{f'; {said}' if notes else ''}.", style="bold green")
+        console.print(f"This machine can train{f'; {remark}' if notes else ''}.", style="bold green")
     else:
         console.print(
-            f"Training does not work here: {counted(bad, 'problem')}, and {said}.", style="bold red"
+            f"Training does not work here: {counted(bad, 'problem')}, and {remark}.", style="bold red"
         )
 
 
-def table(console: Console, found: list[Finding]) -> None:
+def table(console: Console, findings: list[Finding]) -> None:
     from rich.table import Table
     from rich.text import Text
 
     rows = Table(box=None, header_style="bold", pad_edge=False)
     for heading in ("check", "", "found", "what to do"):
         rows.add_column(heading, overflow="fold")
-    for finding in found:
+    for finding in findings:
         style = STYLES[finding.verdict]
         rows.add_row(
             finding.name,

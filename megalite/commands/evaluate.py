@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    made = Parser(description=__doc__)
+    tool = Parser(description=__doc__)
     common = Parser(add_help=False)
     add = common.add_argument
     add("model", type=as_name, metavar="CHECKPOINT_DIR|RUN_DIR|hf:DIR|org/name", help="the model to evaluate")
@@ -101,7 +101,7 @@ def parser() -> Parser:
         help="dtype of weights and arithmetic (default: bf16 on a GPU, fp32 on a CPU)",
     )
     add("--json", action="store_true", help="print only one JSON object on stdout")
-    commands = made.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
+    commands = tool.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     add = commands.add_parser(
         "perplexity", parents=[common], help="perplexity and bits per byte of text files"
     ).add_argument
@@ -137,7 +137,7 @@ def parser() -> Parser:
         metavar="N",
         help="at most this many questions of each task, for a quick test (default: all)",
     )
-    return made
+    return tool
 
 
 def count(text: str) -> int:
@@ -147,10 +147,10 @@ def count(text: str) -> int:
 
 
 def names(text: str) -> list[str]:
-    found = [name.strip() for name in text.split(",")]
-    if not all(found):
+    listed = [name.strip() for name in text.split(",")]
+    if not all(listed):
         raise argparse.ArgumentTypeError(f"{text!r} is not a comma-separated list of names")
-    return found
+    return listed
 
 
 def check_ranks(options: argparse.Namespace) -> int:
@@ -176,8 +176,8 @@ def opened(options: argparse.Namespace, progress: Report) -> tuple[LanguageModel
     configure_process(device)
     start_process_group(device, TIMEOUT)
     precision = options.precision or ("bf16" if device.type == "cuda" else "fp32")
-    asked: dict[str, Any] = {"precision": precision, "average": options.ema, "progress": progress}
-    model = LanguageModel(options.model, device, **layout_of(options), **asked)
+    requested: dict[str, Any] = {"precision": precision, "average": options.ema, "progress": progress}
+    model = LanguageModel(options.model, device, **layout_of(options), **requested)
     return model, tokenizer_of(
         model.source, options.tokenizer, allow_change=options.allow_tokenizer_change, tell=warn
     )
@@ -191,17 +191,17 @@ def perplexity(options: argparse.Namespace, progress: Report) -> Answer:
     model, tokenizer = opened(options, progress)
     length, stride = lengths(options, model)
     start, measured = document_start(model.source, tokenizer), []
-    asked = {"length": length, "stride": stride, "batch_size": options.batch_size}
+    requested = {"length": length, "stride": stride, "batch_size": options.batch_size}
     for path, text in zip(options.text, texts, strict=True):
         tokens, show = [start, *tokenizer.encode(text)], partial(progress, str(path), unit="windows")
         measured.append(
-            measure(model, tokens, name=str(path), size=len(text.encode()), progress=show, **asked)
+            measure(model, tokens, name=str(path), size=len(text.encode()), progress=show, **requested)
         )
-    found = [each.as_json() for each in (*measured, *([together(measured)] if len(measured) > 1 else []))]
+    results = [text.as_json() for text in (*measured, *([together(measured)] if len(measured) > 1 else []))]
     lines = [
-        f"{each['text']}: perplexity {each['perplexity']:.4f}, {each['bits_per_byte']:.4f} bits per byte "
-        f"({each['tokens']:,} tokens, {each['bytes']:,} bytes)"
-        for each in found
+        f"{text['text']}: perplexity {text['perplexity']:.4f}, {text['bits_per_byte']:.4f} bits per byte "
+        f"({text['tokens']:,} tokens, {text['bytes']:,} bytes)"
+        for text in results
     ]
     settings: dict[str, Any] = {
         "sequence_length": length,
@@ -209,7 +209,7 @@ def perplexity(options: argparse.Namespace, progress: Report) -> Answer:
         "tokenizer": tokenizer.name,
         "document_start": start,
     }
-    return described(model, options) | settings | {"texts": found}, lines
+    return described(model, options) | settings | {"texts": results}, lines
 
 
 def read(path: Path) -> str:
@@ -262,14 +262,18 @@ def tasks(options: argparse.Namespace, progress: Report) -> Answer:
         model, tokenizer, options.batch_size, partial(progress, "answering", unit="requests")
     )
     progress("reading the tasks")
-    asked = {"include_path": options.include_path, "num_fewshot": options.num_fewshot, "limit": options.limit}
-    found = harness.run(answers, options.tasks, **asked)
-    kept: dict[str, Any] = {
-        key: found[key]
-        for key in ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better")
-        if key in found
+    requested = {
+        "include_path": options.include_path,
+        "num_fewshot": options.num_fewshot,
+        "limit": options.limit,
     }
-    return described(model, options) | {"tokenizer": tokenizer.name, **kept}, table(found["results"])
+    results = harness.run(answers, options.tasks, **requested)
+    content: dict[str, Any] = {
+        key: results[key]
+        for key in ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better")
+        if key in results
+    }
+    return described(model, options) | {"tokenizer": tokenizer.name, **content}, table(results["results"])
 
 
 def table(results: dict[str, dict[str, Any]]) -> list[str]:
@@ -287,5 +291,5 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def described(model: LanguageModel, options: argparse.Namespace) -> dict[str, Any]:
-    found = {"model": model.source.name, "step": model.step, "precision": model.config.train.precision}
-    return found | ({"ema": True} if options.ema else {})
+    description = {"model": model.source.name, "step": model.step, "precision": model.config.train.precision}
+    return description | ({"ema": True} if options.ema else {})

@@ -26,35 +26,35 @@ def main(argv: list[str] | None = None) -> int:
             f"{options.run}/stalls has no records: no rank of this run has stalled (train.watchdog), or it "
             "is not a run's directory."
         )
-    found = explain(ranks)
-    print(json.dumps(asdict(found)) if options.json else text(found, ranks))
-    return int(found.unmatched is None and found.culprit is None)
+    explanation = explain(ranks)
+    print(json.dumps(asdict(explanation)) if options.json else text(explanation, ranks))
+    return int(explanation.unmatched is None and explanation.culprit is None)
 
 
-def text(found: Explanation, ranks: Mapping[int, Rank]) -> str:
+def text(explanation: Explanation, ranks: Mapping[int, Rank]) -> str:
     """The explanation in lines."""
     lines = [f"{len(ranks)} ranks are known: {', '.join(map(str, sorted(ranks)))}"]
-    if found.unmatched is not None:
-        lines.append(f"first unmatched action: {found.unmatched}")
-    shown = found.chain[-MOST_LINES:]
-    if len(shown) < len(found.chain):
-        lines.append(f"{len(found.chain) - len(shown)} more ranks wait for those below")
+    if explanation.unmatched is not None:
+        lines.append(f"first unmatched action: {explanation.unmatched}")
+    shown = explanation.chain[-MOST_LINES:]
+    if len(shown) < len(explanation.chain):
+        lines.append(f"{len(explanation.chain) - len(shown)} more ranks wait for those below")
     lines += shown
-    if found.culprit is not None:
-        host = ranks[found.culprit].host if found.culprit in ranks else "unknown"
-        lines.append(f"rank {found.culprit} (host {host}) did not do its part: {found.instead}")
-    elif found.waits:
+    if explanation.culprit is not None:
+        host = ranks[explanation.culprit].host if explanation.culprit in ranks else "unknown"
+        lines.append(f"rank {explanation.culprit} (host {host}) did not do its part: {explanation.instead}")
+    elif explanation.waits:
         lines.append("these ranks wait for each other in a cycle")
     else:
         lines.append(
             "no rank waits for another one in vain: "
-            + "; ".join(f"rank {each.rank} in {each}" for each in ranks.values())
+            + "; ".join(f"rank {rank.rank} in {rank}" for rank in ranks.values())
         )
     return "\n".join(lines)
 
 
 def parser() -> Parser:
-    made = Parser(description=__doc__)
-    made.add_argument("run", type=as_path, metavar="RUN_DIR", help="run directory")
-    made.add_argument("--json", action="store_true", help="print JSON")
-    return made
+    tool = Parser(description=__doc__)
+    tool.add_argument("run", type=as_path, metavar="RUN_DIR", help="run directory")
+    tool.add_argument("--json", action="store_true", help="print JSON")
+    return tool

@@ -50,8 +50,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    made = Parser(description=__doc__)
-    add = made.add_argument
+    tool = Parser(description=__doc__)
+    add = tool.add_argument
     add("--short", action="store_true", help="eight minutes in all")
     add("--rehearse", action="store_true", help="run on the CPU with gloo, in two minutes")
     add(
@@ -74,4 +74,4 @@ def parser() -> Parser:
         help="the results (default benchmarks/results/first-light-<gpu>.json)",
     )
     add("--json", action="store_true", help="print only the JSON on stdout")
-    return made
+    return tool

@@ -58,8 +58,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    made = Parser(description=__doc__)
-    add = made.add_argument
+    tool = Parser(description=__doc__)
+    add = tool.add_argument
     add("model", type=as_name, metavar="CHECKPOINT_DIR|RUN_DIR|hf:DIR|org/name", help="the model")
     add(
         "--prompt",
@@ -137,7 +137,7 @@ def parser() -> Parser:
         action="store_true",
         help="print only one JSON object on stdout, or a list of them for several prompts",
     )
-    return made
+    return tool
 
 
 def check(options: argparse.Namespace) -> None:
@@ -166,10 +166,10 @@ def check(options: argparse.Namespace) -> None:
         need(
             getattr(options, axis) >= 1, f"--{axis} {getattr(options, axis)}: an axis has at least one rank."
         )
-    given = (options.prompt is not None) + (options.prompts is not None) + options.chat
+    inputs = (options.prompt is not None) + (options.prompts is not None) + options.chat
     need(
-        given == 1,
-        f"{'nothing' if given == 0 else 'too much'} to do: give --prompt, --prompts or --chat, one of the "
+        inputs == 1,
+        f"{'nothing' if inputs == 0 else 'too much'} to do: give --prompt, --prompts or --chat, one of the "
         "three.",
     )
     for name in ("system", "chat_template"):
@@ -237,20 +237,22 @@ def prompts_of(options: argparse.Namespace) -> list[str]:
         return [whole(prompt)[0] for prompt in options.prompt or []]  # of a command line that is not UTF-8
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
-        found = [line.removesuffix("\r") for line in lines if line.strip()]
+        records = [line.removesuffix("\r") for line in lines if line.strip()]
         if path.suffix == ".jsonl":
-            found = [each["prompt"] if isinstance(each, dict) else each for each, _ in map(parsed, found)]
+            records = [
+                record["prompt"] if isinstance(record, dict) else record for record, _ in map(parsed, records)
+            ]
     except OSError as error:
         raise ConfigError(f"--prompts {path} can not be read: {error.strerror or error}.") from None
     except (ValueError, KeyError, RecursionError) as error:
         way = "an object with `prompt`, or a JSON string" if path.suffix == ".jsonl" else "a text in UTF-8"
         raise ConfigError(f"--prompts {path} can not be read ({error!r}). Each line is {way}.") from None
-    if not found or not all(isinstance(each, str) for each in found):
+    if not records or not all(isinstance(record, str) for record in records):
         raise ConfigError(
-            f"--prompts {path} holds {'no' if not found else 'something that is no'} text. Each line is a "
+            f"--prompts {path} holds {'no' if not records else 'something that is no'} text. Each line is a "
             "prompt."
         )
-    return found
+    return records
 
 
 def chat(options: argparse.Namespace, model: LanguageModel, tokenizer: Tokenizer, sampling: Sampling) -> None:

@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         tree = read(options.file, options.project)
         linked = linked_file(tree)
-        found = convert(
+        imported = convert(
             tree,
             options.dp,
             None if linked is None else read(str(Path(options.file).parent / linked)),
@@ -67,10 +67,10 @@ def main(argv: list[str] | None = None) -> None:
         )
     except ConfigError as error:
         tool.error(str(error))
-    print(json.dumps(as_json(found), default=str) if options.json else as_yaml(found))
+    print(json.dumps(as_json(imported), default=str) if options.json else as_yaml(imported))
     if not options.json:
-        print(report(found, options.file), file=sys.stderr)
-    if found.is_empty:
+        print(report(imported, options.file), file=sys.stderr)
+    if imported.is_empty:
         tool.error(
             f"no key of {name_of(options.file)} could be imported. Set the options by hand: `megalite train "
             "--help` lists them."
@@ -78,15 +78,15 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parser() -> Parser:
-    made = Parser(description=__doc__, allow_abbrev=False)
+    tool = Parser(description=__doc__, allow_abbrev=False)
     what = "the configuration, - for stdin, or in quotes the command that starts Megatron-LM"
-    made.add_argument("project", nargs="?", metavar="PROJECT", choices=PROJECTS, help=", ".join(PROJECTS))
-    made.add_argument("file", metavar="FILE", type=as_name, help=what)
-    made.add_argument(
+    tool.add_argument("project", nargs="?", metavar="PROJECT", choices=PROJECTS, help=", ".join(PROJECTS))
+    tool.add_argument("file", metavar="FILE", type=as_name, help=what)
+    tool.add_argument(
         "--dp", type=positive, metavar="N", help="number of data-parallel ranks, if the file does not set it"
     )
-    made.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
-    return made
+    tool.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
+    return tool
 
 
 def positive(text: str) -> int:
@@ -133,13 +133,13 @@ def beside(path: Path) -> Callable[[str], str | None]:
 
     def read(name: str) -> str | None:
         directory = path.parent.resolve()
-        found = (directory / name).resolve()
-        if not found.is_file() and not Path(name).is_absolute():
-            found = Path(name).resolve()
+        script = (directory / name).resolve()
+        if not script.is_file() and not Path(name).is_absolute():
+            script = Path(name).resolve()
         try:
             return (
-                found.read_text(encoding="utf-8")
-                if found.is_relative_to(directory) and found.is_file()
+                script.read_text(encoding="utf-8")
+                if script.is_relative_to(directory) and script.is_file()
                 else None
             )
         except (OSError, UnicodeDecodeError):
@@ -167,7 +167,7 @@ def parse_json(text: str) -> Any:
         return json.loads(text, object_pairs_hook=distinct)
     except json.JSONDecodeError:
         for extra in (_COMMENT, _LAST_COMMA):
-            text = extra.sub(lambda found: found[1] or "\n" * found[0].count("\n"), text)
+            text = extra.sub(lambda match: match[1] or "\n" * match[0].count("\n"), text)
         return json.loads(text, object_pairs_hook=distinct)
 
 
@@ -181,31 +181,31 @@ def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def as_json(found: Imported) -> dict[str, Any]:
+def as_json(imported: Imported) -> dict[str, Any]:
     """The result as JSON: every key of the file is in honoured, not_honoured or notes."""
     return {
-        "config": nest(found.options),
-        "honoured": found.honoured,
+        "config": nest(imported.options),
+        "honoured": imported.honoured,
         "not_honoured": [
             {"key": key, "value": value, "why": why}
-            for key, value, kind, why in found.remarks
+            for key, value, kind, why in imported.remarks
             if kind == "lost"
         ],
-        "notes": [remark._asdict() for remark in found.remarks if remark.kind != "lost"],
+        "notes": [remark._asdict() for remark in imported.remarks if remark.kind != "lost"],
     }
 
 
-def as_yaml(found: Imported) -> str:
+def as_yaml(imported: Imported) -> str:
     import yaml
 
-    return yaml.safe_dump(nest(found.options), sort_keys=False, allow_unicode=True, width=140).rstrip("\n")
+    return yaml.safe_dump(nest(imported.options), sort_keys=False, allow_unicode=True, width=140).rstrip("\n")
 
 
-def report(found: Imported, file: str) -> str:
+def report(imported: Imported, file: str) -> str:
     """The remarks by kind, keys with the same value and reason on one line."""
-    lines = [f"{name_of(file)}, {found.format}'s configuration: {len(found.honoured)} keys honoured"]
+    lines = [f"{name_of(file)}, {imported.format}'s configuration: {len(imported.honoured)} keys honoured"]
     for kind, heading in HEADINGS.items():
-        remarks = [remark for remark in found.remarks if remark.kind == kind]
+        remarks = [remark for remark in imported.remarks if remark.kind == kind]
         lines += [f"{heading}:"] * bool(remarks)
         for why, same in groupby(sorted(remarks, key=reason), key=reason):
             lines.append(f"  {', '.join(f'{key} = {show(value)}' for key, value, *_ in same)}: {why}")

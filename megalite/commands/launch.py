@@ -74,14 +74,14 @@ def report_failure(config: Config, ends: Sequence[End], reason: str, *, since: f
 
 def parser() -> Parser:
     """`megalite train --help` describes the options, from `LAUNCH`."""
-    made = Parser(prog="megalite train", description=__doc__, add_help=False, allow_abbrev=False)
-    add = made.add_argument
+    tool = Parser(prog="megalite train", description=__doc__, add_help=False, allow_abbrev=False)
+    add = tool.add_argument
     add("--nproc", type=number_of_ranks)
     add("--nnodes", type=positive, default=1)
     add("--node_rank", type=int)
     add("--rdzv_endpoint")
     add("--max_restarts", type=int, default=0)
-    return made
+    return tool
 
 
 def number_of_ranks(text: str) -> str:

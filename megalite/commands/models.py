@@ -78,8 +78,8 @@ def find_model(given: str, part: hub.Part, option: str) -> NamedModel | None:
         return NamedModel("preset", name)
     if name in shipped_configs():
         return NamedModel("configuration", config_file(name))
-    if hub.is_id(name) and (found := hub.directory(name, part, f"{option} {given}")) != name:
-        return NamedModel("huggingface", _hf_directory(found, option, given))
+    if hub.is_id(name) and (directory := hub.directory(name, part, f"{option} {given}")) != name:
+        return NamedModel("huggingface", _hf_directory(directory, option, given))
     return None
 
 
@@ -93,13 +93,13 @@ def _hf_directory(directory: str, option: str, given: str) -> str:
 
 def shape_named(given: str, option: str) -> NamedModel:
     """The model whose shape a name stands for. Raises ConfigError if there is none."""
-    found = find_model(given, "shape", option)
-    if found is None:
+    model = find_model(given, "shape", option)
+    if model is None:
         near = suggestion(given, [*presets(), *shipped_configs()])
         raise ConfigError(
             f"{option} {given} is not a known model. Give {KINDS}. Presets: {', '.join(presets())}.{near}"
         )
-    return found
+    return model
 
 
 def config_of(
@@ -125,27 +125,27 @@ def config_of(
     Raises:
         ConfigError: there is no such model, or it cannot be read.
     """
-    found = shape_named(given, option)
-    if found.kind == "checkpoint":
-        return _of_checkpoint(Path(found.name))
+    model = shape_named(given, option)
+    if model.kind == "checkpoint":
+        return _of_checkpoint(Path(model.name))
     replaced = {name: str(value) for name, value in (replacing or {}).items() if value is not None}
     default = {} if precision is None else {"train.precision": precision}
-    if found.kind == "config.json":
+    if model.kind == "config.json":
         shape = {
-            f"model.{key}": value for key, value in from_hf_config(_json(Path(found.name), option)).items()
+            f"model.{key}": value for key, value in from_hf_config(_json(Path(model.name), option)).items()
         }
         return from_dict(nest({**shape, **default}))
-    if found.kind == "configuration":
-        said = options_in(found.name, option).get("train.precision")
-        if said == AUTO:
+    if model.kind == "configuration":
+        precision_option = options_in(model.name, option).get("train.precision")
+        if precision_option == AUTO:
             default = default if auto is None else {"train.precision": auto}
         return resolve(
-            Arguments([found.name], replaced | (default if said in (None, AUTO) else {})),
+            Arguments([model.name], replaced | (default if precision_option in (None, AUTO) else {})),
             world_size,
             weights=False,
         )
-    key = "model.preset" if found.kind == "preset" else "model.from_hf"
-    return resolve(Arguments(overrides={key: found.name, **default, **replaced}), world_size)
+    key = "model.preset" if model.kind == "preset" else "model.from_hf"
+    return resolve(Arguments(overrides={key: model.name, **default, **replaced}), world_size)
 
 
 def options_in(file: str, option: str) -> dict[str, Any]:
@@ -189,18 +189,18 @@ def weights_of(given: str, option: str = "the model") -> str:
 
     Raises ConfigError for one without weights, CheckpointError for a name that stands for nothing.
     """
-    found = find_model(given, "weights", option)
-    if found is None:
+    model = find_model(given, "weights", option)
+    if model is None:
         manifest_of(find(Path(given)))  # which says what it is not
         return given
-    if found.kind == "preset":
+    if model.kind == "preset":
         raise ConfigError(
             f"{option} {given} is a preset, a shape without weights. Give a checkpoint, a run, hf:DIR or "
             "org/name."
         )
-    if found.kind == "configuration":
-        return _run_of(given, Path(found.name), option)
-    return f"{HF}{found.name}" if found.kind == "huggingface" else found.name
+    if model.kind == "configuration":
+        return _run_of(given, Path(model.name), option)
+    return f"{HF}{model.name}" if model.kind == "huggingface" else model.name
 
 
 def _run_of(given: str, file: Path, option: str) -> str:
@@ -217,12 +217,12 @@ def _run_of(given: str, file: Path, option: str) -> str:
 def hf_directory(given: str, part: hub.Part, option: str) -> Path:
     """The directory of a Hugging Face model that is given as a directory, hf:DIR, config.json or org/name.
     Raises ConfigError."""
-    found = find_model(given, part, option)
-    if found is not None and found.kind != "huggingface":
+    model = find_model(given, part, option)
+    if model is not None and model.kind != "huggingface":
         raise ConfigError(
             f"{option} {given} is not a Hugging Face model. Give its directory, or org/name on the Hub."
         )
-    directory = Path(given if found is None else found.name)
+    directory = Path(given if model is None else model.name)
     if part == "weights":
         hf_config(directory)
     return directory
@@ -235,6 +235,6 @@ def layout_of(options: argparse.Namespace) -> dict[str, Any]:
     ranks = prod(layout.values())
     world = int(os.environ.get("WORLD_SIZE", ranks))
     if world != ranks:
-        asked = ", ".join(f"--{axis} {size}" for axis, size in layout.items())
-        raise ConfigError(f"{asked} need {ranks} ranks, but {world} were started.")
+        requested = ", ".join(f"--{axis} {size}" for axis, size in layout.items())
+        raise ConfigError(f"{requested} need {ranks} ranks, but {world} were started.")
     return layout

@@ -76,7 +76,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As usual; an argument that is not known gets the nearest one."""
-        found, others = self.parse_known_args(args, namespace)
+        options, others = self.parse_known_args(args, namespace)
         if others:
             known = sorted(self._names())
             named = (
@@ -89,7 +89,7 @@ class Parser(argparse.ArgumentParser):
                 f"unrecognized arguments: {' '.join(others)}"
                 + (f". Nearest: {', '.join(near)}." if near else "")
             )
-        return found
+        return options
 
     def _names(self) -> set[str]:
         """The long options, without dashes, of this parser and its subcommands."""

@@ -46,9 +46,9 @@ SPLIT = "train"
 
 
 def parser() -> Parser:
-    made = Parser(description=__doc__)
+    tool = Parser(description=__doc__)
     several: dict[str, Any] = {"nargs": "+", "action": "extend"}
-    add = made.add_argument
+    add = tool.add_argument
     add(
         "--input",
         type=as_name,
@@ -162,7 +162,7 @@ def parser() -> Parser:
         help="tokenizing processes (default: the usable cores); the result does not depend on it",
     )
     add("--json", action="store_true", help="print only the result, as JSON, on stdout")
-    return made
+    return tool
 
 
 def main() -> None:
@@ -253,9 +253,9 @@ def chosen_chat(options: argparse.Namespace) -> Chats | None:
             "keys": None,
             "other_parts": "refuse",
         }
-        given = [f"--{name}" for name, value in unset.items() if getattr(options, name) != value]
-        if given:
-            raise DataError(f"{' and '.join(given)} belongs to chat data. Add --chat, or leave it out.")
+        options_set = [f"--{name}" for name, value in unset.items() if getattr(options, name) != value]
+        if options_set:
+            raise DataError(f"{' and '.join(options_set)} belongs to chat data. Add --chat, or leave it out.")
         return None
     if options.text_key is not None:
         raise DataError(

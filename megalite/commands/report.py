@@ -43,15 +43,15 @@ def write_page(
     try:
         with progress_of(as_json) as progress:
             progress("reading the runs")
-            found = read_all(directories)
+            runs = read_all(directories)
             progress("drawing the page")
             if output is not None:
-                write_whole(output, page(found))
+                write_whole(output, page(runs))
     except ReportError as error:
         tool.error(error)
     except OSError as error:
         tool.error(f"{output} can not be written: {error.strerror}. Choose another with --output.")
-    return found
+    return runs
 
 
 def serve(tool: Parser, options: argparse.Namespace) -> None:
@@ -92,8 +92,8 @@ def wait_for(tool: Parser, directory: Path) -> None:
 
 
 def parser() -> Parser:
-    made = Parser(description=__doc__)
-    add = made.add_argument
+    tool = Parser(description=__doc__)
+    add = tool.add_argument
     add("runs", type=as_path, nargs="+", metavar="RUN_DIR", help="run directories; several are compared")
     add(
         "--output",
@@ -112,4 +112,4 @@ def parser() -> Parser:
         action="store_true",
         help="print only one JSON object, with the page's path or address, on stdout",
     )
-    return made
+    return tool

@@ -20,24 +20,24 @@ def main(argv: list[str] | None = None) -> None:
     try:
         with progress_of(options.json) as progress:
             progress("simulating the recorded steps")
-            found = compare(options.run)
+            comparison = compare(options.run)
     except (ConfigError, OSError) as error:
         tool.error(error)
     if options.json:
         print(
             json.dumps(
                 {
-                    **{name: each for name, each in found.items() if name != "traceEvents"},
+                    **{name: value for name, value in comparison.items() if name != "traceEvents"},
                     "written": str(options.run / TIMELINE),
                 }
             )
         )
     else:
-        print("\n".join([*describe(found), written(options.run)]))
+        print("\n".join([*describe(comparison), written(options.run)]))
 
 
 def parser() -> Parser:
-    made = Parser(description=__doc__)
-    made.add_argument("run", type=as_path, metavar="RUN_DIR", help="run directory")
-    made.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
-    return made
+    tool = Parser(description=__doc__)
+    tool.add_argument("run", type=as_path, metavar="RUN_DIR", help="run directory")
+    tool.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
+    return tool

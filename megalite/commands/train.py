@@ -67,8 +67,8 @@ def main() -> int:
     from megalite.training.trainer import Trainer
     from megalite.training.watchdog import Watchdog, raised_on_all_ranks
 
-    device, hardware, found = check_run(config, loaded.choice)
-    remarks += found
+    device, hardware, lines = check_run(config, loaded.choice)
+    remarks += lines
     job, environment, mesh, notes = start(config, device)
     failures = (
         ConfigError,
@@ -244,12 +244,12 @@ def random_weights(trainer: Trainer) -> list[str]:
     model = trainer.config.model
     if model.from_hf is None or model.initial_weights is not None or trainer.step_done > 0:
         return []
-    asked = (
+    intent = (
         "as model.init_from = none asks"
         if model.init_from
         else f"for its own set model.init_from = hf:{model.from_hf}"
     )
-    return [f"the weights are random: model.from_hf = {model.from_hf} gives the shape alone; {asked}"]
+    return [f"the weights are random: model.from_hf = {model.from_hf} gives the shape alone; {intent}"]
 
 
 def ignored_fields(config: Config) -> list[str]:

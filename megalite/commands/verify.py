@@ -37,8 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     own, rest = parser().parse_known_args(argv)
     if own.steps < 1:
         exit_with(f"--steps = {own.steps}: there must be at least one step to compare.")
-    asked = read_arguments(rest).overrides  # --parallel.tp means the same as --tp
-    layout = {axis: getattr(own, axis) or size_of(asked.get(f"parallel.{axis}", "1")) for axis in AXES}
+    overrides = read_arguments(rest).overrides  # --parallel.tp means the same as --tp
+    layout = {axis: getattr(own, axis) or size_of(overrides.get(f"parallel.{axis}", "1")) for axis in AXES}
     rest += [word for axis, size in layout.items() for word in (f"--{axis}", str(size))]
     # the proof settings
     defaults = ["--checkpoint.load", "none", "--optimizer.lr", "3e-4", "--optimizer.warmup_steps", "0"]
@@ -59,27 +59,27 @@ def main(argv: list[str] | None = None) -> int:
             exit_with(str(error))
         progress("comparing")
         relative, absolute = TOLERANCES[config.train.precision]
-        found = compare(Path(scratch, "layout"), Path(scratch, "single"), relative, absolute)
+        difference = compare(Path(scratch, "layout"), Path(scratch, "single"), relative, absolute)
     if own.json:
         print(
             json.dumps(
                 {
-                    "equal": found is None,
+                    "equal": difference is None,
                     "steps": own.steps,
                     "layout": layout,
-                    "difference": found and asdict(found),
+                    "difference": difference and asdict(difference),
                 }
             )
         )
-    elif found is None:
+    elif difference is None:
         sizes = " × ".join(f"{axis} {size}" for axis, size in layout.items() if size > 1) or "one process"
         print(
             f"equal: {own.steps} steps on {sizes} give one process's losses and norms within {relative:g}, "
             f"weights within {absolute:g}"
         )
     else:
-        print(f"different: {found}")
-    return int(found is not None)
+        print(f"different: {difference}")
+    return int(difference is not None)
 
 
 def size_of(word: str) -> int:
@@ -88,9 +88,9 @@ def size_of(word: str) -> int:
 
 
 def parser() -> Parser:
-    made = Parser(description=__doc__, allow_abbrev=False)
+    tool = Parser(description=__doc__, allow_abbrev=False)
     for axis, what in AXES.items():
-        made.add_argument(f"--{axis}", type=positive, metavar="N", help=f"{what} of the layout (default 1)")
-    made.add_argument("--steps", type=int, default=5, help="optimizer steps to compare (default 5)")
-    made.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    return made
+        tool.add_argument(f"--{axis}", type=positive, metavar="N", help=f"{what} of the layout (default 1)")
+    tool.add_argument("--steps", type=int, default=5, help="optimizer steps to compare (default 5)")
+    tool.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    return tool

@@ -19,14 +19,14 @@ GIT_S = 5.0  # seconds
 
 
 def main(argv: list[str]) -> None:
-    found = facts()
-    print(json.dumps(found) if parser().parse_args(argv).json else described(found))
+    software = facts()
+    print(json.dumps(software) if parser().parse_args(argv).json else described(software))
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(prog="megalite --version", description=__doc__)
-    made.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
-    return made
+    tool = Parser(prog="megalite --version", description=__doc__)
+    tool.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
+    return tool
 
 
 def facts() -> dict[str, Any]:
@@ -67,14 +67,14 @@ def commit() -> dict[str, Any] | None:
     return {"id": words.removesuffix("-dirty"), "modified": words.endswith("-dirty")}
 
 
-def described(found: dict[str, Any]) -> str:
-    state = found["commit"]
+def described(software: dict[str, Any]) -> str:
+    state = software["commit"]
     source = f" (git {state['id']}{', modified' if state['modified'] else ''})" if state else ""
-    packages = ", ".join(f"{name} {found[name] or 'not installed'}" for name in ("torch", "triton"))
-    gpus = ", ".join(f"{count} × {name}" for name, count in Counter(found["devices"]).items())
-    driver = f" (driver {found['driver']})" if found["driver"] else ""
+    packages = ", ".join(f"{name} {software[name] or 'not installed'}" for name in ("torch", "triton"))
+    gpus = ", ".join(f"{count} × {name}" for name, count in Counter(software["devices"]).items())
+    driver = f" (driver {software['driver']})" if software["driver"] else ""
     devices = f"{gpus}{driver}" if gpus else "no GPU"
     return (
-        f"megalite {found['megalite']}{source}\nPython {found['python']}, {packages}\n{devices}, "
-        f"{found['cores']} CPU cores"
+        f"megalite {software['megalite']}{source}\nPython {software['python']}, {packages}\n{devices}, "
+        f"{software['cores']} CPU cores"
     )

@@ -72,8 +72,8 @@ class Answers:
                 )
             rows.append(ScoredTokens((context + continuation)[-(self.max_length + 1) :], len(continuation)))
         return [
-            (each.log_probability, each.greedy)
-            for each in score(self._answering, rows, self._batch_size, self._progress)
+            (scored.log_probability, scored.greedy)
+            for scored in score(self._answering, rows, self._batch_size, self._progress)
         ]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
@@ -82,33 +82,35 @@ class Answers:
         texts = [
             list(
                 windows(
-                    [self.prefix_token_id, *self.tok_encode(each.args[0])], self.max_length, self.max_length
+                    [self.prefix_token_id, *self.tok_encode(request.args[0])],
+                    self.max_length,
+                    self.max_length,
                 )
             )
-            for each in requests
+            for request in requests
         ]
-        found = iter(
+        scores = iter(
             score(self._answering, [row for rows in texts for row in rows], self._batch_size, self._progress)
         )
-        return [sum(next(found).log_probability for _ in rows) for rows in texts]
+        return [sum(next(scores).log_probability for _ in rows) for rows in texts]
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
         """The continuation of each text, up to the first of its stop texts. Requests with equal options are
         batched."""
         alike: dict[str, list[int]] = {}
-        for number, each in enumerate(requests):
-            alike.setdefault(json.dumps(each.args[1], sort_keys=True), []).append(number)
-        found: dict[int, str] = {}
+        for number, request in enumerate(requests):
+            alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+        answers: dict[int, str] = {}
         for options, numbers in alike.items():
             for start in range(0, len(numbers), self._batch_size):
                 batch = numbers[start : start + self._batch_size]
                 texts = self._continue(
                     [requests[number].args[0] for number in batch], json.loads(options), seed=batch[0]
                 )
-                found |= dict(zip(batch, texts, strict=True))
+                answers |= dict(zip(batch, texts, strict=True))
                 if self._progress is not None:
-                    self._progress(len(found), len(requests))
-        return [found[number] for number in range(len(requests))]
+                    self._progress(len(answers), len(requests))
+        return [answers[number] for number in range(len(requests))]
 
     def _continue(self, contexts: Sequence[str], options: dict[str, Any], seed: int) -> list[str]:
         count = next((int(options[name]) for name in LENGTHS if options.get(name) is not None), MAX_TOKENS)
@@ -223,8 +225,8 @@ def run(
             "task_manager": manager,
             "log_samples": False,
         }
-        found: dict[str, Any] | None = simple_evaluate(model=model, tasks=list(tasks), **options)
-    return found or {"results": {}}  # only the first rank of each machine gets results
+        results: dict[str, Any] | None = simple_evaluate(model=model, tasks=list(tasks), **options)
+    return results or {"results": {}}  # only the first rank of each machine gets results
 
 
 def _manager(tasks: Sequence[str], include_path: Path | None) -> Any:

@@ -64,11 +64,11 @@ def compare(
                 "two models"
             )
     progress(f"opening {directory}")
-    stage, found = load_stage(manifest), []
+    stage, differences = load_stage(manifest), []
     for number, name in enumerate(inputs):
         progress("logits of the checkpoint", number, len(inputs), "inputs")
-        found.append(_comparison(name, our_logits(stage, inputs[name]), theirs[name]))
-    return found
+        differences.append(_comparison(name, our_logits(stage, inputs[name]), theirs[name]))
+    return differences
 
 
 def rounding(directory: Path, hf: Path) -> str | None:
@@ -132,12 +132,12 @@ def _their_logits(hf: Path, inputs: dict[str, Tensor], progress: Report) -> dict
     ]
     if wrong:
         raise ConversionError(f"transformers opens {hf} with {'; '.join(wrong)}")
-    found: dict[str, Tensor] = {}
+    logits: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, ids in inputs.items():
-            progress("logits of transformers", len(found), len(inputs), "inputs")
-            found[name] = model.eval()(input_ids=ids, use_cache=False).logits
-    return found
+            progress("logits of transformers", len(logits), len(inputs), "inputs")
+            logits[name] = model.eval()(input_ids=ids, use_cache=False).logits
+    return logits
 
 
 def load_stage(manifest: Manifest) -> Stage:

@@ -82,7 +82,7 @@ def measure(
     """The perplexity of a text. tokens: the one that begins a document, then those of the text; size: bytes
     of the text. Raises ConfigError if the loss is not finite or too large."""
     rows = list(windows(tokens, length, stride))
-    nats = -math.fsum(each.log_probability for each in score(model, rows, batch_size, progress))
+    nats = -math.fsum(scored.log_probability for scored in score(model, rows, batch_size, progress))
     if not nats < HIGHEST * (len(tokens) - 1):
         raise ConfigError(
             f"{name}: the model gives its tokens no finite probability (their loss is {nats:g}), so there is "

@@ -42,14 +42,14 @@ def score(
     for number, row in enumerate(rows):
         sharing.setdefault(tuple(row.tokens[:-1]), []).append(number)
     inputs = sorted(sharing, key=len, reverse=True)
-    found: dict[int, Score] = {}
+    scores: dict[int, Score] = {}
     for start in range(0, len(inputs), batch_size):
         batch = inputs[start : start + batch_size]
-        members = [(column, number) for column, each in enumerate(batch) for number in sharing[each]]
-        found |= _score_batch(model, batch, {number: column for column, number in members}, rows)
+        members = [(column, number) for column, prefix in enumerate(batch) for number in sharing[prefix]]
+        scores |= _score_batch(model, batch, {number: column for column, number in members}, rows)
         if progress is not None:
-            progress(len(found), len(rows))
-    return [found[number] for number in range(len(rows))]
+            progress(len(scores), len(rows))
+    return [scores[number] for number in range(len(rows))]
 
 
 def _score_batch(

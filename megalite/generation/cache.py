@@ -100,7 +100,8 @@ class KeyValueCache:
     @property
     def nbytes(self) -> int:
         return sum(
-            kept.keys.nbytes + (0 if kept.shared else kept.values.nbytes) for kept in self._layers.values()
+            stored.keys.nbytes + (0 if stored.shared else stored.values.nbytes)
+            for stored in self._layers.values()
         )
 
     def begin_prompts(self, lengths: list[int], padded: int) -> None:
@@ -131,7 +132,7 @@ class KeyValueCache:
         rows = self._column(list(range(self.rows)))
         self._places = {
             slots: _CacheSlots(rows, *place(slots))
-            for slots in {kept.slots for kept in self._layers.values()}
+            for slots in {stored.slots for stored in self._layers.values()}
         }
 
     def _column(self, numbers: list[int]) -> Tensor:
@@ -160,9 +161,9 @@ class KeyValueCache:
         part, sinks = options.get("part"), options.get("sinks")
         if part is None and sinks is None:
             return attention(q, k, v, **options)[0]
-        asked = {name: options[name] for name in ("scale", "window", "softcap")}
+        requested = {name: options[name] for name in ("scale", "window", "softcap")}
         out, lse = attention_part(
-            q, k, v, [(0, len(q))] if part is None else part.runs[part.rank], [(0, len(k))], **asked
+            q, k, v, [(0, len(q))] if part is None else part.runs[part.rank], [(0, len(k))], **requested
         )
         return with_sinks(out, lse, sinks)[0].to(q.dtype)
 
@@ -173,20 +174,20 @@ class KeyValueCache:
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store k and v [seq, batch, kv_heads/tp, head_dim] at the positions of the current pass."""
-        kept = self._layers[layer]
-        place = self._places[kept.slots]
-        kept.keys[place.rows, :, place.slot] = k.transpose(0, 1)
-        if not kept.shared:
-            kept.values[place.rows, :, place.slot] = v.transpose(0, 1)
+        stored = self._layers[layer]
+        place = self._places[stored.slots]
+        stored.keys[place.rows, :, place.slot] = k.transpose(0, 1)
+        if not stored.shared:
+            stored.values[place.rows, :, place.slot] = v.transpose(0, 1)
 
     def look_up(self, layer: int, q: Tensor, options: dict[str, Any]) -> Tensor:
         """The attention output of one token of each row, q [1, batch, heads/tp, head_dim], to what is
         stored."""
-        kept = self._layers[layer]
-        place = self._places[kept.slots]
+        stored = self._layers[layer]
+        place = self._places[stored.slots]
         assert place.empty is not None
         used = place.empty.shape[-1]
-        return _attend(q, kept.keys[:, :, :used], kept.values[:, :, :used], place.empty, options)
+        return _attend(q, stored.keys[:, :, :used], stored.values[:, :, :used], place.empty, options)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, empty: Tensor, options: dict[str, Any]) -> Tensor:

@@ -57,9 +57,9 @@ Rows = Sequence[Sequence[int]]
 def in_parts(rectangles: Sequence[Rectangle]) -> Iterator[list[Rectangle]]:
     """Rectangles in groups of about READ bytes: each chunk of a file is checked once for each group that it
     overlaps."""
-    sizes = accumulate(each.tensor.nbytes for each in rectangles)
+    sizes = accumulate(rectangle.tensor.nbytes for rectangle in rectangles)
     for _, group in groupby(zip(rectangles, sizes, strict=True), key=lambda pair: (pair[1] - 1) // READ):
-        yield [each for each, _ in group]
+        yield [rectangle for rectangle, _ in group]
 
 
 class LanguageModel:
@@ -100,11 +100,11 @@ class LanguageModel:
         parts = build.build_parts(self.config, self.mesh, self.device, training=False)
         with raise_on_all_ranks(self.mesh, CheckpointError):
             rectangles, done = parts.to_load(), 0
-            total = sum(each.tensor.nbytes for each in rectangles)
+            total = sum(rectangle.tensor.nbytes for rectangle in rectangles)
             for part in in_parts(rectangles):
                 progress("reading weights", done, total, "B")
                 self.source.read(part)
-                done += sum(each.tensor.nbytes for each in part)
+                done += sum(rectangle.tensor.nbytes for rectangle in part)
         parts.store.publish()
         self._stage: Stage = parts.stages[self.mesh.pp.rank]
         for layer in self._stage.layers.values():
@@ -223,7 +223,7 @@ class LanguageModel:
         """
         tokens, state = self._padded(rows)
         x = self._activations(tokens, state)
-        found = torch.zeros(
+        logs = torch.zeros(
             2, len(targets), dtype=torch.promote_types(self._stage.dtype, torch.float32), device=self.device
         )
         if x is not None:
@@ -233,13 +233,13 @@ class LanguageModel:
             own = slice(self.mesh.cp.rank, None, self.mesh.cp.size)
             chosen = x[where[own, 0], where[own, 1]].unsqueeze(1)  # [targets/cp, 1, hidden]
             for part, its, out in zip(
-                chosen.split(CHUNK), wanted[own].split(CHUNK), found[:, own].split(CHUNK, dim=1), strict=True
+                chosen.split(CHUNK), wanted[own].split(CHUNK), logs[:, own].split(CHUNK, dim=1), strict=True
             ):
-                logits = self._logits(part)[:, 0].to(found.dtype)
+                logits = self._logits(part)[:, 0].to(logs.dtype)
                 out[0] = logits.log_softmax(-1).gather(1, its.unsqueeze(1)).squeeze(1)
                 out[1] = logits.argmax(-1) == its
-            found = all_reduce(found, self.mesh.cp).wait()
-        values, greedy = self._told(found, "log-probabilities")
+            logs = all_reduce(logs, self.mesh.cp).wait()
+        values, greedy = self._told(logs, "log-probabilities")
         return values, greedy.bool()
 
     # ---- passes

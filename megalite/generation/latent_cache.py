@@ -42,15 +42,15 @@ class LatentReader:
         queries, (latent, key) = layer.queries(x, state), layer.latent(x, state)
         options = layer.operation(state)
         # [seq, batch, kv_lora_rank + qk_rope_head_dim]
-        kept = cache.whole(torch.cat((latent, key), -1), options)
-        cache.store(layer.layer, kept.unsqueeze(2), kept.unsqueeze(2))
+        whole = cache.whole(torch.cat((latent, key), -1), options)
+        cache.store(layer.layer, whole.unsqueeze(2), whole.unsqueeze(2))
         if cache.reads_prompts:
-            whole_latent, whole_key = kept.split((latent.shape[-1], key.shape[-1]), -1)
+            whole_latent, whole_key = whole.split((latent.shape[-1], key.shape[-1]), -1)
             k, v = layer.keys_and_values(whole_latent, whole_key, None)
             return cache.within_prompts(queries, k, v, options)
         # [1, batch, heads, kv_lora_rank]
-        found = cache.look_up(layer.layer, self._absorbed(queries), options)
-        return torch.einsum("sbhr,hvr->sbhv", found, self.matrix[:, self.plain :])
+        out = cache.look_up(layer.layer, self._absorbed(queries), options)
+        return torch.einsum("sbhr,hvr->sbhv", out, self.matrix[:, self.plain :])
 
     def _absorbed(self, queries: Tensor) -> Tensor:
         """Queries for the shared key: [seq, batch, heads, head_size] -> [seq, batch, heads, kv_lora_rank +

@@ -167,27 +167,31 @@ def tokenizer_of(
     allow_change: accept another tokenizer than the weights were trained with; `tell` is called with a line
     about it. Raises ConfigError if there is no tokenizer or it does not fit the model.
     """
-    found = tokenizing.load(name) if name is not None else _own_tokenizer(source)
+    tokenizer = tokenizing.load(name) if name is not None else _own_tokenizer(source)
     vocabulary = source.config.model.vocabulary
-    if found.vocab_size > vocabulary:
+    if tokenizer.vocab_size > vocabulary:
         raise ConfigError(
-            f"the tokenizer {found.name} has {found.vocab_size} tokens, the model only {vocabulary}. "
+            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model only {vocabulary}. "
             "Give the one that made its training data with --tokenizer."
         )
     if name is not None or source.tokenizer.can_be_known:
-        given = Tokenized(
+        tokenized = Tokenized(
             "its training data's tokenizer" if name is None else f"--tokenizer {name}",
-            of_tokenizer(found.name),
+            of_tokenizer(tokenizer.name),
             itself=True,
         )
         then = "" if is_there(source.tokenizer) else " as it was then"
         trained = f", {source.tokenizer.name}{then}," if source.tokenizer.name else ""
         way_out = f"Give the tokenizer that the model was trained with{trained} with --tokenizer"
         for line in compare(
-            given, Tokenized(source.name, source.tokenizer), allow=allow_change, way_out=way_out, option=ALLOW
+            tokenized,
+            Tokenized(source.name, source.tokenizer),
+            allow=allow_change,
+            way_out=way_out,
+            option=ALLOW,
         ):
             tell(line)
-    return found
+    return tokenizer
 
 
 def _training_data(source: ModelSource) -> str | None:
@@ -239,14 +243,14 @@ def chat_template(source: ModelSource, tokenizer: Tokenizer, named: bool, file: 
     prefix = None if named else _training_data(source)
     if file is not None:
         return ChatTemplate(tokenizer, read_template(file))
-    found = ChatTemplate(
+    template = ChatTemplate(
         tokenizer, None if prefix is None else metadata(prefix).get("chat", {}).get("template")
     )
     expected = None if named else source.tokenizer.template_hash
-    if expected is not None and found.hash != expected:
+    if expected is not None and template.hash != expected:
         raise ConfigError(
             f"the chat template that {source.name} was trained with (hash {expected}) is not in "
             f"{prefix}.json any more. "
             "Give it with --chat_template."
         )
-    return found
+    return template

@@ -74,10 +74,10 @@ class Reply:
 
     def _show(self, new: str) -> str:
         text = self._held + new
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        self.stopped = bool(found)
-        shown = text[: min(found) if found else len(text) - self._beginning_of_stop(text)]
-        self._held = "" if found else text[len(shown) :]
+        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        self.stopped = bool(places)
+        shown = text[: min(places) if places else len(text) - self._beginning_of_stop(text)]
+        self._held = "" if places else text[len(shown) :]
         self.text += shown
         return shown
 

@@ -97,13 +97,18 @@ def launch(options: Launch, command: Sequence[str]) -> int:
 
 def _environment(options: Launch, end_file: Path) -> dict[str, str]:
     """What the ranks inherit."""
-    found = {END_FILE: str(end_file), LOGS: str(end_file.parent), "PYTHONPATH": package_path(), **marked()}
-    found["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # not those that are forwarded
+    variables = {
+        END_FILE: str(end_file),
+        LOGS: str(end_file.parent),
+        "PYTHONPATH": package_path(),
+        **marked(),
+    }
+    variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # not those that are forwarded
     if options.ranks > 1:
-        found["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+        variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     if options.nodes > 1:  # else restarted ranks find the addresses of ended ones in the agent's store
-        found["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    return found
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    return variables
 
 
 def _meeting(options: Launch) -> RendezvousParameters:
@@ -188,9 +193,9 @@ class _Agent(LocalElasticAgent):
     def _end(self, rank: int, failure: ProcessFailure) -> End:
         """How a rank has ended, by its exit status and by what it has left in its error file."""
         message = failure.error_file_data.get("message")
-        told = message.get("extraInfo", {}) if isinstance(message, dict) else {}
-        lost, status, noted = lost_in(told.get("lost")), failure.exitcode, self._ended.get(rank)
-        at = float(told.get("written", time.time() if noted is None else noted))
+        content = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+        lost, status, noted = lost_in(content.get("lost")), failure.exitcode, self._ended.get(rank)
+        at = float(content.get("written", time.time() if noted is None else noted))
         if lost is not None:
             kind = ExitCause.LOST
         elif noted is None and status in ENDED_BY_AGENT:
@@ -256,7 +261,9 @@ class _Agent(LocalElasticAgent):
         say(line)
         failed = {end.rank for end in self._ends}
         others = [
-            each.global_rank for each in self.get_worker_group().workers if each.global_rank not in failed
+            worker.global_rank
+            for worker in self.get_worker_group().workers
+            if worker.global_rank not in failed
         ]
         ends = [*self._ends, *(End(rank, 0, ExitCause.ENDED, time.time()) for rank in others)]
         self.options.crashed(ends, line, since=self.started, logs=self.end_file.parent)

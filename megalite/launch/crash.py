@@ -192,10 +192,10 @@ def launcher_failed(
 
 def _part(end: End, logs: Path, job: str) -> RankReport:
     """What a launcher knows of a rank that has written no part."""
-    told = "ended by the launcher" if end.kind is ExitCause.ENDED else str(end)
+    reason = "ended by the launcher" if end.kind is ExitCause.ENDED else str(end)
     lines = log_of(logs, end.rank)[-MOST_LINES:]
     return RankReport(
-        end.rank, told, lines=lines, written=end.written, kind=end.kind, status=end.status, job=job
+        end.rank, reason, lines=lines, written=end.written, kind=end.kind, status=end.status, job=job
     )
 
 
@@ -233,11 +233,11 @@ def _write_part(directory: Path, part: RankReport, always: bool = False) -> None
 def _parts(directory: Path, since: float, job: str) -> list[RankReport]:
     """The parts of this job, the earliest first. Times of other hosts count only where a part does not say of
     which job it is."""
-    found = []
+    parts = []
     for path in sorted((directory / PARTS).glob("rank_*.json")):
         with suppress(OSError, ValueError, TypeError):
-            found.append(RankReport(**json.loads(path.read_text(encoding="utf-8"))))
-    ours = (part for part in found if (part.job == job if job and part.job else part.written >= since))
+            parts.append(RankReport(**json.loads(path.read_text(encoding="utf-8"))))
+    ours = (part for part in parts if (part.job == job if job and part.job else part.written >= since))
     return sorted(ours, key=lambda part: part.written)
 
 
@@ -261,31 +261,31 @@ def _compose(config: Config, since: float, job: str, reason: str | None) -> None
 def completed(parts: Iterable[RankReport]) -> list[RankReport]:
     """The parts, what caused the others first; with what they say of a rank that they have lost and that has
     said nothing itself."""
-    found = {part.rank: part for part in parts}
-    for part in by_cause(found.values()):
+    by_rank = {part.rank: part for part in parts}
+    for part in by_cause(by_rank.values()):
         lost = lost_in(part.lost)
         if part.kind != ExitCause.LOST or lost is None or lost.rank is None:
             continue
-        own = found.get(lost.rank)
+        own = by_rank.get(lost.rank)
         if own is None or own.kind == ExitCause.ENDED:
             lines = [] if own is None else own.lines
-            found[lost.rank] = RankReport(
+            by_rank[lost.rank] = RankReport(
                 lost.rank, lost.reason, lost.place, lines=lines, host=lost.host, written=part.written
             )
         elif own.activity == UNKNOWN:
-            found[lost.rank] = replace(own, activity=lost.place)
+            by_rank[lost.rank] = replace(own, activity=lost.place)
     losses = [
         lost.rank
-        for part in found.values()
+        for part in by_rank.values()
         if part.kind == ExitCause.LOST and (lost := lost_in(part.lost)) is not None
     ]
-    return across_hosts(found.values(), losses)
+    return across_hosts(by_rank.values(), losses)
 
 
 def report(config: Config, parts: Sequence[RankReport], reason: str | None = None) -> str:
     """The text of crash.md. reason: how it ended, in the launcher's words."""
     ordered = completed(parts)
-    said = [part.reason for part in ordered[:1] if part.reason not in (reason or "")]
+    reasons = [part.reason for part in ordered[:1] if part.reason not in (reason or "")]
     rows = [
         f"| {part.rank} | {part.host} | {_cell(part.reason)} | {_cell(part.activity)} |"
         for part in sorted(ordered, key=lambda part: part.rank)
@@ -302,7 +302,7 @@ def report(config: Config, parts: Sequence[RankReport], reason: str | None = Non
             [
                 f"# {config.run.name} has failed",
                 time.strftime("%Y-%m-%d %H:%M:%S %z"),
-                _section("Reason", "\n".join([*said, *([reason] if reason else [])])),
+                _section("Reason", "\n".join([*reasons, *([reason] if reason else [])])),
                 "## Ranks\n\n| rank | host | ended | was in |\n|---|---|---|---|\n" + "\n".join(rows) + more,
                 *(
                     _section(f"Rank {part.rank}: traceback", part.trace)
@@ -341,15 +341,15 @@ def _cell(text: str) -> str:
 def changed_options(config: Config) -> dict[str, dict[str, Any]]:
     """The options that differ from their defaults, by section. Of network.variables only known ones have
     their values."""
-    usual, found = to_dict(from_dict({})), dict[str, dict[str, Any]]()
+    defaults, changed = to_dict(from_dict({})), dict[str, dict[str, Any]]()
     for section, options in to_dict(config).items():
-        if changed := {name: value for name, value in options.items() if value != usual[section].get(name)}:
-            found[section] = changed
-    if variables := found.get("network", {}).get("variables"):
-        found["network"]["variables"] = {
+        if own := {name: value for name, value in options.items() if value != defaults[section].get(name)}:
+            changed[section] = own
+    if variables := changed.get("network", {}).get("variables"):
+        changed["network"]["variables"] = {
             name: value if name in VARIABLES else "not shown" for name, value in variables.items()
         }
-    return found
+    return changed
 
 
 def _environment(directory: Path) -> dict[str, Any]:
@@ -403,13 +403,13 @@ def _host_memory(directory: Path) -> list[str]:
     """What this host has: memory, that of its container, and room on its disks."""
     lines = []
     with suppress(OSError):
-        found = dict(
+        amounts = dict(
             line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         )
         lines += [
-            f"{name}: {int(found[name].split()[0]) / 2**20:.1f} GiB"
+            f"{name}: {int(amounts[name].split()[0]) / 2**20:.1f} GiB"
             for name in ("MemTotal", "MemAvailable", "SwapFree")
-            if name in found
+            if name in amounts
         ]
     lines += memory_kills.describe()
     for place in (Path("/dev/shm"), directory):

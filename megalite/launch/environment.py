@@ -65,11 +65,11 @@ def set_variables(network: NetworkConfig, environment: MutableMapping[str, str] 
     fragment no memory.
     """
     notes = [
-        f"{name} = {found} in the environment overrides {value} from the section network"
+        f"{name} = {present} in the environment overrides {value} from the section network"
         if name.startswith(SHOWN)
         else f"{name} in the environment overrides that of the section network"
         for name, value in variables(network).items()
-        if (found := environment.setdefault(name, value)) != value
+        if (present := environment.setdefault(name, value)) != value
     ]
     if not any(name in environment for name in ALLOCATOR):
         environment[ALLOCATOR[0]] = "expandable_segments:True"
@@ -107,10 +107,10 @@ def software() -> dict[str, str]:
 @cache
 def _digest(package: Path) -> str:
     """Eight hexadecimal digits of a hash of the package's sources."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()[:8]
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 def _free_shared_memory() -> int | None:
@@ -119,20 +119,20 @@ def _free_shared_memory() -> int | None:
     return None
 
 
-def odd_ranks(found: Sequence[RankEnvironment], names: Sequence[str]) -> list[str]:
+def odd_ranks(environments: Sequence[RankEnvironment], names: Sequence[str]) -> list[str]:
     """A line for each name whose value differs between ranks: the most common value, and the ranks with
     another one."""
     lines = []
     for name in names:
-        counts = Counter(each.get(name) for each in found)
+        counts = Counter(own.get(name) for own in environments)
         (usual, count), *others = counts.most_common()
         if others:
             odd = (
                 f"{value} on "
-                f"rank{_listed([rank for rank, each in enumerate(found) if each.get(name) == value])}"
+                f"rank{_listed([rank for rank, own in enumerate(environments) if own.get(name) == value])}"
                 for value, _ in others
             )
-            lines.append(f"{name}: {usual} on {count} of {len(found)} ranks, but {', '.join(odd)}")
+            lines.append(f"{name}: {usual} on {count} of {len(environments)} ranks, but {', '.join(odd)}")
     return lines
 
 
@@ -143,24 +143,24 @@ def _listed(ranks: Sequence[int], most: int = 8) -> str:
     return f" {named}" if len(ranks) == 1 else f"s {named}"
 
 
-def short_of_memory(found: Sequence[RankEnvironment]) -> list[str]:
+def short_of_memory(environments: Sequence[RankEnvironment]) -> list[str]:
     """A line for each host whose /dev/shm may be too small for its ranks."""
-    hosts = {each["host"]: each for each in found}
+    hosts = {own["host"]: own for own in environments}
     return [
-        f"{host}: /dev/shm has {each['shared_memory'] / 2**20:,.0f} MiB free, and its ranks may need"
-        f" {each['wanted_shared_memory'] / 2**20:,.0f} MiB (docker run --shm-size, or --ipc host)"
-        for host, each in hosts.items()
-        if each["shared_memory"] is not None and each["shared_memory"] < each["wanted_shared_memory"]
+        f"{host}: /dev/shm has {own['shared_memory'] / 2**20:,.0f} MiB free, and its ranks may need"
+        f" {own['wanted_shared_memory'] / 2**20:,.0f} MiB (docker run --shm-size, or --ipc host)"
+        for host, own in hosts.items()
+        if own["shared_memory"] is not None and own["shared_memory"] < own["wanted_shared_memory"]
     ]
 
 
-def on_one_gpu(found: Sequence[RankEnvironment]) -> list[str]:
+def on_one_gpu(environments: Sequence[RankEnvironment]) -> list[str]:
     """A line for each GPU that several ranks have. NCCL tells hosts apart by NCCL_HOSTID, and so does
     this."""
     users: dict[tuple[str, str], list[int]] = {}
-    for rank, each in enumerate(found):
-        if each["gpu"] is not None:
-            users.setdefault((each["host"], each["gpu"]), []).append(rank)
+    for rank, own in enumerate(environments):
+        if own["gpu"] is not None:
+            users.setdefault((own["host"], own["gpu"]), []).append(rank)
     return [
         f"ranks{_listed(ranks)[1:]} have the same GPU of {host}"
         for (host, _), ranks in users.items()
@@ -168,10 +168,10 @@ def on_one_gpu(found: Sequence[RankEnvironment]) -> list[str]:
     ]
 
 
-def across_hosts(found: Sequence[RankEnvironment], tp: int) -> list[str]:
+def across_hosts(environments: Sequence[RankEnvironment], tp: int) -> list[str]:
     """A line if tensor-parallel ranks, which are neighbours (`megalite.mesh`), span hosts."""
-    groups = [found[first : first + tp] for first in range(0, len(found), tp)]
-    spread = [number for number, group in enumerate(groups) if len({each["host"] for each in group}) > 1]
+    groups = [environments[first : first + tp] for first in range(0, len(environments), tp)]
+    spread = [number for number, group in enumerate(groups) if len({own["host"] for own in group}) > 1]
     if not spread:
         return []
     return [
@@ -195,11 +195,17 @@ def compare_ranks(own: RankEnvironment, store: Store, rank: int, size: int, *, t
     """
     store.set(f"facts/{rank}", json.dumps(own))
     if rank == 0:
-        found = [json.loads(each) for each in store.multi_get([f"facts/{each}" for each in range(size)])]
+        environments = [
+            json.loads(each) for each in store.multi_get([f"facts/{each}" for each in range(size)])
+        ]
         verdict = {
-            "different": odd_ranks(found, EQUAL),
-            "shared": on_one_gpu(found),
-            "notes": [*odd_ranks(found, ALIKE), *across_hosts(found, tp), *short_of_memory(found)],
+            "different": odd_ranks(environments, EQUAL),
+            "shared": on_one_gpu(environments),
+            "notes": [
+                *odd_ranks(environments, ALIKE),
+                *across_hosts(environments, tp),
+                *short_of_memory(environments),
+            ],
         }
         store.set("facts/verdict", json.dumps(verdict))
     verdict = json.loads(store.get("facts/verdict"))

@@ -105,7 +105,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], poll: Callable[[], object], kill
         failed = [(rank, status) for rank, status in enumerate(statuses) if status]
         if failed:
             # a rank that was killed makes others fail
-            rank, status = min(failed, key=lambda each: each[1] > 0)
+            rank, status = min(failed, key=lambda failure: failure[1] > 0)
             if status < 0:  # it could not print a message itself
                 why = kills.found(ranks[rank].pid) if -status == signal.SIGKILL else ""
                 print(f"rank {rank} {ended(status)}{why and f': {why}'}", file=sys.stderr, flush=True)

@@ -27,18 +27,18 @@ class GpuInfo:
 
 def gpus() -> list[GpuInfo]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves visible."""
-    found = _from_nvml()
-    if found is None:
-        found = _from_driver()
+    devices = _from_nvml()
+    if devices is None:
+        devices = _from_driver()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return found
-    chosen = [each.strip() for each in visible.split(",") if each.strip()]
+        return devices
+    chosen = [index.strip() for index in visible.split(",") if index.strip()]
     if chosen and re.match(r"[A-Za-z]", chosen[0]):  # names of devices
-        return found[: len(chosen)]
+        return devices[: len(chosen)]
     # CUDA hides all from the first invalid index on
-    valid = takewhile(lambda each: each.isdecimal() and int(each) < len(found), chosen)
-    return [found[int(each)] for each in valid]
+    valid = takewhile(lambda index: index.isdecimal() and int(index) < len(devices), chosen)
+    return [devices[int(index)] for index in valid]
 
 
 def _from_nvml() -> list[GpuInfo] | None:
@@ -51,8 +51,8 @@ def _from_nvml() -> list[GpuInfo] | None:
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         return [
-            GpuInfo(str(pynvml.nvmlDeviceGetName(each)), int(pynvml.nvmlDeviceGetMemoryInfo(each).total))
-            for each in handles
+            GpuInfo(str(pynvml.nvmlDeviceGetName(handle)), int(pynvml.nvmlDeviceGetMemoryInfo(handle).total))
+            for handle in handles
         ]
     except pynvml.NVMLError:
         return None

@@ -4,7 +4,7 @@ and slower on others.
 torch has one setting for both questions, which library and how precise: "highest" selects MKL, "medium"
 oneDNN, which on processors with matrix units rounds the factors to bf16 and elsewhere computes in fp32.
 `rounds` therefore asks the result, not the processor's flags. Setting and measuring need no process group;
-`training.product_choice` chooses for all ranks of a run.
+`training.matmul_choice` chooses for all ranks of a run.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ def _next(log: int) -> str:
 
 def _microseconds(line: str) -> float:
     """When a record was written, after the kernel's start; -1 for a line that continues one."""
-    found = re.match(r"\d+,\d+,(\d+),", line)
-    return float(found[1]) if found else -1.0
+    match = re.match(r"\d+,\d+,(\d+),", line)
+    return float(match[1]) if match else -1.0
 
 
 def groups(own: Path = OWN, root: Path = GROUPS) -> list[Path]:

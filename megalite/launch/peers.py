@@ -191,8 +191,8 @@ class Peers:
         key = f"{self._prefix}/verdict"
         if not self._store.check([key]):
             return None
-        found = json.loads(self._store.get(key))
-        return LostRank(found["rank"], PeerState(found["state"]), found["host"], found["place"])
+        content = json.loads(self._store.get(key))
+        return LostRank(content["rank"], PeerState(content["state"]), content["host"], content["place"])
 
     def _answer(self) -> None:
         """Tell every process that connects where this rank is."""
@@ -236,10 +236,10 @@ class Peers:
     def _address(self, rank: int) -> Any:
         if rank not in self._addresses:
             key = f"{self._prefix}/address/{rank}"
-            found = self._in_time(lambda: json.loads(self._store.get(key)))
-            if found is None:
+            address = self._in_time(lambda: json.loads(self._store.get(key)))
+            if address is None:
                 return None
-            self._addresses[rank] = found
+            self._addresses[rank] = address
         return self._addresses[rank]
 
     def look(self) -> LostRank | None:
@@ -295,16 +295,16 @@ class Peers:
         return silent
 
     def _found(self, rank: int, state: PeerState, place: Place) -> LostRank:
-        found = LostRank(rank, state, self.host(rank), place)
-        return self.agree(found) if found.final else found
+        lost = LostRank(rank, state, self.host(rank), place)
+        return self.agree(lost) if lost.final else lost
 
-    def agree(self, found: LostRank) -> LostRank:
+    def agree(self, lost: LostRank) -> LostRank:
         """Store a verdict that ends the run. Returns the first one that any rank has stored."""
-        self.own = self.own or {"lost": found.rank}
+        self.own = self.own or {"lost": lost.rank}
         self._wake.set()
-        key, text = f"{self._prefix}/verdict", json.dumps(asdict(found))
+        key, text = f"{self._prefix}/verdict", json.dumps(asdict(lost))
         self._in_time(lambda: self._store.compare_set(key, "", text))
-        self.verdict = self.verdict or self._in_time(self._stored_verdict) or found
+        self.verdict = self.verdict or self._in_time(self._stored_verdict) or lost
         return self.verdict
 
     def origin(self, peer: int | None) -> LostRank | None:
@@ -342,14 +342,18 @@ class Peers:
     def followed(self, peer: int | None, verdict: LostRank | None = None) -> dict[int, dict[str, Any]]:
         """What is known of the ranks that this one waits for, each for the next one, and of a lost one; by
         rank, as plain data."""
-        found: dict[int, dict[str, Any]] = {}
+        records: dict[int, dict[str, Any]] = {}
         if verdict is not None:
-            found[verdict.rank] = {"state": verdict.state.value, "host": verdict.host, "place": verdict.place}
-        while peer is not None and peer != self.rank and peer not in found:
+            records[verdict.rank] = {
+                "state": verdict.state.value,
+                "host": verdict.host,
+                "place": verdict.place,
+            }
+        while peer is not None and peer != self.rank and peer not in records:
             state, place = self.ask(peer)
-            found[peer] = {"state": state.value, "host": self.host(peer), "place": place}
+            records[peer] = {"state": state.value, "host": self.host(peer), "place": place}
             peer = place.get("lost", place.get("peer") if state is PeerState.ANSWERS else None)
-        return found
+        return records
 
     # ---- the end
 
@@ -373,21 +377,21 @@ class Peers:
     def _in_time(question: Callable[[], _T]) -> _T | None:
         """The store's answer, or None if it fails or takes too long: a store whose host is stopped never
         answers."""
-        found: list[_T] = []
+        results: list[_T] = []
 
         def run() -> None:
             with suppress(RuntimeError, ValueError):
-                found.append(question())
+                results.append(question())
 
         thread = Thread(target=run, daemon=True)
         thread.start()
         thread.join(ANSWER_S)
-        return found[0] if found else None
+        return results[0] if results else None
 
 
-def _equal(one: Place, other: Place) -> bool:
+def _equal(place: Place, other: Place) -> bool:
     """Whether a rank has not moved from one place to the other."""
-    return all(one.get(name) == other.get(name) for name in ("step", "runs", "action", "waits"))
+    return all(place.get(name) == other.get(name) for name in ("step", "runs", "action", "waits"))
 
 
 def _question(address: list[Any]) -> tuple[PeerState, Place]:
@@ -406,8 +410,8 @@ def _question(address: list[Any]) -> tuple[PeerState, Place]:
         with link:
             while part := link.recv(1 << 16):
                 text += part
-        found = json.loads(text)
-        return (PeerState.ANSWERS, found["place"]) if found["token"] == token else (PeerState.ENDED, {})
+        content = json.loads(text)
+        return (PeerState.ANSWERS, content["place"]) if content["token"] == token else (PeerState.ENDED, {})
     except TimeoutError:
         return PeerState.STOPPED, {}
     except (

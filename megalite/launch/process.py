@@ -76,10 +76,10 @@ def configure_process(device: torch.device, deterministic: bool = False) -> None
 
 
 def configure_cpu() -> None:
-    """Use oneDNN's fp32 products, batch scheduling and memory that stays mapped.
+    """Use oneDNN's fp32 matmuls, batch scheduling and memory that stays mapped.
 
-    oneDNN's fp32 products are up to twice as fast as MKL's and as accurate, except where they round to bf16;
-    a training run measures which library it uses (`training.product_choice`). Batch scheduling keeps ranks
+    oneDNN's fp32 matmuls are up to twice as fast as MKL's and as accurate, except where they round to bf16;
+    a training run measures which library it uses (`training.matmul_choice`). Batch scheduling keeps ranks
     that share cores from preempting each other at every message. Freed memory stays with the process:
     otherwise the kernel maps and zeroes every large activation again, a tenth to a quarter of a step.
     """

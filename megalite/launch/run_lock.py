@@ -145,18 +145,18 @@ class RunLock:
         """Create the lock; a stale one is removed before. Returns a line about that one, or None."""
         note = None
         while not self._create(self.path):
-            found, why = self._judge()
-            if found is None:  # released in between
+            holder, why = self._judge()
+            if holder is None:  # released in between
                 continue
             if why is None:
                 raise InUseError(
-                    f"{self.path.parent} is in use by {found}. Give this run another run.name, or end that "
+                    f"{self.path.parent} is in use by {holder}. Give this run another run.name, or end that "
                     "job first. "
                     f"If it is gone, wait until its lock is stale ({self._stale_s:.0f} s), or remove "
                     f"{self.path}."
                 )
-            if self._remove_stale(found):
-                note = f"took over the lock of {found}: {why}"
+            if self._remove_stale(holder):
+                note = f"took over the lock of {holder}: {why}"
         return note
 
     def move_directory(self, target: Path) -> None:
@@ -244,8 +244,8 @@ class RunLock:
             time.sleep(0.1)
             return False
         try:
-            found = read(self.path)
-            if found is None or found.token != stale.token:
+            holder = read(self.path)
+            if holder is None or holder.token != stale.token:
                 return False
             self.path.unlink()
             return True
@@ -255,12 +255,12 @@ class RunLock:
     def _renew(self) -> None:
         """Renew the lock until `release`; says once if another job has taken it, or if it has gone with its
         directory."""
-        said = False
+        reported = False
         while not self._over.wait(self._refresh_s):
             with self._moving:
                 problem = self._renew_once()
-            if problem is not None and not said:
-                said = True
+            if problem is not None and not reported:
+                reported = True
                 say(f"the lock of this run, {self.path}, {problem}")
 
     def _renew_once(self) -> str | None:

@@ -92,7 +92,7 @@ class Console(ExitStack):
 
     def validation(self, step: int, loss: float, by_set: Mapping[str, float] | None = None) -> None:
         """Print a validation's line, with those of its sets and the last training loss next to it."""
-        sets = (f"{name} {each:.4f}" for name, each in (by_set or {}).items())
+        sets = (f"{name} {value:.4f}" for name, value in (by_set or {}).items())
         beside = f"training loss {self._losses['loss']:.4f}" if "loss" in self._losses else ""
         marker = "" if isfinite(loss) else "VALIDATION LOSS NaN"
         self.message(

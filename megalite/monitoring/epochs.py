@@ -26,13 +26,13 @@ class Epochs(Observer):
     def numbers(self, metrics: StepMetrics) -> dict[str, Any]:
         samples = self._samples(metrics.step)
         epochs = {member.name: samples * member.share / member.samples for member in self.members}
-        found = {
+        numbers = {
             "tokens_seen": samples * self.trainer.config.data.sequence_length,
             "epoch": max(epochs.values()),
         }
         if self.trainer.config.train.rampup_batch_size is not None:
-            found["global_batch_size"] = samples - self._samples(metrics.step - 1)
-        return found | (
+            numbers["global_batch_size"] = samples - self._samples(metrics.step - 1)
+        return numbers | (
             {f"{MEMBER}{name}": epoch for name, epoch in epochs.items()} if len(epochs) > 1 else {}
         )
 
@@ -45,7 +45,7 @@ class Epochs(Observer):
             self._samples(metrics.step),
             planned_samples(self.trainer),
         )
-        found = []
+        lines = []
         for name, size, share in self.members:
             ended = int(after * share // size)
             if (
@@ -54,11 +54,11 @@ class Epochs(Observer):
                 and metrics.step < config.train.steps
             ):
                 whole = in_words(all_samples * share / size)
-                found.append(
+                lines.append(
                     f"{name} has been read to its end after step {metrics.step}, and begins again: epoch "
                     f"{ended} of {whole} is done"
                 )
-        return found
+        return lines
 
     def _samples(self, step: int) -> int:
         """Samples read until the end of a step; the trainer may be a step ahead."""

@@ -46,21 +46,21 @@ class GpuSensors(Observer):
         self.sensors = dict(SENSORS) if find_spec("pynvml") else {}
 
     def numbers(self, metrics: StepMetrics) -> dict[str, Any]:
-        found: dict[str, Any] = {"tokens_per_second_per_gpu": metrics.tokens_per_second / self.world}
+        numbers: dict[str, Any] = {"tokens_per_second_per_gpu": metrics.tokens_per_second / self.world}
         if self.device.type != "cuda" or metrics.step % self.interval:
-            return found
+            return numbers
         statistics = torch.cuda.memory_stats(self.device)
-        return found | {name: statistics.get(key, 0) for name, key in MEMORY.items()} | self._sense()
+        return numbers | {name: statistics.get(key, 0) for name, key in MEMORY.items()} | self._sense()
 
     def _sense(self) -> dict[str, float]:
         """The reading of each sensor. A sensor that this GPU does not have, or that may not be read, is
         dropped."""
-        found = {}
+        readings = {}
         for name, read in list(self.sensors.items()):
             try:
-                found[name] = float(read(self.device))
+                readings[name] = float(read(self.device))
             except (
                 Exception
             ):  # pynvml has an error class for each code of the library, and need not be importable
                 del self.sensors[name]
-        return found
+        return readings

@@ -67,7 +67,7 @@ class LossBySource(Observer):
     def after(self, step: int) -> None:
         total = all_reduce(sum(self._found.values(), self._zero.clone()), self.world).wait()
         self._totals = {
-            known: each for known, each in self._totals.items() if step - AHEAD <= known < step
+            known: totals for known, totals in self._totals.items() if step - AHEAD <= known < step
         } | {step: total}
         self._found, self._now = {}, None
 

@@ -133,7 +133,7 @@ class MetricsWriter(ExitStack):
         """Write a validation's line. by_set: the losses of validation sets by name."""
         self._write(
             {"step": step, "val_loss": loss}
-            | {f"{VALIDATED}{name}": each for name, each in (by_set or {}).items()}
+            | {f"{VALIDATED}{name}": value for name, value in (by_set or {}).items()}
         )
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -193,7 +193,7 @@ def lines_up_to(file: Path, step: int) -> list[str]:
     return [
         line
         for line in file.read_text(encoding="utf-8").splitlines()
-        if (found := _step_of(line)) is not None and found <= step
+        if (number := _step_of(line)) is not None and number <= step
     ]
 
 

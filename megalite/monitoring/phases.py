@@ -85,7 +85,9 @@ class PhaseTimes(Observer):
         if self not in self.activity.listeners:
             return
         self(BETWEEN)
-        self.activity.listeners = tuple(each for each in self.activity.listeners if each is not self)
+        self.activity.listeners = tuple(
+            listener for listener in self.activity.listeners if listener is not self
+        )
         passed = len(self.laps)
         while passed and not self.clock.has_passed(self.laps[passed - 1][1]):
             passed -= 1

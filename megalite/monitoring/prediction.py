@@ -65,10 +65,10 @@ def describe(
             sure = f" for {device.name}" + (
                 f" ({low:.4g} to {high:.4g} s in 80 % of published runs)" if device.compared else ""
             )
-        found = median(times[1:] or times)
+        step_time = median(times[1:] or times)
         parts.append(
-            f"step time {predicted_time:.4g} s predicted{sure}, {found:.4g} s measured (median), "
-            f"{found / predicted_time - 1:+.1%}"
+            f"step time {predicted_time:.4g} s predicted{sure}, {step_time:.4g} s measured (median), "
+            f"{step_time / predicted_time - 1:+.1%}"
         )
     if predicted_bubble is not None:
         measured = f"{fmean(bubbles[1:] or bubbles):.1%} measured" if bubbles else "not measured"

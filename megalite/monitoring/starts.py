@@ -57,7 +57,7 @@ def add(directory: Path, start: Start) -> None:
 
 def read(directory: Path) -> list[Start]:
     """The starts of a run, the earliest first; none for a run of a version that wrote no such file."""
-    found = []
+    starts = []
     with suppress(OSError):
         for line in (directory / FILE).read_text(encoding="utf-8").splitlines():
             with suppress(ValueError, TypeError, KeyError):
@@ -66,8 +66,8 @@ def read(directory: Path) -> list[Start]:
                     for name, value in json.loads(line).items()
                     if name in Start.__dataclass_fields__
                 }
-                found.append(Start(**known))
-    return sorted((start for start in found if isinstance(start.step, int)), key=lambda start: start.step)
+                starts.append(Start(**known))
+    return sorted((start for start in starts if isinstance(start.step, int)), key=lambda start: start.step)
 
 
 def start_of(starts: Sequence[Start], step: int) -> Start | None:

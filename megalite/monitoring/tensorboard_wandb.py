@@ -142,8 +142,8 @@ def open_recipients(config: Config, run_dir: Path, step: int) -> list[Recipient]
     """The recipients that the options name, to continue after a step."""
     recipients = []
     if config.logging.tensorboard:
-        asked = config.logging.tensorboard
-        directory = Path(asked) if isinstance(asked, str) else run_dir / "tensorboard"
+        requested = config.logging.tensorboard
+        directory = Path(requested) if isinstance(requested, str) else run_dir / "tensorboard"
         recipients.append(Recipient("TensorBoard", partial(TensorBoard, directory), step))
     if config.logging.wandb:
         recipients.append(

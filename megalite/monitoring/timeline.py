@@ -68,7 +68,8 @@ def compare(run_dir: Path) -> dict[str, Any]:
     try:
         options = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
         records = [
-            read_record(found) for found in json.loads((run_dir / RECORDS).read_text(encoding="utf-8"))
+            read_record(comparison)
+            for comparison in json.loads((run_dir / RECORDS).read_text(encoding="utf-8"))
         ]
     except OSError as error:
         raise ConfigError(
@@ -84,10 +85,10 @@ def compare(run_dir: Path) -> dict[str, Any]:
             f"Record them again with profiling.timeline = true."
         )
     schedule = schedule_of(config, layout.microbatches)
-    found, path = timeline(schedule, layout, records), run_dir / TIMELINE
-    found["schedule_costs"] = config.parallel.schedule_costs
-    path.write_text(json.dumps(found, allow_nan=False), encoding="utf-8")
-    return found
+    comparison, path = timeline(schedule, layout, records), run_dir / TIMELINE
+    comparison["schedule_costs"] = config.parallel.schedule_costs
+    path.write_text(json.dumps(comparison, allow_nan=False), encoding="utf-8")
+    return comparison
 
 
 def written(run_dir: Path) -> str:
@@ -95,18 +96,19 @@ def written(run_dir: Path) -> str:
     return f"  {run_dir / TIMELINE} (ui.perfetto.dev opens it)"
 
 
-def read_record(found: Mapping[str, Any]) -> Record:
+def read_record(content: Mapping[str, Any]) -> Record:
     """One rank's record from its JSON form."""
     steps = {
         int(step): [
             ActionTiming(Action(ActionKind(kind), *place), *times) for (kind, *place), *times in actions
         ]
-        for step, actions in found["steps"].items()
+        for step, actions in content["steps"].items()
     }
     transfers = {
-        int(step): [Transfer(*each) for each in arrived] for step, arrived in found["transfers"].items()
+        int(step): [Transfer(*transfer) for transfer in arrived]
+        for step, arrived in content["transfers"].items()
     }
-    return Record(found["host"], found["clock"], steps, transfers)
+    return Record(content["host"], content["clock"], steps, transfers)
 
 
 def offsets(records: Sequence[Record]) -> list[float]:
@@ -140,7 +142,7 @@ class PipelineStep:
         start = self.start
         return Timeline(
             tuple(
-                tuple(Interval(one.action, one.start - start, one.end - start) for one in actions)
+                tuple(Interval(timing.action, timing.start - start, timing.end - start) for timing in actions)
                 for actions in self.ran
             )
         )
@@ -148,7 +150,7 @@ class PipelineStep:
 
 def pipelines(layout: Layout, records: Sequence[Record]) -> list[PipelineStep]:
     """Every step of every pipeline, in the order of their first ranks."""
-    ahead, made = offsets(records), []
+    ahead, measured = offsets(records), []
     for lead in range(layout.world // layout.pp):  # pp is the outermost axis: these are the ranks with pp = 0
         ranks = layout.peers(lead, ("pp",))
         place = ", ".join(
@@ -171,8 +173,8 @@ def pipelines(layout: Layout, records: Sequence[Record]) -> list[PipelineStep]:
                 )
                 for rank in ranks
             )
-            made.append(PipelineStep(f"measured {place}".rstrip(), step, ranks, ran, transfers))
-    return made
+            measured.append(PipelineStep(f"measured {place}".rstrip(), step, ranks, ran, transfers))
+    return measured
 
 
 def timeline(schedule: Schedule, layout: Layout, records: Sequence[Record]) -> dict[str, Any]:
@@ -196,7 +198,7 @@ def timeline(schedule: Schedule, layout: Layout, records: Sequence[Record]) -> d
         "steps": sorted({step.step for step in steps}),
         "durations": durations,
         "comm": comm,
-        "measured": {name: fmean(getattr(one, name) for one in measured) for name in MEASURES},
+        "measured": {name: fmean(getattr(pipeline, name) for pipeline in measured) for name in MEASURES},
         "predicted": {name: getattr(predicted, name) for name in MEASURES},
         "data_parallel": data_parallel(steps),
         "traceEvents": trace_events(schedule, steps, predicted),
@@ -244,10 +246,10 @@ def message_seconds(schedule: Schedule, steps: Iterable[PipelineStep]) -> float:
     """
     latencies = []
     for step in steps:
-        ends = {one.action: one.end for actions in step.ran for one in actions}
-        for one in (one for actions in step.ran for one in actions):
-            sources = received(one.action, schedule)
-            latencies += [one.start - ends[source] for source in sources if one.free <= ends[source]]
+        ends = {timing.action: timing.end for actions in step.ran for timing in actions}
+        for timing in (timing for actions in step.ran for timing in actions):
+            sources = received(timing.action, schedule)
+            latencies += [timing.start - ends[source] for source in sources if timing.free <= ends[source]]
     return max(median(latencies), 0.0) if latencies else 0.0
 
 
@@ -275,10 +277,14 @@ def trace_events(
     for step in steps:
         pid, shift = names.index(step.name), step.start - origin
         for tid, actions in enumerate(step.ran):
-            for one in actions:
-                if received(one.action, schedule):
-                    events.append(_slice("wait", "wait", pid, tid, one.free - origin, one.start - origin))
-                events.append(_action(one.action, step.step, pid, tid, one.start - origin, one.end - origin))
+            for timing in actions:
+                if received(timing.action, schedule):
+                    events.append(
+                        _slice("wait", "wait", pid, tid, timing.free - origin, timing.start - origin)
+                    )
+                events.append(
+                    _action(timing.action, step.step, pid, tid, timing.start - origin, timing.end - origin)
+                )
             if pid == 0:
                 events += [
                     _action(action, step.step, len(names), tid, start + shift, end + shift)
@@ -323,25 +329,25 @@ def _slice(name: str, category: str, pid: int, tid: int, start: float, end: floa
     return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, **times}
 
 
-def describe(found: Mapping[str, Any]) -> list[str]:
+def describe(comparison: Mapping[str, Any]) -> list[str]:
     """Lines for the user: measured and predicted, and the durations behind the prediction."""
-    measured, predicted, steps = found["measured"], found["predicted"], found["steps"]
+    measured, predicted, steps = comparison["measured"], comparison["predicted"], comparison["steps"]
     compared = "; ".join(
         f"{name} {measured[name]:.1%} measured, {predicted[name]:.1%} predicted" for name in MEASURES
     )
-    spans = (f"{name} {_range(values)} ms" for name, values in found["durations"].items() if values)
-    head = f"{found['schedule']}, steps {steps[0]} to {steps[-1]}: {compared}"
+    spans = (f"{name} {_range(values)} ms" for name, values in comparison["durations"].items() if values)
+    head = f"{comparison['schedule']}, steps {steps[0]} to {steps[-1]}: {compared}"
     lines = [
         head,
         f"  predicted from the median {', '.join(spans)} a stage, and "
-        f"{found['comm'] * 1000:.2f} ms a message",
+        f"{comparison['comm'] * 1000:.2f} ms a message",
     ]
-    count, under_way, waited = found["data_parallel"].values()
+    count, under_way, waited = comparison["data_parallel"].values()
     if count:
-        each = (
+        measures = (
             f"{under_way * 1000:.2f} ms with a transfer in flight, {waited * 1000:.2f} ms of waiting for one"
         )
-        lines.append(f"  over data parallelism, per rank and step: {count:.4g} transfers, {each}")
+        lines.append(f"  over data parallelism, per rank and step: {count:.4g} transfers, {measures}")
     return lines
 
 

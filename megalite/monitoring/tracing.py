@@ -75,7 +75,9 @@ class Tracer(Observer):
         """End the trace and write it. Collective: everything in flight ends first, as torch crashes if a
         message outlives its profiler."""
         self.running = False
-        self.activity.listeners = tuple(each for each in self.activity.listeners if each is not self)
+        self.activity.listeners = tuple(
+            listener for listener in self.activity.listeners if listener is not self
+        )
         self._end_range()
         self.trainer.saver.wait()
         self.trainer.drain()

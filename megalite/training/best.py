@@ -27,9 +27,9 @@ BEFORE = "before"
 def note(trainer: Trainer, losses: Losses) -> bool:
     """Take in the losses of a validation after the last step. Returns whether it is the best so far."""
     forget_failed(trainer)
-    train, found = trainer.config.train, losses.of(trainer.config.validation.monitor)
+    train, loss = trainer.config.train, losses.of(trainer.config.validation.monitor)
     state = {"loss": None, "step": 0, "improved": None, "waited": 0, **trainer.loop_state.get(KEY, {})}
-    value = found if isfinite(found) else inf
+    value = loss if isfinite(loss) else inf
     best = value < _number(state["loss"])
     if best:
         state |= {
@@ -93,8 +93,8 @@ def _followed(trainer: Trainer) -> dict[str, Any] | None:
     sets = list(data.sets.values()) if monitor is None else [data.sets[monitor]]
     most = inf if batches is None else batches * config.train.global_batch_size
     return {
-        "sets": [each.fingerprint for each in sets],
-        "samples": [min(each.samples_per_epoch, most) for each in sets],
+        "sets": [dataset.fingerprint for dataset in sets],
+        "samples": [min(dataset.samples_per_epoch, most) for dataset in sets],
         "ema": config.validation.ema,
         "eod_mask_loss": config.data.eod_mask_loss,
         "reset_positions": config.data.reset_positions,

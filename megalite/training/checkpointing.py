@@ -76,10 +76,10 @@ def _has_saved(trainer: Trainer) -> bool:
     Collective."""
     from megalite.training import resume_checks  # which a fresh start does not need
 
-    found, _ = checkpoint.history(trainer.run_dir / "checkpoints", trainer.mesh)
+    checkpoints, _ = checkpoint.history(trainer.run_dir / "checkpoints", trainer.mesh)
 
     def look() -> bool:
-        for directory in found:
+        for directory in checkpoints:
             with suppress(DamagedError):
                 return resume_checks.is_same_run(
                     trainer.config, checkpoint.manifest_of(directory).state["config"]
@@ -97,9 +97,9 @@ def _resume_newest(trainer: Trainer) -> bool:
         DamagedError: there are checkpoints, but none can be used: starting from step 0 would overwrite them.
     """
     checkpoints = trainer.run_dir / "checkpoints"
-    found, warning = checkpoint.history(checkpoints, trainer.mesh)
+    directories, warning = checkpoint.history(checkpoints, trainer.mesh)
     problems = [warning] if warning else []
-    for directory in found:
+    for directory in directories:
         try:
             resume(trainer, directory)
         except DamagedError as error:
@@ -151,7 +151,9 @@ def load_weights(trainer: Trainer, source: str) -> None:
         manifest = without_adapters(_checked(trainer, Path(source)))
         read, known = of_checkpoint(trainer.config.model, trainer.config.run.seed, manifest), manifest.tensors
     states = [] if routers is None else routers.learned()
-    biases = [each for each in states if each.name.endswith("bias") and (known is None or each.name in known)]
+    biases = [
+        state for state in states if state.name.endswith("bias") and (known is None or state.name in known)
+    ]
     drawn = [ADAPTER] if trainer.config.lora.rank and trainer.config.lora.init_from is None else []
     if drawn:
         trainer.store.draw(trainer.config.run.seed, _threads(), drawn)
@@ -279,16 +281,16 @@ def describe_saves(config: Config) -> str:
     from megalite.system.progress import amount
 
     options, size = config.checkpoint, states.checkpoint_bytes(config)
-    each = amount(size, "B")
-    kept = f"the newest {options.keep} are kept" if options.keep is not None else "all are kept"
+    text = amount(size, "B")
+    retention = f"the newest {options.keep} are kept" if options.keep is not None else "all are kept"
     if options.interval is not None:
         when = f"every {options.interval:,} steps"
     elif options.minutes is not None:
         when = f"every {options.minutes:g} minutes (checkpoint.minutes)"
-        kept = kept if options.keep is not None else f"the newest {TIMED_KEPT} of these are kept"
+        retention = retention if options.keep is not None else f"the newest {TIMED_KEPT} of these are kept"
     else:
         return "no checkpoint before the end or a signal: checkpoint.interval and checkpoint.minutes are null"
-    return f"a checkpoint {when}, about {each} each; {kept}{_little_room(config, size)}"
+    return f"a checkpoint {when}, about {text} each; {retention}{_little_room(config, size)}"
 
 
 def _little_room(config: Config, size: float) -> str:

@@ -69,18 +69,18 @@ def read(argv: list[str], world_size: int | None, device: Device = "cuda") -> Co
     return resolved(settled(config, world_size), device)
 
 
-def distinct(config: Config, asked: list[int] | None) -> list[int]:
+def distinct(config: Config, ranks: list[int] | None) -> list[int]:
     """The ranks to build: by default the first and the last of each pipeline rank, where differences in
     padding and shards would show."""
     dims = ParallelDims.of(config)
     count, world_size = dims.stage_ranks, dims.world
-    if asked is None:
+    if ranks is None:
         return sorted({rank for first in range(0, world_size, count) for rank in (first, first + count - 1)})
-    if wrong := [rank for rank in asked if rank >= world_size]:
+    if wrong := [rank for rank in ranks if rank >= world_size]:
         raise ConfigError(
             f"--ranks {wrong[0]} is not one of {world_size} ranks. Give ranks from 0 to {world_size - 1}."
         )
-    return asked
+    return ranks
 
 
 def calculate(config: Config, ranks: list[int], device: Device) -> dict[str, Any]:
@@ -101,7 +101,8 @@ def calculate(config: Config, ranks: list[int], device: Device) -> dict[str, Any
         "device": device,
         "built": ranks,
         "ranks": [
-            {**each.to_dict(), "bytes_sent": own.to_dict()} for each, own in zip(memory, sent, strict=True)
+            {**planned.to_dict(), "bytes_sent": own.to_dict()}
+            for planned, own in zip(memory, sent, strict=True)
         ],
         "checkpoint_bytes": checkpoint_bytes(config),
         **length(config),

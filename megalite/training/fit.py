@@ -71,8 +71,8 @@ def fit(
             if due.validation and (early := stopped_early(trainer)) is not None:
                 console.message(f"stopping early after step {trainer.step_done}: {early}")
                 break
-        for each in observers:
-            for line in each.finish():
+        for observer in observers:
+            for line in observer.finish():
                 console.message(line)
         if trainer.step_done == config.train.steps or ended is None:
             console.message(f"done: {trainer.run_dir}")
@@ -116,14 +116,14 @@ def run_step(
     step, activity = trainer.step_done + 1, trainer.mesh.activity
     activity.step = step
     activity.enter(BETWEEN)
-    for each in observers:
-        each.before(step)
+    for observer in observers:
+        observer.before(step)
     trainer.faults.between_steps(step)
     # Read as late as possible: a signal that arrived during the hooks above must not cost another step.
     results = trainer.train_step(stop=request.value + timer.value, wait=wait)
     activity.enter(REPORTING)
-    for each in observers:
-        each.after(step)
+    for observer in observers:
+        observer.after(step)
     return results
 
 
@@ -139,12 +139,12 @@ def report_results(
         metrics = measured(trainer, result)
         numbers = {
             **result.routing,
-            **{name: number for each in observers for name, number in each.numbers(metrics).items()},
+            **{name: number for observer in observers for name, number in observer.numbers(metrics).items()},
         }
         console.step(metrics, result.fault, numbers)
         assert writer is not None
         writer.step(metrics, numbers)
-        for line in (line for each in observers for line in each.lines(metrics)):
+        for line in (line for observer in observers for line in observer.lines(metrics)):
             console.message(line)
 
 
@@ -171,8 +171,8 @@ def validate_and_save(
     """
     lowest = due.validation and not stop and validate(trainer, console, writer)
     early = due.validation and stopped_early(trainer) is not None
-    if (asked := due.save or stop or early or (lowest and trainer.config.checkpoint.keep_best)) or due.timed:
-        save(trainer, timer, console, lowest, timed=not asked)
+    if (needed := due.save or stop or early or (lowest and trainer.config.checkpoint.keep_best)) or due.timed:
+        save(trainer, timer, console, lowest, timed=not needed)
     if due.validation and stop:
         lowest = validate(trainer, console, writer)
         if follows_loss(trainer.config):
@@ -195,11 +195,11 @@ def validate(trainer: Trainer, console: Console, writer: MetricsWriter | None) -
     from megalite.training import best  # which a run without validation does not need, either
     from megalite.training.validation import losses
 
-    found = losses(trainer)
-    console.validation(trainer.step_done, found.mean, found.by_set)
+    results = losses(trainer)
+    console.validation(trainer.step_done, results.mean, results.by_set)
     if writer is not None:
-        writer.validation(trainer.step_done, found.mean, found.by_set)
-    return follows_loss(trainer.config) and best.note(trainer, found)
+        writer.validation(trainer.step_done, results.mean, results.by_set)
+    return follows_loss(trainer.config) and best.note(trainer, results)
 
 
 def follows_loss(config: Config) -> bool:

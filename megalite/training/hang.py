@@ -128,22 +128,22 @@ class Explanation:
 
 def load(run_dir: Path) -> dict[int, Rank]:
     """The records of the latest start of a run; those of ranks that went on since then only if all did."""
-    found = {}
+    records = {}
     for path in sorted((run_dir / DIRECTORY).glob("rank_*.json")):
         with suppress(OSError, ValueError, TypeError, KeyError):
-            each = json.loads(path.read_text(encoding="utf-8"))
-            found[each["rank"]] = each
-    if not found:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            records[record["rank"]] = record
+    if not records:
         return {}
-    newest = max(found.values(), key=lambda each: float(each["time"]))["start"]
-    own = {rank: each for rank, each in found.items() if each["start"] == newest}
-    own = {rank: each for rank, each in own.items() if not each.get("past")} or own
+    newest = max(records.values(), key=lambda record: float(record["time"]))["start"]
+    own = {rank: record for rank, record in records.items() if record["start"] == newest}
+    own = {rank: record for rank, record in own.items() if not record.get("past")} or own
     ranks = {
-        rank: _of_record(each, _flights(run_dir / DIRECTORY / f"collectives_{rank:05d}.json"))
-        for rank, each in own.items()
+        rank: _of_record(record, _flights(run_dir / DIRECTORY / f"collectives_{rank:05d}.json"))
+        for rank, record in own.items()
     }
-    for each in own.values():
-        for key, seen in each["seen"].items():
+    for record in own.values():
+        for key, seen in record["seen"].items():
             known = _outdated(ranks.get(int(key)), seen["place"])
             if known is None:
                 ranks[int(key)] = Rank(int(key), seen["place"], seen["host"], seen["state"])
@@ -169,13 +169,13 @@ def _of_record(record: Mapping[str, Any], flights: Mapping[str, tuple[int, bool]
 def _flights(path: Path) -> dict[str, tuple[int, bool]]:
     """Of a flight record: for each process group, the number of its last collective, and whether that is
     complete."""
-    found: dict[str, tuple[int, bool]] = {}
+    collectives: dict[str, tuple[int, bool]] = {}
     with suppress(OSError, ValueError, KeyError, TypeError):
         for entry in json.loads(path.read_text(encoding="utf-8"))["entries"]:
             if not entry["is_p2p"]:
                 done = bool(entry.get("retired")) or entry.get("state") == "completed"
-                found[entry["process_group"][0]] = entry["collective_seq_id"], done
-    return found
+                collectives[entry["process_group"][0]] = entry["collective_seq_id"], done
+    return collectives
 
 
 def explain(ranks: Mapping[int, Rank]) -> Explanation:
@@ -195,7 +195,7 @@ def explain(ranks: Mapping[int, Rank]) -> Explanation:
         first.part if first else None,
         culprit,
         _instead(ranks.get(culprit), first),
-        [_line(each, ranks) for each in _chain(waits, culprit)],
+        [_line(wait, ranks) for wait in _chain(waits, culprit)],
         waits,
     )
 
@@ -210,27 +210,27 @@ def _waits(rank: Rank, ranks: Mapping[int, Rank]) -> list[Wait]:
         return []
     if what is None:
         return _device_waits(rank, ranks)
-    if (found := MESSAGE.match(what)) and peer is not None:
-        return _unmatched_message(rank, ranks.get(peer), peer, found)
-    if found := GROUP.match(what):
-        return _unmatched_collective(rank, ranks, found["operation"], found["axis"], peer)
+    if (match := MESSAGE.match(what)) and peer is not None:
+        return _unmatched_message(rank, ranks.get(peer), peer, match)
+    if match := GROUP.match(what):
+        return _unmatched_collective(rank, ranks, match["operation"], match["axis"], peer)
     return [] if peer is None else [Wait(rank.rank, peer, what, "")]
 
 
-def _counterpart(found: re.Match[str], own: int) -> str:
+def _counterpart(match: re.Match[str], own: int) -> str:
     """The action of the other rank that a send or receive is matched with, as printed; own: the pipeline rank
     of this one."""
-    kind, stage, microbatch = found["kind"], int(found["stage"]), found["microbatch"]
+    kind, stage, microbatch = match["kind"], int(match["stage"]), match["microbatch"]
     step = 1 if kind in ("SF", "RB") else -1
     sends = kind[0] == "S"
     return f"{'R' if sends else 'S'}{kind[1]}{stage + step}.{microbatch}{'<' if sends else '>'}{own}"
 
 
-def _unmatched_message(rank: Rank, peer: Rank | None, number: int, found: re.Match[str]) -> list[Wait]:
-    part = found[0].removeprefix("pipeline message ")
+def _unmatched_message(rank: Rank, peer: Rank | None, number: int, match: re.Match[str]) -> list[Wait]:
+    part = match[0].removeprefix("pipeline message ")
     if peer is None or not peer.plan or not rank.axes.get("pp"):
         return [Wait(rank.rank, number, part, "")]
-    wanted = _counterpart(found, list(rank.axes["pp"]).index(rank.rank))
+    wanted = _counterpart(match, list(rank.axes["pp"]).index(rank.rank))
     place = list(peer.plan).index(wanted) if wanted in peer.plan else None
     if place is None or peer.gone:
         return [Wait(rank.rank, number, part, f"its part is {wanted}")]
@@ -254,33 +254,35 @@ def _unmatched_collective(
     rank: Rank, ranks: Mapping[int, Rank], operation: str, axis: str, peer: int | None
 ) -> list[Wait]:
     """A collective that is not counted, such as a save's, is matched by ranks that wait for the same."""
-    others = [peer] if peer is not None else [each for each in rank.axes.get(axis, ()) if each != rank.rank]
+    others = (
+        [peer] if peer is not None else [number for number in rank.axes.get(axis, ()) if number != rank.rank]
+    )
     # part of what is counted as reduce_scatter
     counted = f"{operation} {axis}" in rank.started or operation == "all_to_all"
-    count, found = rank.collectives(axis), []
+    count, waits = rank.collectives(axis), []
     part = f"{operation} over {axis}" + (f", collective {count} there" if counted else "")
-    for each in others:
-        other = ranks.get(each)
+    for number in others:
+        other = ranks.get(number)
         if other is None or not other.axes or other.gone:
-            found.append(Wait(rank.rank, each, part, ""))
+            waits.append(Wait(rank.rank, number, part, ""))
             continue
         beyond = _beyond(other, rank)
         if not counted:
             if other.place.get("waits") != rank.place["waits"]:
-                found.append(Wait(rank.rank, each, part, "", beyond))
+                waits.append(Wait(rank.rank, number, part, "", beyond))
         elif (started := other.collectives(axis)) < count or (
             started == count and beyond and _waits_over(other, axis)
         ):
-            found.append(
-                Wait(rank.rank, each, part, f"it has started {started}, rank {rank.rank} {count}", beyond)
+            waits.append(
+                Wait(rank.rank, number, part, f"it has started {started}, rank {rank.rank} {count}", beyond)
             )
-    return found
+    return waits
 
 
 def _waits_over(rank: Rank, axis: str) -> bool:
     """Whether a rank waits for a collective over an axis."""
-    found = GROUP.match(str(rank.place.get("waits")))
-    return found is not None and found["axis"] == axis
+    match = GROUP.match(str(rank.place.get("waits")))
+    return match is not None and match["axis"] == axis
 
 
 def _beyond(rank: Rank, other: Rank) -> bool:
@@ -291,13 +293,13 @@ def _beyond(rank: Rank, other: Rank) -> bool:
 
 def _device_waits(rank: Rank, ranks: Mapping[int, Rank]) -> list[Wait]:
     """The collectives that the device of a rank has not completed, by torch's flight record."""
-    found = []
+    waits = []
     for group, (number, done) in rank.flights.items():
         for other in ranks.values() if not done else ():
             last = other.flights.get(group)
             if last is not None and last[0] < number:
                 part = f"collective {number} of process group {group}"
-                found.append(
+                waits.append(
                     Wait(
                         rank.rank,
                         other.rank,
@@ -306,7 +308,7 @@ def _device_waits(rank: Rank, ranks: Mapping[int, Rank]) -> list[Wait]:
                         _beyond(other, rank),
                     )
                 )
-    return found
+    return waits
 
 
 # ---- who is to blame
@@ -320,10 +322,10 @@ def _different_plans(ranks: Mapping[int, Rank]) -> tuple[int, str, str] | None:
         # else it may be the plan of an earlier run
         inside = rank.rank in line and rank.place.get("number") is not None
         for number, action in enumerate(rank.plan if inside else ()):
-            if not (found := MESSAGE.match(f"pipeline message {action}")) or int(found["peer"]) >= len(line):
+            if not (match := MESSAGE.match(f"pipeline message {action}")) or int(match["peer"]) >= len(line):
                 continue
-            other = ranks.get(line[int(found["peer"])])
-            wanted = _counterpart(found, line.index(rank.rank))
+            other = ranks.get(line[int(match["peer"])])
+            wanted = _counterpart(match, line.index(rank.rank))
             if other is None or not other.plan or wanted in other.plan or not _in_the_same_run(rank, other):
                 continue
             why = (
@@ -362,14 +364,14 @@ def _culprit(ranks: Mapping[int, Rank], waits: Sequence[Wait]) -> int | None:
 
 def _chain(waits: Sequence[Wait], culprit: int) -> list[Wait]:
     """The waits that lead to a rank, the farthest first; each rank once."""
-    found: list[Wait] = []
+    chain: list[Wait] = []
     level = {culprit}
     while level:
-        known = {culprit, *(wait.rank for wait in found)}
+        known = {culprit, *(wait.rank for wait in chain)}
         fresh = {wait.rank: wait for wait in waits if wait.on in level and wait.rank not in known}
-        found = [*fresh.values(), *found]
+        chain = [*fresh.values(), *chain]
         level = set(fresh)
-    return found
+    return chain
 
 
 def _line(wait: Wait, ranks: Mapping[int, Rank]) -> str:

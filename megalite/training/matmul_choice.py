@@ -102,7 +102,7 @@ def step_products(config: Config, mesh: Mesh) -> list[MatmulShape]:
     keys = length * layout.cp  # of whole rows; ulysses has all queries of fewer heads, which is as much
     microbatches, rows = layout.microbatches, train.micro_batch_size * length
     shapes = linear_shapes(config, mesh)
-    found = [each for shape in shapes for each in _linear(rows, shape, microbatches)]
+    linear = [matmul for shape in shapes for matmul in _linear(rows, shape, microbatches)]
     units, last = {spec.unit for spec in specs_of(config, mesh.pp.rank)}, head_unit(config.model)
     layers = len(units - {0, last}) + (config.model.mtp_layers if last in units else 0)
     heads, width = (
@@ -117,9 +117,9 @@ def step_products(config: Config, mesh: Mesh) -> list[MatmulShape]:
         MatmulShape(keys, length, width, (True, False), heads, count),
     ]
     counts: dict[MatmulShape, int] = {}
-    for each in [*found, *(attention if count else [])]:
-        alike = each._replace(times=1)
-        counts[alike] = counts.get(alike, 0) + each.times
+    for matmul in [*linear, *(attention if count else [])]:
+        alike = matmul._replace(times=1)
+        counts[alike] = counts.get(alike, 0) + matmul.times
     return [product._replace(times=count) for product, count in counts.items()]
 
 
@@ -152,8 +152,8 @@ def _recorded(config: Config) -> dict[str, Any] | None:
             directories.append(find(Path(load)).resolve().parents[1])
     for directory in directories:
         with suppress(OSError, ValueError):
-            found: dict[str, Any] = json.loads((directory / FILE).read_text(encoding="utf-8"))
-            return found if found.keys() >= {"path", "option"} else None
+            record: dict[str, Any] = json.loads((directory / FILE).read_text(encoding="utf-8"))
+            return record if record.keys() >= {"path", "option"} else None
     return None
 
 

@@ -55,7 +55,7 @@ def _storages(state: OptimizerState) -> Iterator[tuple[str, str, int]]:
     kinds: dict[str, Iterable[Tensor | None]] = {
         "weights": (tensor for bucket in buckets for tensor in (bucket.weights, bucket.shard)),
         "gradients": (
-            tensor for each in gradients for tensor in (each.full, each.owned, each.separate_embedding_grad)
+            tensor for own in gradients for tensor in (own.full, own.owned, own.separate_embedding_grad)
         ),
         "optimizer": (*(bucket.master for bucket in buckets), *state.changing()),
         "powersgd": (tensor for matrix in _compressed(store) for tensor in (matrix.error, matrix.factor)),
@@ -84,10 +84,10 @@ def measured(trainer: Trainer) -> ModelStates:
 
 def places(trainer: Trainer) -> dict[str, int]:
     """The same bytes by the place they are stored in: cuda, cpu, disk."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for _, place, size in _storages(trainer.optimizer.state):
-        found[place] = found.get(place, 0) + size
-    return found
+        sizes[place] = sizes.get(place, 0) + size
+    return sizes
 
 
 def formula(trainer: Trainer) -> ModelStates:
@@ -107,8 +107,8 @@ def planned_peak(trainer: Trainer) -> int:
 
 def planned(config: Config, pp_rank: int, device: Device, shard: int) -> ModelStates:
     """The planner's bytes of a pipeline rank, with this index on the shard axis, between steps."""
-    found = model_states(config, plan.buckets_of(config, pp_rank), pp_rank, device, shard)
-    return ModelStates(found.weights, found.gradients, found.master + found.moments, found.powersgd)
+    states = model_states(config, plan.buckets_of(config, pp_rank), pp_rank, device, shard)
+    return ModelStates(states.weights, states.gradients, states.master + states.moments, states.powersgd)
 
 
 def _compressed(store: ParameterStore) -> Sequence[CompressedMatrix]:
@@ -165,11 +165,11 @@ def _describe_gathering(trainer: Trainer) -> list[str]:
         return []
     ways: tuple[Literal["action", "step"], ...] = ("action", "step")
     costs = {way: gathering(trainer, way) for way in ways}
-    each = "; ".join(
+    listed = "; ".join(
         f"{way}: {times:.4g} times a step, at most {whole:.0%} of the buckets whole"
         for way, (times, whole) in costs.items()
     )
-    return [f"weights of rank {trainer.mesh.rank} are gathered, by parallel.zero3_reshard: {each}"]
+    return [f"weights of rank {trainer.mesh.rank} are gathered, by parallel.zero3_reshard: {listed}"]
 
 
 def report(trainer: Trainer) -> list[str]:
@@ -193,8 +193,8 @@ def report(trainer: Trainer) -> list[str]:
     for rank, states in enumerate(everyone):
         ranks.setdefault(states, []).append(rank)
     return [
-        f"rank{'s' if len(group) > 1 else ''} {', '.join(map(str, group))}: {found} (planned "
+        f"rank{'s' if len(group) > 1 else ''} {', '.join(map(str, group))}: {actual} (planned "
         f"{sum(expected) / 1e6:,.1f} MB; "
         f"{peak / 1e6:,.1f} MB at a step's peak){where}"
-        for (found, expected, peak, where), group in ranks.items()
+        for (actual, expected, peak, where), group in ranks.items()
     ] + [*_describe_frozen(trainer), *_describe_gathering(trainer), *_describe_copies(trainer)]

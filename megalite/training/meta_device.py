@@ -57,7 +57,7 @@ def build_on_meta(config: Config, ranks: Sequence[int], device: Device) -> list[
     Args:
         device: the kind of device that the ranks would compute on.
     """
-    layout, found = build.layout(config), []
+    layout, states = build.layout(config), []
     # their process group would be a real one
     options = build.mesh_options(config) | {"background_saves": False}
     config = replace(config, train=replace(config.train, kernels="auto"))  # no kernel runs here
@@ -67,20 +67,20 @@ def build_on_meta(config: Config, ranks: Sequence[int], device: Device) -> list[
         with fake_process(rank, layout.world) if layout.world > 1 else nullcontext(), everything:
             mesh = Mesh(layout, **options)
             store = build.build_parts(config, mesh, "meta", state=_Nowhere(config, device)).store
-            found.append(states_of(OptimizerState(store, kinds_of(config))))
-    return found
+            states.append(states_of(OptimizerState(store, kinds_of(config))))
+    return states
 
 
 def check_states(config: Config, ranks: Sequence[int], device: Device) -> None:
     """Build these ranks and compare each part's bytes with the planner's. Raises Disagreement with the first
     part that differs."""
     layout = build.layout(config)
-    for rank, found in zip(ranks, build_on_meta(config, ranks, device), strict=True):
+    for rank, state in zip(ranks, build_on_meta(config, ranks, device), strict=True):
         place = layout.position(rank)
         expected = planned(
             config, place["pp"], device, (place["dp"] * layout.cp + place["cp"]) % layout.shard
         )
-        for part, own, theirs in zip(ModelStates._fields, found, expected, strict=True):
+        for part, own, theirs in zip(ModelStates._fields, state, expected, strict=True):
             if own != theirs:
                 raise Disagreement(
                     f"rank {rank}: {part} take {own:,} bytes as built, but {theirs:,} as planned."

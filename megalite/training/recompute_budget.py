@@ -25,8 +25,8 @@ def agreed(config: Config, mesh: Mesh, device: torch.device) -> Config:
     with raise_on_all_ranks(mesh):
         own = resolved(config, _kind(device), memory)
     # ranks of different hosts may not agree on the last digit of a time
-    found = on_rank_0(mesh, lambda: own.train.recompute)
-    return replace(config, train=replace(config.train, recompute=found))
+    operations = on_rank_0(mesh, lambda: own.train.recompute)
+    return replace(config, train=replace(config.train, recompute=operations))
 
 
 def check(config: Config, device: torch.device) -> None:

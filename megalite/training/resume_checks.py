@@ -188,10 +188,10 @@ def changed_compression(config: Config, state: dict[str, Any]) -> list[str]:
     uninterrupted one."""
     saved = from_dict(state["config"])
     before, now = saved.parallel, config.parallel
-    dims = [ParallelDims.of(each) for each in (saved, config)]
+    dims = [ParallelDims.of(options) for options in (saved, config)]
     on_before, on_now = (
-        each.powersgd_rank is not None and sizes.data > 1
-        for each, sizes in zip((before, now), dims, strict=True)
+        options.powersgd_rank is not None and sizes.data > 1
+        for options, sizes in zip((before, now), dims, strict=True)
     )
     tied, experts = (
         config.model.tie_word_embeddings or config.model.mtp_layers > 0,

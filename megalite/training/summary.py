@@ -118,18 +118,18 @@ def launcher_failed(config: Config, status: int, reason: str, since: float, job:
     """
     path = config.run.directory / FILE
     try:
-        written, found = path.stat().st_mtime, json.loads(path.read_text(encoding="utf-8"))
+        written, content = path.stat().st_mtime, json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return
-    if found["job"] != job if job and found.get("job") else written < since:
+    if content["job"] != job if job and content.get("job") else written < since:
         return
-    found |= {
+    content |= {
         "state": "failed",
         "exit_status": status,
         "reason": reason.strip().split("\n")[0],
-        "ended": found.get("ended") or now(),
+        "ended": content.get("ended") or now(),
     }
-    write_or_say(path, lambda fresh: fresh.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8"))
+    write_or_say(path, lambda fresh: fresh.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8"))
 
 
 def last_records(metrics: Path) -> Iterator[dict[str, Any]]:

@@ -94,13 +94,13 @@ def global_tensors(trainer: Trainer, kinds: tuple[str, ...] = ("weight",)) -> di
     if trainer.mesh.world.size > 1:
         gathered = [own] * trainer.mesh.world.size
         dist.all_gather_object(gathered, own)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, shape, offsets, dtype, sizes, content in (part for parts in gathered for part in parts):
-        if name not in found:
-            found[name] = torch.full(shape, float("nan"), dtype=dtype)
+        if name not in tensors:
+            tensors[name] = torch.full(shape, float("nan"), dtype=dtype)
         rectangle = tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))
-        found[name][rectangle] = torch.from_numpy(content).view(dtype).view(sizes)
-    return found
+        tensors[name][rectangle] = torch.from_numpy(content).view(dtype).view(sizes)
+    return tensors
 
 
 def _to_bytes(tensor: Tensor) -> tuple[torch.dtype, torch.Size, Any]:

@@ -152,10 +152,10 @@ class Watchdog:
             self._lost_since.clear()
             if self._awaits() and stood >= self._limits[1]:
                 # takes seconds: meanwhile the training thread may have ended the process
-                found = peers.origin(self._place().get("peer"))
+                origin = peers.origin(self._place().get("peer"))
                 if not self._over.is_set():
                     self._end(
-                        found, f"no progress for {stood:.0f} s (run.timeout), in {described(self._place())}"
+                        origin, f"no progress for {stood:.0f} s (run.timeout), in {described(self._place())}"
                     )
             return
         decided = peers.verdict is not None
@@ -277,7 +277,7 @@ class Watchdog:
             "axes": {
                 axis.name: axis.ranks for axis in vars(self.mesh).values() if isinstance(axis, MeshAxis)
             },
-            "traffic": {" ".join(each): count for each, count in dict(self.mesh.traffic).items()},
+            "traffic": {" ".join(key): count for key, count in dict(self.mesh.traffic).items()},
             "frames": _frames(),
             "seen": seen,
         }
@@ -321,8 +321,8 @@ def _frames() -> list[str]:
     """The training thread's stack, the innermost frame last."""
     frame = sys._current_frames().get(main_thread().ident or 0)
     return [
-        f"{Path(each.filename).name}:{each.lineno} in {each.name}"
-        for each in traceback.extract_stack(frame)[-FRAMES:]
+        f"{Path(entry.filename).name}:{entry.lineno} in {entry.name}"
+        for entry in traceback.extract_stack(frame)[-FRAMES:]
     ]
 
 
@@ -330,8 +330,8 @@ def _compiles() -> bool:
     """Whether the training thread is in a compiler. Only there: the others are often the compilers' own."""
     frame = sys._current_frames().get(main_thread().ident or 0)
     return any(
-        str(each.f_globals.get("__name__")).startswith(COMPILERS)
-        for each, _ in traceback.walk_stack(frame)
+        str(caller.f_globals.get("__name__")).startswith(COMPILERS)
+        for caller, _ in traceback.walk_stack(frame)
         if frame is not None
     )
 

@@ -30,20 +30,20 @@ Check = Callable[[], Iterable[Finding]]
 
 def bounded(name: str, check: Check, seconds: float) -> list[Finding]:
     """The findings of a check; one that says so if it fails, or does not end in time."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
 
     def run() -> None:
         try:
-            found.extend(check())
+            findings.extend(check())
         except Exception as error:  # a check must not prevent the others
-            found.append(Finding(name, "could not be checked", "note", f"{type(error).__name__}: {error}"))
+            findings.append(Finding(name, "could not be checked", "note", f"{type(error).__name__}: {error}"))
 
     running = Thread(target=run, daemon=True)
     running.start()
     running.join(seconds)
     if running.is_alive():
         return [
-            *found,
+            *findings,
             Finding(
                 name,
                 f"no answer in {seconds:g} s",
@@ -51,4 +51,4 @@ def bounded(name: str, check: Check, seconds: float) -> list[Finding]:
                 "It hangs: look at the network, the name service or the disk.",
             ),
         ]
-    return found
+    return findings

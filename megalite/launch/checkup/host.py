@@ -23,11 +23,11 @@ PROGRAM = "#include <Python.h>\nint main(void) { return PY_MAJOR_VERSION - PY_MA
 
 
 def gpus() -> Iterator[Finding]:
-    found = machine.gpus()
-    if not found:
+    devices = machine.gpus()
+    if not devices:
         yield Finding("GPUs", "none", "note", "Training runs on the CPU, with gloo.")
         return
-    for gpu, count in Counter(found).items():
+    for gpu, count in Counter(devices).items():
         yield Finding(
             "GPUs", f"{count} × {gpu.name}" + (f", {gpu.memory / GIB:.0f} GiB each" if gpu.memory else "")
         )
@@ -39,17 +39,17 @@ def cores() -> Iterator[Finding]:
     yield Finding(
         "CPU cores", f"{usable} of {total} usable, {machine.memory_bytes() / GIB:.0f} GiB of memory"
     )
-    asked = os.environ.get("OMP_NUM_THREADS")
-    if asked is None:
+    requested = os.environ.get("OMP_NUM_THREADS")
+    if requested is None:
         yield Finding("OMP_NUM_THREADS", "not set (one process has all cores; of several, each has one)")
-    elif not asked.isdecimal() or int(asked) > usable:
+    elif not requested.isdecimal() or int(requested) > usable:
         advice = (
             "Threads would wait for each other: OMP_NUM_THREADS times the number of ranks should be at most "
             f"{usable}."
         )
-        yield Finding("OMP_NUM_THREADS", asked, "note", advice)
+        yield Finding("OMP_NUM_THREADS", requested, "note", advice)
     else:
-        yield Finding("OMP_NUM_THREADS", asked)
+        yield Finding("OMP_NUM_THREADS", requested)
 
 
 def shared_memory() -> Iterator[Finding]:
@@ -118,7 +118,7 @@ def _limit(name: str, number: int, least: int, advice: str) -> Finding:
 def host_name() -> Iterator[Finding]:
     name = socket.gethostname()
     try:
-        addresses = sorted({str(each[4][0]) for each in socket.getaddrinfo(name, None)})
+        addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except OSError:
         advice = (
             "gloo and other nodes look it up: add it to /etc/hosts, or set GLOO_SOCKET_IFNAME to the "

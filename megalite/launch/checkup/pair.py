@@ -46,23 +46,25 @@ def findings() -> Iterator[Finding]:
             yield Finding("Triton", "compiles a kernel")
 
 
-def _torch(found: dict[str, Any], wrong: str) -> Iterator[Finding]:
-    build = f"CUDA {found['cuda']}" if found["cuda"] else "CPU build"
-    yield Finding("torch imports", f"in {found['seconds']:.1f} s, {build}, sees {len(found['devices'])} GPUs")
-    if found["nccl"]:
-        yield Finding("NCCL", found["nccl"])
+def _torch(results: dict[str, Any], wrong: str) -> Iterator[Finding]:
+    build = f"CUDA {results['cuda']}" if results["cuda"] else "CPU build"
+    yield Finding(
+        "torch imports", f"in {results['seconds']:.1f} s, {build}, sees {len(results['devices'])} GPUs"
+    )
+    if results["nccl"]:
+        yield Finding("NCCL", results["nccl"])
     if wrong:
         yield Finding("GPU computes", wrong, "bad", "Look at nvidia-smi and dmesg.")
     there = len(machine.gpus())
-    if len(found["devices"]) < there:
+    if len(results["devices"]) < there:
         reason = (
             "the driver is too old for it, or a device is broken (nvidia-smi)"
-            if found["cuda"]
+            if results["cuda"]
             else "it is a build for CPUs"
         )
         yield Finding(
             "torch's GPUs",
-            f"{len(found['devices'])} of {there}",
+            f"{len(results['devices'])} of {there}",
             "bad",
             f"Install a CUDA build of torch that the driver supports: {reason}.",
         )

@@ -26,11 +26,11 @@ def main() -> None:
     if rank == 1:
         tell("triton", compiled())
     elif torch.cuda.is_available():
-        tell("cuda", product())
+        tell("cuda", matmul())
 
 
-def tell(what: str, found: Any) -> None:
-    print(json.dumps({what: found}), flush=True)
+def tell(what: str, result: Any) -> None:
+    print(json.dumps({what: result}), flush=True)
 
 
 def torch_facts() -> dict[str, Any]:
@@ -62,8 +62,8 @@ def add(rank: int, store: str) -> float:
     return time.monotonic() - started
 
 
-def product() -> str:
-    """A product of matrices on every GPU."""
+def matmul() -> str:
+    """A matmul on every GPU."""
     import torch
 
     for index in range(torch.cuda.device_count()):

@@ -73,10 +73,10 @@ def _package(line: str) -> Finding:
     name, needed = _parsed(line)
     if name == "triton" and platform.system() != "Linux":
         return Finding(name, "not needed here")
-    found = _version(name, machine.version_of(name), needed, f"Install it: {install('')}")
-    if name == "triton" and found.verdict == "bad":  # kernels in plain torch take its place
-        return Finding(name, found.value, "note", f"Only GPUs need it. {found.advice}")
-    return found
+    finding = _version(name, machine.version_of(name), needed, f"Install it: {install('')}")
+    if name == "triton" and finding.verdict == "bad":  # kernels in plain torch take its place
+        return Finding(name, finding.value, "note", f"Only GPUs need it. {finding.advice}")
+    return finding
 
 
 def _extra(extra: str, purpose: str, lines: list[str]) -> Finding:

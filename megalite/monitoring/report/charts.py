@@ -84,12 +84,12 @@ def charts(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
     marks                 (place, segment, color) of the beginning of each segment but the first
     """
     wanted = (CHARTS[0], *COMPARED, *CHARTS[1:]) if len(runs) > 1 else CHARTS
-    made = [_curves(chart, runs) for chart in wanted if any(_shows(run, chart) for run in runs)]
-    made += [_loads(run) for run in runs if any(line.get(LOADS) for line in run.steps)]
-    made += [
+    drawn = [_curves(chart, runs) for chart in wanted if any(_shows(run, chart) for run in runs)]
+    drawn += [_loads(run) for run in runs if any(line.get(LOADS) for line in run.steps)]
+    drawn += [
         _by_name(run, prefix, title) for run in runs for prefix, title in BY_NAME.items() if run.names(prefix)
     ]
-    return [*made, *(_phases(run) for run in runs if run.phases)]
+    return [*drawn, *(_phases(run) for run in runs if run.phases)]
 
 
 def _shows(run: RecordedRun, chart: Chart) -> bool:
@@ -105,7 +105,7 @@ def _shows(run: RecordedRun, chart: Chart) -> bool:
 def _applies(run: RecordedRun, chart: Chart) -> bool:
     """Whether a run has what a chart is about: a pipeline of one stage has no bubble, but the noise of its
     measurement."""
-    return chart.keys[0] != "bubble_fraction" or any(each.has_pipeline for each in run.segments)
+    return chart.keys[0] != "bubble_fraction" or any(segment.has_pipeline for segment in run.segments)
 
 
 def thinned(
@@ -117,8 +117,8 @@ def thinned(
     begins: places where a segment begins; no point has steps of two segments.
     """
     places = np.searchsorted(np.asarray(steps, dtype=float), begins)
-    pieces = [np.split(np.asarray(each, dtype=float), places) for each in (steps, values)]
-    at, of = ([part for piece in each for part in _divided(piece, len(steps))] for each in pieces)
+    pieces = [np.split(np.asarray(numbers, dtype=float), places) for numbers in (steps, values)]
+    at, of = ([part for piece in numbers for part in _divided(piece, len(steps))] for numbers in pieces)
     return tuple(
         np.array([reduce(part) for part in source])
         for source, reduce in ((at, np.mean), (of, np.mean), (of, np.min), (of, np.max))
@@ -133,7 +133,7 @@ def _divided(piece: np.ndarray[Any, Any], whole: int) -> list[np.ndarray[Any, An
 
 def _begins(run: RecordedRun, over: str = "step") -> list[float]:
     """Where the segments of a run begin on an axis, the first one excepted."""
-    later = [each.first for each in run.segments[1:]]
+    later = [segment.first for segment in run.segments[1:]]
     if over == "step":
         return [first - 0.5 for first in later]
     scale, sums = AXES[over][1], run.sums(over)
@@ -159,10 +159,10 @@ def _line(
 ) -> dict[str, Any]:
     """A curve, thinned: means, and the smallest and largest value where a point stands for several steps."""
     places, mean, low, high = thinned(at, values, begins)
-    line = {"name": name, "color": color, "at": [rounded(each, PLACE_DIGITS) for each in places]}
-    line["values"] = [rounded(each) for each in mean]
+    line = {"name": name, "color": color, "at": [rounded(value, PLACE_DIGITS) for value in places]}
+    line["values"] = [rounded(value) for value in mean]
     if len(at) > len(places):
-        line |= {"low": [rounded(each) for each in low], "high": [rounded(each) for each in high]}
+        line |= {"low": [rounded(value) for value in low], "high": [rounded(value) for value in high]}
     return line
 
 
@@ -250,6 +250,8 @@ def _phases(run: RecordedRun) -> dict[str, Any]:
     lines = []
     for index, key in enumerate(run.phases):
         name = key.removeprefix(PHASES).removesuffix("_s").replace("_", " ")
-        line = _line(name, index, steps, [float(each.get(key) or 0.0) for each in run.steps], _begins(run))
+        line = _line(
+            name, index, steps, [float(record.get(key) or 0.0) for record in run.steps], _begins(run)
+        )
         lines.append({part: value for part, value in line.items() if part not in ("low", "high")})
     return _chart(f"Phases of a step: {_short(run.name)}", "s", "stack", lines, [run], zero=True)

@@ -42,7 +42,7 @@ OF_A_SEGMENT: dict[str, Callable[[RunSegment], str]] = {
 def summary(runs: Sequence[RecordedRun]) -> list[list[str]]:
     """The summary table, with a column for each run. A value that differs between segments is given for each:
     "a → b"."""
-    found, lefts = [as_json(run) for run in runs], [time_left(run) for run in runs]
+    figures, lefts = [as_json(run) for run in runs], [time_left(run) for run in runs]
     names = dict.fromkeys(name for run in runs for name in run.names(VALIDATED))
     last = {name: [next(reversed(run.curve(VALIDATED + name)[1]), None) for run in runs] for name in names}
     sets = [
@@ -51,7 +51,7 @@ def summary(runs: Sequence[RecordedRun]) -> list[list[str]]:
     ]
     trained = [", ".join(seen_in_training(run.config.data)) for run in runs]
     by_segment = {
-        name: [name, *(_joined([of(each) for each in run.segments]) for run in runs)]
+        name: [name, *(_joined([of(entry) for entry in run.segments]) for run in runs)]
         for name, of in OF_A_SEGMENT.items()
     }
     settings = [
@@ -63,19 +63,19 @@ def summary(runs: Sequence[RecordedRun]) -> list[list[str]]:
         ["State", *(state(run) for run in runs)],
         ["Parameters", *(f"{run.parameters:,}" for run in runs)],
         *settings,
-        ["Steps done, of", *(f"{each['step']:,} of {each['steps']:,}" for each in found)],
-        ["Tokens seen", *(f"{each['tokens']:,}" for each in found)],
-        ["Time of all steps", *(duration(each["seconds"]) for each in found)],
+        ["Steps done, of", *(f"{entry['step']:,} of {entry['steps']:,}" for entry in figures)],
+        ["Tokens seen", *(f"{entry['tokens']:,}" for entry in figures)],
+        ["Time of all steps", *(duration(entry["seconds"]) for entry in figures)],
         *(
             [["Time left", *("–" if left is None else duration(left) for left in lefts)]]
             if any(left is not None for left in lefts)
             else []
         ),
-        ["Last loss", *(number(each["loss"], ".4f") for each in found)],
-        ["Last validation loss", *(number(each["val_loss"], ".4f") for each in found)],
-        ["Best validation loss", *(number(each["best_val_loss"], ".4f") for each in found)],
+        ["Last loss", *(number(entry["loss"], ".4f") for entry in figures)],
+        ["Last validation loss", *(number(entry["val_loss"], ".4f") for entry in figures)],
+        ["Best validation loss", *(number(entry["best_val_loss"], ".4f") for entry in figures)],
         *sets,
-        *([["Validated on training data", *(each or "–" for each in trained)]] if any(trained) else []),
+        *([["Validated on training data", *(entry or "–" for entry in trained)]] if any(trained) else []),
         *(row for row in by_segment.values() if row not in settings),
         ["Steps skipped", *(str(sum(bool(line.get("skipped")) for line in run.steps)) for run in runs)],
     ]
@@ -83,19 +83,19 @@ def summary(runs: Sequence[RecordedRun]) -> list[list[str]]:
 
 def _joined(values: Sequence[str]) -> str:
     """The values of a run's segments in one cell, equal neighbours once."""
-    found = [value for index, value in enumerate(values) if index == 0 or value != values[index - 1]]
-    return " → ".join(found if len(found) <= MOST_NAMED else [found[0], "…", found[-1]])
+    distinct = [value for index, value in enumerate(values) if index == 0 or value != values[index - 1]]
+    return " → ".join(distinct if len(distinct) <= MOST_NAMED else [distinct[0], "…", distinct[-1]])
 
 
 def segment_rows(run: RecordedRun) -> list[list[str]]:
     """A run's segments side by side: what OF_A_SEGMENT lists, and the options that were changed."""
     rows = [[name, *(map(of, run.segments))] for name, of in OF_A_SEGMENT.items()]
-    options = changed_options([each.start for each in run.segments])
+    options = changed_options([segment.start for segment in run.segments])
     changed = [
         [name, *("–" if value is None else str(value) for value in values)]
         for name, values in options.items()
     ]
-    return [["Steps", *(each.steps for each in run.segments)], *rows, *changed]
+    return [["Steps", *(segment.steps for segment in run.segments)], *rows, *changed]
 
 
 def time_left(run: RecordedRun) -> float | None:
@@ -130,7 +130,7 @@ def as_json(run: RecordedRun) -> dict[str, Any]:
         "best_val_loss": min(validations, default=None),
         "step_time_s": newest.typical("step_time_s"),
         "tokens_per_second": newest.typical("tokens_per_second"),
-        "segments": [_segment_json(run, each) for each in run.segments],
+        "segments": [_segment_json(run, segment) for segment in run.segments],
     }
 
 
@@ -164,8 +164,8 @@ def differences(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
     run, None where a run has no such option."""
     flat = [dict(flattened(run.options)) for run in runs]
     names = dict.fromkeys(name for options in flat for name in options)
-    found = {name: [options.get(name) for options in flat] for name in names if name != "run.name"}
-    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+    by_name = {name: [options.get(name) for options in flat] for name in names if name != "run.name"}
+    return {name: values for name, values in by_name.items() if any(value != values[0] for value in values)}
 
 
 def difference_rows(runs: Sequence[RecordedRun]) -> list[list[str]]:

@@ -118,14 +118,14 @@ class LivePage:
 
     def _state(self) -> list[Any]:
         """Tells whether a file has changed since, or a run has been silent for another minute."""
-        found: list[Any] = [int(self._silent() // SILENT_S)]
+        state: list[Any] = [int(self._silent() // SILENT_S)]
         for name in FILES:
             try:
                 status = (self.directory / name).stat()
-                found.append((status.st_mtime_ns, status.st_size, status.st_ino))
+                state.append((status.st_mtime_ns, status.st_size, status.st_ino))
             except OSError:
-                found.append(None)
-        return found
+                state.append(None)
+        return state
 
     def _drawn(self) -> str:
         lines = [f"as of {strftime('%H:%M:%S')}"]

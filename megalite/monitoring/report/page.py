@@ -80,8 +80,11 @@ def content(runs: Sequence[RecordedRun]) -> str:
         ("", _table(["", *(run.name for run in runs)], figures.summary(runs))),
         ("Segments", "".join(_segments(run) for run in runs if len(run.segments) > 1)),
         ("Curves", f'<div class="charts">{"".join(map(_chart, charts(runs)))}</div>'),
-        ("The pipeline", "".join(_pipeline(run, each) for run in runs for each in run.segments)),
-        ("Predicted and measured", "".join(_predictions(run, each) for run in runs for each in run.segments)),
+        ("The pipeline", "".join(_pipeline(run, segment) for run in runs for segment in run.segments)),
+        (
+            "Predicted and measured",
+            "".join(_predictions(run, segment) for run in runs for segment in run.segments),
+        ),
         ("What differs between the configurations", _differences(runs)),
         ("Configuration", "".join(_details(run.name, run.options) for run in runs)),
         ("Environment", "".join(_details(run.name, run.environment) for run in runs if run.environment)),
@@ -145,7 +148,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _segments(run: RecordedRun) -> str:
     """A run that was resumed with another layout, on other hardware or with other options: a column for
     each."""
-    head = [run.name, *(f"{each.number}" for each in run.segments)]
+    head = [run.name, *(f"{segment.number}" for segment in run.segments)]
     return (
         "<p>Each column is a part of the run; dashed lines in its curves begin "
         f"one.</p>{_table(head, figures.segment_rows(run))}"
@@ -183,10 +186,10 @@ def _pipeline(run: RecordedRun, segment: RunSegment) -> str:
 
 def _predictions(run: RecordedRun, segment: RunSegment) -> str:
     """Predicted and measured values of a segment, where both are known."""
-    found = segment.predicted(run.recorded_in(segment))
+    predictions = segment.predicted(run.recorded_in(segment))
     rows = [
-        [name, *(f"{each:.4g}" if name == "step_time_s" else f"{each:.1%}" for each in values)]
-        for name, *values in found
+        [name, *(f"{value:.4g}" if name == "step_time_s" else f"{value:.1%}" for value in values)]
+        for name, *values in predictions
     ]
     return _table([_named(run, segment), "predicted", "measured"], rows) if rows else ""
 

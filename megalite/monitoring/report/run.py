@@ -88,24 +88,24 @@ class RecordedRun:
 
     def curve(self, key: str) -> tuple[list[int], list[float]]:
         """The steps that have a number under this key, and these numbers."""
-        found = [
+        points = [
             (line["step"], line[key])
             for line in (*self.steps, *self.validations)
             if isinstance(line.get(key), int | float)
         ]
-        return [step for step, _ in found], [float(value) for _, value in found]
+        return [step for step, _ in points], [float(value) for _, value in points]
 
     def names(self, prefix: str) -> list[str]:
         """The names under which the run has numbers: what follows the prefix in keys, in the order in which
         they first appear."""
         lines = (*self.steps, *self.validations)
-        found = dict.fromkeys(
+        keys = dict.fromkeys(
             key
             for line in lines
             for key, value in line.items()
             if key.startswith(prefix) and value is not None
         )
-        return [key.removeprefix(prefix) for key in found]
+        return [key.removeprefix(prefix) for key in keys]
 
     @property
     def phases(self) -> list[str]:
@@ -173,21 +173,21 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     """The complete lines of metrics.jsonl; a line that is being written is left out."""
     if not path.exists():
         return []
-    found = []
+    records = []
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), start=1):
         try:
-            found.append(json.loads(line))
+            records.append(json.loads(line))
         except ValueError:
             continue
-        if not isinstance(found[-1], dict) or not isinstance(found[-1].get("step"), int):
+        if not isinstance(records[-1], dict) or not isinstance(records[-1].get("step"), int):
             raise ReportError(f"{path}, line {number}: not a line of a run's metrics, since it has no step.")
-    return found
+    return records
 
 
 def _object(path: Path) -> dict[str, Any]:
     """The content of a JSON file; empty if there is none, or while it is being written."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

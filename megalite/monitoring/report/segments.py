@@ -123,7 +123,7 @@ class RunSegment:
 
     @property
     def hardware(self) -> str:
-        return " × ".join(str(each) for each in (self.ranks, self.device) if each is not None) or "–"
+        return " × ".join(str(part) for part in (self.ranks, self.device) if part is not None) or "–"
 
     @property
     def precision(self) -> str:
@@ -184,21 +184,21 @@ class RunSegment:
 
     def predicted(self, recorded: MeasuredRun | None = None) -> list[tuple[str, float, float]]:
         """Name, predicted and measured value, where both are known. recorded: a timeline of these steps."""
-        found: list[tuple[str, float, float]] = []
+        predictions: list[tuple[str, float, float]] = []
         if recorded is not None:
-            found += [
+            predictions += [
                 (name, getattr(recorded.plan.timeline, name), recorded.bubbles[name])
                 for name in recorded.bubbles
             ]
         elif (plan := self.schedule()) is not None and (bubble := self.typical(BUBBLES[0])) is not None:
             planned_for = self.prediction.get(BUBBLES[0])
-            found.append(
+            predictions.append(
                 (BUBBLES[0], plan.timeline.bubble_fraction if planned_for is None else planned_for, bubble)
             )
         seconds, measured = self.prediction.get("step_time_s"), self.typical("step_time_s")
         if seconds is not None and measured is not None:
-            found.append(("step_time_s", seconds, measured))
-        return found
+            predictions.append(("step_time_s", seconds, measured))
+        return predictions
 
 
 def segments(starts: Sequence[Start], lines: Sequence[dict[str, Any]]) -> list[RunSegment]:
@@ -206,27 +206,27 @@ def segments(starts: Sequence[Start], lines: Sequence[dict[str, Any]]) -> list[R
 
     starts: in their order, the last one with the present configuration; lines: of all steps.
     """
-    found: list[RunSegment] = []
+    parts: list[RunSegment] = []
     edges = [start.step for start in starts]
     if lines and lines[0]["step"] <= edges[0]:
-        found.append(
+        parts.append(
             RunSegment(1, None, lines[0]["step"], [line for line in lines if line["step"] <= edges[0]])
         )
     for start, end in zip(starts, [*edges[1:], None], strict=True):
         own = [line for line in lines if start.step < line["step"] and (end is None or line["step"] <= end)]
-        if found and found[-1].start is not None and alike(found[-1].start, start):
-            found[-1] = replace(found[-1], start=start, lines=[*found[-1].lines, *own])
+        if parts and parts[-1].start is not None and alike(parts[-1].start, start):
+            parts[-1] = replace(parts[-1], start=start, lines=[*parts[-1].lines, *own])
         elif own or end is None:
-            found.append(RunSegment(len(found) + 1, start, start.step + 1, own))
-    return found
+            parts.append(RunSegment(len(parts) + 1, start, start.step + 1, own))
+    return parts
 
 
-def alike(one: Start, other: Start) -> bool:
+def alike(start: Start, other: Start) -> bool:
     """Whether two starts belong to one segment."""
     return (
-        not differences([one, other])
-        and one.environment == other.environment
-        and one.kernels == other.kernels
+        not differences([start, other])
+        and start.environment == other.environment
+        and start.kernels == other.kernels
     )
 
 
@@ -238,9 +238,9 @@ def differences(starts: Sequence[Start | None]) -> dict[str, list[Any]]:
     counted = [name for name in names if name not in HORIZON and name.partition(".")[0] not in ELSEWHERE]
     known = [options for options in flat if options]
     return {
-        name: [each.get(name) for each in flat]
+        name: [options.get(name) for options in flat]
         for name in counted
-        if any(each.get(name) != known[0].get(name) for each in known)
+        if any(options.get(name) != known[0].get(name) for options in known)
     }
 
 
