@@ -335,9 +335,9 @@ def _agreed(sources: list[Any], attribute: str) -> int | None:
     """The value that all sources have; None if a source has none. Raises DataError if they differ."""
     values = {getattr(source, attribute) for source in sources}
     if len(values - {None}) > 1:
-        found = ", ".join(str(value) for value in sorted(values - {None}))
+        listed = ", ".join(str(value) for value in sorted(values - {None}))
         raise DataError(
-            f"the token files of data.train or data.validation differ in {attribute}: {found}. Prepare all "
+            f"the token files of data.train or data.validation differ in {attribute}: {listed}. Prepare all "
             "with one tokenizer."
         )
     return None if None in values else values.pop()

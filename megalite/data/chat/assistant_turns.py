@@ -129,7 +129,7 @@ class TurnFinder:
         last = {key: value for key, value in messages[-1].items() if key in ("role", "tool_calls")} | {
             "content": PROBE
         }
-        found = []
+        candidates = []
         for role in ("tool", "user") if last.get("tool_calls") else ("user",):
             try:
                 said = self._write([*messages[:-1], last], False)
@@ -137,8 +137,9 @@ class TurnFinder:
             except DataError:  # the role may not follow
                 continue
             if longer.startswith(said) and (marker := _first(longer, len(said), self._layout.markers)):
-                found.append((longer[slice(*marker)] not in self._layout.ends, longer[len(said) : marker[1]]))
-        return min(found, key=lambda each: each[0])[1] if found else ""
+                ends_model_text = longer[slice(*marker)] in self._layout.ends
+                candidates.append((ends_model_text, longer[len(said) : marker[1]]))
+        return max(candidates, key=lambda candidate: candidate[0])[1] if candidates else ""
 
     def _start(self, messages: list[Message], opened: str, body: str, earlier: int) -> int:
         """Where the last message begins: after the generation prompt, up to REASONING; without one, with its

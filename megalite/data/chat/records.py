@@ -174,8 +174,8 @@ class RecordReader:
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
             raise BadRecord(where, f": {key} is not a list of messages.", WAY_OUT)
         turns = [self._renamed(turn, KEYS_OF_MESSAGES) for turn in turns]
-        found = _Messages("sharegpt" if turns[0].get("from") is not None else "messages")
-        who, what = ("from", "value") if found.form == "sharegpt" else ("role", "content")
+        parsed = _Messages("sharegpt" if turns[0].get("from") is not None else "messages")
+        who, what = ("from", "value") if parsed.form == "sharegpt" else ("role", "content")
         for number, turn in enumerate(turns):
             place = MessageAt(where, number + 1, key)
             role, content = turn.get(who), self._text(turn.get(what), place)
@@ -189,9 +189,9 @@ class RecordReader:
                     place, f" is by {turn[who]}.", f"Known roles: {', '.join((*KNOWN_ROLES, *ROLES))}."
                 )
             if not _weight(turn, role, place):
-                found.unweighted.add(number)
-            found.messages.append({"role": role, "content": content, **others})
-        return found
+                parsed.unweighted.add(number)
+            parsed.messages.append({"role": role, "content": content, **others})
+        return parsed
 
     def _text(self, content: Any, place: object) -> str | None:
         """A content that is a text, or a list of text parts, which are joined; None if it is neither."""

@@ -168,8 +168,8 @@ def prepare(
     )
     workers = workers or default_workers(sum(source.size for source in sources))
     with locked(prefix):
-        if not overwrite and (found := earlier.summary_of(prefix, key)) is not None:
-            return PreparationSummary(str(prefix), **found)
+        if not overwrite and (summary := earlier.summary_of(prefix, key)) is not None:
+            return PreparationSummary(str(prefix), **summary)
         if not overwrite and train_tokenizer is not None:
             earlier.check_new(Path(tokenizer))
         with Journal(prefix, key) as journal:

@@ -69,8 +69,8 @@ def has_unknown(text: str) -> bool:
 def checked(text: str) -> str:
     """The text. Raises ConfigError if its variables make it endless."""
     if len(text) > LONGEST:
-        found = f"{text[:40].strip()} … has over {LONGEST} characters where its variables are replaced"
-        raise ConfigError(f"the script cannot be read: {found}. Give the command alone.")
+        excess = f"{text[:40].strip()} … has over {LONGEST} characters where its variables are replaced"
+        raise ConfigError(f"the script cannot be read: {excess}. Give the command alone.")
     return text
 
 
