@@ -56,8 +56,13 @@ TEMPLATE = "chat_template.jinja"
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """Which tokenizer is wanted: named, or that of a model's directory. allow_change: even if the weights
-    were trained with another."""
+    """The tokenizer that the user chooses.
+
+    Attributes:
+        named: byte, FILE.model or a directory.
+        like: a model's directory, whose tokenizer is chosen.
+        allow_change: accept it even if the weights were trained with another.
+    """
 
     named: str | None = None
     like: Path | None = None
@@ -66,14 +71,15 @@ class TokenizerChoice:
 
 @dataclass
 class ExportedTokenizer:
-    """What an export carries.
+    """The tokenizer of an export.
 
     Attributes:
-        identity: what is known of the tokenizer that the weights were trained with, or of the one that was
-        chosen instead. name: byte, FILE.model or a directory; None: the export has no tokenizer. tokenizer:
-        loaded if the weights were trained on data; None where its files are copied only. template: the chat
-        template of the training data; None: the tokenizer's own. reader: the class of transformers that reads
-        it, which for some types of models is not AutoTokenizer. notes: lines for the user.
+        identity: the tokenizer that the weights were trained with, as far as it is known, or the chosen one.
+        name: byte, FILE.model or a directory. None: the export has no tokenizer.
+        tokenizer: loaded if the weights were trained on data. None: its files are only copied.
+        template: the chat template of the training data. None: the tokenizer's own.
+        reader: the class of transformers that reads it; for some types of models not AutoTokenizer.
+        notes: lines for the user.
     """
 
     identity: TokenizerIdentity
@@ -84,8 +90,7 @@ class ExportedTokenizer:
     notes: list[str] = field(default_factory=list)
 
     def end_of_turn(self) -> list[int]:
-        """The token after the assistant's messages, if the training data is conversations and such a token
-        ends them."""
+        """The token that ends the assistant's messages in the training data; empty if there is none."""
         if self.template is not None and self.tokenizer is not None:
             with suppress(DataError):  # a template in which the end of a turn cannot be located
                 end = ChatTemplate(self.tokenizer, self.template).end_of_turn()
@@ -105,7 +110,7 @@ def choose(manifest: Manifest, choice: TokenizerChoice, origin: Path | None) -> 
     """
     config = from_dict(manifest.state["config"])
     trained = [] if config.data.train is None else prefixes(config.data.train)
-    exported = _found(manifest, choice, origin, trained)
+    exported = _chosen(manifest, choice, origin, trained)
     if exported.name is None:
         return exported
     if trained or choice.named or not Path(exported.name).is_dir():
@@ -121,20 +126,20 @@ def choose(manifest: Manifest, choice: TokenizerChoice, origin: Path | None) -> 
     return exported
 
 
-def _found(
+def _chosen(
     manifest: Manifest, choice: TokenizerChoice, origin: Path | None, trained: list[str]
 ) -> ExportedTokenizer:
-    """The tokenizer's name: as chosen, else the recorded one, else that of the directory that the weights
-    came from if it is the same."""
+    """The chosen tokenizer, else the recorded one, else the same one in the origin's directory."""
     recorded = recorded_tokenizer(manifest)
-    asked = choice.named or (str(choice.like) if choice.like and tokenizer_files(choice.like) else None)
-    if asked is not None:
-        given = of_tokenizer(asked)
-        what = Tokenized(f"{'--tokenizer' if choice.named else '--like'} {asked}", given, itself=True)
+    like = str(choice.like) if choice.like and tokenizer_files(choice.like) else None
+    requested = choice.named or like
+    if requested is not None:
+        identity = of_tokenizer(requested)
+        what = Tokenized(f"{'--tokenizer' if choice.named else '--like'} {requested}", identity, itself=True)
         way_out = "Leave it out for the tokenizer that the model was trained with"
         weights = Tokenized(str(manifest.directory), recorded)
         notes = compare(what, weights, allow=choice.allow_change, way_out=way_out, option=ALLOW)
-        return ExportedTokenizer(given, asked, notes=notes)
+        return ExportedTokenizer(identity, requested, notes=notes)
     if not recorded.can_be_known and trained:
         # of now, which may not be what it was
         recorded = replace(of_token_file(trained[0]), fingerprint=None, digest=None)

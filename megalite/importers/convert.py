@@ -56,9 +56,18 @@ class Remark(NamedTuple):
 
 @dataclass
 class Imported:
-    """The result for a file: our options, section.key → value; the options that each key sets; remarks on
-    keys; the values of keys, including defaults of keys that the file does not have; the options of keys that
-    are `auto`; and those that keys ask the user to set."""
+    """The result of importing a file.
+
+    Attributes:
+        format: the project's name.
+        options: our options, section.key → value.
+        honoured: key → the options that it sets.
+        remarks: on keys that are not fully honoured.
+        values: of all keys, including defaults of keys that the file does not have.
+        auto: key with the value `auto` → its option.
+        to_set: options that the user has to set.
+        is_empty: whether no key of the file sets an option or leaves it open as `auto`.
+    """
 
     format: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -66,9 +75,8 @@ class Imported:
     remarks: list[Remark] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     auto: dict[str, str] = field(default_factory=dict)
-    asked: set[str] = field(default_factory=set)
+    to_set: set[str] = field(default_factory=set)
     is_empty: bool = False
-    """Whether no key of the file sets an option or leaves it open as `auto`."""
 
     def set(self, key: str, options: dict[str, Any]) -> None:
         """Set the options of a key. Raises ConfigError if another key has set a different value."""
@@ -103,7 +111,7 @@ class Imported:
         if kind != "honoured":
             self.remark(key, kind, why)
         if kind == "open" and option:
-            self.asked.add(option)
+            self.to_set.add(option)
 
     def remark(self, key: str, kind: Kind, why: str) -> None:
         self.remarks.append(Remark(key, self.values[key], kind, why))
@@ -138,9 +146,12 @@ def linked_file(tree: Any) -> str | None:
 def convert(tree: Any, dp: int | None = None, linked: Any = None, project: str | None = None) -> Imported:
     """Convert a file's content.
 
-    dp: number of data-parallel ranks, if the file does not have it; linked: content of the file that
-    `linked_file` names; project: a name of PROJECTS, otherwise the one whose keys the file has.
-    Raises ConfigError if the content is of no known project, or contradicts itself.
+    Args:
+        dp: number of data-parallel ranks, if the file does not have it.
+        linked: content of the file that `linked_file` names.
+        project: a name of PROJECTS; by default the project is recognized by the keys.
+
+    Raises ConfigError if the project is not recognized, or the content contradicts itself.
     """
     leaves = leaves_of(tree)
     module = PROJECTS[project or recognize(leaves)]
@@ -301,7 +312,7 @@ def _check_rule(imported: Imported, rule: Rule, known: dict[str, Any]) -> None:
     if not rule.broken(context):
         return
     open_options = left_open(
-        read_by(rule, context), options, imported.asked, has_shape=not SHAPE.isdisjoint(options)
+        read_by(rule, context), options, imported.to_set, has_shape=not SHAPE.isdisjoint(options)
     )
     if rule.option in FILES and not isinstance(options[rule.option], float):
         if not (

@@ -26,7 +26,7 @@ before it."""
 
 
 class NotLocated(Exception):
-    """A turn cannot be told from what the template writes."""
+    """The template's text does not show where a turn is."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Turn:
 
     @property
     def spans(self) -> list[Span]:
-        """What the loss counts."""
+        """The spans whose tokens have loss."""
         return [(self.start, self.stop)] + ([] if self.closing is None else [self.closing])
 
 
@@ -72,7 +72,7 @@ class TurnFinder:
 
     Args:
         write: renders messages; with True, then the header of the assistant's next turn. Raises DataError.
-        layout: that of the template.
+        layout: the template's layout.
     """
 
     def __init__(self, write: Callable[[list[Message], bool], str], layout: TemplateLayout):
@@ -183,8 +183,10 @@ class TurnFinder:
 
 
 def _common(text: str, whole: str, added: tuple[str, ...]) -> str | None:
-    """The text without what only a last message has at its end, a token and white space around it; None if
-    what is left is not how the whole begins."""
+    """The text without the token and white space that only a last message ends with.
+
+    None if `whole` does not begin with the rest.
+    """
     if whole.startswith(text):
         return text
     stripped = text.rstrip()

@@ -1,5 +1,4 @@
-"""Simple commands: shell builtins, functions, programs that run further commands, and those that a caller
-asks for."""
+"""Simple commands: shell builtins, functions, programs that run other commands, and wanted commands."""
 
 from __future__ import annotations
 

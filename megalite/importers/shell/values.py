@@ -1,5 +1,4 @@
-"""Texts whose unknown parts have a name: what a script takes from outside stands in them as one private
-character each."""
+"""The state of a shell, whose texts can have unknown parts: one private character of Unicode for each."""
 
 from __future__ import annotations
 
