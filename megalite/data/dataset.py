@@ -53,10 +53,13 @@ from megalite.system import rng
 class Dataset(ABC):
     """An endless sequence of samples with O(1) random access.
 
-    Attributes: `vocab_size` and `eos` (None if no PREFIX.json has them); `fingerprint`, a hash of everything
-    that determines content and order; `samples_per_epoch`, the number of samples before one is repeated;
-    `members`, what a blend is made of, or itself; `chat`, whether it holds conversations, with a loss mask;
-    `tokenizer`, that of the training data, as recorded.
+    Attributes:
+        vocab_size, eos: of the token files; None if a PREFIX.json lacks them.
+        fingerprint: a hash of everything that determines content and order.
+        samples_per_epoch: number of samples before one is repeated.
+        members: the datasets of a blend, or itself.
+        chat: whether it holds conversations, with a loss mask.
+        tokenizer: the recorded tokenizer of the training data.
     """
 
     vocab_size: int | None
@@ -288,7 +291,7 @@ def build(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
     fraction is taken from the end of every training file; its parts are one unshuffled concatenation, so that
     an epoch has each held-out sample once. Raises ConfigError if different tokenizers made the files.
     """
-    assert config.train is not None, "a rule asks for data.train"
+    assert config.train is not None, "a rule requires data.train"
     one_tokenizer(config)
     held_out = held_out_fraction(config)
     files = {prefix: IndexedTokens(prefix) for prefix in prefixes(config.train)}
@@ -335,9 +338,9 @@ def _agreed(sources: list[Any], attribute: str) -> int | None:
     """The value that all sources have; None if a source has none. Raises DataError if they differ."""
     values = {getattr(source, attribute) for source in sources}
     if len(values - {None}) > 1:
-        found = ", ".join(str(value) for value in sorted(values - {None}))
+        listed = ", ".join(str(value) for value in sorted(values - {None}))
         raise DataError(
-            f"the token files of data.train or data.validation differ in {attribute}: {found}. Prepare all "
+            f"the token files of data.train or data.validation differ in {attribute}: {listed}. Prepare all "
             "with one tokenizer."
         )
     return None if None in values else values.pop()

@@ -63,7 +63,7 @@ class Inspection:
         file, sizes = self._file, self.sizes
         names = ("min", "median", "p95", "max")
         duplicates = self._duplicates()
-        found: dict[str, Any] = {
+        counts: dict[str, Any] = {
             "prefix": file.prefix,
             "documents": len(sizes),
             "tokens": len(file),
@@ -82,11 +82,11 @@ class Inspection:
         }
         if file.loss is None:
             last = file.tokens[self._starts[1:][sizes > 0] - 1]
-            return found | {"without_eos": None if file.eos is None else int((last != file.eos).sum())}
+            return counts | {"without_eos": None if file.eos is None else int((last != file.eos).sum())}
         counted = np.add.reduceat(file.loss.tokens, self._starts[:-1], dtype=np.int64) * (sizes > 0)
         chat = file.metadata["chat"]
-        found |= {key: chat.get(key) for key in ("forms", "loss_on", "template_hash")}
-        return found | {"loss_tokens": int(counted.sum()), "without_loss": int((counted == 0).sum())}
+        counts |= {key: chat.get(key) for key in ("forms", "loss_on", "template_hash")}
+        return counts | {"loss_tokens": int(counted.sum()), "without_loss": int((counted == 0).sum())}
 
     def samples(self, count: int, length: int) -> list[Sample]:
         """Documents at even distances, each with up to `length` tokens."""
@@ -141,10 +141,10 @@ def histogram(sizes: NDArray[np.integer]) -> list[dict[str, int]]:
     """Documents by length: bins from a power of two to just below the next, from the first one with documents
     to the last."""
     exponents = np.frexp(np.maximum(sizes, 1))[1] - 1
-    found = []
+    bins = []
     for exponent in range(int(exponents.min()), int(exponents.max()) + 1):
         inside = sizes[exponents == exponent]
-        found.append(
+        bins.append(
             {
                 "from": 2**exponent,
                 "to": 2 ** (exponent + 1) - 1,
@@ -152,7 +152,7 @@ def histogram(sizes: NDArray[np.integer]) -> list[dict[str, int]]:
                 "tokens": int(inside.sum()),
             }
         )
-    return found
+    return bins
 
 
 def as_json(samples: Sequence[Sample]) -> list[dict[str, Any]]:

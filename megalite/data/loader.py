@@ -2,8 +2,8 @@
 rank r.
 
 G is the global batch size, b the micro-batch size. One thread reads the next global batch while the current
-one trains. The loader stores no position: each step asks for the sample at which its batch starts, so
-resuming needs no state.
+one trains. The loader stores no position: each step names the sample at which its batch starts, so resuming
+needs no state.
 """
 
 import threading
@@ -23,21 +23,24 @@ from megalite.parallel.microbatch import IGNORE_INDEX, Microbatch
 
 
 class Loader:
-    """The microbatches of one data-parallel rank. Sizes and options are those of a checked configuration.
+    """The microbatches of one data-parallel rank, from a checked configuration.
 
-    dp: this rank's place among the data-parallel ranks, not the data ranks (dp · cp): the cp ranks of a
-    replica read the same rows. reset_positions: EOS ends a document; positions and attention restart after it
-    (`Microbatch.document_start`). eod_mask_loss: the prediction from an EOS, which is the next document's
-    first token, is not counted. vocab_size: a token at or above it is an error: tp ranks, which split the
-    vocabulary, would each take it for another rank's. make: makes a microbatch of whole rows: under context
-    parallelism of this rank's part of them. samples: number of samples of the dataset; rows past it are
-    padded and not counted. None: the dataset is endless.
+    Args:
+        dp: this rank's place among the data-parallel ranks, not the data ranks (dp · cp): the cp ranks of a
+            replica read the same rows.
+        reset_positions: EOS ends a document; positions and attention restart after it
+            (`Microbatch.document_start`).
+        eod_mask_loss: do not count the prediction from an EOS, which is the next document's first token.
+        vocab_size: a token at or above it is an error: tp ranks, which split the vocabulary, would each take
+            it for another rank's.
+        make: makes a microbatch from whole rows; under context parallelism, from this rank's part of them.
+        samples: number of samples of the dataset; rows past it are padded and not counted. None: the dataset
+            is endless.
 
     Attributes:
-        current: the microbatches that `step` has returned last.
-        size: a function that gives the size of the global batch that starts at a sample; all have
-        `global_batch_size` unless it is
-            replaced by one that gives smaller ones.
+        current: the microbatches that `step` returned last.
+        size: first sample → size of its global batch. By default `global_batch_size`; a batch size ramp-up
+            replaces it.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
-"""What the modules of multi-token prediction read and predict: the k-th one the tokens and targets that are k
-positions further on.
+"""Inputs and targets of multi-token prediction (MTP): module k has the tokens and targets k positions later.
 
-It is made of whole rows, before context parallelism cuts them. A module combines what is known at a position
-with the tokens up to k positions after it, so its target counts only if these are in the row and of the same
-document. The rest of the rule is that of the target itself, which may be ignored.
+They are computed from whole rows, before context parallelism cuts them. Module k combines the hidden state of
+a position with the next k tokens, so its target counts only if these are in the same row and document, and if
+the target is not IGNORE_INDEX itself.
 """
 
 from __future__ import annotations
@@ -21,8 +20,12 @@ from megalite.parallel.microbatch import IGNORE_INDEX, Ahead, Microbatch
 
 @dataclass(frozen=True)
 class WithAhead:
-    """Makes microbatches of whole rows that have what the modules need. make: makes those without; it is
-    called with all arguments."""
+    """Makes microbatches of whole rows with the inputs and targets of MTP modules.
+
+    Attributes:
+        make: makes a microbatch; it is called with all arguments and `ahead`.
+        modules: number of MTP modules.
+    """
 
     make: Callable[..., Microbatch]
     modules: int
@@ -33,27 +36,29 @@ class WithAhead:
 
 
 def shifted(tokens: Tensor, targets: Tensor, document_start: Tensor | None, modules: int) -> Ahead:
-    """Tokens and targets of every module, of whole rows [seq, batch].
+    """Tokens and targets of every MTP module from whole rows: [seq, batch] → [modules, seq, batch].
 
-    The token after the end of a row is 0: no position whose target counts sees it.
+    Tokens after the end of a row are 0: no position whose target counts reads them.
     """
     length = len(tokens)
-    further, wanted = (
-        tokens.new_zeros(modules, *tokens.shape),
-        targets.new_full((modules, *targets.shape), IGNORE_INDEX),
-    )
+    mtp_tokens = tokens.new_zeros(modules, *tokens.shape)
+    mtp_targets = targets.new_full((modules, *targets.shape), IGNORE_INDEX)
     for index in range(modules):
         shift = index + 1
-        further[index, : length - shift], wanted[index, : length - shift] = tokens[shift:], targets[shift:]
+        inside = length - shift
+        mtp_tokens[index, :inside] = tokens[shift:]
+        mtp_targets[index, :inside] = targets[shift:]
         if document_start is not None:
-            other = document_start[shift:] != document_start[: length - shift]
-            wanted[index, : length - shift].masked_fill_(other, IGNORE_INDEX)
-    return Ahead(further, wanted)
+            other_document = document_start[shift:] != document_start[:inside]
+            mtp_targets[index, :inside].masked_fill_(other_document, IGNORE_INDEX)
+    return Ahead(mtp_tokens, mtp_targets)
 
 
 def count_valid(microbatches: Sequence[Microbatch], axis: MeshAxis) -> int:
-    """Tokens of the global batch whose loss counts; sets `factors` from this number and the numbers of each
-    module. Collective."""
+    """Count the tokens of the global batch whose loss counts, and set `factors` of the microbatches.
+
+    A module's factor is this number divided by its own number of targets. Collective.
+    """
     rows = []
     for microbatch in microbatches:
         assert microbatch.ahead is not None

@@ -1,4 +1,4 @@
-"""Quantised weights that are read in bf16, by the quantization_config of a config.json.
+"""Quantized weights that are read in bf16, by the quantization_config of a config.json.
 
 The field says nothing about the model: a run computes in its own precision. See `megalite.huggingface.fp8`
 and `mxfp4`.
@@ -21,7 +21,7 @@ _FP8: dict[str, tuple[Any, ...]] = {
 """Fields of weights in fp8 with a scale for each block (DeepSeek-V3) → the values that are read; the first
 one if a field is missing."""
 _MODULES = ("modules_to_not_convert", "ignored_layers", "modules_to_convert", "dequantize")
-"""Fields that say which modules are quantised, as the tensors of the files do."""
+"""Fields that say which modules are quantized, as the tensors of the files do."""
 _MXFP4 = ("gpt_oss",)
 """Families whose experts are in MXFP4."""
 

@@ -51,17 +51,17 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
             f"{directory} holds no adapters: it was trained without lora.rank. Export it with megalite "
             "convert export."
         )
-    found = places_of(model, directory)
-    modules = modules_of(found, adapters.pairs)
+    places = places_of(model, directory)
+    modules = modules_of(places, adapters.pairs)
     tensors = {
         key: value
         for each in modules
-        for key, value in zip(each.keys(lora.dora), _tensors(each, adapters, found), strict=True)
+        for key, value in zip(each.keys(lora.dora), _tensors(each, adapters, places), strict=True)
     }
     head = head_of(model, directory)
-    tensors |= dict(_saved(adapters, found, head))
+    tensors |= dict(_saved(adapters, places, head))
     base = _base(model)
-    settings = _settings(modules, found, adapters, head, base, family_of(model, directory))
+    settings = _settings(modules, places, adapters, head, base, family_of(model, directory))
     tokenizer = choose(manifest, TokenizerChoice(), converting.origin(directory, model))
     parameters, dtypes = (
         sum(value.numel() for value in tensors.values()),
@@ -116,7 +116,7 @@ def _base(model: ModelConfig) -> str | None:
     return str(Path(name).absolute()) if name == directory and Path(name).exists() else name
 
 
-def _tensors(module: AdaptedModule, adapters: Adapters, found: dict[str, TensorPlace]) -> Iterator[Tensor]:
+def _tensors(module: AdaptedModule, adapters: Adapters, places: dict[str, TensorPlace]) -> Iterator[Tensor]:
     """PEFT's A [ranks, in], B [out, ranks] and, with `lora.dora`, magnitudes [out] of a module; ranks is the
     sum of our weights' ranks.
 
@@ -137,7 +137,7 @@ def _tensors(module: AdaptedModule, adapters: Adapters, found: dict[str, TensorP
     yield from (a, b)
     if adapters.lora.dora:
         magnitudes = torch.empty(module.shape[0])
-        for name, rows in module.all_weights(found).items():
+        for name, rows in module.all_weights(places).items():
             lengths, adapted = adapters.row_lengths(name), pairs.get(name)
             magnitudes[rows] = (
                 lengths if adapted is None or adapted.delta is None else lengths + adapted.delta
@@ -145,10 +145,10 @@ def _tensors(module: AdaptedModule, adapters: Adapters, found: dict[str, TensorP
         yield magnitudes
 
 
-def _saved(adapters: Adapters, found: dict[str, TensorPlace], head: str) -> Iterator[tuple[str, Tensor]]:
+def _saved(adapters: Adapters, places: dict[str, TensorPlace], head: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors that are trained in full."""
-    for name, keys in saved_keys(adapters.model, adapters.lora, found, head).items():
-        place, value = found[name], adapters.read(name)
+    for name, keys in saved_keys(adapters.model, adapters.lora, places, head).items():
+        place, value = places[name], adapters.read(name)
         whole = value.new_empty(place.shape)
         place.write(whole, (0,) * value.dim(), value)
         pieces = (
@@ -162,7 +162,7 @@ def _saved(adapters: Adapters, found: dict[str, TensorPlace], head: str) -> Iter
 
 def _settings(
     modules: Sequence[AdaptedModule],
-    found: dict[str, TensorPlace],
+    places: dict[str, TensorPlace],
     adapters: Adapters,
     head: str,
     base: str | None,
@@ -170,7 +170,7 @@ def _settings(
 ) -> dict[str, Any]:
     """PEFT's adapter_config.json. Raises ConversionError if PEFT cannot apply the adapters."""
     lora, model = adapters.lora, adapters.model
-    others = {module_of(place) for place in found.values()} - {module.name for module in modules}
+    others = {module_of(place) for place in places.values()} - {module.name for module in modules}
     numbers = {module.name: _numbers(module, adapters) for module in modules}
     weights = _as_weights(modules, family, lora.dora)
 
@@ -193,7 +193,7 @@ def _settings(
     )
     full = {
         key.removeprefix(PREFIX).rpartition(".")[0]
-        for keys in saved_keys(model, lora, found, head).values()
+        for keys in saved_keys(model, lora, places, head).values()
         for key in keys
     }
     return {
@@ -222,15 +222,14 @@ def _settings(
 def _as_weights(modules: Sequence[AdaptedModule], family: str, dora: bool) -> set[str]:
     """The modules of which PEFT is given the weight. Raises ConversionError with DoRA, which PEFT does not
     have on parameters."""
-    found = {module.name for module in modules if module.as_weight(family)}
-    if dora and found:
+    as_weights = {module.name for module in modules if module.as_weight(family)}
+    if dora and as_weights:
         raise ConversionError(
-            f"PEFT cannot apply DoRA to {min(found)} of a {family} model, whose weight it has to be given "
-            "instead of the module. "
-            "Export the merged model with megalite convert export, or leave gate, up and down out of "
-            "lora.targets."
+            f"PEFT cannot apply DoRA to {min(as_weights)} of a {family} model, whose weight it has to be "
+            "given instead of the module. Export the merged model with megalite convert export, or leave "
+            "gate, up and down out of lora.targets."
         )
-    return found
+    return as_weights
 
 
 def _without_dropout(lora: LoraConfig, settings: dict[str, Any]) -> list[str]:

@@ -89,9 +89,9 @@ class PeftAdapter:
         self.dtype = DTYPES[config.train.precision]
         self.settings = _read_settings(self.directory, self.lora.dora)
         self.tensors = TensorFiles(self.directory, ADAPTER)
-        self.found, self.roles = places_of(config.model, start), adapted(config.model, config.lora)
-        self.modules = modules_of(self.found, self.roles)
-        self.saved = saved_keys(config.model, config.lora, self.found, head_of(config.model, start))
+        self.places, self.roles = places_of(config.model, start), adapted(config.model, config.lora)
+        self.modules = modules_of(self.places, self.roles)
+        self.saved = saved_keys(config.model, config.lora, self.places, head_of(config.model, start))
         self.tied = config.model.tie_word_embeddings
         self._where = {
             name_of(weight, part): (module, weight, part)
@@ -180,7 +180,7 @@ class PeftAdapter:
         precision: the adapter does not say which."""
         tolerance = max(8 * torch.finfo(magnitudes.dtype).eps, 1e-5)
         others = {
-            name: rows for name, rows in module.all_weights(self.found).items() if name not in module.weights
+            name: rows for name, rows in module.all_weights(self.places).items() if name not in module.weights
         }
 
         def are_lengths(dtype: torch.dtype) -> bool:
@@ -193,7 +193,7 @@ class PeftAdapter:
         return not any(are_lengths(dtype) for dtype in (self.dtype, *DTYPES.values()))
 
     def _misfits_of_saved(self, name: str) -> Iterator[str]:
-        place, keys = self.found[name], self.saved[name]
+        place, keys = self.places[name], self.saved[name]
         expected = [*place.tensors.values()] + [place.shape] * (len(keys) - len(place.tensors))
         for key, shape in zip(keys, expected, strict=True):
             if self.tensors.shape(key) != shape:
@@ -206,7 +206,7 @@ class PeftAdapter:
 
     def _row_lengths(self, name: str, dtype: torch.dtype) -> Tensor:
         """Lengths of the rows of one of our weights as a run of this dtype stores it, in at least fp32."""
-        rows, columns = len(self.found[name].rows), self.found[name].numel // len(self.found[name].rows)
+        rows, columns = len(self.places[name].rows), self.places[name].numel // len(self.places[name].rows)
         weight = torch.empty(rows, columns, dtype=dtype)
         self.base([Rectangle(WEIGHT + name, (rows, columns), (0, 0), weight)])
         return torch.linalg.vector_norm(weight, dim=1, dtype=torch.promote_types(dtype, torch.float32))
@@ -225,7 +225,7 @@ class PeftAdapter:
         """One of our tensors: A [rank, in], B [out, rank], magnitudes [out], or one that is trained in
         full."""
         if name in self.saved:
-            place = self.found[name]
+            place = self.places[name]
             pieces = [self.tensors[key] for key in self.saved[name][: len(place.tensors)]]
             whole = (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).view(place.shape)
             return place.read(whole, (0,) * len(place.shape), (len(place.rows), *place.shape[1:]))

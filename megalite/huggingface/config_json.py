@@ -181,27 +181,27 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 def _write_rope(model: ModelConfig, row: Family) -> dict[str, Any]:
     """The rotary fields of transformers 4, which most other readers know, and of transformers 5."""
-    found = {**(model.rope_scaling or {"rope_type": "default"}), "rope_theta": model.rope_theta}
+    parameters = {**(model.rope_scaling or {"rope_type": "default"}), "rope_theta": model.rope_theta}
     if any("partial_rotary_factor" in ours for ours in row.fields.values()):
-        found |= {"partial_rotary_factor": model.partial_rotary_factor}
+        parameters |= {"partial_rotary_factor": model.partial_rotary_factor}
     scaling = model.rope_scaling
     if "kv_lora_rank" in row.fields and scaling is not None:
         own = deepseek.mscales(model.attention_scale or model.head_size**-0.5, model.head_size, scaling)
-        found, scaling = found | own, scaling | own
+        parameters, scaling = parameters | own, scaling | own
     older: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": scaling}
     if "original_max_position_embeddings" in row.own.split() and model.longrope_context is not None:
         older |= {
             "original_max_position_embeddings": model.longrope_context,
-            "rope_scaling": {"type": "longrope", **found},
+            "rope_scaling": {"type": "longrope", **parameters},
         }
         del older["rope_scaling"]["rope_theta"]
     if row.local_rope_theta is None:
-        return older | {"rope_parameters": found}
+        return older | {"rope_parameters": parameters}
     local = model.rope_local_theta or model.rope_theta
     older |= {"rope_local_base_freq": local} if "rope_local_base_freq" in row.own.split() else {}
     return older | {
         "rope_parameters": {
-            "full_attention": found,
+            "full_attention": parameters,
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
         }
     }

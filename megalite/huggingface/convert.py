@@ -120,13 +120,13 @@ class HuggingFaceSource:
         )
         if not ahead or not any(name.startswith(further) for name in weights):
             model = replace(model, mtp_layers=0)
-        found = _bound(weights, model, family, further if names.ahead and not model.mtp_layers else ())
+        bound = _bound(weights, model, family, further if names.ahead and not model.mtp_layers else ())
         biases = {at: stored(name) for at, name in bias_names(model, family).items()}
         repeated: dict[str, list[str]] = {}
         for theirs, ours in copies(model, family).items():
             if stored(theirs) in weights:
                 repeated.setdefault(ours, []).append(stored(theirs))
-        return HuggingFaceSource(directory, model, family, weights, found, biases, repeated)
+        return HuggingFaceSource(directory, model, family, weights, bound, biases, repeated)
 
     @cached_property
     def states(self) -> dict[str, Tensor]:
@@ -136,12 +136,12 @@ class HuggingFaceSource:
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """A rectangle of one of our tensors; only its bytes are read, and those of tensors that should repeat
         it. `check_finite` tells of values that are not finite."""
-        found, tensors = self._read(name, offsets, sizes), self.places[name].tensors
-        if self.nonfinite.keys().isdisjoint(tensors) and nonfinite(found):
+        values, tensors = self._read(name, offsets, sizes), self.places[name].tensors
+        if self.nonfinite.keys().isdisjoint(tensors) and nonfinite(values):
             self.nonfinite.update(
                 {theirs: number for theirs in tensors if (number := nonfinite(self.weights[theirs]))}
             )
-        return found
+        return values
 
     def check_finite(self) -> None:
         """Raise CheckpointError naming the tensors read so far that have values which are NaN or infinite."""
@@ -175,7 +175,7 @@ class HuggingFaceSource:
 
 
 def _opened(directory: Path) -> TensorFiles:
-    """The weights of a directory, quantised ones in bf16."""
+    """The weights of a directory, quantized ones in bf16."""
     weights = TensorFiles(directory)
     if any(name.endswith("_blocks") for name in weights):
         from megalite.huggingface import mxfp4
@@ -202,16 +202,18 @@ def _bound(
     """The places with the stored names. Raises ConversionError naming tensors that are missing, of another
     shape, or unknown. unread: how names of tensors begin that have no place."""
     names, stored = FAMILY_NAMES[family], _prefix(weights, FAMILY_NAMES[family])
-    found, tied = places(model, family), model.tie_word_embeddings
+    by_name, tied = places(model, family), model.tie_word_embeddings
     if any(name.endswith("experts.gate_up_proj") for name in weights):
-        found = {name: _fused(place) for name, place in found.items()}
+        by_name = {name: _fused(place) for name, place in by_name.items()}
     head = stored(f"{next(theirs for theirs, ours in names.ends.items() if ours == 'head')}.weight")
     # of a file in which names have a prefix
     other_parts = (*unread, *(names.multimodal[1] if names.multimodal and stored("") else ()))
-    expected = {stored(theirs): shape for place in found.values() for theirs, shape in place.tensors.items()}
+    expected = {
+        stored(theirs): shape for place in by_name.values() for theirs, shape in place.tensors.items()
+    }
     expected |= {stored(theirs): (model.num_experts or 0,) for theirs in bias_names(model, family).values()}
     problems = [f"{name} is missing" for name in expected if name not in weights]
-    expected |= {stored(theirs): found[ours].shape for theirs, ours in copies(model, family).items()}
+    expected |= {stored(theirs): by_name[ours].shape for theirs, ours in copies(model, family).items()}
     for name in weights:
         shape = weights.shape(name)
         if name in expected and shape != expected[name]:
@@ -230,12 +232,12 @@ def _bound(
     if (
         tied
         and head in weights
-        and not torch.equal(weights[head], weights[stored(found["embedding.weight"].theirs)])
+        and not torch.equal(weights[head], weights[stored(by_name["embedding.weight"].theirs)])
     ):
         raise ConversionError(
             f"{weights.directory}: {head} is not the embedding, though config.json says tie_word_embeddings"
         )
-    return {name: replace(place, theirs=stored(place.theirs)) for name, place in found.items()}
+    return {name: replace(place, theirs=stored(place.theirs)) for name, place in by_name.items()}
 
 
 def _fused(place: TensorPlace) -> TensorPlace:
@@ -449,10 +451,10 @@ def export_model(
     config = to_hf_config(model, family)
     left_out = model.mtp_layers > 0 and not names_of(model, config["model_type"]).ahead
     model = replace(model, mtp_layers=0) if left_out else model
-    found = places(model, config["model_type"])
-    stored = _stored(manifest, found)
+    by_name = places(model, config["model_type"])
+    stored = _stored(manifest, by_name)
     for theirs, ours in copies(model, config["model_type"]).items():
-        found[theirs], stored[theirs] = replace(found[ours], theirs=theirs), stored[ours]
+        by_name[theirs], stored[theirs] = replace(by_name[ours], theirs=theirs), stored[ours]
     dtypes = {name: dtype or getattr(torch, tensor.dtype) for name, tensor in stored.items()}
     ids = token_ids(found_tokenizer, from_dict(manifest.state["config"]), like)
     config |= {key: base[key] for key in base.keys() & families().kept} | ids
@@ -460,7 +462,7 @@ def export_model(
     summary = _summary(model, config["model_type"], map(dtype_name, dtypes.values()))
     with new_directory(target) as temporary:
         biases = to_export(manifest, bias_names(model, config["model_type"]))
-        _write_weights(temporary, manifest, stored, found, dtypes, biases, shard, progress)
+        _write_weights(temporary, manifest, stored, by_name, dtypes, biases, shard, progress)
         progress("writing the tokenizer")
         write_synced(temporary / "config.json", json.dumps(config, indent=2) + "\n")
         write_generation(temporary, found_tokenizer, like, ids)
@@ -570,18 +572,18 @@ def family_of(model: ModelConfig, directory: Path) -> str:
     return str(to_hf_config(model, _family_like(model, hf_config(like) if like else {}))["model_type"])
 
 
-def _stored(manifest: Manifest, found: dict[str, TensorPlace]) -> dict[str, StoredTensor]:
-    missing = [name for name in found if WEIGHT + name not in manifest.tensors]
+def _stored(manifest: Manifest, by_name: dict[str, TensorPlace]) -> dict[str, StoredTensor]:
+    missing = [name for name in by_name if WEIGHT + name not in manifest.tensors]
     if missing:
         raise CheckpointError(f"{manifest.directory} lacks {missing[0]}, which its model has")
-    return {name: manifest.tensors[WEIGHT + name] for name in found}
+    return {name: manifest.tensors[WEIGHT + name] for name in by_name}
 
 
 def _write_weights(
     directory: Path,
     manifest: Manifest,
     stored: dict[str, StoredTensor],
-    found: dict[str, TensorPlace],
+    by_name: dict[str, TensorPlace],
     dtypes: dict[str, torch.dtype],
     biases: dict[str, Tensor],
     limit: int,
@@ -589,19 +591,19 @@ def _write_weights(
 ) -> None:
     """Write the safetensors files and, if there are several, their index. The biases of routers are in the
     last one."""
-    adapters, shards = Adapters(manifest), list(_shards(found, dtypes, limit))
+    adapters, shards = Adapters(manifest), list(_shards(by_name, dtypes, limit))
     names = (
         [SAFETENSORS]
         if len(shards) == 1
         else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     )
     index: dict[str, str] = {}
-    done, total = 0, sum(place.numel * dtypes[name].itemsize for name, place in found.items())
+    done, total = 0, sum(place.numel * dtypes[name].itemsize for name, place in by_name.items())
     for file_name, own in zip(names, shards, strict=True):
         tensors = {
             theirs: (dtypes[parts[0]], shape)
             for parts in own.values()
-            for theirs, shape in found[parts[0]].tensors.items()
+            for theirs, shape in by_name[parts[0]].tensors.items()
         }
         more = biases if file_name == names[-1] else {}
         tensors |= {theirs: (bias.dtype, tuple(bias.shape)) for theirs, bias in more.items()}
@@ -610,9 +612,11 @@ def _write_weights(
             for theirs, bias in more.items():
                 file.write(theirs, bias)
             for parts in own.values():
-                _write_tensor(file, adapters, {name: stored[name] for name in parts}, found, dtypes[parts[0]])
-                index |= dict.fromkeys(found[parts[0]].tensors, file_name)
-                done += sum(found[name].numel * dtypes[name].itemsize for name in parts)
+                _write_tensor(
+                    file, adapters, {name: stored[name] for name in parts}, by_name, dtypes[parts[0]]
+                )
+                index |= dict.fromkeys(by_name[parts[0]].tensors, file_name)
+                done += sum(by_name[name].numel * dtypes[name].itemsize for name in parts)
                 progress("exporting", done, total, "B")
     if len(shards) > 1:
         content = {
@@ -623,17 +627,17 @@ def _write_weights(
 
 
 def _shards(
-    found: dict[str, TensorPlace], dtypes: dict[str, torch.dtype], limit: int
+    by_name: dict[str, TensorPlace], dtypes: dict[str, torch.dtype], limit: int
 ) -> Iterator[dict[str, list[str]]]:
     """The files, each of at most `limit` bytes: name of a Hugging Face tensor → names of our tensors in
     it."""
     joined: dict[str, list[str]] = {}
-    for name, place in found.items():
+    for name, place in by_name.items():
         joined.setdefault(place.theirs, []).append(name)
     shard: dict[str, list[str]] = {}
     size = 0
     for theirs, names in joined.items():
-        more = sum(found[name].numel * dtypes[name].itemsize for name in names)
+        more = sum(by_name[name].numel * dtypes[name].itemsize for name in names)
         if shard and size + more > limit:
             yield shard
             shard, size = {}, 0
@@ -645,17 +649,17 @@ def _write_tensor(
     file: NewFile,
     adapters: Adapters,
     parts: dict[str, StoredTensor],
-    found: dict[str, TensorPlace],
+    by_name: dict[str, TensorPlace],
     dtype: torch.dtype,
 ) -> None:
     """Write one Hugging Face tensor, adapters merged: chunk by chunk if all chunks are consecutive whole
     rows, else assembled first."""
-    place = found[next(iter(parts))]
+    place = by_name[next(iter(parts))]
     by_rows = (
         (place.theirs in place.tensors or bool(place.pieces))
         and not (place.transposed or place.each_transposed)
         and all(
-            isinstance(found[name].rows, range) and chunk.sizes[1:] == each.shape[1:]
+            isinstance(by_name[name].rows, range) and chunk.sizes[1:] == each.shape[1:]
             for name, each in parts.items()
             for chunk in each.chunks
         )
@@ -667,9 +671,9 @@ def _write_tensor(
                 name, chunk, torch.from_numpy(data).view(getattr(torch, tensor.dtype)).view(chunk.sizes)
             )
             if whole is None:
-                _write_rows(file, place, found[name].rows[0] + chunk.offsets[0], values.to(dtype))
+                _write_rows(file, place, by_name[name].rows[0] + chunk.offsets[0], values.to(dtype))
             else:
-                found[name].write(whole, chunk.offsets, values.to(dtype))
+                by_name[name].write(whole, chunk.offsets, values.to(dtype))
     if whole is not None:
         for theirs, piece in zip(place.tensors, place.stored(whole).chunk(len(place.tensors)), strict=True):
             file.write(theirs, piece)

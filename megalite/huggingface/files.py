@@ -19,9 +19,9 @@ from megalite.families.weight_files import INDEX, MODEL, weights_file
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 LETTERS = {dtype: letters for letters, dtype in DTYPES.items()}
-QUANTISED = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
-"""Types of the parts of quantised tensors (`megalite.huggingface.mxfp4`, `fp8`)."""
-STORED = DTYPES | QUANTISED
+QUANTIZED = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
+"""Types of the parts of quantized tensors (`megalite.huggingface.mxfp4`, `fp8`)."""
+STORED = DTYPES | QUANTIZED
 LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
 
@@ -72,7 +72,7 @@ class SafetensorsFile:
         for name, (letters, shape, start, stop) in self._entries.items():
             if letters not in STORED:
                 raise ConversionError(
-                    f"{self.path}: {name} is of type {letters}. Quantised weights are not handled; take "
+                    f"{self.path}: {name} is of type {letters}. Quantized weights are not handled; take "
                     "those in bf16."
                 )
             if not 0 <= start <= stop or stop - start != prod(shape) * STORED[letters].itemsize:
@@ -115,16 +115,16 @@ class PickledFile:
     def __init__(self, path: Path):
         _size_of(path)
         try:
-            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         # torch raises RuntimeError, UnpicklingError, EOFError and others for a file that it cannot read
         except Exception as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ConversionError(
                 f"{path} cannot be read as tensors alone, and code is not run: {reason}"
             ) from None
-        if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+        if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
             raise ConversionError(f"{path} holds something other than tensors by name")
-        self._tensors: dict[str, Tensor] = found
+        self._tensors: dict[str, Tensor] = content
 
     @property
     def names(self) -> list[str]:
@@ -166,7 +166,7 @@ class TensorFiles(Mapping[str, Tensor]):
         tensor = self._files[name][name]
         if not tensor.is_floating_point() or tensor.dtype not in LETTERS:
             raise ConversionError(
-                f"{self.directory}: {name} is of type {tensor.dtype}. Quantised weights are not handled."
+                f"{self.directory}: {name} is of type {tensor.dtype}. Quantized weights are not handled."
             )
         return tensor
 
@@ -193,8 +193,8 @@ def _size_of(path: Path) -> int:
 
 def _files_of(directory: Path, names: Sequence[str]) -> dict[str, list[str]]:
     """File → its tensors according to the index; an empty list without an index. Raises ConversionError."""
-    found = weights_file(directory, names)
-    if found is None:
+    file = weights_file(directory, names)
+    if file is None:
         whole = [name for name in names if not name.endswith(INDEX)]
         parts = ", nor an index of several files" if len(whole) < len(names) else ""
         others = sorted(
@@ -210,19 +210,19 @@ def _files_of(directory: Path, names: Sequence[str]) -> dict[str, list[str]]:
             else ""
         )
         raise ConversionError(f"{directory} holds no weights: neither {' nor '.join(whole)}{parts}{advice}")
-    return _shards(found) if found.name.endswith(INDEX) else {found.name: []}
+    return _shards(file) if file.name.endswith(INDEX) else {file.name: []}
 
 
 def _shards(index: Path) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    tensors: dict[str, list[str]] = {}
     try:
         for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
             if Path(file).name != file:
                 raise ValueError(f"{file} is not the name of a file")
-            found.setdefault(file, []).append(name)
+            tensors.setdefault(file, []).append(name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConversionError(f"{index} is damaged: {error}") from None
-    return found
+    return tensors
 
 
 class NewFile:

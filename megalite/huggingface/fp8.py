@@ -75,7 +75,7 @@ class Fp8Tensors(TensorFiles):
                     f"{self.directory}: {each} is missing. A matrix in fp8 has scales, and scales have a "
                     "matrix."
                 )
-        shape, found = self.shape(name), self.shape(name + SCALES)
+        shape, scales = self.shape(name), self.shape(name + SCALES)
         if self._type(name) is not torch.float8_e4m3fn or self._type(name + SCALES) not in _SCALE_TYPES:
             types = (
                 f"{name} is of type {self._type(name)}, and its scales are of type "
@@ -85,9 +85,9 @@ class Fp8Tensors(TensorFiles):
                 f"{self.directory}: {types}. Only torch.float8_e4m3fn with scales in floating point is read."
             )
         blocks = tuple(-(-size // BLOCK) for size in shape)
-        if len(shape) != 2 or found != blocks:
+        if len(shape) != 2 or scales != blocks:
             raise ConversionError(
-                f"{self.directory}: {name}{SCALES} is {list(found)}, and {name} {list(shape)} has "
+                f"{self.directory}: {name}{SCALES} is {list(scales)}, and {name} {list(shape)} has "
                 f"{list(blocks)} blocks of 128 x 128. "
                 "Weights with other scales are not handled; take those in bf16."
             )

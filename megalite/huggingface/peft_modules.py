@@ -78,10 +78,10 @@ class AdaptedModule:
         """The module's outputs that belong to one of our weights, in our order."""
         return list(self.weights[weight].rows)
 
-    def all_weights(self, found: dict[str, TensorPlace]) -> dict[str, list[int]]:
+    def all_weights(self, places: dict[str, TensorPlace]) -> dict[str, list[int]]:
         """All our weights in the module, adapted or not, with their rows."""
         return {
-            name: list(place.rows) for name, place in found.items() if place.theirs == f"{self.name}.weight"
+            name: list(place.rows) for name, place in places.items() if place.theirs == f"{self.name}.weight"
         }
 
 
@@ -126,12 +126,12 @@ class FusedExperts(AdaptedModule):
         return self._place.read(theirs, (0, 0), theirs.shape)
 
 
-def modules_of(found: dict[str, TensorPlace], weights: Iterable[str]) -> list[AdaptedModule]:
+def modules_of(places: dict[str, TensorPlace], weights: Iterable[str]) -> list[AdaptedModule]:
     """The Hugging Face modules that hold our adapted weights."""
     grouped: dict[str, dict[str, TensorPlace]] = {}
     weights = list(weights)
     for name in weights:
-        grouped.setdefault(module_of(found[name]), {})[name] = found[name]
+        grouped.setdefault(module_of(places[name]), {})[name] = places[name]
     return [
         _experts(own, weights) if _stacked(own) else AdaptedModule(name, own) for name, own in grouped.items()
     ]
@@ -153,14 +153,14 @@ def module_of(place: TensorPlace) -> str:
 
 
 def saved_keys(
-    model: ModelConfig, lora: LoraConfig, found: dict[str, TensorPlace], head: str
+    model: ModelConfig, lora: LoraConfig, places: dict[str, TensorPlace], head: str
 ) -> dict[str, list[str]]:
     """Our tensors that are trained in full → PEFT's names of them; those of a norm of each head are several.
 
     head: the module of the model's head. A tied one is stored next to the embedding, with the same values, as
     PEFT does.
     """
-    keys = {name: [PREFIX + theirs for theirs in found[name].tensors] for name in saved(model, lora)}
+    keys = {name: [PREFIX + theirs for theirs in places[name].tensors] for name in saved(model, lora)}
     if model.tie_word_embeddings and EMBEDDING in keys:
         keys[EMBEDDING].append(f"{PREFIX}{head}.weight")
     return keys

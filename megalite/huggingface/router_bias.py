@@ -42,11 +42,11 @@ def states(model: ModelConfig, biases: Mapping[int, str], tensors: Mapping[str, 
     for layer, name in biases.items():
         bias[layer] = tensors[name]
     own, ahead = bias.split((model.num_hidden_layers, model.mtp_layers))
-    found = {BIAS: own, LOAD: own} | ({AHEAD_BIAS: ahead, AHEAD_LOAD: ahead} if len(ahead) else {})
+    states = {BIAS: own, LOAD: own} | ({AHEAD_BIAS: ahead, AHEAD_LOAD: ahead} if len(ahead) else {})
     equal = model.num_experts_per_tok / experts
     return {
         name: torch.full_like(each, equal) if name in (LOAD, AHEAD_LOAD) else each
-        for name, each in found.items()
+        for name, each in states.items()
     }
 
 

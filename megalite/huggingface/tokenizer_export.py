@@ -56,8 +56,13 @@ TEMPLATE = "chat_template.jinja"
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """Which tokenizer is wanted: named, or that of a model's directory. allow_change: even if the weights
-    were trained with another."""
+    """The tokenizer that the user chooses.
+
+    Attributes:
+        named: byte, FILE.model or a directory.
+        like: a model's directory, whose tokenizer is chosen.
+        allow_change: accept it even if the weights were trained with another.
+    """
 
     named: str | None = None
     like: Path | None = None
@@ -66,14 +71,15 @@ class TokenizerChoice:
 
 @dataclass
 class ExportedTokenizer:
-    """What an export carries.
+    """The tokenizer of an export.
 
     Attributes:
-        identity: what is known of the tokenizer that the weights were trained with, or of the one that was
-        chosen instead. name: byte, FILE.model or a directory; None: the export has no tokenizer. tokenizer:
-        loaded if the weights were trained on data; None where its files are copied only. template: the chat
-        template of the training data; None: the tokenizer's own. reader: the class of transformers that reads
-        it, which for some types of models is not AutoTokenizer. notes: lines for the user.
+        identity: the tokenizer that the weights were trained with, as far as it is known, or the chosen one.
+        name: byte, FILE.model or a directory. None: the export has no tokenizer.
+        tokenizer: loaded if the weights were trained on data. None: its files are only copied.
+        template: the chat template of the training data. None: the tokenizer's own.
+        reader: the class of transformers that reads it; for some types of models not AutoTokenizer.
+        notes: lines for the user.
     """
 
     identity: TokenizerIdentity
@@ -84,8 +90,7 @@ class ExportedTokenizer:
     notes: list[str] = field(default_factory=list)
 
     def end_of_turn(self) -> list[int]:
-        """The token after the assistant's messages, if the training data is conversations and such a token
-        ends them."""
+        """The token that ends the assistant's messages in the training data; empty if there is none."""
         if self.template is not None and self.tokenizer is not None:
             with suppress(DataError):  # a template in which the end of a turn cannot be located
                 end = ChatTemplate(self.tokenizer, self.template).end_of_turn()
@@ -105,36 +110,36 @@ def choose(manifest: Manifest, choice: TokenizerChoice, origin: Path | None) -> 
     """
     config = from_dict(manifest.state["config"])
     trained = [] if config.data.train is None else prefixes(config.data.train)
-    found = _found(manifest, choice, origin, trained)
-    if found.name is None:
-        return found
-    if trained or choice.named or not Path(found.name).is_dir():
-        found.template = _template(found, trained, recorded_tokenizer(manifest).template_hash)
+    exported = _chosen(manifest, choice, origin, trained)
+    if exported.name is None:
+        return exported
+    if trained or choice.named or not Path(exported.name).is_dir():
+        exported.template = _template(exported, trained, recorded_tokenizer(manifest).template_hash)
         try:
-            found.tokenizer = load(found.name)
+            exported.tokenizer = load(exported.name)
         except ImportError as error:
-            found.notes.append(
+            exported.notes.append(
                 f"the package {error.name} is not installed, so special ids and template are those of "
-                f"{found.name}"
+                f"{exported.name}"
             )
-    _check_size(found, config.model.vocabulary)
-    return found
+    _check_size(exported, config.model.vocabulary)
+    return exported
 
 
-def _found(
+def _chosen(
     manifest: Manifest, choice: TokenizerChoice, origin: Path | None, trained: list[str]
 ) -> ExportedTokenizer:
-    """The tokenizer's name: as chosen, else the recorded one, else that of the directory that the weights
-    came from if it is the same."""
+    """The chosen tokenizer, else the recorded one, else the same one in the origin's directory."""
     recorded = recorded_tokenizer(manifest)
-    asked = choice.named or (str(choice.like) if choice.like and tokenizer_files(choice.like) else None)
-    if asked is not None:
-        given = of_tokenizer(asked)
-        what = Tokenized(f"{'--tokenizer' if choice.named else '--like'} {asked}", given, itself=True)
+    like = str(choice.like) if choice.like and tokenizer_files(choice.like) else None
+    requested = choice.named or like
+    if requested is not None:
+        identity = of_tokenizer(requested)
+        what = Tokenized(f"{'--tokenizer' if choice.named else '--like'} {requested}", identity, itself=True)
         way_out = "Leave it out for the tokenizer that the model was trained with"
         weights = Tokenized(str(manifest.directory), recorded)
         notes = compare(what, weights, allow=choice.allow_change, way_out=way_out, option=ALLOW)
-        return ExportedTokenizer(given, asked, notes=notes)
+        return ExportedTokenizer(identity, requested, notes=notes)
     if not recorded.can_be_known and trained:
         # of now, which may not be what it was
         recorded = replace(of_token_file(trained[0]), fingerprint=None, digest=None)
@@ -163,7 +168,7 @@ def _is_same(one: TokenizerIdentity, other: TokenizerIdentity) -> bool | None:
         return False
 
 
-def _template(found: ExportedTokenizer, trained: list[str], expected: str | None) -> str | None:
+def _template(exported: ExportedTokenizer, trained: list[str], expected: str | None) -> str | None:
     """The chat template of the training data; None for texts. expected: its recorded hash."""
     chats = [metadata(prefix).get("chat") for prefix in trained]
     templates = [
@@ -171,36 +176,35 @@ def _template(found: ExportedTokenizer, trained: list[str], expected: str | None
     ]
     same = [each for each in templates if expected in (None, template_hash(each))]
     if expected is not None and not same:
-        found.notes.append(
+        exported.notes.append(
             f"the chat template that the model was trained with (hash {expected}) is not in the data's files "
             "any more"
         )
     return next(iter(same), None)
 
 
-def _check_size(found: ExportedTokenizer, vocabulary: int) -> None:
-    name = found.name or ""
+def _check_size(exported: ExportedTokenizer, vocabulary: int) -> None:
+    name = exported.name or ""
     if Path(name).is_dir():
         check_vocabulary(Path(name), vocabulary)
-    elif found.tokenizer is not None and found.tokenizer.vocab_size > vocabulary:
+    elif exported.tokenizer is not None and exported.tokenizer.vocab_size > vocabulary:
         raise ConversionError(
-            f"{name} has {found.tokenizer.vocab_size} tokens, but vocab_size is {vocabulary}: the tokenizer "
-            "is larger than the model's "
-            "vocabulary. Give the tokenizer that belongs to the model."
+            f"{name} has {exported.tokenizer.vocab_size} tokens, but vocab_size is {vocabulary}: the "
+            "tokenizer is larger than the model's vocabulary. Give the tokenizer that belongs to the model."
         )
 
 
 # ---- ids
 
 
-def token_ids(found: ExportedTokenizer, config: Config, base: Path | None) -> dict[str, Any]:
+def token_ids(exported: ExportedTokenizer, config: Config, base: Path | None) -> dict[str, Any]:
     """bos_token_id, eos_token_id (a list where several tokens end a text) and pad_token_id, None where there
     is none.
 
     base: the directory that the weights came from, whose ids hold if its tokenizer is the one that is
     exported.
     """
-    tokenizer = found.tokenizer
+    tokenizer = exported.tokenizer
     shape = {} if base is None else hf_config(base)
     if tokenizer is None:
         eos = next((metadata(prefix).get("eos") for prefix in prefixes(config.data.train)), None)
@@ -210,13 +214,13 @@ def token_ids(found: ExportedTokenizer, config: Config, base: Path | None) -> di
         # the documents that it was trained on ended in this one
         return own | ({} if known else {"eos_token_id": eos})
     own = {name: (shape | _settings(base)).get(name) for name in IDS}
-    if base is None or found.name is None or not _is_same(of_tokenizer(base), of_tokenizer(found.name)):
+    if base is None or exported.name is None or not _is_same(of_tokenizer(base), of_tokenizer(exported.name)):
         own = dict.fromkeys(IDS)
     given = own["eos_token_id"]
     ends = [
         *(given if isinstance(given, list) else [] if given is None else [given]),
         tokenizer.eos,
-        *found.end_of_turn(),
+        *exported.end_of_turn(),
     ]
     ends = list(dict.fromkeys(ends))
     pad = tokenizer.special_tokens.get("pad_token")
@@ -233,11 +237,11 @@ def _settings(base: Path | None) -> dict[str, Any]:
 
 
 def write_generation(
-    directory: Path, found: ExportedTokenizer, base: Path | None, ids: dict[str, Any]
+    directory: Path, exported: ExportedTokenizer, base: Path | None, ids: dict[str, Any]
 ) -> None:
     """generation_config.json: that of the model that the weights came from, with the ids where the tokenizer
     gives them."""
-    if found.tokenizer is not None:
+    if exported.tokenizer is not None:
         content = _settings(base) | {name: value for name, value in ids.items() if value is not None}
         write_synced(directory / GENERATION, json.dumps(content, indent=2) + "\n")
     elif base is not None and (base / GENERATION).is_file():
@@ -247,56 +251,56 @@ def write_generation(
 # ---- files
 
 
-def write_tokenizer(directory: Path, found: ExportedTokenizer, step: int) -> TokenizerIdentity | None:
+def write_tokenizer(directory: Path, exported: ExportedTokenizer, step: int) -> TokenizerIdentity | None:
     """Write the tokenizer's files, its template, and megalite.json, which records it. Returns its identity;
     None if there is none.
 
     It is noted if transformers, which reads config.json too, does not read the same tokenizer from them.
     """
-    identity = found.identity
-    if found.name is not None:
-        if isinstance(found.tokenizer, ByteTokenizer | SentencePieceTokenizer):
-            _convert(directory, found)
+    identity = exported.identity
+    if exported.name is not None:
+        if isinstance(exported.tokenizer, ByteTokenizer | SentencePieceTokenizer):
+            _convert(directory, exported)
         else:
-            _copy(directory, found)
-        _write_template(directory, found)
-        identity = _checked(directory, found)
-    if found.template is not None:
-        identity = replace(identity, template_hash=template_hash(found.template))
+            _copy(directory, exported)
+        _write_template(directory, exported)
+        identity = _checked(directory, exported)
+    if exported.template is not None:
+        identity = replace(identity, template_hash=template_hash(exported.template))
     entry = {"megalite": megalite.__version__, "step": step, "tokenizer": identity.record()}
     write_synced(directory / ENTRY, json.dumps(entry, indent=2) + "\n")
-    return identity if found.name is not None else None
+    return identity if exported.name is not None else None
 
 
-def _copy(directory: Path, found: ExportedTokenizer) -> None:
+def _copy(directory: Path, exported: ExportedTokenizer) -> None:
     """Copy the files. A tokenizer.json without settings gets some, which name its EOS and the class that
     reads it alone."""
-    name = found.name or ""
+    name = exported.name or ""
     if Path(name).is_dir():
         copy_tokenizer(name, directory)
     else:
         shutil.copyfile(name, directory / TOKENIZER_JSON)
     if (
-        found.tokenizer is not None
+        exported.tokenizer is not None
         and (directory / TOKENIZER_JSON).is_file()
         and not (directory / SETTINGS).is_file()
     ):
         settings = {
-            "eos_token": found.tokenizer.special_tokens["eos_token"],
+            "eos_token": exported.tokenizer.special_tokens["eos_token"],
             "tokenizer_class": "PreTrainedTokenizerFast",
         }
         write_synced(directory / SETTINGS, json.dumps(settings, indent=2) + "\n")
 
 
-def _convert(directory: Path, found: ExportedTokenizer) -> None:
-    assert isinstance(found.tokenizer, ByteTokenizer | SentencePieceTokenizer)
+def _convert(directory: Path, exported: ExportedTokenizer) -> None:
+    assert isinstance(exported.tokenizer, ByteTokenizer | SentencePieceTokenizer)
     try:
-        files = converted(found.tokenizer)
+        files = converted(exported.tokenizer)
     except ConversionError as error:
-        found.notes.append(f"{found.name} is copied as it is: {error}")
-        shutil.copyfile(found.name or "", directory / "tokenizer.model")
+        exported.notes.append(f"{exported.name} is copied as it is: {error}")
+        shutil.copyfile(exported.name or "", directory / "tokenizer.model")
         return
-    if found.template is not None:
+    if exported.template is not None:
         files[SETTINGS].pop("bos_token", None)  # conversations were rendered without one
     for name, content in files.items():
         write_synced(
@@ -305,23 +309,23 @@ def _convert(directory: Path, found: ExportedTokenizer) -> None:
         )
 
 
-def _write_template(directory: Path, found: ExportedTokenizer) -> None:
+def _write_template(directory: Path, exported: ExportedTokenizer) -> None:
     """The training data's template, in place of the tokenizer's default one; templates with other names stay.
 
     As transformers writes them, each template is a file, and tokenizer_config.json has none: beside a file it
     would not be read.
     """
-    if found.template is not None and (
-        found.tokenizer is None or found.template != found.tokenizer.chat_template
+    if exported.template is not None and (
+        exported.tokenizer is None or exported.template != exported.tokenizer.chat_template
     ):
-        write_synced(directory / TEMPLATE, found.template)
+        write_synced(directory / TEMPLATE, exported.template)
     settings = directory / SETTINGS
     content = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
     files = [path for path in (directory / TEMPLATE, directory / TEMPLATES) if path.exists()]
     if not files or "chat_template" not in content:
         return  # the tokenizer's own, where it was
     own = content.pop("chat_template")
-    if found.template is not None and isinstance(own, list) and not (directory / TEMPLATES).is_dir():
+    if exported.template is not None and isinstance(own, list) and not (directory / TEMPLATES).is_dir():
         _write_named(directory / TEMPLATES, own)
     write_synced(settings, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
@@ -335,24 +339,24 @@ def _write_named(folder: Path, templates: list[dict[str, str]]) -> None:
             write_synced(folder / f"{name}.jinja", source)
 
 
-def _checked(directory: Path, found: ExportedTokenizer) -> TokenizerIdentity:
+def _checked(directory: Path, exported: ExportedTokenizer) -> TokenizerIdentity:
     """The identity of the written files, after reading them again as transformers does."""
     identity = replace(
-        found.identity, digest=digest_of(directory, tokenizer_files(directory)), readable=False
+        exported.identity, digest=digest_of(directory, tokenizer_files(directory)), readable=False
     )
-    if found.tokenizer is None or identity.digest == found.identity.digest:
+    if exported.tokenizer is None or identity.digest == exported.identity.digest:
         return identity
-    identity = replace(identity, fingerprint=identity.fingerprint or fingerprint(found.tokenizer))
+    identity = replace(identity, fingerprint=identity.fingerprint or fingerprint(exported.tokenizer))
     try:
         if identity.fingerprint != fingerprint(HuggingFaceTokenizer(directory)):
-            found.reader = "PreTrainedTokenizerFast"
+            exported.reader = "PreTrainedTokenizerFast"
             why = "transformers has other rules for models of this type, or none that are the same"
-            found.notes.append(
-                f"AutoTokenizer gives some texts other ids than {found.name} ({why}); try {found.reader}, or "
-                "--family"
+            exported.notes.append(
+                f"AutoTokenizer gives some texts other ids than {exported.name} ({why}); try "
+                f"{exported.reader}, or --family"
             )
     except ImportError:
         pass  # without transformers its reading cannot be checked
     except DataError as error:
-        found.notes.append(str(error))
+        exported.notes.append(str(error))
     return identity

@@ -104,9 +104,9 @@ def _batch_size(value: Any, source: ImportedFile) -> Verdict:
 def _fsdp(value: Any, source: ImportedFile) -> Verdict:
     """Words of transformers' fsdp option; fsdp_config has the strategy in more detail."""
     names = {word(name) for name in (value if isinstance(value, list) else str(value).split())}
-    found = [accelerate.STRATEGIES[name] for name in names if name in accelerate.STRATEGIES]
+    stages = [accelerate.STRATEGIES[name] for name in names if name in accelerate.STRATEGIES]
     strategy = any(key.endswith(("sharding_strategy", "reshard_after_forward")) for key in source.leaves)
-    options: dict[str, Any] = {"parallel.zero": found[0]} if found and not strategy else {}
+    options: dict[str, Any] = {"parallel.zero": stages[0]} if stages and not strategy else {}
     offloaded = "OFFLOAD" in names and not any(key.endswith("offload_params") for key in source.leaves)
     if offloaded:
         whole = options.get("parallel.zero") == 3

@@ -92,8 +92,8 @@ def _prepared(value: Any, source: ImportedFile, option: str, output: str) -> Ver
 
 
 def _entries(value: Any) -> list[dict[str, Any]]:
-    found = value if isinstance(value, list) else [] if value is None else [value]
-    return [entry if isinstance(entry, dict) else {"path": entry} for entry in found]
+    entries = value if isinstance(value, list) else [] if value is None else [value]
+    return [entry if isinstance(entry, dict) else {"path": entry} for entry in entries]
 
 
 def _type(entry: dict[str, Any]) -> Any:
@@ -147,10 +147,10 @@ def _keys(entry: dict[str, Any]) -> tuple[str, ...]:
     content = mapping.get("content") or entry.get("message_field_content")
     usual = (role or "role", content or "content") in (("role", "content"), ("from", "value"))
     messages = entry.get("field_messages")
-    found = [f"messages={messages}"] if messages not in (None, "messages", "conversations") else []
+    keys = [f"messages={messages}"] if messages not in (None, "messages", "conversations") else []
     if not usual:
-        found += [f"{ours}={theirs}" for ours, theirs in (("role", role), ("content", content)) if theirs]
-    return (*found, *KEYS.get(str(_type(entry)), ()))
+        keys += [f"{ours}={theirs}" for ours, theirs in (("role", role), ("content", content)) if theirs]
+    return (*keys, *KEYS.get(str(_type(entry)), ()))
 
 
 def _of_conversations(source: ImportedFile) -> list[str]:

@@ -56,9 +56,18 @@ class Remark(NamedTuple):
 
 @dataclass
 class Imported:
-    """The result for a file: our options, section.key → value; the options that each key sets; remarks on
-    keys; the values of keys, including defaults of keys that the file does not have; the options of keys that
-    are `auto`; and those that keys ask the user to set."""
+    """The result of importing a file.
+
+    Attributes:
+        format: the project's name.
+        options: our options, section.key → value.
+        honoured: key → the options that it sets.
+        remarks: on keys that are not fully honoured.
+        values: of all keys, including defaults of keys that the file does not have.
+        auto: key with the value `auto` → its option.
+        to_set: options that the user has to set.
+        is_empty: whether no key of the file sets an option or leaves it open as `auto`.
+    """
 
     format: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -66,17 +75,16 @@ class Imported:
     remarks: list[Remark] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     auto: dict[str, str] = field(default_factory=dict)
-    asked: set[str] = field(default_factory=set)
+    to_set: set[str] = field(default_factory=set)
     is_empty: bool = False
-    """Whether no key of the file sets an option or leaves it open as `auto`."""
 
     def set(self, key: str, options: dict[str, Any]) -> None:
         """Set the options of a key. Raises ConfigError if another key has set a different value."""
         for option, value in options.items():
             if self.options.setdefault(option, value) != value:
-                found = f"{show(self.options[option])} by {self.setter(option)} and {show(value)} by {key}"
+                values = f"{show(self.options[option])} by {self.setter(option)} and {show(value)} by {key}"
                 raise ConfigError(
-                    f"{self.setter(option)} and {key} contradict each other: {option} would be {found}. "
+                    f"{self.setter(option)} and {key} contradict each other: {option} would be {values}. "
                     "Correct one of them."
                 )
         self.honoured[key] = [*options]
@@ -103,7 +111,7 @@ class Imported:
         if kind != "honoured":
             self.remark(key, kind, why)
         if kind == "open" and option:
-            self.asked.add(option)
+            self.to_set.add(option)
 
     def remark(self, key: str, kind: Kind, why: str) -> None:
         self.remarks.append(Remark(key, self.values[key], kind, why))
@@ -138,30 +146,34 @@ def linked_file(tree: Any) -> str | None:
 def convert(tree: Any, dp: int | None = None, linked: Any = None, project: str | None = None) -> Imported:
     """Convert a file's content.
 
-    dp: number of data-parallel ranks, if the file does not have it; linked: content of the file that
-    `linked_file` names; project: a name of PROJECTS, otherwise the one whose keys the file has.
-    Raises ConfigError if the content is of no known project, or contradicts itself.
+    Args:
+        dp: number of data-parallel ranks, if the file does not have it.
+        linked: content of the file that `linked_file` names.
+        project: a name of PROJECTS; by default the project is recognized by the keys.
+
+    Raises ConfigError if the project is not recognized, or the content contradicts itself.
     """
     leaves = leaves_of(tree)
     module = PROJECTS[project or recognize(leaves)]
-    found = Imported(module.NAME)
-    source = _judge(found, module, ImportedFile(leaves, dp))
+    imported = Imported(module.NAME)
+    source = _judge(imported, module, ImportedFile(leaves, dp))
     if linked is not None:
-        _judge(found, deepspeed, ImportedFile(leaves_of(linked), source.dp), f"{leaves[accelerate.LINKED]}: ")
-    _settle_auto(found)
-    _doubt_defaults(found, source.unsettled())
-    _check(found, source.dp)
-    found.honoured = {key: names for key, names in found.honoured.items() if names}
+        linked_source = ImportedFile(leaves_of(linked), source.dp)
+        _judge(imported, deepspeed, linked_source, f"{leaves[accelerate.LINKED]}: ")
+    _settle_auto(imported)
+    _doubt_defaults(imported, source.unsettled())
+    _check(imported, source.dp)
+    imported.honoured = {key: names for key, names in imported.honoured.items() if names}
     given = {*leaves, *(f"{leaves.get(accelerate.LINKED)}: {key}" for key in leaves_of(linked))}
-    found.is_empty = not found.auto and given.isdisjoint(found.honoured)
-    if found.is_empty:  # defaults alone are no configuration
-        found.options, found.honoured = {}, {}
-    found.options = {option: found.options[option] for option in OPTIONS if option in found.options}
-    return found
+    imported.is_empty = not imported.auto and given.isdisjoint(imported.honoured)
+    if imported.is_empty:  # defaults alone are no configuration
+        imported.options, imported.honoured = {}, {}
+    imported.options = {option: imported.options[option] for option in OPTIONS if option in imported.options}
+    return imported
 
 
-def _judge(found: Imported, module: Project, source: ImportedFile, prefix: str = "") -> ImportedFile:
-    """Add every leaf of the file, and every default of a key that it does not have, to `found`; return the
+def _judge(imported: Imported, module: Project, source: ImportedFile, prefix: str = "") -> ImportedFile:
+    """Add every leaf of the file, and every default of a key that it does not have, to `imported`; return the
     completed source."""
     written = source.leaves
     # an empty key has its default
@@ -175,18 +187,18 @@ def _judge(found: Imported, module: Project, source: ImportedFile, prefix: str =
     rest = {key: value for key, value in source.defaults.items() if key not in source.leaves}
     for key, value in (source.leaves | rest).items():
         row = row_of(table, key)
-        found.values[prefix + key] = written.get(key, value)
+        imported.values[prefix + key] = written.get(key, value)
         if row and row.option and _takes_text_only(row.option) and type(value) in (int, float):
             value = str(written.get(key, value))
         if value == "auto" and row and module in (accelerate, deepspeed):
-            found.auto[prefix + key] = row.option or ""
+            imported.auto[prefix + key] = row.option or ""
         else:
             verdict = _verdict(value, row, module, source)
-            found.add(prefix + key, verdict, row.option if row else None, given=key in source.leaves)
+            imported.add(prefix + key, verdict, row.option if row else None, given=key in source.leaves)
     for key in (prefix + key for key, value in written.items() if value is None):
-        if key not in found.values:
-            found.values[key] = None
-            found.remark(key, "harmless", "it is empty")
+        if key not in imported.values:
+            imported.values[key] = None
+            imported.remark(key, "harmless", "it is empty")
     return source
 
 
@@ -213,59 +225,60 @@ def _is_from_outside(value: str) -> bool:
     return "{{" not in value and "{%" not in value and bool(re.search(r"\$(?:\{[^}]+\}|[A-Za-z_])", value))
 
 
-def _doubt_defaults(found: Imported, unsettled: list[str]) -> None:
+def _doubt_defaults(imported: Imported, unsettled: list[str]) -> None:
     """Add to the remarks on defaults what a script does not set, which may have those keys."""
     if unsettled:
         unless = f", unless {' or '.join(unsettled)} sets it"
-        found.remarks = [
-            each._replace(why=each.why + unless) if each.kind == "assumed" else each for each in found.remarks
+        imported.remarks = [
+            remark._replace(why=remark.why + unless) if remark.kind == "assumed" else remark
+            for remark in imported.remarks
         ]
 
 
-def _settle_auto(found: Imported) -> None:
+def _settle_auto(imported: Imported) -> None:
     """Add the remarks on `auto`, which leaves an option to the program that reads the file: the user, unless
     another key sets it."""
-    for key, option in found.auto.items():
+    for key, option in imported.auto.items():
         if not option:
-            found.remark(key, "harmless", "it is left open, and nothing here depends on it")
-        elif option in found.options:
-            found.remark(key, "harmless", f"{found.setter(option)} sets {option}")
+            imported.remark(key, "harmless", "it is left open, and nothing here depends on it")
+        elif option in imported.options:
+            imported.remark(key, "harmless", f"{imported.setter(option)} sets {option}")
         else:
-            found.remark(key, "open", f"set {option}, or leave it at {show(attrgetter(option)(Config()))}")
+            imported.remark(key, "open", f"set {option}, or leave it at {show(attrgetter(option)(Config()))}")
 
 
-def _check(found: Imported, dp: int | None) -> None:
+def _check(imported: Imported, dp: int | None) -> None:
     """Drop options of a wrong type and those that violate a rule, so that a run accepts the rest; if the rule
     depends on options that the file leaves open, report what is to be set."""
-    found.options |= {
-        option: int(value) for option, value in found.options.items() if _is_whole(option, value)
+    imported.options |= {
+        option: int(value) for option, value in imported.options.items() if _is_whole(option, value)
     }
     try:
-        parsed = parse_values(found.options, "in it")
+        parsed = parse_values(imported.options, "in it")
     except ConfigError:
         parsed = {}
-        for option, value in [*found.options.items()]:
+        for option, value in [*imported.options.items()]:
             try:
                 parsed |= parse_values({option: value}, "in it")
             except ConfigError as error:
-                found.drop(option, str(error))
-    found.options |= {option: value for option, value in parsed.items() if not isinstance(value, Fraction)}
-    known = _shape(found) | ({"parallel.dp": dp} if dp else {})
+                imported.drop(option, str(error))
+    imported.options |= {option: value for option, value in parsed.items() if not isinstance(value, Fraction)}
+    known = _shape(imported) | ({"parallel.dp": dp} if dp else {})
     for rule in RULES:
-        if rule.option in found.options:
-            _check_rule(found, rule, known)
+        if rule.option in imported.options:
+            _check_rule(imported, rule, known)
 
 
-def _shape(found: Imported) -> dict[str, Any]:
+def _shape(imported: Imported) -> dict[str, Any]:
     """The options of the model that the file names: of a preset, or of a Hugging Face model that is here. A
     model that this program does not train is marked as lost."""
-    name, directory = found.options.get("model.preset"), found.options.get("model.from_hf")
+    name, directory = imported.options.get("model.preset"), imported.options.get("model.from_hf")
     try:
         shape = preset(name) if name else _hf_shape(directory) if directory else {}
     except ConfigError as error:
         for option in ("model.from_hf", "model.init_from"):
-            if option in found.options:
-                found.drop(option, str(error))
+            if option in imported.options:
+                imported.drop(option, str(error))
         return {}
     return {f"model.{key}": value for key, value in shape.items()}
 
@@ -281,12 +294,12 @@ def _is_whole(option: str, value: Any) -> bool:
     return isinstance(value, float) and value.is_integer() and "int" in str(OPTIONS[option].type)
 
 
-def _check_rule(found: Imported, rule: Rule, known: dict[str, Any]) -> None:
+def _check_rule(imported: Imported, rule: Rule, known: dict[str, Any]) -> None:
     """Drop the rule's option if it is violated. A rule that reads what the file leaves open does not judge: a
     run checks it with the model and the data; what else is to be set is reported.
 
     known: further options, of the model that the file names and its ranks."""
-    options = known | found.options
+    options = known | imported.options
     options |= with_own_names(options)
     config = from_dict(
         nest({option: amounts.plain(option, value, "in it") for option, value in options.items()})
@@ -299,14 +312,14 @@ def _check_rule(found: Imported, rule: Rule, known: dict[str, Any]) -> None:
     if not rule.broken(context):
         return
     open_options = left_open(
-        read_by(rule, context), options, found.asked, has_shape=not SHAPE.isdisjoint(options)
+        read_by(rule, context), options, imported.to_set, has_shape=not SHAPE.isdisjoint(options)
     )
     if rule.option in FILES and not isinstance(options[rule.option], float):
         if not (
             rule.option in ("model.init_from", "model.from_hf")
             and hub.is_id(str(options[rule.option]).removeprefix("hf:"))
         ):
-            found.remark(found.setter(rule.option), "open", rule.describe(context))
+            imported.remark(imported.setter(rule.option), "open", rule.describe(context))
     elif open_options:
         if not any(option.startswith(("model.", "data.")) for option in open_options):
             ranks = f"{rule.option} has to fit parallel.dp, which the file does not have: --dp N checks it"
@@ -315,11 +328,11 @@ def _check_rule(found: Imported, rule: Rule, known: dict[str, Any]) -> None:
                 if "parallel.dp" in open_options
                 else f"set {' and '.join(open_options)} to fit: {rule.describe(context)}"
             )
-            found.remark(found.setter(rule.option), "open", why)
+            imported.remark(imported.setter(rule.option), "open", why)
     elif rule.option == "parallel.cp" and cp > 1:
         without = (
             f"Without it the run has {world // cp} processes, not {world}: the same batch, in larger parts."
         )
-        found.drop(rule.option, f"{rule.describe(context)} {without}")
+        imported.drop(rule.option, f"{rule.describe(context)} {without}")
     else:
-        found.drop(rule.option, rule.describe(context))
+        imported.drop(rule.option, rule.describe(context))

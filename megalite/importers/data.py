@@ -42,18 +42,18 @@ class ImportedDataset:
     @property
     def options(self) -> tuple[str, ...]:
         """All options but --input; datasets with the same ones are prepared together."""
-        found = [] if self.text else ["--chat"]
+        options = [] if self.text else ["--chat"]
         if self.text and any(name.endswith(".json") for name in self.inputs):
-            found += ["--format", "jsonl"]  # a .json is one text by its suffix
+            options += ["--format", "jsonl"]  # a .json is one text by its suffix
         if self.text and self.text_key != "text":
-            found += ["--text_key", self.text_key]
+            options += ["--text_key", self.text_key]
         if self.keys and not self.text:
-            found += ["--keys", ",".join(self.keys)]
+            options += ["--keys", ",".join(self.keys)]
         if self.split != "train":
-            found += ["--split", self.split]
+            options += ["--split", self.split]
         if self.loss_on_all and not self.text:
-            found += ["--loss_on", "all"]
-        return tuple(found)
+            options += ["--loss_on", "all"]
+        return tuple(options)
 
 
 def located(name: object, files: object = None, configuration: object = None) -> tuple[str, ...]:

@@ -325,11 +325,11 @@ def defaults(source: ImportedFile) -> dict[str, Any]:
     """DeepSpeed's defaults that differ from ours; those of the optimizer and the schedule if the file chooses
     one."""
     # in old versions true meant stage 1
-    found = {} if type(source.get(ZERO[:-1])) is bool else {f"{ZERO}stage": 0}
+    defaults = {} if type(source.get(ZERO[:-1])) is bool else {f"{ZERO}stage": 0}
     if f"{ADAM}max_grad_norm" not in source.leaves:
-        found["gradient_clipping"] = 0
-    found |= {ADAM + key: value for key, value in default_adam(source).items()}
-    return found | {WARMUP + key: value for key, value in default_warmup(source).items()}
+        defaults["gradient_clipping"] = 0
+    defaults |= {ADAM + key: value for key, value in default_adam(source).items()}
+    return defaults | {WARMUP + key: value for key, value in default_warmup(source).items()}
 
 
 def default_adam(source: ImportedFile) -> dict[str, Any]:

@@ -89,15 +89,15 @@ def _named(option: str, value: Any, own: dict[str, str], source: ImportedFile) -
     knows them.
     """
     model = next((source.leaves[key] for key in MODELS if isinstance(source.get(key), str)), None)
-    found, unknown = [], []
+    known, unknown = [], []
     for name in (str(name).strip() for name in (value if isinstance(value, list) else str(value).split(","))):
         try:
             if name not in own:
                 with_own_names({option: [name], "model.from_hf": model})
-            found.append(own.get(name, name))
+            known.append(own.get(name, name))
         except ConfigError:
             unknown.append(name)
-    return [*dict.fromkeys(found)], unknown
+    return [*dict.fromkeys(known)], unknown
 
 
 def targets(value: Any, source: ImportedFile) -> Verdict:
@@ -146,10 +146,10 @@ def warmup_ratio(value: Any, source: ImportedFile) -> Verdict:
 
 
 def decay(value: Any, source: ImportedFile) -> Verdict:
-    found = DECAYS.get(word(value))
+    name = DECAYS.get(word(value))
     return (
-        honoured({"optimizer.decay": found})
-        if found
+        honoured({"optimizer.decay": name})
+        if name
         else lost("optimizer.decay is cosine, linear, wsd or constant: set the nearest")
     )
 
@@ -168,11 +168,11 @@ def optimizer(value: Any, source: ImportedFile) -> Verdict:
 def muon(source: ImportedFile) -> dict[str, Any]:
     """Muon as axolotl and LLaMA-Factory run it: one rate for all tensors, with updates of matrices as large
     as AdamW's."""
-    found = {
+    options = {
         "muon.lr": source.number("learning_rate"),
         "muon.weight_decay": source.number("weight_decay") or 0.0,
     }
-    given = {option: value for option, value in found.items() if value is not None}
+    given = {option: value for option, value in options.items() if value is not None}
     return {"optimizer.name": "muon", "muon.adjust_lr": "match_rms_adamw"} | given
 
 

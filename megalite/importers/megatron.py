@@ -597,7 +597,7 @@ def table(source: ImportedFile) -> Table:
 
 def defaults(source: ImportedFile) -> dict[str, Any]:
     """Megatron-LM's defaults that differ from ours."""
-    found = {
+    values = {
         **{
             "use-distributed-optimizer": False,
             "adam-beta1": 0.9,
@@ -608,11 +608,11 @@ def defaults(source: ImportedFile) -> dict[str, Any]:
         **{"log-interval": 100, "eval-interval": 1000, "eval-iters": 100},
     }
     if source.size("mtp-num-layers"):
-        found |= {"mtp-loss-scaling-factor": 0.1}
+        values |= {"mtp-loss-scaling-factor": 0.1}
     if "data-path" in source.leaves:
-        found |= {"split": "969,30,1"}
+        values |= {"split": "969,30,1"}
     if source.on("fp16"):
-        found |= {"initial-loss-scale": 2.0**32}
+        values |= {"initial-loss-scale": 2.0**32}
     if BATCH.total not in source.leaves and source.dp and (micro := source.size(BATCH.micro)):
-        found |= {BATCH.total: micro * source.dp}
-    return found | megatron_model.defaults(source) | megatron_experts.defaults(source)
+        values |= {BATCH.total: micro * source.dp}
+    return values | megatron_model.defaults(source) | megatron_experts.defaults(source)

@@ -65,10 +65,10 @@ def pattern(value: Any, layers: int) -> list[bool] | None:
     if type(value) is int and value > 0:
         return [layer % value == 0 for layer in range(layers)]
     try:
-        found = _list(ast.parse(str(value), mode="eval").body)
+        parsed = _list(ast.parse(str(value), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError):
         return None
-    return [bool(each) for each in found] if isinstance(found, list) and len(found) == layers else None
+    return [bool(each) for each in parsed] if isinstance(parsed, list) and len(parsed) == layers else None
 
 
 def _list(node: ast.expr) -> Any:
@@ -92,16 +92,16 @@ def _list(node: ast.expr) -> Any:
 def _mixtures(source: ImportedFile) -> int | None:
     """Number of layers with experts; None if it is not known."""
     layers = source.size("num-layers")
-    found = pattern(source.get("moe-layer-freq", 1), layers) if layers else None
-    return sum(found) if found else None
+    mixtures = pattern(source.get("moe-layer-freq", 1), layers) if layers else None
+    return sum(mixtures) if mixtures else None
 
 
 def _layers(value: Any, source: ImportedFile) -> Verdict:
     layers = source.size("num-layers")
-    found = pattern(value, layers) if layers else None
-    if found is None:
+    mixtures = pattern(value, layers) if layers else None
+    if mixtures is None:
         return lost("set model.mlp_only_layers to the layers without experts")
-    dense = [layer for layer, mixture in enumerate(found) if not mixture]
+    dense = [layer for layer, mixture in enumerate(mixtures) if not mixture]
     return (
         honoured({"model.mlp_only_layers": dense}) if dense else harmless("every layer has experts, as here")
     )
@@ -275,7 +275,7 @@ def defaults(source: ImportedFile) -> dict[str, Any]:
     """Defaults of mixtures that differ from ours; nothing without experts."""
     if source.get("num-experts", 0) in (0, None):
         return {}
-    found: dict[str, Any] = (
+    values: dict[str, Any] = (
         {}
         if "topk" in source.leaves
         else {"topk": 1}
@@ -283,7 +283,7 @@ def defaults(source: ImportedFile) -> dict[str, Any]:
         else {TOPK: 2}
     )
     if (source.size("expert-model-parallel-size") or 1) > 1:
-        found |= {"moe-token-dispatcher-type": "allgather"}
+        values |= {"moe-token-dispatcher-type": "allgather"}
     if (tp := source.size("tensor-model-parallel-size") or 1) > 1:
-        found |= {"expert-tensor-parallel-size": tp}
-    return found
+        values |= {"expert-tensor-parallel-size": tp}
+    return values

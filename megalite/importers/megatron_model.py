@@ -266,16 +266,16 @@ TABLE: Table = {
 
 def defaults(source: ImportedFile) -> dict[str, Any]:
     """GPT's defaults that differ from ours; nothing if no model is given."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if source.on("group-query-attention") and not latent_attention.is_on(source):
-        found["num-query-groups"] = 1
+        values["num-query-groups"] = 1
     if source.on("use-rope-scaling"):
-        found["rope-scaling-factor"] = 8.0
+        values["rope-scaling-factor"] = 8.0
     if latent_attention.is_on(source):
-        found |= latent_attention.DEFAULTS
+        values |= latent_attention.DEFAULTS
     if HIDDEN not in source.leaves:
-        return found
-    return found | {
+        return values
+    return values | {
         **{
             "position-embedding-type": "learned_absolute",
             "normalization": "LayerNorm",

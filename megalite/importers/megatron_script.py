@@ -41,18 +41,18 @@ def parse(
     Arguments that are not known at all are keys, such as ${MORE}. Raises ConfigError if the text has no
     training command.
     """
-    found = commands(text, lambda words: _start(words, marks) is not None, read, name)
-    runs = [run for run in found.runs if any(word.startswith("--") for word in run.words)]
+    result = commands(text, lambda words: _start(words, marks) is not None, read, name)
+    runs = [run for run in result.runs if any(word.startswith("--") for word in run.words)]
     if not runs:
-        runs = _of_variables(found, marks)
+        runs = _of_variables(result, marks)
     if not runs:
-        sources = found.unread.get("source", [])
+        sources = result.unread.get("source", [])
         why = (
             f" It runs {', '.join(sources)}, which cannot be read from here: give that script."
             if sources
             else ""
         )
-        given = ", ".join(part.source for run in found.runs for word in run.words for part in word.unknown)
+        given = ", ".join(part.source for run in result.runs for word in run.words for part in word.unknown)
         why += f" Its command takes {given} from outside." if given else ""
         raise ConfigError(
             f"the text has no command that runs a .py file with --options.{why} Give the command, or the "
@@ -62,7 +62,7 @@ def parse(
     arguments = _arguments(best, marks, switches)
     notes = {
         kind: texts
-        for kind, texts in found.unread.items()
+        for kind, texts in result.unread.items()
         if kind != "source" or any(word.unknown for word in best.words)
     }
     others = [run for run in runs if 2 * _score(run.words, marks) >= _score(best.words, marks) > 0]
@@ -82,13 +82,13 @@ def parse(
     }
 
 
-def _of_variables(found: ScriptResult, marks: Collection[str]) -> list[ScriptCommand]:
+def _of_variables(result: ScriptResult, marks: Collection[str]) -> list[ScriptCommand]:
     """The arguments in the variables of a script that only sets them, for others to read."""
-    scores = {name: _score(words, marks) for name, words in found.variables.items()}
+    scores = {name: _score(words, marks) for name, words in result.variables.items()}
     names = [name for name, score in scores.items() if score] if max(scores.values(), default=0) > 1 else []
     if names:
-        found.unread["variables"] = names
-    return [ScriptCommand([word for name in names for word in found.variables[name]], 0)] if names else []
+        result.unread["variables"] = names
+    return [ScriptCommand([word for name in names for word in result.variables[name]], 0)] if names else []
 
 
 def _arguments(run: ScriptCommand, marks: Collection[str], switches: Collection[str]) -> dict[str, Any]:
@@ -144,22 +144,22 @@ def _unknown(word: str) -> bool:
 
 
 def _options(words: list[Word], switches: Collection[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     name: str | None = None
     for given in _separated(words):
         whole = len(given.unknown) == 1 and given.unknown[0].source == given
         if given.startswith("--"):
             name, equals, value = given[2:].partition("=")
             name = name.replace("_", "-")
-            found[name] = [_value(_with(value, given.unknown))] if equals else []
+            arguments[name] = [_value(_with(value, given.unknown))] if equals else []
             name = None if equals else name
-        elif whole and (name is None or _is_further(name, found[name], given, switches)):
-            found[f"$({given[1:-1]})" if given.startswith("`") else given] = [given]
+        elif whole and (name is None or _is_further(name, arguments[name], given, switches)):
+            arguments[f"$({given[1:-1]})" if given.startswith("`") else given] = [given]
         elif name is not None:
-            found[name].append(_value(given))
+            arguments[name].append(_value(given))
     return {
         name: True if not values else values[0] if len(values) == 1 else values
-        for name, values in found.items()
+        for name, values in arguments.items()
     }
 
 
@@ -202,7 +202,7 @@ def _value(text: Word) -> Any:
 def of_mapping(given: dict[Any, Any]) -> dict[str, Any]:
     """The arguments --name: value of a mapping; false leaves a switch out. Other keys are kept, as unknown
     ones."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for key, value in given.items():
         name = str(key)[2:].replace("_", "-") if str(key).startswith("--") else str(key)
         parts = [
@@ -216,8 +216,8 @@ def of_mapping(given: dict[Any, Any]) -> dict[str, Any]:
             )
         ]
         if value is not False:
-            found[name] = parts[0] if len(parts) == 1 else parts
-    return found
+            arguments[name] = parts[0] if len(parts) == 1 else parts
+    return arguments
 
 
 def _of_text(part: Any) -> Any:

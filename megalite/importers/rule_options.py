@@ -1,5 +1,7 @@
-"""Which options a rule reads, and which of them a file leaves open: a rule that reads one of those is judged
-by a default."""
+"""Which options a rule reads, and which of them a file leaves open.
+
+A rule that reads an open option is judged by a default.
+"""
 
 from __future__ import annotations
 
@@ -39,21 +41,22 @@ def read_by(rule: Rule, context: RuleContext) -> set[str]:
     return reads
 
 
-def left_open(options: set[str], given: Container[str], asked: Container[str], has_shape: bool) -> list[str]:
-    """Those of `options` that neither a file nor its model gives.
+def left_open(options: set[str], given: Container[str], to_set: Container[str], has_shape: bool) -> list[str]:
+    """The options that neither a file nor its model gives.
 
-    asked: options that the file asks the user to set; has_shape: whether there are sizes of a model, which is
-    complete with its other fields at their defaults.
+    Args:
+        given: options of the file and its model.
+        to_set: options that the user has to set.
+        has_shape: whether there are sizes of a model, which is complete with its other fields at their
+            defaults.
     """
 
     def is_open(option: str) -> bool:
         if option in given:
             return False
-        return (
-            option in SHAPE or not has_shape
-            if option.startswith("model.")
-            else option in OPEN or option in asked
-        )
+        if option.startswith("model."):
+            return option in SHAPE or not has_shape
+        return option in OPEN or option in to_set
 
     return sorted(filter(is_open, options))
 

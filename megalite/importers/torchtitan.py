@@ -195,12 +195,12 @@ def _tensor(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _pipeline(value: Any, source: ImportedFile) -> Verdict:
-    found = SCHEDULES.get(source.word(f"{PARALLEL}pipeline_parallel_schedule").replace("_", ""))
+    schedule = SCHEDULES.get(source.word(f"{PARALLEL}pipeline_parallel_schedule").replace("_", ""))
     if value == 1:
         return honoured({"parallel.pp": 1})
-    if found is None:
+    if schedule is None:
         return honoured({"parallel.pp": value}, "its schedule is not one of parallel.schedule: set that")
-    return honoured({"parallel.pp": value, "parallel.schedule": found})
+    return honoured({"parallel.pp": value, "parallel.schedule": schedule})
 
 
 def _context(value: Any, source: ImportedFile) -> Verdict:

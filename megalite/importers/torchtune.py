@@ -86,10 +86,10 @@ def _optimizer(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _schedule(value: Any, source: ImportedFile) -> Verdict:
-    found = SCHEDULES.get(component(source, "lr_scheduler").upper())
+    decay = SCHEDULES.get(component(source, "lr_scheduler").upper())
     return (
-        honoured({"optimizer.decay": found})
-        if found
+        honoured({"optimizer.decay": decay})
+        if decay
         else lost("optimizer.decay is cosine, linear, wsd or constant")
     )
 
@@ -120,8 +120,8 @@ def resolved(source: ImportedFile) -> ImportedFile:
         if whole and whole[1] in source.leaves:
             return value(source.leaves[whole[1]], depth + 1)
         return REFERENCE.sub(
-            lambda found: (
-                str(value(source.leaves[found[1]], depth + 1)) if found[1] in source.leaves else found[0]
+            lambda match: (
+                str(value(source.leaves[match[1]], depth + 1)) if match[1] in source.leaves else match[0]
             ),
             given,
         )

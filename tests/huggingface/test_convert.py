@@ -289,13 +289,13 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda d: rewrite(d, lambda t: t.update({"lm_head.weight": torch.ones(VOCAB, 32)})),
         "lm_head.weight is not the embedding, though config.json says tie_word_embeddings",
     ),
-    "quantised": (
+    "quantized": (
         lambda d: edit(d / "config.json", quantization_config={"bits": 4}),
         "quantization_config = {'bits': 4} is not handled",
     ),
     "stored as int8": (
         lambda d: rewrite(d, to_int8),
-        "model.norm.weight is of type I8. Quantised weights are not handled",
+        "model.norm.weight is of type I8. Quantized weights are not handled",
     ),
     "family": (
         lambda d: edit(d / "config.json", model_type="mamba"),

@@ -102,7 +102,7 @@ def test_a_part_is_read_as_of_the_whole(tmp_path: Path) -> None:
 
 
 def test_transformers_reads_the_same(tmp_path: Path) -> None:
-    """Without a GPU it dequantises; sizes that 128 divides, or below it: it does not find the blocks of others."""
+    """Without a GPU it dequantizes; sizes that 128 divides, or below it: it does not find the blocks of others."""
     from transformers import AutoModelForCausalLM
 
     write(tmp_path / "theirs", EVEN)

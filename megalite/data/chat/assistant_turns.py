@@ -26,7 +26,7 @@ before it."""
 
 
 class NotLocated(Exception):
-    """A turn cannot be told from what the template writes."""
+    """The template's text does not show where a turn is."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Turn:
 
     @property
     def spans(self) -> list[Span]:
-        """What the loss counts."""
+        """The spans whose tokens have loss."""
         return [(self.start, self.stop)] + ([] if self.closing is None else [self.closing])
 
 
@@ -72,7 +72,7 @@ class TurnFinder:
 
     Args:
         write: renders messages; with True, then the header of the assistant's next turn. Raises DataError.
-        layout: that of the template.
+        layout: the template's layout.
     """
 
     def __init__(self, write: Callable[[list[Message], bool], str], layout: TemplateLayout):
@@ -129,7 +129,7 @@ class TurnFinder:
         last = {key: value for key, value in messages[-1].items() if key in ("role", "tool_calls")} | {
             "content": PROBE
         }
-        found = []
+        candidates = []
         for role in ("tool", "user") if last.get("tool_calls") else ("user",):
             try:
                 said = self._write([*messages[:-1], last], False)
@@ -137,8 +137,9 @@ class TurnFinder:
             except DataError:  # the role may not follow
                 continue
             if longer.startswith(said) and (marker := _first(longer, len(said), self._layout.markers)):
-                found.append((longer[slice(*marker)] not in self._layout.ends, longer[len(said) : marker[1]]))
-        return min(found, key=lambda each: each[0])[1] if found else ""
+                ends_model_text = longer[slice(*marker)] in self._layout.ends
+                candidates.append((ends_model_text, longer[len(said) : marker[1]]))
+        return max(candidates, key=lambda candidate: candidate[0])[1] if candidates else ""
 
     def _start(self, messages: list[Message], opened: str, body: str, earlier: int) -> int:
         """Where the last message begins: after the generation prompt, up to REASONING; without one, with its
@@ -182,8 +183,10 @@ class TurnFinder:
 
 
 def _common(text: str, whole: str, added: tuple[str, ...]) -> str | None:
-    """The text without what only a last message has at its end, a token and white space around it; None if
-    what is left is not how the whole begins."""
+    """The text without the token and white space that only a last message ends with.
+
+    None if `whole` does not begin with the rest.
+    """
     if whole.startswith(text):
         return text
     stripped = text.rstrip()

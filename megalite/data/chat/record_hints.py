@@ -14,7 +14,7 @@ ROLES |= dict.fromkeys(("observation", "function_response", "function"), "tool")
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 QUESTIONS = ("instruction", "question", "query", "prompt", "input", "inputs", "problem", "user")
 ANSWERS = ("output", "answer", "response", "completion", "target", "targets", "solution", "assistant")
-"""Names that data sets give to what is asked and what is answered."""
+"""Names that data sets give to questions and answers."""
 NOT_TEXT = re.compile(
     r"[\W\d_]*|[+-]?[\d.,]*(?:e[+-]?\d+|nan|inf)|\d{4}-\d\d-\d\dT\S*|\w+://\S+|[\da-f-]{16,}", re.IGNORECASE
 )
@@ -63,13 +63,13 @@ def _conversation(record: Record) -> str:
             and (names := _names_in_message(value[0])) is not None
         ):
             return f"--chat --keys {','.join([f'messages={key}', *names])}"
-    asked = next((key for key in QUESTIONS if _is_text(record, key)), None)
-    answered = next((key for key in ANSWERS if _is_text(record, key)), None)
-    if asked is None or answered is None:
+    question = next((key for key in QUESTIONS if _is_text(record, key)), None)
+    answer = next((key for key in ANSWERS if _is_text(record, key)), None)
+    if question is None or answer is None:
         return ""
     names = [
         f"{ours}={theirs}"
-        for ours, theirs in (("instruction", asked), ("output", answered))
+        for ours, theirs in (("instruction", question), ("output", answer))
         if ours != theirs
     ]
     return f"--chat --keys {','.join(names)}"

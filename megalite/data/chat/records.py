@@ -75,7 +75,7 @@ class Conversation:
     Attributes:
         form: the format of the record.
         tools: the record's tools as objects.
-        prompt: number of messages at the beginning that belong to the prompt, whose turns are not learned.
+        prompt: number of messages at the beginning that belong to the prompt, whose turns have no loss.
         unweighted: numbers of the assistant's messages with weight 0.
     """
 
@@ -88,7 +88,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class PromptCompletion:
-    """A text to continue, and its continuation, which is learned."""
+    """A text and its continuation; the loss is computed on the continuation."""
 
     prompt: str
     completion: str
@@ -101,7 +101,7 @@ class RecordReader:
 
     Attributes:
         keys: (ours, theirs): names of keys in the records where they are not the formats' own.
-        drop_other_parts: parts of a content that are not text are left out instead of refused.
+        drop_other_parts: drop the parts of a content that are not text; otherwise they are errors.
     """
 
     keys: tuple[tuple[str, str], ...] = ()
@@ -139,12 +139,15 @@ class RecordReader:
         return {ours: item[theirs] for theirs, ours in mapped.items()} | kept if mapped else item
 
     def _from_pair(self, record: dict[str, Any], where: object) -> Conversation | PromptCompletion:
-        """Texts are a Pair; lists of messages are one conversation, of which the completion is learned."""
+        """Two texts are a PromptCompletion; two lists of messages are one conversation.
+
+        The loss is computed on the completion.
+        """
         if record.get("label") is False:  # TRL's unpaired preferences
             raise BadRecord(
                 where,
                 " has label false: its completion is one to avoid.",
-                "Remove such records: every completion is learned.",
+                "Remove such records: the loss is computed on every completion.",
             )
         prompt, completion = record["prompt"], record["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
@@ -174,8 +177,8 @@ class RecordReader:
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
             raise BadRecord(where, f": {key} is not a list of messages.", WAY_OUT)
         turns = [self._renamed(turn, KEYS_OF_MESSAGES) for turn in turns]
-        found = _Messages("sharegpt" if turns[0].get("from") is not None else "messages")
-        who, what = ("from", "value") if found.form == "sharegpt" else ("role", "content")
+        parsed = _Messages("sharegpt" if turns[0].get("from") is not None else "messages")
+        who, what = ("from", "value") if parsed.form == "sharegpt" else ("role", "content")
         for number, turn in enumerate(turns):
             place = MessageAt(where, number + 1, key)
             role, content = turn.get(who), self._text(turn.get(what), place)
@@ -189,9 +192,9 @@ class RecordReader:
                     place, f" is by {turn[who]}.", f"Known roles: {', '.join((*KNOWN_ROLES, *ROLES))}."
                 )
             if not _weight(turn, role, place):
-                found.unweighted.add(number)
-            found.messages.append({"role": role, "content": content, **others})
-        return found
+                parsed.unweighted.add(number)
+            parsed.messages.append({"role": role, "content": content, **others})
+        return parsed
 
     def _text(self, content: Any, place: object) -> str | None:
         """A content that is a text, or a list of text parts, which are joined; None if it is neither."""

@@ -1,4 +1,4 @@
-"""Conversations to tokens by a chat template, and which of the tokens the assistant writes.
+"""Conversations → tokens by a chat template, and a mask of the tokens that the assistant writes.
 
 A template is Jinja source as in Hugging Face tokenizers, rendered as they render it. The assistant's text, up
 to and including the token that ends its turn, is located exactly: by the template's {% generation %} marks if
@@ -38,7 +38,7 @@ def read_template(path: Path) -> str:
 
 
 def template_hash(source: str) -> str:
-    """What identifies a template."""
+    """Returns the hash that identifies a template."""
     return sha256(source.encode()).hexdigest()[:16]
 
 
@@ -47,13 +47,14 @@ class ChatTemplate:
 
     Args:
         source: Jinja source; by default the tokenizer's own template or, if it has none, DEFAULT_TEMPLATE.
-        require_end: raise an error where no token ends a turn that counts: a model does not learn from it to
-        stop.
+        require_end: raise an error if no token ends a turn with loss: the model would not learn to stop.
 
-    Attributes: `source`, and `hash`, which identifies it.
+    Attributes:
+        source: Jinja source.
+        hash: identifies the template.
 
     Raises:
-        DataError: the tokenizer has templates and none of them is the default, as in transformers.
+        DataError: the tokenizer has templates, but no default one, as in transformers.
     """
 
     def __init__(self, tokenizer: Tokenizer, source: str | None = None, *, require_end: bool = False):
@@ -99,8 +100,7 @@ class ChatTemplate:
 
         Raises:
             DataError: the template cannot render the conversation, ignores its tools or calls, or the
-            assistant's turns or, if required,
-                their ends cannot be located.
+                assistant's turns or, if required, their ends cannot be located.
         """
         read = self._read(messages, tools)
         self._check_tools(read)
@@ -138,11 +138,10 @@ class ChatTemplate:
         return [token for token, _, _ in self._tokenizer.encode_rendered(text)]
 
     def end_of_turn(self) -> int | None:
-        """The token with which the assistant ends its turn: the last one that counts, except for one that
-        ends the conversation.
+        """The token that ends the assistant's turn: the last with loss that does not end the conversation.
 
-        None if that is no token of its own but text, such as a line break, which the assistant writes within
-        a turn, too. Raises DataError as `render`.
+        None if text ends the turn, such as a line break, which can also be within a turn. Raises DataError as
+        `render`.
         """
         read = self._read([{"role": "user", "content": "?"}, {"role": "assistant", "content": "said"}], None)
         stop = (
@@ -150,12 +149,11 @@ class ChatTemplate:
             if read.marks is not None
             else self._turn(read, 1).stop
         )
-        said = read.text[:stop].rstrip()
-        if not said.endswith(self._layout.added):
+        text = read.text[:stop].rstrip()
+        if not text.endswith(self._layout.added):
             return None
-        return [token for token, start, _ in self._tokenizer.encode_rendered(read.text) if start < len(said)][
-            -1
-        ]
+        placed = self._tokenizer.encode_rendered(read.text)
+        return [token for token, start, _ in placed if start < len(text)][-1]
 
     def _marked(self, value: Any) -> Any:
         """The value with marks around text that is spelled like a control token, and lone surrogates
@@ -177,8 +175,10 @@ class ChatTemplate:
         return _Rendered(said, tools, text, end, None, finder)
 
     def _check_tools(self, read: _Rendered) -> None:
-        """Raise DataError if the template writes the same text without the tools, or without the calls of a
-        message: such a call would be learned as an empty turn."""
+        """Raise DataError if the template ignores the tools, or the tool calls of a message.
+
+        It does if it writes the same text without them: a call would be trained on as an empty turn.
+        """
         for i, message in enumerate(read.messages):
             if message.get("tool_calls"):
                 without = {key: value for key, value in message.items() if key != "tool_calls"}
@@ -186,7 +186,7 @@ class ChatTemplate:
                     read.written, [*read.messages[:i], without, *read.messages[i + 1 :]], read.tools
                 ):
                     self._refuse(
-                        f"the tool_calls of message {i + 1}, which would be learned as a turn without them"
+                        f"the tool_calls of message {i + 1}, which would be trained on as a turn without them"
                     )
         if read.tools and self._writes(read.written, read.messages, None):
             self._refuse("the record's tools")
@@ -242,19 +242,16 @@ class ChatTemplate:
     def _cannot_end(self, i: int) -> NoReturn:
         raise DataError(
             f"{self._name} has no token that ends the assistant's message {i + 1} and counts in the loss: "
-            "the model would not learn to "
-            "stop. Give a --chat_template FILE that writes eos_token after it, or accept that with "
-            "--end_of_turn optional."
+            "the model would not learn to stop. Give a --chat_template FILE that writes eos_token after it, "
+            "or accept that with --end_of_turn optional."
         )
 
     def _cannot_locate(self, i: int) -> NoReturn:
         raise DataError(
             f"{self._name} renders the messages up to number {i + 1} differently when others follow, or "
             "opens the assistant's turn differently than its prompt: what the assistant writes cannot be "
-            "located. "
-            "Give a --chat_template FILE that has {% generation %} … {% endgeneration %} around it, or use "
-            "--loss_on all, or, if only "
-            "earlier turns differ, --loss_on last."
+            "located. Give a --chat_template FILE that has {% generation %} … {% endgeneration %} around it, "
+            "or use --loss_on all, or, if only earlier turns differ, --loss_on last."
         )
 
 

@@ -1,5 +1,4 @@
-"""Tools and tool calls of chat records: what is given as JSON text becomes the objects that chat templates
-read.
+"""Tools and tool calls of chat records: JSON text is parsed to the objects that chat templates read.
 
 OpenAI's `function.arguments` is always JSON text, and data sets often store `tools` and `parameters` as text,
 since their values have no common schema. A template that writes `arguments | tojson` would quote such text a
@@ -17,7 +16,7 @@ Fields = dict[str, Any]
 
 
 class BadTools(DataError):
-    """Tools or calls that are not what a template can read: what is wrong with them, and a way out."""
+    """Tools or tool calls that no template can read: the problem, and a way out."""
 
     def __init__(self, problem: str, way_out: str):
         super().__init__(problem, way_out)

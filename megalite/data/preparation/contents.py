@@ -134,9 +134,9 @@ def other_kind(raw: bytes) -> tuple[str, str] | None:
         return "is text in UTF-16 or UTF-32, not UTF-8", "Convert it: iconv -f UTF-16 -t UTF-8."
     if raw.startswith(GIT_LFS):
         return "is a pointer of Git LFS, not the file itself", "Run git lfs pull where it was cloned."
-    if (found := next((name for magic, name in OTHERS.items() if raw.startswith(magic)), None)) is not None:
+    if (kind := next((name for magic, name in OTHERS.items() if raw.startswith(magic)), None)) is not None:
         way_out = "Add --format parquet" if raw.startswith(PARQUET) else "Give its text"
-        return f"is {found}, not text", f"{way_out}, or leave it out with --exclude."
+        return f"is {kind}, not text", f"{way_out}, or leave it out with --exclude."
     return None
 
 
@@ -151,8 +151,8 @@ def other_kind_of(path: Path) -> tuple[str, str] | None:
 
 def not_text(raw: bytes) -> tuple[str, str] | None:
     """As `other_kind`, and what else is no text: a file with NUL bytes in its beginning."""
-    if (found := other_kind(raw)) is not None:
-        return found
+    if (kind := other_kind(raw)) is not None:
+        return kind
     if b"\0" in raw[:LOOKED_AT]:
         return "is a binary file, not text: it has NUL bytes", "Leave it out with --exclude."
     return None
@@ -203,34 +203,34 @@ def _records(plain: BinaryIO) -> Records | None:
         return Records("lines", frozenset({TEXT_KEY}), True, strings=True)
     if not first.startswith(b"{"):
         return None
-    if (found := _object(first)) is not None:
+    if (record := _object(first)) is not None:
         return Records(
             "lines",
-            frozenset(found),
+            frozenset(record),
             any(line.strip() for line in iter(lambda: plain.readline(BEGINNING), b"")),
         )
     rest = plain.read(LONGEST)
-    if (found := _object(first + rest)) is not None:
-        return Records("one", frozenset(found), False)
+    if (record := _object(first + rest)) is not None:
+        return Records("one", frozenset(record), False)
     for line in islice(rest[:BEGINNING].splitlines(), LINES):
-        if (found := _object(line)) is not None:
-            return Records("lines", frozenset(found), True)  # the first one is damaged
-    found = _leading_object((first + rest[:BEGINNING]).decode(errors="replace"))
-    return None if found is None else Records("apart", frozenset(found), True)
+        if (record := _object(line)) is not None:
+            return Records("lines", frozenset(record), True)  # the first one is damaged
+    record = _leading_object((first + rest[:BEGINNING]).decode(errors="replace"))
+    return None if record is None else Records("apart", frozenset(record), True)
 
 
 def _object(raw: bytes) -> dict[str, Any] | None:
     """An object that has keys; None if the bytes are anything else."""
     try:
-        found = json.loads(raw.decode(errors="replace"))
+        value = json.loads(raw.decode(errors="replace"))
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and found else None
+    return value if isinstance(value, dict) and value else None
 
 
 def _leading_object(text: str) -> dict[str, Any] | None:
     try:
-        found, _ = json.JSONDecoder().raw_decode(text)
+        value, _ = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and found else None
+    return value if isinstance(value, dict) and value else None

@@ -37,9 +37,9 @@ def summary_of(prefix: Path, key: str) -> dict[str, Any] | None:
             and companion(prefix, "bin").is_file()
             and _tokenizer_is_unchanged(prefix)
         ):
-            found = {name: facts[name] for name in TOP} | stored | {"existing": True}
-            del found["key"]
-            return found
+            summary = {name: facts[name] for name in TOP} | stored | {"existing": True}
+            del summary["key"]
+            return summary
         changed = "" if _tokenizer_is_unchanged(prefix) else ", which has changed since or is gone"
     except ConfigError:
         facts, changed = {}, ""

@@ -29,7 +29,7 @@ class Encoded:
         ends it. sizes: number of tokens of each document.
         continues: the first one is not a document but the continuation of the last one of the task before.
         mask: 1 for each token whose loss is counted, else 0; None if all are counted. empty, too_long,
-        without_loss: number of documents without text, longer than the maximum, and without a token to learn
+        without_loss: number of documents without text, longer than the maximum, and without a token with loss
         from. replaced: number of documents with bytes that are not valid UTF-8. bad, bad_first: number of bad
         records that were skipped, and the first of them. forms: formats of the conversations.
     """

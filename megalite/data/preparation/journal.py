@@ -53,11 +53,11 @@ class Journal:
     def __init__(self, prefix: Path, key: str):
         self._prefix, self._key, self._path, self.kept = prefix, key, temporary(prefix, "journal"), False
         self._saved = time.monotonic()
-        found = self._read()
-        self.state = found["state"] if found.get("key") == key else None
-        self.foreign = bool(found) and self.state is None
+        journal = self._read()
+        self.state = journal["state"] if journal.get("key") == key else None
+        self.foreign = bool(journal) and self.state is None
         if self.state is None:
-            self._clear(found)
+            self._clear(journal)
 
     def due(self) -> bool:
         """Whether the last save is long enough ago."""
@@ -80,15 +80,15 @@ class Journal:
 
     def _read(self) -> dict[str, Any]:
         try:
-            found = json.loads(self._path.read_text(encoding="utf-8"))
+            journal = json.loads(self._path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return journal if isinstance(journal, dict) else {}
 
-    def _clear(self, found: dict[str, Any]) -> None:
+    def _clear(self, journal: dict[str, Any]) -> None:
         for path in [
             *self._prefix.parent.glob(temporary(self._prefix, "*").name),
-            *map(Path, found.get("others", [])),
+            *map(Path, journal.get("others", [])),
         ]:
             if path != temporary(self._prefix, "lock"):
                 path.unlink(missing_ok=True)

@@ -168,8 +168,8 @@ def prepare(
     )
     workers = workers or default_workers(sum(source.size for source in sources))
     with locked(prefix):
-        if not overwrite and (found := earlier.summary_of(prefix, key)) is not None:
-            return PreparationSummary(str(prefix), **found)
+        if not overwrite and (summary := earlier.summary_of(prefix, key)) is not None:
+            return PreparationSummary(str(prefix), **summary)
         if not overwrite and train_tokenizer is not None:
             earlier.check_new(Path(tokenizer))
         with Journal(prefix, key) as journal:
@@ -285,7 +285,7 @@ def _write_parts(
 
 
 def _check_left(summary: PreparationSummary, chat: Chats) -> None:
-    """Raise DataError if conversations were read but none of them can be learned from."""
+    """Raise DataError if conversations were read but none has a token with loss."""
     if not summary.documents and summary.too_long + summary.without_loss:
         long = (
             f"{summary.too_long:,} conversations were longer than --max_length {chat.max_length}, "
@@ -294,8 +294,7 @@ def _check_left(summary: PreparationSummary, chat: Chats) -> None:
         )
         raise DataError(
             f"{summary.prefix}: the input has nothing to train on: {long}{summary.without_loss:,} had no "
-            "token to learn under --loss_on "
-            f"{chat.loss_on}. Nothing was written."
+            f"token with loss under --loss_on {chat.loss_on}. Nothing was written."
         )
 
 

@@ -124,8 +124,8 @@ def _unusable(path: Path, size: int, lines: bool = False) -> Task | None:
             start = b"" if lines and plain is not file else plain.read(LOOKED_AT)
     except Damage as error:
         return _unreadable(path, size, error)
-    found = other_kind(start) if lines else not_text(start)
-    return None if found is None else _only_bad(path, size, *found)
+    problem = other_kind(start) if lines else not_text(start)
+    return None if problem is None else _only_bad(path, size, *problem)
 
 
 def _unreadable(path: Path, size: int, error: Damage) -> Task:
@@ -197,8 +197,8 @@ class JsonLines:
         try:
             with opened(self._path) as (plain, file):
                 for number, line in enumerate(plain, 1):
-                    if number == 1 and (found := other_kind(line)):
-                        yield _only_bad(self._path, self.size, *found)
+                    if number == 1 and (problem := other_kind(line)):
+                        yield _only_bad(self._path, self.size, *problem)
                         return
                     lines.append((number, line))
                     length += len(line)
@@ -227,8 +227,8 @@ class JsonDocument:
         except Damage as error:
             yield _unreadable(self._path, self.size, error)
             return
-        if found := other_kind(raw):
-            yield _only_bad(self._path, self.size, *found)
+        if problem := other_kind(raw):
+            yield _only_bad(self._path, self.size, *problem)
             return
         try:
             # Bytes that are not UTF-8 become lone surrogates, which are replaced and counted where the record
@@ -475,19 +475,17 @@ def open_inputs(
 def _instead_of_parquet(path: Path) -> str:
     """What a file is that should be parquet and is not, and a way out; empty if its beginning does not say
     so."""
-    if (kind := compression(path)) is not None:
-        return f" It is compressed by {kind}: decompress it, as parquet is compressed inside."
+    if (method := compression(path)) is not None:
+        return f" It is compressed by {method}: decompress it, as parquet is compressed inside."
     if records_in(path) is not None:
         return " It holds JSON: name it .json."
-    if (found := other_kind_of(path)) is None:
+    if (problem := other_kind_of(path)) is None:
         return ""
     with path.open("rb") as file:
         begins = file.read(len(PARQUET)) == PARQUET
-    return (
-        " It begins as one, so the rest is missing or damaged: copy it again."
-        if begins
-        else f" It {found[0]}. {found[1]}"
-    )
+    if begins:
+        return " It begins as one, so the rest is missing or damaged: copy it again."
+    return f" It {problem[0]}. {problem[1]}"
 
 
 def _parquet(path: Path, text_key: str | None, skip_bad: bool) -> InputSource:
@@ -516,10 +514,10 @@ def _expand(name: str) -> list[str]:
         )
     if not glob.has_magic(name):
         raise DataError(f"--input {name} does not exist. Give a file, a glob, or hf:NAME.")
-    found = sorted(p for p in glob.glob(name, recursive=True) if Path(p).is_file())
-    if not found:
+    files = sorted(p for p in glob.glob(name, recursive=True) if Path(p).is_file())
+    if not files:
         raise DataError(f"--input {name} matches no file. ** crosses directories, * does not.")
-    return found
+    return files
 
 
 def _suffix(path: Path) -> str:
@@ -546,8 +544,8 @@ def _format(name: str, file_format: str, text_key: str | None) -> str:
             "json" if text_key is None or other_kind_of(path) else "text"
         )
     elif kind == "jsonl":  # whose lines may, by mistake, be one list
-        found = records_in(path)
-        kind = "json" if found is not None and found.form in ("list", "one") else kind
+        records = records_in(path)
+        kind = "json" if records is not None and records.form in ("list", "one") else kind
     if kind is None:
         raise DataError(
             f"--input {name}: the suffix {_suffix(path)} says nothing about its format. Add --format text, "
@@ -570,22 +568,22 @@ def _format_of_records(path: Path, text_key: str | None, said: bool = True) -> s
 
     said: the name says JSON.
     """
-    found = records_in(path)
-    if found is None or (found.strings and not said):  # a line of text may be in quotation marks
+    records = records_in(path)
+    if records is None or (records.strings and not said):  # a line of text may be in quotation marks
         return None
-    is_text = text_key is not None and text_key not in found.keys
+    is_text = text_key is not None and text_key not in records.keys
     if (
         is_text
-        and not (said and found.several and found.form in ("lines", "list"))
-        or not (said or found.several)
+        and not (said and records.several and records.form in ("lines", "list"))
+        or not (said or records.several)
     ):
         return None
-    if found.form == "apart":
+    if records.form == "apart":
         way_out = f"Put each on one line: jq -c . {path}"
         raise DataError(
             f"--input {path} holds objects of JSON that are neither one a line nor in a list. {way_out}."
         )
-    return "jsonl" if found.form == "lines" else "json"
+    return "jsonl" if records.form == "lines" else "json"
 
 
 def _check_column(names: list[str], text_key: str, where: str) -> None:

@@ -125,8 +125,8 @@ def documents(task: Task, text_key: str, bad: BadRecords) -> Iterator[tuple[str,
         except Damage as error:
             bad.add(BadRecord(f"--input {path}", f" cannot be read: {error}."))
             continue
-        if (found := not_text(raw)) is not None:
-            bad.add(BadRecord(f"--input {path}", f" {found[0]}.", found[1]))
+        if (problem := not_text(raw)) is not None:
+            bad.add(BadRecord(f"--input {path}", f" {problem[0]}.", problem[1]))
         else:
             yield decoded(without_mark(raw))
     for record, where, replaced in records(task, bad):

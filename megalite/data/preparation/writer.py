@@ -71,15 +71,16 @@ class IndexedWriter:
         if self._loss is not None:
             assert mask is not None and len(mask) == len(tokens)
             self._loss.write(mask.tobytes())
-        found = np.fromiter(sizes, np.int64) if not isinstance(sizes, np.ndarray) else sizes.astype(np.int64)
+        values = sizes if isinstance(sizes, np.ndarray) else list(sizes)
+        lengths = np.array(values, np.int64)  # a copy, changed below
         if continues:
-            found[0] += self.sizes.pop()
-        if found.max(initial=0) > LONGEST:
+            lengths[0] += self.sizes.pop()
+        if lengths.max(initial=0) > LONGEST:
             raise DataError(
                 f"{self.prefix}: a document has more than {LONGEST:,} tokens, which the format cannot "
                 "index. Cut it."
             )
-        self.sizes.frombytes(found.astype(np.intc).tobytes())
+        self.sizes.frombytes(lengths.astype(np.intc).tobytes())
 
     def position(self) -> dict[str, int]:
         """Bytes of each temporary file, all on disk, and the size of the last document, which may

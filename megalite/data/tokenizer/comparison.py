@@ -116,12 +116,12 @@ def differences(there: Tokenizer, here: Tokenizer) -> Iterator[str]:
     """The ids with different pieces; if there are none, a text with different ids."""
     structure = there.structure()
     pieces = (structure.pieces, here.structure().pieces)
-    found = False
+    differs = False
     for i, (before, now) in enumerate(zip_longest(*pieces, fillvalue="")):
         if before != now:
-            found = True
+            differs = True
             yield f"id {i} is {_piece(before)} there and {_piece(now)} here"
-    if found:
+    if differs:
         return
     for text in probes(structure):
         before_ids, now_ids = there.encode(text), here.encode(text)
@@ -156,8 +156,9 @@ def _ids(ids: Sequence[int], pieces: Sequence[str]) -> str:
 
 def of_data(data: DataConfig) -> TokenizerIdentity:
     """The tokenizer of the training data: that of its first token file of which it is known."""
-    found = [of_token_file(prefix) for prefix in prefixes(data.train)]
-    return next((each for each in found if each.can_be_known), found[0] if found else TokenizerIdentity())
+    identities = [of_token_file(prefix) for prefix in prefixes(data.train)]
+    first = identities[0] if identities else TokenizerIdentity()
+    return next((identity for identity in identities if identity.can_be_known), first)
 
 
 def one_tokenizer(data: DataConfig) -> list[str]:

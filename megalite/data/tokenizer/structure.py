@@ -96,10 +96,10 @@ def of_tokenizer_json(content: dict[str, Any], pieces: dict[str, int]) -> Tokeni
 
 def spelled(pieces: dict[str, int]) -> list[str]:
     """The spelling of each id."""
-    found = [""] * (max(pieces.values(), default=-1) + 1)
+    by_id = [""] * (max(pieces.values(), default=-1) + 1)
     for piece, i in pieces.items():
-        found[i] = piece
-    return found
+        by_id[i] = piece
+    return by_id
 
 
 def splits(piece: str, whole: Collection[str]) -> Iterator[tuple[str, str]]:

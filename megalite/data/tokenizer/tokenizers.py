@@ -151,17 +151,17 @@ class SentencePieceTokenizer:
         return self._model.encode(texts, num_threads=1)
 
     def encode_rendered(self, text: str) -> Placed:
-        found: Placed = []
+        placed_tokens: Placed = []
         at = 0
         for part in text.split(EOS_TEXT):
             encoded = self._model.encode(part, out_type="offset_mapping")
-            found += [
+            placed_tokens += [
                 (i, at + start, at + stop)
                 for i, (start, stop) in zip(encoded["ids"], encoded["offsets"], strict=True)
             ]
             at += len(part) + 1
-            found.append((self.eos, at - 1, at))
-        return found[:-1]  # no EOS follows the last part
+            placed_tokens.append((self.eos, at - 1, at))
+        return placed_tokens[:-1]  # no EOS follows the last part
 
     def decode(self, ids: list[int]) -> str:
         return self._model.decode([i for i in ids if i != self.eos])
@@ -222,13 +222,13 @@ class HuggingFaceTokenizer:
                 f"--tokenizer {self.name} does not say where its tokens are in a text. Chat data needs one "
                 "with a tokenizer.json."
             )
-        found: Placed = []
+        placed_tokens: Placed = []
         at = 0
         for number, part in enumerate(re.split(f"[{OPEN}{CLOSE}]", text)):
             placed = zip(*self._with_offsets(part, plain=number % 2 == 1), strict=True)
-            found += [(token, at + start, at + stop) for token, (start, stop) in placed]
+            placed_tokens += [(token, at + start, at + stop) for token, (start, stop) in placed]
             at += len(part) + 1
-        return found
+        return placed_tokens
 
     def _with_offsets(self, text: str, plain: bool) -> tuple[list[int], list[tuple[int, int]]]:
         """Tokens and their characters. plain: nothing in the text is a control token."""

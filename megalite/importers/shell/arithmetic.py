@@ -108,12 +108,12 @@ class _Expression:
         if not self.tokens:
             return 0
         try:
-            found = self._list()
+            thunk = self._list()
         except RecursionError:
             raise NotKnown("it is nested too deeply") from None
         if self.tokens:
             raise NotKnown(self.tokens[0])
-        return found()
+        return thunk()
 
     def _next(self) -> str:
         return self.tokens[0] if self.tokens else ""
@@ -151,10 +151,10 @@ class _Expression:
     def _binary(self, level: int) -> Thunk:
         if level == len(_LEVELS):
             return self._power()
-        found = self._binary(level + 1)
+        thunk = self._binary(level + 1)
         while sign := self._take(*_LEVELS[level]):
-            found = self._joined(sign, found, self._binary(level + 1))
-        return found
+            thunk = self._joined(sign, thunk, self._binary(level + 1))
+        return thunk
 
     def _joined(self, sign: str, left: Thunk, right: Thunk) -> Thunk:
         if sign == "&&":
@@ -197,10 +197,10 @@ class _Expression:
 
     def _variable(self, name: str) -> int:
         """The value of a variable, which is an expression, too."""
-        found = self.read(name)
-        if found is None:
+        text = self.read(name)
+        if text is None:
             raise NotKnown(name)
-        return _Expression(found, self.read, self.write, self.depth + 1).value()
+        return _Expression(text, self.read, self.write, self.depth + 1).value()
 
     def _assigned(self, name: str, value: int) -> int:
         self.write(name, str(_checked(value)))
@@ -215,15 +215,15 @@ class _Expression:
 
 
 def _tokens(text: str) -> list[str]:
-    found, place = [], 0
+    tokens, place = [], 0
     text = text.rstrip()
     while place < len(text):
         token = _TOKEN.match(text, place)
         if token is None:
             raise NotKnown(text)
-        found.append(token[0].strip())
+        tokens.append(token[0].strip())
         place = token.end()
-    return found
+    return tokens
 
 
 def _number(token: str) -> int:

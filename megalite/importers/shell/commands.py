@@ -1,5 +1,4 @@
-"""Simple commands: shell builtins, functions, programs that run further commands, and those that a caller
-asks for."""
+"""Simple commands: shell builtins, functions, programs that run other commands, and wanted commands."""
 
 from __future__ import annotations
 
@@ -110,9 +109,9 @@ class Commands:
                     self.script.run_text(
                         word.partition("=")[2] if re.match(r"--[\w-]+=", word) else word, state.child([], "")
                     )
-        found = None
+        output = None
         if name == "cat" and len(words) == 2 and words[1] != "-":
-            found = self.script.content(words[1])
+            output = self.script.content(words[1])
         elif (
             name == "xargs"
             and len(words) > 1
@@ -121,13 +120,13 @@ class Commands:
         ):
             return self.run([*words[1:], *self.script.stdin.split()], state)
         elif name in PROGRAMS:
-            found = PROGRAMS[name](words[1:], self.script.stdin)
-        if name == "tee" and found is not None:
+            output = PROGRAMS[name](words[1:], self.script.stdin)
+        if name == "tee" and output is not None:
             for path in words[1:]:
-                self.script.files[path] = found
+                self.script.files[path] = output
         if name not in SUCCEEDING or name in ("hostname", "date", "ls", "nvidia-smi"):
-            self.script.write("\0" if found is None else found)
-        return True if name in SUCCEEDING or found is not None else None
+            self.script.write("\0" if output is None else output)
+        return True if name in SUCCEEDING or output is not None else None
 
     def _call(self, name: str, arguments: list[str], state: ShellState) -> Status:
         """A function: its local variables are those of the caller afterwards."""
@@ -154,9 +153,9 @@ class Commands:
         """env NAME=VALUE COMMAND."""
         own = state.fork()
         while words and (words[0].startswith("-") or _ASSIGNED.fullmatch(words[0])):
-            if found := _ASSIGNED.fullmatch(words[0]):
-                own.assign(found[1], found[2])
-                own.exported.add(found[1])
+            if assignment := _ASSIGNED.fullmatch(words[0]):
+                own.assign(assignment[1], assignment[2])
+                own.exported.add(assignment[1])
             words = words[2:] if words[0] in ("-u", "--unset") else words[1:]
         return self.run(words, own) if words else None
 
@@ -349,8 +348,8 @@ class Commands:
 
     def _export(self, words: list[str], state: ShellState) -> Status:
         for word in words:
-            if found := _ASSIGNED.fullmatch(word):
-                state.assign(found[1], checked(found[2]))
+            if assignment := _ASSIGNED.fullmatch(word):
+                state.assign(assignment[1], checked(assignment[2]))
             if not word.startswith("-"):
                 state.exported.add(word.partition("=")[0])
         return True

@@ -42,8 +42,8 @@ class Condition:
         self.groups: list[str] | None = None
 
     def value(self) -> bool | None:
-        found = self._any() if self.tokens else False
-        return found if self.place >= len(self.tokens) else None
+        status = self._any() if self.tokens else False
+        return status if self.place >= len(self.tokens) else None
 
     def _peek(self, ahead: int = 0) -> str:
         place = self.place + ahead
@@ -56,24 +56,24 @@ class Condition:
         return False
 
     def _any(self) -> bool | None:
-        found = self._all()
+        value = self._all()
         while self._operator("||", "-o"):
-            found = negated(both(negated(found), negated(self._all())))
-        return found
+            value = negated(both(negated(value), negated(self._all())))
+        return value
 
     def _all(self) -> bool | None:
-        found = self._one()
+        value = self._one()
         while self._operator("&&", "-a"):
-            found = both(found, self._one())
-        return found
+            value = both(value, self._one())
+        return value
 
     def _one(self) -> bool | None:
         if self._operator("!"):
             return negated(self._one())
         if self._operator("("):
-            found = self._any()
+            value = self._any()
             self._operator(")")
-            return found
+            return value
         if (
             self._peek() in _UNARY
             and self._peek(1) not in ("", "&&", "||", "=", "==", "!=")
@@ -128,11 +128,11 @@ class Condition:
         if right.regular is None:
             return None
         try:
-            found = re.search(right.regular, left)
+            match = re.search(right.regular, left)
         except re.error:
             return None
-        self.groups = [found[0], *(group or "" for group in found.groups())] if found else []
-        return found is not None
+        self.groups = [match[0], *(group or "" for group in match.groups())] if match else []
+        return match is not None
 
 
 def matches(text: str, patterns: list[Token]) -> bool | None:

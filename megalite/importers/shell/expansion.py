@@ -120,11 +120,11 @@ class Expander:
         body = next((node for node in _walk(tree) if node.type == "heredoc_body"), None)
         if body is None:
             return text
-        found = "".join(
+        match = "".join(
             self._unescaped(part, '"') if isinstance(part, str) else self._joined(part)
             for part in grammar.parts(body)
         )
-        return checked(found.removesuffix("\n")[1:])
+        return checked(match.removesuffix("\n")[1:])
 
     def _joined(self, node: Node) -> str:
         return "".join(" " if piece.kind == "break" else piece.text for piece in self.pieces(node, True))
@@ -134,7 +134,7 @@ class Expander:
         too."""
         return re.sub(
             r"\\([$`\"\\\n])",
-            lambda found: "" if found[1] == "\n" else found[0] if found[1] in kept else found[1],
+            lambda match: "" if match[1] == "\n" else match[0] if match[1] in kept else match[1],
             text,
         )
 
@@ -167,7 +167,7 @@ class Expander:
                 yield WordPiece(text[1:-1], "quoted")
             case "ansi_c_string":
                 yield WordPiece(
-                    re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[1]), text[2:-1]), "quoted"
+                    re.sub(r"\\(.)", lambda match: _ESCAPES.get(match[1], match[1]), text[2:-1]), "quoted"
                 )
             case "simple_expansion" | "expansion":
                 yield from self._parameter(text[2:-1] if text.startswith("${") else text[1:], text, quoted)
@@ -224,8 +224,8 @@ class Expander:
             return str(arithmetic.calculate(expression, read, self.state.assign))
         except arithmetic.NotKnown:
             parts = self.unknowns.within(expression)
-            found = [value for name in blocked if isinstance(value := self.state.variables.get(name), str)]
-            parts += tuple(part for value in found for part in self.unknowns.within(value))
+            for value in map(self.state.variables.get, blocked):
+                parts += self.unknowns.within(value) if isinstance(value, str) else ()
             names = [
                 *dict.fromkeys(
                     [part.source for part in parts]
@@ -368,13 +368,13 @@ class Expander:
 
     def _replaced(self, value: str, sign: str, word: str) -> str:
         """${NAME/OLD/NEW}, with // all of them, with /# and /% the one that the value begins or ends with."""
-        found = _REPLACEMENT.fullmatch(word)
-        if found is None or not (found["anchor"] or found["old"]):
+        replacement = _REPLACEMENT.fullmatch(word)
+        if replacement is None or not (replacement["anchor"] or replacement["old"]):
             return value
-        anchor = found["anchor"] if sign == "/" else ""
+        anchor = replacement["anchor"] if sign == "/" else ""
         old, new = (
-            _pattern(self.alternative(word[len(anchor) : found.end("old")])),
-            self.alternative(found["new"] or "").text,
+            _pattern(self.alternative(word[len(anchor) : replacement.end("old")])),
+            self.alternative(replacement["new"] or "").text,
         )
         if anchor:
             longest = trimmed(value, anchor * 2, old)
@@ -434,12 +434,12 @@ class Expander:
 
 def braces(text: str) -> Iterator[str]:
     """The words of a{1..3} or a{b,c}; the text itself if it has quotes or no such braces."""
-    found = _BRACES.fullmatch(text)
-    if found is None or re.search(r"[\"'`\\]", text) or found[1].endswith("$"):
+    match = _BRACES.fullmatch(text)
+    if match is None or re.search(r"[\"'`\\]", text) or match[1].endswith("$"):
         yield text
         return
-    for each in found[2].split(",") if "," in found[2] else _counted(*found[2].split("..")):
-        yield from braces(f"{found[1]}{each}{found[3]}")
+    for each in match[2].split(",") if "," in match[2] else _counted(*match[2].split("..")):
+        yield from braces(f"{match[1]}{each}{match[3]}")
 
 
 def _unquoted(text: str) -> Iterator[WordPiece]:

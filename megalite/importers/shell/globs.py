@@ -49,7 +49,7 @@ def regular(pattern: str) -> re.Pattern[str]:
 
 def with_classes(text: str) -> str:
     """A regular expression of bash in which [:digit:] and the like are ranges."""
-    return re.sub(r"\[:(\w+):\]", lambda found: _CLASSES.get(found[1], ""), text)
+    return re.sub(r"\[:(\w+):\]", lambda match: _CLASSES.get(match[1], ""), text)
 
 
 def _characters(inner: str, negative: bool) -> str:

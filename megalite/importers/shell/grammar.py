@@ -46,8 +46,8 @@ def text_of(node: Node) -> str:
 
 
 def _leading(text: bytes) -> int:
-    found = _SPACES.match(text)
-    return found.end() if found else 0
+    match = _SPACES.match(text)
+    return match.end() if match else 0
 
 
 def line_of(node: Node) -> int:

@@ -14,7 +14,7 @@ _ESCAPED = {"n": "\n", "t": "\t", "\\": "\\"}
 
 
 def _unescape(text: str) -> str:
-    return re.sub(r"\\([nt\\])", lambda found: _ESCAPED[found[1]], text)
+    return re.sub(r"\\([nt\\])", lambda match: _ESCAPED[match[1]], text)
 
 
 def _echo(words: list[str], stdin: str | None) -> str:

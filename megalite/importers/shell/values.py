@@ -1,5 +1,4 @@
-"""Texts whose unknown parts have a name: what a script takes from outside stands in them as one private
-character each."""
+"""The state of a shell, whose texts can have unknown parts: one private character of Unicode for each."""
 
 from __future__ import annotations
 
@@ -69,8 +68,8 @@ def has_unknown(text: str) -> bool:
 def checked(text: str) -> str:
     """The text. Raises ConfigError if its variables make it endless."""
     if len(text) > LONGEST:
-        found = f"{text[:40].strip()} … has over {LONGEST} characters where its variables are replaced"
-        raise ConfigError(f"the script cannot be read: {found}. Give the command alone.")
+        excess = f"{text[:40].strip()} … has over {LONGEST} characters where its variables are replaced"
+        raise ConfigError(f"the script cannot be read: {excess}. Give the command alone.")
     return text
 
 
