@@ -47,13 +47,13 @@ class OperationCounter(TorchDispatchMode):
         self.sizes: list[int] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
         self.calls += 1
         name = function.overloadpacket.__name__
         if name not in PRODUCTS and name not in WITHOUT_WORK and not function.is_view:
-            tensors = [leaf for leaf in tree_leaves((args, kwargs, found)) if isinstance(leaf, Tensor)]
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
             self.sizes.append(sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values()))
-        return found
+        return result
 
 
 def measure(trainer: Trainer, seconds: float, product_seconds: float) -> dict[str, float]:
@@ -117,14 +117,14 @@ def _socket_seconds() -> float:
 def _bandwidth(mesh: Mesh) -> list[tuple[float, float]]:
     """(largest bytes of a pass, bytes per second) in ascending order, of additions in place that all ranks
     make at once."""
-    found = []
+    rates = []
     for size in SIZES:
         repeats = max((1 << 27) // size // 8, 2)
         if mesh.world.size > 1:
             torch.distributed.barrier()
-        found.append(size * repeats / sum(timed(_addition(size), 1, repeats)))
+        rates.append(size * repeats / sum(timed(_addition(size), 1, repeats)))
     limits = [(low * high) ** 0.5 for low, high in pairwise(SIZES)]  # a pass has the rate of the nearest size
-    return list(zip([*limits, inf], found, strict=True))
+    return list(zip([*limits, inf], rates, strict=True))
 
 
 def _addition(size: int) -> Callable[[], object]:

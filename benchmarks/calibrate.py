@@ -39,7 +39,7 @@ class Measured:
     def seconds(self, act: Callable[[], object]) -> float:
         """Median time of several calls, which all ranks make at the same time."""
         act()
-        found = []
+        times = []
         for _ in range(REPEATS):
             wait(self.device.type)
             if dist.is_initialized():
@@ -47,8 +47,8 @@ class Measured:
             started = perf_counter()
             act()
             wait(self.device.type)
-            found.append(perf_counter() - started)
-        return median(found)
+            times.append(perf_counter() - started)
+        return median(times)
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(self.dtype)
@@ -96,8 +96,8 @@ class Measured:
         scale = torch.ones((), device=self.device)
 
         def both() -> None:
-            found = cross_entropy.statistics(logits, targets, 0, vocabulary, -100, False)
-            _, lse = cross_entropy.combine(found[None], targets, -100, 0.0, 0.0, vocabulary)
+            statistics = cross_entropy.statistics(logits, targets, 0, vocabulary, -100, False)
+            _, lse = cross_entropy.combine(statistics[None], targets, -100, 0.0, 0.0, vocabulary)
             cross_entropy.gradient_(logits, targets, lse, scale, 0, vocabulary, -100, 0.0, 0.0, vocabulary)
 
         return 3 * logits.nbytes / self.seconds(both)
@@ -168,7 +168,7 @@ def main() -> None:
     measured = Measured(device, getattr(torch, spec["dtype"]))
     products = {size: measured.product(size) / 1e9 for size in spec["sizes"]}
     forward, backward = measured.attention(*spec["attention"])
-    found: dict[str, Any] = {
+    measurements: dict[str, Any] = {
         "products": products,
         "memory_gbs": measured.bandwidth(*spec["rows"]) / 1e9,
         "loss_gbs": measured.loss(*spec["logits"]) / 1e9,
@@ -176,10 +176,10 @@ def main() -> None:
         ("host_us" if device.type == "cuda" else "kernel_us"): 1e6 * measured.call(),
     }
     if device.type == "cuda":
-        found["host"] = host_copies.COPIES["pinned memory to device"]()
+        measurements["host"] = host_copies.COPIES["pinned memory to device"]()
     if spec["ranks"] > 1:
-        found |= links(measured, spec["ranks"], tuple(spec["messages"]))
-    finish(spec, found if not dist.is_initialized() or dist.get_rank() == 0 else None)
+        measurements |= links(measured, spec["ranks"], tuple(spec["messages"]))
+    finish(spec, measurements if not dist.is_initialized() or dist.get_rank() == 0 else None)
 
 
 if __name__ == "__main__":

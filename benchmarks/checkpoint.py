@@ -34,14 +34,14 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
     # on a disk: /tmp may be in memory
     with TemporaryDirectory(prefix="megalite_benchmark_", dir=Path.cwd()) as directory:
         spec = {"directory": directory, "matrices": matrices, "shape": shape, "rounds": rounds}
-        found = report.launch("benchmarks.checkpoint_run", spec, ranks=ranks, threads=1)
-    rows = [_row(way, each, found["bytes"]) for way, each in found["ways"].items()]
+        seconds = report.launch("benchmarks.checkpoint_run", spec, ranks=ranks, threads=1)
+    rows = [_row(way, each, seconds["bytes"]) for way, each in seconds["ways"].items()]
     return {
         "threads": 1,
         "ranks": ranks,
         "config": {
             "parameters": elements,
-            "bytes": found["bytes"],
+            "bytes": seconds["bytes"],
             "dtype": "fp32",
             "tensors": "weights and two moments",
         },

@@ -106,14 +106,14 @@ def measured(constants: Mapping[str, float]) -> dict[str, dict[str, float]]:
     jobs = [(row, published.job_of(row, tree, constants), published.choice_of(row)) for row in rows]
     before = [Stepper(job).step(choice).total for _, job, choice in jobs]
     small = Stepper(SMALL).step(SMALL_LAYOUT).total
-    found = {}
+    deviations = {}
     for name, remove in EFFECTS.items():
         after = [Stepper(remove(job)).step(choice).total for _, job, choice in jobs]
-        found[name] = _medians(
+        deviations[name] = _medians(
             [row["shape"][0] for row in rows], [a / b - 1 for a, b in zip(before, after, strict=True)]
         )
-        found[name]["1.7B, 48 GPUs"] = small / Stepper(remove(SMALL)).step(SMALL_LAYOUT).total - 1
-    return found
+        deviations[name]["1.7B, 48 GPUs"] = small / Stepper(remove(SMALL)).step(SMALL_LAYOUT).total - 1
+    return deviations
 
 
 def _medians(widths: Sequence[int], changes: Sequence[float]) -> dict[str, float]:
@@ -123,11 +123,11 @@ def _medians(widths: Sequence[int], changes: Sequence[float]) -> dict[str, float
     }
 
 
-def table(found: Mapping[str, Mapping[str, float]]) -> list[str]:
+def table(deviations: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Markdown lines."""
-    columns = list(next(iter(found.values())))
+    columns = list(next(iter(deviations.values())))
     lines = [f"| without | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     return lines + [
         f"| {name} | {' | '.join(f'{row[column]:+.1%}' for column in columns)} |"
-        for name, row in found.items()
+        for name, row in deviations.items()
     ]

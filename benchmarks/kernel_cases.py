@@ -115,8 +115,8 @@ def forwards(function: Callable[..., Any], inputs: Sequence[Tensor]) -> dict[str
     """torch's forward of a function, eager and compiled."""
 
     def run_compiled() -> Function:
-        made = compiled(function)
-        return lambda: made(*inputs)
+        compiled_function = compiled(function)
+        return lambda: compiled_function(*inputs)
 
     return {EAGER: lambda: lambda: function(*inputs), COMPILED: run_compiled}
 
@@ -406,8 +406,8 @@ def _adamw_of(sizes: Sizes, grad_dtype: torch.dtype) -> KernelCase:
             weight.copy_(p)
 
         def run_compiled() -> Function:
-            made = compiled(formula)
-            return lambda: made(p, g, m, v, weight, divisor)
+            compiled_formula = compiled(formula)
+            return lambda: compiled_formula(p, g, m, v, weight, divisor)
 
         def ours() -> None:
             adamw.adamw_([p], [g], [m], [v], [weight], step=10, grad_scale=divisor, **options)
