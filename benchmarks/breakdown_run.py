@@ -9,8 +9,8 @@ what is above it.
     calls       operations of a step, times the time of a call of torch on one number
     rest        what is left: Python, and what operations take beyond their bytes
 
-The floor is products + bytes: a step that only multiplied, and read and wrote each tensor once, at the rates
-of this machine. Where ranks share cores, products and bandwidth are measured in the same way, so both have
+The floor is matmuls + bytes: a step that only multiplied, and read and wrote each tensor once, at the rates
+of this machine. Where ranks share cores, matmuls and bandwidth are measured in the same way, so both have
 their share. Figures are means over the ranks.
 """
 
@@ -33,13 +33,13 @@ from benchmarks.measure import timed
 from megalite.mesh.mesh import Mesh
 from megalite.training.trainer import Trainer
 
-PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "mv"})
+MATMULS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "mv"})
 WITHOUT_WORK = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "detach"})
 SIZES = tuple(1 << power for power in range(14, 27, 2))  # bytes of a measured pass: 16 KB to 64 MB
 
 
 class OperationCounter(TorchDispatchMode):
-    """Counts the operations and notes the bytes of each that is no product, view or allocation."""
+    """Counts the operations and notes the bytes of each that is no matmul, view or allocation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,14 +50,14 @@ class OperationCounter(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         self.calls += 1
         name = function.overloadpacket.__name__
-        if name not in PRODUCTS and name not in WITHOUT_WORK and not function.is_view:
+        if name not in MATMULS and name not in WITHOUT_WORK and not function.is_view:
             tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
             self.sizes.append(sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values()))
         return result
 
 
-def measure(trainer: Trainer, seconds: float, product_seconds: float) -> dict[str, float]:
-    """Milliseconds of each part of a step of `seconds`, whose products alone take `product_seconds`.
+def measure(trainer: Trainer, seconds: float, matmul_seconds: float) -> dict[str, float]:
+    """Milliseconds of each part of a step of `seconds`, whose matmuls alone take `matmul_seconds`.
     Collective; runs two steps."""
     waits = _Waits(trainer)
     sockets = _socket_seconds()
@@ -69,18 +69,18 @@ def measure(trainer: Trainer, seconds: float, product_seconds: float) -> dict[st
     bytes_s = sum(size / next(rate for limit, rate in bandwidth if size <= limit) for size in passes.sizes)
     number = torch.zeros(1)
     call = min(timed(lambda: number.add_(1.0), 10, 200))
-    own = [product_seconds, bytes_s, waiting, sockets, passes.calls * call]
-    products, passing, waiting, sockets, calls = _mean(own, trainer.mesh)
+    own = [matmul_seconds, bytes_s, waiting, sockets, passes.calls * call]
+    matmuls, passing, waiting, sockets, calls = _mean(own, trainer.mesh)
     parts = {
-        "products_ms": products,
+        "products_ms": matmuls,
         "bytes_ms": passing,
         "waiting_ms": waiting,
         "sockets_ms": sockets,
         "calls_ms": calls,
     }
-    above = seconds - products - passing - waiting - calls
+    above = seconds - matmuls - passing - waiting - calls
     return {name: 1e3 * value for name, value in (parts | {"rest_ms": above}).items()} | {
-        "floor_share": (products + passing) / seconds
+        "floor_share": (matmuls + passing) / seconds
     }
 
 

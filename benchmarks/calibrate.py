@@ -1,4 +1,4 @@
-"""One rank of `tools/plan.py --calibrate`: measures this machine's matrix products, memory bandwidth and
+"""One rank of `tools/plan.py --calibrate`: measures this machine's matmuls, memory bandwidth and
 communication.
 
 Every rank measures at the same time, as in training: on a CPU the ranks share memory and, where there are
@@ -27,7 +27,7 @@ from megalite.planner.hardware.kernels import computed_pairs
 from megalite.planner.hardware.links import START
 
 REPEATS = 7
-TINY = 8  # size of a product whose time is only that of its call
+TINY = 8  # size of a matmul whose time is only that of its call
 
 
 class Measured:
@@ -53,8 +53,8 @@ class Measured:
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(self.dtype)
 
-    def product(self, size: int) -> float:
-        """FLOP/s of the three products of a linear layer of `size` rows, inputs and outputs."""
+    def matmul(self, size: int) -> float:
+        """FLOP/s of the three matmuls of a linear layer of `size` rows, inputs and outputs."""
         x, weight, grad = (self.random(size, size) for _ in range(3))
         calls = max(1, min(100, int(2e9 / (6 * size**3))))
 
@@ -166,7 +166,7 @@ def main() -> None:
     start_process_group(device, "10m")
     backend.select("auto")
     measured = Measured(device, getattr(torch, spec["dtype"]))
-    products = {size: measured.product(size) / 1e9 for size in spec["sizes"]}
+    products = {size: measured.matmul(size) / 1e9 for size in spec["sizes"]}
     forward, backward = measured.attention(*spec["attention"])
     measurements: dict[str, Any] = {
         "products": products,

@@ -1,5 +1,6 @@
-"""Saving on four ranks, at once and in the background, compared with torch.save of the same bytes by the same
-processes to the same disk.
+"""Saving on four ranks, at once and in the background, compared with torch.save.
+
+torch.save writes the same bytes from the same processes to the same disk.
 
 The state is that of a model of 500 million parameters in fp32 with AdamW's two moments, 6 GB in all, a
 quarter on each rank. The three ways alternate, and all of them fsync every file.

@@ -1,5 +1,4 @@
-"""Processor seconds of what surrounds training: starting ranks, the first step, saves and loads, preparation,
-conversion.
+"""Processor seconds around training: start of ranks, first step, saves and loads, preparation, conversion.
 
     python -m benchmarks.costs --tree . [--tree OTHER] [--times 5] [phases] [ranks] [prepare] [convert]
 

@@ -1,5 +1,4 @@
-"""Takes effects out of the planner's time one at a time, to see what decides a prediction. Part of
-benchmarks/held_out.py.
+"""Removes effects from the planner's time one at a time, to see which decide a prediction (for held_out.py).
 
 Each effect is removed alone, with all constants as they are; a published row is then predicted too fast by
 that effect.
@@ -55,14 +54,14 @@ def _software(**changed: Any) -> Callable[[PlannedJob], PlannedJob]:
 
 
 def _full_rate(job: PlannedJob) -> PlannedJob:
-    """Products of every shape at the rate of large ones: no tiles, waves or short inner dimensions."""
+    """Matmuls of every shape at the rate of large ones: no tiles, waves or short inner dimensions."""
     return replace(
         job, device=replace(job.device, rates=((1.0, job.device.peak(job.precision) * job.device.sustained),))
     )
 
 
 def _alone(job: PlannedJob) -> PlannedJob:
-    """Large products at the rate that they reach alone, not in a run."""
+    """Large matmuls at the rate that they reach alone, not in a run."""
     return replace(
         job, device=replace(job.device, sustained=job.device.sustained * 0.73 / find("h100").sustained)
     )

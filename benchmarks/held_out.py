@@ -1,5 +1,4 @@
-"""Predicts each table of published.yaml by constants that are fitted without it (leave one table out), and
-fits the constants to all.
+"""Predicts each table of published.yaml by constants fitted to the others, and fits the constants to all.
 
     python -m benchmarks.held_out           about 100 s of CPU; writes results/held_out.json and the tables of
     docs/planner.md

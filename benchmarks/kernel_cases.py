@@ -3,7 +3,7 @@ implementations of the same operation.
 
 A case states the bytes or FLOPs that its operation needs, independent of the implementation. Its functions
 are created right before they are measured, so that a failure to create one affects only its own line. Inputs
-are random: a matrix product of zeros is a tenth faster.
+are random: a matmul of zeros is a tenth faster.
 """
 
 from __future__ import annotations

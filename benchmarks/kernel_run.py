@@ -78,11 +78,11 @@ def say(row: dict[str, Any]) -> None:
 
 
 def describe(sizes: Sizes) -> dict[str, Any]:
-    """The device and its measured limits: bytes/s of a copy, FLOP/s of a large product in bf16."""
+    """The device and its measured limits: bytes/s of a copy, FLOP/s of a large matmul in bf16."""
     count, side = sizes.of(2**30, 2**10), sizes.of(8192, 64)
     source, target, out = sizes.randn(count), sizes.randn(count), sizes.randn(side, side)
     a, b = sizes.randn(side, side), sizes.randn(side, side)
-    copy, product = measure(lambda: target.copy_(source)), measure(lambda: torch.mm(a, b, out=out))
+    copy_s, matmul_s = measure(lambda: target.copy_(source)), measure(lambda: torch.mm(a, b, out=out))
     name = "no GPU: interpreted, at sizes that say nothing" if sizes.smoke else torch.cuda.get_device_name()
     device = {
         "name": name,
@@ -91,7 +91,7 @@ def describe(sizes: Sizes) -> dict[str, Any]:
         "triton": triton.__version__,
         "liger": version("liger-kernel"),
     }
-    speeds = {"bytes_per_second": 4 * count / copy, "flops": 2 * side**3 / product}
+    speeds = {"bytes_per_second": 4 * count / copy_s, "flops": 2 * side**3 / matmul_s}
     return {
         **device,
         **speeds,

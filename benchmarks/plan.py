@@ -1,7 +1,7 @@
 """Compares the planner with this machine: predicted and measured steps of a small Llama on five layouts.
 
 The device is calibrated right before, with as many ranks of one thread each as the layouts have. The two are
-independent: calibration measures matrix products, memory bandwidth and collectives; the steps are run by the
+independent: calibration measures matmuls, memory bandwidth and collectives; the steps are run by the
 trainer.
 """
 
@@ -109,8 +109,8 @@ def _cpu(measured: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def _gpu(measured: dict[str, Any], gpus: Sequence[str]) -> dict[str, Any]:
-    """A GPU's row of hardware.yaml. Its products are modelled by tiles, at the fraction of its peak that the
-    fastest measured product reached. What this machine does not have, a network or a second GPU, is the
+    """A GPU's row of hardware.yaml. Its matmuls are modelled by tiles, at the fraction of its peak that the
+    fastest measured matmul reached. What this machine does not have, a network or a second GPU, is the
     table's, or if it does not know the device the host's link.
     """
     import torch

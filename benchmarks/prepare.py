@@ -1,5 +1,4 @@
-"""Preparation of a .jsonl by several processes: megalite's beside Megatron-LM's and datatrove's, with one
-tokenizer, in one run.
+"""Preparation of a .jsonl by several processes, compared with Megatron-LM's and datatrove's.
 
 The text is the source of Python's standard library, repeated with other names; the tokenizer is a byte-level
 BPE of 32,000 tokens that is trained on it. Each way runs in a process of its own, in turn with the others,

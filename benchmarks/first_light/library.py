@@ -1,10 +1,10 @@
 """What the libraries under torch do where their documentation leaves it open: measured, not proved. The code
 avoids what is open.
 
-- Products of bf16: whether sums of parts are rounded to bf16 (`allow_bf16_reduced_precision_reduction`, on by
-  default in torch), with the error against float64 of long sums with and without it, and of a product that
+- Matmuls of bf16: whether sums of parts are rounded to bf16 (`allow_bf16_reduced_precision_reduction`, on by
+  default in torch), with the error against float64 of long sums with and without it, and of a matmul that
   writes fp32.
-- The grouped product of experts: groups without rows, no rows at all, rows after the last group.
+- The grouped matmul of experts: groups without rows, no rows at all, rows after the last group.
 - cuDNN's attention: layouts of q, k, v and of the output's gradient, and a length that is no multiple of 128.
 """
 
@@ -137,8 +137,10 @@ LAYOUTS: dict[str, Made] = {
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], options: Options
 ) -> list[Tensor]:
-    """That of `CUDNN`, which makes dout contiguous: torch caches cuDNN's plan by the strides of q, k and v
-    only. Here it is as given."""
+    """The backward of `CUDNN`, without making dout contiguous.
+
+    torch caches cuDNN's plan by the strides of q, k and v only, so `CUDNN` makes dout contiguous.
+    """
     (lse, *state), length = saved, q.shape[0]
     backward, tensors = (
         torch.ops.aten._scaled_dot_product_cudnn_attention_backward,

@@ -1,7 +1,7 @@
 """Part 7: the planner's predictions beside what was measured: every step of part 3, from the table's device
 and from a calibration.
 
-The calibration measures products, bandwidth, attention, loss, links and the cost of a call, none of which is
+The calibration measures matmuls, bandwidth, attention, loss, links and the cost of a call, none of which is
 a training step; with --calibrate it is written as a device file for `megalite plan --gpu`.
 """
 

@@ -1,4 +1,4 @@
-"""The routes of attention, of the weight gradient's product and of a router's: against float64, then timed,
+"""The routes of attention, of the weight gradient's matmul and of a router's: against float64, then timed,
 the fastest written to a file.
 
 `kernels: auto` reads the table (`megalite_kernels.device_routes`). A route that is not accurate is never
@@ -253,7 +253,7 @@ def _ms(act: Callable[[], object], scene: Scene) -> float:
     return 1e3 * min(timed(act, 1, 3))
 
 
-# ---- the weight gradient's product
+# ---- the weight gradient's matmul
 
 
 def _weight_gradient(route: str, scene: Scene, times: dict[str, dict[str, float]]) -> Iterator[Row]:
@@ -263,15 +263,15 @@ def _weight_gradient(route: str, scene: Scene, times: dict[str, dict[str, float]
         return
     yield (
         proof := guarded(
-            f"{name}: values", "proof", partial(_product_is_exact, route, scene, f"{name}: values")
+            f"{name}: values", "proof", partial(_matmul_is_exact, route, scene, f"{name}: values")
         )
     )
     if proof["verdict"] == "passed":
-        yield guarded(name, "measurement", partial(_product_timed, route, scene, times, name))
+        yield guarded(name, "measurement", partial(_matmul_timed, route, scene, times, name))
 
 
-def _product_is_exact(route: str, scene: Scene, name: str) -> Row:
-    """Two additions to an accumulator with undefined content, as near to float64 as fp32 products."""
+def _matmul_is_exact(route: str, scene: Scene, name: str) -> Row:
+    """Two additions to an accumulator with undefined content, as near to float64 as fp32 matmuls."""
     left, inputs = (torch.randn(777, width, device=scene.device).bfloat16() for width in (512, 384))
     grad = torch.full((512, 384), torch.nan, device=scene.device)
     for overwrite in (True, False):
@@ -282,7 +282,7 @@ def _product_is_exact(route: str, scene: Scene, name: str) -> Row:
     return row(name, "passed")
 
 
-def _product_timed(route: str, scene: Scene, times: dict[str, dict[str, float]], name: str) -> Row:
+def _matmul_timed(route: str, scene: Scene, times: dict[str, dict[str, float]], name: str) -> Row:
     tokens, outputs, width = 16384, 14336, 4096
     left, inputs = (
         torch.randn(tokens, size, device=scene.device, dtype=torch.bfloat16) for size in (outputs, width)
@@ -295,7 +295,7 @@ def _product_timed(route: str, scene: Scene, times: dict[str, dict[str, float]],
     return row(name, "measured", f"{ms:.2f} ms, {tflops:,.0f} TFLOP/s", ms=ms, tflops=tflops)
 
 
-# ---- a router's product
+# ---- a router's matmul
 
 
 def _router(route: str, scene: Scene, times: dict[str, dict[str, float]]) -> Iterator[Row]:
@@ -313,7 +313,7 @@ def _router(route: str, scene: Scene, times: dict[str, dict[str, float]]) -> Ite
 
 
 def _logits_are_exact(route: str, scene: Scene, name: str) -> Row:
-    """As near to float64 as fp32 products of the same numbers."""
+    """As near to float64 as fp32 matmuls of the same numbers."""
     rows, weight = (torch.randn(count, 2048, device=scene.device).bfloat16() for count in (777, 96))
     logits = router_product.ROUTES[route](rows, weight)
     assert_as_accurate(logits, rows.double() @ weight.double().t(), rows.float() @ weight.float().t())

@@ -2,7 +2,7 @@
 simple layouts.
 
 Each is a process of its own: MFU, peak memory beside the planner's, the most expensive kernels, the device's
-idle time. The routes of attention and of the weight gradient's product follow (`routes.py`). If they change
+idle time. The routes of attention and of the weight gradient's matmul follow (`routes.py`). If they change
 the route of documents, that step is measured again.
 """
 

@@ -193,7 +193,7 @@ def _weight_gradient(left: Tensor, inputs: Tensor) -> Sequence[Tensor]:
     return (weight.grad,)
 
 
-def _exact_product(left: Tensor, inputs: Tensor) -> Sequence[Tensor]:
+def _exact_matmul(left: Tensor, inputs: Tensor) -> Sequence[Tensor]:
     wide = torch.promote_types(left.dtype, torch.float32)
     return (2 * (left.to(wide).t() @ inputs.to(wide)),)
 
@@ -240,7 +240,7 @@ CHECKS = (
         "weight gradient, summed",
         lambda scene: [_randn(n, m) for n, m in [_wide(scene)] * 2],
         _weight_gradient,
-        _exact_product,
+        _exact_matmul,
     ),
     Check(
         "router's logits",

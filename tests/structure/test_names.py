@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from tests.structure.sources import BENCHMARKS, PROGRAM, ROOT, parsed, relative
 
 TESTS = ROOT / "tests"
-
 SHARED = {"Loader": "PyYAML's name for a class of this kind; the one in load.py is local to a function"}
 """Names that several classes have, with the reason."""
 VAGUE = {"found", "made", "asked", "told"}
