@@ -1,4 +1,4 @@
-"""Import and export of a model with tens of thousands of tensors in Hugging Face: the time of names, not bytes.
+"""Import and export of a model with tens of thousands of Hugging Face tensors: time of names, not of bytes.
 
     python -m benchmarks.many_tensors [--output benchmarks/results]
 

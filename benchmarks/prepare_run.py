@@ -1,4 +1,4 @@
-"""One measured preparation of a .jsonl: megalite, the loop of Megatron-LM, datatrove, or the tokenizer alone."""
+"""One measured preparation of a .jsonl: by megalite, Megatron-LM, datatrove, or the tokenizer alone."""
 
 from __future__ import annotations
 
