@@ -82,7 +82,7 @@ def _weight_gradient(sizes: Sizes, experts: int, rows: int, height: int, width: 
         return Contest(ours, {EAGER: lambda: loop})
 
     shape = f"{experts} experts, {rows} rows each, {height} × {width} bf16"
-    module, tuned = "grouped_weight_grad_triton", ("_product",)
+    module, tuned = "grouped_weight_grad_triton", ("_matmul",)
     return KernelCase(
         "weight gradients of experts",
         shape,

@@ -1,7 +1,7 @@
 """Predicts each table of published.yaml by constants fitted to the others, and fits the constants to all.
 
-    python -m benchmarks.held_out           about 100 s of CPU; writes results/held_out.json and the tables of
-    docs/planner.md
+    python -m benchmarks.held_out           about 100 s of CPU; writes results/held_out.json, the tables of
+    docs/appendix/published-runs.md and the summary in docs/planner.md
 
 The fit is least squares of the logarithms of predicted / measured speed, linear around the present constants,
 with each constant drawn to its published value by the uncertainty of its source (`start` and `spread` in
@@ -28,6 +28,7 @@ from benchmarks import effects, published
 from benchmarks.published import PublishedComparison, Table
 
 RESULTS = Path(__file__).with_name("results") / "held_out.json"
+PLANNER_PAGE = published.DOCS / "planner.md"
 NOISE = 0.06  # of a row: what remains between prediction and measurement when the constants are right
 MOST_ROWS = 6  # that a table counts as
 STEP = 1.05  # by which a constant is changed to find how predictions depend on it
@@ -170,6 +171,25 @@ def summary(tables: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     )
 
 
+def totals(tables: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, tuple[str, ...]]]:
+    """The summary of all tables, and of those of each GPU."""
+    of_gpu = {gpu: [table for table in tables.values() if table["gpu"] == gpu] for gpu in ("h100", "a100")}
+    return [
+        ("all", summary(list(tables.values()))),
+        *((gpu.upper(), summary(chosen)) for gpu, chosen in of_gpu.items()),
+    ]
+
+
+def overview(content: Mapping[str, Any]) -> str:
+    """Markdown: the held-out errors of all tables together, for the planner's page."""
+    lines = [
+        "| published runs on | rows | median error | worst | within 8 % | within 20 % | in the interval |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in totals(content["tables"])]
+    return "\n".join(lines)
+
+
 def document(content: Mapping[str, Any]) -> str:
     """Markdown: each table's held-out errors, the constants, and the effects."""
     tables, prior = content["tables"], published.read_published()["constants"]
@@ -186,11 +206,7 @@ def document(content: Mapping[str, Any]) -> str:
             f"{table['median_without_publisher']:.1%}",
         )
         lines.append(f"| {' | '.join(cells)} |")
-    for name, chosen in (
-        ("all", tables.values()),
-        *((gpu.upper(), [t for t in tables.values() if t["gpu"] == gpu]) for gpu in ("h100", "a100")),
-    ):
-        lines.append(f"| **{name}** | {' | '.join(summary(list(chosen)))} | | |")
+    lines += [f"| **{name}** | {' | '.join(cells)} | | |" for name, cells in totals(tables)]
     beyond = [
         f"| {table['title']} | {row['name']} | {row['gpus']} | {row['deviation']:+.1%} |"
         for table in tables.values()
@@ -199,13 +215,15 @@ def document(content: Mapping[str, Any]) -> str:
     ]
     lines += [
         "",
-        "Beyond 20 %:",
+        "### Rows beyond 20 %",
         "",
         "| table | row | GPUs | deviation of speed |",
         "|---|---|---|---|",
         *(beyond or ["| none | | | |"]),
     ]
     lines += [
+        "",
+        "### Fitted constants",
         "",
         "| constant | start | fitted to all | without one table | what it is, and where its start is from |",
         "|---|---|---|---|---|",
@@ -217,7 +235,7 @@ def document(content: Mapping[str, Any]) -> str:
             f"| {name} | {row['start']:g} ± {row['spread']:.0%} | {content['constants']['all'][name]:.3g} | "
             f"{moved} | {row['source']} |"
         )
-    return "\n".join([*lines, "", *effects.table(content["effects"])])
+    return "\n".join([*lines, "", "### Effects", "", *effects.table(content["effects"])])
 
 
 def main() -> None:
@@ -225,6 +243,7 @@ def main() -> None:
     content = run()
     RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     published.write_between("held_out", document(content))
+    published.write_between("held_out", overview(content), PLANNER_PAGE)
     print(
         json.dumps(content["constants"]["all"]),
         f"interval {content['interval']:.3f}, alike {content['alike']:.3f}",

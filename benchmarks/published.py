@@ -1,6 +1,6 @@
 """Predicts published training speeds (published.yaml), and reports the deviation.
 
-    python -m benchmarks.published              writes the tables of docs/planner.md
+    python -m benchmarks.published              writes the tables of docs/appendix/published-runs.md
 
 The constants are fitted to all of these tables by benchmarks/held_out.py, which also predicts each table by
 constants fitted without it. A row states its assumptions where its source does not give a value.
@@ -26,7 +26,8 @@ from megalite.planner.report.explanation import described
 from megalite.planner.time.step import LayoutChoice, PlannedJob, Stepper, StepTime
 
 ROWS = Path(__file__).with_name("published.yaml")
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE = DOCS / "appendix" / "published-runs.md"
 
 UNITS = {
     "sc21_tflops": "TFLOP/s",
@@ -216,11 +217,11 @@ def document(tables: list[Table]) -> str:
     return "\n".join(parts)
 
 
-def write_between(script: str, text: str) -> None:
-    """Replace what a script has written into the page."""
+def write_between(script: str, text: str, page: Path = PAGE) -> None:
+    """Replace the text between a script's two markers in a page."""
     begin, end = f"<!-- written by python -m benchmarks.{script} -->", f"<!-- end of benchmarks.{script} -->"
-    before, rest = PAGE.read_text(encoding="utf-8").split(begin)
-    PAGE.write_text(f"{before}{begin}\n\n{text}\n{end}{rest.split(end)[1]}", encoding="utf-8")
+    before, rest = page.read_text(encoding="utf-8").split(begin)
+    page.write_text(f"{before}{begin}\n\n{text}\n{end}{rest.split(end)[1]}", encoding="utf-8")
 
 
 def main() -> None:

@@ -29,8 +29,8 @@ from megalite.commands.parser import Parser, positive
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
 from megalite.optimizer.adamw import AdamW
+from megalite.optimizer.registry import OPTIMIZERS
 from megalite.optimizer.state import OptimizerState
-from megalite.optimizer.table import OPTIMIZERS
 from megalite.parallel.microbatch import Microbatch
 from megalite.planner.budget.decision import decide
 from megalite.planner.memory.estimate import estimate

@@ -77,8 +77,8 @@ SETTINGS: dict[tuple[str, str], list[Setting]] = {
     ],
     ("norm_triton", "_forward"): [Setting({}, w) for w in (2, 4, 8, 16)],
     ("norm_triton", "_backward"): [
-        Setting({"AHEAD": ahead}, w, tables={"WARPS": resident})
-        for ahead in (1, 2, 3)
+        Setting({"STAGES": stages}, w, tables={"WARPS": resident})
+        for stages in (1, 2, 3)
         for w, resident in ((4, 16), (8, 16), (8, 32), (16, 16), (16, 32))
     ],
     ("ordered_sum_triton", "_add"): [
@@ -101,7 +101,7 @@ SETTINGS |= {
     ]
     for kernel in ("_gather", "_combine", "_combine_backward")
 }
-SETTINGS[("grouped_weight_grad_triton", "_product")] = [
+SETTINGS[("grouped_weight_grad_triton", "_matmul")] = [
     Setting({"OUT": out, "IN": column, "ROWS": rows}, w, s)
     for out, column, w in ((64, 128, 4), (128, 128, 4), (128, 128, 8), (128, 256, 8))
     for rows in (32, 64)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megalite_kernels import attention_routes, backend, device_routes, router_product, weight_grad
+from megalite_kernels import attention_routes, backend, device_routes, router_logits, weight_grad
 from megalite_kernels.attention_library import Options
 from megalite_kernels.attention_routes import AttentionCall, Route
 from torch import Tensor
@@ -53,7 +53,7 @@ def rows(scene: Scene) -> Iterator[Row]:
     backend.select("triton" if scene.gpus else "torch")
     times: dict[str, dict[str, float]] = {}
     jobs = [partial(_weight_gradient, name, scene, times) for name in weight_grad.ROUTES]
-    jobs += [partial(_router, name, scene, times) for name in router_product.ROUTES]
+    jobs += [partial(_router, name, scene, times) for name in router_logits.ROUTES]
     for route in sorted(attention_routes.ROUTES, key=lambda route: (route.guarded, route.name in LAST)):
         kinds = [kind for kind in KINDS if route.for_documents in (None, kind == "documents")]
         jobs += [partial(_attention, route, kind, scene, times) for kind in kinds]
@@ -164,7 +164,7 @@ def _refusal(route: Route, kind: str, sizes: Sizes, scene: Scene) -> str | None:
     length, batch, heads, dim, _ = sizes
     q, k, v, _ = _inputs(length, batch, heads, dim, scene)
     documents = kind == "documents"
-    return route.refusal(AttentionCall(q, k, v, documents=documents, boundaries=documents))
+    return route.rejection(AttentionCall(q, k, v, documents=documents, boundaries=documents))
 
 
 def _call(
@@ -315,7 +315,7 @@ def _router(route: str, scene: Scene, times: dict[str, dict[str, float]]) -> Ite
 def _logits_are_exact(route: str, scene: Scene, name: str) -> Row:
     """As near to float64 as fp32 matmuls of the same numbers."""
     rows, weight = (torch.randn(count, 2048, device=scene.device).bfloat16() for count in (777, 96))
-    logits = router_product.ROUTES[route](rows, weight)
+    logits = router_logits.ROUTES[route](rows, weight)
     assert_as_accurate(logits, rows.double() @ weight.double().t(), rows.float() @ weight.float().t())
     return row(name, "passed")
 
@@ -326,7 +326,7 @@ def _logits_timed(route: str, scene: Scene, times: dict[str, dict[str, float]], 
     rows, weight = (
         torch.randn(count, width, device=scene.device, dtype=torch.bfloat16) for count in (tokens, experts)
     )
-    ms = _ms(lambda: router_product.ROUTES[route](rows, weight), scene)
+    ms = _ms(lambda: router_logits.ROUTES[route](rows, weight), scene)
     wait(scene.device)
     times.setdefault("router", {})[route] = ms
     return row(

@@ -31,7 +31,7 @@ from megalite_kernels import (
     norm,
     ordered_sum,
     rotary,
-    router_product,
+    router_logits,
 )
 from torch import Tensor
 
@@ -199,11 +199,11 @@ def _exact_matmul(left: Tensor, inputs: Tensor) -> Sequence[Tensor]:
 
 
 def _logits(rows: Tensor, weight: Tensor) -> Sequence[Tensor]:
-    return (router_product.logits(rows, weight),)
+    return (router_logits.logits(rows, weight),)
 
 
 def _cast_logits(rows: Tensor, weight: Tensor) -> Sequence[Tensor]:
-    return (router_product.ROUTES["cast"](rows, weight),)
+    return (router_logits.ROUTES["cast"](rows, weight),)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *starts: Tensor) -> Sequence[Tensor]:

@@ -3,12 +3,12 @@
     plain:  h = act(x)               dx = dh · act'(x)
     gated:  h = act(gate) · up       dgate = dh · up · act'(gate)       dup = dh · act(gate)
 
-`gate_up` is packed [..., 2F], gate first, as one matrix product writes it; its gradient is packed the same
-way. Backward needs only the input: it recomputes h and returns it, too, for the weight gradient of the matrix
-product that read h. That costs one multiplication; keeping h would add a third to the block's activations.
+`gate_up` is packed [..., 2F], gate first, as one matmul writes it; its gradient is packed the same way.
+Backward needs only the input: it recomputes h and returns it, too, for the weight gradient of the matmul that
+reads h. That costs one multiplication; keeping h would add a third to the block's activations.
 act is silu (x · sigmoid(x)), gelu (x · Φ(x)), gelu_new, gelu_fast or gelu_pytorch_tanh (all the tanh form of
-gelu), relu, or relu2 (relu(x)²). A gated form of its own, gpt-oss's, is clamped_swiglu, with a = 1.702 and c
-= 7:
+gelu), relu, or relu2 (relu(x)²). clamped_swiglu, of gpt-oss, has a gated form of its own, with a = 1.702 and
+c = 7:
 
     g = min(gate, c)        u = max(min(up, c), −c)        h = g · sigmoid(a · g) · (u + 1)
 """
@@ -64,18 +64,18 @@ def _lookup(act: str) -> _Activation:
 
 
 def plain_forward(x: Tensor, act: str) -> Tensor:
-    """act(x), of the same shape and dtype."""
+    """Returns act(x), of the same shape and dtype."""
     return _lookup(act).forward(x)
 
 
 def plain_backward(dh: Tensor, x: Tensor, act: str) -> tuple[Tensor, Tensor]:
-    """Gradient of `plain_forward` with respect to x, and h."""
+    """Returns the gradient of `plain_forward` with respect to x, and h."""
     function = _lookup(act)
     return function.backward(dh, x, grad_input=torch.empty_like(x)), function.forward(x)
 
 
 def gated_forward(gate_up: Tensor, act: str) -> Tensor:
-    """act(gate) · up: [..., 2F] -> [..., F]."""
+    """Returns act(gate) · up: [..., 2F] -> [..., F]."""
     if act in _FUSED and takes_triton(gate_up):
         from megalite_kernels import activation_triton
 
@@ -88,7 +88,8 @@ def gated_forward(gate_up: Tensor, act: str) -> Tensor:
 
 
 def gated_backward(dh: Tensor, gate_up: Tensor, act: str) -> tuple[Tensor, Tensor]:
-    """Gradient of `gated_forward` with respect to gate_up, and h: dh [..., F] -> [..., 2F], [..., F]."""
+    """Returns the gradient of `gated_forward` with respect to gate_up, and h: dh [..., F] -> [..., 2F], [...,
+    F]."""
     if act in _FUSED and takes_triton(gate_up):
         from megalite_kernels import activation_triton
 
@@ -106,7 +107,7 @@ def gated_backward(dh: Tensor, gate_up: Tensor, act: str) -> tuple[Tensor, Tenso
 
 
 def _clamped_backward(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """A clamped gate or up has no gradient."""
+    """The backward of clamped_swiglu: clamped values have no gradient."""
     gate, up = gate_up.chunk(2, dim=-1)
     g, u = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT).add_(1)
     sigmoid = torch.sigmoid(_GAIN * g)

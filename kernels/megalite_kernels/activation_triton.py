@@ -45,7 +45,7 @@ def _activate(x, GELU: tl.constexpr):
 
 @triton.jit
 def _tile(rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """This program's tile: row numbers [ROWS, 1], column numbers [1, COLUMNS], and which of its elements
+    """Returns this program's tile: row numbers [ROWS, 1], column numbers [1, COLUMNS], and which elements
     exist."""
     across = tl.cdiv(width, COLUMNS)
     program = tl.program_id(0)
@@ -94,9 +94,8 @@ def _launch(backward: bool, act: str, h: Tensor, *tensors: Tensor) -> None:
     rows = h.numel() // width
     variant = _variant(backward, h.dtype, act, width)
     tile = variant.constants
-    variant.launch(
-        (triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(width, tile["COLUMNS"]),), *tensors, rows, width
-    )
+    programs = triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(width, tile["COLUMNS"])
+    variant.launch((programs,), *tensors, rows, width)
 
 
 def _like_h(gate_up: Tensor, act: str) -> Tensor:
@@ -105,7 +104,7 @@ def _like_h(gate_up: Tensor, act: str) -> Tensor:
 
 @operation(fake=_like_h)
 def gated_forward(gate_up: Tensor, act: str) -> Tensor:
-    """act(gate) · up: [..., 2F] -> [..., F]."""
+    """Returns act(gate) · up: [..., 2F] -> [..., F]."""
     h = _like_h(gate_up, act)
     _launch(False, act, h, gate_up.contiguous(), h)
     return h
@@ -117,7 +116,8 @@ def _like_dgate_up_and_h(dh: Tensor, gate_up: Tensor, act: str) -> tuple[Tensor,
 
 @operation(fake=_like_dgate_up_and_h)
 def gated_backward(dh: Tensor, gate_up: Tensor, act: str) -> tuple[Tensor, Tensor]:
-    """Gradient of `gated_forward` with respect to gate_up, and h: dh [..., F] -> [..., 2F], [..., F]."""
+    """Returns the gradient of `gated_forward` with respect to gate_up, and h: dh [..., F] -> [..., 2F], [...,
+    F]."""
     dgate_up, h = _like_dgate_up_and_h(dh, gate_up, act)
     _launch(True, act, h, dh.contiguous(), gate_up.contiguous(), dgate_up, h)
     return dgate_up, h

@@ -28,25 +28,22 @@ def adamw_(
     weight_decay: float,
     grad_scale: Tensor | None = None,
 ) -> None:
-    """Update params and both moments in place. All tensors are flat, and of equal lengths by index.
+    """Update params and both moments in place. All tensors are flat; those of one index have the same length.
 
     Args:
         grads: may be narrower than params; undefined afterwards.
         weights: the weights in compute precision if params are their master weights: the new params are
-        written there, rounded. Without
-            them params are the weights themselves.
+            written there, rounded. Without them params are the weights themselves.
         step: 1-based, includes this update.
-        grad_scale: gradients are divided by it: a loss scale, or 1 / the clipping coefficient, or their
-        product. [], on their device. NaN
-            skips the update: nothing changes. So the decision can be made on the device, and the host need
-            not wait for it.
+        grad_scale: the divisor of gradients, [] on their device: a loss scale, 1 / the clipping coefficient,
+            or their product. NaN skips the update: nothing changes. So the device makes this decision, and
+            the host does not wait for it.
     """
     if not params:
         return
     scale = grad_scale.to(torch.float32) if grad_scale is not None else None
-    if takes_triton(params[0]) and {params[0].dtype, exp_avgs[0].dtype, exp_avg_sqs[0].dtype} == {
-        torch.float32
-    }:
+    in_fp32 = all(tensors[0].dtype == torch.float32 for tensors in (params, exp_avgs, exp_avg_sqs))
+    if takes_triton(params[0]) and in_fp32:
         from megalite_kernels import adamw_triton
 
         rate, root = lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
@@ -54,16 +51,28 @@ def adamw_(
         return adamw_triton.adamw(params, grads, exp_avgs, exp_avg_sqs, weights or [], scale, *scalars)
     # unlike a copy from the host, this does not synchronize
     count = torch.full((), float(step), device=params[0].device)
-    alike = grads[0].dtype == params[0].dtype
     skip = None if scale is None else scale.isnan().float()
-    # one by one: casts need memory
-    for part in [slice(None)] if alike else [slice(index, index + 1) for index in range(len(params))]:
+    parts = [slice(None)]
+    if grads[0].dtype != params[0].dtype:
+        parts = [slice(index, index + 1) for index in range(len(params))]  # one by one: casts need memory
+    for part in parts:
         cast = [grad.to(params[0].dtype) for grad in grads[part]]
         torch._fused_adamw_(
-            params[part], cast, exp_avgs[part], exp_avg_sqs[part], [], [count] * len(cast), lr=lr,
-            beta1=beta1, beta2=beta2,
-            weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False, grad_scale=scale,
+            params[part],
+            cast,
+            exp_avgs[part],
+            exp_avg_sqs[part],
+            max_exp_avg_sqs=[],
+            state_steps=[count] * len(cast),
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=weight_decay,
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=scale,
             found_inf=skip,
-        )  # fmt: skip
+        )
     if weights:
         torch._foreach_copy_(weights, params)

@@ -32,15 +32,14 @@ TILE = 2048  # elements: with 4 warps four 128-bit loads per thread of each fp32
 @triton.jit
 def _adamw(
     owner, rows, scale, decay, rate, root, eps, weight1, weight2,
-    GRADS: tl.constexpr, WEIGHTS: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr,
+    GRADS: tl.constexpr, WEIGHTS: tl.constexpr, SCALED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row, at, exists = locate(owner, rows, 5 if WEIGHTS is not None else 4, ALIGNED, TILE)
-    params, grads = address(row, 0, tl.float32, ALIGNED) + at, address(row, 1, GRADS, ALIGNED) + at
-    exp_avgs, exp_avg_sqs = (
-        address(row, 2, tl.float32, ALIGNED) + at,
-        address(row, 3, tl.float32, ALIGNED) + at,
-    )
+    params = address(row, 0, tl.float32, ALIGNED) + at
+    grads = address(row, 1, GRADS, ALIGNED) + at
+    exp_avgs = address(row, 2, tl.float32, ALIGNED) + at
+    exp_avg_sqs = address(row, 3, tl.float32, ALIGNED) + at
     g = tl.load(grads, mask=exists).to(tl.float32)
     p, m, v = tl.load(params, mask=exists), tl.load(exp_avgs, mask=exists), tl.load(exp_avg_sqs, mask=exists)
     if SCALED:
@@ -81,8 +80,8 @@ def adamw(
     weight1: float,
     weight2: float,
 ) -> None:
-    """One step; `weights` may be empty. For the scalars see the module; weight1 and weight2 are 1 − β1 and 1
-    − β2."""
+    """Run one step; `weights` may be empty. The module describes the scalars; weight1 is 1 − β1, weight2 is
+    1 − β2."""
     arrays = [array for array in (params, grads, exp_avgs, exp_avg_sqs, weights) if array]
     whole = all(aligned(x) for array in arrays for x in array)
     variant = _variant(grads[0].dtype, weights[0].dtype if weights else None, grad_scale is not None, whole)

@@ -1,29 +1,30 @@
 """Causal attention with grouped key-value heads, sliding window, document mask, score soft-cap and dropout.
 
-    s = cap·tanh(scale·q·kᵀ / cap)        p = softmax(s over visible keys)        out = (p ∘ keep) · v
-    dv = (p ∘ keep)ᵀ·dout        dp = (dout·vᵀ) ∘ keep        ds = p ∘ (dp − Σ_keys p∘dp) ∘ (1 − (s/cap)²)
-    dq = scale·ds·k              dk = scale·dsᵀ·q             (without a soft-cap the last factor of ds is 1;
-    keep is 0 or 1/(1 − p_drop))
+    s = cap·tanh(scale·q·kᵀ / cap)    p = softmax(s over visible keys)    out = (p ∘ keep) · v
+    dv = (p ∘ keep)ᵀ·dout             dp = (dout·vᵀ) ∘ keep
+    ds = p ∘ (dp − Σ_keys p∘dp) ∘ (1 − (s/cap)²)
+    dq = scale·ds·k                   dk = scale·dsᵀ·q
 
-Key j is visible from query i iff j ≤ i, i − j < window and j ≥ document_start[i].
+Without a soft-cap the last factor of ds is 1; keep is 0 or 1/(1 − p_drop). Key j is visible from query i iff
+j ≤ i, i − j < window and j ≥ document_start[i].
 
 The reference below processes queries in blocks, each with only the keys that some query of the block can see:
-half of the products of causal attention are never computed. The g query heads that share a key-value head are
-adjacent rows of one matrix, so that keys are read once per group and dk, dv are summed over it inside the
-product. All arithmetic is in at least fp32.
+half of the matmuls of causal attention are never computed. The g query heads that share a key-value head are
+adjacent rows of one matrix, so that keys are read once per group, and matmuls sum dk and dv over it. All
+arithmetic is in at least fp32.
 
-What runs: on a GPU, the first implementation that supports the call, or the one that was measured to be the
-fastest on this device (`attention_routes`). In general plain causal attention in 16 bits uses the kernels
-that come with torch (`attention_library`), all other 16-bit attention with heads of up to 256 channels flash
-attention in Triton (`attention_triton`), and the rest, such as fp32, whose products would not use tensor
-cores there, the reference. With train.kernels = torch only torch's own kernels or the reference run.
+On a GPU the first implementation that supports the call runs, or the one that was measured to be the fastest
+on this device (`attention_routes`). In general plain causal attention in 16 bits uses the kernels that come
+with torch (`attention_library`), all other 16-bit attention with heads of up to 256 channels flash attention
+in Triton (`attention_triton`), and the rest the reference, such as fp32, whose matmuls would not use tensor
+cores in Triton. With train.kernels = torch only torch's own kernels or the reference run.
 
 Values may have another width than queries and keys, and the output then has theirs. The kernels have one
 width: for them the narrower tensors are padded with zeros, which changes no result.
 
-On CPU the reference replaces torch's fused scaled_dot_product_attention at every length: measured in fp32 on
-one core from sequence 64 to 2,048, its forward takes 0.9–1.5 times as long and its backward 1.2–2.2 times
-(with oneDNN's products 0.8–5 and 1.1–10 times, worst when short). With `recompute` only the inputs are kept,
+On a CPU the reference replaces torch's fused scaled_dot_product_attention at every length: measured in fp32
+on one core from sequence 64 to 2,048, its forward takes 0.9–1.5 times as long and its backward 1.2–2.2 times
+(with oneDNN's matmuls 0.8–5 and 1.1–10 times, worst when short). With `recompute` only the inputs are kept,
 and memory is linear in the sequence; otherwise the probabilities are kept. The kernels always recompute them
 from the log-sum-exp of each query.
 """
@@ -74,16 +75,15 @@ def _blocks(
         hidden = hidden.unsqueeze(0)
         if document_start is not None:
             hidden = hidden | (j < document_start[first:stop].T[:, :, None, None])
-        mask = like.new_zeros(
-            hidden.shape, dtype=torch.promote_types(like.dtype, torch.float32)
-        ).masked_fill_(hidden, -torch.inf)
+        mask = like.new_zeros(hidden.shape, dtype=torch.promote_types(like.dtype, torch.float32))
+        mask.masked_fill_(hidden, -torch.inf)
         yield _Block(range(first, stop), range(start, stop), mask.unsqueeze(1))
 
 
 @functools.lru_cache(maxsize=8)
 def _causal_blocks(sequence: int, dtype: torch.dtype, device: torch.device) -> tuple[_Block, ...]:
-    """The blocks of plain causal attention: the same in every layer and step, and their masks hold only BLOCK
-    numbers a query."""
+    """Returns the blocks of plain causal attention. They are the same in every layer and step, and their
+    masks have only BLOCK numbers a query."""
     return tuple(_blocks(sequence, None, None, torch.empty(0, dtype=dtype, device=device)))
 
 
@@ -111,9 +111,15 @@ def _heads(rows: Tensor, like: Tensor, kv_heads: int, scale: float = 1.0) -> Ten
 class _Problem:
     """One attention call: its sizes and options, and the steps common to forward and backward."""
 
-    def __init__(self, q: Tensor, k: Tensor, window: int | None, document_start: Tensor | None,
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        window: int | None,
+        document_start: Tensor | None,
         softcap: float | None,
-                 dropout: AttentionDropout | None) -> None:  # fmt: skip
+        dropout: AttentionDropout | None,
+    ) -> None:
         self.sequence, self.batch, self.heads, self.dim = q.shape
         self.kv_heads = k.shape[2]
         self.group = self.heads // self.kv_heads
@@ -123,6 +129,10 @@ class _Problem:
         else:
             self.blocks = tuple(_blocks(self.sequence, window, document_start, q))
 
+    def rows(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns `_rows` of queries, multiplied by the scale, of keys and of values."""
+        return _rows(q, self.kv_heads, scale), _rows(k, self.kv_heads), _rows(v, self.kv_heads)
+
     def query_rows(self, block: _Block) -> slice:
         return slice(block.queries.start * self.group, block.queries.stop * self.group)
 
@@ -131,45 +141,57 @@ class _Problem:
         return scores.view(self.batch, self.kv_heads, len(block.queries), self.group, scores.shape[-1])
 
     def scores(self, query: Tensor, key: Tensor, block: _Block) -> Tensor:
-        """Masked and capped scores of one block, [B·kv_heads, queries·g, keys]; `query` is already multiplied
-        by the scale."""
-        scores = torch.bmm(
-            query[:, self.query_rows(block)], key[:, block.keys.start : block.keys.stop].transpose(1, 2)
-        )
+        """Returns masked and capped scores of one block, [B·kv_heads, queries·g, keys]; `query` is already
+        multiplied by the scale."""
+        keys = key[:, block.keys.start : block.keys.stop]
+        scores = torch.bmm(query[:, self.query_rows(block)], keys.transpose(1, 2))
         if self.softcap:
             scores.div_(self.softcap).tanh_().mul_(self.softcap)
         self.by_head(scores, block)[..., scores.shape[-1] - block.mask.shape[-1] :].add_(block.mask)
         return scores
 
     def drop(self, x: Tensor, block: _Block) -> Tensor:
-        """x ∘ keep; with dropout a new tensor, else x itself."""
+        """Returns x ∘ keep: with dropout a new tensor, else x itself."""
         if self.dropout is None or self.dropout.p == 0.0:
             return x
         keep = self.dropout.scale(self.heads, block.queries, block.keys, x.dtype)  # [B, heads, queries, keys]
-        return (
-            self.by_head(x, block)
-            .mul(keep.unflatten(1, (self.kv_heads, self.group)).transpose(2, 3))
-            .view(x.shape)
-        )
+        keep = keep.unflatten(1, (self.kv_heads, self.group)).transpose(2, 3)
+        return self.by_head(x, block).mul(keep).view(x.shape)
 
 
-def _route(q: Tensor, k: Tensor, v: Tensor, window: int | None, document_start: Tensor | None,
+def _route(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    document_start: Tensor | None,
     softcap: float | None,
-           dropout: AttentionDropout | None, boundaries: Boundaries | None) -> str:  # fmt: skip
-    """The name of the implementation: triton, reference, or one of `attention_routes`."""
+    dropout: AttentionDropout | None,
+    boundaries: Boundaries | None,
+) -> str:
+    """Returns the name of the implementation: triton, reference, or one of `attention_routes`."""
     width = max(q.shape[-1], v.shape[-1])
     if not q.is_cuda:
         return "triton" if takes_triton(q) and width <= WIDEST else "reference"
     from megalite_kernels.attention_routes import AttentionCall, choose
 
-    given = (option is not None for option in (window, document_start, boundaries, softcap, dropout))
-    if q.shape[-1] != v.shape[-1]:  # a library would get them padded
+    if q.shape[-1] != v.shape[-1]:  # a library gets them padded
         q, k, v = (x.new_empty(*x.shape[:-1], width) for x in (q, k, v))
-    return choose(AttentionCall(q, k, v, *given)).name
+    call = AttentionCall(
+        q,
+        k,
+        v,
+        window=window is not None,
+        documents=document_start is not None,
+        boundaries=boundaries is not None,
+        softcap=softcap is not None,
+        dropout=dropout is not None,
+    )
+    return choose(call).name
 
 
 def _library(route: str, *options: Any) -> tuple[Any, Any]:
-    """The passes of a kernel that is not of this package, and the options of a call to it."""
+    """Returns the passes of a kernel that is not of this package, and the options of a call to it."""
     from megalite_kernels.attention_library import Options
     from megalite_kernels.attention_routes import BY_NAME
 
@@ -180,14 +202,14 @@ def _library(route: str, *options: Any) -> tuple[Any, Any]:
 
 
 def padded(width: int, *tensors: Tensor) -> list[Tensor]:
-    """The tensors with zeros added to their last dimension up to a width."""
-    return [
-        x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in tensors
-    ]
+    """Returns the tensors with zeros appended to their last dimension up to a width."""
+    missing = [width - x.shape[-1] for x in tensors]
+    pad = torch.nn.functional.pad
+    return [pad(x, (0, count)) if count else x for x, count in zip(tensors, missing, strict=True)]
 
 
 def _fields(dropout: AttentionDropout | None) -> tuple[Tensor | None, int, float, int, int]:
-    """The fields of dropout as arguments of the registered operations; p = 0: no dropout."""
+    """Returns the fields of dropout as arguments of the registered operations; p = 0: no dropout."""
     if dropout is None or dropout.p == 0.0:
         return None, 0, 0.0, 0, 0
     return dropout.samples, dropout.key, dropout.p, dropout.head_offset, dropout.position_offset
@@ -206,29 +228,29 @@ def attention(
     recompute: bool = False,
     boundaries: Boundaries | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """out [S, B, hq, Dv], contiguous, and the tensors to save for `attention_backward`: the reference's
-    probabilities block by block (none with `recompute` or a soft-cap), or a kernel's log-sum-exp of each
-    query's scores.
+    """Returns out [S, B, hq, Dv], contiguous, and the tensors to save for `attention_backward`: the
+    reference's probabilities block by block (none with `recompute` or a soft-cap), or a kernel's log-sum-exp
+    of each query's scores.
 
-    q [S, B, hq, D]; k [S, B, hk, D]; v [S, B, hk, Dv], hq a multiple of hk; document_start [S, B] is the
-    index in the row of the first token of the token's document; `boundaries` says the same, and without it
-    some implementations cannot run. Any strides.
+    Args:
+        q, k, v: [S, B, hq, D], [S, B, hk, D], [S, B, hk, Dv] of any strides; hq is a multiple of hk.
+        document_start: [S, B], the index in the row of the first token of each token's document.
+        boundaries: the same documents; some implementations cannot run without it.
     """
-    widths, route = (
-        (q.shape[-1], v.shape[-1]),
-        _route(q, k, v, window, document_start, softcap, dropout, boundaries),
-    )
-    if widths[0] != widths[1] and route not in OWN:
-        others: dict[str, Any] = {
-            "window": window,
-            "document_start": document_start,
-            "softcap": softcap,
-            "dropout": dropout,
-        }
-        out, kept = attention(
-            *padded(max(widths), q, k, v), scale=scale, recompute=recompute, boundaries=boundaries, **others
+    width, value_width = q.shape[-1], v.shape[-1]
+    route = _route(q, k, v, window, document_start, softcap, dropout, boundaries)
+    if width != value_width and route not in OWN:
+        out, saved = attention(
+            *padded(max(width, value_width), q, k, v),
+            scale=scale,
+            window=window,
+            document_start=document_start,
+            softcap=softcap,
+            dropout=dropout,
+            recompute=recompute,
+            boundaries=boundaries,
         )
-        return out[..., : widths[1]].contiguous(), kept
+        return out[..., :value_width].contiguous(), saved
     if route == "triton":
         from megalite_kernels import attention_triton
 
@@ -240,23 +262,17 @@ def attention(
         calls, options = _library(route, scale, window, boundaries)
         return calls.forward(q, k, v, options)
     problem = _Problem(q, k, window, document_start, softcap, dropout)
-    query, key, value = (
-        _rows(q, problem.kv_heads, scale),
-        _rows(k, problem.kv_heads),
-        _rows(v, problem.kv_heads),
-    )
+    query, key, value = problem.rows(q, k, v, scale)
     out = torch.empty(*query.shape[:2], value.shape[-1], dtype=query.dtype, device=query.device)
-    saved = []
+    kept = []
     for block in problem.blocks:
         scores = problem.scores(query, key, block)
         probabilities = torch.softmax(scores, -1, out=scores)
         if not recompute and softcap is None:
-            saved.append(probabilities)
-        dropped = problem.drop(probabilities, block)
-        torch.bmm(
-            dropped, value[:, block.keys.start : block.keys.stop], out=out[:, problem.query_rows(block)]
-        )
-    return _heads(out, q.new_empty(*q.shape[:3], v.shape[-1]), problem.kv_heads), tuple(saved)
+            kept.append(probabilities)
+        values = value[:, block.keys.start : block.keys.stop]
+        torch.bmm(problem.drop(probabilities, block), values, out=out[:, problem.query_rows(block)])
+    return _heads(out, q.new_empty(*q.shape[:3], v.shape[-1]), problem.kv_heads), tuple(kept)
 
 
 def attention_backward(
@@ -275,42 +291,42 @@ def attention_backward(
     recompute: bool = False,
     boundaries: Boundaries | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [S, B, hq, D], dk [S, B, hk, D] and dv [S, B, hk, Dv]; options as in forward, `saved` as forward
-    returned it.
+    """Returns dq [S, B, hq, D], dk [S, B, hk, D] and dv [S, B, hk, Dv]; options as in forward, `saved` as
+    forward returns it.
 
     The reference does not read `out`; a kernel, which never holds a whole row of probabilities, computes
     Σ_keys p∘dp = Σ_dim dout∘out from it.
     """
-    widths, route = (
-        (q.shape[-1], v.shape[-1]),
-        _route(q, k, v, window, document_start, softcap, dropout, boundaries),
-    )
-    if widths[0] != widths[1] and route not in OWN:
-        others: dict[str, Any] = {
-            "window": window,
-            "document_start": document_start,
-            "softcap": softcap,
-            "dropout": dropout,
-        }
-        dout, q, k, v, out = padded(max(widths), dout, q, k, v, out)
+    width, value_width = q.shape[-1], v.shape[-1]
+    route = _route(q, k, v, window, document_start, softcap, dropout, boundaries)
+    if width != value_width and route not in OWN:
+        dout, q, k, v, out = padded(max(width, value_width), dout, q, k, v, out)
         dq, dk, dv = attention_backward(
-            dout, q, k, v, out, saved, scale=scale, recompute=recompute, boundaries=boundaries, **others
+            dout,
+            q,
+            k,
+            v,
+            out,
+            saved,
+            scale=scale,
+            window=window,
+            document_start=document_start,
+            softcap=softcap,
+            dropout=dropout,
+            recompute=recompute,
+            boundaries=boundaries,
         )
-        return dq[..., : widths[0]], dk[..., : widths[0]], dv[..., : widths[1]]
+        return dq[..., :width], dk[..., :width], dv[..., :value_width]
     if route == "triton":
         from megalite_kernels import attention_triton
 
-        given = scale, window, document_start, softcap, *_fields(dropout)
-        return attention_triton.flash_attention_backward(dout, q, k, v, out, saved[0], *given)
+        arguments = scale, window, document_start, softcap, *_fields(dropout)
+        return attention_triton.flash_attention_backward(dout, q, k, v, out, saved[0], *arguments)
     if route != "reference":
         calls, options = _library(route, scale, window, boundaries)
         return calls.backward(dout, q, k, v, out, saved, options)
     problem = _Problem(q, k, window, document_start, softcap, dropout)
-    query, key, value = (
-        _rows(q, problem.kv_heads, scale),
-        _rows(k, problem.kv_heads),
-        _rows(v, problem.kv_heads),
-    )
+    query, key, value = problem.rows(q, k, v, scale)
     grad = _rows(dout, problem.kv_heads)
     dquery, dkey, dvalue = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for index, block in enumerate(problem.blocks):

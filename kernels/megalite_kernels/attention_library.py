@@ -2,14 +2,15 @@
 `attention_routes` says when each one runs.
 
 They do not draw a dropout mask that can be computed again. `FLASH` and `CUDNN` take whole rows, and support
-neither windows nor documents. Those of variable length take documents by their boundaries: the offsets of the
-documents in the tokens of all rows, one row after the other, [documents + 1] int32, and the length of the
-longest. torch.nn.attention.varlen wraps the same kernels in its own autograd.
+neither windows nor documents. The kernels of variable length take documents by their boundaries: the offsets
+of the documents in the tokens of all rows, one row after the other, [documents + 1] int32, and the length of
+the longest document. torch.nn.attention.varlen wraps the same kernels in its own autograd.
 
 Published forward and backward speeds in TFLOP/s, H100, 8k keys, 128 channels: cuDNN's 600 and 518
 (FlashAttention-3, figures 5 and 6), FlashAttention-2, which is torch's own, 370 and 318, a Triton kernel 392
-forward. So cuDNN's comes first on Hopper and Blackwell, FlashAttention-2 elsewhere. None sums dq in a fixed
-order unless it is asked to, which was never tried: a deterministic run uses none.
+forward. So cuDNN's comes first on Hopper and Blackwell, FlashAttention-2 elsewhere. By default they do not
+sum dq in a fixed order, and their deterministic modes were never tried: a deterministic run does not use
+them.
 """
 
 import functools
@@ -24,8 +25,12 @@ _aten = torch.ops.aten
 
 
 class Options(NamedTuple):
-    """`boundaries`: offsets and the longest length of the documents; None: rows are whole. `window`: as in
-    `attention`."""
+    """Options of a call.
+
+    Attributes:
+        window: as in `attention`.
+        boundaries: offsets and the longest length of the documents; None: rows are whole.
+    """
 
     scale: float
     window: int | None = None
@@ -34,10 +39,14 @@ class Options(NamedTuple):
 
 @dataclass(frozen=True)
 class Calls:
-    """The two passes of a route. `prepare` runs before each: it makes the kernel known to torch.
+    """The two passes of a route.
 
-    forward(q, k, v, options) -> out and what backward needs of the kernel's own; backward(dout, q, k, v, out,
-    that, options) -> dq, dk, dv. All of q, k, v and out are [S, B, heads, D]; results are contiguous.
+    q, k, v and out are [S, B, heads, D]; results are contiguous.
+
+    Attributes:
+        forward: (q, k, v, options) -> out, and the kernel's own tensors for backward.
+        backward: (dout, q, k, v, out, these tensors, options) -> dq, dk, dv.
+        prepare: runs before each pass: it makes the kernel known to torch.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, tuple[Tensor, ...]]]
@@ -72,11 +81,11 @@ def _positions(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, tuple[Tensor, ...]]:
-    found = _aten._scaled_dot_product_cudnn_attention(
-        *map(by_head, (q, k, v)), None, True, 0.0, True, False, scale=options.scale
-    )
-    # the last two: the state of a random generator, which is not used
-    out, lse, _, _, _, _, seed, offset, _ = found
+    tensors = map(by_head, (q, k, v))
+    forward = _aten._scaled_dot_product_cudnn_attention
+    results = forward(*tensors, None, True, 0.0, True, False, scale=options.scale)
+    # seed and offset: the state of a random generator, which is not used
+    out, lse, _, _, _, _, seed, offset, _ = results
     return _by_position(out), (lse, seed, offset)
 
 
@@ -93,10 +102,9 @@ def _cudnn_backward(
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, tuple[Tensor, ...]]:
-    found = _aten._scaled_dot_product_flash_attention(
-        *map(by_head, (q, k, v)), 0.0, True, False, scale=options.scale
-    )
-    out, lse, _, _, _, _, seed, offset, _ = found
+    tensors = map(by_head, (q, k, v))
+    forward = _aten._scaled_dot_product_flash_attention
+    out, lse, _, _, _, _, seed, offset, _ = forward(*tensors, 0.0, True, False, scale=options.scale)
     return _by_position(out), (lse, seed, offset)
 
 
@@ -114,23 +122,23 @@ def _flash_backward(
 
 
 def _lengths(options: Options) -> tuple[Tensor, Tensor, int, int]:
-    """Offsets and longest length, of queries and of keys."""
+    """Returns the offsets of queries and of keys, then their longest lengths."""
     assert options.boundaries is not None
     offsets, longest = options.boundaries
     return offsets, offsets, longest, longest
 
 
 def _reach(options: Options) -> dict[str, int | None]:
-    """How many keys before and after its own a query sees."""
+    """Returns the number of keys that a query sees before and after its own."""
     return {} if options.window is None else {"window_size_left": options.window - 1, "window_size_right": 0}
 
 
 def _flash_varlen(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, tuple[Tensor, ...]]:
     tensors = map(_tokens, (q, k, v))
-    found = _aten._flash_attention_forward(
+    forward = _aten._flash_attention_forward
+    out, lse, state, unused, _ = forward(
         *tensors, *_lengths(options), 0.0, True, False, scale=options.scale, **_reach(options)
     )
-    out, lse, state, unused, _ = found
     return _positions(out, q), (lse, state, unused)
 
 
@@ -152,10 +160,10 @@ def _packed(x: Tensor) -> Tensor:
 
 
 def _cudnn_varlen(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, tuple[Tensor, ...]]:
-    found = _aten._cudnn_attention_forward(
-        *map(_packed, (q, k, v)), None, *_lengths(options), True, 0.0, True, False, scale=options.scale
-    )
-    out, lse, _, _, _, _, seed, offset, _ = found
+    tensors = map(_packed, (q, k, v))
+    forward = _aten._cudnn_attention_forward
+    results = forward(*tensors, None, *_lengths(options), True, 0.0, True, False, scale=options.scale)
+    out, lse, _, _, _, _, seed, offset, _ = results
     return _positions(out, q), (lse, seed, offset)
 
 
@@ -164,11 +172,9 @@ def _cudnn_varlen_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     lse, *state = saved
     tensors = *map(_packed, (dout, q, k, v, out)), lse
-    found = _aten._cudnn_attention_backward(
-        *tensors, *state, None, *_lengths(options), 0.0, True, scale=options.scale
-    )
-    dq, dk, dv = (_positions(x, q) for x in found)
-    return dq, dk, dv
+    backward = _aten._cudnn_attention_backward
+    dq, dk, dv = backward(*tensors, *state, None, *_lengths(options), 0.0, True, scale=options.scale)
+    return _positions(dq, q), _positions(dk, q), _positions(dv, q)
 
 
 @functools.cache
@@ -179,9 +185,9 @@ def _activate_fa3() -> None:
     attention.activate_flash_attention_impl("FA3")
 
 
-CUDNN, FLASH = Calls(_cudnn, _cudnn_backward), Calls(_flash, _flash_backward)
-CUDNN_VARLEN, FLASH_VARLEN = (
-    Calls(_cudnn_varlen, _cudnn_varlen_backward),
-    Calls(_flash_varlen, _flash_varlen_backward),
-)
-FA3, FA3_VARLEN = replace(FLASH, prepare=_activate_fa3), replace(FLASH_VARLEN, prepare=_activate_fa3)
+CUDNN = Calls(_cudnn, _cudnn_backward)
+CUDNN_VARLEN = Calls(_cudnn_varlen, _cudnn_varlen_backward)
+FLASH = Calls(_flash, _flash_backward)
+FLASH_VARLEN = Calls(_flash_varlen, _flash_varlen_backward)
+FA3 = replace(FLASH, prepare=_activate_fa3)
+FA3_VARLEN = replace(FLASH_VARLEN, prepare=_activate_fa3)

@@ -1,18 +1,17 @@
-"""Attention of some positions of a sequence to some others, with the log-sum-exp by which results for several
-parts of the keys combine.
+"""Attention from some positions of a sequence to others, with the log-sum-exp by which results for several
+parts of the keys are merged.
 
-    lse = log Σ_keys exp(s)        out = Σ_keys (exp(s − lse) ∘ keep) · v        scores s, keep and visibility
-    as in `attention`
+    lse = log Σ_keys exp(s)        out = Σ_keys (exp(s − lse) ∘ keep) · v
 
-Queries and keys are given as runs of consecutive positions, (start, length) each, in ascending order. A query
-that sees none of the keys has out = 0 and lse = −inf. Two results of one query for two sets of keys are one
-for their union (`merge`):
+Scores s, keep and visibility are as in `attention`. Queries and keys are segments of consecutive positions,
+(start, length) each, in ascending order. A query that sees none of the keys has out = 0 and lse = −inf.
+Results of one query for two sets of keys merge into the result for their union (`merge_`):
 
     lse = log(exp(lse₁) + exp(lse₂))        out = exp(lse₁ − lse) · out₁ + exp(lse₂ − lse) · out₂
 
-Backward takes lse and δ = Σ_dim dout∘out of *all* keys, with which its p = exp(s − lse) and ds = p ∘ (dp − δ)
-are those of the whole: gradients for parts of the keys add up to those for all. Results are in at least fp32,
-so that they can be merged and added.
+Backward takes lse and δ = Σ_dim dout∘out of *all* keys, so that its p = exp(s − lse) and ds = p ∘ (dp − δ)
+equal those of attention to all keys: gradients for parts of the keys add up. Results are in at least fp32, so
+that they can be merged and added.
 
 The reference processes queries in blocks, each with only the keys that some query of the block can see. On a
 GPU flash attention runs (`attention_part_triton`), in 16 bits and for heads of up to WIDEST channels.
@@ -29,16 +28,17 @@ from megalite_kernels.backend import takes_triton
 from megalite_kernels.dropout import AttentionDropout
 
 Runs = Sequence[tuple[int, int]]
+"""Segments of consecutive positions: (start, length) each."""
 
 
 class _SegmentBlock(NamedTuple):
-    """Some queries of one run, and the consecutive keys of one run that any of them sees."""
+    """Some queries of one segment, and the consecutive keys of one segment that any of them sees."""
 
-    rows: slice  # of the queries among all of them
-    columns: slice  # of the keys
+    rows: slice  # the indices of the queries among all queries
+    columns: slice  # the indices of the keys
     queries: range  # their positions
     keys: range
-    hidden: Tensor | None  # [1 or B, 1, queries, 1, keys]; None: all of them see all
+    hidden: Tensor | None  # [1 or B, 1, queries, 1, keys]; None: every query sees every key
 
 
 def _blocks(
@@ -57,7 +57,7 @@ def _blocks(
 def _visible_keys(
     queries: range, rows: slice, keys: Runs, window: int | None, starts: Tensor | None, device: torch.device
 ) -> Iterator[_SegmentBlock]:
-    """starts: [queries, B]."""
+    """Yields the blocks of some queries; starts: [queries, B]."""
     first = max(queries.start - window + 1, 0) if window else 0
     if starts is not None and starts.is_cpu:  # on a GPU reading the value would synchronize
         first = max(first, int(starts.min()))
@@ -106,7 +106,7 @@ class _PartProblem:
         return x.view(-1, self.kv_heads, len(block.queries), self.group, len(block.keys))
 
     def scores(self, block: _SegmentBlock) -> Tensor:
-        """Masked and capped scores, [B·kv_heads, queries·g, keys]."""
+        """Returns masked and capped scores, [B·kv_heads, queries·g, keys]."""
         scores = torch.bmm(self.query[:, self.rows(block)], self.key[:, block.columns].transpose(1, 2))
         if self.softcap:
             scores.div_(self.softcap).tanh_().mul_(self.softcap)
@@ -115,20 +115,17 @@ class _PartProblem:
         return scores
 
     def drop(self, x: Tensor, block: _SegmentBlock) -> Tensor:
-        """x ∘ keep; with dropout a new tensor, else x itself."""
+        """Returns x ∘ keep: with dropout a new tensor, else x itself."""
         if self.dropout is None:
             return x
         keep = self.dropout.scale(self.heads, block.queries, block.keys, x.dtype)  # [B, heads, queries, keys]
-        return (
-            self.by_head(x, block)
-            .mul(keep.unflatten(1, (self.kv_heads, self.group)).transpose(2, 3))
-            .view(x.shape)
-        )
+        keep = keep.unflatten(1, (self.kv_heads, self.group)).transpose(2, 3)
+        return self.by_head(x, block).mul(keep).view(x.shape)
 
 
 def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Merge a result for other keys into one, in place: out and other [..., D], lse and other_lse [...], −inf
-    where nothing was seen."""
+    """Merge a result for other keys into out and lse, in place: out and other [..., D]; lse and other_lse
+    [...], −inf where no key was visible."""
     total = torch.logaddexp(lse, other_lse)
     at = torch.where(total == -torch.inf, 0, total)  # −inf − (−inf) would be NaN
     out.mul_((lse - at).exp_().unsqueeze(-1)).add_(other * (other_lse - at).exp_().unsqueeze(-1))
@@ -136,8 +133,8 @@ def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
 
 
 def merged(results: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """out and lse for all keys, from those for each part of them, at least one, which are merged as they
-    come."""
+    """Returns out and lse for all keys, from the results for each part of them, at least one, merged in their
+    order."""
     out, lse = next(results)
     for other, other_lse in results:
         merge_(out, lse, other, other_lse)
@@ -145,10 +142,9 @@ def merged(results: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _takes_flash(q: Tensor, v: Tensor) -> bool:
-    """As in `attention`: not in fp32, whose products would not use tensor cores."""
-    return (
-        takes_triton(q) and max(q.shape[-1], v.shape[-1]) <= WIDEST and (q.is_cpu or q.dtype != torch.float32)
-    )
+    """As in `attention`: not in fp32, whose matmuls would not use tensor cores."""
+    narrow = max(q.shape[-1], v.shape[-1]) <= WIDEST
+    return takes_triton(q) and narrow and (q.is_cpu or q.dtype != torch.float32)
 
 
 def attention_part(
@@ -164,18 +160,19 @@ def attention_part(
     softcap: float | None = None,
     dropout: AttentionDropout | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [Sq, B, hq, Dv] and lse [Sq, B, hq], in at least fp32.
+    """Returns out [Sq, B, hq, Dv] and lse [Sq, B, hq], in at least fp32.
 
-    q [Sq, B, hq, D] at the positions of `queries`; k [Sk, B, hk, D] and v [Sk, B, hk, Dv] at those of `keys`;
-    document_start [Sq, B] is the position of the first token of each query's document. The position offset of
-    `dropout` is added to all positions.
+    Args:
+        q: [Sq, B, hq, D] at the positions of `queries`.
+        k, v: [Sk, B, hk, D] and [Sk, B, hk, Dv] at the positions of `keys`.
+        document_start: [Sq, B], the position of the first token of each query's document.
+        dropout: its position offset is added to all positions.
     """
     if _takes_flash(q, v):
         from megalite_kernels.attention_part_triton import flash_attention_part
 
-        return flash_attention_part(
-            q, k, v, tuple(queries), tuple(keys), scale, window, document_start, softcap, dropout
-        )
+        options = tuple(queries), tuple(keys), scale, window, document_start, softcap, dropout
+        return flash_attention_part(q, k, v, *options)
     problem = _PartProblem(q, k, scale, softcap, dropout)
     value, query = _rows(v, problem.kv_heads), problem.query
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
@@ -184,20 +181,15 @@ def attention_part(
         rows, scores = problem.rows(block), problem.scores(block)
         part = torch.logsumexp(scores, -1)
         probabilities = scores.sub_(torch.where(part == -torch.inf, 0, part).unsqueeze(-1)).exp_()
-        merge_(
-            out[:, rows],
-            lse[:, rows],
-            torch.bmm(problem.drop(probabilities, block), value[:, block.columns]),
-            part,
-        )
+        block_out = torch.bmm(problem.drop(probabilities, block), value[:, block.columns])
+        merge_(out[:, rows], lse[:, rows], block_out, part)
     like = q.new_empty((*q.shape[:3], v.shape[-1]), dtype=out.dtype)
-    return _heads(out, like, problem.kv_heads), _heads(
-        lse.unsqueeze(-1), like[..., :1], problem.kv_heads
-    ).squeeze(-1)
+    lse = _heads(lse.unsqueeze(-1), like[..., :1], problem.kv_heads).squeeze(-1)
+    return _heads(out, like, problem.kv_heads), lse
 
 
 def delta(dout: Tensor, out: Tensor) -> Tensor:
-    """δ = Σ_dim dout∘out, [S, B, heads] in at least fp32, of the output for all keys."""
+    """Returns δ = Σ_dim dout∘out, [S, B, heads] in at least fp32, of the output for all keys."""
     accumulate_dtype = torch.promote_types(out.dtype, torch.float32)
     return (dout.to(accumulate_dtype) * out.to(accumulate_dtype)).sum(-1)
 
@@ -218,10 +210,11 @@ def attention_part_backward(
     softcap: float | None = None,
     dropout: AttentionDropout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """These keys' part of dq [Sq, B, hq, D], and these queries' part of dk [Sk, B, hk, D] and dv [Sk, B, hk,
-    Dv], in at least fp32.
+    """Returns these keys' part of dq [Sq, B, hq, D], and these queries' part of dk [Sk, B, hk, D] and dv
+    [Sk, B, hk, Dv], in at least fp32.
 
-    lse, delta [Sq, B, hq]: of all keys that the queries see. Other arguments as in `attention_part`.
+    Args:
+        lse, delta: [Sq, B, hq], of all keys that the queries see. Other arguments as in `attention_part`.
     """
     if _takes_flash(q, v):
         from megalite_kernels.attention_part_triton import flash_attention_part_backward
@@ -237,17 +230,14 @@ def attention_part_backward(
         rows, columns, scores = problem.rows(block), block.columns, problem.scores(block)
         probabilities = (scores - log_sum[:, rows]).exp_()  # 0 where hidden
         dvalue[:, columns].baddbmm_(problem.drop(probabilities, block).transpose(1, 2), grad[:, rows])
-        dscores = (
-            problem.drop(torch.bmm(grad[:, rows], value[:, columns].transpose(1, 2)), block)
-            .sub_(inner[:, rows])
-            .mul_(probabilities)
-        )
+        dprobabilities = problem.drop(torch.bmm(grad[:, rows], value[:, columns].transpose(1, 2)), block)
+        dscores = dprobabilities.sub_(inner[:, rows]).mul_(probabilities)
         if softcap:
             dscores.mul_(scores.masked_fill_(probabilities == 0, 0).div_(softcap).square_().neg_().add_(1))
         dquery[:, rows].baddbmm_(dscores, key[:, columns])
         dkey[:, columns].baddbmm_(dscores.transpose(1, 2), query[:, rows])
-    found = zip((dquery, dkey, dvalue), (q, k, v), (scale, 1.0, 1.0), strict=True)
-    dq, dk, dv = (
-        _heads(rows, x.new_empty(x.shape, dtype=rows.dtype), kv_heads, factor) for rows, x, factor in found
-    )
-    return dq, dk, dv
+
+    def gradient(rows: Tensor, x: Tensor, factor: float = 1.0) -> Tensor:
+        return _heads(rows, x.new_empty(x.shape, dtype=rows.dtype), kv_heads, factor)
+
+    return gradient(dquery, q, scale), gradient(dkey, k), gradient(dvalue, v)

@@ -1,10 +1,11 @@
-"""Flash attention of runs of queries to runs of keys: `attention_part.attention_part` and its backward
-without a score matrix in memory.
+"""Flash attention from segments of queries to segments of keys: `attention_part.attention_part` and its
+backward without a score matrix in memory.
 
-The mathematics, the loops with and without a mask, and the tiles are those of `attention_triton`. What
-differs: a tile lies in one run of positions, found in a table by its number (first position, first row, end
-of the run's rows); a program loops over the runs of the other side (first position, first row, length), and
-skips what it cannot see of each; and backward is given δ.
+The mathematics, the loops with and without a mask, and the tiles are as in `attention_triton`. The
+differences: a tile lies in one segment of positions, and a table gives its first position, its first row and
+the end of the segment's rows by its number; a program loops over the segments of the other side (first
+position, first row, length), and skips the positions of each that it cannot see; and δ is an argument of
+backward.
 
 log-sum-exps are natural logarithms, −inf for a query that sees none of the keys. Results are fp32.
 """
@@ -22,7 +23,6 @@ from torch import Tensor
 
 from megalite_kernels import attention_triton
 from megalite_kernels.attention_triton import (
-    _FARTHEST,
     _LOG2E,
     _PROBES,
     Tile,
@@ -32,12 +32,13 @@ from megalite_kernels.attention_triton import (
     _length,
     _load,
     _place,
-    _products,
+    _raw_scores,
     _rest,
     _tables,
     _target,
     _visible,
     _with_queries,
+    readable,
     tile_width,
 )
 from megalite_kernels.dropout import AttentionDropout
@@ -45,6 +46,7 @@ from megalite_kernels.dropout_triton import _A, _C, _keeps, _mix, _row_hash
 from megalite_kernels.launch import Variant, architecture, upload
 
 Runs = tuple[tuple[int, int], ...]
+"""Segments of consecutive positions: (start, length) each."""
 
 _LN2 = tl.constexpr(math.log(2))
 _COLUMNS = tl.constexpr(3)  # of both tables
@@ -52,7 +54,7 @@ _COLUMNS = tl.constexpr(3)  # of both tables
 
 @triton.jit
 def _row_of(table, number):
-    """Row `number` of a table."""
+    """Returns row `number` of a table."""
     at = table + number * _COLUMNS
     return tl.load(at), tl.load(at + 1), tl.load(at + 2)
 
@@ -60,12 +62,12 @@ def _row_of(table, number):
 @triton.jit
 def _key_edges(
     first, length, first_key,
-    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, APART: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, APART: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """For a tile of queries and a run of keys: the begin of the keys that any query sees, begin and end of
-    those that need no mask, and the end. All, `first` and `first_key` too, are counted from the begin of the
-    run; the queries may be before it."""
+    """Returns, for a tile of queries and a segment of keys, the begin of the keys that any query sees, the
+    begin and end of those that need no mask, and the end. All, `first` and `first_key` too, are counted from
+    the begin of the segment; the queries may be before it."""
     low, unmasked = tl.cast(0, tl.int32), tl.cast(0, tl.int32)
     if WINDOW:
         low = tl.maximum(low, first - WINDOW + 1)
@@ -87,12 +89,13 @@ def _key_edges(
 @triton.jit
 def _query_edges(
     first, length, starts, d_s, position,
-    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, APART: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, APART: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """For a tile of keys and a run of queries: the begin of the queries that see any of it, begin and end of
-    those that need no mask, and the end. All, `first` too, are counted from the begin of the run; `position`
-    is that of the first key, `starts` those of the run."""
+    """Returns, for a tile of keys and a segment of queries, the begin of the queries that see any of it, the
+    begin and end of those that need no mask, and the end. All, `first` too, are counted from the begin of the
+    segment; `position` is the position of the first key, `starts` points to the document starts of the
+    segment."""
     begin, high, unmasked = tl.minimum(tl.maximum(first, 0), length) // QUERIES * QUERIES, length, length
     if WINDOW:
         high = tl.minimum(high, tl.maximum(first + KEYS - 1 + WINDOW, 0))
@@ -120,14 +123,13 @@ def _query_edges(
 
 @triton.jit(do_not_specialize=["d_s", "d_b", "size", "count", "key", "first_head", "first_position"])
 def _forward(
-    q, k, v, out, lse, starts, samples, tiles, runs, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b,
-    size, count,
-    key, first_head, first_position,
+    q, k, v, out, lse, starts, samples, tiles, runs,
+    q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b,
+    size, count, key, first_head, first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
-    P: tl.constexpr, THRESHOLD: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr,
-    VWIDTH: tl.constexpr,
-    APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    P: tl.constexpr, THRESHOLD: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr, APART: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     # tiles that see the most keys start first
     first, first_row, limit = _row_of(tiles, tl.num_programs(0) - 1 - tl.program_id(0))
@@ -136,10 +138,9 @@ def _forward(
     query_lane, lane = tl.arange(0, QUERIES), tl.arange(0, KEYS)
     query = first + query_lane
     k, v = k + row * k_b + head // GROUP * k_h, v + row * v_b + head // GROUP * v_h
-    q_tile = _load(q + row * q_b + head * q_h, first_row, q_s, limit, QUERIES, DIM, WIDTH, False)
-    q_rest = _rest(
-        q_tile, q + row * q_b + head * q_h, first_row, q_s, limit, QUERIES, DIM, WIDTH, REST, False
-    )
+    q += row * q_b + head * q_h
+    q_tile = _load(q, first_row, q_s, limit, QUERIES, DIM, WIDTH, False)
+    q_rest = _rest(q_tile, q, first_row, q_s, limit, QUERIES, DIM, WIDTH, REST, False)
     first_key = _first_key(starts + row * d_b, first_row + query_lane, limit, d_s, DOCUMENTS)
     if P > 0:
         query_hash = _row_hash(tl.load(samples + row), key, first_position + query)
@@ -156,11 +157,10 @@ def _forward(
                 at = _place(edges, step, masked)
                 k_tile = _load(k, base + at, k_s, base + length, KEYS, DIM, WIDTH, not masked)
                 k_rest = _rest(k_tile, k, base + at, k_s, base + length, KEYS, DIM, WIDTH, REST, not masked)
-                x = _capped(_products(q_tile, q_rest, k_tile, k_rest, REST), SCALE, SOFTCAP)
+                x = _capped(_raw_scores(q_tile, q_rest, k_tile, k_rest, REST), SCALE, SOFTCAP)
                 if masked:
-                    seen = _visible(
-                        query[:, None], start + at + lane[None, :], first_key[:, None], WINDOW, DOCUMENTS
-                    )
+                    position = start + at + lane[None, :]
+                    seen = _visible(query[:, None], position, first_key[:, None], WINDOW, DOCUMENTS)
                     x = tl.where(seen & (at + lane < length)[None, :], x, -float("inf"))
                 larger = tl.maximum(largest, _exponent(tl.max(x, 1), SCALE, SOFTCAP))
                 p = tl.exp2(_exponent(x, SCALE, SOFTCAP) - larger[:, None])
@@ -175,25 +175,23 @@ def _forward(
     sees = total > 0
     total = tl.where(sees, total, 1.0)
     result = result / (total * (1 - P))[:, None]
-    to, exists = _target(
-        out + (row * heads + head) * VDIM, first_row, batch * heads * VDIM, limit, QUERIES, VDIM, VWIDTH
-    )
+    own, stride = row * heads + head, batch * heads * VDIM
+    to, exists = _target(out + own * VDIM, first_row, stride, limit, QUERIES, VDIM, VWIDTH)
     tl.store(to, result, mask=exists)
     log_sum = tl.where(sees, (largest + tl.log2(total)) * _LN2, -float("inf"))
-    at_query = (row * heads + head) * size + first_row + query_lane
+    at_query = own * size + first_row + query_lane
     tl.store(lse + at_query, log_sum, mask=first_row + query_lane < limit)
 
 
 @triton.jit(do_not_specialize=["d_s", "d_b", "size", "count", "key", "first_head", "first_position"])
 def _backward_queries(
-    q, k, v, dout, lse, delta, dq, starts, samples, tiles, runs, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h,
-    d_s, d_b, size, count,
-    key, first_head, first_position,
+    q, k, v, dout, lse, delta, dq, starts, samples, tiles, runs,
+    q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b,
+    size, count, key, first_head, first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
-    P: tl.constexpr, THRESHOLD: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr,
-    VWIDTH: tl.constexpr,
-    APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    P: tl.constexpr, THRESHOLD: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr, APART: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     first, first_row, limit = _row_of(tiles, tl.num_programs(0) - 1 - tl.program_id(0))
     head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -202,15 +200,12 @@ def _backward_queries(
     query_lane, lane = tl.arange(0, QUERIES), tl.arange(0, KEYS)
     query = first + query_lane
     k, v = k + row * k_b + head // GROUP * k_h, v + row * v_b + head // GROUP * v_h
-    q_tile = _load(q + row * q_b + head * q_h, first_row, q_s, limit, QUERIES, DIM, WIDTH, False)
-    q_rest = _rest(
-        q_tile, q + row * q_b + head * q_h, first_row, q_s, limit, QUERIES, DIM, WIDTH, REST, False
-    )
+    q += row * q_b + head * q_h
+    q_tile = _load(q, first_row, q_s, limit, QUERIES, DIM, WIDTH, False)
+    q_rest = _rest(q_tile, q, first_row, q_s, limit, QUERIES, DIM, WIDTH, REST, False)
     grad = _load(dout + own * VDIM, first_row, line * VDIM, limit, QUERIES, VDIM, VWIDTH, False)
-    at_query, exists_query = (
-        (row * heads + head) * size + first_row + query_lane,
-        first_row + query_lane < limit,
-    )
+    at_query = own * size + first_row + query_lane
+    exists_query = first_row + query_lane < limit
     shift = tl.load(lse + at_query, mask=exists_query, other=0.0) * _LOG2E
     inner = tl.load(delta + at_query, mask=exists_query, other=0.0)
     first_key = _first_key(starts + row * d_b, first_row + query_lane, limit, d_s, DOCUMENTS)
@@ -228,19 +223,17 @@ def _backward_queries(
                 k_tile = _load(k, base + at, k_s, base + length, KEYS, DIM, WIDTH, not masked)
                 k_rest = _rest(k_tile, k, base + at, k_s, base + length, KEYS, DIM, WIDTH, REST, not masked)
                 v_tile = _load(v, base + at, v_s, base + length, KEYS, VDIM, VWIDTH, not masked)
-                x = _capped(_products(q_tile, q_rest, k_tile, k_rest, REST), SCALE, SOFTCAP)
+                x = _capped(_raw_scores(q_tile, q_rest, k_tile, k_rest, REST), SCALE, SOFTCAP)
                 p = tl.exp2(_exponent(x, SCALE, SOFTCAP) - shift[:, None])
                 if masked:
-                    seen = _visible(
-                        query[:, None], start + at + lane[None, :], first_key[:, None], WINDOW, DOCUMENTS
-                    )
+                    position = start + at + lane[None, :]
+                    seen = _visible(query[:, None], position, first_key[:, None], WINDOW, DOCUMENTS)
                     p = tl.where(seen & (at + lane < length)[None, :], p, 0.0)
                 dp = tl.dot(grad, tl.trans(v_tile))
                 if P > 0:
                     key_hash = _mix((first_position + start + at + lane) * _C + head_hash)
-                    dp = tl.where(
-                        _keeps(query_hash[:, None], key_hash[None, :], THRESHOLD), dp * (1 / (1 - P)), 0.0
-                    )
+                    keep = _keeps(query_hash[:, None], key_hash[None, :], THRESHOLD)
+                    dp = tl.where(keep, dp * (1 / (1 - P)), 0.0)
                 ds = p * (dp - inner[:, None])
                 if SOFTCAP > 0:
                     ds = ds * (1.0 - x * x)
@@ -256,23 +249,21 @@ def _backward_queries(
 
 @triton.jit(do_not_specialize=["d_s", "d_b", "size", "count", "key", "first_head", "first_position"])
 def _backward_keys(
-    q, k, v, dout, lse, delta, dk, dv, starts, samples, tiles, runs, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b,
-    v_h, d_s, d_b, size, count,
-    key, first_head, first_position,
+    q, k, v, dout, lse, delta, dk, dv, starts, samples, tiles, runs,
+    q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b,
+    size, count, key, first_head, first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
-    P: tl.constexpr, THRESHOLD: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr,
-    VWIDTH: tl.constexpr,
-    APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    P: tl.constexpr, THRESHOLD: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr, APART: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     first, first_row, limit = _row_of(tiles, tl.program_id(0))
     kv_head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     heads, batch = tl.num_programs(1) * GROUP, tl.num_programs(2)
     keys, lane = first + tl.arange(0, KEYS), tl.arange(0, QUERIES)
-    k_tile = _load(k + row * k_b + kv_head * k_h, first_row, k_s, limit, KEYS, DIM, WIDTH, False)
-    k_rest = _rest(
-        k_tile, k + row * k_b + kv_head * k_h, first_row, k_s, limit, KEYS, DIM, WIDTH, REST, False
-    )
+    k += row * k_b + kv_head * k_h
+    k_tile = _load(k, first_row, k_s, limit, KEYS, DIM, WIDTH, False)
+    k_rest = _rest(k_tile, k, first_row, k_s, limit, KEYS, DIM, WIDTH, REST, False)
     v_tile = _load(v + row * v_b + kv_head * v_h, first_row, v_s, limit, KEYS, VDIM, VWIDTH, False)
     starts += row * d_b
     dk_tile = tl.zeros([KEYS, WIDTH], tl.float32)
@@ -281,60 +272,30 @@ def _backward_keys(
     sample = tl.load(samples + row) if P > 0 else 0
     for run in tl.range(count, disable_licm=True):
         start, base, length = _row_of(runs, run)
+        run_starts = starts + base.to(tl.int64) * d_s
         edges = _query_edges(
-            first - start,
-            length,
-            starts + base.to(tl.int64) * d_s,
-            d_s,
-            first,
-            WINDOW,
-            DOCUMENTS,
-            APART,
-            QUERIES,
-            KEYS,
+            first - start, length, run_starts, d_s, first, WINDOW, DOCUMENTS, APART, QUERIES, KEYS
         )
         for masked in tl.static_range(0 if APART else 1, 2):
             visits = tl.cdiv(_length(edges, masked), QUERIES)
             # heads of the group, one after the other
             for step in tl.range(GROUP * visits, disable_licm=True):
                 head, at = kv_head * GROUP + step // visits, _place(edges, step % visits * QUERIES, masked)
-                query, its_row = start + at + lane, base + at + lane
-                q_tile = _load(
-                    q + row * q_b + head * q_h, base + at, q_s, base + length, QUERIES, DIM, WIDTH, False
-                )
-                q_rest = _rest(
-                    q_tile,
-                    q + row * q_b + head * q_h,
-                    base + at,
-                    q_s,
-                    base + length,
-                    QUERIES,
-                    DIM,
-                    WIDTH,
-                    REST,
-                    False,
-                )
-                own = row * heads + head
-                grad = _load(
-                    dout + own * VDIM,
-                    base + at,
-                    batch * heads * VDIM,
-                    base + length,
-                    QUERIES,
-                    VDIM,
-                    VWIDTH,
-                    False,
-                )
-                at_query = own * size + its_row
+                query, query_row, end = start + at + lane, base + at + lane, base + length
+                q_head = q + row * q_b + head * q_h
+                q_tile = _load(q_head, base + at, q_s, end, QUERIES, DIM, WIDTH, False)
+                q_rest = _rest(q_tile, q_head, base + at, q_s, end, QUERIES, DIM, WIDTH, REST, False)
+                own, stride = row * heads + head, batch * heads * VDIM
+                grad = _load(dout + own * VDIM, base + at, stride, end, QUERIES, VDIM, VWIDTH, False)
+                at_query = own * size + query_row
                 shift = tl.load(lse + at_query, mask=at + lane < length, other=0.0) * _LOG2E
                 inner = tl.load(delta + at_query, mask=at + lane < length, other=0.0)
-                x = _capped(_products(k_tile, k_rest, q_tile, q_rest, REST), SCALE, SOFTCAP)
+                x = _capped(_raw_scores(k_tile, k_rest, q_tile, q_rest, REST), SCALE, SOFTCAP)
                 p = tl.exp2(_exponent(x, SCALE, SOFTCAP) - shift[None, :])
                 if masked:
-                    first_key = _first_key(starts, its_row, base + length, d_s, DOCUMENTS)
-                    p = tl.where(
-                        _visible(query[None, :], keys[:, None], first_key[None, :], WINDOW, DOCUMENTS), p, 0.0
-                    )
+                    first_key = _first_key(starts, query_row, end, d_s, DOCUMENTS)
+                    seen = _visible(query[None, :], keys[:, None], first_key[None, :], WINDOW, DOCUMENTS)
+                    p = tl.where(seen, p, 0.0)
                 ds, dv_tile = _with_queries(
                     dv_tile, p, x, tl.dot(v_tile, tl.trans(grad)), inner, grad,
                     sample, key, first_head + head.to(tl.int32), first_position + query,
@@ -348,9 +309,8 @@ def _backward_keys(
     to, exists = _target(dk + own_key * DIM, first_row, line * DIM, limit, KEYS, DIM, WIDTH)
     tl.store(to, dk_tile * SCALE, mask=exists)
     if REST:
-        to, exists = _target(
-            dk + own_key * DIM + WIDTH, first_row, line * DIM, limit, KEYS, DIM - WIDTH, REST
-        )
+        to_rest = dk + own_key * DIM + WIDTH
+        to, exists = _target(to_rest, first_row, line * DIM, limit, KEYS, DIM - WIDTH, REST)
         tl.store(to, dk_rest * SCALE, mask=exists)
     to, exists = _target(dv + own_key * VDIM, first_row, line * VDIM, limit, KEYS, VDIM, VWIDTH)
     tl.store(to, dv_tile * (1 / (1 - P)), mask=exists)
@@ -360,7 +320,7 @@ _KERNELS = {"forward": _forward, "dq": _backward_queries, "dk dv": _backward_key
 
 
 def _tile(target: str, kernel: str, width: int, heavy: bool) -> Tile:
-    """The tile from the table: of the kernel for runs if it has one of its own."""
+    """Returns the tile from the table: that of the kernel for segments (`runs`) if there is one."""
     own = f"{kernel} runs heavy" if heavy else f"{kernel} runs"
     return attention_triton._tile(target, own if own in _tables()[target] else kernel, width, heavy)
 
@@ -370,79 +330,81 @@ def _variant(kernel: str, target: str, *shape) -> Variant:
     """`attention_triton._variant` with the kernel of this file."""
     constants = attention_triton._variant(kernel, target, *shape).constants
     tile = _tile(target, kernel, tile_width(constants), bool(constants["SOFTCAP"] or constants["P"]))
-    return Variant(
-        _KERNELS[kernel], {**constants, "QUERIES": tile.queries, "KEYS": tile.keys}, tile.warps, tile.stages
-    )
+    constants = {**constants, "QUERIES": tile.queries, "KEYS": tile.keys}
+    return Variant(_KERNELS[kernel], constants, tile.warps, tile.stages)
 
 
 def _table(rows: list[tuple[int, int, int]], device: torch.device) -> Tensor:
-    """Runs that follow a batch's documents have tables of their own in every step."""
+    """Returns a table on the device. Segments by a batch's documents have other tables in every step."""
     return upload(torch.tensor(rows, dtype=torch.int32).reshape(-1, _COLUMNS.value), device)
 
 
 @functools.lru_cache(maxsize=256)
 def _tile_table(runs: Runs, tile: int, device: torch.device) -> Tensor:
-    """Of each tile: its first position, its first row, and the end of its run's rows. In ascending order of
-    positions."""
-    found, row = [], 0
+    """Returns, for each tile, its first position, its first row, and the end of its segment's rows, in
+    ascending order of positions."""
+    tiles, row = [], 0
     for start, length in runs:
-        found += [(start + offset, row + offset, row + length) for offset in range(0, length, tile)]
+        tiles += [(start + offset, row + offset, row + length) for offset in range(0, length, tile)]
         row += length
-    return _table(sorted(found), device)
+    return _table(sorted(tiles), device)
 
 
 @functools.lru_cache(maxsize=256)
 def _run_table(runs: Runs, device: torch.device) -> Tensor:
-    """Of each run: its first position, its first row, its length."""
-    found, row = [], 0
+    """Returns, for each segment, its first position, its first row and its length."""
+    rows, row = [], 0
     for start, length in runs:
-        found.append((start, row, length))
+        rows.append((start, row, length))
         row += length
-    return _table(found, device)
+    return _table(rows, device)
 
 
 def _launcher(
-    q: Tensor, k: Tensor, v: Tensor, some: Tensor, queries: Runs, keys: Runs, scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    unread: Tensor,
+    queries: Runs,
+    keys: Runs,
+    scale: float,
     window: int | None,
-    document_start: Tensor | None, softcap: float | None, dropout: AttentionDropout | None,
-) -> Callable[..., None]:  # fmt: skip
-    """Return a function that launches one of `_KERNELS` for an attention call, given its name and the tensors
-    that only it has. `some` takes the place of tensors that are not read."""
+    document_start: Tensor | None,
+    softcap: float | None,
+    dropout: AttentionDropout | None,
+) -> Callable[..., None]:
+    """Returns a function that launches one of `_KERNELS` for an attention call, given its name and its own
+    tensors.
+
+    Args:
+        unread: passed in place of tensors that are not read.
+    """
     batch, heads, dim = q.shape[1:]
-    kv_heads, matrices = (
-        k.shape[2],
-        [x if x.stride(-1) == 1 and x.stride(0) < _FARTHEST else x.contiguous() for x in (q, k, v)],
-    )
-    starts = some if document_start is None else document_start.to(torch.int64)
+    kv_heads, matrices = k.shape[2], [readable(x) for x in (q, k, v)]
+    starts = unread if document_start is None else document_start.to(torch.int64)
     origin = (0, 0) if document_start is None else starts.stride()
-    used = dropout if dropout is not None and dropout.p else AttentionDropout(0, some, 0.0)
-    shared = starts, used.samples.to(torch.int64).contiguous() if used.p else some
+    if dropout is None or not dropout.p:
+        dropout = AttentionDropout(0, unread, 0.0)
+    shared = starts, dropout.samples.to(torch.int64).contiguous() if dropout.p else unread
     strides = [stride for x in matrices for stride in x.stride()[:3]]
-    masks = softcap or 0.0, window or 0, document_start is not None, used.p
+    masks = softcap or 0.0, window or 0, document_start is not None, dropout.p
+    draw = dropout.key, dropout.head_offset, dropout.position_offset
     kind = architecture(q.device), dim, v.shape[-1], heads // kv_heads, scale, *masks
 
     def launch(kernel: str, *tensors: Tensor) -> None:
         variant, by_key = _variant(kernel, *kind), kernel == "dk dv"
-        tiles = _tile_table(
-            keys if by_key else queries, variant.constants["KEYS" if by_key else "QUERIES"], q.device
-        )
-        runs = _run_table(queries if by_key else keys, q.device)
-        numbers = *strides, *origin, len(q), len(runs), used.key, used.head_offset, used.position_offset
-        variant.launch(
-            (len(tiles), kv_heads if by_key else heads, batch),
-            *matrices,
-            *tensors,
-            *shared,
-            tiles,
-            runs,
-            *numbers,
-        )
+        own, other = (keys, queries) if by_key else (queries, keys)
+        tiles = _tile_table(own, variant.constants["KEYS" if by_key else "QUERIES"], q.device)
+        runs = _run_table(other, q.device)
+        grid = len(tiles), kv_heads if by_key else heads, batch
+        numbers = *strides, *origin, len(q), len(runs), *draw
+        variant.launch(grid, *matrices, *tensors, *shared, tiles, runs, *numbers)
 
     return launch
 
 
 def flash_attention_part(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Tensor]:
-    """out [Sq, B, hq, Dv] and lse [Sq, B, hq], fp32. Options as `attention_part`'s, in order."""
+    """Returns out [Sq, B, hq, Dv] and lse [Sq, B, hq], fp32. Options as in `attention_part`, in order."""
     sequence, batch, heads, _ = q.shape
     shapes = (*q.shape[:3], v.shape[-1]), (batch, heads, sequence)
     out, lse = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
@@ -454,9 +416,9 @@ def flash_attention_part(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Ten
 def flash_attention_part_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, fp32."""
+    """Returns dq, dk and dv, fp32."""
     dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
-    # [B, hq, Sq]: a tile's numbers are neighbours
+    # [B, hq, Sq]: a tile's numbers are adjacent
     lse, delta = (x.permute(1, 2, 0).contiguous() for x in (lse, delta))
     launch, dout = _launcher(q, k, v, lse, *options), dout.contiguous()
     if dq.numel():

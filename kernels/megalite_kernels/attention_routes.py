@@ -1,20 +1,19 @@
 """The implementations of attention on a GPU, what each supports, and which one runs.
 
 `ROUTES` is in default order: the first that supports a call runs it. A guarded route runs only where the
-device's file names it (`device_routes`): nobody has seen it run, or it was not the fastest. Attention on CPU
-tensors takes none of this way (`attention`).
+device's file names it (`device_routes`): it was never run, or it was not the fastest. CPU tensors do not use
+these routes (`attention`), and no route supports attention sinks.
 
-| route | what it is |
-|---|---|
-| cudnn, flash | the kernels that come with torch, for plain causal attention: cuDNN's on Hopper and
-Blackwell, FlashAttention-2 | | fa3, fa3_varlen | FlashAttention-3, if the package flash_attn_interface is
-installed; it then replaces FlashAttention-2 in this process | | flash_varlen | FlashAttention-2 over
-documents of any length, given by their boundaries | | cudnn_varlen | the same of cuDNN. By torch's source
-each call builds a plan; its two passes seem to place the log-sum-exp differently | | triton |
-`attention_triton`: everything, in a fixed order of additions | | reference | plain torch (`attention`):
-everything, with memory for the scores of a block of queries |
-
-Attention sinks are supported by none.
+    cudnn, flash      the kernels that come with torch, for plain causal attention: cuDNN's on Hopper and
+                      Blackwell, and FlashAttention-2
+    fa3, fa3_varlen   FlashAttention-3, if the package flash_attn_interface is installed; it then replaces
+                      FlashAttention-2 in this process
+    flash_varlen      FlashAttention-2 over documents of any length, given by their boundaries
+    cudnn_varlen      cuDNN's kernel for them. By torch's source each call builds a plan; its two passes seem
+                      to place the log-sum-exp differently
+    triton            `attention_triton`: supports every option, in a fixed order of additions
+    reference         plain torch (`attention`): supports every option, with memory for the scores of a block
+                      of queries
 """
 
 import functools
@@ -38,7 +37,7 @@ HOPPER, HOPPER_AND_BLACKWELL = ("sm_90",), ("sm_90", "sm_100")
 
 
 class AttentionCall(NamedTuple):
-    """An attention call: its tensors, [S, B, heads, D], and which options are given."""
+    """An attention call: its tensors, [S, B, heads, D], and which options it has."""
 
     q: Tensor
     k: Tensor
@@ -50,13 +49,13 @@ class AttentionCall(NamedTuple):
     dropout: bool = False
 
 
-def _torch_allows(check: str) -> Callable[[AttentionCall], str | None]:
-    """Ask torch's own check, which is one of `torch.backends.cuda`."""
+def _torch_rejects(check: str) -> Callable[[AttentionCall], str | None]:
+    """Returns `Route.rejects` by torch's own check, a function of `torch.backends.cuda`."""
 
     def reason(call: AttentionCall) -> str | None:
         q, k, v = map(library.by_head, (call.q, call.k, call.v))
         parameters = cuda.SDPAParams(q, k, v, None, 0.0, True, q.shape[1] != k.shape[1])
-        return None if getattr(cuda, check)(parameters) else "torch refuses it"
+        return None if getattr(cuda, check)(parameters) else "torch rejects it"
 
     return reason
 
@@ -65,30 +64,32 @@ def _torch_allows(check: str) -> Callable[[AttentionCall], str | None]:
 def _fa3_missing(_: AttentionCall | None = None) -> str | None:
     if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
         return f"torch {torch.__version__} cannot use it"
-    return (
-        None if importlib.util.find_spec("flash_attn_interface") else "flash_attn_interface is not installed"
-    )
+    installed = importlib.util.find_spec("flash_attn_interface") is not None
+    return None if installed else "flash_attn_interface is not installed"
 
 
-def _triton_refuses(call: AttentionCall) -> str | None:
+def _triton_rejects(call: AttentionCall) -> str | None:
     return None if takes_triton(call.q) else "train.kernels = torch, or no Triton"
 
 
 @dataclass(frozen=True)
 class Route:
-    """An implementation and what it supports.
+    """An implementation of attention, and the calls that it supports.
 
     Attributes:
         calls: its forward and backward; None: `attention` has them.
-        for_documents: True: only calls with documents, whose boundaries it needs; False: only others; None:
-        both. windows, softcap, dropout: options that it supports.
-        dtypes, widest, channels: element types, most channels of a head, and what they must be a multiple of.
-        positions: what the sequence must be a multiple of.
+        for_documents: True: only calls with documents, whose boundaries it needs; False: only calls without;
+            None: both.
+        windows, softcap, dropout: whether it supports this option.
+        dtypes: element types.
+        widest: most channels of a head.
+        channels: number of which the channels of a head must be a multiple.
+        positions: number of which the sequence length must be a multiple.
         grouped: whether there may be fewer key-value heads than query heads.
         fixed_order: whether the backward pass adds in the same order in every run.
-        architectures: those of `launch.ARCHITECTURES` that it runs on; empty: all.
+        architectures: the `launch.ARCHITECTURES` that it runs on; empty: all.
         guarded: it runs only where the device's file names it.
-        refuses: why it does not support a call, beyond all this.
+        rejects: returns another reason why it does not support a call, or None.
     """
 
     name: str
@@ -105,16 +106,16 @@ class Route:
     fixed_order: bool = False
     architectures: tuple[str, ...] = ()
     guarded: bool = False
-    refuses: Callable[[AttentionCall], str | None] = lambda call: None
+    rejects: Callable[[AttentionCall], str | None] = lambda call: None
 
-    def refusal(self, call: AttentionCall) -> str | None:
-        """Why this route does not support a call; None: it does."""
+    def rejection(self, call: AttentionCall) -> str | None:
+        """Returns the reason why this route does not support a call, or None if it does."""
         sequence, _, heads, dim = call.q.shape
+        documents = "with documents" if call.documents else "without documents"
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        runs_here = not self.architectures or architecture(call.q.device) in self.architectures
         for supported, reason in (
-            (
-                self.for_documents in (None, call.documents),
-                "with documents" if call.documents else "without documents",
-            ),
+            (self.for_documents in (None, call.documents), documents),
             (not self.for_documents or call.boundaries, "the boundaries of the documents are not known"),
             (self.windows or not call.window, "a sliding window"),
             (self.softcap or not call.softcap, "a soft-cap of scores"),
@@ -124,65 +125,94 @@ class Route:
             (dim <= self.widest and dim % self.channels == 0, f"{dim} channels a head"),
             (sequence % self.positions == 0, f"{sequence} positions are no multiple of {self.positions}"),
             (self.grouped or heads == call.k.shape[2], "fewer key-value heads than query heads"),
-            (self.fixed_order or not torch.are_deterministic_algorithms_enabled(), "run.deterministic"),
-            (
-                not self.architectures or architecture(call.q.device) in self.architectures,
-                "the GPU's architecture",
-            ),
+            (self.fixed_order or not deterministic, "run.deterministic"),
+            (runs_here, "the GPU's architecture"),
         ):
             if not supported:
                 return reason
-        return self.refuses(call)
+        return self.rejects(call)
 
 
 ROUTES = (
     # More than 128 channels: a backward exists only in some versions, which torch's check does not see.
     # Sequences that are no multiple of 128: cuDNN before 9.15.1 reads beyond them, later ones have returned
     # NaN for dq.
-    Route("cudnn", library.CUDNN, for_documents=False, widest=128, positions=128,
+    Route(
+        "cudnn",
+        library.CUDNN,
+        for_documents=False,
+        widest=128,
+        positions=128,
         architectures=HOPPER_AND_BLACKWELL,
-          refuses=_torch_allows("can_use_cudnn_attention")),
-    Route("flash", library.FLASH, for_documents=False, refuses=_torch_allows("can_use_flash_attention")),
-    Route("fa3", library.FA3, for_documents=False, architectures=HOPPER, guarded=True, refuses=_fa3_missing),
+        rejects=_torch_rejects("can_use_cudnn_attention"),
+    ),
+    Route("flash", library.FLASH, for_documents=False, rejects=_torch_rejects("can_use_flash_attention")),
+    Route("fa3", library.FA3, for_documents=False, architectures=HOPPER, guarded=True, rejects=_fa3_missing),
     Route("flash_varlen", library.FLASH_VARLEN, for_documents=True, windows=True, guarded=True),
-    Route("fa3_varlen", library.FA3_VARLEN, for_documents=True, windows=True, architectures=HOPPER,
-        guarded=True, refuses=_fa3_missing),
-    Route("cudnn_varlen", library.CUDNN_VARLEN, for_documents=True, widest=128,
-        architectures=HOPPER_AND_BLACKWELL, guarded=True),
-    Route("triton", windows=True, softcap=True, dropout=True, channels=1, fixed_order=True,
-        refuses=_triton_refuses),
-    Route("reference", windows=True, softcap=True, dropout=True, dtypes=(*HALF, torch.float32, torch.float64),
-        widest=1 << 30, channels=1,
-          fixed_order=True),
-)  # fmt: skip
+    Route(
+        "fa3_varlen",
+        library.FA3_VARLEN,
+        for_documents=True,
+        windows=True,
+        architectures=HOPPER,
+        guarded=True,
+        rejects=_fa3_missing,
+    ),
+    Route(
+        "cudnn_varlen",
+        library.CUDNN_VARLEN,
+        for_documents=True,
+        widest=128,
+        architectures=HOPPER_AND_BLACKWELL,
+        guarded=True,
+    ),
+    Route(
+        "triton",
+        windows=True,
+        softcap=True,
+        dropout=True,
+        channels=1,
+        fixed_order=True,
+        rejects=_triton_rejects,
+    ),
+    Route(
+        "reference",
+        windows=True,
+        softcap=True,
+        dropout=True,
+        dtypes=(*HALF, torch.float32, torch.float64),
+        widest=1 << 30,
+        channels=1,
+        fixed_order=True,
+    ),
+)
 BY_NAME = {route.name: route for route in ROUTES}
 
 
 def choose(call: AttentionCall) -> Route:
-    """The route of a call on a GPU: the one that was measured to be the fastest, or else the first that
-    supports it."""
+    """Returns the route of a call on a GPU: the one that was measured to be the fastest, or else the first
+    that supports it."""
     routes = measured(call.q.device)
     fastest = routes.documents if call.documents else routes.plain
-    if fastest is not None and BY_NAME[fastest].refusal(call) is None:
+    if fastest is not None and BY_NAME[fastest].rejection(call) is None:
         return BY_NAME[fastest]
-    return next(route for route in ROUTES if not route.guarded and route.refusal(call) is None)
+    return next(route for route in ROUTES if not route.guarded and route.rejection(call) is None)
 
 
 def describe(call: AttentionCall) -> str:
-    """Which route a call takes, and why, in words."""
+    """Returns the route of a call and the reason for it, in words."""
     routes, chosen = measured(call.q.device), choose(call)
     fastest = routes.documents if call.documents else routes.plain
     kind = "attention with documents" if call.documents else "attention"
     if chosen.name == fastest:
         return f"{kind}: {chosen.name}, measured to be the fastest on {routes.device}"
-    before = [BY_NAME[fastest]] if fastest is not None else []
-    before += [
-        route
-        for route in ROUTES[: ROUTES.index(chosen)]
-        if not route.guarded and route.for_documents in (None, call.documents)
-    ]
-    reasons = [f"not {route.name} ({route.refusal(call)})" for route in before]
-    why = "; ".join(
-        [*reasons, routes.problem or ("" if fastest else "no routes were measured on this device")]
-    )
-    return f"{kind}: {chosen.name}; {why}".removesuffix("; ")
+    rejected = [BY_NAME[fastest]] if fastest is not None else []
+    for route in ROUTES[: ROUTES.index(chosen)]:
+        if not route.guarded and route.for_documents in (None, call.documents):
+            rejected.append(route)
+    reasons = [f"not {route.name} ({route.rejection(call)})" for route in rejected]
+    if routes.problem:
+        reasons.append(routes.problem)
+    elif not fastest:
+        reasons.append("no routes were measured on this device")
+    return "; ".join([f"{kind}: {chosen.name}", *reasons])

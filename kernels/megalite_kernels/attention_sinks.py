@@ -7,8 +7,8 @@ Given lse and out of the keys alone, the sink enters at the end:
 
     lse' = log(exp(lse) + exp(sink))        out' = exp(lse − lse') · out
 
-so any implementation that returns its log-sum-exp serves, and parts of the keys are merged before. Backward
-takes lse' and δ' = Σ_dim dout∘out' in place of lse and δ; for the sink, whose value is zero,
+so any implementation that returns its log-sum-exp can be used, and parts of the keys are merged before.
+Backward takes lse' and δ' = Σ_dim dout∘out' in place of lse and δ; for the sink, whose value is zero,
 
     dsink = −Σ_queries exp(sink − lse') · δ'
 """
@@ -22,39 +22,42 @@ from megalite_kernels.attention_part import attention_part, attention_part_backw
 
 
 def join(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """out' and lse': out [..., heads, D], lse [..., heads] of all keys that a query sees, sinks [heads]."""
+    """Returns out' and lse': out [..., heads, D], lse [..., heads] of all keys that a query sees, sinks
+    [heads]."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     return out * (lse - total).exp_().unsqueeze(-1), total
 
 
 def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """dsink [heads] in the dtype of lse: lse and delta [S, B, heads] with the sinks in them."""
+    """Returns dsink [heads] in the dtype of lse, from lse' and δ' [S, B, heads]."""
     return -((sinks.to(lse.dtype) - lse).exp_() * delta).sum((0, 1))
 
 
 def attention_with_sinks(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of whole rows: out [S, B, hq, D] in the dtype of q, and lse' [S, B, hq] for the
-    backward. sinks: [hq].
+    """Returns causal attention of whole rows: out [S, B, hq, D] in the dtype of q, and lse' [S, B, hq] for
+    the backward.
 
-    options: those of `megalite_kernels.attention`; `recompute` and `boundaries` have no effect, probabilities
-    are never kept.
+    Args:
+        sinks: [hq].
+        options: as in `attention.attention`; `recompute` and `boundaries` have no effect: probabilities are
+            never kept.
     """
     rows = [(0, len(q))]
-    out, lse = join(*attention_part(q, k, v, rows, rows, **_of_parts(options)), sinks)
+    out, lse = join(*attention_part(q, k, v, rows, rows, **_part_options(options)), sinks)
     return out.to(q.dtype), lse
 
 
 def attention_with_sinks_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk and dv in the dtype of q, and dsink [hq] in that of lse; `out` and `lse` as forward returned
-    them."""
+    """Returns dq, dk and dv in the dtype of q, and dsink [hq] in the dtype of lse; `out` and `lse` as forward
+    returns them."""
     rows, inner = [(0, len(q))], delta(dout, out)
-    dq, dk, dv = attention_part_backward(dout, q, k, v, lse, inner, rows, rows, **_of_parts(options))
+    dq, dk, dv = attention_part_backward(dout, q, k, v, lse, inner, rows, rows, **_part_options(options))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), sinks_gradient(sinks, lse, inner)
 
 
-def _of_parts(options: dict[str, Any]) -> dict[str, Any]:
+def _part_options(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in ("recompute", "boundaries")}

@@ -14,18 +14,18 @@ loops over the queries of each head of the group that reads them, and computes d
 
 Keys that no query of a tile sees are never loaded. Tiles of keys that all its queries see come first, in a
 loop without a mask; a second loop has the tiles on both sides of them (`APART`). With a soft-cap or dropout
-one loop has all: compared with their arithmetic a mask costs little, and the code is half as long. So it is
-for dk and dv of wide heads, where two loops leave too few registers for a tile of 64 keys, which Hopper's
-wgmma needs. For the same reason backward's loops are compiled without loop-invariant code motion, which keeps
-in registers what it saves: 2 of 300 instructions in a loop of 64 or 128 channels on Hopper.
+one loop has all tiles: compared with their arithmetic a mask costs little, and the code is half as long. One
+loop also computes dk and dv of wide heads, where two loops leave too few registers for a tile of 64 keys,
+which Hopper's wgmma needs. For the same reason backward's loops are compiled without loop-invariant code
+motion, which needs registers to save 2 of 300 instructions in a loop of 64 or 128 channels on Hopper.
 
-The kernel reads where documents begin, without host synchronization: document_start does not decrease along
+The kernel reads the starts of documents, without host synchronization: document_start does not decrease along
 the sequence, so its minimum and maximum in a tile of queries bound the keys, and for a tile of keys the tiles
 of queries that see it are counted.
 
-Queries and keys may be wider than values (`REST`): with 192 and 128 channels, those of latent attention,
-tiles have 128 channels of queries and keys and 64 more, as a tile's width is a power of two, and 256 would be
-a third more than there are.
+Queries and keys may be wider than values (`REST`): with the 192 and 128 channels of latent attention, tiles
+have 128 channels of queries and keys and 64 more, as a tile's width is a power of two, and 256 would be a
+third more than needed.
 
 Dropout hashes (head, key position) and (sample, query position) as `dropout.AttentionDropout` does, with the
 same bits.
@@ -57,15 +57,9 @@ _WIDE = 256  # channels of keys and values together, above which one loop comput
 
 @triton.jit
 def _load(
-    matrix,
-    first,
-    stride,
-    limit,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+    matrix, first, stride, limit,
+    ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     """Load [ROWS, WIDTH] from row `first` of a matrix [limit, DIM], zero beyond it; WHOLE: all rows exist."""
     row, channel = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
     pointers = matrix + tl.cast(first, tl.int64) * stride + row * stride + channel
@@ -79,33 +73,33 @@ def _rest(
     tile, matrix, first, stride, limit,
     ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The channels after the first WIDTH, which are in `tile`; without any `tile` itself, which nobody reads
-    then."""
+    """Load the channels after the first WIDTH, which are in `tile`. Without any returns `tile`, which is not
+    read."""
     return _load(matrix + WIDTH, first, stride, limit, ROWS, DIM - WIDTH, REST, WHOLE) if REST else tile
 
 
 @triton.jit
-def _products(one, its_rest, other, others_rest, REST: tl.constexpr):
-    """The products of each row of one matrix with each row of the other."""
-    x = tl.dot(one, tl.trans(other))
+def _raw_scores(x_tile, x_rest, y_tile, y_rest, REST: tl.constexpr):
+    """Returns the dot products of each row of x with each row of y, without the scale."""
+    scores = tl.dot(x_tile, tl.trans(y_tile))
     if REST:
-        x = tl.dot(its_rest, tl.trans(others_rest), x)
-    return x
+        scores = tl.dot(x_rest, tl.trans(y_rest), scores)
+    return scores
 
 
 @triton.jit
 def _target(matrix, first, stride, limit, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Pointers to store a tile to, and which of its elements exist. The condition is written differently than
-    in `_load`: otherwise the compiler would keep the common subexpression in registers in between."""
+    """Returns pointers to store a tile to, and which of its elements exist. The condition is written
+    differently than in `_load`: otherwise the compiler would keep the common subexpression in registers in
+    between."""
     row, channel = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
-    return matrix + tl.cast(first, tl.int64) * stride + row * stride + channel, (row < limit - first) & (
-        channel < DIM
-    )
+    pointers = matrix + tl.cast(first, tl.int64) * stride + row * stride + channel
+    return pointers, (row < limit - first) & (channel < DIM)
 
 
 @triton.jit
 def _capped(x, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Products q·k unchanged, or with a soft-cap tanh(scale·q·k / cap)."""
+    """Returns raw scores q·k unchanged, or with a soft-cap tanh(scale·q·k / cap)."""
     if SOFTCAP > 0:
         small = tl.exp2(tl.abs(x) * (-2 * SCALE / SOFTCAP * _LOG2E))
         tanh = (1.0 - small) / (1.0 + small)
@@ -115,7 +109,7 @@ def _capped(x, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _exponent(x, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """The score as a power of two, from the result of `_capped`."""
+    """Returns the score as an exponent of two, from the result of `_capped`."""
     if SOFTCAP > 0:
         return x * (SOFTCAP * _LOG2E)
     return x * (SCALE * _LOG2E)
@@ -123,12 +117,10 @@ def _exponent(x, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _first_key(starts, query, sequence, d_s, DOCUMENTS: tl.constexpr):
-    """The first key of each query's document."""
-    return (
-        tl.load(starts + tl.minimum(query, sequence - 1).to(tl.int64) * d_s).to(tl.int32)
-        if DOCUMENTS
-        else query
-    )
+    """Returns the first key of each query's document."""
+    if DOCUMENTS:
+        return tl.load(starts + tl.minimum(query, sequence - 1).to(tl.int64) * d_s).to(tl.int32)
+    return query
 
 
 @triton.jit
@@ -144,11 +136,11 @@ def _visible(query, key, first_key, WINDOW: tl.constexpr, DOCUMENTS: tl.constexp
 @triton.jit
 def _key_edges(
     first, sequence, first_key,
-    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, APART: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, APART: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """For a tile of queries: the begin of its keys, begin and end of those that need no mask, and the end of
-    its keys."""
+    """Returns, for a tile of queries, the begin of its keys, the begin and end of those that need no mask,
+    and the end of its keys."""
     begin, unmasked = 0, 0
     if WINDOW:
         begin = tl.maximum(first - WINDOW + 1, 0)
@@ -156,11 +148,8 @@ def _key_edges(
     if DOCUMENTS:
         begin = tl.maximum(begin, tl.min(first_key))
         unmasked = tl.maximum(unmasked, tl.max(first_key))
-    begin, end, diagonal = (
-        begin // KEYS * KEYS,
-        tl.minimum(first + QUERIES, sequence),
-        (first + 1) // KEYS * KEYS,
-    )
+    begin, diagonal = begin // KEYS * KEYS, (first + 1) // KEYS * KEYS
+    end = tl.minimum(first + QUERIES, sequence)
     if APART:
         return begin, tl.minimum(tl.cdiv(unmasked, KEYS) * KEYS, diagonal), diagonal, end
     return begin, begin, begin, end
@@ -169,11 +158,11 @@ def _key_edges(
 @triton.jit
 def _query_edges(
     first, sequence, starts, d_s,
-    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, APART: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, APART: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """For a tile of keys: the begin of the queries that see any of it, begin and end of those that need no
-    mask, the end of the first."""
+    """Returns, for a tile of keys, the begin of the queries that see any of it, the begin and end of those
+    that need no mask, and the end of the queries that see any of it."""
     begin, end, unmasked = first // QUERIES * QUERIES, sequence, sequence
     if WINDOW:
         end = tl.minimum(end, first + KEYS - 1 + WINDOW)
@@ -183,13 +172,10 @@ def _query_edges(
         for tile in range(0, tl.cdiv(sequence, QUERIES), _PROBES):
             query = (tile + tl.arange(0, _PROBES)) * QUERIES
             last = tl.minimum(query + QUERIES, sequence) - 1
-            seeing += (
-                tl.load(starts + query.to(tl.int64) * d_s, mask=query < sequence, other=sequence)
-                < first + KEYS
-            ).to(tl.int32)
-            seeing_all += (
-                tl.load(starts + last.to(tl.int64) * d_s, mask=query < sequence, other=sequence) <= first
-            ).to(tl.int32)
+            early = tl.load(starts + query.to(tl.int64) * d_s, mask=query < sequence, other=sequence)
+            seeing += (early < first + KEYS).to(tl.int32)
+            late = tl.load(starts + last.to(tl.int64) * d_s, mask=query < sequence, other=sequence)
+            seeing_all += (late <= first).to(tl.int32)
         end = tl.minimum(end, tl.sum(seeing) * QUERIES)
         unmasked = tl.minimum(unmasked, tl.sum(seeing_all) * QUERIES)
     if APART:
@@ -200,13 +186,14 @@ def _query_edges(
 
 @triton.jit
 def _length(edges, masked: tl.constexpr):
-    """Number of positions that need a mask, on both sides of those that do not; or of those that do not."""
+    """Returns the number of positions that need a mask, on both sides of those that do not; or of the
+    others."""
     return edges[1] - edges[0] + edges[3] - edges[2] if masked else edges[2] - edges[1]
 
 
 @triton.jit
 def _place(edges, step, masked: tl.constexpr):
-    """The position in the sequence of the tile at `step` of the positions that `_length` counts."""
+    """Returns the position in the sequence of the tile at `step` of the positions that `_length` counts."""
     if masked:
         return edges[0] + step + tl.where(edges[0] + step < edges[1], 0, edges[2] - edges[1])
     return edges[1] + step
@@ -214,21 +201,22 @@ def _place(edges, step, masked: tl.constexpr):
 
 @triton.jit(do_not_specialize=["d_s", "d_b", "sequence", "key", "first_head", "first_position"])
 def _forward(
-    q, k, v, out, lse, starts, samples, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b, sequence, key,
-    first_head, first_position,
+    q, k, v, out, lse, starts, samples,
+    q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b,
+    sequence, key, first_head, first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
-    P: tl.constexpr, THRESHOLD: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr,
-    VWIDTH: tl.constexpr,
-    APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    P: tl.constexpr, THRESHOLD: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr, APART: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES  # tiles that see the most keys start first
     head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
     query, lane = first + tl.arange(0, QUERIES), tl.arange(0, KEYS)
     k, v = k + row * k_b + head // GROUP * k_h, v + row * v_b + head // GROUP * v_h
-    q_tile = _load(q + row * q_b + head * q_h, first, q_s, sequence, QUERIES, DIM, WIDTH, False)
-    q_rest = _rest(q_tile, q + row * q_b + head * q_h, first, q_s, sequence, QUERIES, DIM, WIDTH, REST, False)
+    q += row * q_b + head * q_h
+    q_tile = _load(q, first, q_s, sequence, QUERIES, DIM, WIDTH, False)
+    q_rest = _rest(q_tile, q, first, q_s, sequence, QUERIES, DIM, WIDTH, REST, False)
     first_key = _first_key(starts + row * d_b, query, sequence, d_s, DOCUMENTS)
     if P > 0:
         query_hash = _row_hash(tl.load(samples + row), key, first_position + query)
@@ -243,13 +231,10 @@ def _forward(
             at = _place(edges, step, masked)
             k_tile = _load(k, at, k_s, sequence, KEYS, DIM, WIDTH, not masked)
             k_rest = _rest(k_tile, k, at, k_s, sequence, KEYS, DIM, WIDTH, REST, not masked)
-            x = _capped(_products(q_tile, q_rest, k_tile, k_rest, REST), SCALE, SOFTCAP)
+            x = _capped(_raw_scores(q_tile, q_rest, k_tile, k_rest, REST), SCALE, SOFTCAP)
             if masked:
-                x = tl.where(
-                    _visible(query[:, None], at + lane[None, :], first_key[:, None], WINDOW, DOCUMENTS),
-                    x,
-                    -float("inf"),
-                )
+                seen = _visible(query[:, None], at + lane[None, :], first_key[:, None], WINDOW, DOCUMENTS)
+                x = tl.where(seen, x, -float("inf"))
             larger = tl.maximum(largest, _exponent(tl.max(x, 1), SCALE, SOFTCAP))
             p = tl.exp2(_exponent(x, SCALE, SOFTCAP) - larger[:, None])
             shrink = tl.exp2(largest - larger)
@@ -261,29 +246,21 @@ def _forward(
             result = tl.dot(p.to(v_tile.dtype), v_tile, result * shrink[:, None])
             largest = larger
     result = result / (total * (1 - P))[:, None]
-    to, exists = _target(
-        out + (row * heads + head) * VDIM,
-        first,
-        tl.num_programs(2) * heads * VDIM,
-        sequence,
-        QUERIES,
-        VDIM,
-        VWIDTH,
-    )
+    own, stride = row * heads + head, tl.num_programs(2) * heads * VDIM
+    to, exists = _target(out + own * VDIM, first, stride, sequence, QUERIES, VDIM, VWIDTH)
     tl.store(to, result.to(out.dtype.element_ty), mask=exists)
-    tl.store(lse + (row * heads + head) * sequence + query, largest + tl.log2(total), mask=query < sequence)
+    tl.store(lse + own * sequence + query, largest + tl.log2(total), mask=query < sequence)
 
 
 @triton.jit(do_not_specialize=["d_s", "d_b", "sequence", "key", "first_head", "first_position"])
 def _backward_queries(
-    q, k, v, dout, out, lse, delta, dq, starts, samples, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s,
-    d_b, sequence, key, first_head,
-    first_position,
+    q, k, v, dout, out, lse, delta, dq, starts, samples,
+    q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b,
+    sequence, key, first_head, first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
-    P: tl.constexpr, THRESHOLD: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr,
-    VWIDTH: tl.constexpr,
-    APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    P: tl.constexpr, THRESHOLD: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr, APART: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
     head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -291,8 +268,9 @@ def _backward_queries(
     line, own = tl.num_programs(2) * heads, row * heads + head  # of out, dout and dq, in rows of a head
     query, lane = first + tl.arange(0, QUERIES), tl.arange(0, KEYS)
     k, v = k + row * k_b + head // GROUP * k_h, v + row * v_b + head // GROUP * v_h
-    q_tile = _load(q + row * q_b + head * q_h, first, q_s, sequence, QUERIES, DIM, WIDTH, False)
-    q_rest = _rest(q_tile, q + row * q_b + head * q_h, first, q_s, sequence, QUERIES, DIM, WIDTH, REST, False)
+    q += row * q_b + head * q_h
+    q_tile = _load(q, first, q_s, sequence, QUERIES, DIM, WIDTH, False)
+    q_rest = _rest(q_tile, q, first, q_s, sequence, QUERIES, DIM, WIDTH, REST, False)
     grad = _load(dout + own * VDIM, first, line * VDIM, sequence, QUERIES, VDIM, VWIDTH, False)
     out_tile = _load(out + own * VDIM, first, line * VDIM, sequence, QUERIES, VDIM, VWIDTH, False)
     at_query = (row * heads + head) * sequence + query
@@ -312,20 +290,16 @@ def _backward_queries(
             k_tile = _load(k, at, k_s, sequence, KEYS, DIM, WIDTH, not masked)
             k_rest = _rest(k_tile, k, at, k_s, sequence, KEYS, DIM, WIDTH, REST, not masked)
             v_tile = _load(v, at, v_s, sequence, KEYS, VDIM, VWIDTH, not masked)
-            x = _capped(_products(q_tile, q_rest, k_tile, k_rest, REST), SCALE, SOFTCAP)
+            x = _capped(_raw_scores(q_tile, q_rest, k_tile, k_rest, REST), SCALE, SOFTCAP)
             p = tl.exp2(_exponent(x, SCALE, SOFTCAP) - shift[:, None])
             if masked:
-                p = tl.where(
-                    _visible(query[:, None], at + lane[None, :], first_key[:, None], WINDOW, DOCUMENTS),
-                    p,
-                    0.0,
-                )
+                seen = _visible(query[:, None], at + lane[None, :], first_key[:, None], WINDOW, DOCUMENTS)
+                p = tl.where(seen, p, 0.0)
             dp = tl.dot(grad, tl.trans(v_tile))
             if P > 0:
                 key_hash = _mix((first_position + at + lane) * _C + head_hash)
-                dp = tl.where(
-                    _keeps(query_hash[:, None], key_hash[None, :], THRESHOLD), dp * (1 / (1 - P)), 0.0
-                )
+                keep = _keeps(query_hash[:, None], key_hash[None, :], THRESHOLD)
+                dp = tl.where(keep, dp * (1 / (1 - P)), 0.0)
             ds = p * (dp - inner[:, None])
             if SOFTCAP > 0:
                 ds = ds * (1.0 - x * x)
@@ -344,8 +318,8 @@ def _with_queries(
     dv_tile, p, x, dp, inner, grad, sample, key, head, query, keys,
     SOFTCAP: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the scores of a tile of keys with one of queries, and dv of these keys with what the
-    queries add to it. p, x and dp are [keys, queries]; x is from `_capped`."""
+    """Returns the gradient of the scores of a tile of keys with a tile of queries, and dv of these keys with
+    the part of the queries added. p, x and dp are [keys, queries]; x is from `_capped`."""
     kept = p
     if P > 0:
         key_hash = _mix(keys * _C + (head + 1) * _A)
@@ -361,21 +335,21 @@ def _with_queries(
 
 @triton.jit(do_not_specialize=["d_s", "d_b", "sequence", "key", "first_head", "first_position"])
 def _backward_keys(
-    q, k, v, dout, lse, delta, dk, dv, starts, samples, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b,
-    sequence, key, first_head,
-    first_position,
+    q, k, v, dout, lse, delta, dk, dv, starts, samples,
+    q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b,
+    sequence, key, first_head, first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
-    P: tl.constexpr, THRESHOLD: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VDIM: tl.constexpr,
-    VWIDTH: tl.constexpr,
-    APART: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    P: tl.constexpr, THRESHOLD: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    REST: tl.constexpr, VDIM: tl.constexpr, VWIDTH: tl.constexpr, APART: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * KEYS
     kv_head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     heads, batch = tl.num_programs(1) * GROUP, tl.num_programs(2)
     keys, lane = first + tl.arange(0, KEYS), tl.arange(0, QUERIES)
-    k_tile = _load(k + row * k_b + kv_head * k_h, first, k_s, sequence, KEYS, DIM, WIDTH, False)
-    k_rest = _rest(k_tile, k + row * k_b + kv_head * k_h, first, k_s, sequence, KEYS, DIM, WIDTH, REST, False)
+    k += row * k_b + kv_head * k_h
+    k_tile = _load(k, first, k_s, sequence, KEYS, DIM, WIDTH, False)
+    k_rest = _rest(k_tile, k, first, k_s, sequence, KEYS, DIM, WIDTH, REST, False)
     v_tile = _load(v + row * v_b + kv_head * v_h, first, v_s, sequence, KEYS, VDIM, VWIDTH, False)
     starts += row * d_b
     edges = _query_edges(first, sequence, starts, d_s, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
@@ -388,20 +362,18 @@ def _backward_keys(
         for step in tl.range(GROUP * tiles, disable_licm=True):  # heads of the group, one after the other
             head, at = kv_head * GROUP + step // tiles, _place(edges, step % tiles * QUERIES, masked)
             query, own = at + lane, row * heads + head
-            q_tile = _load(q + row * q_b + head * q_h, at, q_s, sequence, QUERIES, DIM, WIDTH, False)
-            q_rest = _rest(
-                q_tile, q + row * q_b + head * q_h, at, q_s, sequence, QUERIES, DIM, WIDTH, REST, False
-            )
+            q_head = q + row * q_b + head * q_h
+            q_tile = _load(q_head, at, q_s, sequence, QUERIES, DIM, WIDTH, False)
+            q_rest = _rest(q_tile, q_head, at, q_s, sequence, QUERIES, DIM, WIDTH, REST, False)
             grad = _load(dout + own * VDIM, at, batch * heads * VDIM, sequence, QUERIES, VDIM, VWIDTH, False)
             shift = tl.load(lse + own * sequence + query, mask=query < sequence, other=0.0)
             inner = tl.load(delta + own * sequence + query, mask=query < sequence, other=0.0)
-            x = _capped(_products(k_tile, k_rest, q_tile, q_rest, REST), SCALE, SOFTCAP)
+            x = _capped(_raw_scores(k_tile, k_rest, q_tile, q_rest, REST), SCALE, SOFTCAP)
             p = tl.exp2(_exponent(x, SCALE, SOFTCAP) - shift[None, :])
             if masked:
                 first_key = _first_key(starts, query, sequence, d_s, DOCUMENTS)
-                p = tl.where(
-                    _visible(query[None, :], keys[:, None], first_key[None, :], WINDOW, DOCUMENTS), p, 0.0
-                )
+                seen = _visible(query[None, :], keys[:, None], first_key[None, :], WINDOW, DOCUMENTS)
+                p = tl.where(seen, p, 0.0)
             ds, dv_tile = _with_queries(
                 dv_tile, p, x, tl.dot(v_tile, tl.trans(grad)), inner, grad,
                 sample, key, first_head + head.to(tl.int32), first_position + query, first_position + keys,
@@ -422,8 +394,8 @@ def _backward_keys(
 
 
 class Tile(NamedTuple):
-    """The tile of queries or keys that a program holds, the tile of the other that it loads at a time, and
-    launch options."""
+    """The tile of queries or keys that a program holds, the tile of the other side that it loads at a time,
+    and launch options."""
 
     queries: int
     keys: int
@@ -444,24 +416,37 @@ def _tables() -> dict[str, dict[str, list[list[int]]]]:
 
 
 def _tile(target: str, kernel: str, width: int, heavy: bool) -> Tile:
-    """The tile from the table; `heavy` kernels have a soft-cap or dropout. width: that of `tile_width`."""
+    """Returns the tile from the table.
+
+    Args:
+        width: the result of `tile_width`.
+        heavy: whether the kernel has a soft-cap or dropout.
+    """
     tables = _tables()[target]
-    tiles = tables.get(f"{kernel} heavy", tables[kernel]) if heavy else tables[kernel]
-    return Tile(*tiles[3 if 128 < width < 256 else (width > 64) + (width > 128)])
+    up_to_64, up_to_128, up_to_256, of_192 = (
+        tables.get(f"{kernel} heavy", tables[kernel]) if heavy else tables[kernel]
+    )
+    if 128 < width < 256:
+        return Tile(*of_192)
+    return Tile(*(up_to_64 if width <= 64 else up_to_128 if width <= 128 else up_to_256))
 
 
 def _widths(dim: int, value_dim: int) -> dict[str, int]:
-    """The channels of keys and of values, and the widths of their tiles: of keys in two parts where that is
-    less than a power of two."""
-    width, value_width = (max(triton.next_power_of_2(channels), 16) for channels in (dim, value_dim))
-    rest = 0
+    """Returns the channels of keys and of values, and the widths of their tiles: keys in two parts where
+    these are narrower than a power of two."""
+    width, rest, value_width = _power(dim), 0, _power(value_dim)
     if value_width <= 128 < dim <= 192:
-        width, rest = 128, max(triton.next_power_of_2(dim - 128), 16)
+        width, rest = 128, _power(dim - 128)
     return {"DIM": dim, "WIDTH": width, "REST": rest, "VDIM": value_dim, "VWIDTH": value_width}
 
 
+def _power(channels: int) -> int:
+    """The width of a tile of these channels: a power of two, as tl.dot needs it."""
+    return max(triton.next_power_of_2(channels), 16)
+
+
 def tile_width(constants: Mapping[str, Any]) -> int:
-    """Channels of a tile of keys, or of values if these are wider: what the tables go by."""
+    """The channels of a tile of keys, or of values if these are wider, by which the tables are indexed."""
     width: int = max(constants["WIDTH"] + constants["REST"], constants["VWIDTH"])
     return width
 
@@ -483,26 +468,45 @@ def _variant(
     tile = _tile(target, kernel, tile_width(widths), bool(softcap or p))
     one_loop = kernel == "dk dv" and widths["WIDTH"] + widths["REST"] + widths["VWIDTH"] > _WIDE
     constants = {
-        "SCALE": scale, "SOFTCAP": softcap, "WINDOW": window, "DOCUMENTS": documents, "P": p,
+        "SCALE": scale,
+        "SOFTCAP": softcap,
+        "WINDOW": window,
+        "DOCUMENTS": documents,
+        "P": p,
         "THRESHOLD": dropout.threshold(p),
-        "GROUP": group, **widths, "QUERIES": tile.queries, "KEYS": tile.keys,
+        "GROUP": group,
+        **widths,
+        "QUERIES": tile.queries,
+        "KEYS": tile.keys,
         "APART": not (softcap or p or one_loop),
-    }  # fmt: skip
+    }
     return Variant(_KERNELS[kernel], constants, tile.warps, tile.stages)
 
 
+def readable(x: Tensor) -> Tensor:
+    """Returns x, copied unless the kernels can read it in place."""
+    return x if x.stride(-1) == 1 and x.stride(0) < _FARTHEST else x.contiguous()
+
+
 def _launcher(
-    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float, window: int | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    scale: float,
+    window: int | None,
     document_start: Tensor | None,
-    softcap: float | None, samples: Tensor | None, key: int, p: float, first_head: int, first_position: int,
-) -> Callable[..., None]:  # fmt: skip
-    """Return a function that launches one of `_KERNELS` for an attention call, given its name and the tensors
-    that only it has."""
+    softcap: float | None,
+    samples: Tensor | None,
+    key: int,
+    p: float,
+    first_head: int,
+    first_position: int,
+) -> Callable[..., None]:
+    """Returns a function that launches one of `_KERNELS` for an attention call, given its name and its own
+    tensors."""
     sequence, batch, heads, dim = q.shape
-    kv_heads, matrices = (
-        k.shape[2],
-        [x if x.stride(-1) == 1 and x.stride(0) < _FARTHEST else x.contiguous() for x in (q, k, v)],
-    )
+    kv_heads, matrices = k.shape[2], [readable(x) for x in (q, k, v)]
     starts = lse if document_start is None else document_start.to(torch.int64)
     origin = (0, 0) if document_start is None else starts.stride()
     shared = starts, lse if samples is None else samples.to(torch.int64).contiguous()
@@ -511,34 +515,40 @@ def _launcher(
     kind = architecture(q.device), dim, v.shape[-1], heads // kv_heads, scale, *masks
 
     def launch(kernel: str, *tensors: Tensor) -> None:
-        variant = _variant(kernel, *kind)
-        tile, programs = (
-            (variant.constants["KEYS"], kv_heads)
-            if kernel == "dk dv"
-            else (variant.constants["QUERIES"], heads)
-        )
-        arguments = *matrices, *tensors, *shared, *strides, *origin, sequence, key, first_head, first_position
-        variant.launch((triton.cdiv(sequence, tile), programs, batch), *arguments)
+        variant, by_key = _variant(kernel, *kind), kernel == "dk dv"
+        tile = variant.constants["KEYS" if by_key else "QUERIES"]
+        grid = triton.cdiv(sequence, tile), kv_heads if by_key else heads, batch
+        numbers = *strides, *origin, sequence, key, first_head, first_position
+        variant.launch(grid, *matrices, *tensors, *shared, *numbers)
 
     return launch
 
 
 def _like_out_and_lse(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     sequence, batch, heads, _ = q.shape
-    return q.new_empty(sequence, batch, heads, v.shape[-1]), q.new_empty(
-        (batch, heads, sequence), dtype=torch.float32
-    )
+    out = q.new_empty(sequence, batch, heads, v.shape[-1])
+    return out, q.new_empty((batch, heads, sequence), dtype=torch.float32)
 
 
 @operation(fake=_like_out_and_lse)
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, document_start: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    document_start: Tensor | None,
     softcap: float | None,
-    samples: Tensor | None, key: int, p: float, first_head: int, first_position: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out [S, B, hq, Dv], and the base-2 logarithm of each query's sum of exponentials, fp32 [B, hq, S], with
-    which context parallelism combines results for parts of the keys. Arguments are those of
-    `attention.attention`, with the fields of its dropout; p = 0: none.
+    samples: Tensor | None,
+    key: int,
+    p: float,
+    first_head: int,
+    first_position: int,
+) -> tuple[Tensor, Tensor]:
+    """Returns out [S, B, hq, Dv], and the base-2 logarithm of each query's sum of exponentials, fp32 [B, hq,
+    S].
+
+    Arguments as in `attention.attention`, with the fields of its dropout; p = 0: no dropout.
     """
     out, lse = _like_out_and_lse(q, k, v)
     if out.numel():
@@ -555,11 +565,23 @@ def _like_gradients(
 
 @operation(fake=_like_gradients)
 def flash_attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, window: int | None,
-    document_start: Tensor | None, softcap: float | None, samples: Tensor | None, key: int, p: float,
-    first_head: int, first_position: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk and dv, contiguous."""
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    window: int | None,
+    document_start: Tensor | None,
+    softcap: float | None,
+    samples: Tensor | None,
+    key: int,
+    p: float,
+    first_head: int,
+    first_position: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns dq, dk and dv, contiguous."""
     dq, dk, dv = _like_gradients(dout, q, k, v)
     if dq.numel():
         options = scale, window, document_start, softcap, samples, key, p, first_head, first_position

@@ -1,5 +1,4 @@
-"""Decides which tensors are computed by an operation's Triton kernel; all others use its plain-torch
-reference.
+"""Chooses between an operation's Triton kernel and its plain-torch reference.
 
 The choice is made once for the whole process (`train.kernels`). Before that all tensors use the reference,
 and fp64 always does. Triton is imported with the first tensor that needs it: the import takes a second, and a
@@ -22,9 +21,8 @@ def select(kernels: str) -> None:
 
     Args:
         kernels: auto (Triton for CUDA tensors if it is installed), torch (no Triton), or triton (for CUDA
-        tensors; also for CPU tensors if
-            TRITON_INTERPRET=1 makes Triton interpret kernels instead of compiling them, which is slow and
-            meant for tests).
+            tensors; also for CPU tensors if TRITON_INTERPRET=1 makes Triton interpret kernels instead of
+            compiling them, which is slow and meant for tests).
 
     Raises:
         ValueError: triton is selected, but no kernel can run.
@@ -36,8 +34,8 @@ def select(kernels: str) -> None:
         missing = "a GPU, or TRITON_INTERPRET=1" if installed else "the package triton"
         raise ValueError(f"train.kernels = triton needs {missing}. Set it to auto or torch.")
     selected = kernels
-    taken = {"auto": ("cuda",), "triton": ("cuda", "cpu") if interpreted else ("cuda",), "torch": ()}
-    _device_types = taken[kernels] if installed else ()
+    device_types = {"auto": ("cuda",), "triton": ("cuda", "cpu") if interpreted else ("cuda",), "torch": ()}
+    _device_types = device_types[kernels] if installed else ()
 
 
 def takes_triton(x: Tensor) -> bool:

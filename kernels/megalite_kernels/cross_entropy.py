@@ -8,11 +8,11 @@ padding if any. With x the logits of a token, y its target, V the global vocabul
     loss = (1 − ε)·(lse − x_y) + ε·(lse − mean(x)) + z·lse²
     dx_j = g·((1 + 2·z·lse)·exp(x_j − lse) − (1 − ε)·[j = y] − ε/V)
 
-Smoothing is that of torch's F.cross_entropy: ε is spread over all V classes, the target included. Each rank
-computes `statistics` ([k, T]: all that other ranks need), the caller all-gathers them, all ranks compute
-`combine` alike, and `gradient_` overwrites the logits without communication. Tokens whose target is
-`ignore_index` have loss 0 and gradient 0. Rows are processed in chunks that stay in cache, so that several
-elementwise passes cost one pass over memory.
+As in torch's F.cross_entropy, ε is spread over all V classes, the target included. Each rank computes
+`statistics` ([k, T]), the caller all-gathers them, `combine` gives the same result on all ranks, and
+`gradient_` overwrites the logits without communication. Tokens whose target is `ignore_index` have loss 0 and
+gradient 0. Rows are processed in chunks that stay in cache, so that several elementwise passes cost one pass
+over memory.
 """
 
 import torch
@@ -29,8 +29,8 @@ def _chunk_rows(logits: Tensor) -> int:
 
 
 def _local_targets(targets: Tensor, vocab_start: int, valid: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """The column of each target, clamped to this rank's columns [T, 1], and whether the target is one of them
-    [T, 1]."""
+    """Returns the column of each target, clamped to this rank's columns, and whether the target is one of
+    them, [T, 1] each."""
     column = (targets - vocab_start).unsqueeze(1)
     inside = (column >= 0) & (column < valid) & (targets != ignore_index).unsqueeze(1)
     return column.clamp(0, max(valid - 1, 0)), inside
@@ -39,11 +39,13 @@ def _local_targets(targets: Tensor, vocab_start: int, valid: int, ignore_index: 
 def statistics(
     logits: Tensor, targets: Tensor, vocab_start: int, valid: int, ignore_index: int, with_sum: bool
 ) -> Tensor:
-    """[3 or 4, T] in at least fp32: over the first `valid` columns the largest logit m and Σ exp(x − m)
-    (without columns the lowest number or -inf, and 0), the target's logit (0 if it is on another rank), and,
-    with `with_sum` for label smoothing, the sum of the logits.
+    """Returns [3 or 4, T] in at least fp32: over the first `valid` columns the largest logit m and Σ exp(x −
+    m) (without columns the lowest number or -inf, and 0), the target's logit (0 if it is on another rank),
+    and, with `with_sum` for label smoothing, the sum of the logits.
 
-    logits [T, V_local], targets [T] global token ids. The logits are not modified.
+    Args:
+        logits: [T, V_local]; they are not modified.
+        targets: [T], global token ids.
     """
     if takes_triton(logits):
         from megalite_kernels import cross_entropy_triton
@@ -73,8 +75,8 @@ def statistics(
 def combine(
     stats: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Loss per token [T] (0 where ignored) and global log-sum-exp [2, T], as a rounded value and its rounding
-    error, from the statistics [ranks, k, T] of all ranks.
+    """Returns the loss of each token [T] (0 where ignored) and the global log-sum-exp [2, T], as a rounded
+    value and its rounding error, from the statistics [ranks, k, T] of all ranks.
 
     Computed in fp64 and rounded once, so that splitting the vocabulary costs no accuracy; the tensors are
     small.
@@ -87,9 +89,8 @@ def combine(
     if z_loss:
         loss += z_loss * lse.square()
     rounded = lse.to(stats.dtype)
-    return loss.masked_fill_(targets == ignore_index, 0).to(stats.dtype), torch.stack(
-        [rounded, (lse - rounded).to(stats.dtype)]
-    )
+    error = (lse - rounded).to(stats.dtype)
+    return loss.masked_fill_(targets == ignore_index, 0).to(stats.dtype), torch.stack([rounded, error])
 
 
 def gradient_(
@@ -107,17 +108,18 @@ def gradient_(
     """Overwrite logits [T, V_local] with grad_scale · d(Σ loss)/d(logits), and return them; padded columns
     and ignored rows become 0.
 
-    lse: from `combine`, [2, T]. grad_scale: a number, or a tensor [] on the logits' device, which is read
-    without synchronization.
+    Args:
+        lse: from `combine`, [2, T].
+        grad_scale: a number, or a tensor [] on the logits' device, which is read without synchronization.
     """
     if takes_triton(logits):
         from megalite_kernels import cross_entropy_triton
 
-        scale = (
-            grad_scale if isinstance(grad_scale, Tensor) else torch.full((), grad_scale, device=logits.device)
-        )
+        if not isinstance(grad_scale, Tensor):
+            grad_scale = torch.full((), grad_scale, device=logits.device)
+        scale = grad_scale.to(torch.float32)
         terms = (vocab_start, valid, ignore_index, label_smoothing, z_loss, vocab_size)
-        cross_entropy_triton.cross_entropy_gradient_(logits, targets, lse, scale.to(torch.float32), *terms)
+        cross_entropy_triton.cross_entropy_gradient_(logits, targets, lse, scale, *terms)
         return logits
     if not valid or not logits.shape[0]:
         return logits.zero_()
@@ -126,13 +128,12 @@ def gradient_(
     counted = ((targets != ignore_index).to(accumulate_dtype) * grad_scale).unsqueeze(1)  # [T, 1]
     factor = counted * (1 + 2 * z_loss * lse.unsqueeze(1)) if z_loss else counted
     columns, inside = _local_targets(targets, vocab_start, valid, ignore_index)
-    at_target = (logits.gather(1, columns).to(accumulate_dtype) - lse.unsqueeze(1)).sub_(
-        rest.unsqueeze(1)
-    ).exp_().mul_(factor) - (1 - label_smoothing) * counted * inside
+    own = logits.gather(1, columns).to(accumulate_dtype)  # [T, 1], of the targets
+    own = (own - lse.unsqueeze(1)).sub_(rest.unsqueeze(1)).exp_().mul_(factor)
+    at_target = own - (1 - label_smoothing) * counted * inside
     rows = _chunk_rows(logits)
-    seed = torch.zeros(
-        min(rows, logits.shape[0]), logits.shape[1], dtype=accumulate_dtype, device=logits.device
-    )
+    shape = min(rows, logits.shape[0]), logits.shape[1]
+    seed = torch.zeros(shape, dtype=accumulate_dtype, device=logits.device)
     for first in range(0, logits.shape[0], rows):
         part = slice(first, first + rows)
         # padding included: the fused pass needs dense rows, and gives wrong results for others without an

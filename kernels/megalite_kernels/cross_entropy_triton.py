@@ -25,8 +25,8 @@ from torch import Tensor
 
 from megalite_kernels.launch import Variant, architecture, operation
 
-LANE_BYTES = 2048  # of a row: 128 bits for each of 128 threads
-DEPTH = 4  # number of them in a tile
+LANE_BYTES = 2048  # COLUMNS logits of a row: 128 bits for each of 128 threads
+DEPTH = 4  # a tile has DEPTH × COLUMNS logits
 ALIGN = 8  # logits: a rank's part of the vocabulary is padded to a multiple of it; 128 bits in bf16
 # not larger than any logit; unlike −inf it can be subtracted from itself
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -35,7 +35,8 @@ INTEGERS = ("tokens", "stride", "width", "valid", "vocab_start", "ignore_index")
 
 @triton.jit
 def _update(x, addend, largest, total, logits_sum, WITH_SUM: tl.constexpr):
-    """The lanes' state after a tile of logits; x is −inf and addend 0 where a column does not exist."""
+    """Returns the lanes' state after a tile of logits; x is −inf and addend 0 where a column does not
+    exist."""
     larger = tl.maximum(largest, tl.max(x, 0))
     total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger[None, :]), 0)
     if WITH_SUM:
@@ -61,26 +62,24 @@ def _statistics(
     column = whole + within
     x = tl.load(line + column, mask=column < width * ALIGN, other=0.0).to(tl.float32)
     addend = tl.where(column < valid, x, 0.0)
-    largest, total, logits_sum = _update(
-        tl.where(column < valid, x, float("-inf")), addend, largest, total, logits_sum, WITH_SUM
-    )
+    x = tl.where(column < valid, x, float("-inf"))
+    largest, total, logits_sum = _update(x, addend, largest, total, logits_sum, WITH_SUM)
     most = tl.max(largest, 0)
     target = tl.load(targets + row)
     at = target - vocab_start
     inside = (at >= 0) & (at < valid) & (target != ignore_index)
     own = tl.load(line + at, mask=inside, other=0.0).to(tl.float32)
     scaled = tl.sum(total * tl.exp(largest - most), 0)
-    which = tl.arange(0, 4)
-    found = tl.where(
-        which == 0, most, tl.where(which == 1, scaled, tl.where(which == 2, own, tl.sum(logits_sum, 0)))
-    )
-    tl.store(stats + which * tl.cast(tokens, tl.int64) + row, found, mask=which < (4 if WITH_SUM else 3))
+    line = tl.arange(0, 4)  # of the statistics
+    value = tl.where(line == 2, own, tl.sum(logits_sum, 0))
+    value = tl.where(line == 0, most, tl.where(line == 1, scaled, value))
+    tl.store(stats + line * tl.cast(tokens, tl.int64) + row, value, mask=line < (4 if WITH_SUM else 3))
 
 
 @triton.jit(do_not_specialize=INTEGERS)
 def _gradient(
-    logits, targets, lse, grad_scale, tokens, stride, width, valid, vocab_start, ignore_index, twice_z,
-    at_target, everywhere,
+    logits, targets, lse, grad_scale, tokens, stride, width, valid, vocab_start, ignore_index,
+    twice_z, at_target, everywhere,
     ALIGN: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(width * ALIGN, COLUMNS)
@@ -104,14 +103,13 @@ def _variant(chip: str, backward: bool, dtype: torch.dtype, with_sum: bool, alig
     columns = LANE_BYTES // dtype.itemsize
     if backward:
         return Variant(_gradient, {"ALIGN": align, "COLUMNS": DEPTH * columns}, warps)
-    return Variant(
-        _statistics, {"WITH_SUM": with_sum, "ALIGN": align, "DEPTH": DEPTH, "COLUMNS": columns}, warps
-    )
+    constants = {"WITH_SUM": with_sum, "ALIGN": align, "DEPTH": DEPTH, "COLUMNS": columns}
+    return Variant(_statistics, constants, warps)
 
 
 def _rows(logits: Tensor) -> tuple[Tensor, int]:
-    """The logits, copied unless their rows are dense, and the unit in which the kernels count row lengths and
-    strides."""
+    """Returns the logits, copied unless their rows are dense, and the unit in which the kernels count row
+    lengths and strides."""
     dense = logits if logits.stride(1) == 1 and logits.stride(0) >= logits.shape[1] else logits.contiguous()
     return dense, 1 if dense.stride(0) % ALIGN or dense.shape[1] % ALIGN else ALIGN
 
@@ -126,14 +124,13 @@ def _empty_statistics(
 def cross_entropy_statistics(
     logits: Tensor, targets: Tensor, vocab_start: int, valid: int, ignore_index: int, with_sum: bool
 ) -> Tensor:
-    """[3 or 4, T] in fp32: see `cross_entropy.statistics`."""
+    """Returns [3 or 4, T] in fp32: see `cross_entropy.statistics`."""
     stats = _empty_statistics(logits, targets, vocab_start, valid, ignore_index, with_sum)
     (tokens, width), (dense, align) = logits.shape, _rows(logits)
     if tokens:
         sizes = (tokens, dense.stride(0) // align, width // align, valid, vocab_start, ignore_index)
-        _variant(architecture(logits.device), False, logits.dtype, with_sum, align).launch(
-            (tokens,), dense, targets.contiguous(), stats, *sizes
-        )
+        variant = _variant(architecture(logits.device), False, logits.dtype, with_sum, align)
+        variant.launch((tokens,), dense, targets.contiguous(), stats, *sizes)
     return stats
 
 
@@ -159,7 +156,8 @@ def cross_entropy_gradient_(
     sizes = (tokens, dense.stride(0) // align, width // align, valid, vocab_start, ignore_index)
     terms = (2.0 * z_loss, 1.0 - label_smoothing, label_smoothing / vocab_size)
     tensors = (dense, targets.contiguous(), lse.contiguous(), grad_scale)
-    variant.launch((tokens * triton.cdiv(width, variant.constants["COLUMNS"]),), *tensors, *sizes, *terms)
+    programs = tokens * triton.cdiv(width, variant.constants["COLUMNS"])
+    variant.launch((programs,), *tensors, *sizes, *terms)
     if dense is logits:
         # autograd did not see the write: a second backward must fail, not read gradients
         torch.autograd.graph.increment_version(logits)

@@ -1,8 +1,8 @@
 """The fastest routes of a device, as measured there: routes/<device>.json, which `megalite first-light`
 writes.
 
-    {"attention": {"plain": "cudnn", "documents": "flash_varlen"}, "weight_grad": "addmm", "router":
-    "out_dtype", "measured": {…}}
+    {"attention": {"plain": "cudnn", "documents": "flash_varlen"}, "weight_grad": "addmm",
+     "router": "out_dtype", "measured": {…}}
 
 A device without a file has the default order of each table of routes (`attention_routes.ROUTES`). A file that
 cannot be read, or that names no known route, changes nothing, and the run says so at its start.
@@ -23,10 +23,14 @@ DIRECTORY = Path(__file__).with_name("routes")
 
 @dataclass(frozen=True)
 class DeviceRoutes:
-    """What was measured on a device. An absent name means the default order.
+    """The fastest routes of a device; None: the default order.
 
-    Attributes: `device`, its name; `plain` and `documents`, of attention; `weight_grad`; `router`; `problem`,
-    why the file does not count.
+    Attributes:
+        device: its name.
+        plain, documents: routes of attention.
+        weight_grad: route of `weight_grad`.
+        router: route of `router_logits`.
+        problem: the reason why the file is ignored.
     """
 
     device: str = ""
@@ -38,47 +42,44 @@ class DeviceRoutes:
 
 
 def path_of(device: str) -> Path:
-    """The file of a device, by the name that torch gives it."""
+    """Returns the file of a device, by the name that torch gives it."""
     return DIRECTORY / (re.sub("[^a-z0-9]+", "-", device.lower()).strip("-") + ".json")
 
 
 def read(device: str) -> DeviceRoutes:
-    """The routes of a device by its name."""
+    """Returns the routes of a device by its name."""
     path = path_of(device)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        attention = found.get("attention") or {}
+        content = json.loads(path.read_text(encoding="utf-8"))
+        attention = content.get("attention") or {}
         names = {kind: attention.get(kind) for kind in ("plain", "documents")}
-        names |= {kind: found.get(kind) for kind in ("weight_grad", "router")}
+        names |= {kind: content.get(kind) for kind in ("weight_grad", "router")}
     except FileNotFoundError:
         return DeviceRoutes(device)
     except (OSError, ValueError, AttributeError) as error:
         return DeviceRoutes(device, problem=f"{path} cannot be read: {error}")
-    unknown = [
-        f"{what} = {name}" for what, name in names.items() if name is not None and name not in known(what)
-    ]
-    return (
-        DeviceRoutes(device, problem=f"{path} has {', '.join(unknown)}: no such route")
-        if unknown
-        else DeviceRoutes(device, **names)
-    )
+    given = ((kind, name) for kind, name in names.items() if name is not None)
+    unknown = [f"{kind} = {name}" for kind, name in given if name not in known(kind)]
+    if unknown:
+        return DeviceRoutes(device, problem=f"{path} has {', '.join(unknown)}: no such route")
+    return DeviceRoutes(device, **names)
 
 
-def known(what: str) -> list[str]:
-    """The names that a file may give for plain, documents, weight_grad or router."""
-    from megalite_kernels import attention_routes, router_product, weight_grad
+def known(kind: str) -> list[str]:
+    """Returns the names that a file may give for plain, documents, weight_grad or router."""
+    from megalite_kernels import attention_routes, router_logits, weight_grad
 
-    products = {"weight_grad": [*weight_grad.ROUTES], "router": [*router_product.ROUTES]}
-    if what in products:
-        return products[what]
-    return [
-        route.name for route in attention_routes.ROUTES if route.for_documents in (None, what == "documents")
-    ]
+    if kind == "weight_grad":
+        return list(weight_grad.ROUTES)
+    if kind == "router":
+        return list(router_logits.ROUTES)
+    documents = kind == "documents"
+    return [route.name for route in attention_routes.ROUTES if route.for_documents in (None, documents)]
 
 
 def measured(device: torch.device) -> DeviceRoutes:
-    """The routes of a GPU that count in this process: those of its file if `train.kernels` is auto, else
-    none."""
+    """Returns the routes of a GPU in this process: those of its file if `train.kernels` is auto, else the
+    default."""
     return _of_device(device) if backend.selected == "auto" and device.type == "cuda" else DeviceRoutes()
 
 

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from megalite_kernels.backend import takes_triton
 
-_A, _B, _C = 0x2C1B3C6D, 0x297A2D39, 0x1B56C4E9  # odd: a product with them permutes the int32s
+_A, _B, _C = 0x2C1B3C6D, 0x297A2D39, 0x1B56C4E9  # odd: multiplication by them permutes the int32s
 
 
 def dropout_key(seed: int, step: int, site: int, layer: int) -> int:
-    """The int32 key of one dropout call; `site` numbers the places in a layer where dropout is applied."""
+    """Returns the int32 key of one dropout call; `site` numbers the places in a layer where dropout is
+    applied."""
     state = 0
     for word in (seed, step, site, layer):  # splitmix64 over the words
         state = (state + word + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
@@ -35,8 +36,8 @@ def dropout_key(seed: int, step: int, site: int, layer: int) -> int:
 
 
 def _mix_(h: Tensor) -> Tensor:
-    """A permutation of int32 (nearly: the shift-add is not one) in which every input bit affects every output
-    bit; in place."""
+    """Mix the bits of int32 in place, so that every input bit affects every output bit. Nearly a permutation:
+    the shift-add is not one."""
     for factor in (_A, _B, _C):
         h.mul_(factor)
         h.add_(h >> 16)
@@ -44,8 +45,8 @@ def _mix_(h: Tensor) -> Tensor:
 
 
 def row_hash(key: int, samples: Tensor, positions: Tensor) -> Tensor:
-    """int32 [S, B] from the global sample indices [B] and the positions in the sequence, [S] or [S, 1] or [S,
-    B]."""
+    """Returns int32 [S, B] from the global sample indices [B] and the positions in the sequence, [S], [S, 1]
+    or [S, B]."""
     indices = samples.to(torch.int64)
     # uses both halves of indices beyond 2^32
     sample = _mix_((indices + (indices >> 32) * _B).to(torch.int32) ^ key)
@@ -53,12 +54,12 @@ def row_hash(key: int, samples: Tensor, positions: Tensor) -> Tensor:
 
 
 def column_hash(columns: Tensor, head: Tensor | int = 0) -> Tensor:
-    """int32 hash of channels, or of (head, key position); the arguments broadcast."""
+    """Returns the int32 hash of channels, or of (head, key position); the arguments broadcast."""
     return _mix_(columns.to(torch.int32) * _C + (head + 1) * _A)
 
 
 def threshold(p: float) -> int:
-    """Elements whose hash is below it are kept."""
+    """Returns the threshold below which the hash of a kept element is."""
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout probability {p} is not in [0, 1).")
     return min(round((1.0 - p) * 2**32) - 2**31, 2**31 - 1)
@@ -66,13 +67,13 @@ def threshold(p: float) -> int:
 
 @functools.cache
 def kept_scale(p: float, dtype: torch.dtype) -> float:
-    """The factor of kept elements: 1 / (1 − p), as `dtype` has it."""
+    """Returns the factor of kept elements: 1 / (1 − p), rounded to `dtype`."""
     return torch.tensor(1.0 / (1.0 - p), dtype=dtype).item()
 
 
 def keep_scale(rows: Tensor, columns: Tensor, p: float, dtype: torch.dtype) -> Tensor:
-    """Factors: 0 for dropped elements, `kept_scale` for kept ones, from row and column hashes that broadcast
-    against each other."""
+    """Returns factors from row and column hashes that broadcast against each other: 0 for dropped elements,
+    `kept_scale` for kept ones."""
     limit = threshold(p)
     h = rows ^ columns
     h.mul_(_A)
@@ -82,15 +83,18 @@ def keep_scale(rows: Tensor, columns: Tensor, p: float, dtype: torch.dtype) -> T
 
 
 def keep_mask(rows: Tensor, channels: Tensor, p: float, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The factors [S, B, C] for row hashes [S, B] and global channel indices [C]."""
+    """Returns the factors [S, B, C] for row hashes [S, B] and global channel indices [C]."""
     return keep_scale(rows.unsqueeze(-1), column_hash(channels), p, dtype)
 
 
 def dropout(
     x: Tensor, key: int, samples: Tensor, positions: Tensor, p: float, channel_offset: int = 0
 ) -> Tensor:
-    """Dropout of x [S, B, C]; `channel_offset` is the global index of x's first channel. Applied to dy, it is
-    its own backward."""
+    """Returns the dropout of x [S, B, C]. Applied to dy, it is its own backward.
+
+    Args:
+        channel_offset: the global index of x's first channel.
+    """
     if p == 0.0:
         return x
     if takes_triton(x):
@@ -113,7 +117,7 @@ class AttentionDropout:
     position_offset: int = 0  # global position of the first query and key
 
     def scale(self, heads: int, queries: range, keys: range, dtype: torch.dtype) -> Tensor:
-        """The factors [B, heads, len(queries), len(keys)]."""
+        """Returns the factors [B, heads, len(queries), len(keys)]."""
 
         def arange(start: int, stop: int) -> Tensor:
             return torch.arange(start, stop, device=self.samples.device, dtype=torch.int32)

@@ -57,26 +57,26 @@ def _dropout(
     # One-dimensional until hashed: of a tensor [ROWS, 1] each thread would load a row's numbers once for each
     # of its channels.
     sample = tl.load(samples + row % batch)
-    position = tl.load(positions + (row // batch) * p_s + (row % batch) * p_b, mask=row < rows, other=0).to(
-        tl.int32
-    )
+    place = (row // batch) * p_s + (row % batch) * p_b
+    position = tl.load(positions + place, mask=row < rows, other=0).to(tl.int32)
     row_hash, column_hash = _row_hash(sample, key, position), _mix((first_channel + column) * _C + _A)
     at, exists = row[:, None] * width + column[None, :], (row < rows)[:, None] & (column < width)[None, :]
     value = tl.load(x + at, mask=exists).to(tl.float32)
     keep = _keeps(row_hash[:, None], column_hash[None, :], THRESHOLD)
-    # A product with 0, not a 0: as the reference, which keeps the sign, and NaN of what is not finite.
+    # Multiplies by 0 as the reference, which keeps the sign and gives NaN for non-finite values.
     tl.store(y + at, (value * tl.where(keep, SCALE, 0.0)).to(y.dtype.element_ty), mask=exists)
 
 
 @functools.cache
 def _variant(dtype: torch.dtype, width: int, p: float) -> Variant:
     columns = min(triton.next_power_of_2(width), COLUMNS)
-    tile = {"ROWS": TILE_BYTES // dtype.itemsize // columns, "COLUMNS": columns}
-    return Variant(
-        _dropout,
-        {"THRESHOLD": reference.threshold(p), "SCALE": reference.kept_scale(p, dtype), **tile},
-        warps=4,
-    )
+    constants = {
+        "THRESHOLD": reference.threshold(p),
+        "SCALE": reference.kept_scale(p, dtype),
+        "ROWS": TILE_BYTES // dtype.itemsize // columns,
+        "COLUMNS": columns,
+    }
+    return Variant(_dropout, constants, warps=4)
 
 
 def _like_x(x: Tensor, key: int, samples: Tensor, positions: Tensor, p: float, channel_offset: int) -> Tensor:
@@ -94,7 +94,6 @@ def dropout(x: Tensor, key: int, samples: Tensor, positions: Tensor, p: float, c
         tile = variant.constants
         programs = triton.cdiv(sequence * batch, tile["ROWS"]) * triton.cdiv(width, tile["COLUMNS"])
         numbers = *positions.stride(), sequence * batch, batch, width, key, channel_offset
-        variant.launch(
-            (programs,), x.contiguous(), y, samples.to(torch.int64).contiguous(), positions, *numbers
-        )
+        tensors = x.contiguous(), y, samples.to(torch.int64).contiguous(), positions
+        variant.launch((programs,), *tensors, *numbers)
     return y

@@ -16,8 +16,8 @@ ROW = 512
 
 
 def squared_sum(chunks: list[Tensor]) -> Tensor:
-    """Σ x² over all elements of all chunks (flat, any lengths): [] fp64 on the chunks' device. Does not
-    synchronize with the host."""
+    """Returns Σ x² over all elements of all chunks (flat, any lengths): [] fp64 on the chunks' device. Does
+    not synchronize with the host."""
     if chunks and takes_triton(chunks[0]):
         from megalite_kernels import grad_norm_triton
 
@@ -29,7 +29,6 @@ def squared_sum(chunks: list[Tensor]) -> Tensor:
         for rows in (chunk[:whole].view(-1, ROW), chunk[whole:].view(1, -1)):
             if rows.numel():
                 accumulate_dtype = torch.promote_types(chunk.dtype, torch.float32)
-                total += (
-                    torch.linalg.vector_norm(rows, dim=-1, dtype=accumulate_dtype).double().square_().sum()
-                )
+                norms = torch.linalg.vector_norm(rows, dim=-1, dtype=accumulate_dtype)
+                total += norms.double().square_().sum()
     return total

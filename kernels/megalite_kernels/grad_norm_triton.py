@@ -2,7 +2,7 @@
 
 A program sums the squares of one tile in fp32, as a tree: 4,096 fp32 or 8,192 bf16 elements, 16 or 32 of them
 per thread. The sums of tiles are added in fp64. The tiles depend only on the ranges' lengths, and there are
-no atomics, so sums are bitwise reproducible. An element that is not finite makes the sum not finite. Each
+no atomics, so sums are bitwise reproducible. A non-finite element makes the sum non-finite. Each
 element is read once; no host synchronization.
 """
 
@@ -30,9 +30,8 @@ def _squared_sums(owner, rows, sums, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
 
 @functools.cache
 def _variant(dtype: torch.dtype, whole: bool = True) -> Variant:
-    return Variant(
-        _squared_sums, {"DTYPE": TYPE[dtype], "ALIGNED": whole, "TILE": TILE_BYTES // dtype.itemsize}, warps=4
-    )
+    constants = {"DTYPE": TYPE[dtype], "ALIGNED": whole, "TILE": TILE_BYTES // dtype.itemsize}
+    return Variant(_squared_sums, constants, warps=4)
 
 
 def _like_total(chunks: list[Tensor]) -> Tensor:
@@ -41,8 +40,9 @@ def _like_total(chunks: list[Tensor]) -> Tensor:
 
 @operation(fake=_like_total)
 def squared_sum(chunks: list[Tensor]) -> Tensor:
-    """Σ x² over all elements of all chunks (at least one), [] fp64. Chunks that are not aligned to 16 bytes
-    have a launch of their own with narrower loads, so that one of them does not slow down the others."""
+    """Returns Σ x² over all elements of all chunks (at least one), [] fp64. Chunks that are not aligned to 16
+    bytes have a launch of their own with narrower loads, so that one of them does not slow down the
+    others."""
     total = _like_total(chunks)
     for whole in (True, False):
         group = [chunk for chunk in chunks if aligned(chunk) is whole]

@@ -1,7 +1,8 @@
-"""The weight gradients of experts, whose rows are consecutive: grad[e] (+)= grad_output[rows of e]ᵀ ·
-inputs[rows of e].
+"""The weight gradients of experts, whose rows are consecutive.
 
-Products accumulate in fp32 and are added to an fp32 gradient without being rounded first. An expert without
+    grad[e] (+)= grad_output[rows of e]ᵀ · inputs[rows of e]
+
+Matmuls accumulate in fp32 and are added to an fp32 gradient without being rounded first. An expert without
 rows contributes zero.
 """
 
@@ -23,17 +24,11 @@ def add_grouped_gradient(
         grad_output, inputs: [n, out] and [n, in], sorted by expert.
         groups: the rows of each expert.
     """
-    if (
-        grad.dtype == torch.float32
-        and inputs.dtype in _DTYPES
-        and takes_triton(inputs)
-        and grad.is_contiguous()
-    ):
-        from megalite_kernels import grouped_weight_grad_triton
+    supported = grad.dtype == torch.float32 and inputs.dtype in _DTYPES and grad.is_contiguous()
+    if supported and takes_triton(inputs):
+        from megalite_kernels import grouped_weight_grad_triton as kernel
 
-        return grouped_weight_grad_triton.add_grouped_gradient(
-            grad, grad_output, inputs, groups.ends, overwrite
-        )
+        return kernel.add_grouped_gradient(grad, grad_output, inputs, groups.ends, overwrite)
     if overwrite:  # also the experts without rows: their gradients are sent like the others
         grad.zero_()
     for own, left, right in zip(grad, groups.split(grad_output), groups.split(inputs), strict=True):

@@ -26,9 +26,9 @@ TILES = {
 
 
 @triton.jit(do_not_specialize=["overwrite"])
-def _product(
-    grad, grad_output, inputs, ends, overwrite, height, width, OUT: tl.constexpr, IN: tl.constexpr,
-    ROWS: tl.constexpr
+def _matmul(
+    grad, grad_output, inputs, ends, overwrite, height, width,
+    OUT: tl.constexpr, IN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     across, down = tl.cdiv(width, IN), tl.cdiv(height, OUT)
     expert = tl.program_id(0) // (across * down)
@@ -55,20 +55,20 @@ def _product(
 @functools.cache
 def _variant(chip: str) -> Variant:
     out, column, rows, warps, stages = TILES[chip]
-    return Variant(_product, {"OUT": out, "IN": column, "ROWS": rows}, warps, stages)
+    return Variant(_matmul, {"OUT": out, "IN": column, "ROWS": rows}, warps, stages)
 
 
 @operation(mutates=("grad",))
 def add_grouped_gradient(
     grad: Tensor, grad_output: Tensor, inputs: Tensor, ends: Tensor, overwrite: bool
 ) -> None:
-    """grad [experts, out, in] fp32, contiguous; grad_output [n, out], inputs [n, in], ends [experts] int32:
-    of each expert's rows."""
+    """As `grouped_weight_grad.add_grouped_gradient`: grad [experts, out, in] fp32, contiguous; grad_output
+    [n, out]; inputs [n, in]; ends [experts] int32: the end of each expert's rows."""
     experts, height, width = grad.shape
     if not grad.numel():
         return
     variant = _variant(architecture(grad.device))
     tiles = triton.cdiv(height, variant.constants["OUT"]) * triton.cdiv(width, variant.constants["IN"])
-    given = grad, grad_output.contiguous(), inputs.contiguous(), ends
-    variant.launch((experts * tiles,), *given, int(overwrite), height, width)
+    tensors = grad, grad_output.contiguous(), inputs.contiguous(), ends
+    variant.launch((experts * tiles,), *tensors, int(overwrite), height, width)
     torch.autograd.graph.increment_version([grad])

@@ -1,5 +1,5 @@
-"""Rows that form consecutive groups, as those of each expert do. Kernels read on the device where each group
-ends."""
+"""Rows in consecutive groups, such as the rows of each expert. Kernels read the end of each group on the
+device."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class Groups:
-    """The rows of each group, one group after the other. Rows that follow the last group belong to none.
+    """The rows of each group, one group after the other. Rows after the last group belong to no group.
 
     Args:
-        counts: [groups] int64, the rows of each, on their device.
+        counts: [groups] int64, the number of rows of each, on their device.
         sizes: the same numbers, where the host knows them.
     """
 
@@ -24,23 +24,23 @@ class Groups:
 
     @cached_property
     def ends(self) -> Tensor:
-        """[groups] int32: the number of the row after each group."""
+        """[groups] int32: the index of the row after each group."""
         return self.counts.cumsum(0, dtype=torch.int32)
 
     @property
     def sizes(self) -> list[int]:
-        """The rows of each group, for loops over them. Reading them waits for the device, once, unless the
-        host knew them."""
+        """The number of rows of each group. The first access waits for the device, unless the host knows
+        them."""
         if self._sizes is None:
             self._sizes = self.counts.tolist()
         return self._sizes
 
     def split(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """The rows of each group; waits as `sizes`."""
+        """Returns the rows of each group; waits as `sizes`."""
         return rows[: sum(self.sizes)].split(self.sizes)
 
     def of_rows(self, number: int) -> Tensor:
-        """[number] int64: the group of each of the first rows; the last group for those that belong to
-        none."""
+        """Returns [number] int64: the group of each of the first rows; the last group for rows of no
+        group."""
         rows = torch.arange(number, device=self.counts.device, dtype=torch.int32)
         return torch.searchsorted(self.ends, rows, right=True).clamp_(max=len(self) - 1)

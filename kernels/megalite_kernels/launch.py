@@ -22,8 +22,8 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """The one of `ARCHITECTURES` that a device has or is nearest to; sm_90 for a CPU, where kernels are
-    interpreted."""
+    """Returns the entry of `ARCHITECTURES` that a device has or is nearest to; sm_90 for a CPU, where kernels
+    are interpreted."""
     if device.type == "cpu":
         return "sm_90"
     if torch.version.hip:
@@ -32,8 +32,8 @@ def architecture(device: torch.device) -> str:
 
 
 def upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A table that the host has made, on the device of a kernel. The copy does not wait for what the device
-    has to do before."""
+    """Returns a table of the host on the device of a kernel. The host does not wait for work that the device
+    does before the copy."""
     if device == table.device or device.type == "meta":
         return table.to(device)
     return table.pin_memory().to(device, non_blocking=True)
@@ -41,7 +41,7 @@ def upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A kernel with everything that determines its machine code, except its arguments' types and which of
+    """A kernel and the properties that determine its machine code, besides its arguments' types and which of
     them are multiples of 16."""
 
     kernel: Any
@@ -67,17 +67,17 @@ class Variant:
 def operation(
     fake: Callable[..., Any] | None = None, mutates: tuple[str, ...] = ()
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator: register a host function as `torch.ops.megalite.<its name>`, so that torch.compile can trace
-    over it and selective checkpointing can recognize it. In eager mode a call costs no more than the function
-    itself: the registered operation is used only by a compiler or under a dispatch mode. It has no gradient
-    of its own: the caller's autograd Function has.
+    """Decorator that registers a host function as `torch.ops.megalite.<its name>`.
+
+    So torch.compile can trace over it, and selective activation checkpointing can recognize it. In eager mode
+    a call costs no more than the function itself: the registered operation is used only by a compiler or
+    under a dispatch mode. It has no gradient: the caller's autograd Function computes it. Results must be new
+    tensors, never views of arguments.
 
     Args:
         fake: takes the same arguments and returns tensors with the shapes, dtypes and strides of the result,
-        without computing. An
-            operation that returns nothing needs none.
-        mutates: names of the tensor arguments that it writes to. Results must be new tensors, never views of
-        arguments.
+            without computing; None: the operation returns nothing.
+        mutates: names of the tensor arguments that it writes to.
     """
 
     def register(function: Callable[P, R]) -> Callable[P, R]:

@@ -34,7 +34,7 @@ def _takes_row(x: Tensor) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """y [..., H] in x's dtype and rstd [..., 1] in at least fp32."""
+    """Returns y [..., H] in x's dtype and rstd [..., 1] in at least fp32."""
     if _takes_row(x):
         from megalite_kernels import norm_triton
 
@@ -46,7 +46,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tupl
     rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     if x.dtype == upcast.dtype:
         return (x * rstd).mul_(_gain(weight, offset)), rstd
-    if offset:  # 1 + w must not be rounded to bf16 before the product
+    if offset:  # 1 + w must not be rounded to bf16 before the multiplication
         return (upcast * rstd).mul_(_at_least_fp32(weight) + offset).to(x.dtype), rstd
     return (upcast * rstd).to(x.dtype).mul_(weight), rstd
 
@@ -54,8 +54,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tupl
 def add_rms_norm(
     x: Tensor, branch: Tensor, weight: Tensor, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x + branch [..., H], and `rms_norm` of it. Backward is `rms_norm_backward` at the sum; its dx is the
-    gradient of x and of branch."""
+    """Returns x + branch [..., H], and `rms_norm` of it. Backward is `rms_norm_backward` at the sum; its dx
+    is the gradient of x and of branch."""
     if _takes_row(x):
         from megalite_kernels import norm_triton
 
@@ -68,8 +68,11 @@ def add_rms_norm(
 def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0, dtotal: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """dx [..., H] in x's dtype and dweight [H] in at least fp32, summed over all rows. `dtotal`: the gradient
-    of x that does not come through the norm, added to dx."""
+    """Returns dx [..., H] in x's dtype and dweight [H] in at least fp32, summed over all rows.
+
+    Args:
+        dtotal: the gradient of x besides the norm's, added to dx.
+    """
     if _takes_row(x):
         from megalite_kernels import norm_triton
 
@@ -79,7 +82,7 @@ def rms_norm_backward(
     scale = rstd.reshape(-1, 1)  # [rows, 1]
     gain = _gain(_at_least_fp32(weight), offset)
     product = (grad * rows).mul_(scale)  # dy · x̂
-    # not a product with a vector of ones: BLAS adds rows sequentially, 14 times the error at 8,192 rows
+    # not a matmul with a vector of ones: BLAS adds rows sequentially, 14 times the error at 8,192 rows
     dweight = product.sum(0)
     coefficient = product.mv(gain).view(-1, 1).mul_(scale.square()).div_(hidden)
     dx = torch.mul(grad, gain, out=product).mul_(scale).addcmul_(rows, coefficient, value=-1)
@@ -90,7 +93,7 @@ def rms_norm_backward(
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y [..., H] in x's dtype, mean and rstd [..., 1] in at least fp32."""
+    """Returns y [..., H] in x's dtype, mean and rstd [..., 1] in at least fp32."""
     # to the kernel, a norm without bias is an RMSNorm
     if bias is not None and _takes_row(x) and x.shape[-1] <= _LAYER_NORM:
         from megalite_kernels import norm_triton
@@ -104,13 +107,13 @@ def layer_norm(
 def layer_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx [..., H] in x's dtype; dweight and dbias [H] in at least fp32, summed over all rows."""
+    """Returns dx [..., H] in x's dtype; dweight and dbias [H] in at least fp32, summed over all rows."""
     if _takes_row(x) and x.shape[-1] <= _LAYER_NORM:
         from megalite_kernels import norm_triton
 
         return norm_triton.norm_backward(dy, None, x, weight, mean, rstd, offset)
     gain = _gain(_at_least_fp32(weight), offset)
-    # the bias only has to be given for its gradient to be computed
+    # any tensor in place of the bias makes the operation compute its gradient
     dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
         _at_least_fp32(dy), _at_least_fp32(x), [x.shape[-1]], mean, rstd, gain, gain, [True, True, True]
     )

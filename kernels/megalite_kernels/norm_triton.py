@@ -26,49 +26,38 @@ VALUES = 16  # values per thread, 32 in the widest rows: backward uses up to 128
 # Number of warps that have enough registers for backward on one multiprocessor: the most that a program uses.
 WARPS = {"sm_80": 16, "sm_90": 16, "sm_100": 16, "gfx942": 8}
 # iterations of backward that overlap: in shared memory; on AMD in registers
-AHEAD = {"sm_80": 2, "sm_90": 2, "sm_100": 2, "gfx942": 1}
+STAGES = {"sm_80": 2, "sm_90": 2, "sm_100": 2, "gfx942": 1}
 
 
 @triton.jit
 def _tile(
-    tile,
-    rows,
-    HIDDEN: tl.constexpr,
-    HEADS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Row numbers [ROWS]; offsets of their elements in x, and in all other tensors [ROWS, COLUMNS]; which of
-    them exist. In x, groups of HEADS consecutive rows begin STRIDE elements apart."""
+    tile, rows,
+    HIDDEN: tl.constexpr, HEADS: tl.constexpr, STRIDE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Returns row numbers [ROWS]; offsets of their elements in x, and in all other tensors [ROWS, COLUMNS];
+    and which elements exist. In x, groups of HEADS consecutive rows begin STRIDE elements apart."""
     row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
     first = (row // HEADS) * STRIDE + (row % HEADS) * HIDDEN
-    return (
-        row,
-        first[:, None] + column,
-        row[:, None] * HIDDEN + column,
-        (row < rows)[:, None] & (column < HIDDEN),
-    )
+    exists = (row < rows)[:, None] & (column < HIDDEN)
+    return row, first[:, None] + column, row[:, None] * HIDDEN + column, exists
 
 
 @triton.jit
 def _pointers(matrix, tile, at, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Pointers to a tile, whose offsets are `at`. With the widest rows no registers are left to keep these
-    64-bit offsets in until after the sums of a row, so they are computed again, in a form that is not the
-    common subexpression."""
+    """Returns pointers to a tile, whose offsets are `at`. With the widest rows no registers are left to keep
+    these 64-bit offsets in until after the sums of a row, so they are computed again, in a form that is not
+    the common subexpression."""
     if COLUMNS > 8192:
-        return (
-            matrix
-            + tl.cast(tile, tl.int64) * (ROWS * HIDDEN)
-            + (tl.arange(0, ROWS)[:, None] * HIDDEN + tl.arange(0, COLUMNS)[None, :])
-        )
+        within = tl.arange(0, ROWS)[:, None] * HIDDEN + tl.arange(0, COLUMNS)[None, :]
+        return matrix + tl.cast(tile, tl.int64) * (ROWS * HIDDEN) + within
     return matrix + at
 
 
 @triton.jit
 def _repeat(vector, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[HIDDEN] as fp32 [ROWS, COLUMNS]: loaded in the layout of a tile, so that threads need not exchange
+    """Load [HIDDEN] as fp32 [ROWS, COLUMNS], in the layout of a tile, so that threads do not exchange
     values."""
     column = tl.arange(0, COLUMNS)[None, :] + tl.zeros((ROWS, 1), tl.int32)
     return tl.load(vector + column, mask=column < HIDDEN, other=0.0).to(tl.float32)
@@ -77,8 +66,8 @@ def _repeat(vector, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.conste
 @triton.jit(do_not_specialize=["rows"])
 def _forward(
     x, branch, weight, bias, total, y, mean, rstd, rows,
-    HIDDEN: tl.constexpr, HEADS: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    HIDDEN: tl.constexpr, HEADS: tl.constexpr, STRIDE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     OFFSET: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     row, x_at, at, exists = _tile(tl.program_id(0), rows, HIDDEN, HEADS, STRIDE, ROWS, COLUMNS)
@@ -95,7 +84,7 @@ def _forward(
     scale = tl.rsqrt(tl.sum(value * value, 1) / HIDDEN + EPS)
     tl.store(rstd + row, scale, mask=row < rows)
     result = value * scale[:, None]
-    # like transformers' Llama, in x's dtype before the product with the weight
+    # like transformers' Llama, in x's dtype before the multiplication by the weight
     if OFFSET == 0.0 and not LAYER:
         result = result.to(dtype).to(tl.float32)
     result *= _repeat(weight, HIDDEN, ROWS, COLUMNS) + OFFSET
@@ -107,14 +96,14 @@ def _forward(
 @triton.jit(do_not_specialize=["rows"])
 def _backward(
     dy, dtotal, x, weight, mean, rstd, dx, dweight, dbias, rows,
-    HIDDEN: tl.constexpr, HEADS: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    OFFSET: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr, AHEAD: tl.constexpr,
+    HIDDEN: tl.constexpr, HEADS: tl.constexpr, STRIDE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    OFFSET: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     gain = _repeat(weight, HIDDEN, ROWS, COLUMNS) + OFFSET
     for_weight = tl.zeros((ROWS, COLUMNS), tl.float32)
     for_bias = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=AHEAD):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row, x_at, at, exists = _tile(tile, rows, HIDDEN, HEADS, STRIDE, ROWS, COLUMNS)
         gradient = tl.load(dy + at, mask=exists, other=0.0).to(tl.float32)
         normed = tl.load(x + x_at, mask=exists, other=0.0).to(tl.float32)
@@ -131,9 +120,8 @@ def _backward(
             along += (tl.sum(gradient, 1) / HIDDEN)[:, None]
         result = (gradient - along) * scale
         if ADD:
-            result += tl.load(_pointers(dtotal, tile, at, HIDDEN, ROWS, COLUMNS), mask=exists, other=0.0).to(
-                tl.float32
-            )
+            pointers = _pointers(dtotal, tile, at, HIDDEN, ROWS, COLUMNS)
+            result += tl.load(pointers, mask=exists, other=0.0).to(tl.float32)
         tl.store(_pointers(dx, tile, at, HIDDEN, ROWS, COLUMNS), result.to(dx.dtype.element_ty), mask=exists)
     column = tl.arange(0, COLUMNS)[None, :]
     part = tl.program_id(0) * HIDDEN + column
@@ -158,12 +146,10 @@ def _variant(
     threads = rows * columns // VALUES
     warps = min(max(4, threads // (64 if target == "gfx942" else 32)), WARPS[target])
     sizes = {"HIDDEN": hidden, "HEADS": heads, "STRIDE": stride, "ROWS": rows, "COLUMNS": columns}
-    own = {"AHEAD": AHEAD[target]} if backward else {"EPS": eps}
-    return Variant(
-        _backward if backward else _forward,
-        {**sizes, "OFFSET": offset, "ADD": add, "LAYER": layer, **own},
-        warps,
-    )
+    constants = {**sizes, "OFFSET": offset, "ADD": add, "LAYER": layer}
+    if backward:
+        return Variant(_backward, {**constants, "STAGES": STAGES[target]}, warps)
+    return Variant(_forward, {**constants, "EPS": eps}, warps)
 
 
 @functools.cache
@@ -172,8 +158,8 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _rows_of(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
-    """x, copied unless its rows are groups at equal distances, like the heads in a packed projection; the
-    size of a row, the number of rows in a group, and the distance between groups."""
+    """Returns x, copied unless its rows are groups at equal distances, like the heads in a packed projection;
+    and the size of a row, the number of rows in a group, and the distance between groups."""
     hidden, size, stride = x.shape[-1], x.shape, x.stride()
     grouped = (
         x.dim() > 2
@@ -188,27 +174,24 @@ def _rows_of(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
 def _like_normed(
     x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    whole, row, fp32 = x.shape, (*x.shape[:-1], 1), torch.float32
-    total, mean = (
-        x.new_empty(0 if branch is None else whole),
-        x.new_empty(0 if bias is None else row, dtype=fp32),
-    )
-    return total, x.new_empty(whole), mean, x.new_empty(row, dtype=fp32)
+    row = *x.shape[:-1], 1
+    total = x.new_empty(0 if branch is None else x.shape)
+    mean = x.new_empty(0 if bias is None else row, dtype=torch.float32)
+    return total, x.new_empty(x.shape), mean, x.new_empty(row, dtype=torch.float32)
 
 
 @operation(fake=_like_normed)
 def norm_forward(
     x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sum of x and branch and its norm [..., H], mean and rstd [..., 1] in fp32: LayerNorm with `bias`;
-    RMSNorm without, and the mean is empty. Without `branch` the norm of x, and the sum is empty."""
+    """Returns the sum of x and branch and its norm [..., H], mean and rstd [..., 1] in fp32. With `bias`
+    LayerNorm; without, RMSNorm, and the mean is empty. Without `branch` the norm of x, and the sum is
+    empty."""
     results = _like_normed(x, branch, weight, bias, eps, offset)
     x, rows_of_x = _rows_of(x)
     if x.numel() > 0:
-        rows = x.numel() // x.shape[-1]
-        variant = _variant(
-            False, architecture(x.device), rows_of_x, branch is not None, bias is not None, offset, eps
-        )
+        rows, target = x.numel() // x.shape[-1], architecture(x.device)
+        variant = _variant(False, target, rows_of_x, branch is not None, bias is not None, offset, eps)
         inputs = (x, x if branch is None else branch.contiguous(), weight, weight if bias is None else bias)
         variant.launch((triton.cdiv(rows, variant.constants["ROWS"]),), *inputs, *results, rows)
     return results
@@ -223,11 +206,8 @@ def _like_gradients(
     rstd: Tensor,
     offset: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        x.new_empty(x.shape),
-        rstd.new_empty(weight.shape),
-        rstd.new_empty(0 if mean is None else weight.shape),
-    )
+    dbias = rstd.new_empty(0 if mean is None else weight.shape)
+    return x.new_empty(x.shape), rstd.new_empty(weight.shape), dbias
 
 
 @operation(fake=_like_gradients)
@@ -240,8 +220,8 @@ def norm_backward(
     rstd: Tensor,
     offset: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx [..., H], with dtotal added; dweight and dbias [H] in fp32. Without `mean` the gradients of RMSNorm,
-    and dbias is empty."""
+    """Returns dx [..., H], with dtotal added; dweight and dbias [H] in fp32. Without `mean` the gradients of
+    RMSNorm, and dbias is empty."""
     x, rows_of_x = _rows_of(x)
     hidden, target = x.shape[-1], architecture(x.device)
     rows = x.numel() // hidden
@@ -252,13 +232,7 @@ def norm_backward(
     dbias = rstd.new_empty((programs, 0 if mean is None else hidden))
     if rows > 0:
         dy = dy.contiguous()
-        inputs = (
-            dy,
-            dy if dtotal is None else dtotal.contiguous(),
-            x,
-            weight,
-            rstd if mean is None else mean,
-            rstd,
-        )
+        added = dy if dtotal is None else dtotal.contiguous()  # dy: not read
+        inputs = dy, added, x, weight, rstd if mean is None else mean, rstd
         variant.launch((programs,), *inputs, dx, dweight, dbias, rows)
     return dx, dweight.sum(0), rstd.new_empty(0) if mean is None else dbias.sum(0)

@@ -1,7 +1,7 @@
-"""The sum of several ranks' parts in rank order, as gradients are reduced in 16 bits.
+"""The sum of several ranks' parts in rank order, for the reduction of gradients in 16 bits.
 
-Each part is cast to fp32 and added to the ones before it. So the sum is the same on every rank that computes
-it, and is not rounded on its way from rank to rank, as NCCL's own reduction in 16 bits is.
+Each part is cast to fp32 and added to the sum of those before it. So the sum is the same on every rank that
+computes it, and is not rounded between ranks, as in NCCL's own reduction in 16 bits.
 """
 
 import torch
@@ -18,7 +18,7 @@ def ordered_sum(parts: Tensor, total: Tensor) -> None:
 
         return ordered_sum_triton.ordered_sum(parts, total)
     accumulate_dtype = torch.promote_types(parts.dtype, torch.float32)
-    added = parts[0].to(accumulate_dtype, copy=True)
+    accumulated = parts[0].to(accumulate_dtype, copy=True)
     for part in parts[1:]:
-        added += part.to(accumulate_dtype)
-    total.copy_(added)
+        accumulated += part.to(accumulate_dtype)
+    total.copy_(accumulated)

@@ -1,13 +1,13 @@
 """Rows in the order of their experts, and back: orders, counts, and the copies and sums of rows.
 
-    gather_rows       out[i] = rows[index[i]]
-    combine_rows      out[t] = Σ_j weights[t, j] · rows[index[t, j]]        in the order of j, without atomic
-    additions
-    and backward      drows[r] = weights[s] · grad[t],  dweights[s] = Σ grad[t] · rows[r],  with s = order[r]
-    and t = s // k
+    gather_rows             out[i] = rows[index[i]]
+    combine_rows            out[t] = Σ_j weights[t, j] · rows[index[t, j]]
+    combine_rows_backward   drows[r] = weights[s] · grad[t]        dweights[s] = Σ grad[t] · rows[r]
+                            with s = order[r] and t = s // k
 
-An index that is the number of rows or more means that there is none: its row is zero. Orders and counts are
-whole numbers, so that the order of additions changes nothing.
+The sum over j is in the order of j, without atomic additions. An index that is not less than the number of
+rows means that there is no row: it counts as zero. Orders and counts are whole numbers, so that the order of
+additions changes nothing.
 """
 
 import torch
@@ -17,36 +17,37 @@ from megalite_kernels.backend import takes_triton
 
 
 def inverse_order(order: Tensor, length: int) -> Tensor:
-    """Where each of `length` indices is in `order`: [length] int64; len(order) for an index that is not in
-    it."""
+    """Returns the place of each of `length` indices in `order`: [length] int64; len(order) for an index that
+    is not in it."""
     inverse = torch.full((length,), len(order), dtype=order.dtype, device=order.device)
     inverse[order] = torch.arange(len(order), device=order.device)
     return inverse
 
 
 def count(values: Tensor, number: int) -> Tensor:
-    """How often each of 0 … number - 1 occurs in the flat `values`: [number] int64."""
-    return torch.zeros(number, dtype=torch.int64, device=values.device).scatter_add_(
-        0, values, torch.ones_like(values)
-    )
+    """Returns how often each of 0 … number - 1 occurs in the flat `values`: [number] int64."""
+    counts = torch.zeros(number, dtype=torch.int64, device=values.device)
+    return counts.scatter_add_(0, values, torch.ones_like(values))
 
 
 def count_by_column(choices: Tensor, valid: Tensor, number: int) -> Tensor:
-    """How many of the valid rows of each column chose each of `number`: [columns, number] fp64.
+    """Returns how many of the valid rows of each column chose each of `number`: [columns, number] fp64.
 
-    choices: [rows · columns, k] int64, column by column within a row; valid: [rows, columns] bool.
+    Args:
+        choices: [rows · columns, k] int64, column by column within a row.
+        valid: [rows, columns] bool.
     """
     columns = valid.shape[1]
-    # the column of each choice
-    of = torch.arange(columns, device=valid.device).repeat(valid.shape[0]).unsqueeze(1)
+    column = torch.arange(columns, device=valid.device).repeat(valid.shape[0]).unsqueeze(1)  # of each choice
     counts = torch.zeros(columns * number, dtype=torch.float64, device=valid.device)
     ones = valid.flatten().double().unsqueeze(1).expand_as(choices)
-    return counts.scatter_add_(0, (of * number + choices).flatten(), ones.flatten()).view(columns, number)
+    counts.scatter_add_(0, (column * number + choices).flatten(), ones.flatten())
+    return counts.view(columns, number)
 
 
 def places_among_equals(values: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """For each of the flat `values`, 0 … number - 1, how many equal ones come before it; and how often each
-    number occurs."""
+    """Returns, for each of the flat `values`, 0 … number - 1, how many equal values precede it; and how often
+    each number occurs."""
     counts, order = count(values, number), values.argsort(stable=True)
     places = torch.empty_like(values)
     places[order] = torch.arange(len(values), device=values.device) - sums_before(counts)[values[order]]
@@ -54,15 +55,16 @@ def places_among_equals(values: Tensor, number: int) -> tuple[Tensor, Tensor]:
 
 
 def sums_before(counts: Tensor) -> Tensor:
-    """The sum of the rows before each row."""
+    """Returns the sum of the rows before each row."""
     return counts.cumsum(0) - counts
 
 
 def choice_groups(choices: Tensor, valid: Tensor, number: int) -> Tensor:
-    """Numbers of the groups (valid first, then slot, column and what is chosen of `number`) of choices [rows,
-    columns, k].
+    """Returns the group of each of the choices [rows, columns, k]: by validity (valid first), slot, column
+    and choice of `number`. There are 2 · k · columns · number groups.
 
-    valid: [rows, columns] bool. There are 2 · k · columns · number groups.
+    Args:
+        valid: [rows, columns] bool.
     """
     columns, k = choices.shape[1:]
     slots = torch.arange(k, device=choices.device) + k * (~valid).unsqueeze(-1)
@@ -70,14 +72,14 @@ def choice_groups(choices: Tensor, valid: Tensor, number: int) -> Tensor:
 
 
 def order_by_column(sizes: Tensor, total: int) -> Tensor:
-    """The order that sorts blocks of rows by column, then by row of `sizes` [rows, columns], if they come by
-    row, then by column."""
+    """Returns the order that sorts blocks of rows by column, then by row of `sizes` [rows, columns], if they
+    are sorted by row, then by column."""
     columns = torch.arange(sizes.shape[1], device=sizes.device).repeat(sizes.shape[0])
     return columns.repeat_interleave(sizes.flatten(), output_size=total).argsort(stable=True)
 
 
 def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
-    """rows[index]: [n, width], [m] int64 -> [m, width]. All rows exist."""
+    """Returns rows[index]: [n, width], [m] int64 -> [m, width]. All rows exist."""
     if takes_triton(rows):
         from megalite_kernels import permutation_triton
 
@@ -86,9 +88,10 @@ def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def by_slot(values: Tensor, index: Tensor, partial: bool = False) -> Tensor:
-    """values[index], zero where there is none: [n, …], [m] int64 -> [m, …].
+    """Returns values[index], zero where there is no value: [n, …], [m] int64 -> [m, …].
 
-    partial: some may be absent although there are not fewer values than indices, where some always are.
+    Args:
+        partial: values may be missing although there are no fewer values than indices.
     """
     if partial or len(values) < len(index):
         index = index.clamp(max=len(values))
@@ -97,28 +100,32 @@ def by_slot(values: Tensor, index: Tensor, partial: bool = False) -> Tensor:
 
 
 def combine_rows(rows: Tensor, index: Tensor, weights: Tensor | None = None, partial: bool = False) -> Tensor:
-    """The weighted sums of each token's rows, in at least fp32, rounded to the rows' dtype: [n, width],
-    [tokens, k] -> [tokens, width].
+    """Returns the weighted sums of each token's rows, in at least fp32, rounded to the rows' dtype: [n,
+    width], [tokens, k] -> [tokens, width].
 
-    weights: [tokens, k], at least fp32; None: all are 1. partial: as for `by_slot`.
+    Args:
+        weights: [tokens, k], at least fp32; None: all are 1.
+        partial: as for `by_slot`.
     """
     if takes_triton(rows):
         from megalite_kernels import permutation_triton
 
         return permutation_triton.combine_rows(rows, index, weights)
-    found = by_slot(rows, index.flatten(), partial).view(*index.shape, -1)  # [tokens, k, width]
+    values = by_slot(rows, index.flatten(), partial).view(*index.shape, -1)  # [tokens, k, width]
     if weights is not None:
-        return (found * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
-    return found.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32)).to(rows.dtype)
+        return (values * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+    return values.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32)).to(rows.dtype)
 
 
 def combine_rows_backward(
     grad: Tensor, rows: Tensor, order: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `combine_rows` with respect to the rows, [n, width], and to each row's weight, [n] in the
-    weights' dtype.
+    """Returns the gradients of `combine_rows` with respect to the rows, [n, width], and to each row's weight,
+    [n] in the weights' dtype.
 
-    grad: [tokens, width]; order: [n] int64, which of the flattened weights [tokens, k] each row has.
+    Args:
+        grad: [tokens, width].
+        order: [n] int64, the index of each row's weight in the flattened weights [tokens, k].
     """
     if takes_triton(grad):
         from megalite_kernels import permutation_triton

@@ -41,9 +41,8 @@ def _combine(
     total = tl.zeros((COLUMNS,), tl.float32)
     for slot in range(slots):
         source = tl.load(index + token * slots + slot)
-        value = tl.load(
-            rows + source * width + column, mask=(column < width) & (source < available), other=0.0
-        ).to(tl.float32)
+        exists = (column < width) & (source < available)
+        value = tl.load(rows + source * width + column, mask=exists, other=0.0).to(tl.float32)
         if WEIGHTED:
             value *= tl.load(weights + token * slots + slot)
         total += value
@@ -62,9 +61,8 @@ def _combine_backward(grad, rows, order, weights, drows, dweights, slots, width,
         sent = tl.load(grad + token * width + column, mask=column < width, other=0.0).to(tl.float32)
         value = tl.load(rows + row * width + column, mask=column < width, other=0.0).to(tl.float32)
         products += sent * value
-        tl.store(
-            drows + row * width + column, (sent * weight).to(drows.dtype.element_ty), mask=column < width
-        )
+        drow = (sent * weight).to(drows.dtype.element_ty)
+        tl.store(drows + row * width + column, drow, mask=column < width)
     tl.store(dweights + row, tl.sum(products, 0))
 
 
@@ -85,7 +83,7 @@ def _gathered(rows: Tensor, index: Tensor) -> Tensor:
 
 @operation(fake=_gathered)
 def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
-    """rows [n, width], index [m]; see `permutation.gather_rows`."""
+    """As `permutation.gather_rows`: rows [n, width], index [m]."""
     out, variant = _gathered(rows, index), _variant(architecture(rows.device), "gather", rows.dtype)
     if out.numel():
         programs = len(index) * triton.cdiv(rows.shape[1], variant.constants["COLUMNS"])
@@ -99,15 +97,14 @@ def _combined(rows: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
 
 @operation(fake=_combined)
 def combine_rows(rows: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
-    """rows [n, width], index and weights [tokens, k]; see `permutation.combine_rows`."""
-    out, variant = (
-        _combined(rows, index, weights),
-        _variant(architecture(rows.device), "combine", rows.dtype, weights is not None),
-    )
+    """As `permutation.combine_rows`: rows [n, width], index and weights [tokens, k]."""
+    out = _combined(rows, index, weights)
+    variant = _variant(architecture(rows.device), "combine", rows.dtype, weights is not None)
     if out.numel():
         programs = len(index) * triton.cdiv(rows.shape[1], variant.constants["COLUMNS"])
-        given = rows.contiguous(), index.contiguous(), rows if weights is None else weights.contiguous()
-        variant.launch((programs,), *given, out, *(len(rows), index.shape[1], rows.shape[1]))
+        factors = rows if weights is None else weights.contiguous()  # rows: not read
+        tensors = rows.contiguous(), index.contiguous(), factors, out
+        variant.launch((programs,), *tensors, len(rows), index.shape[1], rows.shape[1])
     return out
 
 
@@ -119,11 +116,11 @@ def _gradients(grad: Tensor, rows: Tensor, order: Tensor, weights: Tensor) -> tu
 def combine_rows_backward(
     grad: Tensor, rows: Tensor, order: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """grad [tokens, width], rows [n, width], order [n], weights [tokens, k]; see
-    `permutation.combine_rows_backward`."""
+    """As `permutation.combine_rows_backward`: grad [tokens, width], rows [n, width], order [n], weights
+    [tokens, k]."""
     drows, dweights = _gradients(grad, rows, order, weights)
     if len(order):
-        given = grad.contiguous(), rows.contiguous(), order.contiguous(), weights.contiguous()
+        tensors = grad.contiguous(), rows.contiguous(), order.contiguous(), weights.contiguous()
         variant = _variant(architecture(rows.device), "backward", rows.dtype)
-        variant.launch((len(order),), *given, drows, dweights, *(weights.shape[1], rows.shape[1]))
+        variant.launch((len(order),), *tensors, drows, dweights, weights.shape[1], rows.shape[1])
     return drows, dweights

@@ -40,11 +40,12 @@ def aligned(x: Tensor) -> bool:
 
 
 def cut(arrays: Sequence[Sequence[Tensor]], tile: int) -> Tiles:
-    """The tiles of the given ranges, one after the other.
+    """Returns the tiles of ranges, one range after the other.
 
     Args:
-        arrays: for each array of a kernel, its part of every range; the parts of a range have one length,
-        those of an array one dtype. tile: elements per tile.
+        arrays: for each array of a kernel, its part of every range. The parts of a range have the same
+            length, the parts of an array the same dtype.
+        tile: elements per tile.
 
     Raises:
         ValueError: lengths, dtypes or devices differ, or a range is not contiguous.
@@ -66,16 +67,15 @@ def _table(
 ) -> Tiles:
     counts = torch.tensor([triton.cdiv(length, tile) for length in lengths])
     owner = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(counts)
-    rows = torch.stack(
-        [counts.cumsum(0) - counts, *(torch.tensor(column) for column in (lengths, *addresses))], dim=1
-    )
+    columns = [counts.cumsum(0) - counts, *(torch.tensor(column) for column in (lengths, *addresses))]
+    rows = torch.stack(columns, dim=1)
     return Tiles(upload(owner, device), upload(rows, device))
 
 
 @triton.jit
 def locate(owner, rows, ARRAYS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr):
-    """This program's tile: the table row of its range, the positions of its elements in the range, and which
-    of them exist."""
+    """Returns this program's tile: the table row of its range, the positions of its elements in the range,
+    and which of them exist."""
     tile = tl.program_id(0)
     row = rows + tl.load(owner + tile).to(tl.int64) * (2 + ARRAYS)
     length = tl.load(row + 1)
@@ -87,6 +87,6 @@ def locate(owner, rows, ARRAYS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.co
 
 @triton.jit
 def address(row, ARRAY: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointer to the begin of a range in one of the arrays."""
+    """Returns a pointer to the begin of a range in one of the arrays."""
     start = tl.load(row + 2 + ARRAY).to(tl.pointer_type(dtype))
     return tl.multiple_of(start, 16) if ALIGNED else start

@@ -6,8 +6,8 @@ With x = [x1, x2] split at D/2 and angle(s, i) = position(s) · theta^(-2i/D):
     y1 = x1 · cos − x2 · sin        y2 = x2 · cos + x1 · sin
 
 The backward is the rotation by the opposite angle. Pairs that do not rotate have angle 0. Tables are D wide,
-with the angles of the D/2 pairs twice, as in transformers: a rotation is then one product over whole rows and
-two over half rows, which is faster than four over half rows.
+with the angles of the D/2 pairs twice, as in transformers: a rotation is then one multiplication over whole
+rows and two over half rows, which is faster than four over half rows.
 """
 
 import functools
@@ -45,26 +45,22 @@ def _yarn(frequency: Tensor, theta: float, scaling: dict[str, Any]) -> Tensor:
     if scaling.get("truncate", True):  # to whole channels, as in YaRN's own code; not in gpt-oss
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    stretch = (
-        ((torch.arange(len(frequency), device=frequency.device) - low) / (high - low or 0.001))
-        .clamp(0, 1)
-        .to(frequency.dtype)
-    )
+    channels = torch.arange(len(frequency), device=frequency.device)
+    stretch = ((channels - low) / (high - low or 0.001)).clamp(0, 1).to(frequency.dtype)
     return stretch * frequency / scaling["factor"] + (1 - stretch) * frequency
 
 
 def _longrope(frequency: Tensor, scaling: dict[str, Any], length: int) -> Tensor:
     """LongRoPE (Ding et al. 2024): each channel is stretched by its own factor, and by another one in
     sequences beyond the context."""
-    factors = scaling[
-        "long_factor" if length > scaling["original_max_position_embeddings"] else "short_factor"
-    ]
-    return frequency / _kept(tuple(factors), frequency.dtype, frequency.device)
+    is_long = length > scaling["original_max_position_embeddings"]
+    factors = scaling["long_factor" if is_long else "short_factor"]
+    return frequency / _cached_tensor(tuple(factors), frequency.dtype, frequency.device)
 
 
 @functools.lru_cache(maxsize=16)
-def _kept(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of these values, made once: each copy from the host waits for the device."""
+def _cached_tensor(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns a tensor of these values. Cached, since each copy from the host waits for the device."""
     return torch.tensor(values, dtype=dtype, device=device)
 
 
@@ -106,12 +102,15 @@ def rotary_tables(
     rotary_dim: int | None = None,
     length: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin: [S, D] for positions [S], [S, B, D] for positions [S, B]; angles are computed in at least
-    fp32.
+    """Returns cos and sin: [S, D] for positions [S], [S, B, D] for positions [S, B]; angles are computed in
+    at least fp32.
 
     Under YaRN and LongRoPE both are multiplied by an attention_factor, which multiplies scores by its square.
-    rotary_dim: number of channels that rotate, by default all. Their pairs come first; frequencies are those
-    of a head of this width. length: of the sequence, for LongRoPE.
+
+    Args:
+        rotary_dim: number of channels that rotate, by default all. Their pairs come first; frequencies are
+            those of a head of this width.
+        length: length of the sequence, for LongRoPE.
     """
     accumulate_dtype = torch.promote_types(dtype, torch.float32)
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
@@ -124,7 +123,7 @@ def rotary_tables(
 
 
 def _rotate_into(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> None:
-    """y = x rotated by sign · angle; both [S, B, heads, D]; y must not overlap x."""
+    """Write x rotated by sign · angle to y; both [S, B, heads, D]; y must not overlap x."""
     if cos.dim() == 2:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # [S, 1 or B, 1, D]
@@ -135,8 +134,8 @@ def _rotate_into(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> N
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
-    """x [S, B, heads, D] rotated by its positions' angles; `inverse`: by the opposite angles, which is the
-    backward."""
+    """Returns x [S, B, heads, D] rotated by its positions' angles; with `inverse` by the opposite angles,
+    which is the backward."""
     if takes_triton(x):
         from megalite_kernels import rotary_triton
 
@@ -149,8 +148,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor
 def split_rotary(
     packed: Tensor, hq: int, hk: int, head_dim: int, cos: Tensor | None, sin: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed [S, B, (hq + 2·hk)·D], laid out q|k|v -> q [S, B, hq, D], k and v [S, B, hk, D], with q and k
-    rotated.
+    """Split packed [S, B, (hq + 2·hk)·D], laid out q|k|v, into q [S, B, hq, D], k and v [S, B, hk, D], and
+    rotate q and k.
 
     The results are views of one new buffer: `packed` is not kept alive. Without tables (cos is None) nothing
     is rotated, and the results are views of `packed` itself.
@@ -171,7 +170,7 @@ def split_rotary(
 def split_rotary_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None
 ) -> Tensor:
-    """Gradient of `split_rotary`: one packed [S, B, (hq + 2·hk)·D], each part written once."""
+    """Returns the gradient of `split_rotary`: one packed [S, B, (hq + 2·hk)·D], each part written once."""
     if cos is not None and sin is not None and takes_triton(dq):
         from megalite_kernels import rotary_triton
 

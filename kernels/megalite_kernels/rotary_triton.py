@@ -26,16 +26,13 @@ TILE_BYTES = 4096  # of the first halves of rows: with 4 warps two 128-bit loads
 
 @triton.jit
 def _tile(rows, heads, batch, ROWS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr):
-    """This program's rows [ROWS, 1]: their numbers, positions, samples and heads; pairs of channels [1,
-    PAIRS]; which elements exist."""
+    """Returns this program's rows [ROWS, 1]: their numbers, positions, samples and heads; pairs of channels
+    [1, PAIRS]; and which elements exist."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     pair = tl.arange(0, PAIRS)[None, :]
     token = row // heads
-    position, sample, head = (
-        (token // batch).to(tl.int64),
-        (token % batch).to(tl.int64),
-        (row % heads).to(tl.int64),
-    )
+    position, sample = (token // batch).to(tl.int64), (token % batch).to(tl.int64)
+    head = (row % heads).to(tl.int64)
     return row.to(tl.int64), position, sample, head, pair, (row < rows) & (pair < HALF)
 
 
@@ -53,8 +50,10 @@ def _turn(source, cos, sin, target, exists, turns, sign, HALF: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _rotary(
-    q, k, v, cos, sin, out, sign, rows, batch, q_heads, k_heads, q_position_step, q_sample_step, q_head_step,
-    k_position_step, k_sample_step, k_head_step, v_position_step, v_sample_step, v_head_step,
+    q, k, v, cos, sin, out, sign, rows, batch, q_heads, k_heads,
+    q_position_step, q_sample_step, q_head_step,
+    k_position_step, k_sample_step, k_head_step,
+    v_position_step, v_sample_step, v_head_step,
     table_position_step, table_sample_step,
     HALF: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -81,30 +80,17 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: 
 
 @operation(fake=_packed)
 def rotate_and_pack(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """q [S, B, hq, D], k and v [S, B, hk, D] of any strides -> [S, B, hq + 2·hk, D], with q and k rotated by
-    their positions' angles, or with `inverse` by the opposite ones. hk may be 0."""
+    """Returns q [S, B, hq, D], k and v [S, B, hk, D], of any strides, as one [S, B, hq + 2·hk, D], with q and
+    k rotated by their positions' angles, or with `inverse` by the opposite ones. hk may be 0."""
     packed = _packed(q, k, v, cos, sin, inverse)
     if packed.numel() > 0:
         sources = [source if source.stride(-1) == 1 else source.contiguous() for source in (q, k, v)]
         cos, sin = cos.contiguous(), sin.contiguous()
         steps = [step for source in sources for step in source.stride()[:3]]
         steps += [cos.stride(0), cos.stride(1) if cos.dim() == 3 else 0]
-        batch, rows, variant = (
-            q.shape[1],
-            packed.numel() // packed.shape[3],
-            _variant(q.dtype, packed.shape[3]),
-        )
-        arguments = (
-            *sources,
-            cos,
-            sin,
-            packed,
-            -1.0 if inverse else 1.0,
-            rows,
-            batch,
-            q.shape[2],
-            k.shape[2],
-            *steps,
-        )
-        variant.launch((triton.cdiv(rows, variant.constants["ROWS"]),), *arguments)
+        batch, q_heads, head_dim = q.shape[1:]
+        rows, variant = packed.numel() // head_dim, _variant(q.dtype, head_dim)
+        programs = triton.cdiv(rows, variant.constants["ROWS"])
+        numbers = -1.0 if inverse else 1.0, rows, batch, q_heads, k.shape[2], *steps
+        variant.launch((programs,), *sources, cos, sin, packed, *numbers)
     return packed

@@ -1,9 +1,12 @@
-"""A weight's gradient on a GPU: grad (+)= left · inputs, with grad in fp32 and the factors in 16 bits.
+"""A weight's gradient on a GPU: grad (+)= left · inputs, with grad in fp32 and the operands in 16 bits.
 
-The product's fp32 accumulators are added to grad without being rounded first. Both routes do so: one lets the
-product add (addmm), the other writes the product to a temporary in fp32 and adds that (mm_add), which moves
-12 bytes an element more, but lets cuBLAS choose among more kernels. addmm runs unless a device's file names
-the other one (`device_routes`).
+Both routes add the matmul's fp32 accumulators to grad without rounding them first:
+
+    addmm    the matmul adds
+    mm_add   the matmul writes a temporary in fp32, which is then added: moves 12 bytes an element more, but
+             lets cuBLAS choose among more kernels
+
+addmm runs unless a device's file names the other one (`device_routes`).
 """
 
 from collections.abc import Callable
@@ -31,5 +34,5 @@ grad is overwritten."""
 
 
 def add_product(grad: Tensor, left: Tensor, inputs: Tensor, overwrite: bool) -> None:
-    """grad (+)= left · inputs by the route of the device."""
+    """Compute grad (+)= left · inputs by the route of the device."""
     ROUTES[measured(grad.device).weight_grad or "addmm"](grad, left, inputs, overwrite)

@@ -1,5 +1,5 @@
-"""From a configuration and a mesh to the parts of a run: partition, schedule, parameters, stages, runtime,
-optimizer.
+"""Builds the parts of a run from a configuration and a mesh: parameters, stages and the runtime of the
+pipeline.
 
 The trainer, verification and generation build the same parts here.
 """
@@ -23,10 +23,10 @@ from megalite.assembly.plan import staggered_end as staggered_end
 from megalite.config.amounts import duration_seconds
 from megalite.config.schema import Config
 from megalite.mesh.mesh import Layout, Mesh, MeshAxis
-from megalite.model.adapters import with_adapters
+from megalite.model.adapter_parameters import with_adapters
 from megalite.model.parameters import kv_replicas, model_specs
 from megalite.model.stage import Stage
-from megalite.optimizer.table import OPTIMIZERS, kinds_of
+from megalite.optimizer.registry import OPTIMIZERS, kinds_of
 from megalite.parallel.microbatch import Microbatch
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.runtime import Runtime
@@ -37,7 +37,7 @@ from megalite.parallel.spec import Rectangle, parameter_count
 
 if TYPE_CHECKING:
     from megalite.model.mtp import MultiTokenStatistics
-    from megalite.model.routers import Routers
+    from megalite.model.router_states import Routers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -51,31 +51,34 @@ def offload_directory(config: Config) -> Path:
 
 
 def check_offload(config: Config, device: torch.device, share: float) -> None:
-    """Raise ConfigError if the disk has no room for the optimizer state of this machine's ranks, which are a
-    `share` of all."""
+    """Raise ConfigError if the disk has no room for the optimizer state of this machine's ranks.
+
+    Args:
+        share: the fraction of all ranks that are on this machine.
+    """
     parallel, dtype = config.parallel, DTYPES[config.train.precision]
     if parallel.offload != "disk":
         return
     accumulate_dtype = torch.promote_types(dtype, torch.float32)
     own_master = dtype != accumulate_dtype or (device.type != "cpu" and not parallel.offload_parameters)
-    trained = [spec for spec in with_adapters(model_specs(config.model), config.lora) if spec.trainable]
-    kinds = kinds_of(config)
-    elements = sum(parameter_count([spec]) * (len(kinds(spec.segments[0])) + own_master) for spec in trained)
-    wanted = elements * accumulate_dtype.itemsize * layout(config).replicate * share
-    check_directory(offload_directory(config), int(wanted))
+    kinds, elements = kinds_of(config), 0
+    for spec in with_adapters(model_specs(config.model), config.lora):
+        if spec.trainable:
+            elements += parameter_count([spec]) * (len(kinds(spec.segments[0])) + own_master)
+    required = elements * accumulate_dtype.itemsize * layout(config).replicate * share
+    check_directory(offload_directory(config), int(required))
 
 
 def mesh_options(config: Config) -> dict[str, Any]:
-    """Arguments of a mesh, from the configuration, besides the layout."""
+    """Returns the arguments of a mesh besides the layout."""
     plan = schedule(config, layout(config).microbatches)
+    shares_embedding = config.model.tie_word_embeddings or config.model.mtp_layers > 0
     return {
         "kv_replicas": kv_replicas(config.model, config.parallel.tp),
-        "tied": (plan.placement[0], plan.placement[-1])
-        if config.model.tie_word_embeddings or config.model.mtp_layers
-        else None,
+        "tied": (plan.placement[0], plan.placement[-1]) if shares_embedding else None,
         "channels": edges(plan),
         "staggered_end": staggered_end(config),
-        "stage_axis": OPTIMIZERS[config.optimizer.name].over == "stage",
+        "stage_axis": OPTIMIZERS[config.optimizer.name].exchange_axis == "stage",
         "counts_tokens": counts_tokens(config),
         "background_saves": config.checkpoint.async_save,
     }
@@ -83,15 +86,13 @@ def mesh_options(config: Config) -> dict[str, Any]:
 
 def make_mesh(config: Config) -> Mesh:
     """Create all groups and channels that this configuration needs. Collective over the world."""
-    return Mesh(
-        layout(config),
-        **mesh_options(config),
-        timeout=timedelta(seconds=duration_seconds(config.run.timeout) or 0),
-    )
+    timeout = timedelta(seconds=duration_seconds(config.run.timeout) or 0)
+    return Mesh(layout(config), **mesh_options(config), timeout=timeout)
 
 
 def microbatch_maker(config: Config, cp: MeshAxis) -> Callable[..., Microbatch]:
-    """What makes microbatches of whole rows: with more than one cp rank, of this rank's part of them."""
+    """Returns the function that makes microbatches of whole rows; with more than one cp rank, of this rank's
+    part of each row."""
     make: Callable[..., Microbatch] = Microbatch.of
     if cp.size > 1:
         from megalite.parallel.context.rows import Cut
@@ -111,13 +112,12 @@ class Parts:
     store: ParameterStore
     stages: dict[int, Stage]
     runtime: Runtime
-    # None: no mixtures of experts, and no modules of multi-token prediction
-    routers: Routers | MultiTokenStatistics | None
+    routers: Routers | MultiTokenStatistics | None  # None: neither MoE layers nor MTP modules
 
     def to_load(self) -> list[Rectangle]:
-        """What a trained model computes with: its weights, and what a choice of experts adds to the
-        probabilities."""
-        return [*self.store.to_load(), *(self.routers.learned() if self.routers is not None else ())]
+        """Returns the tensors that a trained model computes with: its weights, and the biases of routers."""
+        weights = self.store.to_load()
+        return weights if self.routers is None else weights + self.routers.learned()
 
 
 def build_parts(
@@ -127,10 +127,11 @@ def build_parts(
     training: bool = True,
     state: StateMemory | None = None,
 ) -> Parts:
-    """Allocate this rank's parameters (zero until initialized or loaded; gradients only if it trains) and
-    build the stages that use them.
+    """Allocate this rank's parameters (zero until initialized or loaded) and build the stages that use them.
 
-    `state`: the memory of the optimizer state; default: as `parallel.offload` says.
+    Args:
+        training: whether to allocate gradients.
+        state: the memory of the optimizer state; default: as `parallel.offload` says.
     """
     parallel, train = config.parallel, config.train
     backend.select(train.kernels)
@@ -150,36 +151,39 @@ def build_parts(
         from megalite.parallel.sharding.powersgd import PowerSGD
 
         powersgd = PowerSGD(mesh, parallel.powersgd_rank, config.run.seed)
-    state = state or state_memory(
-        parallel.offload if training else "none", torch.device(device), offload_directory(config)
-    )
-    store = ParameterStore(
-        specs_of(config, mesh.pp.rank), mesh, options, powersgd=powersgd, device=device, state=state
-    )
+    if state is None:
+        offload = parallel.offload if training else "none"
+        state = state_memory(offload, torch.device(device), offload_directory(config))
+    specs = specs_of(config, mesh.pp.rank)
+    store = ParameterStore(specs, mesh, options, powersgd=powersgd, device=device, state=state)
     if config.lora.rank:
         from megalite.parallel.tensor.lora import attach_adapters
 
         attach_adapters(store.weights, config.lora, mesh.tp)
-    own = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
     units = units_of(config)
     stages = {
         stage: Stage(config, units[stage], store.weights, store.gatherer, mesh, dtype)
-        for stage, rank in enumerate(own)
+        for stage, rank in enumerate(placement(parallel.schedule, parallel.pp, parallel.virtual_stages))
         if rank == mesh.pp.rank
     }
-    found = None
-    if config.model.num_experts:
-        from megalite.model.routers import Routers
+    shape = activation_shape(config)
+    runtime = Runtime(stages, mesh, shape, dtype, device, store.weight_grads, store.gatherer)
+    return Parts(store, stages, runtime, _routers(config, stages, mesh, store.device))
+
+
+def _routers(
+    config: Config, stages: dict[int, Stage], mesh: Mesh, device: torch.device
+) -> Routers | MultiTokenStatistics | None:
+    """Returns the states and metrics of routers and MTP modules (`Parts.routers`)."""
+    model, routers = config.model, None
+    if model.num_experts:
+        from megalite.model.router_states import Routers
 
         # Biases are frozen with the weights: PEFT's files of adapters have no place for them.
-        rate = 0.0 if config.lora.rank else config.model.router_bias_rate
-        found = Routers(replace(config.model, router_bias_rate=rate), stages.values(), store.device)
-    routers: Routers | MultiTokenStatistics | None = found
-    if config.model.mtp_layers:
-        from megalite.model.mtp import MultiTokenStatistics
+        rate = 0.0 if config.lora.rank else model.router_bias_rate
+        routers = Routers(replace(model, router_bias_rate=rate), stages.values(), device)
+    if not model.mtp_layers:
+        return routers
+    from megalite.model.mtp import MultiTokenStatistics
 
-        routers = MultiTokenStatistics(config.model.mtp_layers, found, mesh, store.device)
-    runtime = Runtime(
-        stages, mesh, activation_shape(config), dtype, device, store.weight_grads, store.gatherer
-    )
-    return Parts(store, stages, runtime, routers)
+    return MultiTokenStatistics(model.mtp_layers, routers, mesh, device)

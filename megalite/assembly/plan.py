@@ -7,13 +7,12 @@ starting one.
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import chain
 
 from megalite.config.dims import ParallelDims, part_length
 from megalite.config.schema import Config, ModelConfig
 from megalite.config.token_files import is_chat, prefixes
 from megalite.mesh.layout import AxisPlace, Coordinates
-from megalite.model.adapters import with_adapters
+from megalite.model.adapter_parameters import with_adapters
 from megalite.model.cost import layer_costs
 from megalite.model.parameters import model_specs, stage_units
 from megalite.parallel.pipeline.gather_actions import with_gathering
@@ -28,8 +27,8 @@ from megalite.parallel.spec import ParamSpec
 
 
 def partition(config: Config) -> list[int]:
-    """Number of layers of each stage: as configured, else balanced by measured or estimated cost, embedding
-    and head included."""
+    """Returns the number of layers of each stage: as configured, else balanced by measured or estimated cost,
+    with embedding and head."""
     model, parallel, stages = config.model, config.parallel, ParallelDims.of(config).stages
     if parallel.partition is not None:
         return parallel.partition
@@ -41,74 +40,74 @@ def partition(config: Config) -> list[int]:
 
 
 def units_of(config: Config) -> dict[int, range]:
-    """The units of each stage."""
-    split = partition(config)
-    return {stage: stage_units(split, stage) for stage in range(len(split))}
+    """Returns the units of each stage."""
+    layers = partition(config)
+    return {stage: stage_units(layers, stage) for stage in range(len(layers))}
 
 
 def specs_of(config: Config, rank: int) -> list[ParamSpec]:
-    """The stored parameters of a pipeline rank."""
-    parallel, units = config.parallel, units_of(config)
-    own = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
-    held = chain.from_iterable(units[stage] for stage in units if own[stage] == rank)
-    specs = model_specs(
-        config.model, tp=parallel.tp, sequence_parallel=parallel.sequence_parallel, units=list(held)
-    )
+    """Returns the stored parameters of a pipeline rank."""
+    parallel = config.parallel
+    ranks = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
+    units = [unit for stage, units in units_of(config).items() if ranks[stage] == rank for unit in units]
+    sequence_parallel = parallel.sequence_parallel
+    specs = model_specs(config.model, tp=parallel.tp, sequence_parallel=sequence_parallel, units=units)
     return with_adapters(specs, config.lora, parallel.tp)
 
 
 def activation_shape(config: Config) -> tuple[int, int, int]:
-    """[seq/cp (/tp under sequence parallelism), batch, hidden]: a rank's activations of a microbatch between
-    layers and between stages."""
+    """Returns [seq/cp (/tp under sequence parallelism), batch, hidden]: the shape of a rank's activations
+    between layers and between stages."""
     parallel = config.parallel
     length = part_length(config) // (parallel.tp if parallel.sequence_parallel else 1)
     return length, config.train.micro_batch_size, config.model.hidden_size
 
 
 def buckets_of(config: Config, rank: int) -> list[BucketLayout]:
-    """The buckets of a pipeline rank, the same on all of its tp, dp and ep ranks."""
+    """Returns the buckets of a pipeline rank, the same on all of its tp, dp and ep ranks."""
     parallel, owners = config.parallel, ParallelDims.of(config).owners
     first = Coordinates({"tp": AxisPlace(0, parallel.tp), "expert": AxisPlace(0, parallel.ep)})
     return bucket_layout(specs_of(config, rank), first, owners, parallel.bucket_mb * 1e6)
 
 
 def gathered_units(config: Config) -> tuple[tuple[Unit, ...], ...]:
-    """For each stage its units with their buckets, if ZeRO-3 gathers or uploads weights before use; else
-    empty."""
+    """Returns, for each stage, its units with their buckets if ZeRO-3 gathers or uploads weights before use;
+    else nothing."""
     parallel, dims = config.parallel, ParallelDims.of(config)
     if parallel.zero < 3 or (dims.shard == 1 and not parallel.offload_parameters):
         return ()
-    own = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
-    # no other rank has the same experts
-    whole = () if parallel.offload_parameters or dims.expert_shard > 1 else ("expert",)
+    # whole where no other rank has the same experts
+    experts_are_whole = dims.expert_shard == 1 and not parallel.offload_parameters
 
     def gathered(rank: int) -> dict[int, tuple[int, ...]]:
+        """Unit → the indices of its buckets that are gathered."""
         buckets = buckets_of(config, rank)
-        found = buckets_of_units(buckets)
-        return {
-            unit: tuple(number for number in found[unit] if buckets[number].domain not in whole)
-            for unit in found
+        whole = {
+            index for index, bucket in enumerate(buckets) if bucket.domain == "expert" and experts_are_whole
         }
+        units = buckets_of_units(buckets)
+        return {unit: tuple(index for index in units[unit] if index not in whole) for unit in units}
 
-    numbers = [gathered(rank) for rank in range(parallel.pp)]
+    ranks = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
+    buckets = [gathered(rank) for rank in range(parallel.pp)]
     return tuple(
-        tuple(Unit(unit, numbers[own[stage]][unit]) for unit in units)
+        tuple(Unit(unit, buckets[ranks[stage]][unit]) for unit in units)
         for stage, units in units_of(config).items()
     )
 
 
 def schedule(config: Config, microbatches: int, forward_only: bool = False) -> Schedule:
-    """The validated list of actions of every rank, messages included, and under ZeRO-3 gathers and reshards.
-    Raises as `validate`."""
+    """Returns the validated list of actions of every rank, with messages, and under ZeRO-3 with gathers and
+    reshards. Raises as `validate`."""
     options, units = config.parallel, gathered_units(config)
     keep = bool(units) and options.zero3_reshard == "step" and not forward_only
+    name, ranks, virtual_stages = options.schedule, options.pp, options.virtual_stages
     costs = Costs(*options.schedule_costs)
-    return _validated(
-        options.schedule, options.pp, microbatches, options.virtual_stages, costs, forward_only, units, keep
-    )
+    return _validated(name, ranks, microbatches, virtual_stages, costs, forward_only, units, keep)
 
 
-# a start asks for the same plan several times: for the channels of the mesh, for the steps, for reports
+# the start of a run needs the same plan several times: for the channels of the mesh, for the steps, for
+# reports
 @lru_cache(maxsize=8)
 def _validated(
     name: str,
@@ -128,27 +127,23 @@ def _validated(
 
 
 def counts_tokens(config: Config) -> bool:
-    """Whether the ranks sum the number of valid tokens before each backward: it may differ from step to step,
-    or is one of several."""
-    return (
-        config.data.eod_mask_loss
-        or config.model.mtp_layers > 0
-        or any(map(is_chat, prefixes(config.data.train)))
-    )
+    """Whether the ranks sum the number of valid tokens before each backward: it differs between steps, or MTP
+    modules have numbers of their own."""
+    chat = any(map(is_chat, prefixes(config.data.train)))
+    return config.data.eod_mask_loss or config.model.mtp_layers > 0 or chat
 
 
 def staggered_end(config: Config) -> bool:
-    """Whether ranks finish a step one after the other, so that none should wait for the last one
-    (`training.step_finalizer`)."""
+    """Whether ranks finish a step one after the other, so that they should not wait for the last one
+    (`training.weight_update`)."""
     return RECIPES[config.parallel.schedule].staggered and config.parallel.pp > 1
 
 
 def optimistic_step(config: Config) -> bool:
     """Whether a rank updates before the norm is known."""
-    parallel, precision = config.parallel, config.train.precision
-    return parallel.optimistic_step and may_be_optimistic(
-        parallel.schedule, parallel.pp, parallel.offload, config.model, precision
-    )
+    parallel, model, precision = config.parallel, config.model, config.train.precision
+    allowed = may_be_optimistic(parallel.schedule, parallel.pp, parallel.offload, model, precision)
+    return parallel.optimistic_step and allowed
 
 
 def may_be_optimistic(schedule: str, pp: int, offload: str, model: ModelConfig, precision: str) -> bool:
@@ -158,5 +153,7 @@ def may_be_optimistic(schedule: str, pp: int, offload: str, model: ModelConfig, 
     scale would require the next step's first forwards again. Not if routers learn from the step: its load is
     summed together with the norm, and those forwards need it.
     """
-    learns = model.num_experts is not None and model.router_balance != "sequence"
-    return RECIPES[schedule].staggered and pp > 1 and offload == "none" and precision != "fp16" and not learns
+    if not RECIPES[schedule].staggered or pp == 1:
+        return False
+    routers_learn = model.num_experts is not None and model.router_balance != "sequence"
+    return offload == "none" and precision != "fp16" and not routers_learn

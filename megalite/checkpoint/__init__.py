@@ -1,9 +1,9 @@
 """The topology-free checkpoint: global tensors by name and coordinates, independent of the meshes that write
 and read them.
 
-Start at api.py: what a checkpoint is, and saving, loading, listing and pruning. manifest.py is the file that
-describes it. May import megalite.parallel (specs) and what is below; imports torch only to write or read a
-checkpoint.
+Start at api.py: what a checkpoint is, and saving, loading, listing and pruning. manifest.py describes it,
+chunks.py writes and verifies its bytes. May import megalite.model and what is below; imports torch only to
+write or read a checkpoint.
 """
 
 from megalite.checkpoint.api import find, history, latest, load, manifest_of, mark_best, prune, save

@@ -1,5 +1,4 @@
-"""Actions of one rank or of all ranks whose result or error every rank learns, so that no rank waits for one
-that has failed."""
+"""Actions whose result or error reaches every rank, so that no rank waits for one that has failed."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ Result = TypeVar("Result")
 
 
 def on_rank_0(mesh: Mesh, action: Callable[[], Result]) -> Result:
-    """Run `action` on rank 0 only and return its result on every rank.
+    """Run `action` on rank 0 and return its result on every rank.
 
     Collective over `mesh.saving`, a process group of its own, so that it does not interleave with the
     collectives of training.
@@ -67,5 +66,6 @@ def raise_on_all_ranks(mesh: Mesh, kind: type[Exception] = ConfigError) -> Itera
         problems = [None] * mesh.world.size
         with after_meeting("all_gather", mesh, mesh.world):
             dist.all_gather_object(problems, problem, group=mesh.world.group)
-    for first in filter(None, problems):
-        raise first
+    for first in problems:
+        if first is not None:
+            raise first

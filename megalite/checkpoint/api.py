@@ -7,8 +7,7 @@ run killed at any moment leaves the previous one intact.
 
     checkpoints/step_00000100/     complete; damage by a disk or a user is detected when it is read
     checkpoints/latest             text: step_00000100
-    checkpoints/best               the same, of the checkpoint with the lowest validation loss
-    (`checkpoint.keep_best`)
+    checkpoints/best               the checkpoint with the lowest validation loss (`checkpoint.keep_best`)
     checkpoints/.step_…            saves in progress, or interrupted: removed by the next save
 
 `save`, `history` and `prune` are collective: rank 0 changes names in the file system, and every rank learns
@@ -33,17 +32,19 @@ if TYPE_CHECKING:
 
 def save(directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any], mesh: Mesh) -> int:
     """Write a checkpoint and publish it as `directory`, replacing an existing one. Collective over the world.
-    Returns the bytes of all ranks.
 
     If `directory` has the name of a step (`step_name`), `latest` in the same directory is updated to name it.
 
     Args:
-        rectangles: this rank's; over all ranks each element of each tensor exactly once.
-        state: JSON data; that of rank 0 is stored.
+        rectangles: those of this rank; over all ranks they cover each element of each tensor exactly once.
+        state: JSON data, stored as rank 0 passes it.
+
+    Returns:
+        The number of bytes of all ranks.
 
     Raises:
-        CheckpointError: on every rank, if any rank could not write; then nothing is published, and its files
-        are removed.
+        CheckpointError: on every rank, if any rank could not write; nothing is published, and its files are
+            removed.
     """
     from megalite.checkpoint import tensors  # imports torch
 
@@ -66,15 +67,16 @@ def save(directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any]
 
 
 def load(source: Path | Manifest, rectangles: Sequence[Rectangle], convert: bool = False) -> None:
-    """Fill every rectangle from a checkpoint; reads and verifies only the stored chunks that overlap the
+    """Fill every rectangle from a checkpoint. Reads and verifies only the stored chunks that overlap the
     rectangles. Not collective.
 
-    source: the checkpoint's directory, or its manifest if that has been read already. convert: convert
-    tensors of another dtype, as for the initial weights of a run; a resumed run must not change its
-    precision.
+    Args:
+        source: the checkpoint's directory, or its manifest if that has been read already.
+        convert: convert tensors of another dtype, as for the initial weights of a run; a resumed run must not
+            change its precision.
 
     Raises:
-        DamagedError: naming the damaged file; some rectangles may have been filled by then.
+        DamagedError: naming the damaged file; some rectangles may be filled already.
         CheckpointError: naming each tensor that is missing, or has another global shape or dtype.
     """
     from megalite.checkpoint import tensors
@@ -83,37 +85,38 @@ def load(source: Path | Manifest, rectangles: Sequence[Rectangle], convert: bool
 
 
 def manifest_of(directory: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises DamagedError if the directory is not a checkpoint or its manifest
-    is damaged."""
+    """Returns the manifest of a checkpoint. Raises DamagedError if the directory is not a checkpoint or its
+    manifest is damaged."""
     directories.check(directory)
     return Manifest.of(directory)
 
 
 def history(checkpoints: Path, mesh: Mesh) -> tuple[list[Path], str | None]:
-    """The checkpoints that a run may resume from, newest first, and a warning about `latest`, or None.
-    Collective.
+    """Returns the checkpoints that a run may resume from, newest first, and a warning about `latest`, or
+    None. Collective.
 
     Rank 0 lists them and broadcasts the result, since a shared file system may show older content on other
     hosts. No other process may use the directory: a checkpoint that an interrupted save had moved away is
     renamed back.
     """
 
-    def look() -> tuple[list[Path], str | None]:
+    def restore_and_list() -> tuple[list[Path], str | None]:
         directories.restore(checkpoints)
         return directories.history(checkpoints)
 
-    return on_rank_0(mesh, look)
+    return on_rank_0(mesh, restore_and_list)
 
 
 def latest(checkpoints: Path) -> Path | None:
-    """The newest published checkpoint, or None. Changes nothing, so a run may be using the directory."""
-    found, _ = directories.history(checkpoints)
-    return found[0] if found else None
+    """Returns the newest published checkpoint, or None. Changes nothing, so a run may be using the
+    directory."""
+    steps, _ = directories.history(checkpoints)
+    return steps[0] if steps else None
 
 
 def find(path: Path) -> Path:
-    """The checkpoint at `path`: `path` itself, the one that a file `latest` or `best` names, or the newest
-    one of a run's directory or of its checkpoints/ directory."""
+    """Returns the checkpoint at `path`: `path` itself, the one that a file `latest` or `best` names, or the
+    newest one of a run's directory or of its checkpoints/ directory."""
     if path.name in (directories.LATEST, directories.BEST) and path.is_file():
         return path.with_name(path.read_text(errors="replace", encoding="utf-8").strip())
     for directory in (path, path / "checkpoints"):
@@ -123,7 +126,7 @@ def find(path: Path) -> Path:
 
 
 def mark_best(directory: Path, mesh: Mesh) -> None:
-    """Let `best`, next to a checkpoint, name it: `prune` keeps it until another is the best. Collective."""
+    """Make the file `best` name a checkpoint: `prune` keeps it until another one is the best. Collective."""
     on_rank_0(mesh, lambda: directories.mark_best(directory))
 
 
@@ -139,8 +142,11 @@ def prune(
     """Remove checkpoints older than the newest `keep`, except steps that are multiples of `keep_every`,
     `spare` and the best. Collective.
 
-    Only checkpoints up to `latest` of which no file is missing or truncated count as kept: the last usable
-    one is never removed. timed: only those with `directories.TIMED` in their state count, and are removed.
+    Only checkpoints up to `latest` of which no file is missing or truncated count towards `keep`: the last
+    usable one is never removed.
+
+    Args:
+        timed: count and remove only checkpoints with `directories.TIMED` in their state.
     """
     if keep < 1:
         raise ValueError(

@@ -2,13 +2,11 @@
 
 Each visible change is one rename, after the content has been synced to disk:
 
-    .NAME.saving   → NAME             a save becomes a checkpoint; its manifest is written last
-    NAME           → .NAME.replaced   just before, if NAME is saved again; renamed back if the save is
-    interrupted in between
-    NAME           → .NAME.deleted    pruned: a partly removed directory never has the name of a checkpoint,
-    nor a manifest
-    .latest.new    → latest           and .best.new → best, which names the checkpoint with the lowest
-    validation loss
+    .NAME.saving → NAME             a save becomes a checkpoint; its manifest is written last
+    NAME         → .NAME.replaced   just before, if NAME is saved again; renamed back after an interruption
+    NAME         → .NAME.deleted    pruned: a partly removed directory never has the name of a checkpoint
+    .latest.new  → latest           names the newest checkpoint
+    .best.new    → best             names the checkpoint with the lowest validation loss
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ from megalite.system.files import replacing, write_synced
 
 LATEST, BEST = "latest", "best"
 TIMED, TIMED_KEPT = "timed", 2
-"""The key of a manifest's state that a save by time has (`checkpoint.minutes`), and how many of these stay
-without `checkpoint.keep`."""
+"""The key that marks a save by time (`checkpoint.minutes`) in a manifest's state, and the number of such
+checkpoints that stay without `checkpoint.keep`."""
 _STEP = re.compile(r"step_(\d{8,})")
-_OURS = re.compile(r"manifest\.json|rank_\d{5,}\.bin")
+_CHECKPOINT_FILE = re.compile(r"manifest\.json|rank_\d{5,}\.bin")
 _LEFTOVER = re.compile(r"\.(.+)\.(saving|replaced|deleted)")
 
 
@@ -37,7 +35,7 @@ def step_name(step: int) -> str:
 
 
 def step_number(name: str) -> int | None:
-    """The step in a checkpoint's name, or None if it is not the name of a step."""
+    """Returns the step in a checkpoint's name, or None if it is not the name of a step."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -54,15 +52,15 @@ def check(directory: Path) -> None:
 
 
 def check_free(directory: Path) -> None:
-    """Raise CheckpointError if there is something already where a command would write a directory."""
+    """Raise CheckpointError if the directory that a command would write exists."""
     if directory.exists():
         raise CheckpointError(f"{directory} exists already. Give another name, or remove it.")
 
 
 def begin(directory: Path) -> Path:
-    """Remove what interrupted saves have left, and create the directory to write into until it is
+    """Remove the remains of interrupted saves. Returns a new directory to write into until it is
     published."""
-    if directory.exists() and not (directory / MANIFEST).is_file() and not _is_ours(directory):
+    if directory.exists() and not (directory / MANIFEST).is_file() and not _is_remains(directory):
         raise CheckpointError(
             f"{directory} exists and is not a checkpoint: save under another name, or remove it"
         )
@@ -73,20 +71,18 @@ def begin(directory: Path) -> Path:
     return temporary
 
 
-def _is_ours(directory: Path) -> bool:
+def _is_remains(directory: Path) -> bool:
     """Whether the directory has only files of a checkpoint: the remains of one, which may be overwritten."""
-    return directory.is_dir() and all(_OURS.fullmatch(path.name) for path in directory.iterdir())
+    return directory.is_dir() and all(_CHECKPOINT_FILE.fullmatch(path.name) for path in directory.iterdir())
 
 
 def _clear_leftovers(directory: Path) -> None:
     """Remove leftovers of this name and, if it is a step, of every step; other files in the parent directory
-    are not ours."""
+    may be the user's."""
+    is_step = step_number(directory.name) is not None
     for path in list(directory.parent.iterdir()):
         match = _LEFTOVER.fullmatch(path.name)
-        if match and (
-            match[1] == directory.name
-            or (step_number(match[1]) is not None and step_number(directory.name) is not None)
-        ):
+        if match and (match[1] == directory.name or (is_step and step_number(match[1]) is not None)):
             _restore(directory.with_name(match[1]))
             remove(path)
 
@@ -125,37 +121,35 @@ def publish(temporary: Path, directory: Path, manifest: str) -> None:
 
 
 def mark_best(directory: Path) -> None:
-    """Let `best` name a checkpoint, which `prune` then keeps."""
+    """Make `best` name a checkpoint, which `prune` then keeps."""
     _name(directory, BEST)
 
 
 def best(checkpoints: Path) -> Path | None:
-    """The checkpoint that `best` names, or None."""
+    """Returns the checkpoint that `best` names, or None."""
     file = checkpoints / BEST
-    found = checkpoints / (
-        file.read_text(errors="replace", encoding="utf-8").strip() if file.is_file() else BEST
-    )
-    return found if step_number(found.name) is not None and found.is_dir() else None
+    if not file.is_file():
+        return None
+    directory = checkpoints / file.read_text(errors="replace", encoding="utf-8").strip()
+    return directory if step_number(directory.name) is not None and directory.is_dir() else None
 
 
 def _name(directory: Path, file: str) -> None:
-    """Let a file next to a checkpoint name it."""
+    """Make a file next to a checkpoint name it."""
     with replacing(directory.with_name(file)) as fresh:
         write_synced(fresh, directory.name + "\n")
     _sync_directory(directory.parent)
 
 
 def history(checkpoints: Path) -> tuple[list[Path], str | None]:
-    """The checkpoint that `latest` names and all earlier ones, newest first; and a warning about `latest`, or
-    None.
+    """Returns the checkpoint that `latest` names and all earlier ones, newest first, and a warning about
+    `latest`, or None.
 
     Later steps were abandoned when the run resumed from an earlier one; they are ignored until they are
     overwritten.
     """
     file, warning = checkpoints / LATEST, None
-    steps = {
-        number: path for path in checkpoints.glob("step_*") if (number := step_number(path.name)) is not None
-    }
+    steps = numbered(checkpoints)
     if not steps and not file.exists():
         return [], None
     try:
@@ -164,29 +158,36 @@ def history(checkpoints: Path) -> tuple[list[Path], str | None]:
         name = error.strerror or str(error)
     newest = step_number(name)
     if newest not in steps:
-        warning, newest = (
-            f"{file} is damaged: expected the name of an existing checkpoint, found {name!r}",
-            None,
-        )
+        warning = f"{file} is damaged: expected the name of an existing checkpoint, found {name!r}"
+        newest = None
     elif newest < max(steps):
         warning = f"{file} names {name}: newer checkpoints, up to {step_name(max(steps))}, are ignored"
-    return [
-        steps[number] for number in sorted(steps, reverse=True) if newest is None or number <= newest
-    ], warning
+    numbers = [number for number in sorted(steps, reverse=True) if newest is None or number <= newest]
+    return [steps[number] for number in numbers], warning
+
+
+def numbered(checkpoints: Path) -> dict[int, Path]:
+    """Returns the directories with the name of a step, by its number."""
+    steps = ((step_number(path.name), path) for path in checkpoints.glob("step_*"))
+    return {number: path for number, path in steps if number is not None}
 
 
 def prune(
     checkpoints: Path, keep: int, keep_every: int | None, spare: Path | None = None, timed: bool = False
 ) -> None:
-    """Remove checkpoints older than the newest `keep` that are complete, except multiples of `keep_every`,
+    """Remove checkpoints older than the newest `keep` complete ones, except multiples of `keep_every`,
     `spare` and the best.
 
-    timed: only those that were saved by time count, and are removed.
+    Args:
+        timed: count and remove only checkpoints that were saved by time.
     """
-    whole, spared = 0, (spare, best(checkpoints))
-    for path in filter(_is_timed if timed else None, history(checkpoints)[0]):
-        if whole < keep:
-            whole += _looks_whole(path)
+    steps, _ = history(checkpoints)
+    complete, spared = 0, (spare, best(checkpoints))
+    for path in steps:
+        if timed and not _is_timed(path):
+            continue
+        if complete < keep:
+            complete += _looks_complete(path)
         elif path not in spared and (not keep_every or (step_number(path.name) or 0) % keep_every):
             deleted = _hidden(path, "deleted")
             path.rename(deleted)
@@ -200,7 +201,7 @@ def _is_timed(directory: Path) -> bool:
         return False
 
 
-def _looks_whole(directory: Path) -> bool:
+def _looks_complete(directory: Path) -> bool:
     try:
         Manifest.of(directory).check_files()
     except CheckpointError:
@@ -209,7 +210,7 @@ def _looks_whole(directory: Path) -> bool:
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory tree, its manifest first; what cannot be removed now is removed by the next save."""
+    """Remove a directory tree, its manifest first. The next save removes files that cannot be removed now."""
     with suppress(OSError):
         (directory / MANIFEST).unlink()
     shutil.rmtree(directory, ignore_errors=True)

@@ -1,11 +1,16 @@
-"""The errors that checkpoints raise."""
+"""The errors that checkpoints raise, and how their messages are written."""
 
+from collections.abc import Sequence
 from pathlib import Path
+
+from megalite.system.files import os_error_text
+
+LISTED = 5  # problems that a message lists
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, found or used; the message names the file, what was expected and what
-    was found."""
+    """A checkpoint cannot be written, found or used. The message names the file, the expected content and the
+    actual one."""
 
 
 class DamagedError(CheckpointError):
@@ -13,12 +18,23 @@ class DamagedError(CheckpointError):
 
 
 def reason(error: Exception) -> str:
-    """Why something failed: a message of ours as it is, the system's without its number, others with their
-    kind."""
-    if isinstance(error, OSError) and error.strerror is not None:
-        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-    return str(error) if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__}: {error}"
+    """Returns the message of an exception: a CheckpointError's as it is, others with their type."""
+    if isinstance(error, OSError):
+        return os_error_text(error)
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def damaged(path: Path, expected: str, found: str) -> DamagedError:
-    return DamagedError(f"{path} is damaged: expected {expected}, found {found}")
+def listing(problems: Sequence[str], noun: str = "") -> str:
+    """Returns the first problems, one on an indented line, and the number of the others.
+
+    Args:
+        noun: what is counted, for example tensors.
+    """
+    lines = list(problems[:LISTED])
+    if len(problems) > LISTED:
+        lines.append(f"… and {len(problems) - LISTED} more {noun}".rstrip())
+    return "".join(f"\n  {line}" for line in lines)
+
+
+def damaged(path: Path, expected: str, actual: str) -> DamagedError:
+    return DamagedError(f"{path} is damaged: expected {expected}, found {actual}")

@@ -1,5 +1,4 @@
-"""NaN and infinite values among weights that a run or an import reads: training from them is useless, so they
-are rejected."""
+"""Rejects weights with NaN or infinite values, which neither a run nor an import can use."""
 
 from __future__ import annotations
 
@@ -7,35 +6,29 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from megalite.checkpoint.errors import CheckpointError
-
-NAMED = 5  # tensors listed in a message
+from megalite.checkpoint.errors import CheckpointError, listing
 
 
 def nonfinite(values: Tensor) -> int:
-    """Number of values that are NaN or infinite. If there are none, it takes one pass over the data and no
-    memory."""
-    # a NaN is both extremes
+    """Returns the number of values that are NaN or infinite. Without any, it takes one pass over the data and
+    no memory."""
+    # both extremes of values with a NaN are NaN
     if not values.numel() or all(extreme.isfinite() for extreme in values.aminmax()):
         return 0
     return int(values.numel() - values.isfinite().sum())
 
 
-def reject(shown: str, found: Mapping[str, int]) -> None:
+def reject(source: str, counts: Mapping[str, int]) -> None:
     """Raise CheckpointError if tensors have values that are not finite.
 
     Args:
-        shown: where the tensors were read from.
-        found: name of a tensor → number of its values that are NaN or infinite.
+        source: the file or directory of the tensors, for the message.
+        counts: name of a tensor → number of its values that are NaN or infinite.
     """
-    wrong = {name: number for name, number in found.items() if number}
-    if not wrong:
-        return
-    listed = [f"{name}: {number:,}" for name, number in list(wrong.items())[:NAMED]]
-    more = f"\n  … and {len(wrong) - NAMED} more tensors" if len(wrong) > NAMED else ""
-    raise CheckpointError(
-        f"{shown} has values that are NaN or infinite, from which nothing can be learned; tensor and number "
-        "of such values:\n  "
-        + "\n  ".join(listed)
-        + f"{more}\nTake the weights from an earlier checkpoint, or download or convert them again."
-    )
+    problems = [f"{name}: {count:,}" for name, count in counts.items() if count]
+    if problems:
+        raise CheckpointError(
+            f"{source} has values that are NaN or infinite, from which nothing can be learned; tensor and "
+            f"number of such values:{listing(problems, 'tensors')}\n"
+            "Take the weights from an earlier checkpoint, or download or convert them again."
+        )

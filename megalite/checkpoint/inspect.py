@@ -39,20 +39,16 @@ class Entry:
 
 
 def entries(path: Path) -> list[Entry]:
-    """The checkpoints of a run's directory, or of its checkpoints/ directory, in order. Raises
+    """Returns the checkpoints of a run's directory, or of its checkpoints/ directory, in order. Raises
     CheckpointError if there are none."""
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    steps = sorted(
-        (number, each)
-        for each in folder.glob("step_*")
-        if (number := checkpoint.step_number(each.name)) is not None
-    )
+    steps = sorted(directories.numbered(folder).items())
     if not steps:
         raise CheckpointError(
             f"{path} holds no checkpoints. Give the directory of a run, or its checkpoints/ directory."
         )
     newest, best = checkpoint.latest(folder), directories.best(folder)
-    return [replace(_entry(each, number, each == newest), best=each == best) for number, each in steps]
+    return [replace(_entry(path, number, path == newest), best=path == best) for number, path in steps]
 
 
 def _entry(directory: Path, step: int, latest: bool) -> Entry:
@@ -72,17 +68,18 @@ def _entry(directory: Path, step: int, latest: bool) -> Entry:
 
 
 def describe(manifest: Manifest) -> dict[str, Any]:
-    """State, files and tensors, without values."""
+    """Returns state, files and tensors, without values."""
     tensors = {
         name: {
-            "dtype": each.dtype,
-            "shape": list(each.shape),
-            "chunks": len(each.chunks),
-            "bytes": sum(part.bytes for part in each.chunks),
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "chunks": len(tensor.chunks),
+            "bytes": sum(chunk.bytes for chunk in tensor.chunks),
         }
-        for name, each in manifest.tensors.items()
+        for name, tensor in manifest.tensors.items()
     }
-    parameters = sum(prod(each.shape) for name, each in manifest.tensors.items() if name.startswith(WEIGHT))
+    weights = [tensor for name, tensor in manifest.tensors.items() if name.startswith(WEIGHT)]
+    parameters = sum(prod(tensor.shape) for tensor in weights)
     return {
         "checkpoint": str(manifest.directory),
         "parameters": parameters,
@@ -94,20 +91,20 @@ def describe(manifest: Manifest) -> dict[str, Any]:
 
 
 def damages(manifest: Manifest, progress: Report = silent) -> list[str]:
-    """The first damage of each file. Reads every byte."""
-    found, done, total = [], 0, sum(manifest.files.values())
+    """Returns the first damage of each file. Reads every byte."""
+    messages, done, total = [], 0, sum(manifest.files.values())
     for file in manifest.files:
         try:
             for chunk, _ in manifest.read(chunk for chunk in manifest.chunks() if chunk.file == file):
                 done += chunk.extent
                 progress("verifying", done, total, "B")
         except DamagedError as error:
-            found.append(str(error))
-    return found
+            messages.append(str(error))
+    return messages
 
 
 def whole(manifest: Manifest, tensor: StoredTensor) -> NDArray[np.uint8]:
-    """A tensor's bytes, [*shape, bytes per element]; works for dtypes that numpy does not have."""
+    """Returns a tensor's bytes, [*shape, bytes per element]; works for dtypes that numpy does not have."""
     size = sum(chunk.bytes for chunk in tensor.chunks) // max(prod(tensor.shape), 1)
     values = np.empty((*tensor.shape, size), np.uint8)
     for chunk, data in manifest.read(tensor.chunks):
@@ -121,8 +118,13 @@ def whole(manifest: Manifest, tensor: StoredTensor) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor that is not bitwise equal in both: how it differs, and by how much (relative to the largest
-    absolute value of the first)."""
+    """A tensor that is not bitwise equal in two checkpoints.
+
+    Attributes:
+        what: how it differs.
+        max_abs, relative: the largest absolute difference, and its ratio to the largest absolute value of the
+            first.
+    """
 
     tensor: str
     what: str
@@ -130,7 +132,7 @@ class TensorDifference:
     relative: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data; NaN and infinities, which JSON does not have, become null."""
+        """Returns plain data; NaN and infinities, which JSON does not have, become null."""
         return {
             key: None if isinstance(value, float) and not isfinite(value) else value
             for key, value in asdict(self).items()
@@ -138,7 +140,7 @@ class TensorDifference:
 
 
 def differences(one: Manifest, other: Manifest, progress: Report = silent) -> Iterator[TensorDifference]:
-    """Every tensor that differs, in the order of names."""
+    """Yields every tensor that differs, in the order of names."""
     names = sorted(one.tensors.keys() | other.tensors.keys())
     for number, name in enumerate(names):
         progress("comparing", number, len(names), "tensors")
@@ -156,7 +158,7 @@ def differences(one: Manifest, other: Manifest, progress: Report = silent) -> It
 def _distance(x: NDArray[np.uint8], y: NDArray[np.uint8], dtype: str) -> tuple[float, float]:
     import torch
 
-    a, b = (torch.from_numpy(each.reshape(-1)).view(getattr(torch, dtype)).double() for each in (x, y))
+    a, b = (torch.from_numpy(data.reshape(-1)).view(getattr(torch, dtype)).double() for data in (x, y))
     largest = (a - b).abs().max().item()
     scale = a.abs().max().item()
     return largest, largest / scale if scale else float("inf")
@@ -169,8 +171,9 @@ def consolidate(manifest: Manifest, output: Path, optimizer: bool, progress: Rep
     """Write whole tensors to one safetensors file, which is renamed to `output` when it is complete. Returns
     its size in bytes.
 
-    Without `optimizer` it has the weights, by their names in the model; with it all tensors, by those in the
-    checkpoint (weight/NAME …).
+    Args:
+        optimizer: write all tensors, by their names in the checkpoint (weight/NAME …); False: only weights,
+            by their names in the model.
     """
     names = [name for name in manifest.tensors if optimizer or name.startswith(WEIGHT)]
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "step": str(manifest.state.get("step", ""))}}

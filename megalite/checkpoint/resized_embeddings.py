@@ -1,14 +1,14 @@
-"""Weights for a larger vocabulary than that of the model they come from: `model.resize_embeddings`.
+"""Enlarges the vocabulary of weights that are read (`model.resize_embeddings`).
 
-The embedding, and the head where it has a table of its own, get rows after those that are read, for tokens
-added to the tokenizer. Their values depend neither on the layout nor on the rank that computes them: `mean`
-is the mean of the rows that are read, summed in fp64; `init` draws the rows that a random model of the larger
-vocabulary has.
+The embedding and an untied head get rows after those in the source, for tokens added to the tokenizer. Their
+values depend neither on the layout nor on the rank that computes them: `mean` is the mean of the rows in the
+source, summed in fp64; `init` draws the rows that a randomly initialized model of the larger vocabulary has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megalite.checkpoint.api import load
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.manifest import Manifest
+from megalite.checkpoint.manifest import WEIGHT, Manifest
 from megalite.config.schema import ModelConfig
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import Rectangle
@@ -28,7 +28,7 @@ BLOCK = 64 << 20  # bytes of fp64 read at once for the mean
 
 
 def of_checkpoint(model: ModelConfig, seed: int, manifest: Manifest) -> Read:
-    """The function that fills rectangles of the weights from a checkpoint of any dtype. Raises
+    """Returns the function that fills rectangles of the weights from a checkpoint of any dtype. Raises
     CheckpointError as `check_rows`."""
     read, rows = partial(load, manifest, convert=True), rows_of(manifest)
     if rows is None:
@@ -38,14 +38,17 @@ def of_checkpoint(model: ModelConfig, seed: int, manifest: Manifest) -> Read:
 
 
 def rows_of(manifest: Manifest) -> int | None:
-    """The vocabulary of a checkpoint's embedding; None if it has none."""
-    table = manifest.tensors.get("weight/embedding.weight")
+    """Returns the vocabulary size of a checkpoint's embedding; None if it has no embedding."""
+    table = manifest.tensors.get(f"{WEIGHT}embedding.weight")
     return None if table is None else table.shape[0]
 
 
 def check_rows(model: ModelConfig, rows: int, source: str) -> None:
-    """Raise CheckpointError if weights with `rows` tokens can not start the model. source: where they are,
-    for messages."""
+    """Raise CheckpointError if weights with `rows` tokens cannot start the model.
+
+    Args:
+        source: the directory of the weights, for messages.
+    """
     new = model.vocabulary - rows
     if new == 0 or new > 0 and model.resize_embeddings is not None:
         return
@@ -56,32 +59,30 @@ def check_rows(model: ModelConfig, rows: int, source: str) -> None:
         )
     raise CheckpointError(
         f"{sizes}. If {new} tokens were added to its tokenizer, set model.resize_embeddings = mean, which "
-        "adds their rows; with another "
-        f"tokenizer, prepare the data again with that of {source}."
+        f"adds their rows; with another tokenizer, prepare the data again with that of {source}."
     )
 
 
 def resized(model: ModelConfig, seed: int, rows: int, read: Read) -> Read:
-    """The function that fills rectangles of `model` from `read`, which fills those of the same model with a
-    vocabulary of `rows`."""
+    """Returns the function that fills rectangles of `model` from `read`, which fills those of the same model
+    with a vocabulary of `rows`."""
     if model.resize_embeddings is None or rows == model.vocabulary:
         return read
     return ResizedEmbeddings(model, seed, rows, read)
 
 
 class ResizedEmbeddings:
-    """Reads the first `rows` rows of the vocabulary's tables, and computes the others.
+    """Reads the first `rows` rows of embedding and head, and computes the others.
 
-    A rank that holds new rows reads a whole table once, in blocks, for its mean.
+    For the mean, a rank that holds new rows reads a whole table once, in blocks.
     """
 
     def __init__(self, model: ModelConfig, seed: int, rows: int, read: Read):
         self._rows, self._read = rows, read
         segments = (segment for spec in model_specs(model) for segment in spec.segments)
-        self._tables = {f"weight/{segment.name}": segment for segment in segments if segment.padded}
-        self._new_rows = (
-            cache(self._mean) if model.resize_embeddings == "mean" else partial(self._drawn, seed)
-        )
+        self._tables = {WEIGHT + segment.name: segment for segment in segments if segment.padded}
+        mean = model.resize_embeddings == "mean"
+        self._new_rows = cache(self._mean) if mean else partial(self._drawn, seed)
 
     def __call__(self, rectangles: Sequence[Rectangle]) -> None:
         stored, new = [], []
@@ -92,15 +93,10 @@ class ResizedEmbeddings:
             first, *others = part.offsets
             count = min(max(self._rows - first, 0), len(part.tensor))  # rows that are read
             if count:
-                stored.append(
-                    Rectangle(
-                        part.name, (self._rows, *part.global_shape[1:]), part.offsets, part.tensor[:count]
-                    )
-                )
+                shape = (self._rows, *part.global_shape[1:])
+                stored.append(replace(part, global_shape=shape, tensor=part.tensor[:count]))
             if count < len(part.tensor):
-                new.append(
-                    Rectangle(part.name, part.global_shape, (first + count, *others), part.tensor[count:])
-                )
+                new.append(replace(part, offsets=(first + count, *others), tensor=part.tensor[count:]))
         self._read(stored)
         for part in new:
             first, column = part.offsets
@@ -110,10 +106,11 @@ class ResizedEmbeddings:
             part.tensor.copy_(rows[:, column : column + width])
 
     def _mean(self, name: str) -> Tensor:
-        """[1, hidden], fp64. All columns at once, so that a sum does not depend on which of them a rank
+        """[1, hidden], fp64. All columns at once, so that a sum does not depend on the columns that a rank
         holds."""
         width = self._tables[name].shape[1]
-        total, length = torch.zeros(width, dtype=torch.float64), max(1, BLOCK // (8 * width))
+        length = max(1, BLOCK // (8 * width))
+        total = torch.zeros(width, dtype=torch.float64)
         for first in range(0, self._rows, length):
             block = torch.empty(min(length, self._rows - first), width, dtype=torch.float64)
             self._read([Rectangle(name, (self._rows, width), (first, 0), block)])

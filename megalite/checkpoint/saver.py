@@ -24,30 +24,43 @@ if TYPE_CHECKING:
     from megalite.mesh.mesh import Mesh
     from megalite.parallel.spec import Rectangle
 
-PART = 1 << 26  # bytes: larger rectangles are split, so that parts fill the pieces of pinned memory
+PART = 1 << 26  # bytes: larger rectangles are split, so that their parts fill the pieces of pinned memory
 
 
 @dataclass
 class Save:
-    """One save of this rank. Times are in seconds since it began."""
+    """One save of this rank.
+
+    Attributes:
+        started: value of `perf_counter` at its start.
+        held: seconds for which it blocked training.
+        durable: seconds from its start until it was published.
+        bytes: number of bytes of all ranks.
+        error: the reason why it was not published.
+        rollback_safe: whether a run may roll back to it.
+        best: whether it has the lowest validation loss so far.
+    """
 
     directory: Path
     started: float
-    held: float = 0.0  # how long it blocked training
-    durable: float = 0.0  # until it was published
-    bytes: int = 0  # of all ranks
-    error: Exception | None = None  # why it was not published
-    rollback_safe: bool = True  # whether a run may roll back to it
-    best: bool = False  # whether it has the lowest validation loss so far
+    held: float = 0.0
+    durable: float = 0.0
+    bytes: int = 0
+    error: Exception | None = None
+    rollback_safe: bool = True
+    best: bool = False
 
 
 class Saver:
-    """Saves checkpoints, and removes those that `checkpoint.keep` does not keep, or without it older ones
-    that were saved by time.
+    """Saves checkpoints, and prunes older ones (`checkpoint.keep`; without it, those that were saved by
+    time).
 
-    `newest` is the checkpoint to roll back to: the last rollback-safe one saved here, or the one that the run
-    resumed from. `best_failed` is whether the last save of a best checkpoint has failed, on all ranks alike
-    once it has ended; `saving_best`, whether the last save is one.
+    Attributes:
+        newest: the checkpoint to roll back to: the last rollback-safe one saved here, or the one that the run
+            resumed from.
+        best_failed: whether the last save of a best checkpoint failed; the same on all ranks once it has
+            ended.
+        saving_best: whether the last save is of a best checkpoint.
     """
 
     def __init__(self, mesh: Mesh, options: CheckpointConfig):
@@ -63,7 +76,7 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def reserve(self, rectangles: Sequence[Rectangle]) -> None:
-        """Allocate and touch the staging memory now; at the first save it would block training several times
+        """Allocate and touch the staging memory now: at the first save it would block training several times
         as long as a copy does."""
         if self.options.async_save:
             self._staged(rectangles)
@@ -76,8 +89,8 @@ class Saver:
         rollback_safe: bool = True,
         best: bool = False,
     ) -> Save:
-        """Save the current content of the rectangles, which may change once this returns. Collective.
-        `take_ended` returns errors."""
+        """Start saving the current content of the rectangles, which may change once this returns. Collective.
+        Errors are in the result of `take_ended`."""
         save = Save(directory, perf_counter(), rollback_safe=rollback_safe, best=best)
         self.wait()
         self.saving_best = best
@@ -98,7 +111,7 @@ class Saver:
             self._thread = None
 
     def take_ended(self) -> list[Save]:
-        """The saves that have ended since the last call, in order, successful or with an error."""
+        """Returns the saves that have ended since the last call, in order, successful or with an error."""
         ended = self._ended[:]
         del self._ended[: len(ended)]
         return ended
@@ -123,22 +136,23 @@ class Saver:
         self._ended.append(save)
 
     def _staged(self, rectangles: Sequence[Rectangle]) -> list[Rectangle]:
-        """Copies of the rectangles in staging memory, which is not changed before the next save; complete
-        when this returns."""
+        """Returns copies of the rectangles in staging memory, complete when this returns and unchanged until
+        the next save."""
         import torch
 
         from megalite.system.pinned_memory import allocate, piece_sizes, places
 
-        parts = [part for each in rectangles for part in each.split(PART)]
+        parts = [part for rectangle in rectangles for part in rectangle.split(PART)]
         sizes = [part.tensor.nbytes for part in parts]
         on_gpu = any(part.tensor.is_cuda for part in parts)
         if [piece.numel() for piece in self._pieces] != piece_sizes(sizes):
             self._pieces = []  # freed before the new ones are allocated
             self._pieces = allocate(piece_sizes(sizes), pinned=on_gpu)
         copies = []
-        for part, place in zip(parts, places(sizes, self._pieces), strict=True):
-            room = place.view(part.tensor.dtype).view(part.tensor.shape)
-            copies.append(replace(part, tensor=room.copy_(part.tensor.detach(), non_blocking=True)))
+        for part, memory in zip(parts, places(sizes, self._pieces), strict=True):
+            tensor = memory.view(part.tensor.dtype).view(part.tensor.shape)
+            tensor.copy_(part.tensor.detach(), non_blocking=True)
+            copies.append(replace(part, tensor=tensor))
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         return copies

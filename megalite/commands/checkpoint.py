@@ -19,6 +19,8 @@ from megalite.checkpoint import CheckpointError, Manifest, find, manifest_of
 from megalite.checkpoint import inspect as inspecting
 from megalite.commands.parser import Answer, Parser, answer, as_new_file, as_path, progress_of
 from megalite.system.messages import counted
+from megalite.system.progress import amount
+from megalite.system.text import aligned
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -68,9 +70,10 @@ def opened(path: Path) -> Manifest:
 def list_run(options: argparse.Namespace) -> Answer:
     found = inspecting.entries(options.run)
     names = [", ".join(name for name in ("latest", "best") if getattr(entry, name)) for entry in found]
+    columns = aligned([(entry.name, _size(entry.bytes)) for entry in found], left=1)
     lines = [
-        f"{entry.name}  {_size(entry.bytes):>10}  {entry.problem or 'whole'}{f'  ({name})' if name else ''}"
-        for entry, name in zip(found, names, strict=True)
+        f"{column}  {entry.problem or 'whole'}{f'  ({name})' if name else ''}"
+        for column, entry, name in zip(columns, found, names, strict=True)
     ]
     return {"checkpoints": [vars(entry) for entry in found]}, lines, 0
 
@@ -140,6 +143,4 @@ def consolidate(options: argparse.Namespace) -> Answer:
 
 
 def _size(count: int | None) -> str:
-    if count is None:
-        return "-"
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+    return "-" if count is None else amount(count, "B")

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megalite.commands.parser import Parser
-from megalite.launch.interrupts import Interrupt
+from megalite.launch.signals import Interrupt
 from megalite.system.processes import marked
 
 CONFIG = Path("configs/quickstart.yaml")

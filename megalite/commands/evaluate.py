@@ -32,7 +32,7 @@ COMMANDS = ("perplexity", "tasks")
 Answer = tuple[dict[str, Any], list[str]]  # content for --json, lines of text
 
 if TYPE_CHECKING:
-    from megalite.data.tokenizers import Tokenizer
+    from megalite.data.tokenizer.tokenizers import Tokenizer
     from megalite.generation.language_model import LanguageModel
     from megalite.system.progress import Report
 

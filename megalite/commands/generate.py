@@ -28,10 +28,10 @@ from megalite.commands.models import AXES, layout_of, weights_of
 from megalite.commands.parser import Parser, as_name, as_path, as_tokenizer, progress_of, said, warn
 from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
-from megalite.data.unicode import parsed, whole
+from megalite.data.lone_surrogates import parsed, whole
 
 if TYPE_CHECKING:
-    from megalite.data.tokenizers import Tokenizer
+    from megalite.data.tokenizer.tokenizers import Tokenizer
     from megalite.generation.language_model import LanguageModel, Sampling
     from megalite.generation.text import Reply
 

@@ -35,7 +35,8 @@ from megalite.config.load import nest, parse_yaml
 from megalite.config.rule import show
 from megalite.config.schema import ConfigError
 from megalite.importers import megatron
-from megalite.importers.convert import PROJECTS, Imported, Remark, convert, linked_file
+from megalite.importers.convert import Imported, Remark, convert, linked_file
+from megalite.importers.projects import PROJECTS
 
 HEADINGS = {
     "lost": "not honoured",

@@ -56,7 +56,8 @@ def report_failure(config: Config, ends: Sequence[End], reason: str, *, since: f
     """Leave how the ranks of this node have ended in crash.md and, where it is known best, in summary.json.
     See `Launch.crashed`."""
     from megalite.launch import crash
-    from megalite.launch.causes import ExitCause, exit_status
+    from megalite.launch.causes import ExitCause
+    from megalite.launch.exit_status import shell_status
     from megalite.launch.output import job_of
     from megalite.training import summary
 
@@ -66,7 +67,7 @@ def report_failure(config: Config, ends: Sequence[End], reason: str, *, since: f
     if first.rank in ours or 0 in (end.rank for end in ends):
         crash.best_effort(
             lambda: summary.launcher_failed(
-                config, exit_status(first.status), first.reason, since, job_of(logs)
+                config, shell_status(first.status), first.reason, since, job_of(logs)
             )
         )
 

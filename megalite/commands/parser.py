@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from megalite.config.checkout import CHECKOUT
 from megalite.config.help_width import help_width
 from megalite.config.rule import nearest_legal, nearest_name, suggestion, why_not_written
-from megalite.system.files import replacing
+from megalite.system.files import os_error_text, replacing
 from megalite.system.messages import say
 from megalite.system.progress import Progress
 
@@ -148,7 +148,7 @@ def said(error: Exception, output: Path | None = None) -> str:
     if error.errno in FULL and output is not None:
         return f"{output} can not be written: {error.strerror}. Make room there, or choose another place."
     if error.filename is None:
-        return error.strerror
+        return os_error_text(error)
     path = Path(os.fsdecode(error.filename))
     shown = path.parent if path.name.startswith(".") else path
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and (
@@ -157,7 +157,7 @@ def said(error: Exception, output: Path | None = None) -> str:
         return (
             f"{shown} can not be written: {error.strerror}. Choose another place, or change its permissions."
         )
-    return f"{shown}: {error.strerror}"
+    return os_error_text(error, shown)
 
 
 def warn(line: str) -> None:

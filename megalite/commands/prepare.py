@@ -30,16 +30,16 @@ from dataclasses import asdict
 from typing import Any
 
 from megalite.commands.parser import Parser, as_name, as_output, as_path, as_tokenizer, progress_of
-from megalite.data.chat_records import RecordReader, parsed_keys
-from megalite.data.chat_template import read_template
+from megalite.data.chat.record_hints import TEXT_KEY
+from megalite.data.chat.records import RecordReader, parsed_keys
+from megalite.data.chat.template import read_template
 from megalite.data.indexed import DataError
 from megalite.data.preparation.chats import Chats
 from megalite.data.preparation.prepare import PreparationSummary, prepare
 from megalite.data.preparation.sources import InputSource, open_inputs
 from megalite.data.preparation.tasks import SHOWN
 from megalite.data.preparation.texts import Texts
-from megalite.data.record_hints import TEXT_KEY
-from megalite.data.tokenizer_identity import place_of
+from megalite.data.tokenizer.identity import place_of
 from megalite.system.messages import counted
 
 SPLIT = "train"

@@ -66,21 +66,16 @@ def prepare_process(name: str) -> None:
     # until there is a handler: Python's own one prints a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.set_threshold(NEW_OBJECTS)
-    from megalite.launch import interrupts
-    from megalite.launch.exit_status import training_status
+    from megalite.launch import signals
     from megalite.launch.output import outlive_readers
     from megalite.system import processes
 
     if name == "train":
-        interrupts.ending(
-            " before the first step: nothing was changed",
-            training_status,
-            signals=interrupts.training_signals(),
-        )
+        signals.end_training_on_signal(" before the first step: nothing was changed")
     else:
-        interrupts.ending(quiet=_is_rank())  # the process that started the ranks says what has happened
+        signals.end_on_signal(quiet=_is_rank())  # the process that started the ranks says what has happened
     if name == "train" or not _is_rank():
-        interrupts.unblock()
+        signals.unblock()
     processes.watch()
     outlive_readers()
 
@@ -92,16 +87,17 @@ def _is_rank() -> bool:
 def interruptible(main: Callable[[], int | None]) -> int | None:
     """Run a command; a signal raises in it, so that it removes what is half-written, and ends it with one
     line."""
-    from megalite.launch import interrupts
+    from megalite.launch import signals
+    from megalite.launch.exit_status import signal_status
 
-    with interrupts.raising() as arrived:
+    with signals.raise_on_signal() as arrived:
         try:
             return main()
         except BaseException:  # an import, or code in C, may have turned the interrupt into any error
             if not arrived:
                 raise
-            print(interrupts.line_of(arrived[0]), file=sys.stderr, flush=True)
-            return interrupts.status_of(arrived[0])
+            print(signals.signal_message(arrived[0]), file=sys.stderr, flush=True)
+            return signal_status(arrived[0])
 
 
 def end(name: str, status: int) -> NoReturn:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from megalite.commands import launch as launching
 from megalite.config.load import exit_with, load, tell_torchrun, write_config
 from megalite.config.schema import Config, ConfigError
-from megalite.launch import interrupts
+from megalite.launch import signals
 from megalite.launch.causes import Lost, lost_by
 from megalite.launch.environment import set_variables
 from megalite.launch.exit_status import ExitStatus, process_status, training_status
@@ -61,11 +61,11 @@ def main() -> int:
     from megalite.monitoring.observers import observers
     from megalite.parallel.collectives import CommunicationError
     from megalite.parallel.sharding.offload import OffloadError
+    from megalite.training.bad_steps import FaultLimit
     from megalite.training.fit import fit
-    from megalite.training.guard import FaultLimit
     from megalite.training.kernel_choice import kernels
     from megalite.training.trainer import Trainer
-    from megalite.training.watchdog import Watchdog
+    from megalite.training.watchdog import Watchdog, raised_on_all_ranks
 
     device, hardware, found = check_run(config, loaded.choice)
     remarks += found
@@ -88,26 +88,12 @@ def main() -> int:
             job.running()
             announce(trainer, remarks + notes)
             status = fit(trainer, observers(trainer, environment, hardware, kernels(trainer)))
-        interrupts.ending(
-            " after the last step: everything is saved",
-            training_status,
-            signals=interrupts.training_signals(),
-        )
+        signals.end_training_on_signal(" after the last step: everything is saved")
         trainer.close()
-    # some are found alike by every rank: a checkpoint that must not be continued, a save that failed,
-    # bad steps
     except failures as error:
-        agreed = isinstance(
-            error, (ConfigError | CheckpointError) if trainer is None else (CheckpointError | FaultLimit)
-        )
-        end_run(
-            error,
-            config,
-            device,
-            mesh,
-            job,
-            (ExitStatus.FAILED if trainer else ExitStatus.CONFIGURATION) if agreed else None,
-        )
+        status = ExitStatus.FAILED if trainer else ExitStatus.CONFIGURATION
+        on_all_ranks = raised_on_all_ranks(error, mesh.activity)
+        end_run(error, config, device, mesh, job, status if on_all_ranks else None)
     except Exception as error:  # a fault of ours, or one of the device: its traceback is wanted
         report_unexpected(error, config, mesh, job)
         raise
@@ -175,7 +161,7 @@ def start(config: Config, device: torch.device) -> tuple[Job, RankEnvironment, M
     from megalite.launch.machine import local_world_size
     from megalite.launch.process import configure_process, start_process_group
     from megalite.monitoring import links
-    from megalite.training.faults import restarts
+    from megalite.training.fault_injection import restarts
     from megalite.training.job import Job, JobEnd, begin
     from megalite.training.matmul_choice import choose
 
@@ -194,8 +180,9 @@ def start(config: Config, device: torch.device) -> tuple[Job, RankEnvironment, M
             notes.extend(compare_ranks(environment, store, rank, size, tp=config.parallel.tp))
             restarted = store.add("restarted", 0) > 0
         job, lines = begin(config, restarted=restarted, rank=rank, store=store)
-        release, signals = (lambda number: job.end(training_status(number))), interrupts.training_signals()
-        interrupts.ending(" before the first step", training_status, signals=signals, before=release)
+        signals.end_training_on_signal(
+            " before the first step", before=lambda number: job.end(training_status(number))
+        )
         jobs.append(job)
         notes.extend(lines)
 

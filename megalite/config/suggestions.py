@@ -76,9 +76,13 @@ def unknown(name: str, source: str, known: Iterable[str], dashes: str = "") -> C
     called = last.replace("-", "_").lower()
     if (here := others.get(f"{section}.{called}", others.get(called))) is not None:
         return ConfigError(f"{said} Here it is called {_written(here, dashes)}.")
-    nearest = _most_similar(
-        section, last, [*known, *OPTIONS, *(other for other in others if "." not in other)]
+    # a name that other programs use in one section counts where this section is meant
+    there = (
+        other
+        for other in others
+        if "." not in other or similarity(section, other.partition(".")[0]) >= SIMILAR
     )
+    nearest = _most_similar(section, last, [*known, *OPTIONS, *there])
     if nearest is None:
         return ConfigError(f"{said} See megalite train --help{f' {section}' if section in SECTIONS else ''}.")
     if nearest in others:

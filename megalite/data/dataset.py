@@ -44,8 +44,8 @@ from megalite.config.samples import (
 from megalite.config.schema import DataConfig
 from megalite.config.token_files import named_sets, prefixes
 from megalite.data.indexed import IndexedTokens
-from megalite.data.tokenizer_comparison import of_data, one_tokenizer
-from megalite.data.tokenizer_identity import TokenizerIdentity
+from megalite.data.tokenizer.comparison import of_data, one_tokenizer
+from megalite.data.tokenizer.identity import TokenizerIdentity
 from megalite.parallel.microbatch import IGNORE_INDEX
 from megalite.system import rng
 
@@ -229,6 +229,30 @@ class Blend(Dataset):
         return source, period * self._counts[source] + int(self._earlier[row])
 
 
+class NamedSets(Dataset):
+    """Several validation sets by name, concatenated; `sets` has each of them."""
+
+    def __init__(self, sets: Mapping[str, Dataset]):
+        self._sets = dict(sets)
+        self._datasets = list(sets.values())
+        self._ends = list(accumulate(dataset.samples_per_epoch for dataset in self._datasets))
+        self.samples_per_epoch = self._ends[-1]
+        self.members = [member for dataset in self._datasets for member in dataset.members]
+        first = self._datasets[0]
+        self.vocab_size, self.eos, self.chat = first.vocab_size, first.eos, first.chat
+        self.fingerprint = "+".join(dataset.fingerprint for dataset in self._datasets)
+
+    @property
+    def sets(self) -> Mapping[str, Dataset]:
+        return self._sets
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        sample = index % self.samples_per_epoch
+        number = bisect_right(self._ends, sample)
+        first_sample = self._ends[number - 1] if number else 0
+        return self._datasets[number][sample - first_sample]
+
+
 def permute(index: int, size: int, key: int) -> int:
     """A keyed pseudorandom permutation of [0, size), evaluated at one index.
 
@@ -289,8 +313,6 @@ def _dataset(
     source: Any, parts: dict[str, TokenRange], config: DataConfig, shuffle: bool, seed: int
 ) -> Dataset:
     if sets := named_sets(source):
-        from megalite.data.named_sets import NamedSets  # which other runs do not need
-
         return NamedSets(
             {name: _samples([parts[prefix]], config, shuffle, seed) for name, prefix in sets.items()}
         )

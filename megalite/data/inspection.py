@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data import tokenizers as tokenizing
 from megalite.data.indexed import DataError, IndexedTokens
+from megalite.data.tokenizer import tokenizers as tokenizing
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megalite.data import documents
 from megalite.data.dataset import Dataset
+from megalite.data.document_boundaries import boundaries, document_starts
 from megalite.data.indexed import DataError
 from megalite.mesh.layout import AxisPlace
 from megalite.parallel.microbatch import IGNORE_INDEX, Microbatch
@@ -138,7 +138,7 @@ class Loader:
                 "tokenizer's."
             )
         if self._reset_positions and self._dataset.eos is not None:
-            starts = documents.starts(tokens, self._dataset.eos)
+            starts = document_starts(tokens, self._dataset.eos)
         targets[samples > last] = IGNORE_INDEX  # rows past the end
         if self._eod_mask_loss:
             targets[tokens == self._dataset.eos] = IGNORE_INDEX
@@ -147,7 +147,7 @@ class Loader:
             targets=_sequence_first(targets),
             samples=torch.from_numpy(np.ascontiguousarray(samples)),
             document_start=None if starts is None else _sequence_first(starts),
-            boundaries=None if starts is None else documents.boundaries(starts),
+            boundaries=None if starts is None else boundaries(starts),
         )
 
 

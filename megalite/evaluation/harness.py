@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.schema import ConfigError
-from megalite.data.tokenizers import Tokenizer
+from megalite.data.tokenizer.tokenizers import Tokenizer
 from megalite.evaluation.perplexity import windows
 from megalite.evaluation.scoring import Progress, ScoredTokens, score
 from megalite.generation.language_model import LanguageModel, Sampling

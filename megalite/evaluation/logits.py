@@ -13,10 +13,11 @@ from torch import Tensor
 from megalite import checkpoint
 from megalite.assembly import parts as build
 from megalite.checkpoint import CheckpointError, Manifest
+from megalite.checkpoint.manifest import WEIGHT
 from megalite.config.load import from_dict
 from megalite.families.model_config import hf_config, stored_dtype
 from megalite.generation.sources import for_inference
-from megalite.huggingface.convert import WEIGHT, model_of
+from megalite.huggingface.convert import model_of
 from megalite.huggingface.files import ConversionError
 from megalite.model.stage import Stage
 from megalite.parallel.microbatch import Microbatch
@@ -94,7 +95,7 @@ def show_text(text: str) -> str:
 
 
 def _encode(text: str, hf: Path, vocabulary: int, longest: int) -> Tensor:
-    from megalite.data.tokenizers import load
+    from megalite.data.tokenizer.tokenizers import load
 
     ids = load(hf).encode(text)[:longest]
     if not ids or max(ids) >= vocabulary:

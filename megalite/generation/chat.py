@@ -13,10 +13,10 @@ from contextlib import suppress
 from io import TextIOWrapper
 
 from megalite.checkpoint.agreement import on_rank_0
-from megalite.data.chat_template import ChatTemplate
-from megalite.data.chat_turns import Message
+from megalite.data.chat.assistant_turns import Message
+from megalite.data.chat.template import ChatTemplate
 from megalite.data.indexed import DataError
-from megalite.data.tokenizers import Tokenizer
+from megalite.data.tokenizer.tokenizers import Tokenizer
 from megalite.generation.language_model import LanguageModel, Sampling
 from megalite.generation.text import reply_to
 

@@ -19,14 +19,14 @@ from megalite.config.rules import numbers
 from megalite.config.rules import parallel as parallel_rules
 from megalite.config.schema import Config, ConfigError, ParallelConfig
 from megalite.config.token_files import metadata
-from megalite.data import tokenizers as tokenizing
-from megalite.data.chat_template import ChatTemplate, read_template
-from megalite.data.tokenizer_comparison import Tokenized, compare
-from megalite.data.tokenizer_copy import is_there
-from megalite.data.tokenizer_identity import TokenizerIdentity, of_tokenizer
-from megalite.data.tokenizers import Tokenizer
+from megalite.data.chat.template import ChatTemplate, read_template
+from megalite.data.tokenizer import tokenizers as tokenizing
+from megalite.data.tokenizer.comparison import Tokenized, compare
+from megalite.data.tokenizer.identity import TokenizerIdentity, of_tokenizer
+from megalite.data.tokenizer.run_copy import is_there
+from megalite.data.tokenizer.tokenizers import Tokenizer
 from megalite.families.model_config import end_ids
-from megalite.huggingface import recorded
+from megalite.huggingface.companions import recorded_tokenizer
 from megalite.huggingface.convert import HF, HuggingFaceSource, origin, starting_weights
 from megalite.parallel.spec import Rectangle
 
@@ -92,7 +92,7 @@ def open_source(name: Path | str, average: bool = False) -> ModelSource:
     config = from_dict(manifest.state["config"])
     read = partial(checkpoint.load, manifest, convert=True)
     step, companions = manifest.state.get("step", 0), origin(directory, config.model)
-    return ModelSource(str(directory), config, step, read, companions, recorded.tokenizer_of(manifest))
+    return ModelSource(str(directory), config, step, read, companions, recorded_tokenizer(manifest))
 
 
 def _began_elsewhere(config: Config) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from megalite.data.tokenizers import Tokenizer
+from megalite.data.tokenizer.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     from megalite.generation.language_model import LanguageModel, Sampling

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalite import checkpoint
 from megalite.checkpoint import directories
-from megalite.checkpoint.chunks import name_of
+from megalite.checkpoint.chunks import dtype_name
 from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.families.hub import repository
 from megalite.families.weight_files import ADAPTER, ADAPTER_SETTINGS
@@ -65,7 +65,7 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
     tokenizer = choose(manifest, TokenizerChoice(), converting.origin(directory, model))
     parameters, dtypes = (
         sum(value.numel() for value in tensors.values()),
-        {name_of(value.dtype) for value in tensors.values()},
+        {dtype_name(value.dtype) for value in tensors.values()},
     )
     with converting.new_directory(target) as temporary:
         with closing(
@@ -168,7 +168,7 @@ def _settings(
     base: str | None,
     family: str,
 ) -> dict[str, Any]:
-    """PEFT's adapter_config.json. Raises ConversionError if PEFT can not apply the adapters."""
+    """PEFT's adapter_config.json. Raises ConversionError if PEFT cannot apply the adapters."""
     lora, model = adapters.lora, adapters.model
     others = {module_of(place) for place in found.values()} - {module.name for module in modules}
     numbers = {module.name: _numbers(module, adapters) for module in modules}
@@ -225,7 +225,7 @@ def _as_weights(modules: Sequence[AdaptedModule], family: str, dora: bool) -> se
     found = {module.name for module in modules if module.as_weight(family)}
     if dora and found:
         raise ConversionError(
-            f"PEFT can not apply DoRA to {min(found)} of a {family} model, whose weight it has to be given "
+            f"PEFT cannot apply DoRA to {min(found)} of a {family} model, whose weight it has to be given "
             "instead of the module. "
             "Export the merged model with megalite convert export, or leave gate, up and down out of "
             "lora.targets."

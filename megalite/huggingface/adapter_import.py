@@ -15,16 +15,17 @@ from torch import Tensor
 from megalite import checkpoint
 from megalite.assembly.parts import DTYPES
 from megalite.checkpoint.finite import nonfinite, reject
+from megalite.checkpoint.manifest import WEIGHT
 from megalite.checkpoint.resized_embeddings import Read, of_checkpoint
 from megalite.config.rule import show
 from megalite.config.schema import Config
 from megalite.families.weight_files import ADAPTER, ADAPTER_SETTINGS
 from megalite.huggingface import convert as converting
-from megalite.huggingface.convert import NAMED, WEIGHT, head_of, places_of
+from megalite.huggingface.convert import NAMED, head_of, places_of
 from megalite.huggingface.files import ConversionError, TensorFiles
 from megalite.huggingface.merging import adapted, parts_of
 from megalite.huggingface.peft_modules import EMBEDDING, AdaptedModule, FusedExperts, modules_of, saved_keys
-from megalite.model.adapters import MAGNITUDE, A, name_of
+from megalite.model.adapter_parameters import MAGNITUDE, A, name_of
 from megalite.parallel.spec import Rectangle
 
 OFF = """alora_invocation_tokens arrow_config kasa_config layer_replication lora_bias megatron_config
@@ -284,7 +285,7 @@ def _read_settings(directory: Path, dora: bool) -> dict[str, Any]:
         settings["lora_alpha"] / settings["r"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ConversionError(
-            f"{path} can not be read as the settings of a LoRA adapter: {type(error).__name__}: {error}"
+            f"{path} cannot be read as the settings of a LoRA adapter: {type(error).__name__}: {error}"
         ) from None
     if wrong:
         raise ConversionError(f"{path} has {wrong[0]}, which is not handled: only LoRA, rslora and DoRA are.")

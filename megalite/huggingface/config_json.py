@@ -44,7 +44,7 @@ def to_hf_config(model: ModelConfig, family: str | None = None) -> dict[str, Any
     row = families().rows[family]
     reason = misfit(model, row)
     if reason:
-        raise ConfigError(f"{reason}; the {family} family can not express it.")
+        raise ConfigError(f"{reason}; the {family} family cannot express it.")
     return _write(model, row)
 
 

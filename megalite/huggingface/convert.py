@@ -28,9 +28,9 @@ from torch import Tensor
 
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, Manifest, directories, find
-from megalite.checkpoint.chunks import append, name_of
+from megalite.checkpoint.chunks import append_chunk, dtype_name
 from megalite.checkpoint.finite import nonfinite, reject
-from megalite.checkpoint.manifest import StoredTensor, encode
+from megalite.checkpoint.manifest import WEIGHT, StoredTensor, encode
 from megalite.checkpoint.resized_embeddings import Read, check_rows, resized
 from megalite.config.load import from_dict, to_dict
 from megalite.config.rule import RuleContext, show
@@ -41,12 +41,12 @@ from megalite.families.model_config import families, from_hf_config, hf_config, 
 from megalite.families.module_names import FAMILY_NAMES, Names, names_of
 from megalite.families.weight_files import ADAPTER_SETTINGS, INDEX, SAFETENSORS
 from megalite.families.weight_files import unread_note as unread_files
+from megalite.huggingface.companions import COMPANIONS, check_vocabulary, copy_companions
 from megalite.huggingface.config_json import meaning, misfit, to_hf_config
 from megalite.huggingface.files import ConversionError, NewFile, TensorFiles
 from megalite.huggingface.merging import Adapters
 from megalite.huggingface.model_card import write_card
 from megalite.huggingface.names import TensorPlace, copies, places
-from megalite.huggingface.recorded import COMPANIONS
 from megalite.huggingface.router_bias import PREFIX, bias_names, fill, states, to_export
 from megalite.huggingface.tokenizer_export import (
     TokenizerChoice,
@@ -55,13 +55,11 @@ from megalite.huggingface.tokenizer_export import (
     write_generation,
     write_tokenizer,
 )
-from megalite.huggingface.vocabulary import check_vocabulary, copy_companions
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import Rectangle, parameter_count
 from megalite.system.files import write_synced
 from megalite.system.progress import Report, silent
 
-WEIGHT = "weight/"
 HF = "hf:"
 BLOCK = 64 << 20  # maximum bytes of a chunk, as in checkpoints of training
 SHARD = 5_000_000_000  # maximum bytes of an exported file, unless one tensor is larger
@@ -387,15 +385,17 @@ def _store(path: Path, source: HuggingFaceSource, progress: Report) -> dict[str,
             rows = max(1, BLOCK // (prod(others) * dtype.itemsize))
             offsets = [(start, *(0 for _ in others)) for start in range(0, length, rows)]
             chunks = [
-                append(file, at, source.read(name, at, (min(rows, length - at[0]), *others)).contiguous())
+                append_chunk(
+                    file, at, source.read(name, at, (min(rows, length - at[0]), *others)).contiguous()
+                )
                 for at in offsets
             ]
-            stored[WEIGHT + name] = StoredTensor(name_of(dtype), (length, *others), chunks)
+            stored[WEIGHT + name] = StoredTensor(dtype_name(dtype), (length, *others), chunks)
             done += sum(chunk.bytes for chunk in chunks)
             progress("importing", done, parameters * dtype.itemsize, "B")
         for name, state in source.states.items():
             stored[name] = StoredTensor(
-                name_of(state.dtype), tuple(state.shape), [append(file, (0, 0), state)]
+                dtype_name(state.dtype), tuple(state.shape), [append_chunk(file, (0, 0), state)]
             )
         source.check_finite()
         progress("writing to disk")
@@ -456,8 +456,8 @@ def export_model(
     dtypes = {name: dtype or getattr(torch, tensor.dtype) for name, tensor in stored.items()}
     ids = token_ids(found_tokenizer, from_dict(manifest.state["config"]), like)
     config |= {key: base[key] for key in base.keys() & families().kept} | ids
-    config |= {"torch_dtype": name_of(max(dtypes.values(), key=lambda each: each.itemsize))}
-    summary = _summary(model, config["model_type"], map(name_of, dtypes.values()))
+    config |= {"torch_dtype": dtype_name(max(dtypes.values(), key=lambda each: each.itemsize))}
+    summary = _summary(model, config["model_type"], map(dtype_name, dtypes.values()))
     with new_directory(target) as temporary:
         biases = to_export(manifest, bias_names(model, config["model_type"]))
         _write_weights(temporary, manifest, stored, found, dtypes, biases, shard, progress)
@@ -494,7 +494,7 @@ def _rounded(
     if not config.lora.rank or theirs != "float32" or widest.itemsize >= torch.float32.itemsize:
         return []
     return [
-        f"the weights are in {name_of(widest)}: the run has rounded those of {like}, in {theirs}; "
+        f"the weights are in {dtype_name(widest)}: the run has rounded those of {like}, in {theirs}; "
         "adapter-export changes none"
     ]
 

@@ -77,7 +77,7 @@ class SafetensorsFile:
                 )
             if not 0 <= start <= stop or stop - start != prod(shape) * STORED[letters].itemsize:
                 raise ConversionError(
-                    f"{self.path} is damaged: {name}, {letters} {list(shape)}, can not occupy bytes "
+                    f"{self.path} is damaged: {name}, {letters} {list(shape)}, cannot occupy bytes "
                     f"{start:,} to {stop:,}"
                 )
 
@@ -120,7 +120,7 @@ class PickledFile:
         except Exception as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ConversionError(
-                f"{path} can not be read as tensors alone, and code is not run: {reason}"
+                f"{path} cannot be read as tensors alone, and code is not run: {reason}"
             ) from None
         if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
             raise ConversionError(f"{path} holds something other than tensors by name")
@@ -188,9 +188,7 @@ def _size_of(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError as error:
-        raise ConversionError(
-            f"{path} can not be read: {error.strerror}. Is the download complete?"
-        ) from None
+        raise ConversionError(f"{path} cannot be read: {error.strerror}. Is the download complete?") from None
 
 
 def _files_of(directory: Path, names: Sequence[str]) -> dict[str, list[str]]:

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import Manifest
+from megalite.checkpoint.chunks import Chunk
 from megalite.checkpoint.inspect import whole
-from megalite.checkpoint.manifest import WEIGHT, Chunk
+from megalite.checkpoint.manifest import WEIGHT
 from megalite.config.load import from_dict
 from megalite.config.schema import LoraConfig, ModelConfig
-from megalite.model.adapters import MAGNITUDE, A, B, name_of
+from megalite.model.adapter_parameters import MAGNITUDE, A, B, name_of
 from megalite.model.parameters import model_specs
 
 

@@ -12,7 +12,7 @@ from megalite.checkpoint import Manifest
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config
 from megalite.config.token_files import is_chat, metadata, prefixes
-from megalite.data.tokenizer_identity import TokenizerIdentity
+from megalite.data.tokenizer.identity import TokenizerIdentity
 from megalite.families.hub import repository
 from megalite.system.files import write_synced
 

@@ -40,7 +40,7 @@ from megalite.huggingface.names import TensorPlace
 PREFIX = "base_model.model."
 EMBEDDING = "embedding.weight"
 FUSED_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_moe")
-"""Families with dense layers or shared experts whose modules PEFT can not find by these names."""
+"""Families with dense layers or shared experts whose modules PEFT cannot find by these names."""
 _TAKEN = ("gate_proj", "up_proj", "down_proj")
 
 

@@ -3,7 +3,7 @@ state of all routers.
 
 A checkpoint has the states `router/bias` and `router/load`, [layers, experts] fp64 each, and with modules of
 multi-token prediction the same of these; files have the first in fp32, and the second is equal at the start
-of a run. See `megalite.model.routers`.
+of a run. See `megalite.model.router_states`.
 """
 
 from __future__ import annotations

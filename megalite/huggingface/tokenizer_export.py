@@ -20,10 +20,10 @@ from megalite.checkpoint import Manifest
 from megalite.config.load import from_dict
 from megalite.config.schema import Config, ConfigError
 from megalite.config.token_files import metadata, prefixes
-from megalite.data.chat_template import ChatTemplate, template_hash
+from megalite.data.chat.template import ChatTemplate, template_hash
 from megalite.data.indexed import DataError
-from megalite.data.tokenizer_comparison import Tokenized, compare
-from megalite.data.tokenizer_identity import (
+from megalite.data.tokenizer.comparison import Tokenized, compare
+from megalite.data.tokenizer.identity import (
     ENTRY,
     SETTINGS,
     TEMPLATES,
@@ -36,7 +36,7 @@ from megalite.data.tokenizer_identity import (
     of_tokenizer,
     tokenizer_files,
 )
-from megalite.data.tokenizers import (
+from megalite.data.tokenizer.tokenizers import (
     ByteTokenizer,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
@@ -44,10 +44,9 @@ from megalite.data.tokenizers import (
     load,
 )
 from megalite.families.model_config import hf_config
+from megalite.huggingface.companions import GENERATION, check_vocabulary, recorded_tokenizer
 from megalite.huggingface.files import ConversionError
-from megalite.huggingface.recorded import tokenizer_of
 from megalite.huggingface.tokenizer_json import converted
-from megalite.huggingface.vocabulary import GENERATION, check_vocabulary
 from megalite.system.files import write_synced
 
 ALLOW = "--allow_tokenizer_change"
@@ -110,7 +109,7 @@ def choose(manifest: Manifest, choice: TokenizerChoice, origin: Path | None) -> 
     if found.name is None:
         return found
     if trained or choice.named or not Path(found.name).is_dir():
-        found.template = _template(found, trained, tokenizer_of(manifest).template_hash)
+        found.template = _template(found, trained, recorded_tokenizer(manifest).template_hash)
         try:
             found.tokenizer = load(found.name)
         except ImportError as error:
@@ -127,7 +126,7 @@ def _found(
 ) -> ExportedTokenizer:
     """The tokenizer's name: as chosen, else the recorded one, else that of the directory that the weights
     came from if it is the same."""
-    recorded = tokenizer_of(manifest)
+    recorded = recorded_tokenizer(manifest)
     asked = choice.named or (str(choice.like) if choice.like and tokenizer_files(choice.like) else None)
     if asked is not None:
         given = of_tokenizer(asked)
@@ -148,7 +147,7 @@ def _found(
                     replace(identity, fingerprint=identity.fingerprint or recorded.fingerprint), name
                 )
     why = (
-        f"{recorded.name} can not be read any more, or has changed"
+        f"{recorded.name} cannot be read any more, or has changed"
         if recorded.name
         else "the checkpoint does not name one"
     )

@@ -11,9 +11,9 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-from megalite.data.sentencepiece_model import ModelType, PieceType, SentencePieceModel
-from megalite.data.tokenizer_structure import SPACE, byte_letters, splits
-from megalite.data.tokenizers import BYTE_EOS, ByteTokenizer, SentencePieceTokenizer
+from megalite.data.tokenizer.sentencepiece_model import ModelType, PieceType, SentencePieceModel
+from megalite.data.tokenizer.structure import SPACE, byte_letters, splits
+from megalite.data.tokenizer.tokenizers import BYTE_EOS, ByteTokenizer, SentencePieceTokenizer
 from megalite.huggingface.files import ConversionError
 
 Files = dict[str, dict[str, Any]]

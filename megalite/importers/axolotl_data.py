@@ -84,7 +84,7 @@ def _prepared(value: Any, source: ImportedFile, option: str, output: str) -> Ver
     unknown = [_type(entry) for entry in entries if not pretraining and not _is_known(entry)]
     if unknown:
         return lost(
-            f"data of type {', '.join(map(show, unknown))} can not be prepared here: make conversations or "
+            f"data of type {', '.join(map(show, unknown))} cannot be prepared here: make conversations or "
             "text of it first"
         )
     datasets = [_dataset(entry, source, pretraining) for entry in entries] or [ImportedDataset()]

@@ -13,7 +13,7 @@ from fractions import Fraction
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType
-from typing import Any, NamedTuple, Protocol, get_args
+from typing import Any, NamedTuple, get_args
 
 from megalite.config import amounts
 from megalite.config.dims import ParallelDims
@@ -25,22 +25,13 @@ from megalite.families import hub
 from megalite.families.model_config import hf_shape
 from megalite.families.peft_names import with_own_names
 from megalite.families.presets import preset
-from megalite.importers import (
-    accelerate,
-    axolotl,
-    deepspeed,
-    llama_factory,
-    megatron,
-    others,
-    torchtitan,
-    torchtune,
-)
-from megalite.importers.reads import SHAPE, left_open, read_by
+from megalite.importers import accelerate, deepspeed, megatron, torchtune
+from megalite.importers.projects import PROJECTS, Project, recognize
+from megalite.importers.rule_options import SHAPE, left_open, read_by
 from megalite.importers.verdict import (
     ImportedFile,
     KeyRule,
     Kind,
-    Table,
     Verdict,
     harmless,
     left,
@@ -49,29 +40,6 @@ from megalite.importers.verdict import (
     row_of,
 )
 
-
-class Project(Protocol):
-    """What a module of this package has for one project. defaults: what the project gives to keys that the
-    file does not have, where that differs from ours."""
-
-    NAME: str
-
-    def recognizes(self, leaves: dict[str, Any]) -> bool: ...
-    def ranks(self, source: ImportedFile) -> int | None: ...
-    def defaults(self, source: ImportedFile) -> dict[str, Any]: ...
-    def table(self, source: ImportedFile) -> Table: ...
-
-
-PROJECTS: dict[str, Project] = {
-    "accelerate": accelerate,
-    "torchtitan": torchtitan,
-    "megatron": megatron,
-    "axolotl": axolotl,
-    "llama-factory": llama_factory,
-    "torchtune": torchtune,
-    "deepspeed": deepspeed,
-}
-"""The name on the command line → its module, in the order in which they are tried on a file."""
 FILES = ("run.dir", "model.from_hf", "model.init_from", "data.train", "data.validation", "lora.init_from")
 """Options that name files, which may be on another machine: they are kept, and what is missing is reported.
 """
@@ -175,7 +143,7 @@ def convert(tree: Any, dp: int | None = None, linked: Any = None, project: str |
     Raises ConfigError if the content is of no known project, or contradicts itself.
     """
     leaves = leaves_of(tree)
-    module = PROJECTS[project or _project(leaves)]
+    module = PROJECTS[project or recognize(leaves)]
     found = Imported(module.NAME)
     source = _judge(found, module, ImportedFile(leaves, dp))
     if linked is not None:
@@ -189,32 +157,6 @@ def convert(tree: Any, dp: int | None = None, linked: Any = None, project: str |
     if found.is_empty:  # defaults alone are no configuration
         found.options, found.honoured = {}, {}
     found.options = {option: found.options[option] for option in OPTIONS if option in found.options}
-    return found
-
-
-def _project(leaves: dict[str, Any]) -> str:
-    found = (
-        None
-        if others.project(leaves)
-        else next((name for name, module in PROJECTS.items() if module.recognizes(leaves)), None)
-    )
-    if found is None:
-        names = ", ".join(PROJECTS)
-        if (other := others.project(leaves)) is not None:
-            raise ConfigError(
-                f"the file is a configuration of {other}, which is not supported. Supported projects: "
-                f"{names}."
-            )
-        if any(key.replace("-", "_") == others.TRAINER for key in leaves):
-            raise ConfigError(
-                "the file has arguments of transformers' Trainer or of TRL, which are not imported. Set the "
-                "options by hand: "
-                "docs/coming-from.md, under transformers Trainer, has ours beside theirs."
-            )
-        raise ConfigError(
-            "the file has no keys by which its project is recognized. Name the project before the file, one "
-            f"of: {names}."
-        )
     return found
 
 

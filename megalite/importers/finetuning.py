@@ -83,7 +83,7 @@ def base_model(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _named(option: str, value: Any, own: dict[str, str], source: ImportedFile) -> tuple[list[str], list[str]]:
-    """Our names of those in a list, or separated by commas, and the names that an adapter can not have.
+    """Our names of those in a list, or separated by commas, and the names that an adapter cannot have.
 
     Names that only some families have, for example of fused projections, stay as they are: `megalite train`
     knows them.
@@ -109,7 +109,7 @@ def targets(value: Any, source: ImportedFile) -> Verdict:
     known, unknown = _named("lora.targets", names, PROJECTIONS, source)
     if not known:
         return lost("lora.targets names projections of attention and feed-forward")
-    return honoured({"lora.targets": known}, f"{', '.join(unknown)} can not have adapters" if unknown else "")
+    return honoured({"lora.targets": known}, f"{', '.join(unknown)} cannot have adapters" if unknown else "")
 
 
 def modules_to_save(value: Any, source: ImportedFile) -> Verdict:
@@ -311,7 +311,7 @@ TRAINER: Table = {
             harmless("checkpoint.load: auto resumes the run in its directory")
             if type(value) is bool
             else left(
-                "its checkpoints can not be loaded: merge or export them there, and set model.init_from: "
+                "its checkpoints cannot be loaded: merge or export them there, and set model.init_from: "
                 "hf:DIR"
             )
         )

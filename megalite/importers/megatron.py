@@ -1,6 +1,6 @@
 """Megatron-LM's command-line arguments. Meanings and defaults are those of its
 megatron/training/arguments.py, training.py and megatron/core/optimizer_param_scheduler.py. The model's shape
-is in megatron_model.py, with megatron_experts.py and megatron_latents.py."""
+is in megatron_model.py, with megatron_experts.py and megatron_latent_attention.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 from megalite.config import rampup
 from megalite.config.schema import TrainConfig
-from megalite.importers import finetuning, megatron_experts, megatron_latents, megatron_model, megatron_script
+from megalite.importers import finetuning, megatron_experts, megatron_model, megatron_script
+from megalite.importers import megatron_latent_attention as latent_attention
 from megalite.importers.batch import Batch
 from megalite.importers.megatron_script import LAUNCH, open_row, unknown_parts
 from megalite.importers.verdict import (
@@ -71,7 +72,7 @@ SWITCHES = frozenset(
         "no-load-optim",
         "no-load-rng",
         "finetune",
-        megatron_latents.SWITCH,
+        latent_attention.SWITCH,
     )
     + tuple(megatron_experts.SWITCHES)
 )
@@ -394,7 +395,7 @@ FORMAT = "a checkpoint holds the whole model, and any layout loads it"
 TABLE: Table = {
     **megatron_model.TABLE,
     **megatron_experts.TABLE,
-    **megatron_latents.TABLE,
+    **latent_attention.TABLE,
     **BATCH.table(),
     **megatron_script.TABLE,
     **{f"{LAUNCH}{key}": KeyRule(_processes, "parallel.dp") for key, _ in PROCESSES},

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megalite.importers import megatron_latents
+from megalite.importers import megatron_latent_attention as latent_attention
 from megalite.importers.megatron_experts import pattern
 from megalite.importers.verdict import (
     ImportedFile,
@@ -33,7 +33,7 @@ def default_width(source: ImportedFile) -> int | None:
 
 def _kv_heads(value: Any, source: ImportedFile) -> Verdict:
     """Without --group-query-attention, and with latents, every head has its own key and value."""
-    if megatron_latents.is_on(source):
+    if latent_attention.is_on(source):
         return harmless("with latents every head has its own key and value")
     if not source.on("group-query-attention"):
         return harmless("group-query-attention is off")
@@ -42,7 +42,7 @@ def _kv_heads(value: Any, source: ImportedFile) -> Verdict:
 
 def _position(value: Any, source: ImportedFile) -> Verdict:
     """Latent attention rotates positions itself, whatever the model's positions are."""
-    if megatron_latents.is_on(source):
+    if latent_attention.is_on(source):
         learned = source.word("position-embedding-type", "learned_absolute") == "LEARNED_ABSOLUTE"
         rotary = not learned or source.on("use-rotary-position-embeddings")
         return honoured(
@@ -74,7 +74,7 @@ def _rope_scaling(value: Any, source: ImportedFile) -> Verdict:
     """Llama 3's scaling, which is that of the model's rotary embeddings: latent attention has its own."""
     if not source.on("use-rope-scaling"):
         return harmless("use-rope-scaling is off")
-    if megatron_latents.is_on(source):
+    if latent_attention.is_on(source):
         return harmless("latent attention has rotary embeddings of its own, which this does not scale")
     if _position(None, source).options.get("model.position", "rope") != "rope":
         return harmless("positions are not rotary")
@@ -90,7 +90,7 @@ def _rope_scaling(value: Any, source: ImportedFile) -> Verdict:
 
 def _interpolation(value: Any, source: ImportedFile) -> Verdict:
     if (
-        megatron_latents.is_on(source)
+        latent_attention.is_on(source)
         or _position(None, source).options.get("model.position", "rope") != "rope"
     ):
         return harmless("it is for rotary positions outside of latent attention")
@@ -124,7 +124,7 @@ def _activation(value: Any, source: ImportedFile) -> Verdict:
 
 def _biases(value: Any, source: ImportedFile) -> Verdict:
     bias = not source.on("disable-bias-linear")
-    if megatron_latents.is_on(source):
+    if latent_attention.is_on(source):
         return honoured({"model.mlp_bias": bias}, "latent attention has no biases" if bias else "")
     inner = bias or source.on("add-qkv-bias")
     return honoured({"model.attention_bias": inner, "model.attention_out_bias": bias, "model.mlp_bias": bias})
@@ -135,7 +135,7 @@ def _hidden_dropout(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _qk_norm(value: Any, source: ImportedFile) -> Verdict:
-    if megatron_latents.is_on(source):
+    if latent_attention.is_on(source):
         return harmless("the latents have norms, as here")
     if source.word("normalization") != "RMSNORM":
         return lost("model.qk_norm: head is an RMSNorm; with LayerNorm there is none that all heads share")
@@ -146,7 +146,7 @@ def _without_latents(row: KeyRule) -> KeyRule:
     """A row of heads whose widths the arguments of latent attention give, if it is on."""
     off = harmless("qk-head-dim, qk-pos-emb-head-dim and v-head-dim say it")
     return KeyRule(
-        lambda value, source: off if megatron_latents.is_on(source) else row.judge(value, source), row.option
+        lambda value, source: off if latent_attention.is_on(source) else row.judge(value, source), row.option
     )
 
 
@@ -267,12 +267,12 @@ TABLE: Table = {
 def defaults(source: ImportedFile) -> dict[str, Any]:
     """GPT's defaults that differ from ours; nothing if no model is given."""
     found: dict[str, Any] = {}
-    if source.on("group-query-attention") and not megatron_latents.is_on(source):
+    if source.on("group-query-attention") and not latent_attention.is_on(source):
         found["num-query-groups"] = 1
     if source.on("use-rope-scaling"):
         found["rope-scaling-factor"] = 8.0
-    if megatron_latents.is_on(source):
-        found |= megatron_latents.DEFAULTS
+    if latent_attention.is_on(source):
+        found |= latent_attention.DEFAULTS
     if HIDDEN not in source.leaves:
         return found
     return found | {

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from megalite.config.schema import ConfigError
-from megalite.importers.shell.script import Found, ScriptCommand, commands
+from megalite.importers.shell.script import ScriptCommand, ScriptResult, commands
 from megalite.importers.shell.values import Unknown, Word, has_unknown
 from megalite.importers.verdict import ImportedFile, KeyRule, Table, Verdict, left, never
 
@@ -48,7 +48,7 @@ def parse(
     if not runs:
         sources = found.unread.get("source", [])
         why = (
-            f" It runs {', '.join(sources)}, which can not be read from here: give that script."
+            f" It runs {', '.join(sources)}, which cannot be read from here: give that script."
             if sources
             else ""
         )
@@ -82,7 +82,7 @@ def parse(
     }
 
 
-def _of_variables(found: Found, marks: Collection[str]) -> list[ScriptCommand]:
+def _of_variables(found: ScriptResult, marks: Collection[str]) -> list[ScriptCommand]:
     """The arguments in the variables of a script that only sets them, for others to read."""
     scores = {name: _score(words, marks) for name, words in found.variables.items()}
     names = [name for name, score in scores.items() if score] if max(scores.values(), default=0) > 1 else []
@@ -270,7 +270,7 @@ TABLE: Table = {
         )
     ),
     f"{SCRIPT}line": KeyRule(
-        lambda value, source: left("it can not be read as bash: check which arguments it sets")
+        lambda value, source: left("it cannot be read as bash: check which arguments it sets")
     ),
     f"{SCRIPT}cut": KeyRule(lambda value, source: left(CUT)),
     f"{SCRIPT}variables": KeyRule(

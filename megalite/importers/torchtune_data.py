@@ -89,7 +89,7 @@ def _prepared(sections: list[dict[str, Any]], source: ImportedFile, option: str,
     others = [_name(section) for section in sections if _name(section) not in TEXTS | CHATS]
     if others:
         return lost(
-            f"data of {', '.join(map(show, others))} can not be prepared here: make conversations or text of "
+            f"data of {', '.join(map(show, others))} cannot be prepared here: make conversations or text of "
             "it first"
         )
     return data.prepared(

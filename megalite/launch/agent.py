@@ -31,12 +31,12 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from megalite.launch.causes import End, ExitCause, by_cause, exit_status, lost_in
-from megalite.launch.exit_status import END_FILE, ExitStatus, training_status
-from megalite.launch.interrupts import SIGNALS, Listener, Second, end, line_of
+from megalite.launch.causes import End, ExitCause, by_cause, lost_in
+from megalite.launch.exit_status import END_FILE, ExitStatus, shell_status, training_status
 from megalite.launch.local_ranks import package_path
 from megalite.launch.memory_kills import MemoryKills
 from megalite.launch.output import LOGS
+from megalite.launch.signals import SIGNALS, RepeatedSignal, SignalListener, end_at_once, signal_message
 from megalite.system.messages import say
 from megalite.system.processes import blocked, marked
 
@@ -84,7 +84,7 @@ def launch(options: Launch, command: Sequence[str]) -> int:
         except MEETING_FAILED as error:
             say(f"the ranks could not be started: {error}")
             return int(ExitStatus.FAILED)
-        listener = Listener(agent.forward, (*SIGNALS, signal.SIGUSR1))
+        listener = SignalListener(agent.forward, (*SIGNALS, signal.SIGUSR1))
         try:
             return agent.outcome(agent.run())
         except MEETING_FAILED as error:
@@ -144,7 +144,7 @@ class _Agent(LocalElasticAgent):
         self.options, self.end_file, self._killed = options, end_file, False
         self.pids: list[int] = []
         self.received: list[int] = []
-        self._second, self._timer = Second(), Timer(0, lambda: None)
+        self._repeated, self._timer = RepeatedSignal(), Timer(0, lambda: None)
         self._ended: dict[int, float] = {}  # ranks that have ended by themselves, and when
         self._ends: list[End] = []  # of all ranks, once one has failed
 
@@ -204,8 +204,11 @@ class _Agent(LocalElasticAgent):
         """Pass a signal on to the ranks, and end those that have not ended after a time. Called on the
         listener's thread."""
         if not self.pids:
-            end(f"{line_of(number)} before the first step: nothing was changed", training_status(number))
-        again = number == signal.SIGINT and self._second()
+            end_at_once(
+                f"{signal_message(number)} before the first step: nothing was changed",
+                training_status(number),
+            )
+        again = number == signal.SIGINT and self._repeated.arrived()
         if not self.received or again:
             self._timer.cancel()
             self._timer = Timer(AT_ONCE_S if again else self.options.patience_s, self._kill)
@@ -257,4 +260,4 @@ class _Agent(LocalElasticAgent):
         ]
         ends = [*self._ends, *(End(rank, 0, ExitCause.ENDED, time.time()) for rank in others)]
         self.options.crashed(ends, line, since=self.started, logs=self.end_file.parent)
-        return exit_status(first.status)
+        return shell_status(first.status)

@@ -150,11 +150,6 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def exit_status(status: int) -> int:
-    """The exit status of the process's launcher: the same, or 128 + the number of a signal, as in a shell."""
-    return status if status >= 0 else 128 - status
-
-
 def lost_in(content: Any) -> Lost | None:
     """What `Lost` says as plain data, read from a file that a rank has written; None if it is no such
     data."""

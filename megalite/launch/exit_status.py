@@ -1,4 +1,4 @@
-"""The exit statuses of a run, which schedulers act on (docs/runs.md), and how a rank passes its own on."""
+"""Exit statuses of a run, which schedulers act on (docs/runs.md), of its ranks, and of signals."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from enum import IntEnum
 from pathlib import Path
 
 END_FILE = "MEGALITE_END_FILE"
-"""Environment variable: the file in which local rank 0 tells the launcher how the run ended. A launcher that
-restarts every process that exits with another status than 0 cannot learn it from the process."""
+"""Environment variable: the file into which local rank 0 writes the run's exit status for the launcher. A
+launcher that restarts every process whose exit status is not 0 cannot read it from the process."""
 
 
 class ExitStatus(IntEnum):
-    """How a run ended."""
+    """The result of a run."""
 
     DONE = 0  # every step is done
     FAILED = 1  # the reason is on stderr; the newest checkpoint can be resumed
@@ -24,13 +24,23 @@ class ExitStatus(IntEnum):
     INTERRUPTED = 130  # SIGINT (Ctrl-C): saved if it was training, otherwise nothing was changed
 
 
+def signal_status(number: int) -> int:
+    """The exit status of a process that a signal has ended, as in a shell."""
+    return 128 + number
+
+
+def shell_status(status: int) -> int:
+    """The exit status for a `subprocess` status: the same, or that of a signal, which is negative there."""
+    return status if status >= 0 else signal_status(-status)
+
+
 def training_status(number: int) -> ExitStatus:
     """The status of a training process that a signal ends before or after its steps."""
     return ExitStatus.INTERRUPTED if number == signal.SIGINT else ExitStatus.STOPPED
 
 
 def process_status(status: ExitStatus) -> int:
-    """The status with which this rank has to exit, given how the run ended. Local rank 0 tells the launcher.
+    """Returns this rank's exit status, given how the run ended. Local rank 0 also writes END_FILE.
 
     Under torchrun a run that has saved exits with 0: torchrun would restart it, or report a failure.
     """

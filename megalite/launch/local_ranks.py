@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import IO
 
 import megalite
-from megalite.launch.causes import ended, exit_status
+from megalite.launch.causes import ended
+from megalite.launch.exit_status import shell_status
 from megalite.launch.memory_kills import MemoryKills
 from megalite.system.processes import blocked, marked
 
@@ -108,7 +109,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], poll: Callable[[], object], kill
             if status < 0:  # it could not print a message itself
                 why = kills.found(ranks[rank].pid) if -status == signal.SIGKILL else ""
                 print(f"rank {rank} {ended(status)}{why and f': {why}'}", file=sys.stderr, flush=True)
-            return exit_status(status)
+            return shell_status(status)
         if None not in statuses:
             return 0
         poll()

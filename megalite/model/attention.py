@@ -1,8 +1,8 @@
 """Causal self-attention with grouped key-value heads; each tp rank computes its own heads.
 
 Column-parallel query-key-value projection, attention over this rank's heads, row-parallel output projection.
-Communication: that of the two linears, of a query-key norm over the full width (`FullWidthRMSNorm`), and with
-parts of sequences that of `parallel.context`.
+Communicates in the two linears, in a query-key norm over the full width (`FullWidthRMSNorm`), and under
+context parallelism in `parallel.context`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megalite.config.schema import ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.forward_state import ForwardState, Site
-from megalite.model.options import LayerOptions
+from megalite.model.layer_options import LayerOptions
 from megalite.model.parameters import kv_replicas
 from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.tensor.norm import EachHeadLayerNorm, FullWidthRMSNorm, RMSNorm
@@ -27,11 +27,11 @@ from megalite.parallel.weight import Weight
 
 
 class _Split(torch.autograd.Function):
-    """Split the packed projection into queries, keys and values, and rotate queries and keys. Backward
-    returns one packed gradient.
+    """Splits the packed projection of this rank's heads into queries, keys and values, and rotates queries
+    and keys. Backward returns one packed gradient.
 
-    [seq, batch, (heads + 2 · kv_heads) · head_dim] -> [seq, batch, heads, head_dim] and twice [seq, batch,
-    kv_heads, head_dim], all of this rank's heads. Without tables nothing is rotated. No communication.
+    [seq, batch, (heads + 2 · kv_heads) · head_dim] -> queries [seq, batch, heads, head_dim], keys and values
+    [seq, batch, kv_heads, head_dim]. Without tables nothing is rotated. No communication.
     """
 
     @staticmethod
@@ -39,9 +39,8 @@ class _Split(torch.autograd.Function):
         cos, sin = rotary if rotary is not None else (None, None)
         ctx.save_for_backward(cos, sin)
         ctx.ops = layer.options.ops
-        return ctx.ops.split_rotary(
-            packed, layer.heads, layer.kv_heads, layer.model_config.head_size, cos, sin
-        )
+        head_dim = layer.model_config.head_size
+        return ctx.ops.split_rotary(packed, layer.heads, layer.kv_heads, head_dim, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -49,9 +48,9 @@ class _Split(torch.autograd.Function):
         return ctx.ops.split_rotary_backward(*grads, cos, sin), None, None
 
 
-class _Rotate(torch.autograd.Function):
-    """Rotary embedding of [seq, batch, heads, head_dim]; the gradient is rotated by the opposite angle. No
-    communication."""
+class Rotate(torch.autograd.Function):
+    """Applies the rotary embedding to [seq, batch, heads, head_dim]; the gradient is rotated by the opposite
+    angle. No communication."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -65,7 +64,7 @@ class _Rotate(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """softmax(q kᵀ · scale + mask) v over this rank's heads: [seq, batch, heads, head_dim]. No
+    """Computes softmax(q kᵀ · scale + mask) v over this rank's heads: [seq, batch, heads, head_dim]. No
     communication."""
 
     @staticmethod
@@ -95,24 +94,21 @@ class Attention(nn.Module):
         self.heads = model.num_attention_heads // tp.size
         self.first_head = self.heads * tp.rank  # global index: part of the key of attention dropout
         self.uses_rope, self.local_rope = model.uses_rope(layer), model.local_rope(layer)
-        self.out = RowParallelLinear(
-            weights[f"{name}.out.weight"], weights.get(f"{name}.out.bias"), tp, sequence_parallel
-        )
+        bias = weights.get(f"{name}.out.bias")
+        self.out = RowParallelLinear(weights[f"{name}.out.weight"], bias, tp, sequence_parallel)
         self.attend = options.attention_over(mesh) or _Attention.apply
         self.make_projections(name, weights, mesh)
 
     def make_projections(self, name: str, weights: Mapping[str, Weight], mesh: Mesh) -> None:
-        """The modules of `project`."""
+        """Create the modules of `project`."""
         model, tp = self.model_config, mesh.tp
         # at least 1: tp ranks beyond the kv heads hold replicas
         self.kv_heads = model.kv_heads * kv_replicas(model, tp.size) // tp.size
         bias = weights.get(f"{name}.qkv.bias")
-        self.qkv = ColumnParallelLinear(
-            weights[f"{name}.qkv.weight"], bias, tp, self.options.sequence_parallel
-        )
-        self.q_norm, self.k_norm = (
-            self._qk_norm(weights, f"{name}.{part}.weight", mesh) for part in ("q_norm", "k_norm")
-        )
+        sequence_parallel = self.options.sequence_parallel
+        self.qkv = ColumnParallelLinear(weights[f"{name}.qkv.weight"], bias, tp, sequence_parallel)
+        self.q_norm = self._qk_norm(weights, f"{name}.q_norm.weight", mesh)
+        self.k_norm = self._qk_norm(weights, f"{name}.k_norm.weight", mesh)
 
     def _qk_norm(self, weights: Mapping[str, Weight], name: str, mesh: Mesh) -> nn.Module | None:
         model = self.model_config
@@ -132,9 +128,9 @@ class Attention(nn.Module):
         return self.out(out.flatten(-2), state.adapter_mask(Site.OUT_ADAPTER, self.layer))
 
     def project(self, x: Tensor, state: ForwardState) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of this rank's heads, [seq, batch, heads, head_dim] each, normalized and
-        rotated."""
-        rotary = (state.local_rotary if self.local_rope else state.rotary) if self.uses_rope else None
+        """Returns queries, keys and values of this rank's heads, [seq, batch, heads, head_dim] each,
+        normalized and rotated."""
+        rotary = self.rotary_tables(state)
         # [seq, batch, (heads + 2 · kv_heads) · head_dim]
         packed = self.qkv(x, state.adapter_mask(Site.QKV_ADAPTER, self.layer))
         if self.q_norm is None or self.k_norm is None:
@@ -144,18 +140,24 @@ class Attention(nn.Module):
             q, k = self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k)
         else:
             q, k = self.q_norm(q), self.k_norm(k)
-        return (q, k, v) if rotary is None else (_Rotate.apply(q, *rotary), _Rotate.apply(k, *rotary), v)
+        return (q, k, v) if rotary is None else (Rotate.apply(q, *rotary), Rotate.apply(k, *rotary), v)
+
+    def rotary_tables(self, state: ForwardState) -> tuple[Tensor, Tensor] | None:
+        """cos and sin of the positions of this cp rank's whole part of the sequence; None: this layer does
+        not rotate."""
+        if not self.uses_rope:
+            return None
+        return state.local_rotary if self.local_rope else state.rotary
 
     def operation(self, state: ForwardState) -> dict[str, Any]:
-        """Keyword arguments of the attention operation."""
-        model = self.model_config
-        dropout = None
+        """Returns the keyword arguments of the attention operation."""
+        model, dropout = self.model_config, None
         if model.attention_dropout and state.training:
             key = state.dropout_key(Site.ATTENTION, self.layer)
             dropout = AttentionDropout(
                 key, state.samples, model.attention_dropout, self.first_head, state.first_position
             )
-        return {
+        options = {
             "scale": model.attention_scale or model.head_size**-0.5,
             "window": model.window(self.layer),
             "document_start": state.first_visible,
@@ -164,5 +166,5 @@ class Attention(nn.Module):
             "boundaries": state.boundaries,
             # without a backward nothing is saved
             "recompute": self.options.recomputes_scores or not torch.is_grad_enabled(),
-            **({} if state.part is None else {"part": state.part}),
         }
+        return options if state.part is None else {**options, "part": state.part}

@@ -1,9 +1,8 @@
-"""Attention whose heads have a sink each (gpt-oss): a learned score that joins the softmax over the keys and
-has no value.
+"""Attention with sinks (gpt-oss): each head has a learned score that joins the softmax over the keys and has
+no value.
 
-A head may attend to nothing: its output is then nearly zero. Each tp rank has the sinks of its own heads, and
-their gradient is complete on it; over dp and cp it is summed as every other one is. No communication but that
-of `Attention`.
+So a head may attend to nothing, and its output is then nearly zero. Each tp rank has the sinks of its own
+heads and their complete gradient; over dp and cp it is summed like any other. Communicates as `Attention`.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from megalite.config.schema import ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.attention import Attention
 from megalite.model.forward_state import ForwardState
-from megalite.model.options import LayerOptions
+from megalite.model.layer_options import LayerOptions
 from megalite.parallel.weight import Weight
 
 
 class _AttentionWithSinks(torch.autograd.Function):
-    """Attention over this rank's heads, [seq, batch, heads, head_dim]; the sinks' gradient goes to its
-    bucket. No communication."""
+    """Attention with sinks over this rank's heads, [seq, batch, heads, head_dim]. Backward adds the sinks'
+    gradient to its bucket. No communication."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
@@ -46,7 +45,7 @@ class _AttentionWithSinks(torch.autograd.Function):
 
 
 class SinkAttention(Attention):
-    """As `Attention`."""
+    """`Attention` with a sink in each head."""
 
     def __init__(
         self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions

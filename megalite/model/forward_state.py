@@ -1,4 +1,4 @@
-"""What a forward pass needs besides its input: positions, documents, and the key of dropout. No
+"""The inputs of a forward pass besides activations: positions, documents, and the keys of dropout. No
 communication."""
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.microbatch import Boundaries, Runs
 
 if TYPE_CHECKING:
-    from megalite.parallel.tensor.lora import Mask
-
-if TYPE_CHECKING:
     from megalite.parallel.context.parts import SequencePart
+    from megalite.parallel.tensor.lora import Mask
 
 
 class Site(IntEnum):
@@ -35,18 +33,19 @@ class Site(IntEnum):
 
 @dataclass
 class ForwardState:
-    """What the units need to know about one microbatch: the same on every stage and tp rank.
+    """The properties of one microbatch that units read: the same on every stage and tp rank.
 
     Attributes:
-        samples, step, seed: [batch] global sample indices, the step and the seed: with the positions, the key
-        of dropout. training: False in evaluation: no dropout.
-        positions, runs, document_start, part, boundaries: those of the `Microbatch`.
+        samples: [batch] global sample indices. With step, seed and positions they are the key of dropout.
+        training: False in evaluation: no dropout.
+        positions, runs, document_start, part, boundaries: as in `Microbatch`.
         rotary: (cos, sin) tables of `document_positions`; None where the model has no rotary embedding.
-        local_rotary: those of rope_local_theta, for the layers with a sliding window.
-        lora_dropout: probability of dropout in front of adapters.
-        targets, loss_scale: those of the microbatch's loss, which auxiliary losses of the layers are scaled
-        like; None: there is no loss. statistics: what the layers report, in addition to the loss
-        (`StageOutput`). choices: by layer, the experts that recomputation must choose again.
+        local_rotary: the tables of rope_local_theta, for the layers with a sliding window.
+        lora_dropout: probability of dropout before adapters.
+        targets: the targets of the microbatch's loss; None: there is no loss.
+        loss_scale: the factor of the loss, and of the auxiliary losses of layers.
+        statistics: the statistics of layers, in addition to the loss (`StageOutput`).
+        choices: layer → the choice of experts that recomputation must repeat.
     """
 
     samples: Tensor
@@ -67,12 +66,12 @@ class ForwardState:
     boundaries: Boundaries | None = None
 
     def dropout_key(self, site: Site, layer: int) -> int:
-        """The key of one mask. Key, sample, position and channel determine each bit of it."""
+        """Returns the key of one mask. Key, sample, position and channel determine each of its bits."""
         return dropout_key(self.seed, self.step, int(site), layer)
 
     def adapter_mask(self, site: Site, layer: int) -> Mask | None:
-        """Dropout of an adapter's input, which is the whole sequence also under sequence parallelism; None:
-        no dropout."""
+        """Returns the dropout of an adapter's input, which has all positions also under sequence parallelism;
+        None: no dropout."""
         if not self.lora_dropout or not self.training:
             return None
         return partial(
@@ -91,25 +90,24 @@ class ForwardState:
 
     @property
     def length(self) -> int:
-        """Number of positions of a row, from its first token on; where rows differ, of the longest, read from
-        the device."""
+        """Number of positions of a row, from its first token on. Where rows differ, the largest, which is
+        read from the device."""
         if self.part is not None:  # its last position may be on another rank
             return self.part.length
-        return (
-            max(start + length for start, length in self.runs) if self.runs else int(self.positions.max()) + 1
-        )
+        if self.runs:
+            return max(start + length for start, length in self.runs)
+        return int(self.positions.max()) + 1
 
     @property
     def first_position(self) -> int:
-        """Position from which attention counts: that of the first token, or with parts of rows, whose runs it
-        is given, 0."""
+        """The position that attention counts from: the first token's, or 0 for parts of rows, whose positions
+        are among its arguments."""
         assert self.part or len(self.runs) == 1, "positions must be consecutive"
         return 0 if self.part else self.runs[0][0]
 
     @property
     def first_visible(self) -> Tensor | None:
-        """`document_start` relative to the first token, as attention counts its keys; None: all keys are of
-        one document."""
+        """`document_start` relative to `first_position`; None: all keys are of one document."""
         if self.document_start is None or self.first_position == 0:
             return self.document_start
         # a document may start before the first token
@@ -117,7 +115,7 @@ class ForwardState:
 
 
 class _Dropout(torch.autograd.Function):
-    """Dropout whose mask is computed again in backward instead of kept: it depends only on its key."""
+    """Dropout whose backward computes the mask again: it depends only on its key."""
 
     @staticmethod
     def forward(
@@ -137,7 +135,7 @@ class _Dropout(torch.autograd.Function):
 class Dropout:
     """Dropout of activations [seq (/tp), batch, hidden] by a keyed mask, the same on every mesh.
 
-    Under sequence parallelism the rank on `tp` determines which part of the sequence the activations are.
+    Under sequence parallelism the activations are the part of the sequence of this rank on `tp`.
     """
 
     probability: float

@@ -1,17 +1,18 @@
-"""The model's stored parameters as specs, unit by unit: computed only from the configuration.
+"""The specs of the model's stored parameters, unit by unit, computed from the configuration alone.
 
 Units: 0 is the embedding, 1 … L the layers, L + 1 the final norm and the head, with the modules of
-multi-token prediction. Global names: `embedding.weight`, `layers.3.attention.q.weight`,
-`layers.3.mlp.up.weight`, `norm.weight`, `head.weight`. The modules of multi-token prediction have the layers
-after the last one; what else is theirs is `layers.61.mtp.enorm.weight`, `….hnorm`, `….eh_proj` and `….norm`.
-Those of adapters follow from these: `model.adapters`.
-Stored names differ where segments are fused: `layers.3.attention.qkv.weight` holds q, k and v,
+multi-token prediction (MTP). Global names: `embedding.weight`, `layers.3.attention.q.weight`,
+`layers.3.mlp.up.weight`, `norm.weight`, `head.weight`. MTP modules have the layers after the last one; their
+other parameters are `layers.61.mtp.enorm.weight`, `….hnorm`, `….eh_proj` and `….norm`. The parameters of
+adapters follow from these (`model.adapter_parameters`).
+Stored names differ where segments are fused: `layers.3.attention.qkv.weight` has q, k and v,
 `layers.3.mlp.in.weight` gate and up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import sqrt
 
@@ -22,55 +23,59 @@ VOCAB_ALIGN = 8  # vocabulary rows per tp rank are padded to a multiple of this
 
 
 def padded_vocabulary(vocab_size: int, tp: int) -> int:
-    """Number of embedding rows over all tp ranks, padding included: equal parts, each a multiple of
-    VOCAB_ALIGN."""
+    """Returns the number of embedding rows over all tp ranks, padding included: parts of the same size, each
+    a multiple of VOCAB_ALIGN."""
     per_rank = -(-vocab_size // tp)
     return tp * -(-per_rank // VOCAB_ALIGN) * VOCAB_ALIGN
 
 
 def kv_replicas(model: ModelConfig, tp: int) -> int:
-    """Number of tp ranks that hold the same key-value head."""
+    """Returns the number of tp ranks that hold the same key-value head."""
     return max(1, tp // model.kv_heads)
 
 
 def head_unit(model: ModelConfig) -> int:
-    """The last unit: final norm and head."""
+    """Returns the last unit: final norm and head."""
     return model.num_hidden_layers + 1
 
 
 def layer_count(model: ModelConfig) -> int:
-    """Number of layers, those of the modules of multi-token prediction included, which are the last ones."""
+    """Returns the number of layers, with those of MTP modules, which come last."""
     return model.num_hidden_layers + model.mtp_layers
 
 
 def layers_in(model: ModelConfig, unit: int) -> range:
-    """The layers (0-based) of a unit: one, none in the embedding, in the last unit those of modules of
-    multi-token prediction."""
-    last = head_unit(model)
-    return (
-        range(model.num_hidden_layers, layer_count(model))
-        if unit == last
-        else range(unit - 1, unit)
-        if unit
-        else range(0)
-    )
+    """Returns the layers (0-based) of a unit: one; none in the embedding; in the last unit those of MTP
+    modules."""
+    if unit == 0:
+        return range(0)
+    if unit == head_unit(model):
+        return range(model.num_hidden_layers, layer_count(model))
+    return range(unit - 1, unit)
 
 
 def stage_units(partition: Sequence[int], stage: int) -> range:
-    """Units of a pipeline stage, given the number of layers of each stage."""
+    """Returns the units of a pipeline stage.
+
+    Args:
+        partition: the number of layers of each stage.
+    """
     first = sum(partition[:stage])
-    last = stage == len(partition) - 1
-    return range(0 if stage == 0 else first + 1, first + partition[stage] + 1 + int(last))
+    is_last = stage == len(partition) - 1
+    return range(0 if stage == 0 else first + 1, first + partition[stage] + 1 + int(is_last))
 
 
-def _each_alone(unit: int, *segments: Segment) -> list[ParamSpec]:
-    """One stored tensor per segment."""
+def _one_each(unit: int, *segments: Segment) -> list[ParamSpec]:
+    """Returns one stored tensor for each segment."""
     return [ParamSpec(segment.name, unit, (segment,)) for segment in segments]
 
 
 class _Specs:
-    """Builds the specs of one model for a tp size; `sequence_parallel` determines whose gradients are
-    partial."""
+    """Builds the specs of one model for a tp size.
+
+    Args:
+        sequence_parallel: determines which gradients are partial.
+    """
 
     def __init__(self, model: ModelConfig, tp: int, sequence_parallel: bool):
         self.model, self.tp = model, tp
@@ -90,24 +95,30 @@ class _Specs:
         axis: str | None = None,
         rms: bool | None = None,
     ) -> list[ParamSpec]:
-        """Weight, and bias of a LayerNorm: [width or hidden]. `axis`: over which gradients are partial even
-        without a split sequence."""
+        """Returns the weight of a norm, and the bias of a LayerNorm: [width or hidden].
+
+        Args:
+            axis: the axis over which gradients are partial even if the sequence is not split.
+        """
         axis = axis or self.partial_axis
         rms = self.model.norm == "rms" if rms is None else rms
         shape, one = (width or self.model.hidden_size,), 1.0 - self.model.norm_offset
         weight = Segment(
             f"{name}.weight", shape, grad_partial_axis=axis, decay=False, init_value=one, role="norms"
         )
+        if rms or not self.model.norm_bias:
+            return _one_each(unit, weight)
         bias = Segment(f"{name}.bias", shape, grad_partial_axis=axis, decay=False, role="norms")
-        return (
-            _each_alone(unit, weight) if rms or not self.model.norm_bias else _each_alone(unit, weight, bias)
-        )
+        return _one_each(unit, weight, bias)
 
     def column(
         self, name: str, unit: int, parts: Sequence[tuple[str, int, int]], bias: bool
     ) -> list[ParamSpec]:
-        """A column-parallel linear of (part name, output width, replicas) segments: weights [width, hidden],
-        split along dim 0."""
+        """Returns a column-parallel linear: weights [width, hidden], split along dim 0.
+
+        Args:
+            parts: (name, output width, replicas) of each segment.
+        """
         hidden = self.model.hidden_size
         prefix = name.rsplit(".", 1)[0]
         weights = tuple(
@@ -118,22 +129,17 @@ class _Specs:
             Segment(f"{prefix}.{part}.bias", (width,), 0, copies, decay=False)
             for part, width, copies in parts
         )
-        return [
-            ParamSpec(f"{name}.weight", unit, weights),
-            *([ParamSpec(f"{name}.bias", unit, biases)] if bias else []),
-        ]
+        weight = ParamSpec(f"{name}.weight", unit, weights)
+        return [weight, ParamSpec(f"{name}.bias", unit, biases)] if bias else [weight]
 
     def qk_norm(self, name: str, unit: int, q: int, kv: int) -> list[ParamSpec]:
-        """Per head: one weight [head_dim] for all heads. Full width and each head: weights [width], split as
-        the heads are."""
+        """Returns the norms of queries and keys. head: one weight [head_dim] for all heads; full and
+        each_head: weights [width], split like the heads."""
         if self.model.qk_norm == "head":
             # each rank's gradient is of its own heads only
-            axis, parts = "tp" if self.tp > 1 else None, ("q_norm", "k_norm")
-            return [
-                spec
-                for part in parts
-                for spec in self.norm(f"{name}.{part}", unit, self.model.head_size, axis=axis, rms=True)
-            ]
+            axis, width = "tp" if self.tp > 1 else None, self.model.head_size
+            q_norm = self.norm(f"{name}.q_norm", unit, width, axis=axis, rms=True)
+            return q_norm + self.norm(f"{name}.k_norm", unit, width, axis=axis, rms=True)
         if self.model.qk_norm == "none":
             return []
         one, copies = 1.0 - self.model.norm_offset, kv_replicas(self.model, self.tp)
@@ -141,125 +147,124 @@ class _Specs:
             Segment(f"{name}.{part}.weight", (width,), 0, replicas, decay=False, init_value=one, role="norms")
             for part, width, replicas in (("q_norm", q, 1), ("k_norm", kv, copies))
         )
-        return _each_alone(unit, *segments)
+        return _one_each(unit, *segments)
 
     def sinks(self, name: str, unit: int) -> list[ParamSpec]:
-        """One number for each head."""
-        return _each_alone(
-            unit, Segment(name, (self.model.num_attention_heads,), 0, decay=False, init_std=self.std)
-        )
+        """Returns one number for each head."""
+        heads = self.model.num_attention_heads
+        return _one_each(unit, Segment(name, (heads,), 0, decay=False, init_std=self.std))
 
     def row(self, name: str, role: str, unit: int, width: int, bias: bool) -> list[ParamSpec]:
-        """A row-parallel linear: weight [hidden, width], split along dim 1; the bias is replicated and added
-        after the sum over tp."""
+        """Returns a row-parallel linear: weight [hidden, width], split along dim 1; the bias is replicated
+        and added after the sum over tp."""
         hidden = self.model.hidden_size
-        weight = Segment(f"{name}.weight", (hidden, width), 1, init_std=self.out_std, role=role)
-        addend = Segment(f"{name}.bias", (hidden,), grad_partial_axis=self.partial_axis, decay=False)
-        return _each_alone(unit, weight, addend) if bias else _each_alone(unit, weight)
+        segments = [Segment(f"{name}.weight", (hidden, width), 1, init_std=self.out_std, role=role)]
+        if bias:
+            axis = self.partial_axis
+            segments.append(Segment(f"{name}.bias", (hidden,), grad_partial_axis=axis, decay=False))
+        return _one_each(unit, *segments)
 
     def embedding(self, both_ends: bool) -> list[ParamSpec]:
-        """Token embedding and learned positions. `both_ends`: the rank has the last stage, too, which may use
-        the table."""
-        model = self.model
-        table = self._vocabulary("embedding.weight")
-        later = self.embedding_uses
-        shared = both_ends and later > 0
-        specs = [
-            ParamSpec(
-                table.name,
-                0,
-                (table,),
-                tied=later > 0,
-                both_ends=shared,
-                contributions=1 + (later if shared else 0),
-            )
-        ]
+        """Returns token embedding and learned positions.
+
+        Args:
+            both_ends: whether the rank has the last stage, too, which may use the table.
+        """
+        model, table, uses = self.model, self._vocabulary("embedding.weight"), self.embedding_uses
+        tied = uses > 0
+        shared = both_ends and tied
+        contributions = 1 + uses if shared else 1
+        specs = [ParamSpec(table.name, 0, (table,), tied, contributions, both_ends=shared)]
         if model.position == "learned":
             shape = (model.max_position_embeddings, model.hidden_size)
             positions = Segment(
                 "positions.weight", shape, grad_partial_axis=self.partial_axis, init_std=self.std
             )
-            specs += _each_alone(0, positions)
+            specs += _one_each(0, positions)
         return specs
 
     @property
     def embedding_uses(self) -> int:
-        """How often the last stage uses the embedding in a microbatch: each module looks up tokens; tied, it
-        is the head of all losses."""
+        """How often the last stage uses the embedding in a microbatch: each MTP module looks up tokens; if
+        tied, it is the head of all losses."""
         modules = self.model.mtp_layers
         return modules + (1 + modules if self.model.tie_word_embeddings else 0)
 
     def _vocabulary(self, name: str, copy: bool = False) -> Segment:
-        """A table [vocabulary, hidden], split along dim 0, in memory padded to equal parts."""
+        """Returns a table [vocabulary, hidden], split along dim 0; in memory it is padded to parts of the
+        same size."""
         rows = padded_vocabulary(self.model.vocabulary, self.tp)
         shape, role = (self.model.vocabulary, self.model.hidden_size), name.removesuffix(".weight")
         return Segment(name, shape, 0, padded=rows, copy=copy, init_std=self.std, role=role)
 
     def layer(self, index: int) -> list[ParamSpec]:
-        """Attention and feed-forward of layer `index`, each with its norms, in the order of the forward."""
+        """Returns attention and feed-forward of layer `index`, each with its norms, in the order of the
+        forward."""
         model, unit, name = self.model, min(index + 1, head_unit(self.model)), f"layers.{index}"
-        head, copies = model.head_size, kv_replicas(model, self.tp)
-        specs = []
-        for block, before, after in (
-            ("attention", "input_norm", "attention.output_norm"),
-            ("mlp", "mlp_norm", "mlp.output_norm"),
-        ):
-            if model.norm_placement != "post" and not (
-                block == "mlp" and model.parallel_block == "shared_norm"
-            ):
-                specs += self.norm(f"{name}.{before}", unit)
-            if block == "attention" and model.kv_lora_rank is not None:
-                specs += self.latent_attention(f"{name}.attention", unit, model.kv_lora_rank)
-            elif block == "attention":
-                q, kv = model.num_attention_heads * head, model.kv_heads * head
-                parts: tuple[tuple[str, int, int], ...] = (("q", q, 1), ("k", kv, copies), ("v", kv, copies))
-                specs += self.column(f"{name}.attention.qkv", unit, parts, model.attention_bias)
-                specs += self.qk_norm(f"{name}.attention", unit, q, kv)
-                specs += self.sinks(f"{name}.attention.sinks.weight", unit) if model.attention_sinks else []
-                specs += self.row(f"{name}.attention.out", "o", unit, q, model.attention_out_bias)
-            elif model.is_mixture(index):
-                specs += self.mixture(f"{name}.mlp", unit)
-            else:
-                specs += self.feed_forward(f"{name}.mlp", unit, model.intermediate_size)
-            if model.norm_placement != "pre":
-                specs += self.norm(f"{name}.{after}", unit)
+        before, after = model.norm_placement != "post", model.norm_placement != "pre"
+        specs = self.norm(f"{name}.input_norm", unit) if before else []
+        if model.kv_lora_rank is not None:
+            specs += self.latent_attention(f"{name}.attention", unit, model.kv_lora_rank)
+        else:
+            specs += self.attention(f"{name}.attention", unit)
+        if after:
+            specs += self.norm(f"{name}.attention.output_norm", unit)
+        if before and model.parallel_block != "shared_norm":
+            specs += self.norm(f"{name}.mlp_norm", unit)
+        if model.is_mixture(index):
+            specs += self.moe(f"{name}.mlp", unit)
+        else:
+            specs += self.feed_forward(f"{name}.mlp", unit, model.intermediate_size)
+        if after:
+            specs += self.norm(f"{name}.mlp.output_norm", unit)
         return specs
 
-    def latent_attention(self, name: str, unit: int, rank: int) -> list[ParamSpec]:
-        """Multi-head latent attention: all tp ranks hold the matrices that make latents, each those of its
-        heads that read them.
+    def attention(self, name: str, unit: int) -> list[ParamSpec]:
+        """Returns attention with grouped key-value heads."""
+        model, copies = self.model, kv_replicas(self.model, self.tp)
+        q, kv = model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
+        specs = self.column(
+            f"{name}.qkv", unit, [("q", q, 1), ("k", kv, copies), ("v", kv, copies)], model.attention_bias
+        )
+        specs += self.qk_norm(name, unit, q, kv)
+        if model.attention_sinks:
+            specs += self.sinks(f"{name}.sinks.weight", unit)
+        return specs + self.row(f"{name}.out", "o", unit, q, model.attention_out_bias)
 
-        Rows of `q_b` (`q` without a latent of queries) by head: what does not rotate, then what does. Rows of
-        `kv_a`: the latent, then the shared key that rotates. Rows of `kv_b` by head: the key, then the value.
+    def latent_attention(self, name: str, unit: int, rank: int) -> list[ParamSpec]:
+        """Returns multi-head latent attention. All tp ranks hold the matrices that compute latents, and each
+        the rows of its heads of the matrices that read them.
+
+        Rows of `q_b` (`q` without a latent of queries), by head: the channels that do not rotate, then those
+        that do. Rows of `kv_a`: the latent, then the shared key that rotates. Rows of `kv_b`, by head: the
+            key, then the value.
         """
         model, heads = self.model, self.model.num_attention_heads
         queries, q_rank = heads * model.head_size, model.q_lora_rank
 
         def up(part: str, outputs: int, inputs: int) -> list[ParamSpec]:
-            return _each_alone(
-                unit, Segment(f"{name}.{part}.weight", (outputs, inputs), 0, init_std=self.std, role=part)
-            )
+            weight = Segment(f"{name}.{part}.weight", (outputs, inputs), 0, init_std=self.std, role=part)
+            return _one_each(unit, weight)
 
         def latent(part: str, outputs: int, width: int) -> list[ParamSpec]:
-            made = self._of_own_tokens(f"{name}.{part}.weight", unit, outputs, part)
-            return made + self.norm(f"{name}.{part}_norm", unit, width, rms=True)
+            specs = self._of_own_tokens(f"{name}.{part}.weight", unit, outputs, part)
+            return specs + self.norm(f"{name}.{part}_norm", unit, width, rms=True)
 
-        specs = (
-            up("q", queries, model.hidden_size)
-            if q_rank is None
-            else latent("q_a", q_rank, q_rank) + up("q_b", queries, q_rank)
-        )
+        if q_rank is None:
+            specs = up("q", queries, model.hidden_size)
+        else:
+            specs = latent("q_a", q_rank, q_rank) + up("q_b", queries, q_rank)
         specs += latent("kv_a", rank + model.qk_rope_head_dim, rank)
         specs += up("kv_b", heads * (model.qk_nope_head_dim + model.v_head_dim), rank)
         return specs + self.row(f"{name}.out", "o", unit, heads * model.v_head_dim, False)
 
     def feed_forward(self, name: str, unit: int, width: int) -> list[ParamSpec]:
-        parts = (("gate", width, 1), ("up", width, 1)) if self.model.gated_mlp else (("up", width, 1),)
-        into = self.column(f"{name}.in", unit, parts, self.model.mlp_bias)
-        return into + self.row(f"{name}.down", "down", unit, width, self.model.mlp_bias)
+        parts = [("gate", width, 1), ("up", width, 1)] if self.model.gated_mlp else [("up", width, 1)]
+        specs = self.column(f"{name}.in", unit, parts, self.model.mlp_bias)
+        return specs + self.row(f"{name}.down", "down", unit, width, self.model.mlp_bias)
 
-    def mixture(self, name: str, unit: int) -> list[ParamSpec]:
-        """Router [experts, hidden], experts, and the shared expert.
+    def moe(self, name: str, unit: int) -> list[ParamSpec]:
+        """Returns the router [experts, hidden], the experts, and the shared expert.
 
         The experts of a layer are two stored tensors, expert after expert: `experts.in` [experts · (2 ·)
         width, hidden], in each expert its gate, then its up; `experts.down` [experts · hidden, width]. An
@@ -268,62 +273,47 @@ class _Specs:
         model, hidden, experts = self.model, self.model.hidden_size, self.model.num_experts or 0
         fused, width = 2 if model.gated_mlp else 1, model.expert_width
         stacked = partial(Segment, split=0, axis="expert", experts=experts)
-        shape = (experts * fused * width, hidden)
-        into = stacked(f"{name}.experts.in.weight", shape, init_std=self.std, role="experts.in", fused=fused)
-        down = stacked(
-            f"{name}.experts.down.weight",
-            (experts * hidden, width),
-            init_std=self.out_std,
-            role="experts.down",
-        )
         specs = self._of_own_tokens(f"{name}.router.weight", unit, experts)
         if model.router_logit_bias:
-            bias = Segment(
-                f"{name}.router.bias",
-                (experts,),
-                grad_partial_axis=self.partial_axis,
-                decay=False,
-                init_std=self.std,
-            )
-            specs += _each_alone(unit, bias)
-        found = [into, down]
+            bias = Segment(f"{name}.router.bias", (experts,), decay=False, init_std=self.std)
+            specs += _one_each(unit, replace(bias, grad_partial_axis=self.partial_axis))
+        shape = (experts * fused * width, hidden)
+        segments = [
+            stacked(f"{name}.experts.in.weight", shape, init_std=self.std, role="experts.in", fused=fused)
+        ]
+        shape = (experts * hidden, width)
+        segments.append(
+            stacked(f"{name}.experts.down.weight", shape, init_std=self.out_std, role="experts.down")
+        )
         if model.mlp_bias:
-            sizes = {"in": fused * width, "down": hidden}
-            found += [
-                stacked(f"{name}.experts.{part}.bias", (experts * size,), decay=False)
-                for part, size in sizes.items()
-            ]
-        specs += [ParamSpec(each.name, unit, (each,), domain="expert") for each in found]
+            segments.append(stacked(f"{name}.experts.in.bias", (experts * fused * width,), decay=False))
+            segments.append(stacked(f"{name}.experts.down.bias", (experts * hidden,), decay=False))
+        specs += [ParamSpec(segment.name, unit, (segment,), domain="expert") for segment in segments]
         if model.shared_expert_intermediate_size:
             specs += self.feed_forward(f"{name}.shared", unit, model.shared_expert_intermediate_size)
-            specs += (
-                self._of_own_tokens(f"{name}.shared_gate.weight", unit, 1) if model.shared_expert_gate else []
-            )
+            if model.shared_expert_gate:
+                specs += self._of_own_tokens(f"{name}.shared_gate.weight", unit, 1)
         return specs
 
     def _of_own_tokens(
         self, name: str, unit: int, outputs: int, role: str = "", wider: int = 1
     ) -> list[ParamSpec]:
-        """A matrix [outputs, wider · hidden] that every tp rank multiplies its own part of the sequence
-        with."""
-        shape = (outputs, wider * self.model.hidden_size)
-        return _each_alone(
-            unit, Segment(name, shape, grad_partial_axis=self.partial_axis, init_std=self.std, role=role)
-        )
+        """Returns a matrix [outputs, wider · hidden] by which every tp rank multiplies its own part of the
+        sequence."""
+        shape, axis = (outputs, wider * self.model.hidden_size), self.partial_axis
+        return _one_each(unit, Segment(name, shape, grad_partial_axis=axis, init_std=self.std, role=role))
 
     def head(self, holds_embedding: bool) -> list[ParamSpec]:
-        """Final norm, head, and modules of multi-token prediction. Where these or a tied head use the
-        embedding on a rank without it, the rank stores a copy, which is neither counted nor saved."""
+        """Returns the final norm, the head, and MTP modules. Where these or a tied head use the embedding on
+        a rank without it, the rank stores a copy, which is neither counted nor saved."""
         model, unit = self.model, head_unit(self.model)
         specs = self.norm("norm", unit)
         if not model.tie_word_embeddings:
             weight = self._vocabulary("head.weight")
             specs.append(ParamSpec(weight.name, unit, (weight,), contributions=1 + model.mtp_layers))
         if self.embedding_uses and not holds_embedding:
-            weight = self._vocabulary("embedding.weight", copy=True)
-            specs.append(
-                ParamSpec(weight.name, unit, (weight,), tied=True, contributions=self.embedding_uses)
-            )
+            weight, uses = self._vocabulary("embedding.weight", copy=True), self.embedding_uses
+            specs.append(ParamSpec(weight.name, unit, (weight,), tied=True, contributions=uses))
         for index in range(model.num_hidden_layers, layer_count(model)):
             name = f"layers.{index}.mtp"
             specs += self.norm(f"{name}.enorm", unit) + self.norm(f"{name}.hnorm", unit)
@@ -333,28 +323,29 @@ class _Specs:
 
 
 def active_parameters(model: ModelConfig) -> int:
-    """Number of parameters that one token meets: of each mixture, only the experts that process it."""
+    """Returns the number of active parameters per token: in each MoE layer, only the experts that process
+    it."""
     idle = max((model.num_experts or 0) - model.num_experts_per_tok, 0)
-    expert = (3 if model.gated_mlp else 2) * model.hidden_size * model.expert_width
-    expert += (model.hidden_size + (2 if model.gated_mlp else 1) * model.expert_width) * model.mlp_bias
-    return parameter_count(model_specs(model)) - idle * expert * sum(
-        map(model.is_mixture, range(layer_count(model)))
-    )
+    fused = 2 if model.gated_mlp else 1
+    expert = (fused + 1) * model.hidden_size * model.expert_width
+    if model.mlp_bias:
+        expert += model.hidden_size + fused * model.expert_width
+    moe_layers = sum(model.is_mixture(layer) for layer in range(layer_count(model)))
+    return parameter_count(model_specs(model)) - idle * expert * moe_layers
 
 
 def model_specs(
     model: ModelConfig, *, tp: int = 1, sequence_parallel: bool = False, units: Iterable[int] | None = None
 ) -> list[ParamSpec]:
-    """The stored parameters of the given units (default: all) for a tp size, in the model's order."""
-    build = _Specs(model, tp, sequence_parallel)
-    last = head_unit(model)
-    wanted = list(range(last + 1)) if units is None else list(units)
+    """Returns the stored parameters of units (default: all) for a tp size, in the model's order."""
+    build, last = _Specs(model, tp, sequence_parallel), head_unit(model)
+    selected = list(range(last + 1)) if units is None else list(units)
     specs: list[ParamSpec] = []
-    for unit in wanted:
+    for unit in selected:
         if unit == 0:
-            specs += build.embedding(both_ends=last in wanted)
+            specs += build.embedding(both_ends=last in selected)
         elif unit == last:
-            specs += build.head(holds_embedding=0 in wanted)
+            specs += build.head(holds_embedding=0 in selected)
         else:
             specs += build.layer(unit - 1)
     return specs

@@ -1,11 +1,11 @@
-"""Layers whose backward computes again what their forward has not kept.
+"""Activation checkpointing: a layer's backward recomputes activations that its forward does not keep.
 
 `full` keeps a layer's input, and runs its whole forward again. Otherwise a set of operations is recomputed
-(`config.recomputation` names them, `planning.budget` chooses them): forward runs once and builds its graph as
-ever, but of these operations the graph keeps a `Value` in place of each tensor. The first backward that needs
-one runs the operation again from its inputs, which may be such values themselves. Each operation runs at most
-once more, and only what was dropped is computed; the backward itself is that of a layer that keeps
-everything.
+(`config.recompute` names them, `planner.budget` chooses them): the forward runs once and builds its graph as
+usual, but the graph keeps a `Value` in place of each tensor of these operations. The first backward that
+needs one runs the operation again from its inputs, which may be such values themselves. Each operation runs
+at most once more, and only dropped tensors are recomputed; the backward itself is that of a layer that keeps
+all activations.
 
 The second run repeats the communication of the first, in the order of the backward, which is the same on
 every rank that takes part, and computes the same dropout masks, which depend only on their keys.
@@ -24,16 +24,18 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megalite.config.recompute import operations_of
 from megalite.model.forward_state import ForwardState
-from megalite.model.transformer import FeedForward, Layer
+from megalite.model.transformer import FeedForward, Layer, ParallelLayer
 
 Run = Callable[[Tensor, ForwardState], Tensor]
 
 
 def recomputing(layer: Layer, mode: str, exchanged: bool) -> Run | None:
-    """What runs a layer's forward in training, with a mode of train.recompute; None: its own `compute`.
+    """Returns the function that runs a layer's forward in training under a mode of train.recompute; None: its
+    own `compute`.
 
-    exchanged: attention keeps what it has exchanged over cp, not its inputs (ulysses): these are useful only
-    together.
+    Args:
+        exchanged: attention keeps the tensors that it has exchanged over cp, not its inputs (ulysses):
+            recomputing the projection and attention saves memory only together.
     """
     if mode == "full":
         return lambda x, state: _Recompute.apply(x, layer, state)
@@ -46,8 +48,8 @@ def recomputing(layer: Layer, mode: str, exchanged: bool) -> Run | None:
 
 
 class _Recompute(torch.autograd.Function):
-    """Keep only a layer's input; run its forward again in backward. Weight gradients reach their buckets from
-    the inner backward."""
+    """Keeps only a layer's input, and runs its forward again in backward. The inner backward adds weight
+    gradients to their buckets."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Layer, state: ForwardState) -> Tensor:
@@ -66,7 +68,7 @@ class _Recompute(torch.autograd.Function):
 
 
 def _wrap(recorder: Recorder, layer: Layer, names: frozenset[str]) -> None:
-    """Let the recorder run the operations that are dropped."""
+    """Make the recorder run the operations of a layer whose tensors are dropped."""
     attention = layer.attention
     if "attn_norm" in names:
         recorder.wrap(layer.attention_input_norm, "forward")
@@ -74,20 +76,23 @@ def _wrap(recorder: Recorder, layer: Layer, names: frozenset[str]) -> None:
         recorder.wrap(attention, "project")
     if "attention" in names:
         recorder.wrap(attention, "attend")
-    parallel = type(layer) is not Layer
-    if ("attn_out" in names) if parallel else ("residual" in names):
+    parallel = isinstance(layer, ParallelLayer)
+    if ("attn_out" if parallel else "residual") in names:
         recorder.wrap(attention.out, "forward")
-        recorder.wrap(*((layer.attention_output, "forward") if parallel else (layer, "join")))
+        if parallel:
+            recorder.wrap(layer.attention_output, "forward")
+        else:
+            recorder.wrap(layer, "join")
     elif "mlp_norm" in names and not isinstance(layer.mlp_input_norm, nn.Identity):
         if parallel:
             recorder.wrap(layer.mlp_input_norm, "forward")
         else:
             recorder.wrap_norm_of_sum(layer)
-    _wrap_transformation(recorder, layer, names)
+    _wrap_feed_forward(recorder, layer, names)
 
 
-def _wrap_transformation(recorder: Recorder, layer: Layer, names: frozenset[str]) -> None:
-    """The same for the feed-forward."""
+def _wrap_feed_forward(recorder: Recorder, layer: Layer, names: frozenset[str]) -> None:
+    """As `_wrap`, for the feed-forward."""
     mlp = layer.mlp
     if isinstance(mlp, FeedForward):
         if "mlp_in" in names:
@@ -96,9 +101,9 @@ def _wrap_transformation(recorder: Recorder, layer: Layer, names: frozenset[str]
             recorder.wrap(mlp.down, "forward")
             recorder.wrap(layer.mlp_output, "forward")
     elif "experts" in names:
-        from megalite.model.mixture import Mixture
+        from megalite.model.moe import MixtureOfExperts
 
-        assert isinstance(mlp, Mixture)
+        assert isinstance(mlp, MixtureOfExperts)
         mlp.keeps_choice = True
         recorder.wrap(mlp, "forward")
         recorder.wrap(layer.mlp_output, "forward")
@@ -109,7 +114,7 @@ class Value:
 
     Attributes:
         tensor: None while it is dropped.
-        call: what computes it again.
+        call: the call that recomputes it.
     """
 
     __slots__ = ("__weakref__", "call", "tensor")
@@ -122,7 +127,7 @@ class Value:
         if self.tensor is None:
             assert self.call is not None
             self.call.run()
-        assert self.tensor is not None, "an operation that is run again computes what it computed before"
+        assert self.tensor is not None, "an operation that is run again computes the same tensors"
         return self.tensor
 
 
@@ -143,8 +148,8 @@ class View(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """A tensor argument of an operation, and whether it had a gradient: without one, autograd functions keep
-    other tensors."""
+    """A tensor argument of an operation, and whether it had a gradient, which decides the tensors that
+    autograd functions keep."""
 
     view: View
     requires_grad: bool
@@ -154,12 +159,12 @@ class Argument(NamedTuple):
 
 
 class OperationCall:
-    """One call of an operation, and the values that it computes. These are not held: what nobody needs any
-    more is not computed for them.
+    """One call of an operation, with weak references to the values that it computes: values that the graph no
+    longer holds are not recomputed.
 
     Attributes:
-        outputs: by place among its outputs.
-        saved: by place among the tensors that its autograd functions have saved.
+        outputs: values by index among its outputs.
+        saved: values by index among the tensors that its autograd functions have saved.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]):
@@ -168,23 +173,29 @@ class OperationCall:
         self.saved: dict[int, ref[Value]] = {}
 
     def run(self) -> None:
-        """Run the operation again, for all of its values, and let go of its arguments."""
-        arguments = [each.tensor() if isinstance(each, Argument) else each for each in self.arguments]
+        """Run the operation again, for all of its values, and release its arguments."""
+        arguments = [value.tensor() if isinstance(value, Argument) else value for value in self.arguments]
         saved: list[Tensor] = []
 
         def keep(tensor: Tensor) -> int:
             saved.append(tensor.detach())
             return len(saved) - 1
 
-        # a graph for what it keeps, which no backward passes
+        # a graph, which has no backward, for the tensors that autograd functions save
         with torch.enable_grad(), saved_tensors_hooks(keep, saved.__getitem__):
             outputs = _tensors(self.function(*arguments))
-        for found, values in ((outputs, self.outputs), (saved, self.saved)):
-            for place, value in values.items():
-                if (wanted := value()) is not None and wanted.tensor is None:
-                    wanted.tensor = found[place].detach()
-                    wanted.call = None
+        _fill(self.outputs, outputs)
+        _fill(self.saved, saved)
         self.arguments = ()
+
+
+def _fill(references: dict[int, ref[Value]], tensors: list[Tensor]) -> None:
+    """Give their tensors to the dropped values that still exist."""
+    for place, reference in references.items():
+        value = reference()
+        if value is not None and value.tensor is None:
+            value.tensor = tensors[place].detach()
+            value.call = None
 
 
 def _tensors(outputs: Any) -> list[Tensor]:
@@ -192,12 +203,11 @@ def _tensors(outputs: Any) -> list[Tensor]:
 
 
 class Recorder:
-    """Runs a layer's forward, and drops what its wrapped operations compute and keep.
-
-    While the layer runs all of it exists, as it does again in the layer's backward.
+    """Runs a layer's forward, and drops the tensors that its wrapped operations compute and save, once the
+    layer has run.
 
     Attributes:
-        wrapped: number of operations that are dropped.
+        wrapped: number of operations whose tensors are dropped.
     """
 
     def __init__(self, layer: Layer):
@@ -216,15 +226,15 @@ class Recorder:
             self._values = None
 
     def wrap(self, owner: Any, name: str) -> None:
-        """Replace an operation, a method of a module, by one that is recorded while the layer runs in
-        training."""
+        """Replace an operation, a method of one module, by one that is recorded while the layer runs in
+        training. The class and other layers keep their method: recomputation is chosen layer by layer."""
         function = getattr(owner, name)
         setattr(owner, name, lambda *arguments: self._recorded(function, arguments))
         self.wrapped += 1
 
     def wrap_norm_of_sum(self, layer: Layer) -> None:
-        """Drop only the norm's output of `join`, which is fused with the sum: it is computed from the sum
-        again."""
+        """Drop only the norm's output of `join`, which computes it fused with the sum: it is recomputed from
+        the sum."""
         join = layer.join
 
         def recorded(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -240,9 +250,8 @@ class Recorder:
     def _recorded(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         if self._values is None:  # the layer does not run in training
             return function(*arguments)
-        call = OperationCall(
-            function, tuple(self._argument(each) if isinstance(each, Tensor) else each for each in arguments)
-        )
+        views = (self._argument(value) if isinstance(value, Tensor) else value for value in arguments)
+        call = OperationCall(function, tuple(views))
         places = count()
 
         def pack(tensor: Tensor) -> View:
@@ -273,10 +282,11 @@ class Recorder:
         return Argument(View.of(value, tensor), tensor.requires_grad)
 
     def _pack(self, tensor: Tensor) -> View | Tensor:
-        """Of what other operations keep, the outputs of dropped ones are dropped."""
+        """Pack a tensor that another operation saves: the outputs of wrapped operations are dropped there,
+        too."""
         value = self._find(tensor)
         return tensor.detach() if value is None else View.of(value, tensor)
 
 
-def _unpack(kept: View | Tensor) -> Tensor:
-    return kept if isinstance(kept, Tensor) else kept.tensor()
+def _unpack(packed: View | Tensor) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed.tensor()

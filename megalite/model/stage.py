@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megalite.config.schema import Config, ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.forward_state import Dropout, ForwardState, Site
-from megalite.model.options import LayerOptions
+from megalite.model.layer_options import LayerOptions
 from megalite.model.parameters import head_unit
 from megalite.model.transformer import Scale, make_layer, make_norm
 from megalite.parallel.compiled_ops import CompiledOps
@@ -31,7 +31,7 @@ from megalite.parallel.weight import Weight
 if TYPE_CHECKING:
     from megalite.model.mtp import MultiTokenPrediction
 
-# tokens: adding a chunk to the fp32 weight gradient then takes 1/20 of the time of the chunk's products
+# tokens: adding a chunk to the fp32 weight gradient then takes 1/20 of the time of the chunk's matmuls
 CHUNK_ON_GPU = 4096
 
 
@@ -40,8 +40,8 @@ class Head(nn.Module):
 
     Args:
         chunk: tokens whose logits are computed at a time, so that the whole logits never exist; 0: all at
-        once. None: CHUNK_ON_GPU on a
-            GPU, 0 on a CPU.
+            once.
+            None: CHUNK_ON_GPU on a GPU, 0 on a CPU.
     """
 
     def __init__(
@@ -63,7 +63,8 @@ class Head(nn.Module):
         self.chunk = (CHUNK_ON_GPU if weights[name].tensor.is_cuda else 0) if chunk is None else chunk
 
     def logits(self, x: Tensor) -> Tensor:
-        """Logits of x, [seq (/tp), batch, hidden] -> [seq, batch, vocabulary/tp], padded columns included."""
+        """Returns the logits of x, [seq (/tp), batch, hidden] -> [seq, batch, vocabulary/tp], padded columns
+        included."""
         return self._logits(self.norm(x))
 
     def _logits(self, normed: Tensor) -> Tensor:
@@ -71,26 +72,25 @@ class Head(nn.Module):
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def forward(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:
-        """Sum of the token losses times `scale`, a scalar. x: [seq (/tp), batch, hidden], targets: [seq,
-        batch]."""
+        """Returns the sum of the token losses times `scale`, a scalar. x: [seq (/tp), batch, hidden],
+        targets: [seq, batch]."""
         return self.loss_of(self.norm(x), targets, scale, self.loss)
 
     def loss_of(self, normed: Tensor, targets: Tensor, scale: float, of_logits: CrossEntropy) -> Tensor:
-        """The same, given the output of a norm."""
+        """Returns the same from the output of a norm."""
 
-        def loss(part: Tensor, its: Tensor) -> Tensor:
-            return of_logits(self._logits(part).flatten(0, 1), its, scale)  # logits [tokens, vocabulary/tp]
+        def loss(part: Tensor, part_targets: Tensor) -> Tensor:
+            logits = self._logits(part).flatten(0, 1)  # [tokens, vocabulary/tp]
+            return of_logits(logits, part_targets, scale)
 
         weight = self.project.weight
-        # Chunks compute weight gradients in the forward. With a split backward these belong to the W pass,
-        # which needs the gradient of all logits: so no chunks.
+        # Chunks compute weight gradients in the forward. A split backward computes them in the W pass, which
+        # needs the gradient of all logits: no chunks.
         if not self.chunk or weight.deferred:
             return loss(normed, targets.reshape(-1))
-        # The length of a chunk is counted in positions of this rank: over the tp ranks that split the
-        # sequence, `chunk` tokens.
-        return loss_in_chunks(
-            loss, normed, targets, weight, max(self.chunk * len(normed) // targets.numel(), 1)
-        )
+        # in positions of this rank, so that the tp ranks that split the sequence have `chunk` tokens together
+        length = max(self.chunk * len(normed) // targets.numel(), 1)
+        return loss_in_chunks(loss, normed, targets, weight, length)
 
 
 class Stage(nn.Module):
@@ -101,9 +101,8 @@ class Stage(nn.Module):
 
     Args:
         weights: this rank's stored tensors by name.
-        gatherer: called before and after each unit: under ZeRO-3 it gathers and frees the unit's weights,
-        otherwise it waits until the
-            weights of the last update have arrived.
+        gatherer: called before and after each unit. Under ZeRO-3 it gathers and frees the unit's weights,
+            otherwise it waits until the weights of the last update have arrived.
         dtype: compute precision.
     """
 
@@ -132,26 +131,27 @@ class Stage(nn.Module):
         self.embedding_dropout = Dropout(
             model.embedding_dropout, Site.EMBEDDING, 0, mesh.tp, sequence_parallel
         )
-        layers = [unit - 1 for unit in units if 0 < unit < last]
-        self.layers = nn.ModuleDict(
-            {
-                str(layer + 1): make_layer(model, layer, weights, mesh, LayerOptions.of(config, layer, ops))
-                for layer in layers
-            }
-        )
+        self.layers = nn.ModuleDict()  # by unit
+        for unit in units:
+            if 0 < unit < last:
+                layer_options = LayerOptions.of(config, unit - 1, ops)
+                self.layers[str(unit)] = make_layer(model, unit - 1, weights, mesh, layer_options)
         loss = CrossEntropy(mesh.tp, model.vocabulary, train.label_smoothing, train.z_loss)
         self.head = Head(model, weights, mesh, options, loss, train.loss_chunk) if last in units else None
-        self.ahead: MultiTokenPrediction | None = None
+        self.mtp: MultiTokenPrediction | None = None
         if self.head is not None and model.mtp_layers:
             from megalite.model.mtp import MultiTokenPrediction
 
-            self.ahead = MultiTokenPrediction(config, weights, mesh, ops, loss)
+            self.mtp = MultiTokenPrediction(config, weights, mesh, ops, loss)
         # (cos, sin) by `runs`, length and frequencies
         self._rotary: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
     def forward_state(self, microbatch: Microbatch, step: int, training: bool) -> ForwardState:
-        """What every unit needs to know about a microbatch; `step` is part of the key of the dropout
-        masks."""
+        """Returns the properties of a microbatch for all units.
+
+        Args:
+            step: part of the key of dropout masks.
+        """
         state = ForwardState(
             samples=microbatch.samples,
             step=step,
@@ -174,12 +174,12 @@ class Stage(nn.Module):
     def _rotary_tables(
         self, state: ForwardState, theta: float, scaling: dict[str, Any] | None
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin of the positions. Cached where all rows have the same positions, which the host knows
-        from `runs`."""
+        """Returns cos and sin of the positions. Cached where all rows have the same positions, which the host
+        knows from `runs`."""
         model, positions = self.model_config, state.document_positions  # [seq, 1] or [seq, batch]
-        alike = state.runs if state.document_start is None else ()  # empty: positions differ between rows
-        key = (alike, len(positions), theta, scaling is None)
-        tables = self._rotary.get(key) if alike else None
+        shared = state.runs if state.document_start is None else ()  # empty: positions differ between rows
+        key = (shared, len(positions), theta, scaling is None)
+        tables = self._rotary.get(key) if shared else None
         if tables is None:
             # [seq] where rows share positions (or batch is 1), else [seq, batch]
             positions = positions.squeeze(1)
@@ -194,17 +194,17 @@ class Stage(nn.Module):
                 model.rotary_dim,
                 length,
             )
-            if alike:
+            if shared:
                 self._rotary[key] = tables
         return tables
 
     def trunk(self, x: Tensor, state: ForwardState) -> Tensor:
-        """All units except the head: tokens [seq, batch] or activations in, activations [seq (/tp), batch,
-        hidden] out."""
+        """Runs all units except the head: tokens [seq, batch] or activations in, activations [seq (/tp),
+        batch, hidden] out."""
         if self.embedding is not None:
             x = self.gatherer.pre_forward(0, x)  # [seq, batch] token ids
-            # [seq (/tp), batch, hidden]
-            x = self.embedding(x, state.document_positions if self.embedding.positions is not None else None)
+            positions = state.document_positions if self.embedding.positions is not None else None
+            x = self.embedding(x, positions)  # [seq (/tp), batch, hidden]
             x = self.embedding_dropout(self.gatherer.post_forward(0, x), state)
         for name, layer in self.layers.items():
             unit = int(name)
@@ -221,9 +221,9 @@ class Stage(nn.Module):
         if self.head is None:
             return StageOutput(x, state.statistics)
         x = self.gatherer.pre_forward(self.head_unit, x)
-        if self.ahead is not None and state.training:
-            # [], the next token's loss, and with that of further ones
-            own, loss = self.ahead(x, self.head, microbatch, state)
+        if self.mtp is not None and state.training:
+            # [] each: the loss of the next token, and the total with further tokens
+            own, loss = self.mtp(x, self.head, microbatch, state)
         else:
             own = loss = self.head(x, microbatch.targets, loss_scale)  # []
         # detached: the sum over microbatches must not keep their graphs
@@ -231,9 +231,7 @@ class Stage(nn.Module):
         return StageOutput(self.gatherer.post_forward(self.head_unit, loss), statistics)
 
     def logits(self, x: Tensor, state: ForwardState) -> Tensor:
-        """Logits of the last stage, [seq, batch, vocabulary/tp]."""
+        """Returns the logits of the last stage, [seq, batch, vocabulary/tp]."""
         assert self.head is not None, "only the last stage has logits"
-        unit = self.head_unit
-        return self.gatherer.post_forward(
-            unit, self.head.logits(self.gatherer.pre_forward(unit, self.trunk(x, state)))
-        )
+        x = self.gatherer.pre_forward(self.head_unit, self.trunk(x, state))
+        return self.gatherer.post_forward(self.head_unit, self.head.logits(x))

@@ -2,7 +2,7 @@
 
 The model is written once. What varies between families (norm kind and placement, biases, gating, positions)
 is decided in `__init__` from the fields of `ModelConfig`; `forward` has no conditions on parallelism.
-Communication: that of the linears (`parallel.tensor.linear`).
+Communicates only in the linears (`parallel.tensor.linear`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megalite.config.schema import ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.attention import Attention
 from megalite.model.forward_state import Dropout, ForwardState, Site
-from megalite.model.options import LayerOptions
+from megalite.model.layer_options import LayerOptions
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.tensor.linear import Activation, ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.tensor.norm import LayerNorm, RMSNorm, add_and_norm
@@ -32,7 +32,7 @@ def make_norm(model: ModelConfig, weights: Mapping[str, Weight], name: str, ops:
 
 
 class Scale(nn.Module):
-    """x · factor."""
+    """Computes x · factor."""
 
     def __init__(self, factor: float):
         super().__init__()
@@ -45,8 +45,8 @@ class Scale(nn.Module):
 class FeedForward(nn.Module):
     """down(act(gate) · up), or down(act(up)): [seq (/tp), batch, hidden] -> the same shape.
 
-    `up` is column-parallel and holds gate and up packed; `down` is row-parallel and applies the activation to
-    its input, so that the activation's output is not kept for backward.
+    `up` is column-parallel and has gate and up packed. `down` is row-parallel and applies the activation to
+    its input, so that the output of the activation is not kept for backward.
     """
 
     def __init__(
@@ -60,18 +60,12 @@ class FeedForward(nn.Module):
     ):
         super().__init__()
         name = f"layers.{layer}.{part}"
-        self.layer, optional, sequence_parallel = layer, weights.get, options.sequence_parallel
+        self.layer, tp, sequence_parallel = layer, mesh.tp, options.sequence_parallel
         activation = Activation(model.hidden_act, model.gated_mlp, options.ops)
-        self.up = ColumnParallelLinear(
-            weights[f"{name}.in.weight"], optional(f"{name}.in.bias"), mesh.tp, sequence_parallel
-        )
-        self.down = RowParallelLinear(
-            weights[f"{name}.down.weight"],
-            optional(f"{name}.down.bias"),
-            mesh.tp,
-            sequence_parallel,
-            activation,
-        )
+        weight, bias = weights[f"{name}.in.weight"], weights.get(f"{name}.in.bias")
+        self.up = ColumnParallelLinear(weight, bias, tp, sequence_parallel)
+        weight, bias = weights[f"{name}.down.weight"], weights.get(f"{name}.down.bias")
+        self.down = RowParallelLinear(weight, bias, tp, sequence_parallel, activation)
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
         # [seq, batch, (2 ·) intermediate/tp]
@@ -87,7 +81,8 @@ def make_attention(
     from megalite.model.attention_sinks import SinkAttention
     from megalite.model.latent_attention import LatentAttention
 
-    return (SinkAttention if model.attention_sinks else LatentAttention)(model, layer, weights, mesh, options)
+    kind = SinkAttention if model.attention_sinks else LatentAttention
+    return kind(model, layer, weights, mesh, options)
 
 
 def make_feed_forward(
@@ -95,9 +90,9 @@ def make_feed_forward(
 ) -> nn.Module:
     if not model.is_mixture(layer):
         return FeedForward(model, layer, weights, mesh, options)
-    from megalite.model.mixture import Mixture
+    from megalite.model.moe import MixtureOfExperts
 
-    return Mixture(model, layer, weights, mesh, options)
+    return MixtureOfExperts(model, layer, weights, mesh, options)
 
 
 class Layer(nn.Module):
@@ -113,28 +108,29 @@ class Layer(nn.Module):
         super().__init__()
         name = f"layers.{layer}"
         before = model.norm_placement != "post"
-        two = before and model.parallel_block != "shared_norm"
+        two_norms = before and model.parallel_block != "shared_norm"
 
         def norm(part: str, present: bool) -> nn.Module:
             return make_norm(model, weights, f"{name}.{part}", options.ops) if present else nn.Identity()
 
-        def output(part: str) -> nn.Module:  # what is done with a block's output before the residual addition
-            scaled = [Scale(model.residual_multiplier)] if model.residual_multiplier != 1.0 else []
-            return nn.Sequential(norm(part, model.norm_placement != "pre"), *scaled)
+        def output(part: str) -> nn.Module:  # applied to a block's output before the residual addition
+            modules = [norm(part, model.norm_placement != "pre")]
+            if model.residual_multiplier != 1.0:
+                modules.append(Scale(model.residual_multiplier))
+            return nn.Sequential(*modules)
 
         self.attention = make_attention(model, layer, weights, mesh, options)
         self.mlp = make_feed_forward(model, layer, weights, mesh, options)
-        self.attention_input_norm, self.attention_output = (
-            norm("input_norm", before),
-            output("attention.output_norm"),
-        )
-        self.mlp_input_norm, self.mlp_output = norm("mlp_norm", two), output("mlp.output_norm")
+        self.attention_input_norm = norm("input_norm", before)
+        self.attention_output = output("attention.output_norm")
+        self.mlp_input_norm = norm("mlp_norm", two_norms)
+        self.mlp_output = output("mlp.output_norm")
         probability, sequence_parallel = model.residual_dropout, options.sequence_parallel
         self.attention_dropout = Dropout(
             probability, Site.ATTENTION_OUTPUT, layer, mesh.tp, sequence_parallel
         )
         self.mlp_dropout = Dropout(probability, Site.MLP_OUTPUT, layer, mesh.tp, sequence_parallel)
-        # `compute`, whose backward computes some of it again
+        # `compute` under activation checkpointing
         self.recomputed: Callable[[Tensor, ForwardState], Tensor] | None = None
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
@@ -142,14 +138,14 @@ class Layer(nn.Module):
         return run(x, state)
 
     def compute(self, x: Tensor, state: ForwardState) -> Tensor:
-        """The layer itself, without recomputation."""
+        """Computes the layer without recomputation."""
         attended = self.attention(self.attention_input_norm(x), state)
         x, normed = self.join(x, attended, state)
         transformed = self.mlp(normed, state)
         return x + self.mlp_dropout(self.mlp_output(transformed), state)
 
     def join(self, x: Tensor, attended: Tensor, state: ForwardState) -> tuple[Tensor, Tensor]:
-        """The residual sum after attention, and its norm: fused for RMSNorm, one pass over memory."""
+        """Returns the residual sum after attention, and its norm: fused for RMSNorm, one pass over memory."""
         branch = self.attention_dropout(self.attention_output(attended), state)
         return add_and_norm(x, branch, self.mlp_input_norm)
 
@@ -175,11 +171,10 @@ def make_layer(
     model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions
 ) -> Layer:
     kind = Layer if model.parallel_block == "none" else ParallelLayer
-    made = kind(model, layer, weights, mesh, options)
+    module = kind(model, layer, weights, mesh, options)
     if options.recompute not in ("none", "selective"):
         from megalite.model.recomputation import recomputing
 
-        made.recomputed = recomputing(
-            made, options.recompute, exchanged=mesh.cp.size > 1 and options.context == "ulysses"
-        )
-    return made
+        exchanged = mesh.cp.size > 1 and options.context == "ulysses"
+        module.recomputed = recomputing(module, options.recompute, exchanged)
+    return module

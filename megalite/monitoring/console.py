@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 from megalite.monitoring.metrics import MEMBER, StepMetrics
 from megalite.system.messages import say
+from megalite.system.progress import duration
 
 PACE_STEPS = 100
 """Number of last steps whose pace gives the time left."""
@@ -182,15 +183,6 @@ class LossWatch:
         if metrics.loss - middle <= max(SPIKE_SPREADS * spread, SPIKE_RISE * abs(middle)):
             return ""
         return f"LOSS SPIKE, the median of the last {len(last)} steps is {middle:.4f}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as 45s, 12m05s, 3h20m or 2d03h."""
-    whole = round(seconds)
-    for unit, size, below, next_size in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
-        if whole >= size:
-            return f"{whole // size}{unit}{whole % size // next_size:02}{below}"
-    return f"{whole}s"
 
 
 def _read(numbers: Mapping[str, Any]) -> list[str]:

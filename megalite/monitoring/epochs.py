@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from megalite.config.rampup import samples_after
 from megalite.config.samples import in_words, repeats
 from megalite.monitoring.metrics import MEMBER, StepMetrics
-from megalite.monitoring.observer import Observer
+from megalite.monitoring.observers import Observer
 
 if TYPE_CHECKING:
     from megalite.training.trainer import Trainer

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megalite.monitoring.metrics import StepMetrics
-from megalite.monitoring.observer import Observer
+from megalite.monitoring.observers import Observer
 
 if TYPE_CHECKING:
     from megalite.training.trainer import Trainer

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megalite.data.dataset import Blend
 from megalite.monitoring.metrics import SOURCE, StepMetrics
-from megalite.monitoring.observer import Observer
+from megalite.monitoring.observers import Observer
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.microbatch import IGNORE_INDEX, Microbatch
 

@@ -1,81 +1,82 @@
-"""The list of a run's instruments, which the command `train` passes to the training loop as observers.
+"""Observers: the instruments of a run, which the training loop calls before and after each step on every
+rank.
 
-epochs.py counts tokens and epochs, loss_by_source.py tells the losses of a blend's members, phases.py times
-each step by phase, rank_times.py compares the ranks, context_imbalance.py predicts how unequal context
-parallelism makes them, gpu.py reads the device's memory and sensors, timeline_recorder.py and timeline.py
-record and compare the pipeline's timeline, tracing.py runs torch's profiler, prediction.py reports at the end
-the prediction's error. Not observers: links.py tests the network before the first step, out_of_memory.py
+The list is in `observers`. Not observers: links.py tests the network before the first step, out_of_memory.py
 suggests changes when memory runs out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megalite.config.schema import ConfigError
-from megalite.launch.environment import RankEnvironment
-from megalite.monitoring.epochs import Epochs
-from megalite.monitoring.gpu import GpuSensors
-from megalite.monitoring.observer import Observer
-from megalite.monitoring.phases import PhaseTimes
-from megalite.monitoring.prediction import Outcome
-from megalite.monitoring.rank_times import RankTimes
-from megalite.monitoring.timeline import compare, describe, written
-from megalite.monitoring.timeline_recorder import TimelineRecorder
-from megalite.monitoring.tracing import MemorySnapshot, Tracer
-from megalite.planner.hardware.devices import Device
+from megalite.monitoring.metrics import StepMetrics
 
 if TYPE_CHECKING:
+    from megalite.launch.environment import RankEnvironment
+    from megalite.planner.hardware.devices import Device
     from megalite.training.trainer import Trainer
 
+STEPS_KEPT = 4
+"""Steps whose measurements an observer keeps until `numbers` is called: results are a step late under some
+schedules, and only rank 0 reads them."""
 
-class ComparedTimeline(TimelineRecorder):
-    """Reports at the end the simulator's prediction for the recorded steps."""
+
+class Observer:
+    """Base class of observers, whose methods do nothing.
+
+    Every rank has the same observers and calls the same methods, except `numbers` and `lines`.
+    """
+
+    def before(self, step: int) -> None:
+        """Called before a step."""
+
+    def after(self, step: int) -> None:
+        """Called after a step has ended on this rank."""
+
+    def numbers(self, metrics: StepMetrics) -> dict[str, Any]:
+        """Returns further keys of a step's line in metrics.jsonl.
+
+        Called on rank 0 only, when the step's result is known.
+        """
+        return {}
+
+    def lines(self, metrics: StepMetrics) -> list[str]:
+        """Returns lines to print below a step's own. Called on rank 0 only, after `numbers`."""
+        return []
 
     def finish(self) -> list[str]:
-        lines, run = super().finish(), self.trainer.run_dir
-        try:
-            return [*lines, *describe(compare(run)), written(run)] if self.summary else lines
-        except (
-            ConfigError,
-            OSError,
-        ) as error:  # the disk is full, or the directory gone: the run itself is done
-            return [*lines, f"no comparison with the simulator: {error}"]
+        """Called at the end of the run. Returns lines that rank 0 prints."""
+        return []
 
 
 def observers(
     trainer: Trainer, own: RankEnvironment, device: Device | None = None, kernels: Sequence[str] = ()
 ) -> Sequence[Observer]:
-    """All instruments of a run, the same on every rank.
+    """Returns all observers of a run, the same on every rank.
 
-    own: this rank's environment; device: the planner's description of its device; kernels: the chosen
-    implementations, in words.
+    Args:
+        own: this rank's environment.
+        device: the planner's description of its device.
+        kernels: the chosen implementations, in words.
     """
-    phases = PhaseTimes(trainer)
-    ranks = RankTimes(trainer, phases)
-    context: list[Observer] = []
-    if trainer.config.parallel.cp > 1:
-        from megalite.monitoring.context_imbalance import ContextImbalance
+    # here: each of these modules imports this one
+    from megalite.monitoring.epochs import Epochs
+    from megalite.monitoring.gpu import GpuSensors
+    from megalite.monitoring.phases import PhaseTimes
+    from megalite.monitoring.prediction import Outcome
+    from megalite.monitoring.rank_times import ContextImbalance, RankTimes
+    from megalite.monitoring.timeline_recorder import TimelineRecorder
+    from megalite.monitoring.tracing import MemorySnapshot, Tracer
 
-        context.append(ContextImbalance(trainer))
-    recorders = ComparedTimeline(trainer), Tracer(trainer), MemorySnapshot(trainer)
-    outcome = Outcome(trainer, own, device, kernels)
-    return (
-        Epochs(trainer),
-        *_by_source(trainer),
-        phases,
-        ranks,
-        *context,
-        GpuSensors(trainer),
-        *recorders,
-        outcome,
-    )
+    config, phases = trainer.config, PhaseTimes(trainer)
+    chosen: list[Observer] = [Epochs(trainer)]
+    if config.logging.loss_by_source:
+        from megalite.monitoring.loss_by_source import LossBySource
 
-
-def _by_source(trainer: Trainer) -> Sequence[Observer]:
-    if not trainer.config.logging.loss_by_source:
-        return ()
-    from megalite.monitoring.loss_by_source import LossBySource  # which other runs do not need
-
-    return (LossBySource(trainer),)
+        chosen.append(LossBySource(trainer))
+    chosen += [phases, RankTimes(trainer, phases)]
+    if config.parallel.cp > 1:
+        chosen.append(ContextImbalance(trainer))
+    chosen += [GpuSensors(trainer), TimelineRecorder(trainer), Tracer(trainer), MemorySnapshot(trainer)]
+    return [*chosen, Outcome(trainer, own, device, kernels)]

@@ -21,6 +21,7 @@ from megalite.config.schema import Config, ConfigError
 from megalite.mesh.mesh import Mesh
 from megalite.monitoring.tracing import write_snapshot
 from megalite.parallel.pipeline.schedule import ScheduleError
+from megalite.system.text import aligned
 
 Changes = dict[str, Any]
 """Option → new value."""
@@ -35,10 +36,11 @@ class MemorySaving:
     changes: Changes
     saved: int  # bytes on the fullest rank
 
-    def __str__(self) -> str:
+    def row(self) -> tuple[str, str]:
+        """The options and what they save, as text."""
         options = " ".join(f"--{option} {str(value).lower()}" for option, value in self.changes.items())
         saved = f"{self.saved / 2**30:,.1f} GiB" if self.saved >= 2**30 else f"{self.saved / 2**20:,.1f} MiB"
-        return f"{options:<48} saves {saved}"
+        return options, f"saves {saved}"
 
 
 def changed(config: Config, changes: Changes) -> Config:
@@ -72,7 +74,7 @@ def candidates(config: Config) -> Iterator[Changes]:
 
 def ladder(config: Config, world_size: int, local_devices: int, peak: Peak) -> list[MemorySaving]:
     """The changes that this run can make, each evaluated on its own."""
-    rungs, now = [], peak(config)
+    savings, now = [], peak(config)
     for changes in candidates(config):
         other = changed(config, changes)
         try:
@@ -81,20 +83,21 @@ def ladder(config: Config, world_size: int, local_devices: int, peak: Peak) -> l
         except (ConfigError, ScheduleError):
             continue
         if saved > 0:
-            rungs.append(MemorySaving(changes, saved))
-    return rungs
+            savings.append(MemorySaving(changes, saved))
+    return savings
 
 
-def describe(place: str, error: BaseException, rungs: list[MemorySaving]) -> str:
-    """The message for the user. place: which rank, and what it was doing."""
+def describe(place: str, error: BaseException, savings: list[MemorySaving]) -> str:
+    """Returns the message for the user. place: which rank, and what it was doing."""
     lines = [f"{place}: out of memory: {str(error).strip().splitlines()[0]}"]
-    if not rungs:
+    if not savings:
         return (
             f"{lines[0]}\nNo change of this run's options needs less memory: use more GPUs or a smaller "
             "model."
         )
     lines.append("Each of these by itself lowers the memory of the fullest rank, by the planner's estimate:")
-    return "\n".join([*lines, *(f"  {rung}" for rung in rungs)])
+    table = aligned([saving.row() for saving in savings], left=2)
+    return "\n".join([*lines, *(f"  {line}" for line in table)])
 
 
 def out_of_memory(error: torch.OutOfMemoryError, config: Config, device: torch.device, mesh: Mesh) -> str:
@@ -104,7 +107,7 @@ def out_of_memory(error: torch.OutOfMemoryError, config: Config, device: torch.d
     world_size, gpu = mesh.world.size, device.type == "cuda"
 
     def peak(other: Config) -> int:
-        return max(each.total for each in estimate(other, world_size, "cuda" if gpu else "cpu"))
+        return max(memory.total for memory in estimate(other, world_size, "cuda" if gpu else "cpu"))
 
     place = f"rank {mesh.rank} in step {mesh.activity.step}, {mesh.activity.action}"
     message = describe(place, error, ladder(config, world_size, int(gpu), peak))

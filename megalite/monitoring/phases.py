@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from megalite.monitoring.metrics import StepMetrics
-from megalite.monitoring.observer import Observer
+from megalite.monitoring.observers import STEPS_KEPT, Observer
 from megalite.parallel.pipeline.schedule import Action, ActionKind
 from megalite.system.activity import BETWEEN, READING, REDUCING, REPORTING, UPDATING
 from megalite.system.clock import DeviceClock, HostClock
@@ -35,9 +35,6 @@ _OF_WORDS = {
     BETWEEN: None,
     REPORTING: None,
 }
-# steps whose phases are kept until `numbers` reads them: results are a step late under some schedules, and
-# read on rank 0 only
-_KEPT = 4
 
 Lap = tuple[Any, Any]
 """The activity that a rank began, and the clock's mark of that moment."""
@@ -94,7 +91,7 @@ class PhaseTimes(Observer):
             passed -= 1
         self.of_step[step] = add_up(self.laps[:passed], self.clock)
         self.laps = self.laps[max(passed - 1, 0) :]
-        self.of_step.pop(step - _KEPT * self.interval, None)
+        self.of_step.pop(step - STEPS_KEPT * self.interval, None)
 
     def working(self, step: int) -> float:
         """Seconds of a step in which this rank did not wait for another."""

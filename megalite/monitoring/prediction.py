@@ -15,7 +15,7 @@ from megalite.config.schema import Config
 from megalite.launch.environment import ALIKE, EQUAL, RankEnvironment
 from megalite.monitoring import starts
 from megalite.monitoring.metrics import StepMetrics
-from megalite.monitoring.observer import Observer
+from megalite.monitoring.observers import Observer
 from megalite.parallel.pipeline.simulator import simulate
 from megalite.planner.hardware.constants import interval
 from megalite.planner.hardware.devices import Device

@@ -1,5 +1,6 @@
-"""Finds the slowest rank. Ranks wait for each other, so all have the same step time; they differ in how much
-of it they work.
+"""Comparison of the ranks: which one is the slowest, and how unequal context parallelism makes them.
+
+Ranks wait for each other, so all have the same step time; they differ in how much of it they work.
 
 At `logging.interval` the ranks all-gather the seconds in which each worked. The all-gather overlaps with the
 next step, and its result is read after that step.
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megalite.monitoring.metrics import StepMetrics
-from megalite.monitoring.observer import Observer
+from megalite.monitoring.observers import STEPS_KEPT, Observer
 from megalite.monitoring.phases import PhaseTimes
 from megalite.parallel.collectives import Pending, all_gather
 
@@ -105,3 +106,28 @@ class RankTimes(Observer):
     def finish(self) -> list[str]:
         self._receive()
         return []
+
+
+class ContextImbalance(Observer):
+    """Predicts how unevenly the documents of a step load the context-parallel ranks of rank 0's replica.
+
+    The prediction counts the tiles of attention of each rank; `context_imbalance` measures it. Only rank 0
+    reads it.
+    """
+
+    def __init__(self, trainer: Trainer):
+        self.trainer, self.method = trainer, trainer.config.parallel.context
+        self.of_step: dict[int, float] = {}
+
+    def after(self, step: int) -> None:
+        from megalite.parallel.context.balanced import imbalance  # imported only with context parallelism
+
+        parts = [microbatch.part for microbatch in self.trainer.loader.current]
+        tiles = [part.tiles for part in parts if part is not None and part.tiles is not None]
+        if tiles and self.trainer.mesh.rank == 0:
+            self.of_step[step] = imbalance(tiles, self.method)
+            self.of_step.pop(step - STEPS_KEPT, None)
+
+    def numbers(self, metrics: StepMetrics) -> dict[str, Any]:
+        predicted = self.of_step.pop(metrics.step, None)
+        return {} if predicted is None else {"context_imbalance_predicted": predicted}

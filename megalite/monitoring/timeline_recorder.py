@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megalite.monitoring.observer import Observer
-from megalite.monitoring.timeline import RECORDS, Record
+from megalite.config.schema import ConfigError
+from megalite.monitoring.observers import Observer
+from megalite.monitoring.timeline import RECORDS, Record, compare, describe, written
 from megalite.system.clock import DeviceClock, HostClock
 from megalite.system.messages import write_or_say
 
@@ -30,8 +31,10 @@ BARRIERS = 5  # readings of each clock: hosts are aligned by the median of their
 
 
 class TimelineRecorder(Observer):
-    """Records `profiling.steps` on this rank if `profiling.timeline` is set. Every rank must make the same
-    calls."""
+    """Records `profiling.steps` on this rank if `profiling.timeline` is set, and compares them at the end.
+
+    Every rank must make the same calls.
+    """
 
     def __init__(self, trainer: Trainer):
         options = trainer.config.profiling
@@ -68,14 +71,26 @@ class TimelineRecorder(Observer):
         self.record = Record(self.record.host)
 
     def finish(self) -> list[str]:
-        """If the run ended early, write the steps recorded until then. Collective."""
+        """Write the steps recorded so far if the run ended early, and compare them with the simulator.
+        Collective.
+
+        Rank 0 writes and compares.
+        """
         self.collect()
         if self.wanted and not self.summary and self.trainer.mesh.rank == 0:
             return [
                 "no timeline: the run has done none of profiling.steps = "
                 f"{self.trainer.config.profiling.steps}"
             ]
-        return self.summary
+        return [*self.summary, *self._comparison()] if self.summary else []
+
+    def _comparison(self) -> list[str]:
+        """The simulator's prediction for the recorded steps, in lines."""
+        directory = self.trainer.run_dir
+        try:
+            return [*describe(compare(directory)), written(directory)]
+        except (ConfigError, OSError) as error:  # a full disk, or no directory: the run itself is done
+            return [f"no comparison with the simulator: {error}"]
 
 
 def host_name() -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megalite.monitoring.observer import Observer
+from megalite.monitoring.observers import Observer
 from megalite.system.activity import REPORTING
 from megalite.system.messages import write_or_say
 

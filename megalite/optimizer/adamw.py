@@ -11,11 +11,12 @@ from megalite_kernels.adamw import adamw_
 from torch import Tensor
 
 from megalite.config.schema import OptimizerConfig
-from megalite.optimizer.state import WEIGHT, OptimizerState
-from megalite.optimizer.table import ADAMW
+from megalite.optimizer.registry import ADAMW
+from megalite.optimizer.state import OptimizerState
+from megalite.parallel.spec import WEIGHT
 
 STATE = (WEIGHT, *ADAMW)
-"""The kinds of a checkpoint of a run with AdamW."""
+"""The kinds of tensors in a checkpoint of a run with AdamW."""
 
 
 class AdamW:
@@ -26,20 +27,19 @@ class AdamW:
         self._ranges = [span.range(ADAMW) for span in state.spans(*ADAMW)]
 
     def step(self, step: int, lr: float, divisor: Tensor | None) -> None:
-        """Update this rank's master weights, and its weights from them. `step` is 1-based; gradients are
-        divided by `divisor`, a scalar."""
+        """As in `registry.Optimizer`."""
         options, memory = self.options, self.state.store.state
-        # stays on the device: no wait for it
+        # stays on the device: the host does not wait for it
         scale = None if divisor is None else divisor.to(memory.device, non_blocking=True)
-        # under offload a window at a time, its copies overlapped with updates
+        # under offload a window at a time, whose copies overlap with updates
         for window in memory.windows(self._ranges):
             adamw_(
-                [each.master for each in window],
-                [each.grads for each in window],
-                [each.state[0] for each in window],
-                [each.state[1] for each in window],
+                [span.master for span in window],
+                [span.grads for span in window],
+                [span.state[0] for span in window],
+                [span.state[1] for span in window],
                 # written in compute precision; else the masters are the weights
-                [each.weights for each in window if each.separate],
+                [span.weights for span in window if span.separate],
                 step=step,
                 lr=lr,
                 beta1=options.betas[0],

@@ -1,11 +1,11 @@
 """An exponential moving average of the weights (`train.ema_decay`), a kind of state next to any optimizer's.
 
-    average ← decay · average + (1 − decay) · weights        after each applied step; at the start: the
-    weights
+    at the start              average ← weights
+    after each applied step   average ← decay · average + (1 − decay) · weights
 
-The average is kept of this rank's master weights, with their dtype, in their memory and sharded as they are:
-a skipped step does not move it, and an undone step takes it back with the optimizer's state. Frozen weights
-have none: they would be their own average. No communication, but where the average is used.
+It averages this rank's master weights, and has their dtype, memory and sharding. A skipped step does not
+change it, and undoing a step restores it with the optimizer's state. Frozen weights have no average: it would
+equal them. Communicates only where the average is used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megalite.optimizer.state import OptimizerState
-from megalite.optimizer.table import EMA
+from megalite.parallel.spec import EMA
 
 PIECE = 1 << 24  # elements: a step that may skip itself needs memory for one piece
 
@@ -35,14 +35,14 @@ class WeightAverage:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Begin at the present weights."""
+        """Set the average to the present weights."""
         for master, average in self._spans:
             average.copy_(master)
 
     @torch.no_grad()
     def update(self, divisor: Tensor | None) -> None:
-        """Follow a step of the optimizer with this divisor. The device decides whether it is skipped: the
-        host does not wait for it."""
+        """Update the average after a step of the optimizer with this divisor. The device decides whether the
+        step was skipped: the host does not wait for it."""
         skip = None if divisor is None else divisor.to(self.store.state.device, non_blocking=True).isnan()
         for master, average in self._spans:
             for part, weights in zip(average.split(PIECE), master.split(PIECE), strict=True):
@@ -55,20 +55,20 @@ class WeightAverage:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Inside, the model computes with the averages; afterwards again with its weights, bit for bit. No
-        step may be pending. Collective: weights are gathered."""
-        self._exchange()
+        """Inside the block, the model computes with the averages; after it with its weights again, bit for
+        bit. No step may be pending. Collective: weights are gathered."""
+        self._swap()
         try:
             yield
         finally:
-            self._exchange()
+            self._swap()
 
     @torch.no_grad()
-    def _exchange(self) -> None:
-        """Exchange master weights and averages, and publish the new ones."""
+    def _swap(self) -> None:
+        """Swap master weights and averages, and publish the new weights."""
         self.store.gatherer.finish()  # gathers in flight still read the weights
         for master, average in self._spans:
-            kept = master.clone()
+            weights = master.clone()
             master.copy_(average)
-            average.copy_(kept)
+            average.copy_(weights)
         self.store.publish()

@@ -1,9 +1,9 @@
 """Dynamic loss scaling for fp16, by DeepSpeed's rules.
 
 Small gradients underflow in fp16: the loss is multiplied by a scale before the backward, and gradients are
-divided by it before the update. A step with gradients that are not finite is skipped; after `hysteresis` such
-steps the scale is halved, down to a minimum. After `loss_scale_window` steps without one it is doubled. All
-ranks see the same norm, so the scale is the same on all.
+divided by it before the update. A step with non-finite gradients (an overflow) is skipped; after `hysteresis`
+overflows the scale is halved, down to a minimum. After `loss_scale_window` steps without an overflow it is
+doubled. All ranks have the same norm, and therefore the same scale.
 """
 
 from __future__ import annotations
@@ -15,14 +15,21 @@ from megalite.config.schema import FP16Config
 
 @dataclass
 class LossScale:
-    """The scale, and the counters that determine its next change. `value` is 1 where loss scaling is off."""
+    """The scale, and the counters that determine its next change.
+
+    Attributes:
+        value: the scale; 1 where loss scaling is off.
+        tolerance: number of overflows until the scale is halved.
+        step: number of steps, skipped ones included.
+        last_overflow: the step of the last overflow.
+    """
 
     options: FP16Config
     active: bool
     value: float = 1.0
-    tolerance: int = 1  # overflows until the scale is halved
-    step: int = 0  # steps counted, skipped ones included
-    last_overflow: int = -1  # the step of the last overflow
+    tolerance: int = 1
+    step: int = 0
+    last_overflow: int = -1
 
     def __post_init__(self) -> None:
         if self.active:
@@ -31,11 +38,15 @@ class LossScale:
 
     @property
     def adapts(self) -> bool:
-        """Whether gradients that are not finite may be due to a scale that is too large."""
+        """Whether non-finite gradients may be due to a scale that is too large."""
         return self.active and self.value > self.options.min_loss_scale
 
     def update(self, finite: bool) -> None:
-        """Count a step; `finite`: whether its gradients were."""
+        """Update the scale after a step.
+
+        Args:
+            finite: whether its gradients were finite.
+        """
         if not self.active:
             return
         if not finite:
@@ -50,7 +61,7 @@ class LossScale:
         self.step += 1
 
     def state(self) -> dict[str, float | int]:
-        """The state as stored in a checkpoint."""
+        """Returns the state for a checkpoint."""
         return {
             "value": self.value,
             "tolerance": self.tolerance,
@@ -59,8 +70,8 @@ class LossScale:
         }
 
     def load(self, state: dict[str, float | int]) -> None:
-        """Continue from a checkpoint's state; that of a run in another precision has counted no step and is
-        ignored."""
+        """Continue from a checkpoint's state. The state of a run in another precision, which has counted no
+        step, is ignored."""
         if self.active and state["step"] > 0:
             self.value, self.tolerance = float(state["value"]), int(state["tolerance"])
             self.step, self.last_overflow = int(state["step"]), int(state["last_overflow"])

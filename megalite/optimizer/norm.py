@@ -31,8 +31,9 @@ class NormReduction(Protocol):
     for each `start`.
 
     Attributes:
-        chunks: the gradients that this rank counts: each global element on exactly one rank. knows_total:
-        whether the total is on this rank when `start` returns, so that `total` waits for no other rank.
+        chunks: the gradients that this rank counts: each global element on exactly one rank.
+        knows_total: whether the total is on this rank when `start` returns, so that `total` waits for no
+            other rank.
     """
 
     chunks: list[Tensor]
@@ -42,7 +43,7 @@ class NormReduction(Protocol):
         """Add this rank's squares and `others`."""
 
     def total(self) -> Tensor:
-        """The norm, then the sums of the other numbers over the world: [1 + len(others)] fp64, on the
+        """Returns the norm, then the sums of the other numbers over the world: [1 + len(others)] fp64, on the
         device."""
 
     def finish(self) -> None:
@@ -57,14 +58,13 @@ class LocalSquares:
         self.chunks: list[Tensor] = []
         for bucket, rectangle, offset in store.owned_rectangles():
             if bucket.gradients is not None:
-                flat = bucket.owned_grads[
-                    offset + rectangle.start - bucket.start : offset + rectangle.stop - bucket.start
-                ]
+                first = offset - bucket.start
+                flat = bucket.owned_grads[first + rectangle.start : first + rectangle.stop]
                 # on a GPU more launches cost more than accuracy gains
                 self.chunks.extend(flat.split(CHUNK) if flat.is_cpu else [flat])
 
-    def followed_by(self, others: Sequence[float | Tensor]) -> Tensor:
-        """The sum of squares, then `others`, each a number or a tensor of several: [1 + their number]
+    def sums(self, others: Sequence[float | Tensor]) -> Tensor:
+        """Returns the sum of squares, then `others`, each a number or a tensor of several: [1 + their number]
         fp64."""
         squares = squared_sum(self.chunks) if self.chunks else 0.0  # a shard may be all padding
         return torch.cat([self._number(value).flatten() for value in (squares, *others)])
@@ -87,7 +87,7 @@ class AllReduceNorm:
         self._pending: Pending | None = None
 
     def start(self, others: Sequence[float | Tensor]) -> None:
-        self._pending = all_reduce(self._own.followed_by(others), self.world)
+        self._pending = all_reduce(self._own.sums(others), self.world)
 
     def total(self) -> Tensor:
         assert self._pending is not None
@@ -119,7 +119,7 @@ class ChainedNorm:
     def start(self, others: Sequence[float | Tensor]) -> None:
         self.finish()  # the previous step's messages: their buffers may be freed afterwards
         # [1 + len(others)], over the ranks of this stage
-        sums = all_reduce(self._own.followed_by(others), self.stage).wait()
+        sums = all_reduce(self._own.sums(others), self.stage).wait()
         if self.pp.rank > 0:
             before = torch.empty_like(sums)
             self._message(dist.irecv, before, -1, "totals_up").wait()
@@ -154,23 +154,13 @@ class ChainedNorm:
         )
 
 
-def read_later(x: Tensor) -> Callable[[], Tensor]:
-    """A function that returns the tensor in CPU memory: it waits for a copy that is started now, not for what
-    the device is given later."""
-    if x.is_cpu:
-        return lambda: x
-    from megalite.system import pinned_memory  # which only a GPU needs
-
-    return pinned_memory.read_later(x)
-
-
 def update_divisor(norm: Tensor, loss: Tensor, limit: float, highest: float) -> Tensor:
-    """The divisor of gradients, [] fp32, decided on the device: that of `clip_divisor`, or NaN if the update
-    must be skipped.
+    """Returns the divisor of gradients, [] fp32, decided on the device: that of `clip_divisor`, or NaN if the
+    update must be skipped.
 
     Args:
-        norm, loss: [] fp64 each; a step is skipped if one of them is not finite.
-        highest: a step with a larger loss is skipped, too.
+        norm, loss: [] fp64 each; the update is skipped if one of them is not finite.
+        highest: the update is skipped if the loss is larger.
     """
     divisor = clip_divisor(norm, limit)
     accepted = norm.isfinite() & loss.isfinite() & (loss <= highest)
@@ -178,8 +168,8 @@ def update_divisor(norm: Tensor, loss: Tensor, limit: float, highest: float) -> 
 
 
 def clip_divisor(norm: Tensor, limit: float) -> Tensor | None:
-    """The divisor of gradients that limits their norm to `limit`: [] fp32, at least 1, on the device of
-    `norm`; None: clipping is off.
+    """Returns the divisor of gradients that limits their norm to `limit`: [] fp32, at least 1, on the device
+    of `norm`; None: clipping is off.
 
     As in torch, gradients are multiplied by limit / (norm + 1e-6).
     """

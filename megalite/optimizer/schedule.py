@@ -14,31 +14,36 @@ from megalite.config.schema import Config
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """The learning rate of a 1-based step: warm-up reaches the peak at step warmup_steps, decay reaches the
-    minimum at the last step. With a ramp-up of the batch size, or other batches since a resume, all three are
-    counted in whole batches."""
+    """Returns the learning rate of a 1-based step. Warm-up reaches the peak at step warmup_steps, decay
+    reaches the minimum at the last step. With batches of several sizes (a ramp-up, or another size since a
+    resume) all three are counted in whole batches."""
     options, train = config.optimizer, config.train
-    several = train.rampup_batch_size is not None or train.finished is not None  # batches of several sizes
-    at, steps = (position(train, step), position(train, train.steps)) if several else (step, train.steps)
+    several_sizes = train.rampup_batch_size is not None or train.finished is not None
+    at, steps = (
+        (position(train, step), position(train, train.steps)) if several_sizes else (step, train.steps)
+    )
     scale = batch_scale(config)
-    peak, low = options.lr * scale, options.min_lr * scale
-    in_steps = several and warmup_in_steps(train)
-    if (warmed := step if in_steps else at) < options.warmup_steps:
+    peak, minimum = options.lr * scale, options.min_lr * scale
+    in_steps = several_sizes and warmup_in_steps(train)
+    warmed = step if in_steps else at
+    if warmed < options.warmup_steps:
         return peak * warmed / options.warmup_steps
-    warmup = position(train, options.warmup_steps) if in_steps else options.warmup_steps
-    start = steps - options.wsd_decay_fraction * steps if options.decay == "wsd" else warmup
     if options.decay == "constant":
         return peak
+    if options.decay == "wsd":
+        start = steps - options.wsd_decay_fraction * steps
+    else:
+        start = position(train, options.warmup_steps) if in_steps else options.warmup_steps
     # may be a part of a step, which still ends at the minimum; 0 if the whole run is warm-up
     length = steps - start
-    done = min(max((at - start) / length, 0.0), 1.0) if length > 0 else 0.0
-    share = 0.5 * (1 + cos(pi * done)) if options.decay == "cosine" else 1 - done
-    return low + (peak - low) * share
+    progress = min(max((at - start) / length, 0.0), 1.0) if length > 0 else 0.0
+    factor = 0.5 * (1 + cos(pi * progress)) if options.decay == "cosine" else 1 - progress
+    return minimum + (peak - minimum) * factor
 
 
 def batch_scale(config: Config) -> float:
-    """Factor on the learning rate for a global batch size other than the one it was chosen for
-    (`base_batch_size`)."""
+    """Returns the factor on the learning rate for a global batch size other than `base_batch_size`, for which
+    it was chosen."""
     base = config.optimizer.base_batch_size
     if config.optimizer.lr_scaling == "none" or base is None:
         return 1.0

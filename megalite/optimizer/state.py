@@ -2,16 +2,13 @@
 master weights.
 
     bucket of a rank   [ q k v o gate up down | norms | padding ]
-    owned range                  [ o gate up  | norms ]             this rank's shard under ZeRO 1 to 3, all
-    of it under ZeRO 0
-    spans                        [ matrices   ][ norms]             cut where weight decay or the kinds of
-    state change
-    tensors of a span            exp_avg, exp_avg_sq, …             one for each kind, in at least fp32, in
-    the memory of the masters
+    owned range                  [ o gate up  | norms ]        this rank's shard; under ZeRO 0 the bucket
+    spans                        [ matrices   ][ norms]        cut where weight decay or the kinds change
+    tensors of a span            exp_avg, exp_avg_sq, …        one for each kind, in at least fp32
 
-Which kinds a segment has is decided by the optimizer and the options of the run (`optimizer.table.kinds_of`).
-Saving, loading, copying and restoring treat all kinds alike, so a new optimizer is a list of kinds and a
-`step`. No communication.
+The optimizer and the options of the run decide the kinds of a segment (`optimizer.registry.kinds_of`). The
+tensors are in the memory of the master weights. Saving, loading, copying and restoring treat all kinds alike,
+so a new optimizer is a list of kinds and a `step`. No communication.
 """
 
 from __future__ import annotations
@@ -21,19 +18,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megalite.optimizer.table import Kinds, state_spans
+from megalite.optimizer.registry import Kinds, state_spans
 from megalite.parallel.sharding.bucket_buffers import BucketBuffers
 from megalite.parallel.sharding.offload import StateRange
 from megalite.parallel.sharding.store import ParameterStore
-from megalite.parallel.spec import FlatRectangle, Rectangle
-
-WEIGHT = "weight"
-"""The kind of the master weights in a checkpoint; their memory belongs to the store."""
+from megalite.parallel.spec import WEIGHT, FlatRectangle, Rectangle
 
 
 @dataclass(frozen=True, eq=False)
 class BucketSlice:
-    """Elements [start, stop) of a bucket of which this rank keeps the same kinds of state.
+    """A span: elements [start, stop) of a bucket of which this rank keeps the same kinds of state.
 
     Attributes:
         decays: whether weight decay applies to its weights.
@@ -48,7 +42,7 @@ class BucketSlice:
 
     @property
     def owned(self) -> slice:
-        """Its elements in the owned range of the bucket, such as in `bucket.master`."""
+        """The indices of its elements in tensors of the owned range, such as `bucket.master`."""
         return slice(self.start - self.bucket.start, self.stop - self.bucket.start)
 
     @property
@@ -56,7 +50,7 @@ class BucketSlice:
         return self.bucket.master[self.owned]
 
     def range(self, kinds: Sequence[str]) -> StateRange:
-        """The span as one call of an elementwise optimizer with state of these kinds reads it."""
+        """Returns the span's tensors for an elementwise optimizer with state of these kinds."""
         bucket, own = self.bucket, self.owned
         state = [self.state[kind] for kind in kinds]
         return StateRange(
@@ -64,7 +58,8 @@ class BucketSlice:
         )
 
     def rectangle(self, kind: str, flat: FlatRectangle, offset: int) -> Rectangle:
-        """The state of one kind that `flat`, in the stored tensor at `offset` of the bucket, describes."""
+        """Returns the part of the state of one kind that `flat`, in the stored tensor at `offset` of the
+        bucket, describes."""
         own = slice(offset + flat.start - self.start, offset + flat.stop - self.start)
         return Rectangle(
             f"{kind}/{flat.segment.name}",
@@ -78,7 +73,7 @@ class OptimizerState:
     """The state that one rank keeps of its trainable weights: zero at the start.
 
     Args:
-        kinds: the names of the state of a segment, each of the segment's shape (`optimizer.table.kinds_of`).
+        kinds: the kinds of state of a segment (`optimizer.registry.kinds_of`).
     """
 
     def __init__(self, store: ParameterStore, kinds: Kinds):
@@ -101,24 +96,24 @@ class OptimizerState:
         ]
 
     def spans(self, *kinds: str) -> list[BucketSlice]:
-        """The spans that have state of all these kinds."""
+        """Returns the spans that have state of all these kinds."""
         return [span for spans in self._spans.values() for span in spans if span.state.keys() >= set(kinds)]
 
     def span_at(self, bucket: BucketBuffers, element: int) -> BucketSlice:
-        """The span of an owned element of a trainable bucket."""
+        """Returns the span of an owned element of a trainable bucket."""
         return next(span for span in self._spans[bucket] if span.start <= element < span.stop)
 
     # ---- a step that is undone
 
     def changing(self) -> list[Tensor]:
-        """All tensors that a step changes: master weights and state."""
+        """Returns all tensors that a step changes: master weights and state."""
         return [
             *(bucket.master for bucket in self._spans),
             *(tensor for span in self.spans() for tensor in span.state.values()),
         ]
 
     def copy(self) -> list[Tensor]:
-        """Copies of all tensors that a step changes."""
+        """Returns copies of all tensors that a step changes."""
         return [tensor.clone() for tensor in self.changing()]
 
     def restore(self, copies: Sequence[Tensor]) -> None:
@@ -130,30 +125,30 @@ class OptimizerState:
     # ---- checkpoints
 
     def to_save(self, kinds: Collection[str] | None = None) -> list[Rectangle]:
-        """This rank's part of a checkpoint: over all ranks, each element of weights and state exactly once.
+        """Returns this rank's part of a checkpoint: over all ranks, each element of weights and state exactly
+        once.
 
         Args:
-            kinds: of state, `WEIGHT` included; None: all.
+            kinds: `WEIGHT`, or kinds of state; None: all.
         """
-        owned = self.store.owned_rectangles()
         return [
-            each
-            for bucket, flat, offset in owned
-            for kind, each in self._rectangles(bucket, flat, offset)
+            rectangle
+            for bucket, flat, offset in self.store.owned_rectangles()
+            for kind, rectangle in self._rectangles(bucket, flat, offset)
             if kinds is None or kind in kinds
         ]
 
     def to_load(self, without: Collection[str] = ()) -> list[Rectangle]:
-        """Everything on this rank that a checkpoint must fill, tied copies and replicas included.
+        """Returns all tensors on this rank that a checkpoint must fill, tied copies and replicas included.
 
         Args:
             without: kinds that the checkpoint does not have.
         """
         return [
-            each
+            rectangle
             for bucket in self.store.buckets
             for flat, offset in self.store.rectangles_in(bucket, bucket.start, bucket.stop)
-            for kind, each in self._rectangles(bucket, flat, offset)
+            for kind, rectangle in self._rectangles(bucket, flat, offset)
             if kind not in without
         ]
 

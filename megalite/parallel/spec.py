@@ -19,6 +19,10 @@ from megalite.mesh.layout import Coordinates, Layout
 if TYPE_CHECKING:
     from torch import Tensor
 
+WEIGHT, EMA = "weight", "ema"
+"""Kinds of tensors in a checkpoint, which names a tensor KIND/NAME: weights, and their moving averages
+(`train.ema_decay`). Optimizers add theirs (`optimizer.registry`)."""
+
 
 @dataclass(frozen=True)
 class LocalPart:

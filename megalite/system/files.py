@@ -1,4 +1,4 @@
-"""Files that have their name only when they are complete."""
+"""Files that have their name only when they are complete, and errors of the operating system in words."""
 
 from __future__ import annotations
 
@@ -31,3 +31,16 @@ def write_synced(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def os_error_text(error: OSError, path: Path | None = None) -> str:
+    """Returns an operating system's error as users read it: path and reason, without the number in
+    `str(error)`.
+
+    Args:
+        path: named in place of the error's own path.
+    """
+    if error.strerror is None:
+        return str(error)
+    shown = path or error.filename
+    return error.strerror if shown is None else f"{os.fsdecode(shown)}: {error.strerror}"

@@ -54,8 +54,10 @@ def copy_later(x: Tensor, into: Tensor) -> None:
 
 
 def read_later(x: Tensor) -> Callable[[], Tensor]:
-    """Start copying a tensor from a GPU. Returns a function that waits for the copy, but not for what the GPU
-    is given after it."""
+    """Start copying a tensor from its device. Returns a function that waits for the copy, but not for later
+    work of the device."""
+    if x.is_cpu:
+        return lambda: x
     copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     copy.copy_(x, non_blocking=True)
     arrived = torch.cuda.current_stream(x.device).record_event()

@@ -26,10 +26,9 @@ from megalite.config.load import to_dict
 from megalite.config.schema import Config
 from megalite.launch.environment import software
 from megalite.launch.machine import local_world_size, usable_cores
-from megalite.model.adapters import ADAPTER
-from megalite.optimizer.table import EMA
+from megalite.model.adapter_parameters import ADAPTER
 from megalite.parallel.sharding.offload import OffloadError
-from megalite.parallel.spec import Rectangle
+from megalite.parallel.spec import EMA, Rectangle
 from megalite.system.activity import LOADING, SAVING
 from megalite.training.best import resume_state, state_to_save
 
@@ -198,13 +197,13 @@ def resume(trainer: Trainer, directory: Path) -> None:
         *resume_checks.changed_compression(trainer.config, state),
     ]
     trainer.store.publish()
-    trainer.step_done, trainer.samples, trainer.finalizer.skipped = (
+    trainer.step_done, trainer.samples, trainer.weight_updater.skipped = (
         state["step"],
         state["samples"],
         state["skipped"],
     )
     trainer.loss_scale.load(state["loss_scale"])
-    trainer.guard.load(state["guard"])
+    trainer.bad_steps.load(state["guard"])
     resume_state(trainer, state.get("loop", {}))
     trainer.saver.newest = directory
 
@@ -219,9 +218,9 @@ def begin_save(trainer: Trainer, best: bool = False, timed: bool = False) -> Sav
     state = {
         "step": trainer.step_done,
         "samples": trainer.samples,
-        "skipped": trainer.finalizer.skipped,
+        "skipped": trainer.weight_updater.skipped,
         "loss_scale": trainer.loss_scale.state(),
-        "guard": trainer.guard.state(),
+        "guard": trainer.bad_steps.state(),
         "fingerprint": trainer.train_data.fingerprint,
         "tokenizer": trainer.train_data.tokenizer.record(),
         "config": to_dict(trainer.config),
@@ -234,7 +233,7 @@ def begin_save(trainer: Trainer, best: bool = False, timed: bool = False) -> Sav
     with raise_on_all_ranks(trainer.mesh, OffloadError):
         trainer.store.state.sync()
     save = trainer.saver.begin(
-        directory, to_save(trainer), state, rollback_safe=trainer.guard.streak == 0, best=best
+        directory, to_save(trainer), state, rollback_safe=trainer.bad_steps.streak == 0, best=best
     )
     trainer.store.state.release()
     return save
@@ -262,7 +261,7 @@ def roll_back(trainer: Trainer, bad: StepResult) -> None:
     """
     trainer.saver.wait()  # a save in flight may be the newest checkpoint
     directory = trainer.saver.newest
-    trainer.guard.go_back(
+    trainer.bad_steps.go_back(
         f"{bad.streak} steps in a row were skipped, the last one step {bad.step}: {bad.fault}",
         directory is not None,
     )
@@ -271,7 +270,7 @@ def roll_back(trainer: Trainer, bad: StepResult) -> None:
     samples = trainer.samples
     # sets samples and streak to the checkpoint's: the bad samples must not be read again
     resume(trainer, directory)
-    trainer.samples, trainer.guard.streak = samples, 0
+    trainer.samples, trainer.bad_steps.streak = samples, 0
 
 
 def describe_saves(config: Config) -> str:

@@ -21,11 +21,11 @@ from megalite.monitoring.console import Console
 from megalite.monitoring.metrics import MetricsWriter, StepMetrics, peak_memory_bytes, throughput
 from megalite.system.activity import AWAITING_SAVES, BETWEEN, REPORTING
 from megalite.training.checkpointing import rate
-from megalite.training.signals import SaveTimer, StopRequest, agreed
+from megalite.training.stop_requests import SaveTimer, StopRequest, requested_end
 from megalite.training.trainer import StepResult, Trainer
 
 if TYPE_CHECKING:
-    from megalite.monitoring.observer import Observer
+    from megalite.monitoring.observers import Observer
 
 
 def fit(
@@ -59,7 +59,7 @@ def fit(
             if bad := [result for result in results if result.streak >= config.faults.skip_limit]:
                 go_back(trainer, bad[-1], timer, console, writer)
                 continue
-            ended = agreed(max((result.stop for result in results), default=0.0))
+            ended = requested_end(max((result.stop for result in results), default=0.0))
             due = due._replace(timed=timer.due(results))
             validate_and_save(trainer, due, ended is not None, timer, console, writer)
             if ended is not None:

@@ -26,13 +26,23 @@ from pathlib import Path
 from time import localtime, strftime
 from typing import Any
 
-from megalite.system.activity import BETWEEN, LOADING, READING, REDUCING, REPORTING, STARTING, UPDATING
+from megalite.system.activity import (
+    BETWEEN,
+    LOADING,
+    READING,
+    REDUCING,
+    REPORTING,
+    SAVING,
+    STARTING,
+    UPDATING,
+)
 
 DIRECTORY = "stalls"
 ALIVE = "answers"
-ORDER = {BETWEEN: 0, READING: 1, REDUCING: 0, UPDATING: 1, REPORTING: 1, STARTING: 0, LOADING: 0}
-"""Of what a rank does before its step's run of the plan, or after it, which is counted."""
-IN_PLAN, AFTER = 2, 3
+ORDER = {STARTING: 0, LOADING: 0, BETWEEN: 0, REDUCING: 0, UPDATING: 1, REPORTING: 1, SAVING: 2, READING: 3}
+"""Order of the phases between two runs of a plan, which are counted. A run that has to stop saves before it
+validates, so a rank that saves is before one that reads or runs the first batch of the validation."""
+IN_PLAN, AFTER = 4, 5
 MESSAGE = re.compile(
     r"pipeline message (?P<kind>[SR][FB])(?P<stage>\d+)\.(?P<microbatch>\d+)[<>](?P<peer>\d+)"
 )
@@ -184,7 +194,7 @@ def explain(ranks: Mapping[int, Rank]) -> Explanation:
     return Explanation(
         first.part if first else None,
         culprit,
-        _instead(ranks[culprit], first),
+        _instead(ranks.get(culprit), first),
         [_line(each, ranks) for each in _chain(waits, culprit)],
         waits,
     )
@@ -370,8 +380,10 @@ def _line(wait: Wait, ranks: Mapping[int, Rank]) -> str:
     )
 
 
-def _instead(rank: Rank, missed: Wait | None) -> str:
-    """What a rank did when others waited for it."""
+def _instead(rank: Rank | None, missed: Wait | None) -> str:
+    """Describes what a rank did when others waited for it; None: nothing is known of it."""
+    if rank is None:
+        return "it has left no record"
     if rank.place.get("failed"):
         return f"it failed: {rank.place['failed']}; it was in {rank}"
     if rank.state != ALIVE:

@@ -50,7 +50,7 @@ class Job:
     def running(self) -> None:
         """Record that the job trains. Until then it has changed nothing."""
         if self._lock is not None:
-            from megalite.data.tokenizer_copy import keep
+            from megalite.data.tokenizer.run_copy import keep
             from megalite.launch import crash
 
             crash.set_aside(self._config.run.directory)

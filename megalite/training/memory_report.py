@@ -17,7 +17,7 @@ from torch import Tensor
 from megalite.assembly import parts as build
 from megalite.assembly import plan
 from megalite.config.schema import Config
-from megalite.model.adapters import with_adapters
+from megalite.model.adapter_parameters import with_adapters
 from megalite.model.parameters import model_specs
 from megalite.optimizer.state import OptimizerState
 from megalite.parallel.pipeline.gather_actions import check_gathering
@@ -149,7 +149,7 @@ def _describe_frozen(trainer: Trainer) -> list[str]:
 
 
 def _describe_copies(trainer: Trainer) -> list[str]:
-    """The additional memory of optimistic steps, see `training.step_finalizer`."""
+    """The additional memory of optimistic steps, see `training.weight_update`."""
     if not build.optimistic_step(trainer.config):
         return []
     size = sum(tensor.nbytes for tensor in trainer.optimizer.state.changing()) / 1e6

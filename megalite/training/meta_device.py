@@ -13,8 +13,8 @@ from torch import Tensor
 from megalite.assembly import parts as build
 from megalite.config.schema import Config
 from megalite.mesh.mesh import Mesh
+from megalite.optimizer.registry import kinds_of
 from megalite.optimizer.state import OptimizerState
-from megalite.optimizer.table import kinds_of
 from megalite.parallel.sharding.offload import StateMemory
 from megalite.planner.memory.states import Device, Sharing
 from megalite.training.memory_report import ModelStates, planned, states_of

@@ -12,10 +12,10 @@ from megalite.checkpoint import CheckpointError, Manifest, find
 from megalite.checkpoint.resized_embeddings import check_rows, rows_of
 from megalite.config.rule import show
 from megalite.config.schema import Config, ConfigError
-from megalite.data.tokenizer_comparison import Tokenized, compare, of_data, one_tokenizer
-from megalite.data.tokenizer_identity import of_record, of_tokenizer
+from megalite.data.tokenizer.comparison import Tokenized, compare, of_data, one_tokenizer
+from megalite.data.tokenizer.identity import of_record, of_tokenizer
 from megalite.families.model_config import hf_shape
-from megalite.training.faults import restarts
+from megalite.training.fault_injection import restarts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,7 +76,7 @@ def check_resumed_tokenizer(
     """`check_tokenizers` for a checkpoint that the run continues from; the same data is the same tokens."""
     if state.get("fingerprint") == fingerprint:
         return []
-    from megalite.data.tokenizer_copy import located
+    from megalite.data.tokenizer.run_copy import located
 
     return _against_data(
         config,
@@ -86,7 +86,7 @@ def check_resumed_tokenizer(
 
 def _against_data(config: Config, start: Tokenized) -> list[str]:
     data = Tokenized(f"data.train = {show(config.data.train)}", of_data(config.data))
-    from megalite.data.tokenizer_copy import is_there
+    from megalite.data.tokenizer.run_copy import is_there
 
     way_out = (
         "Give data prepared with "
@@ -118,10 +118,10 @@ def _starts(config: Config) -> Iterator[Tokenized]:
         yield Tokenized(f"model.init_from = {start}", of_tokenizer(start.removeprefix(HF)))
     else:
         with suppress(CheckpointError):
-            from megalite.huggingface.recorded import tokenizer_of
+            from megalite.huggingface.companions import recorded_tokenizer
 
             yield Tokenized(
-                f"model.init_from = {start}", tokenizer_of(checkpoint.manifest_of(find(Path(start))))
+                f"model.init_from = {start}", recorded_tokenizer(checkpoint.manifest_of(find(Path(start))))
             )
     adapter = config.lora.init_from
     if adapter is not None and (identity := of_tokenizer(adapter)).can_be_known:

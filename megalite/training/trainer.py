@@ -24,8 +24,8 @@ from megalite.config.schema import Config
 from megalite.data import dataset as datasets
 from megalite.data.loader import Loader
 from megalite.mesh.mesh import Mesh
-from megalite.model.adapters import total_parameters
-from megalite.optimizer import table as optimizers
+from megalite.model.adapter_parameters import total_parameters
+from megalite.optimizer import registry as optimizers
 from megalite.optimizer.averaging import WeightAverage
 from megalite.optimizer.loss_scale import LossScale
 from megalite.optimizer.norm import AllReduceNorm, ChainedNorm
@@ -36,9 +36,14 @@ from megalite.parallel.microbatch import IGNORE_INDEX, Microbatch
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.system.activity import READING, REDUCING, STARTING, UPDATING
 from megalite.training import checkpointing
-from megalite.training.faults import Injection
-from megalite.training.guard import Guard
-from megalite.training.weight_update import OptimisticStepFinalizer, StepFinalizer, StepStatistics, Update
+from megalite.training.bad_steps import BadStepPolicy
+from megalite.training.fault_injection import FaultInjection
+from megalite.training.weight_update import (
+    OptimisticWeightUpdater,
+    OptimizerStep,
+    StepStatistics,
+    WeightUpdater,
+)
 
 # steps between garbage collections: all ranks pause at the same step, so that none makes the others wait
 GARBAGE_INTERVAL = 100
@@ -60,8 +65,8 @@ class StepResult:
     loss_scale: float  # 1 unless fp16
     fault: str | None  # why the update was skipped, and the samples of the step; None: it was applied
     streak: int  # consecutive skipped steps, this one included
-    stop: float  # the sum of what ranks request: 0, or more if one asks for the end (`signals.agreed`)
-    routing: Mapping[str, Any]  # metrics of mixtures of experts (`model.routers`)
+    stop: float  # the sum of the ranks' requests to stop or save (`training.stop_requests`)
+    routing: Mapping[str, Any]  # metrics of mixtures of experts (`model.router_states`)
 
     @property
     def skipped(self) -> bool:
@@ -103,8 +108,8 @@ class Trainer:
         self.average = None if decay is None else WeightAverage(state, decay)
         self.saver = Saver(mesh, config.checkpoint)
         self.loss_scale = LossScale(config.fp16, active=config.train.precision == "fp16")
-        self.guard, self.faults = Guard(config.faults), Injection(config.faults.inject, mesh)
-        self.finalizer = self._make_finalizer()
+        self.bad_steps, self.faults = BadStepPolicy(config.faults), FaultInjection(config.faults.inject, mesh)
+        self.weight_updater = self._make_weight_updater()
         self.step_done = 0  # 1-based number of the last step
         self.samples = 0  # global index of the first sample of the next batch
         self.loop_state: dict[str, Any] = {}  # of the training loop, which checkpoints keep (`training.best`)
@@ -116,16 +121,15 @@ class Trainer:
         self.saver.reserve(checkpointing.to_save(self))
         self._check_plan()  # before the first pipeline message: a mismatch would hang
 
-    def _make_finalizer(self) -> StepFinalizer:
+    def _make_weight_updater(self) -> WeightUpdater:
         """Choose how the norm is summed (from the schedule) and whether a step waits for it (from the
         options)."""
         config, store = self.config, self.store
-        norm = (
-            ChainedNorm(store, self.mesh) if build.staggered_end(config) else AllReduceNorm(store, self.mesh)
-        )
-        finalizer = OptimisticStepFinalizer if build.optimistic_step(config) else StepFinalizer
-        return finalizer(
-            store, self.optimizer, self.average, norm, config.train.grad_clip, self.loss_scale, self.guard
+        reduction = ChainedNorm if build.staggered_end(config) else AllReduceNorm
+        norm = reduction(store, self.mesh)
+        updater = OptimisticWeightUpdater if build.optimistic_step(config) else WeightUpdater
+        return updater(
+            store, self.optimizer, self.average, norm, config.train.grad_clip, self.loss_scale, self.bad_steps
         )
 
     def loader_of(self, data: datasets.Dataset, samples: int | None = None) -> Loader:
@@ -204,28 +208,27 @@ class Trainer:
     def train_step(self, stop: float = 0.0, wait: bool = False) -> list[StepResult]:
         """Run one optimizer step. Returns the results that are known now, in order: ordinarily one.
 
-        Under optimistic steps (`OptimisticStepFinalizer`) the result of a step is known during the next one,
+        Under optimistic steps (`OptimisticWeightUpdater`) the result of a step is known during the next one,
         unless `wait` is set: before a validation, a checkpoint or the end of the run.
         """
-        step, activity, store = self.step_done + 1, self.mesh.activity, self.store
-        update = Update(
-            step, learning_rate(self.config, step), perf_counter(), self.loss_scale.value, self.samples
-        )
+        number, activity, store = self.step_done + 1, self.mesh.activity, self.store
+        lr, started = learning_rate(self.config, number), perf_counter()
+        step = OptimizerStep(number, lr, started, self.loss_scale.value, self.samples)
 
         activity.enter(READING)
         microbatches = self.loader.step(self.samples)  # of this dp rank: tokens and targets [seq, batch]
         # of the global batch: known before the first backward, which divides by it
-        update.tokens = self._valid_tokens(microbatches)
+        step.tokens = self._valid_tokens(microbatches)
         microbatches = [microbatch.to(self.device) for microbatch in microbatches]
 
         # Forward and backward, in the schedule's order. Losses are scaled by 1 / tokens, so that gradients
         # are plain sums over microbatches and ranks. The weights may still be those of an unconfirmed step:
-        # `confirm` is called after the first forwards. before the backward: the first contribution overwrites
-        store.reducer.begin_step(len(microbatches), update.loss_scale)
-        scale = update.loss_scale / max(update.tokens, 1) * self.faults.loss_factor(step)
-        confirm = None if self.finalizer.pending is None else self.finalizer.confirm
+        # `confirm` is called after the first forwards.
+        store.reducer.begin_step(len(microbatches), step.loss_scale)  # the first contributions then overwrite
+        scale = step.loss_scale / max(step.tokens, 1) * self.faults.loss_factor(number)
+        confirm = None if self.weight_updater.pending is None else self.weight_updater.confirm
         statistics, pace = self.parts.runtime.run(
-            self._plan(len(microbatches)), microbatches, step=step, loss_scale=scale, confirm=confirm
+            self._plan(len(microbatches)), microbatches, step=number, loss_scale=scale, confirm=confirm
         )
 
         # Reductions start during the backward, bucket by bucket. Wait for the rest, then sum over replicas,
@@ -233,7 +236,7 @@ class Trainer:
         # (`bucket.owned_grads`): none is passed on below.
         activity.enter(REDUCING)
         store.reducer.finish()
-        self.faults.spoil(step, self.finalizer.norm.chunks)
+        self.faults.spoil(number, self.weight_updater.norm.chunks)
 
         # Sum the gradient norm and the statistics together, clip, update this rank's shard, and start the
         # all-gather of the weights.
@@ -241,34 +244,35 @@ class Trainer:
         # tp ranks hold the same loss: the sum over the world counts it once
         loss = statistics["loss"] if self.mesh.tp.rank == 0 else 0.0
         router = None if self.parts.routers is None else self.parts.routers.own(statistics)
-        self.finalizer.finish(update, StepStatistics(loss, *pace, stops=stop, router=router), wait)
+        own = StepStatistics(loss, *pace, stops=stop, router=router)
+        self.weight_updater.finish(step, own, wait)
 
-        self.step_done, self.samples = step, self.samples + self.loader.size(self.samples)
-        if step % GARBAGE_INTERVAL == 0:
+        self.step_done, self.samples = number, self.samples + self.loader.size(self.samples)
+        if number % GARBAGE_INTERVAL == 0:
             gc.collect()
-        update.seconds = perf_counter() - update.started
-        return [self._result(known) for known in self.finalizer.take_known()]
+        step.seconds = perf_counter() - step.started
+        return [self._result(known) for known in self.weight_updater.take_known()]
 
-    def _result(self, update: Update) -> StepResult:
-        totals = update.totals
-        last = update.samples + self.loader.size(update.samples) - 1
+    def _result(self, step: OptimizerStep) -> StepResult:
+        totals, fault = step.totals, step.fault
+        if fault is not None:
+            last = step.samples + self.loader.size(step.samples) - 1
+            fault = f"{fault} (samples {step.samples} to {last})"
+        bubble = 1 - totals.busy / (self.mesh.pp.size * totals.wall) if totals.wall else None
+        routers = self.parts.routers
         return StepResult(
-            step=update.step,
-            loss=update.loss,
-            loss_scale=update.loss_scale,
-            grad_norm=update.norm.item(),
-            lr=update.lr,
-            tokens=update.tokens,
-            seconds=update.seconds,
-            bubble_fraction=max(1 - totals.busy / (self.mesh.pp.size * totals.wall), 0.0)
-            if totals.wall
-            else None,
-            fault=None if update.fault is None else f"{update.fault} (samples {update.samples} to {last})",
-            streak=update.streak,
+            step=step.number,
+            loss=step.loss,
+            loss_scale=step.loss_scale,
+            grad_norm=step.norm.item(),
+            lr=step.lr,
+            tokens=step.tokens,
+            seconds=step.seconds,
+            bubble_fraction=None if bubble is None else max(bubble, 0.0),
+            fault=fault,
+            streak=step.streak,
             stop=totals.stops,
-            routing={}
-            if self.parts.routers is None
-            else self.parts.routers.learn(totals.router, update.tokens, update.fault is None),
+            routing={} if routers is None else routers.learn(totals.router, step.tokens, fault is None),
         )
 
     def _valid_tokens(self, microbatches: list[Microbatch]) -> int:
@@ -302,7 +306,7 @@ class Trainer:
         """Wait for the pending step, the gathers in flight and the device: what follows is work of the host
         alone. Collective."""
         self.mesh.activity.enter(UPDATING)
-        self.finalizer.drain()
+        self.weight_updater.drain()
         self.store.gatherer.finish()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -311,6 +315,6 @@ class Trainer:
         """Wait for everything in flight: a message that is not awaited would be matched with the next one on
         its communicator."""
         self.saver.wait()
-        self.finalizer.drain()
+        self.weight_updater.drain()
         self.store.gatherer.finish()
         self.loader.close()

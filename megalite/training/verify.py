@@ -1,13 +1,15 @@
 """Compares a configuration on a layout with the same configuration on one process, step by step and tensor by
 tensor.
 
-Both runs are separate process trees. Each writes loss, gradient norm and whole global weights of every step,
-and which rank stores which rectangle. The comparison names the first step, tensor and rank that differ.
+Both runs are separate process trees: `run_ranks` starts this module on each rank. A run writes loss, gradient
+norm and whole global weights of every step, and which rank stores which rectangle. The comparison names the
+first step, tensor and rank that differ.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from dataclasses import dataclass, replace
 from math import gcd
@@ -21,11 +23,9 @@ from megalite.assembly import parts as build
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config, ConfigError, ParallelConfig
 from megalite.launch import local_ranks as ranks
-from megalite.launch.process import choose_device, configure_process, start_process_group
+from megalite.launch.process import choose_device, configure_process, shutdown, start_process_group
 from megalite.system.progress import Report, silent
 from megalite.training.trainer import Trainer
-
-RANK = "megalite.training.verify_rank"  # the module that each rank runs
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def run_ranks(
     count = build.layout(config).world
     with tempfile.TemporaryFile() as output:
         variables = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
-        command = ["-m", "megalite.launch.rank", RANK, str(directory), str(steps)]
+        command = ["-m", "megalite.launch.rank", "megalite.training.verify", str(directory), str(steps)]
         if ranks.run_ranks(count, command, variables=variables, output=output, poll=look):
             output.seek(0)
             raise ConfigError(
@@ -183,3 +183,15 @@ def _rank_of(name: str, delta: Tensor, placement: list[list[Any]]) -> int | None
             ):
                 return rank
     return None
+
+
+def main() -> None:
+    """One rank of a recorded run. Arguments: the directory with its config.json, and the number of steps."""
+    directory = Path(sys.argv[1])
+    config = from_dict(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+    record(config, int(sys.argv[2]), directory)
+    shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -105,7 +105,7 @@ class Watchdog:
         """End the watch, and tell the others why. What a lost rank has caused gets the name of that rank."""
         if error is not None:
             self.mesh.meet.end()
-        if error is None or _is_of_all_ranks(error):
+        if error is None or raised_on_all_ranks(error, self.activity):
             peers.close(left=True)
         elif hasattr(error, "peer"):
             verdict = peers.origin(error.peer)
@@ -336,14 +336,19 @@ def _compiles() -> bool:
     )
 
 
-def _is_of_all_ranks(error: BaseException) -> bool:
-    """Whether all ranks have raised an error together. One of the data is the one of the rank that reads
-    it."""
+def raised_on_all_ranks(error: BaseException, activity: Activity) -> bool:
+    """Whether every rank raises this error, so that each ends by itself and none waits for another.
+
+    A DataError is raised on all ranks before the first step, where they check the data together; later it
+    belongs to the rank that reads a sample.
+    """
     from megalite.checkpoint import CheckpointError
     from megalite.config.samples import DataError
-    from megalite.training.guard import FaultLimit
+    from megalite.training.bad_steps import FaultLimit
 
-    return isinstance(error, FaultLimit | CheckpointError | ConfigError) and not isinstance(error, DataError)
+    if isinstance(error, DataError) and activity.step > 0:
+        return False
+    return isinstance(error, FaultLimit | CheckpointError | ConfigError)
 
 
 def _clock(seconds: float) -> str:

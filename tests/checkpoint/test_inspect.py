@@ -81,7 +81,7 @@ def test_inspect_shows_state_and_tensors(call: Callable[..., Any], tmp_path: Pat
     assert content["parameters"] == 12 + 5 and content["files"] == {"rank_00000.bin": 512} and content["bytes"] == 512
     assert content["state"] == {"step": 7, "config": {"train": {"steps": 9}}}
     assert content["tensors"]["weight/b"] == {"dtype": "bfloat16", "shape": [5], "chunks": 1, "bytes": 10}
-    assert "step: 7" in text and "  scalar  float64 [], 0.00 MiB in 1 chunk" in text
+    assert "step: 7" in text and "  scalar  float64 [], 8 B in 1 chunk" in text
 
 
 def test_verify_names_every_damaged_file(call: Callable[..., Any], ranks: RankPool, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from megalite.commands import evaluate
 from megalite.config.schema import DataConfig
-from megalite.data import tokenizers as tokenizing
+from megalite.data.tokenizer import tokenizers as tokenizing
 from megalite.evaluation import harness
 from megalite.evaluation.harness import document_start
 from megalite.evaluation.perplexity import windows

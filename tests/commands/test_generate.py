@@ -15,7 +15,7 @@ import pytest
 from megalite.checkpoint.manifest import encode
 from megalite.commands.generate import main
 from megalite.data.preparation.writer import IndexedWriter
-from megalite.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
+from megalite.data.tokenizer.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from megalite.generation.language_model import LanguageModel, Sampling
 from megalite.generation.text import reply_to
 from tests.commands.jobs import train_and_save

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config
-from megalite.training.verify import RANK, compare, single_process
+from megalite.training.verify import compare, single_process
 from tests.support import forked_programs
 from tests.support.configs import config_of, write_tokens
 from tests.support.spaces.layouts import NAMED, with_layers
@@ -37,7 +37,7 @@ def recorded(config: Config, ranks: int, directory: Path) -> Path:
     """As `verify.run_ranks`, which the command lines below use, from the process that has imported torch."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(to_dict(config)))
-    succeeded, output = forked_programs.run(["-m", RANK, str(directory), str(STEPS)], ranks)
+    succeeded, output = forked_programs.run(["-m", "megalite.training.verify", str(directory), str(STEPS)], ranks)
     assert succeeded, output
     return directory
 

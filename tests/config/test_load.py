@@ -319,6 +319,8 @@ MESSAGES = [
     (["--optmizer.lr", "1"], None, "--optmizer.lr on the command line is not a known option. Nearest: --optimizer.lr."),
     (["--optimizer.warmup", "1"], None, "Nearest: --optimizer.warmup_steps."),
     (["--train.max_step", "1"], None, "Nearest: --train.steps, which other programs call max_steps."),
+    (["--logging.evry", "1"], None, "Nearest: --logging.interval, which other programs call logging.every."),
+    (["--loging.every", "1"], None, "Nearest: --logging.interval, which other programs call logging.every."),
     (
         ["--batchsize", "1"],
         None,

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from megalite.commands.prepare import main
-from megalite.data import tokenizers as tokenizing
-from megalite.data.chat_records import BadRecord, PromptCompletion, RecordReader, parsed_keys
-from megalite.data.chat_template import ChatTemplate
+from megalite.data.chat.records import BadRecord, PromptCompletion, RecordReader, parsed_keys
+from megalite.data.chat.template import ChatTemplate
 from megalite.data.indexed import DataError, IndexedTokens
+from megalite.data.tokenizer import tokenizers as tokenizing
 from tests.data.chats import CHATML, LONG, SHORT, TEMPLATES, unmarked, write_lines, write_tokenizer
 
 READER = RecordReader()

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from megalite.commands import prepare as prepare_data
-from megalite.data import tokenizers as tokenizing
-from megalite.data.chat_records import RecordReader
-from megalite.data.chat_template import ChatTemplate
+from megalite.data.chat.records import RecordReader
+from megalite.data.chat.template import ChatTemplate
 from megalite.data.indexed import DataError, IndexedTokens
 from megalite.data.preparation.chats import Chats
 from megalite.data.preparation.sources import open_inputs
+from megalite.data.tokenizer import tokenizers as tokenizing
 from tests.data.chats import (
     CHATML,
     CONTROLS,
@@ -337,7 +337,7 @@ def test_contents_are_given_as_the_template_reads_them(tokenizer):
 
 def test_a_template_that_refuses_is_quoted(tokenizer):
     strict = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}"
-    with pytest.raises(DataError, match="can not render it: roles must alternate"):
+    with pytest.raises(DataError, match="cannot render it: roles must alternate"):
         ChatTemplate(tokenizer, strict).render(LONG)
 
 
@@ -541,11 +541,11 @@ OPTIONS = {
     ),
     "no template": (
         ["--input", "ok.jsonl", "--chat_template", "none.jinja"],
-        "--chat_template none.jinja can not be read: No such file",
+        "--chat_template none.jinja cannot be read: No such file",
     ),
     "template of bytes": (
         ["--input", "ok.jsonl", "--chat_template", "bytes.jinja"],
-        "bytes.jinja can not be read: it is not UTF-8",
+        "bytes.jinja cannot be read: it is not UTF-8",
     ),
     "nothing left": (
         ["--input", "ok.jsonl", "--max_length", "2"],

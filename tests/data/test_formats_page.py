@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megalite.commands.prepare import main
-from megalite.data.chat_records import FORMS
+from megalite.data.chat.records import FORMS
 from megalite.data.preparation.sources import FORMATS
 from tests.structure.sources import ROOT
 

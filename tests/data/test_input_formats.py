@@ -185,22 +185,22 @@ REFUSED = {
     "a compressed file that is cut": (
         {"a.txt.gz": gzip.compress(b"a" * 99)[:-9]},
         [],
-        "a.txt.gz can not be read: Compressed file ended before",
+        "a.txt.gz cannot be read: Compressed file ended before",
     ),
     "compressed lines that are cut": (
         {"a.jsonl.zst": b"\x28\xb5\x2f\xfdgarbage"},
         [],
-        "a.jsonl.zst is damaged, and the rest of it can not be read (ZSTD decompress failed",
+        "a.jsonl.zst is damaged, and the rest of it cannot be read (ZSTD decompress failed",
     ),
     "a compressed table that is damaged": (
         {"a.csv.gz": gzip.compress(CSV.encode())[:-6]},
         [],
-        "a.csv.gz can not be read: Compressed file ended",
+        "a.csv.gz cannot be read: Compressed file ended",
     ),
     "a compressed list that is damaged": (
         {"a.json.gz": gzip.compress(json.dumps(RECORDS).encode())[:-6]},
         ["--chat"],
-        "a.json.gz can not be read: Compressed",
+        "a.json.gz cannot be read: Compressed",
     ),
     "a part of a parquet file": (
         {"a.parquet": PARQUET[:-1]},

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from megalite.data import tokenizers as tokenizing
 from megalite.data.indexed import IndexedTokens
 from megalite.data.preparation import pool
 from megalite.data.preparation.prepare import prepare
 from megalite.data.preparation.sources import open_inputs
 from megalite.data.preparation.texts import Texts
+from megalite.data.tokenizer import tokenizers as tokenizing
 
 SOURCES = "".join(inspect.getsource(module) for module in (inspect, textwrap, json))
 ODD = "grüße 日本語 🎉 <|endoftext|> </s>\r\n\r\n  \n\t\n" + "no line end in " * 300 + "\n"

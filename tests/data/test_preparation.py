@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from megalite.commands.prepare import main
-from megalite.data import tokenizers as tokenizing
 from megalite.data.indexed import DataError, IndexedTokens
 from megalite.data.preparation.prepare import prepare
 from megalite.data.preparation.sources import open_inputs
+from megalite.data.tokenizer import tokenizers as tokenizing
 from megalite.families import hub
 
 TOOL = Path(__file__).parents[2] / "tools" / "prepare_data.py"
@@ -138,7 +138,7 @@ def test_a_dataset_of_the_hub_without_a_network_is_one_message(refusal, monkeypa
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     message = refusal("--input", "hf:org/name:plain", "--tokenizer", "byte", "--output", "z")
     assert (
-        "Couldn't reach org/name. The Hub can not be reached: run hf download --repo-type dataset org/name --local-dir "
+        "Couldn't reach org/name. The Hub cannot be reached: run hf download --repo-type dataset org/name --local-dir "
         "DIR" in message
     )
 
@@ -298,7 +298,7 @@ BAD = {
     ),
     "vocabulary too large": (
         ["--input", "ok.txt", "--train_tokenizer", "90000"],
-        "--train_tokenizer 90000 can not be trained",
+        "--train_tokenizer 90000 cannot be trained",
     ),
     "vocabulary is text": (["--input", "ok.txt", "--train_tokenizer", "many"], "invalid int value: 'many'"),
     "chat options for text": (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megalite.commands.prepare import main
-from megalite.data import tokenizers as tokenizing
+from megalite.data.tokenizer import tokenizers as tokenizing
 from tests.data.chats import SHORT, write_lines
 
 TURNS = [{"speaker": "human", "text": "Add"}, {"speaker": "gpt", "text": "It is 2."}]

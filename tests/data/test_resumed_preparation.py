@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from megalite.data import tokenizers as tokenizing
-from megalite.data.chat_records import RecordReader
+from megalite.data.chat.records import RecordReader
 from megalite.data.indexed import DataError
 from megalite.data.preparation import prepare as preparing
 from megalite.data.preparation.chats import Chats
@@ -26,6 +25,7 @@ from megalite.data.preparation.pool import WorkerLost
 from megalite.data.preparation.prepare import PreparationSummary, prepare
 from megalite.data.preparation.sources import open_inputs
 from megalite.data.preparation.texts import Texts
+from megalite.data.tokenizer import tokenizers as tokenizing
 from tests.data.chats import SHORT
 
 FORK = multiprocessing.get_context("fork")
@@ -193,7 +193,7 @@ def test_temporary_files_that_were_cut_are_not_used():
     notes: list[str] = []
     assert run("x", note=notes.append).resumed_bytes == 0
     assert files("x") == expected and left() == []
-    assert "can not be continued (.x.preparing.bin is shorter than" in notes[0] and notes[0].endswith(
+    assert "cannot be continued (.x.preparing.bin is shorter than" in notes[0] and notes[0].endswith(
         "this one begins anew"
     )
 

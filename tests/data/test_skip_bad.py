@@ -135,7 +135,7 @@ def test_rows_of_csv_and_json_lists_are_skipped_by_number(run, tmp_path, monkeyp
     status, out, _ = run("--input", "a.csv", "--skip_bad", "2", "--json")
     short, long = json.loads(out)["skipped_first"]
     assert texts() == [b"one", b"three", b"five"] and short == "a.csv row 2 has 1 fields, and the first row names 2."
-    assert long == "a.csv row 4 can not be read (field larger than field limit (20))."
+    assert long == "a.csv row 4 cannot be read (field larger than field limit (20))."
     Path("b.json").write_text(json.dumps([{"prompt": "a", "completion": "b"}, 5]))
     Path("c.json").write_text("{}")
     status, out, _ = run("--chat", "--input", "b.json", "c.json", "--skip_bad", "2", "--json")
@@ -147,7 +147,7 @@ def test_rows_of_csv_and_json_lists_are_skipped_by_number(run, tmp_path, monkeyp
 
 
 def test_damaged_files_of_a_glob_are_skipped(tmp_path):
-    """A text file that can not be read, a .jsonl that has gone, a parquet file that is none."""
+    """A text file that cannot be read, a .jsonl that has gone, a parquet file that is none."""
     for name in ("a.txt", "b.txt", "c.jsonl", "d.parquet"):
         (tmp_path / name).write_text('{"text": "good"}')
     names = [f"{tmp_path}/*.txt", f"{tmp_path}/c.jsonl", f"{tmp_path}/d.parquet"]
@@ -157,11 +157,11 @@ def test_damaged_files_of_a_glob_are_skipped(tmp_path):
     sources = open_inputs(names, **opening, skip_bad=True)  # type: ignore[arg-type]
     for name in ("b.txt", "c.jsonl"):
         (tmp_path / name).unlink()
-    with pytest.raises(DataError, match="b.txt can not be read: No such file or directory. --skip_bad N skips"):
+    with pytest.raises(DataError, match="b.txt cannot be read: No such file or directory. --skip_bad N skips"):
         prepare(sources, tmp_path / "x", "byte")
     summary = prepare(sources, tmp_path / "x", "byte", Texts(skip_bad=3))
     assert summary.skipped == 3 and texts(tmp_path / "x") == [b'{"text": "good"}']
-    assert [reason.split(" is ")[0].split(" can ")[0].rpartition("/")[2] for reason in summary.skipped_first] == [
+    assert [reason.split(" is ")[0].split(" cannot ")[0].rpartition("/")[2] for reason in summary.skipped_first] == [
         "b.txt",
         "c.jsonl",
         "d.parquet",

@@ -17,9 +17,9 @@ from megalite.config.schema import ConfigError, DataConfig
 from megalite.data.dataset import build
 from megalite.data.preparation.prepare import prepare
 from megalite.data.preparation.sources import open_inputs
-from megalite.data.tokenizer_comparison import one_tokenizer
-from megalite.data.tokenizer_identity import TokenizerIdentity, fingerprint, of_record, of_token_file, of_tokenizer
-from megalite.data.tokenizers import load, train_sentencepiece
+from megalite.data.tokenizer.comparison import one_tokenizer
+from megalite.data.tokenizer.identity import TokenizerIdentity, fingerprint, of_record, of_token_file, of_tokenizer
+from megalite.data.tokenizer.tokenizers import load, train_sentencepiece
 
 SOURCE = inspect.getsource(inspect)
 Change = Callable[[dict[str, Any]], None]
@@ -235,7 +235,7 @@ def test_data_of_two_tokenizers_of_one_size_do_not_meet(tmp_path):
         build(made, 0)
         assert "which data.allow_tokenizer_change = true accepts" in one_tokenizer(made)[0]
     (tmp_path / "1.model").unlink()
-    with pytest.raises(ConfigError, match=r"Which ids differ can not be shown: .*1\.model does not exist"):
+    with pytest.raises(ConfigError, match=r"Which ids differ cannot be shown: .*1\.model does not exist"):
         build(data([one, other]), 0)
 
 

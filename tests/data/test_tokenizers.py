@@ -1,4 +1,4 @@
-"""Tokenizers give text back, end documents in EOS, and refuse what they can not read."""
+"""Tokenizers give text back, end documents in EOS, and refuse what they cannot read."""
 
 import inspect
 import json
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megalite.data import tokenizers as tokenizing
 from megalite.data.indexed import DataError
-from megalite.data.tokenizer_identity import of_tokenizer
-from megalite.data.tokenizers import load
+from megalite.data.tokenizer import tokenizers as tokenizing
+from megalite.data.tokenizer.identity import of_tokenizer
+from megalite.data.tokenizer.tokenizers import load
+from megalite.huggingface.companions import check_vocabulary
 from megalite.huggingface.files import ConversionError
-from megalite.huggingface.vocabulary import check_vocabulary
 
 SOURCES = [inspect.getsource(module) for module in (inspect, json, textwrap)]
 HARD = [
@@ -105,7 +105,7 @@ def test_one_long_line_is_learned_from(tmp_path):
 
 @pytest.mark.parametrize(("texts", "vocab"), [([], 600), ([""], 600), (["hello world"] * 5, 4096), (SOURCES[:1], 100)])
 def test_untrainable(tmp_path, texts, vocab):
-    with pytest.raises(DataError, match=f"--train_tokenizer {vocab} can not be trained") as caught:
+    with pytest.raises(DataError, match=f"--train_tokenizer {vocab} cannot be trained") as caught:
         tokenizing.train_sentencepiece(texts, vocab, tmp_path / "x.model")
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []

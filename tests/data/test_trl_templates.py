@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from megalite.data import tokenizers as tokenizing
-from megalite.data.chat_records import Conversation, RecordReader
-from megalite.data.chat_template import ChatTemplate
+from megalite.data.chat.records import Conversation, RecordReader
+from megalite.data.chat.template import ChatTemplate
 from megalite.data.indexed import DataError
+from megalite.data.tokenizer import tokenizers as tokenizing
 
 (_PACKAGE,) = importlib.util.find_spec("trl").submodule_search_locations  # type: ignore[union-attr,misc]
 TEMPLATES = Path(_PACKAGE) / "chat_templates"
@@ -140,7 +140,7 @@ def test_tokens_and_mask_are_those_of_trl(family, name, tokenizer, theirs):
     if name in REJECTED.get(family, ()):
         with pytest.raises(
             DataError,
-            match=rf"^the chat template \(hash {template.hash}\) given for .* (can not render|ignores|renders)",
+            match=rf"^the chat template \(hash {template.hash}\) given for .* (cannot render|ignores|renders)",
         ):
             template.render(conversation.messages, tools=conversation.tools)
         return

@@ -13,12 +13,12 @@ import torch
 
 from megalite.assembly import parts as build
 from megalite.config.load import from_dict
-from megalite.data.chat_template import ChatTemplate
+from megalite.data.chat.template import ChatTemplate
 from megalite.data.preparation.chats import Chats
 from megalite.data.preparation.prepare import prepare
 from megalite.data.preparation.sources import open_inputs
 from megalite.data.preparation.writer import IndexedWriter
-from megalite.data.tokenizers import load
+from megalite.data.tokenizer.tokenizers import load
 from megalite.parallel.microbatch import Microbatch
 from megalite.training.trainer import Trainer
 from tests.data.chats import SHORT, write_lines

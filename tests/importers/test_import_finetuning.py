@@ -391,7 +391,7 @@ def test_the_targets_of_any_family_are_kept():
     options, said = judged("axolotl", content)
     assert (
         options["lora.targets"] == ["qkv_proj", "gate_up_proj", "q"]
-        and "lm_head can not" in said["lora_target_modules"][1]
+        and "lm_head cannot" in said["lora_target_modules"][1]
     )
     assert "lora.targets" not in judged("axolotl", content | {"lora_target_linear": True})[0]
     options, _ = judged("llama-factory", {"model_name_or_path": "m", "lora_target": "query_key_value,c_attn"})

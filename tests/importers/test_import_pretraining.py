@@ -13,7 +13,8 @@ from megalite.commands.import_config import main
 from megalite.config.dims import ParallelDims
 from megalite.config.load import from_dict, nest
 from megalite.config.schema import ConfigError
-from megalite.importers.convert import PROJECTS, convert
+from megalite.importers.convert import convert
+from megalite.importers.projects import PROJECTS
 from tests.importers.imported import imported
 
 TITAN = """

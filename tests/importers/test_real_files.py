@@ -187,7 +187,7 @@ REAL = {
             "data.packing": False,
         },
         lost={"optimizer": MOMENTS},
-        said={"lora_target_modules": "out_proj can not have adapters", "gradient_checkpointing": "turns it on"},
+        said={"lora_target_modules": "out_proj cannot have adapters", "gradient_checkpointing": "turns it on"},
         dp=2,
     ),
     "axolotl/preferences.yaml": Real(
@@ -332,7 +332,7 @@ REAL = {
     ),
     "torchtune/lora-dpo.yaml": Real(
         {"train.steps": 1000, "optimizer.weight_decay": 0.05},
-        lost={"loss._component_": OBJECTIVE, "loss.beta": OBJECTIVE, "dataset._component_": "can not be prepared"},
+        lost={"loss._component_": OBJECTIVE, "loss.beta": OBJECTIVE, "dataset._component_": "cannot be prepared"},
         dp=1,
     ),
     "torchtitan/deepseek-16b.toml": Real(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megalite.config.schema import ConfigError
-from megalite.importers.shell.script import Found, commands
+from megalite.importers.shell.script import ScriptResult, commands
 
 PROGRAMS = ("python", "torchrun")
 STUBS = {
@@ -135,11 +135,24 @@ SCRIPTS = {
         "for i in 1 2; do for j in 1 2; do [ $j = 2 ] && break 2; Y+=$i$j; done; done\nA=(1 2); A[1]+=x\npython x.py "
         "$X $Y ${A[@]} $?"
     ),
+    "the status of $(…)": (
+        "A=$(false) || A=2\nB=1 C=`exit 3` D=4 || B=2\nE=$(echo 3; false) || E=5\nF=$(echo 6) || F=7\n"
+        "if G=$(false); then H=1; else H=2; fi\nI=($(false)) || I=(8)\nf() { J=$(false) || return 1; J=no; }\nf || K=9\n"
+        'export L=$(false) || L=10\npython x.py $A $B $E $F $H "${I[@]}" "[$J]" $K "[$L]"'
+    ),
+    "arrays with holes": (
+        'A=(1 2 3 4)\nunset A[1]\nA+=(5)\npython x.py "${A[@]}" ${#A[@]} ${!A[@]} "[${A[1]}]" ${A[2]} ${A[1]-no} ${A[-1]} '
+        '"${A[@]:1:2}" $((A[1] + A[2]))\nB[3]=x\nB[-1]+=y\nI=2\nC=(a [I+1]=b c)\nC+=([1]=d)\n'
+        'python x.py "${B[@]}" ${#B[@]} "${C[@]}" ${!C[@]}\n'
+        'unset "C[$I+1]" B[@] A[0]\npython x.py "${C[@]}" ${#B[@]} "[$A]"'
+    ),
+    "texts of arrays": 'A=(1 2); A=x\nB=y; B[2]=z\nC=c; unset C[0]\nf() { local A=4 B; echo "${A[@]}" "${B-none}"; }\n'
+    'python x.py "${A[@]}" "${B[@]}" "${C-none}" $(f)',
     "a module": "torchrun --nproc_per_node 2 -m pkg.train --a 1",
 }
 
 
-def found(script: str, read: dict[str, str] | None = None) -> Found:
+def found(script: str, read: dict[str, str] | None = None) -> ScriptResult:
     return commands(script, lambda words: words[0] in PROGRAMS or words[0] == "srun", (read or {}).get, "train.sh")
 
 

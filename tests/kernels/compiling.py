@@ -1,7 +1,7 @@
 """Compiles every variant of every kernel for every architecture, with no GPU, and reads what came out.
 
     python -m tests.kernels.compiling               print it as JSON
-    python -m tests.kernels.compiling --document    write it into docs/kernels.md
+    python -m tests.kernels.compiling --document    write it into docs/appendix/compiled-kernels.md
 
 That is a process of its own because Triton either interprets or compiles, as the environment says when it is imported.
 """
@@ -42,7 +42,7 @@ SPILLS = {
 elsewhere none."""
 PROCESSES = 2
 HANGS_AFTER = 3600  # seconds: far more than compiling takes on two cores that other tests and programs use as well
-DOCUMENT = ROOT / "docs" / "kernels.md"
+DOCUMENT = ROOT / "docs" / "appendix" / "compiled-kernels.md"
 BEGIN, END = "<!-- written by python -m tests.kernels.compiling --document -->\n", "<!-- end -->"
 
 
@@ -181,7 +181,7 @@ def _width(kind: str, bits: int) -> dict[str, int]:
 
 
 def document(binaries: Binaries, triton_version: str) -> str:
-    """The table of docs/kernels.md."""
+    """The tables of docs/appendix/compiled-kernels.md."""
     lines = [f"Made by Triton {triton_version}; another version's numbers differ a little.", ""]
     for module, per in binaries.items():
         names = dict.fromkeys(name for made in per.values() for name in made)

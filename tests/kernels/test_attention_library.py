@@ -14,7 +14,7 @@ from megalite_kernels.dropout import AttentionDropout
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.data.documents import boundaries
+from megalite.data.document_boundaries import boundaries
 from tests.kernels.accuracy import assert_as_accurate
 from tests.kernels.test_attention import autograd, inputs
 
@@ -286,7 +286,7 @@ def test_documents_as_accurate_as_the_definition(route, batch):
     q, k, v, dout = (x.to("cuda") for x in host)
     offsets, longest = boundaries(starts.numpy())
     call = AttentionCall(q, k, v, documents=True, boundaries=True)
-    if (reason := route.refusal(call)) is not None:
+    if (reason := route.rejection(call)) is not None:
         pytest.skip(f"{route.name}: {reason}")
     options = attention_library.Options(0.125, None, (offsets.to("cuda"), longest))
     route.calls.prepare()

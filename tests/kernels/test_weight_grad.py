@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megalite_kernels import device_routes, router_product, weight_grad
+from megalite_kernels import device_routes, router_logits, weight_grad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -50,21 +50,21 @@ def test_a_device_without_measurements_adds_in_the_product(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", router_product.ROUTES)
+@pytest.mark.parametrize("name", router_logits.ROUTES)
 def test_every_route_of_a_router_multiplies_the_same_numbers(name, dtype):
     """Of whole numbers, whose sums are exact in fp32 and not in 16 bits: equal bits."""
     generator = torch.Generator().manual_seed(0)
     rows, weight = (torch.randint(-9, 10, shape, generator=generator).to(dtype) for shape in ((7, 512), (5, 512)))
     with OnCpu():
-        found = router_product.ROUTES[name](rows, weight)
+        found = router_logits.ROUTES[name](rows, weight)
     assert found.dtype == torch.float32 and torch.equal(found.double(), rows.double() @ weight.double().t())
 
 
 def test_a_router_takes_the_route_of_the_device(monkeypatch):
     """On a GPU in 16 bits, the default or that of the device's file; else the reference."""
     called = []
-    for name in router_product.ROUTES:
-        monkeypatch.setitem(router_product.ROUTES, name, lambda rows, weight, name=name: called.append(name))
+    for name in router_logits.ROUTES:
+        monkeypatch.setitem(router_logits.ROUTES, name, lambda rows, weight, name=name: called.append(name))
     for dtype in (torch.bfloat16, torch.float32):
         rows, weight = (
             SimpleNamespace(is_cuda=True, dtype=dtype, device=None, to=torch.ones(1, 1).to),
@@ -72,8 +72,8 @@ def test_a_router_takes_the_route_of_the_device(monkeypatch):
         )
         for file in (None, "cast"):
             monkeypatch.setattr(
-                router_product, "measured", lambda device, file=file: device_routes.DeviceRoutes("a", router=file)
+                router_logits, "measured", lambda device, file=file: device_routes.DeviceRoutes("a", router=file)
             )
-            router_product.logits(rows, weight)
+            router_logits.logits(rows, weight)
     assert called == ["out_dtype", "cast"]
-    assert router_product.logits(torch.ones(2, 3).bfloat16(), torch.ones(1, 3).bfloat16()).tolist() == [[3.0], [3.0]]
+    assert router_logits.logits(torch.ones(2, 3).bfloat16(), torch.ones(1, 3).bfloat16()).tolist() == [[3.0], [3.0]]

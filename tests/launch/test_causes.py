@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistNetworkError
 
-from megalite.launch.causes import End, ExitCause, Lost, by_cause, ended, exit_status, lost_by
+from megalite.launch.causes import End, ExitCause, Lost, by_cause, ended, lost_by
+from megalite.launch.exit_status import shell_status
 from megalite.launch.memory_kills import MemoryKills
 from megalite.parallel.collectives import CommunicationError
 
@@ -36,7 +37,7 @@ def test_kinds_count_before_times_and_times_before_ranks() -> None:
     ],
 )
 def test_signals_are_named(status: int, said: str, of_the_launcher: int) -> None:
-    assert ended(status) == said and exit_status(status) == of_the_launcher
+    assert ended(status) == said and shell_status(status) == of_the_launcher
 
 
 def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:

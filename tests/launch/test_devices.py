@@ -96,7 +96,7 @@ def test_the_report_names_attentions_implementation_and_why_not_a_faster_one(mon
             "parts of rows have one implementation"
         )
     assert line == (
-        "attention: triton; not cudnn (200 positions are no multiple of 128); not flash (torch refuses it); "
+        "attention: triton; not cudnn (200 positions are no multiple of 128); not flash (torch rejects it); "
         "no routes were measured on this device"
     )
     assert documents == "attention with documents: triton; no routes were measured on this device"

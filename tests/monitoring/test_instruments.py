@@ -16,10 +16,9 @@ from megalite.config.schema import Config, NetworkConfig
 from megalite.launch.environment import across_hosts, facts, odd_ranks, set_variables, short_of_memory
 from megalite.monitoring import gpu, links, tracing
 from megalite.monitoring import out_of_memory as memory
-from megalite.monitoring.context_imbalance import ContextImbalance
 from megalite.monitoring.phases import PhaseTimes
 from megalite.monitoring.prediction import describe, predicted_bubble, stage_costs
-from megalite.monitoring.rank_times import compare, context_imbalance
+from megalite.monitoring.rank_times import ContextImbalance, compare, context_imbalance
 from megalite.parallel.pipeline.schedule import Action, ActionKind
 from megalite.planner.hardware.devices import find
 from megalite.system.activity import BETWEEN, READING, REDUCING, REPORTING, UPDATING, Activity

@@ -15,8 +15,8 @@ from megalite.mesh.mesh import Layout, Mesh
 from megalite.model.parameters import model_specs
 from megalite.optimizer.adamw import AdamW
 from megalite.optimizer.norm import clip_divisor
+from megalite.optimizer.registry import OPTIMIZERS
 from megalite.optimizer.state import OptimizerState
-from megalite.optimizer.table import OPTIMIZERS
 from megalite.parallel.sharding.store import ParameterStore, StoreOptions
 from tests.conftest import HAS_GPU
 from tests.optimizer.norms import total_norm

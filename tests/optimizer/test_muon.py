@@ -15,12 +15,12 @@ from megalite.config.schema import PROJECTIONS, ModelConfig
 from megalite.mesh.layout import AxisPlace, Coordinates, Layout
 from megalite.mesh.mesh import Mesh
 from megalite.model.parameters import model_specs
-from megalite.optimizer.matrix_owners import cost, matrix_rounds
-from megalite.optimizer.muon import Muon
-from megalite.optimizer.newton_schulz import orthogonalized
+from megalite.optimizer.muon.muon import Muon
+from megalite.optimizer.muon.newton_schulz import orthogonalized
+from megalite.optimizer.muon.ownership import cost, matrix_rounds
+from megalite.optimizer.registry import OPTIMIZERS, state_elements, state_spans
 from megalite.optimizer.schedule import learning_rate
 from megalite.optimizer.state import OptimizerState
-from megalite.optimizer.table import OPTIMIZERS, state_elements, state_spans
 from megalite.parallel.sharding.buckets import bucket_layout
 from megalite.parallel.sharding.store import ParameterStore, StoreOptions
 
@@ -163,13 +163,16 @@ def test_every_element_reaches_the_owner_once_and_returns_to_all_that_keep_it(la
         for matrix in each:
             assert sum(part.numel for part in matrix.parts) == matrix.segment.numel
             by_part = [
-                sorted(piece[2:] for piece in matrix.sent if piece.part == part) for part in range(len(matrix.parts))
+                sorted(piece[2:] for piece in matrix.gathered if piece.part == part)
+                for part in range(len(matrix.parts))
             ]
             for pieces in by_part:
                 assert (pieces[0][0], pieces[-1][1]) == (matrix.start, matrix.stop)
                 assert all(one[1] == following[0] for one, following in pairwise(pieces))
-            kept = {rank: [piece for piece in matrix.kept if piece.rank == rank] for rank in range(layout.stage_ranks)}
-            assert matrix.owner in [piece.rank for piece in matrix.kept]
+            kept = {
+                rank: [piece for piece in matrix.scattered if piece.rank == rank] for rank in range(layout.stage_ranks)
+            }
+            assert matrix.owner in [piece.rank for piece in matrix.scattered]
             for rank, pieces in kept.items():
                 place = layout.position(rank)
                 shard = (place["dp"] * layout.cp + place["cp"]) % layout.shard
@@ -200,14 +203,14 @@ def test_an_experts_matrices_stay_with_the_ranks_that_hold_it(layout):
         stored, _, number = matrix.segment.name.partition(", matrix ")
         expert = int(number) // (2 if "experts.in" in stored else 1)
         holders = {rank for rank in range(layout.stage_ranks) if rank % layout.ep == expert // (4 // layout.ep)}
-        assert matrix.owner in holders and holders >= {piece.rank for piece in (*matrix.sent, *matrix.kept)}
-        sent = sorted(piece[2:] for piece in matrix.sent)
+        assert matrix.owner in holders and holders >= {piece.rank for piece in (*matrix.gathered, *matrix.scattered)}
+        sent = sorted(piece[2:] for piece in matrix.gathered)
         assert (sent[0][0], sent[-1][1]) == (
             matrix.start,
             matrix.stop,
         ) and matrix.stop - matrix.start == matrix.segment.numel
         assert all(one[1] == following[0] for one, following in pairwise(sent))
-        kept = sum(piece.stop - piece.start for piece in matrix.kept)
+        kept = sum(piece.stop - piece.start for piece in matrix.scattered)
         assert kept == matrix.segment.numel * layout.expert_data // layout.expert_shard
 
 

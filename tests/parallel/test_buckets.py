@@ -10,7 +10,7 @@ from megalite.config.schema import ModelConfig
 from megalite.families.presets import preset
 from megalite.mesh.layout import Coordinates
 from megalite.model.parameters import model_specs
-from megalite.optimizer.table import OPTIMIZERS, state_spans
+from megalite.optimizer.registry import OPTIMIZERS, state_spans
 from megalite.parallel.sharding.buckets import bucket_layout
 
 

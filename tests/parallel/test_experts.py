@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalite.config.schema import ModelConfig
 from megalite.mesh.mesh import MeshAxis
-from megalite.model.routers import Routers
+from megalite.model.router_states import Routers
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.expert.balance import AUXILIARY, DROPPED, Balance, RouterState, Z
 from megalite.parallel.expert.choice import choose, combine, in_best_groups, spread

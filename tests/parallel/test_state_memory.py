@@ -8,8 +8,8 @@ from torch import Tensor
 from megalite.config.schema import OptimizerConfig
 from megalite.mesh.mesh import Layout, Mesh
 from megalite.optimizer import adamw
+from megalite.optimizer.registry import OPTIMIZERS
 from megalite.optimizer.state import OptimizerState
-from megalite.optimizer.table import OPTIMIZERS
 from megalite.parallel.sharding import offload
 from megalite.parallel.sharding.offload import StateMemory, StateRange
 from megalite.parallel.sharding.store import ParameterStore, StoreOptions

@@ -20,7 +20,7 @@ EXCEPTIONS = {
     "megalite/system/rng.py": "random numbers by key: callers rely on its first line only",
     "megalite/system/shared_memory.py": "a transport of small messages beneath the collectives, in place of TCP",
     "megalite/system/activity.py": "tells other threads where a rank is; without it a step computes the same",
-    "megalite/training/faults.py": "injects faults; does nothing in a run without --faults",
+    "megalite/training/fault_injection.py": "injects faults; does nothing in a run without --faults",
 }
 VOCABULARY = (  # the terms of the others: which ranks communicate, what a rank holds, the parts of a schedule
     "megalite/mesh/layout.py",

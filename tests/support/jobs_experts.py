@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalite.config.load import from_dict
 from megalite.model.forward_state import ForwardState
-from megalite.model.mixture import Mixture
+from megalite.model.moe import MixtureOfExperts
 from megalite.parallel.expert.choice import ExpertChoice
 from megalite.parallel.expert.uneven_all_to_all import exchange
 from tests.support import jobs
@@ -57,9 +57,11 @@ def train_recorded(context: Any, config: dict[str, Any], steps: int, replayed: S
     """`jobs.train`, recording the scores by which this rank chooses experts. replayed: scores to choose by instead."""
     recorded: dict[tuple[int, int, int, int], Tensor] = {}
     earlier = None if replayed is None else dict(zip(*replayed, strict=True))
-    choose = Mixture._choice
+    choose = MixtureOfExperts._choice
 
-    def choosing(mixture: Mixture, scores: Tensor, targets: Tensor | None, state: ForwardState) -> ExpertChoice:
+    def choosing(
+        mixture: MixtureOfExperts, scores: Tensor, targets: Tensor | None, state: ForwardState
+    ) -> ExpertChoice:
         length = len(scores) // len(state.samples)
         positions = state.positions.flatten().tolist()[length * mixture.part :][:length]
         keys = [
@@ -70,7 +72,7 @@ def train_recorded(context: Any, config: dict[str, Any], steps: int, replayed: S
             mixture, scores if earlier is None else torch.stack([earlier[key] for key in keys]), targets, state
         )
 
-    with patch.object(Mixture, "_choice", choosing):
+    with patch.object(MixtureOfExperts, "_choice", choosing):
         return jobs.train(context, config, steps) | {"scores": (list(recorded), torch.stack([*recorded.values()]))}
 
 

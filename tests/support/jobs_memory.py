@@ -14,8 +14,8 @@ from megalite.config.load import from_dict
 from megalite.config.schema import Config
 from megalite.model.parameters import padded_vocabulary
 from megalite.optimizer.adamw import AdamW
+from megalite.optimizer.registry import OPTIMIZERS
 from megalite.optimizer.state import OptimizerState
-from megalite.optimizer.table import OPTIMIZERS
 from megalite.parallel.microbatch import Microbatch
 from megalite.parallel.weight_grad_queue import WeightGradQueue, WeightProduct
 from tests.support.jobs import mesh_of

@@ -12,10 +12,10 @@ from megalite.config.optimizers import MuonConfig, OptimizerConfig
 from megalite.config.schema import ModelConfig
 from megalite.mesh.mesh import Layout, Mesh
 from megalite.model.parameters import kv_replicas, model_specs
-from megalite.optimizer import matrix_exchange
-from megalite.optimizer.muon import Muon
+from megalite.optimizer.muon import exchange
+from megalite.optimizer.muon.muon import Muon
+from megalite.optimizer.registry import OPTIMIZERS
 from megalite.optimizer.state import OptimizerState
-from megalite.optimizer.table import OPTIMIZERS
 from megalite.parallel.all_to_all import all_to_all
 from megalite.parallel.sharding.store import ParameterStore, StoreOptions
 from megalite.parallel.spec import Rectangle
@@ -79,7 +79,7 @@ def stepped(
             for flat, offset in store.rectangles_in(bucket, bucket.start, bucket.stop):
                 place = bucket.rectangle("grad", bucket.owned_grads, flat, offset)
                 place.tensor.copy_(given[flat.segment.name][window(place)])
-        with patch.object(matrix_exchange, "all_to_all", counted):
+        with patch.object(exchange, "all_to_all", counted):
             optimizer.step(step, OPTIONS.lr, None)
         store.gatherer.gather_updated()
         for bucket in store.buckets:
@@ -102,7 +102,7 @@ def undone(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
     trainer.optimizer.state.restore = counted  # type: ignore[method-assign]
     try:
         results = [result for _ in range(steps) for result in trainer.train_step()]
-        trainer.finalizer.drain()
+        trainer.weight_updater.drain()
         tensors = global_tensors(trainer, ("weight", "momentum_buffer", "exp_avg", "exp_avg_sq"))
     finally:
         trainer.close()

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from megalite.checkpoint import tensors
-from megalite.monitoring.observer import Observer
+from megalite.monitoring.observers import Observer
 from megalite.training.fit import fit
 from megalite.training.watchdog import Watchdog
 from tests.support.jobs import make_trainer

@@ -17,9 +17,9 @@ def advance_and_save(context: Any, config: dict[str, Any], steps: int) -> dict[s
     trainer = make_trainer(context, config)
     try:
         losses = [result.loss for _ in range(steps) for result in trainer.train_step()]
-        pending = trainer.finalizer.pending is not None
+        pending = trainer.weight_updater.pending is not None
         directory = str(trainer.save())
-        losses += [update.totals.loss for update in trainer.finalizer.take_known()]
+        losses += [update.totals.loss for update in trainer.weight_updater.take_known()]
         return {"losses": losses, "pending": pending, "directory": directory, "tensors": global_tensors(trainer, STATE)}
     finally:
         trainer.close()

@@ -25,7 +25,7 @@ from tests.support.jobs import make_trainer, numbers
 
 def settle(trainer: Trainer) -> None:
     """Wait for the weights and the totals that the last step has sent."""
-    trainer.finalizer.drain()
+    trainer.weight_updater.drain()
     for memory in trainer.store.buckets:
         for unit in memory.layout.units:
             trainer.store.gatherer.wait_for(unit)
@@ -118,7 +118,7 @@ def resume(context: Any, config: dict[str, Any], steps: int, kinds: Sequence[str
     """Train with a new trainer that starts from `checkpoint.load`."""
     trainer = make_trainer(context, config)
     try:
-        place = {"step": trainer.step_done, "samples": trainer.samples, "skipped": trainer.finalizer.skipped}
+        place = {"step": trainer.step_done, "samples": trainer.samples, "skipped": trainer.weight_updater.skipped}
         started = global_tensors(trainer, kinds)
         results = [trainer.step() for _ in range(steps)]
         return {"place": place, "started": started, **numbers(results), "tensors": global_tensors(trainer, kinds)}
@@ -199,7 +199,7 @@ def train_with_infinite_gradient(
         **numbers(results),
         "skipped": skipped,
         "loss_scales": scales,
-        "count": trainer.finalizer.skipped,
+        "count": trainer.weight_updater.skipped,
         "kept": kept,
         "under_way": under_way,
     }

@@ -15,7 +15,7 @@ import pytest
 
 from megalite.assembly import parts as build
 from megalite.config.load import from_dict
-from megalite.monitoring.observer import Observer
+from megalite.monitoring.observers import Observer
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
 from tests.support.configs import SINGLE, config_of, write_tokens

@@ -101,6 +101,22 @@ def test_a_rank_that_stays_in_a_save(pipeline: Run) -> None:
     assert found.instead == "it was in step 7, saving (writer.py:50 in write)" and len(found.chain) == 3
 
 
+def test_a_rank_that_saves_is_before_one_that_validates(pipeline: Run) -> None:
+    """A run that has to stop saves first, and with asynchronous saves no rank waits there for another one."""
+    pipeline.leave(0, "saving", frames=["saver.py:50 in copy"])
+    pipeline.leave(2, "F1.0", "pipeline message RF1.0<0", 0, place={"runs": RUNS + 1})
+    found = pipeline.explained()
+    assert [(wait.rank, wait.on, wait.skipped) for wait in found.waits] == [(2, 0, False)]
+    assert found.instead == "it was in step 7, saving (saver.py:50 in copy)"
+
+
+def test_a_rank_without_a_record(pipeline: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 2, 3):
+        pipeline.leave(rank, "reduction", "all_reduce over world", traffic={"all_reduce world": 11})
+    assert command.main([str(pipeline.directory)]) == 0
+    assert "rank 1 (host unknown) did not do its part: it has left no record" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("schedule, microbatches", [("gpipe", 3), ("1f1b", 3)])
 def test_ranks_with_different_plans(pipeline: Run, schedule: str, microbatches: int) -> None:
     pipeline.microbatches = microbatches

@@ -18,14 +18,14 @@ from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.saver import Saver
 from megalite.config.load import from_dict
 from megalite.data.loader import Loader
-from megalite.monitoring.observer import Observer
+from megalite.monitoring.observers import Observer
 from megalite.optimizer.adamw import AdamW
 from megalite.optimizer.averaging import WeightAverage
 from megalite.parallel.sharding.bucket_buffers import BucketBuffers
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
 from megalite.training.watchdog import Watchdog
-from megalite.training.weight_update import StepFinalizer
+from megalite.training.weight_update import WeightUpdater
 from tests.support.configs import SINGLE, config_of, write_tokens
 
 CASE = {
@@ -125,7 +125,7 @@ def watched(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, offloaded: 
     made = from_dict(config)
     mesh = build.make_mesh(made)
     probe = Probe(Watchdog(made, mesh, made.run.directory), monkeypatch)
-    monkeypatch.setattr(StepFinalizer, "_offloaded", offloaded)
+    monkeypatch.setattr(WeightUpdater, "_offloaded", offloaded)
     for owner, name, moment in (
         (BucketBuffers, "write", "drawing weights"),
         (Saver, "reserve", "reserving memory for saves"),

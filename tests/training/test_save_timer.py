@@ -15,11 +15,11 @@ from megalite.assembly import parts as build
 from megalite.config.load import from_dict
 from megalite.config.schema import CheckpointConfig
 from megalite.launch.exit_status import ExitStatus
-from megalite.monitoring.observer import Observer
+from megalite.monitoring.observers import Observer
 from megalite.planner.memory import states
 from megalite.training.checkpointing import describe_saves
 from megalite.training.fit import fit
-from megalite.training.signals import INTERRUPT, SAVE, SHARE, STOP, SaveTimer, agreed, asks_to_save
+from megalite.training.stop_requests import INTERRUPT, SAVE, SHARE, STOP, SaveTimer, requested_end, save_requested
 from megalite.training.trainer import Trainer
 from tests.support.configs import SINGLE, config_of, write_tokens
 
@@ -49,7 +49,7 @@ def result(step: int, stop: float) -> Any:
 
 def test_a_save_is_due_after_the_minutes_since_the_last_one() -> None:
     clock = Clock()
-    timer = SaveTimer(CheckpointConfig(minutes=15), asks=True, clock=clock)
+    timer = SaveTimer(CheckpointConfig(minutes=15), lead=True, clock=clock)
     asked = []
     for second in range(1, 3601):
         clock.now += 1
@@ -64,7 +64,7 @@ def test_a_save_is_due_after_the_minutes_since_the_last_one() -> None:
 @pytest.mark.parametrize("seconds, pause", [(1.0, 900), (47.0, 900), (100.0, 1900), (600.0, 11400)])
 def test_saves_take_at_most_a_share_of_the_time(seconds: float, pause: int) -> None:
     clock = Clock()
-    timer = SaveTimer(CheckpointConfig(), asks=True, clock=clock)
+    timer = SaveTimer(CheckpointConfig(), lead=True, clock=clock)
     clock.now += 900
     assert timer.value == SAVE, "how long one takes is not known yet"
     clock.now += seconds
@@ -82,14 +82,14 @@ def test_saves_take_at_most_a_share_of_the_time(seconds: float, pause: int) -> N
 )
 def test_others_never_ask(options: dict[str, Any], asks: bool) -> None:
     clock = Clock()
-    timer = SaveTimer(CheckpointConfig(**options), asks=asks, clock=clock)
+    timer = SaveTimer(CheckpointConfig(**options), lead=asks, clock=clock)
     clock.now += 1e9
     assert timer.value == 0.0
 
 
 def test_what_was_asked_for_twice_is_saved_once() -> None:
     """Under optimistic steps a request is known with the next step, for which it has been made again."""
-    timer = SaveTimer(CheckpointConfig(), asks=False, clock=Clock())
+    timer = SaveTimer(CheckpointConfig(), lead=False, clock=Clock())
     assert not timer.due([result(4, 0.0)]) and not timer.due([])
     assert timer.due([result(5, SAVE)])
     timer.saved(6, 1.0)
@@ -131,7 +131,7 @@ def test_after_a_rollback_the_time_counts_from_there(tmp_path, capsys) -> None:
 )
 @pytest.mark.parametrize("save", [0.0, SAVE])
 def test_a_save_and_an_end_are_told_apart_in_one_sum(others: float, end: ExitStatus | None, save: float) -> None:
-    assert agreed(others + save) == end and asks_to_save(others + save) == bool(save)
+    assert requested_end(others + save) == end and save_requested(others + save) == bool(save)
 
 
 @pytest.mark.parametrize(

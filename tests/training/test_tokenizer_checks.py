@@ -19,8 +19,8 @@ from megalite.config.schema import Config, ConfigError
 from megalite.data.dataset import build as open_data
 from megalite.data.preparation.prepare import prepare
 from megalite.data.preparation.sources import open_inputs
-from megalite.data.tokenizer_identity import of_token_file
-from megalite.data.tokenizers import load
+from megalite.data.tokenizer.identity import of_token_file
+from megalite.data.tokenizer.tokenizers import load
 from megalite.huggingface.convert import export_model, import_model
 from megalite.training.tokenizer_checks import check_tokenizers
 from megalite.training.trainer import Trainer

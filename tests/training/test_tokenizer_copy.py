@@ -16,9 +16,9 @@ from megalite.config.load import from_dict
 from megalite.config.schema import Config, ConfigError
 from megalite.data.preparation.prepare import prepare
 from megalite.data.preparation.sources import open_inputs
-from megalite.data.tokenizer_copy import keep
-from megalite.data.tokenizer_identity import fingerprint
-from megalite.data.tokenizers import load
+from megalite.data.tokenizer.identity import fingerprint
+from megalite.data.tokenizer.run_copy import keep
+from megalite.data.tokenizer.tokenizers import load
 from megalite.generation.sources import open_source, tokenizer_of
 from megalite.launch.exit_status import ExitStatus
 from megalite.training.job import begin

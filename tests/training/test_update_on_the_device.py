@@ -37,10 +37,10 @@ def train(
         {section: {**values, **sections.get(section, {})} for section, values in (config | {"faults": {}}).items()}
     )
     trainer = Trainer(config, build.make_mesh(config))
-    finalizer, order = trainer.finalizer, list[str]()
+    updater, order = trainer.weight_updater, list[str]()
     if elsewhere:
         trainer.store.state.device = torch.device("meta")
-    update, learn = trainer.optimizer.step, finalizer._learn
+    update, learn = trainer.optimizer.step, updater._learn
 
     def step(number: int, lr: float, divisor: Tensor | None) -> None:
         order.append("update")
@@ -52,7 +52,7 @@ def train(
         order.append("learn")
         learn(*args)
 
-    trainer.optimizer.step, finalizer._learn = step, learned  # type: ignore[method-assign]
+    trainer.optimizer.step, updater._learn = step, learned  # type: ignore[method-assign]
     try:
         results = [trainer.step() for _ in range(STEPS)]
     finally:

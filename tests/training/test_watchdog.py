@@ -15,7 +15,7 @@ from megalite.launch.peers import LostRank, PeerState
 from megalite.mesh.mesh import Layout, Mesh
 from megalite.system.activity import SAVING, Activity
 from megalite.training import watchdog
-from megalite.training.guard import FaultLimit
+from megalite.training.bad_steps import FaultLimit
 from megalite.training.hang import load
 
 
@@ -112,9 +112,10 @@ def test_a_report_that_fails_does_not_keep_a_rank_from_ending(tmp_path: Path, mo
 ERRORS = (DataError("a sample"), ConfigError("other data"), FaultLimit("20 bad steps"), ValueError("ours"), None)
 
 
+@pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_the_others_learn_of_an_error_of_one_rank(
-    error: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception | None, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
 
@@ -126,9 +127,10 @@ def test_the_others_learn_of_an_error_of_one_rank(
             said.append("left")
 
     mesh = Mesh(Layout())
+    mesh.activity.step = step
     monkeypatch.setattr(mesh.meet, "end", lambda: said.append("comes to no meeting"))
     watchdog.Watchdog(Config(), mesh, tmp_path)._leave(Others(), error)  # type: ignore[arg-type]
-    own = isinstance(error, DataError | ValueError)
+    own = isinstance(error, ValueError) or (isinstance(error, DataError) and step > 0)  # before, all check the data
     assert said == [*(["comes to no meeting"] if error else []), f"{type(error).__name__}: {error}" if own else "left"]
 
 

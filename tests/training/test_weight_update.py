@@ -40,7 +40,8 @@ def train(context: Any, config: dict[str, Any], factor: float) -> dict[str, Any]
     """Train without waiting where the schedule lets it."""
     made = from_dict(config)
     trainer = Trainer(made, mesh_of(context, made))
-    finish, finish_step, confirm = trainer.store.reducer.finish, trainer.finalizer.finish, trainer.finalizer.confirm
+    updater = trainer.weight_updater
+    finish, finish_step, confirm = trainer.store.reducer.finish, updater.finish, updater.confirm
     log: list[Any] = []
 
     def finish_and_break() -> None:
@@ -50,14 +51,14 @@ def train(context: Any, config: dict[str, Any], factor: float) -> dict[str, Any]
 
     def logged_finish(*args: Any) -> None:
         finish_step(*args)
-        log.append("ahead" if trainer.finalizer.pending is not None else "waited")
+        log.append("ahead" if trainer.weight_updater.pending is not None else "waited")
 
     def logged_confirm() -> bool:
         log.append(confirm())
         return log[-1]
 
     trainer.store.reducer.finish = finish_and_break  # type: ignore[method-assign]
-    trainer.finalizer.finish, trainer.finalizer.confirm = logged_finish, logged_confirm  # type: ignore[method-assign]
+    updater.finish, updater.confirm = logged_finish, logged_confirm  # type: ignore[method-assign]
     try:
         known = [trainer.train_step(wait=step == STEPS - 1) for step in range(STEPS)]
         results = [result for step in known for result in step]
@@ -72,7 +73,7 @@ def train(context: Any, config: dict[str, Any], factor: float) -> dict[str, Any]
         "known": [[result.step for result in step] for step in known],
         "log": log,
         "tensors": tensors,
-        "skipped": trainer.finalizer.skipped,
+        "skipped": trainer.weight_updater.skipped,
     }
 
 
@@ -153,8 +154,8 @@ def settle_and_go_on(context: Any, config: dict[str, Any]) -> bool:
     steps = []
     for _ in range(4):
         steps += [result.step for result in trainer.train_step()]
-    pending = trainer.finalizer.pending is not None
-    trainer.finalizer.drain()
+    pending = trainer.weight_updater.pending is not None
+    trainer.weight_updater.drain()
     steps += [result.step for result in trainer.train_step(wait=True)]
     trainer.close()
     return pending and steps == [1, 2, 3, 4, 5]

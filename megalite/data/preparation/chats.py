@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from megalite.data.chat_records import BadRecord, Conversation, PromptCompletion, RecordReader
-from megalite.data.chat_template import ChatTemplate, LossOn
+from megalite.data.chat.records import BadRecord, Conversation, PromptCompletion, RecordReader
+from megalite.data.chat.template import ChatTemplate, LossOn
 from megalite.data.indexed import DataError
 from megalite.data.preparation.encoded import Encoded, token_dtype
 from megalite.data.preparation.tasks import BadRecords, Task, records
-from megalite.data.tokenizers import Tokenizer
+from megalite.data.tokenizer.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Chats:
 
     Attributes:
         template: Jinja source to use instead of the tokenizer's own
-        (`megalite.data.chat_template.ChatTemplate`). loss_on: the tokens whose loss is counted.
+        (`megalite.data.chat.template.ChatTemplate`). loss_on: the tokens whose loss is counted.
         require_end: reject a conversation with a turn that counts and that no token ends. max_length: maximum
         number of tokens of a conversation; longer ones are dropped or, with `truncate`, cut. None: no limit.
         reader: how records are read.

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
-from megalite.data.record_hints import TEXT_KEY
+from megalite.data.chat.record_hints import TEXT_KEY
 
 MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 """The first bytes of a compressed file → its compression."""
@@ -43,7 +43,7 @@ STRINGS = re.compile(
 
 
 class Damage(Exception):
-    """The bytes of a file can not be read, or not decompressed; the text is the reason."""
+    """The bytes of a file cannot be read, or not decompressed; the text is the reason."""
 
 
 def compression(path: Path) -> str | None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import BinaryIO
 
 from megalite.data.preparation.tasks import ByteRange
-from megalite.data.tokenizers import Tokenizer
+from megalite.data.tokenizer.tokenizers import Tokenizer
 
 WINDOW = 1024  # bytes
 CANDIDATES = 32  # line ends that are tried in a range; a range without a cut is joined to the one before it

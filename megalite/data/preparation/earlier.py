@@ -14,7 +14,7 @@ from megalite.config.samples import TokenIndex
 from megalite.config.schema import ConfigError
 from megalite.config.token_files import metadata
 from megalite.data.indexed import DataError, companion
-from megalite.data.tokenizer_identity import digest_of, of_token_file, tokenizer_files
+from megalite.data.tokenizer.identity import digest_of, of_token_file, tokenizer_files
 from megalite.system.messages import counted
 
 REPLACE = "or replace it with --overwrite, after which models that were trained with it no longer fit."

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.chat_records import BadRecord
+from megalite.data.chat.records import BadRecord
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
-from megalite.data.chat_records import BadRecord
+from megalite.data.chat.records import BadRecord
 from megalite.data.indexed import DataError
 from megalite.data.preparation.sources import InputSource
 from megalite.data.preparation.tasks import BadRecords, listed, records

@@ -19,7 +19,7 @@ from typing import Protocol
 from megalite.data.indexed import DataError
 from megalite.data.preparation.encoded import Encoded
 from megalite.data.preparation.tasks import Task
-from megalite.data.tokenizers import Tokenizer
+from megalite.data.tokenizer.tokenizers import Tokenizer
 from megalite.system.processes import blocked, watch_parent
 
 TASKS_AHEAD = 4

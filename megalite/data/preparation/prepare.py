@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.samples import best_fit
-from megalite.data import tokenizers as tokenizing
-from megalite.data.chat_template import ChatTemplate
+from megalite.data.chat.template import ChatTemplate
 from megalite.data.indexed import DataError
 from megalite.data.preparation import earlier
 from megalite.data.preparation.chats import Chats
@@ -30,7 +29,8 @@ from megalite.data.preparation.sources import InputSource
 from megalite.data.preparation.tasks import SHOWN, BadRecords, Task, decoded, documents, listed
 from megalite.data.preparation.texts import Texts
 from megalite.data.preparation.writer import IndexedWriter
-from megalite.data.tokenizer_identity import digest_of, fingerprint
+from megalite.data.tokenizer import tokenizers as tokenizing
+from megalite.data.tokenizer.identity import digest_of, fingerprint
 from megalite.system.progress import Report, silent
 
 # of input to train a tokenizer on; more changes a vocabulary of thousands little and costs minutes
@@ -228,7 +228,7 @@ def _writer(job: _Job, vocabulary: tokenizing.Tokenizer, summary: PreparationSum
             writer = IndexedWriter(job.prefix, vocabulary.vocab_size, masked, state["position"])
         except (OSError, EOFError) as error:
             job.note(
-                f"{job.prefix}: an interrupted preparation can not be continued ({error}); this one begins "
+                f"{job.prefix}: an interrupted preparation cannot be continued ({error}); this one begins "
                 "anew"
             )
             job.journal.reject()

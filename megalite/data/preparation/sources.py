@@ -17,7 +17,8 @@ from itertools import count, groupby
 from pathlib import Path
 from typing import Any, Protocol
 
-from megalite.data.chat_records import BadRecord
+from megalite.data.chat.record_hints import for_texts
+from megalite.data.chat.records import BadRecord
 from megalite.data.indexed import DataError
 from megalite.data.preparation.contents import (
     LOOKED_AT,
@@ -35,7 +36,6 @@ from megalite.data.preparation.contents import (
     without_mark,
 )
 from megalite.data.preparation.tasks import ByteRange, Numbered, Task
-from megalite.data.record_hints import for_texts
 
 TASK_BYTES = 1 << 18
 # of a text that is cut; longer than a task, as the search for a cut takes some tokenizing
@@ -129,7 +129,7 @@ def _unusable(path: Path, size: int, lines: bool = False) -> Task | None:
 
 
 def _unreadable(path: Path, size: int, error: Damage) -> Task:
-    return _only_bad(path, size, f"can not be read: {error}")
+    return _only_bad(path, size, f"cannot be read: {error}")
 
 
 def _only_bad(path: Path, size: int, reason: str, way_out: str = "") -> Task:
@@ -139,7 +139,7 @@ def _only_bad(path: Path, size: int, reason: str, way_out: str = "") -> Task:
 
 def _damaged(path: Path, error: object) -> BadRecord:
     """What cannot be read of a file whose beginning could."""
-    return BadRecord(f"--input {path}", f" is damaged, and the rest of it can not be read ({error}).")
+    return BadRecord(f"--input {path}", f" is damaged, and the rest of it cannot be read ({error}).")
 
 
 class TextFiles:
@@ -278,7 +278,7 @@ class Csv:
             names = next(rows, [])
         except csv.Error as error:
             raise DataError(
-                f"--input {self._path}: its first row, which names its columns, can not be read ({error})."
+                f"--input {self._path}: its first row, which names its columns, cannot be read ({error})."
             ) from None
         if not names:
             raise DataError(
@@ -289,7 +289,7 @@ class Csv:
             try:
                 row = next(filter(None, rows), None)
             except csv.Error as error:
-                yield BadRecord(where, f" can not be read ({error}).")
+                yield BadRecord(where, f" cannot be read ({error}).")
                 continue
             if row is None:
                 return
@@ -382,10 +382,10 @@ class HuggingFace:
             way_out = (
                 ""
                 if online
-                else f". The Hub can not be reached: run {download} where there is a network, and give hf:DIR"
+                else f". The Hub cannot be reached: run {download} where there is a network, and give hf:DIR"
             )
             raise DataError(
-                f"--input hf:{name} with --split {split} can not be loaded: {reason.rstrip('.')}{way_out}."
+                f"--input hf:{name} with --split {split} cannot be loaded: {reason.rstrip('.')}{way_out}."
             ) from None
         if text_key is not None:
             _check_column(self._rows.column_names, text_key, f"hf:{name}")

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megalite.data.chat_records import BadRecord
+from megalite.data.chat.record_hints import TEXT_KEY, for_texts
+from megalite.data.chat.records import BadRecord
 from megalite.data.indexed import DataError
+from megalite.data.lone_surrogates import parsed, whole
 from megalite.data.preparation.contents import Damage, contents, not_text, without_mark
-from megalite.data.record_hints import TEXT_KEY, for_texts
-from megalite.data.unicode import parsed, whole
 
 SHOWN = 10  # bad records that a message lists
 
@@ -123,7 +123,7 @@ def documents(task: Task, text_key: str, bad: BadRecords) -> Iterator[tuple[str,
         try:
             raw = contents(path)
         except Damage as error:
-            bad.add(BadRecord(f"--input {path}", f" can not be read: {error}."))
+            bad.add(BadRecord(f"--input {path}", f" cannot be read: {error}."))
             continue
         if (found := not_text(raw)) is not None:
             bad.add(BadRecord(f"--input {path}", f" {found[0]}.", found[1]))
@@ -169,7 +169,7 @@ def _lines(task: Task, bad: BadRecords) -> Iterator[tuple[object, bytes]]:
             for offset, line in lines_of(task.span):
                 yield LineAt(task.span.path, offset), line
         except OSError as error:  # a part of the file: no record to skip
-            raise DataError(f"--input {task.span.path} can not be read any more: {error.strerror}.") from None
+            raise DataError(f"--input {task.span.path} cannot be read any more: {error.strerror}.") from None
 
 
 def decoded(raw: bytes) -> tuple[str, bool]:

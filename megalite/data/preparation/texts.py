@@ -14,7 +14,7 @@ from megalite.data.preparation.contents import without_mark
 from megalite.data.preparation.cuts import continued, read_piece
 from megalite.data.preparation.encoded import Encoded, token_dtype
 from megalite.data.preparation.tasks import BadRecords, ByteRange, Task, decoded, documents, text_of
-from megalite.data.tokenizers import Tokenizer
+from megalite.data.tokenizer.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Texts:
         try:
             raw, last = read_piece(span, tokenizer)
         except OSError as error:  # a part of a document
-            raise DataError(f"--input {span.path} can not be read any more: {error.strerror}.") from None
+            raise DataError(f"--input {span.path} cannot be read any more: {error.strerror}.") from None
         if raw:
             text, invalid = decoded(without_mark(raw) if span.start == 0 else raw)
             done.replaced, done.continues = int(invalid), span.start > 0

@@ -76,7 +76,7 @@ class IndexedWriter:
             found[0] += self.sizes.pop()
         if found.max(initial=0) > LONGEST:
             raise DataError(
-                f"{self.prefix}: a document has more than {LONGEST:,} tokens, which the format can not "
+                f"{self.prefix}: a document has more than {LONGEST:,} tokens, which the format cannot "
                 "index. Cut it."
             )
         self.sizes.frombytes(found.astype(np.intc).tobytes())

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megalite.importers.shell import grammar
+from megalite.importers.shell.arrays import IndexedArray
 from megalite.importers.shell.conditions import Condition, Token
 from megalite.importers.shell.programs import PROGRAMS, formatted
-from megalite.importers.shell.values import FIRST, LAST, ShellState, checked
+from megalite.importers.shell.values import FIRST, LAST, ShellState, Status, checked
 
 if TYPE_CHECKING:
     from megalite.importers.shell.script import Script
 
-Status = bool | None
 SHELLS = frozenset(("bash", "sh", "zsh", "dash", "ksh"))
 SUBMITTERS = frozenset(("sbatch", "qsub", "bsub", "srun"))
 PREFIXES = frozenset(("command", "builtin", "nohup", "time", "setsid"))
@@ -56,35 +56,28 @@ class Commands:
         self.script = script
         self.within = 1  # getopts' place in a word of several letters
         self.builtins: dict[str, Callable[[list[str], ShellState], Status]] = {
-            **{
-                ":": _succeed,
-                "true": _succeed,
-                "set": self._set,
-                "shift": self._shift,
-                "eval": self._eval,
-                "read": self._read,
-            },
-            **{
-                "source": self._source,
-                ".": self._source,
-                "false": lambda words, state: False,
-                "printf": self._printf,
-                "let": self._let,
-            },
-            **{"getopts": self._getopts, "exec": self._exec},
-            **{
-                "test": self._test,
-                "[": self._test,
-                "export": self._export,
-                "local": self._export,
-                "declare": self._export,
-            },
-            **{
-                "pwd": self._directory,
-                "mapfile": self._mapfile,
-                "readarray": self._mapfile,
-                "unset": self._unset,
-            },
+            ":": _succeed,
+            "true": _succeed,
+            "false": _fail,
+            "set": self._set,
+            "shift": self._shift,
+            "eval": self._eval,
+            "read": self._read,
+            "source": self._source,
+            ".": self._source,
+            "printf": self._printf,
+            "let": self._let,
+            "getopts": self._getopts,
+            "exec": self._exec,
+            "test": self._test,
+            "[": self._test,
+            "export": self._export,
+            "local": self._export,
+            "declare": self._export,
+            "pwd": self._directory,
+            "mapfile": self._mapfile,
+            "readarray": self._mapfile,
+            "unset": self.script.assignments.unset,
             **{ending: self._end(ending) for ending in ("exit", "return", "break", "continue")},
         }
 
@@ -138,13 +131,11 @@ class Commands:
 
     def _call(self, name: str, arguments: list[str], state: ShellState) -> Status:
         """A function: its local variables are those of the caller afterwards."""
-        script, body = self.script, self.script.functions[name]
-        script.depth += 1
-        if script.depth > 40:
-            raise RecursionError
+        body = self.script.functions[name]
         before, outer = state.arguments, state.fork()
         state.arguments = arguments
-        status = script.run(body, state)
+        with self.script.nested():
+            status = self.script.run(body, state)
         state.arguments = before
         for local in re.findall(
             r"\b(?:local|declare|typeset)\s+(?!-\w*g)(?:-\w+\s+)*([^;\n]*)", grammar.text_of(body)
@@ -157,7 +148,6 @@ class Commands:
         state.references, state.integers = outer.references, outer.integers
         if state.ended == "return":
             state.ended = ""
-        script.depth -= 1
         return status
 
     def _environment(self, words: list[str], state: ShellState) -> Status:
@@ -317,16 +307,14 @@ class Commands:
             for name in names:
                 state.assign(name, self.script.unknowns.mark(f"${name}", "it is read from input"))
             return None
-        separators = state.variables.get("IFS", " \t\n")
-        characters = separators if isinstance(separators, str) else " \t\n"
+        separators = state.separators
         line, end, rest = (text, "", "") if whole else text.partition("\n")
         self.script.stdin = rest
         if array and names:
-            state.assign(names[0], _split(line, characters))
+            state.assign(names[0], IndexedArray.of(_split(line, separators)))
         else:
-            fields = (
-                _split(line, characters, len(names)) if len(names) > 1 else [line.strip(_spaces(characters))]
-            )
+            several = len(names) > 1
+            fields = _split(line, separators, len(names)) if several else [line.strip(_spaces(separators))]
             for place, name in enumerate(names):
                 state.assign(name, "".join(fields[place : place + 1]))
         return bool(end)
@@ -336,7 +324,7 @@ class Commands:
         text = self.script.stdin
         if names:
             unknown = self.script.unknowns.mark(f"${names[-1]}", "it is read from input")
-            state.assign(names[-1], text.splitlines() if text is not None else [unknown])
+            state.assign(names[-1], IndexedArray.of([unknown] if text is None else text.splitlines()))
         return True
 
     def _printf(self, words: list[str], state: ShellState) -> Status:
@@ -365,12 +353,6 @@ class Commands:
                 state.assign(found[1], checked(found[2]))
             if not word.startswith("-"):
                 state.exported.add(word.partition("=")[0])
-        return True
-
-    def _unset(self, words: list[str], state: ShellState) -> Status:
-        for word in words:
-            if not word.startswith("-"):
-                state.unset(word)
         return True
 
     def _directory(self, words: list[str], state: ShellState) -> Status:
@@ -412,3 +394,7 @@ def _split(line: str, separators: str, most: int = 0) -> list[str]:
 
 def _succeed(words: list[str], state: ShellState) -> Status:
     return True
+
+
+def _fail(words: list[str], state: ShellState) -> Status:
+    return False

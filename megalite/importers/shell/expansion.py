@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megalite.importers.shell import arithmetic, globs, grammar
+from megalite.importers.shell.arrays import IndexedArray
 from megalite.importers.shell.conditions import Token
-from megalite.importers.shell.values import ShellState, Unknowns, Value, checked, has_unknown
+from megalite.importers.shell.values import ShellState, Unknowns, Value, as_array, checked, has_unknown
 
 if TYPE_CHECKING:
     from tree_sitter import Node
@@ -20,6 +21,7 @@ _PARAMETER = re.compile(
     re.DOTALL,
 )
 _OPERATOR = re.compile(r"(?P<sign>:?[-=+?]|##?|%%?|//?|\^\^?|,,?|:|@)(?P<word>.*)", re.DOTALL)
+_REFERENCE = re.compile(r"[A-Za-z_]\w*(\[[@*]\])?")
 _ESCAPES = {
     "n": "\n",
     "t": "\t",
@@ -138,8 +140,8 @@ class Expander:
 
     def _split(self, pieces: Iterable[WordPiece]) -> list[str]:
         """Word splitting."""
-        separators = self.state.variables.get("IFS", " \t\n")
-        pattern = f"[{re.escape(separators)}]+" if isinstance(separators, str) and separators else r"(?!)"
+        separators = self.state.separators
+        pattern = f"[{re.escape(separators)}]+" if separators else r"(?!)"
         words: list[str] = []
         word: str | None = None
         for text, kind in pieces:
@@ -240,76 +242,84 @@ class Expander:
     def _parameter(self, inner: str, source: str, quoted: bool) -> Iterator[WordPiece]:
         """The pieces of ${inner}: those of an array are separate words."""
         kind: Literal["quoted", "split"] = "quoted" if quoted else "split"
-        found = _PARAMETER.fullmatch(inner)
-        if found is None:
+        parameter = _PARAMETER.fullmatch(inner)
+        if parameter is None:
             yield WordPiece(self.unknowns.mark(source, UNSET), kind)
             return
-        whole = found["index"] in ("@", "*") or (found["name"] in "@*" and found["index"] is None)
-        value = self._operated(found, source)
+        name, index = parameter["name"], parameter["index"]
+        value = self._operated(parameter, source)
         if isinstance(value, Alternative):
             yield from [WordPiece(piece.text, "quoted") for piece in value] if quoted else value
         elif isinstance(value, str):
             yield WordPiece(value, kind)
-        elif found["index"] == "*" and quoted or (found["name"] == "*" and quoted):
-            separator = self.state.variables.get("IFS", " ")
-            yield WordPiece((separator[:1] if isinstance(separator, str) else " ").join(value), kind)
+        elif quoted and "*" in (name, index):
+            yield WordPiece(self.state.separators[:1].join(value), kind)
         else:
-            for place, element in enumerate(value if whole else value[:1]):
+            all_elements = index in ("@", "*") or (name in "@*" and index is None)
+            for place, element in enumerate(value if all_elements else value[:1]):
                 if place:
                     yield WordPiece("", "break")
                 yield WordPiece(element, kind)
 
-    def _operated(self, found: re.Match[str], source: str) -> Expanded:
-        if found["indirect"] and found["index"] in ("@", "*"):
-            keys = self.state.keys(found["name"])
-            return self.unknowns.mark(source, self.why_unset(found["name"])) if keys is None else keys
-        value = self._looked_up(found["name"], found["index"])
-        if found["indirect"]:
-            if (
-                not isinstance(value, str)
-                or has_unknown(value)
-                or not re.fullmatch(r"[A-Za-z_]\w*(\[[@*]\])?", value)
-            ):
+    def _operated(self, parameter: re.Match[str], source: str) -> Expanded:
+        """The value of a parameter after its operator."""
+        name, index = parameter["name"], parameter["index"]
+        if parameter["indirect"] and index in ("@", "*"):
+            keys = self.state.keys(name)
+            return self._unknown(name, source) if keys is None else keys
+        value = self._looked_up(name, index)
+        if parameter["indirect"]:
+            if not isinstance(value, str) or has_unknown(value) or not _REFERENCE.fullmatch(value):
                 return self.unknowns.mark(source, UNSET)
-            name, _, index = value.partition("[")
-            value = self._looked_up(name, index[:-1] or None)
-        if found["length"]:
-            known = value is not None and not any(
-                map(has_unknown, [value] if isinstance(value, str) else value)
-            )
+            target, _, index = value.partition("[")
+            value = self._looked_up(target, index[:-1] or None)
+        if parameter["length"]:
+            texts = [value] if isinstance(value, str) else value
+            known = texts is not None and not any(map(has_unknown, texts))
             return str(len(value or "")) if known else self.unknowns.mark(source, UNSET)
-        operator = _OPERATOR.fullmatch(found["rest"])
-        if operator is None:
-            return self.unknowns.mark(source, self.why_unset(found["name"])) if value is None else value
-        return self._with_operator(value, operator, found, source)
+        return self._with_operator(value, parameter, source)
 
     def _with_operator(
-        self, value: str | list[str] | None, operator: re.Match[str], found: re.Match[str], source: str
+        self, value: str | list[str] | None, parameter: re.Match[str], source: str
     ) -> Expanded:
+        name, operator = parameter["name"], _OPERATOR.fullmatch(parameter["rest"])
+        if operator is None:
+            return self._unknown(name, source) if value is None else value
         sign, word = operator["sign"], operator["word"]
-        if sign[-1] in "-=+?" and sign != "@":
-            empty = not value if sign[0] == ":" else value in (None, [])
-            if sign[-1] == "+":
-                return "" if empty else self.alternative(word)
-            if not empty and value is not None:
-                return value
-            if sign[-1] == "?":
-                return self.unknowns.mark(source, self.why_unset(found["name"]))
-            default = self.alternative(word)
-            if sign[-1] == "=":
-                self.state.assign(found["name"], default.text)
-            return default
+        if sign[-1] in "-=+?":
+            return self._alternative_or(value, sign, word, name, source)
         if value is None:
-            return self.unknowns.mark(source, self.why_unset(found["name"]))
-        if sign == ":" and isinstance(value, list):
-            return (
-                self._parameters(value, word, source)
-                if found["name"] in "@*"
-                else self._slice(value, word, source)
-            )
-        if isinstance(value, list):
+            return self._unknown(name, source)
+        if isinstance(value, str):
+            return self._edited(value, sign, word, source)
+        if sign != ":":
             return [self._edited(element, sign, word, source) for element in value]
-        return self._edited(value, sign, word, source)
+        if name in "@*":
+            return self._parameters(value, word, source)
+        array = self.state.variables.get(self.state.named(name))
+        if parameter["indirect"] or not isinstance(array, IndexedArray):
+            array = IndexedArray.of(value)
+        return self._slice(array, word, source)
+
+    def _alternative_or(
+        self, value: str | list[str] | None, sign: str, word: str, name: str, source: str
+    ) -> Expanded:
+        """${NAME-WORD}, ${NAME=WORD}, ${NAME+WORD}, ${NAME?WORD}; with :, an empty value counts as unset."""
+        empty = not value if sign[0] == ":" else value in (None, [])
+        if sign[-1] == "+":
+            return "" if empty else self.alternative(word)
+        if not empty and value is not None:
+            return value
+        if sign[-1] == "?":
+            return self._unknown(name, source)
+        default = self.alternative(word)
+        if sign[-1] == "=":
+            self.state.assign(name, default.text)
+        return default
+
+    def _unknown(self, name: str, source: str) -> str:
+        """The unknown part for a parameter that is not set."""
+        return self.unknowns.mark(source, self.why_unset(name))
 
     def alternative(self, word: str) -> Alternative:
         """The text after :- and its kind; it is split at spaces outside of quotes."""
@@ -326,16 +336,18 @@ class Expander:
     def _parameters(self, value: list[str], word: str, source: str) -> str | list[str]:
         """${@:FIRST:COUNT}: the parameters begin with $1, and $0 is before them."""
         if self.state.arguments is None:
-            return self.unknowns.mark(source, self.why_unset("@"))
+            return self._unknown("@", source)
         start = self.arithmetic(word.partition(":")[0], source)
-        return self._slice(value if start.startswith("-") else [self.state.program, *value], word, source)
+        parameters = value if start.startswith("-") else [self.state.program, *value]
+        return self._slice(IndexedArray.of(parameters), word, source)
 
-    def _slice(self, value: list[str], word: str, source: str) -> str | list[str]:
+    def _slice(self, array: IndexedArray, word: str, source: str) -> str | list[str]:
+        """FIRST:COUNT of an array, or of the characters of a text."""
         start, _, length = word.partition(":")
         first, count = (self.arithmetic(part, source) for part in (start, length or "0"))
         if has_unknown(first) or has_unknown(count):
             return self.unknowns.mark(source, UNSET)
-        return value[int(first) :][: int(count) if length else None]
+        return array.slice(int(first), int(count) if length else None)
 
     def _edited(self, value: str, sign: str, word: str, source: str) -> str:
         """A value with a part removed, replaced or in another case."""
@@ -349,8 +361,7 @@ class Expander:
             cased = {"U": str.upper, "L": str.lower}.get(word)
             return self.unknowns.mark(source, "it is quoted text") if cased is None else cased(value)
         if sign == ":":
-            found = self._slice([*value], word, source)
-            return "".join(found)
+            return "".join(self._slice(IndexedArray.of(value), word, source))
         if sign in ("#", "##", "%", "%%"):
             return trimmed(value, sign, _pattern(self.alternative(word)))
         return self._replaced(value, sign, word) if sign in ("/", "//") else value
@@ -383,9 +394,7 @@ class Expander:
         set."""
         arguments = self.state.arguments
         if name in ("@", "*"):
-            return (
-                arguments if arguments is not None else [self.unknowns.mark(f"${name}", self.why_unset(name))]
-            )
+            return arguments if arguments is not None else [self._unknown(name, f"${name}")]
         if name == "#":
             return None if arguments is None else str(len(arguments))
         if name == "0":
@@ -406,22 +415,21 @@ class Expander:
         return self._element(value, index)
 
     def _element(self, value: Value | None, index: str | None) -> str | list[str] | None:
-        if isinstance(value, dict):
-            return (
-                [*value.values()]
-                if index in ("@", "*")
-                else value.get(self._unescaped(self.string((index or "0").strip("\"'"))))
-            )
-        if value is None or (isinstance(value, str) and index in (None, "0")):
-            return value
-        if index in ("@", "*"):
-            return [value] if isinstance(value, str) else value
-        if not value and index is None:
-            return []
-        place = self.arithmetic(index or "0", index or "0")
-        if has_unknown(place) or isinstance(value, str):
+        """An element of a variable: an empty list if it is known to be unset, None if nothing is known."""
+        if value is None:
             return None
-        return value[int(place)] if -len(value) <= int(place) < len(value) else ""
+        if isinstance(value, dict):
+            if index in ("@", "*"):
+                return [*value.values()]
+            return value.get(self._unescaped(self.string((index or "0").strip("\"'"))))
+        array = as_array(value)
+        if index in ("@", "*"):
+            return array.elements
+        place = self.arithmetic(index or "0", index or "0")
+        if has_unknown(place):
+            return None
+        element = array.get(int(place))
+        return [] if element is None else element
 
 
 def braces(text: str) -> Iterator[str]:

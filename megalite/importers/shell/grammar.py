@@ -24,7 +24,7 @@ def _parser() -> Parser:
         import tree_sitter_bash
     except ImportError as error:
         raise ConfigError(
-            f"a shell script can not be read: {error}. Run `pip install tree-sitter tree-sitter-bash`."
+            f"a shell script cannot be read: {error}. Run `pip install tree-sitter tree-sitter-bash`."
         ) from None
     return tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language()))
 

@@ -7,13 +7,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megalite.config.schema import ConfigError
+from megalite.importers.shell.arrays import IndexedArray
 
 FIRST, LAST = 0xF0000, 0xFFFFD
 """The range of private characters of Unicode that stand for unknown parts."""
 LONGEST = 1_000_000
 """Limit of the length of a text whose variables are replaced, which is not that of any command."""
-Value = str | list[str] | dict[str, str]
-"""A variable: a text, an array, or an associative array."""
+Status = bool | None
+"""Whether a command succeeds; None if it is not known."""
+Value = str | IndexedArray | dict[str, str]
+"""The value of a variable: a text, an indexed array, or an associative array."""
 
 
 class Unknown(NamedTuple):
@@ -41,7 +44,7 @@ class Unknowns:
         if part not in self.parts:
             if len(self.parts) > LAST - FIRST:
                 raise ConfigError(
-                    "the script can not be read: too much of it comes from outside. Give the command alone."
+                    "the script cannot be read: too much of it comes from outside. Give the command alone."
                 )
             self.parts.append(part)
         return chr(FIRST + self.parts.index(part))
@@ -67,7 +70,7 @@ def checked(text: str) -> str:
     """The text. Raises ConfigError if its variables make it endless."""
     if len(text) > LONGEST:
         found = f"{text[:40].strip()} … has over {LONGEST} characters where its variables are replaced"
-        raise ConfigError(f"the script can not be read: {found}. Give the command alone.")
+        raise ConfigError(f"the script cannot be read: {found}. Give the command alone.")
     return text
 
 
@@ -75,11 +78,14 @@ def checked(text: str) -> str:
 class ShellState:
     """What a shell holds at one point of a script.
 
-    A variable that is unset is an empty array. withheld: variables that a parent process has and does not
-    export; references: names that stand for other variables; integers: variables of whose values the
-    arithmetic is stored; arguments: the positional parameters, None if the script's own;
-    ended: exit, return, break or continue (with a number of loops), once one of them was reached; failed:
-    whether the last command is known to have failed.
+    Attributes:
+        variables: by name; one that the script unsets is an empty array.
+        withheld: variables that the parent process has and does not export.
+        references: names that stand for other variables.
+        integers: variables whose assigned values are evaluated as arithmetic.
+        arguments: the positional parameters; None: the script's own, which are not known.
+        ended: exit, return, break or continue (with a number of loops), once one of them is reached.
+        failed: whether the last command is known to have failed.
     """
 
     variables: dict[str, Value] = field(default_factory=dict)
@@ -95,7 +101,7 @@ class ShellState:
 
     def fork(self) -> ShellState:
         variables = {
-            name: value if isinstance(value, str) else value.copy() for name, value in self.variables.items()
+            name: value.copy() if isinstance(value, dict) else value for name, value in self.variables.items()
         }
         copied = (self.withheld, {**self.references}, self.integers)
         return ShellState(
@@ -133,47 +139,51 @@ class ShellState:
             name = self.references.get(name, name)
         return name
 
+    @property
+    def separators(self) -> str:
+        """The characters of IFS: words are split at them."""
+        value = self.variables.get("IFS")
+        return value if isinstance(value, str) else " \t\n"
+
     def keys(self, name: str) -> list[str] | None:
         """The indices of an array; None if it is not set."""
         value = self.variables.get(self.named(name))
         if value is None or isinstance(value, dict):
             return None if value is None else [*value]
-        return ["0"] if isinstance(value, str) else [*map(str, range(len(value)))]
+        return [str(index) for index in as_array(value).by_index]
 
     def unset(self, name: str) -> None:
-        """unset NAME or NAME[INDEX]."""
-        name, _, index = name.partition("[")
-        index, name = index.rstrip("]").strip("'\""), self.named(name)
-        value = self.variables.get(name)
-        if not index:
-            self.variables[name] = []
-            self.exported.discard(name)
-        elif isinstance(value, dict):
-            value.pop(index, None)
-        elif (
-            isinstance(value, list) and index.lstrip("-").isdigit() and -len(value) <= int(index) < len(value)
-        ):
-            del value[int(index)]
+        """unset NAME."""
+        name = self.named(name)
+        self.variables[name] = IndexedArray()
+        self.exported.discard(name)
 
     def assign(self, name: str, value: Value) -> None:
+        """NAME=VALUE; of an array, a text becomes element 0."""
         name = self.named(name)
+        before = self.variables.get(name)
+        if isinstance(value, str) and isinstance(before, IndexedArray) and before:
+            value = before.with_elements({0: checked(value)})
         self.variables[name] = checked(value) if isinstance(value, str) else value
         if self.export_all:
             self.exported.add(name)
 
     def append(self, name: str, value: Value) -> None:
         """NAME+=VALUE."""
-        before = self.variables.get(self.named(name))
-        before = None if before == [] else before
+        before = self.variables.get(self.named(name), IndexedArray())
         if isinstance(before, dict) and isinstance(value, dict):
             self.assign(name, before | value)
-        elif isinstance(value, list):
-            start = before if isinstance(before, list) else [before] if isinstance(before, str) else []
-            self.assign(name, [*start, *value])
-        elif isinstance(before, list) and isinstance(value, str):
-            self.assign(name, [f"{before[0]}{value}", *before[1:]])
-        elif isinstance(value, str):
-            self.assign(name, f"{before if isinstance(before, str) else ''}{value}")
+        elif isinstance(value, IndexedArray) and not isinstance(before, dict):
+            self.assign(name, as_array(before).with_elements(value.by_index))
+        elif isinstance(value, str) and not isinstance(before, dict):
+            self.assign(name, f"{as_array(before).get(0) or ''}{value}")
+        else:
+            self.assign(name, value)
+
+
+def as_array(value: str | IndexedArray) -> IndexedArray:
+    """A variable that is a text, as the array whose element 0 is the text."""
+    return value if isinstance(value, IndexedArray) else IndexedArray({0: value})
 
 
 def joined(before: ShellState, ends: list[ShellState], unknowns: Unknowns, why: str) -> ShellState:
@@ -194,13 +204,12 @@ def joined(before: ShellState, ends: list[ShellState], unknowns: Unknowns, why: 
 
 def _either(name: str, values: list[Value | None], unknowns: Unknowns, why: str) -> Value:
     """One of several values: what they begin and end with in common, and between that an unknown part."""
-    if any(isinstance(value, list) for value in values):
-        return _either_list(
-            name,
-            [value if isinstance(value, list) else [str(value or "")][: bool(value)] for value in values],
-            unknowns,
-            why,
-        )
+    if any(isinstance(value, IndexedArray) for value in values):
+        lists = [
+            value.elements if isinstance(value, IndexedArray) else [str(value)] if value else []
+            for value in values
+        ]
+        return IndexedArray.of(_either_list(name, lists, unknowns, why))
     texts = [
         value if isinstance(value, str) else unknowns.mark(f"${name}", "the script does not set it")
         for value in values

@@ -19,7 +19,7 @@ import yaml
 
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config, ConfigError
-from megalite.model.adapters import total_parameters
+from megalite.model.adapter_parameters import total_parameters
 from megalite.monitoring import starts
 from megalite.monitoring.report.segments import RunSegment, segments
 from megalite.parallel.pipeline.schedule import ScheduleError

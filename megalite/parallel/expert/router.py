@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megalite_kernels import router_product
+from megalite_kernels import router_logits
 from torch import Tensor, nn
 
 from megalite.parallel.weight import Weight
@@ -23,7 +23,7 @@ class _Logits(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weight: Tensor, layer: Router) -> Tensor:
         ctx.layer = layer
         ctx.save_for_backward(rows)
-        logits = router_product.logits(rows, weight)
+        logits = router_logits.logits(rows, weight)
         return logits if layer.bias is None else logits.add_(layer.bias.tensor.to(logits.dtype))
 
     @staticmethod

@@ -32,7 +32,7 @@ from megalite.parallel.sharding.offload import StateMemory, Uploads, pinned_zero
 from megalite.parallel.sharding.reducer import GradientReducer
 from megalite.parallel.sharding.transfers import TransferLog
 from megalite.parallel.sharding.weight_gatherer import ShardGatherer, WeightGatherer
-from megalite.parallel.spec import FlatRectangle, ParamSpec, Rectangle
+from megalite.parallel.spec import WEIGHT, FlatRectangle, ParamSpec, Rectangle
 from megalite.parallel.weight import Weight
 from megalite.parallel.weight_grad_queue import WeightGradQueue
 from megalite.system import rng
@@ -242,7 +242,7 @@ class ParameterStore:
         `publish` then copies them to the weights.
         """
         return [
-            bucket.rectangle("weight", bucket.master, flat, offset)
+            bucket.rectangle(WEIGHT, bucket.master, flat, offset)
             for bucket in self.buckets
             for flat, offset in self.rectangles_in(bucket, bucket.start, bucket.stop)
             if flat.segment.role not in without

@@ -1,6 +1,6 @@
 """What Muon's matrices take on the busiest rank of a stage: bytes sent, buffers and time.
 
-Bytes are those of the plan that runs (`megalite.optimizer.matrix_owners`); time is that of a search, which
+Bytes are those of the plan that runs (`megalite.optimizer.muon.ownership`); time is that of a search, which
 knows only how many ranks share the matrices.
 """
 
@@ -14,8 +14,8 @@ from megalite.config.optimizers import MuonConfig
 from megalite.config.schema import Config, ModelConfig
 from megalite.mesh.layout import Layout
 from megalite.model.parameters import model_specs
-from megalite.optimizer.matrix_owners import OwnedMatrix, matrix_rounds
-from megalite.optimizer.table import is_matrix
+from megalite.optimizer.muon.ownership import OwnedMatrix, matrix_rounds
+from megalite.optimizer.registry import is_matrix
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.planner.hardware.devices import Device
 from megalite.planner.hardware.kernels import product
@@ -46,9 +46,9 @@ def exchange(config: Config, buckets: Sequence[BucketLayout]) -> MuonExchange:
     for matrices in matrix_rounds(buckets, layout):
         before, rounds = kept, [0] * layout.stage_ranks
         for matrix in matrices:
-            for piece in matrix.sent:
+            for piece in matrix.gathered:
                 sent[piece.rank] += (piece.stop - piece.start) * (piece.rank != matrix.owner)
-            for piece in matrix.kept:
+            for piece in matrix.scattered:
                 sent[matrix.owner] += (piece.stop - piece.start) * (piece.rank != matrix.owner)
                 rounds[piece.rank] += piece.stop - piece.start
         kept = max(rounds)

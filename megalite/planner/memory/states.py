@@ -16,9 +16,9 @@ from megalite.assembly.plan import optimistic_step
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.mesh.layout import AxisPlace, Coordinates
-from megalite.model.adapters import with_adapters
+from megalite.model.adapter_parameters import with_adapters
 from megalite.model.parameters import model_specs
-from megalite.optimizer.table import OPTIMIZERS, kinds_of, state_elements
+from megalite.optimizer.registry import OPTIMIZERS, kinds_of, state_elements
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.sharding.compressible import compressible
 

@@ -20,7 +20,7 @@ from megalite.model.cost import layer_costs, per_token
 from megalite.model.cost.records import Share
 from megalite.model.cost.units import Units
 from megalite.model.parameters import layer_count
-from megalite.optimizer.table import ADAMW
+from megalite.optimizer.registry import ADAMW
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.partition import balanced

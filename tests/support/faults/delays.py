@@ -53,7 +53,7 @@ def delayed_job(
             results, ahead = [], 0
             for step in range(steps):
                 results += trainer.train_step(wait=step == steps - 1)
-                ahead += trainer.finalizer.pending is not None
+                ahead += trainer.weight_updater.pending is not None
         tensors = global_tensors(trainer)
     finally:
         trainer.close()

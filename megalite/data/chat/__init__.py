@@ -1,0 +1,1 @@
+"""Chat data: records → messages (records.py) → tokens and loss mask (template.py)."""

@@ -1,0 +1,1 @@
+"""Tokenizers: text ↔ tokens (tokenizers.py), and whether two are the same (identity.py, comparison.py)."""

@@ -1,0 +1,136 @@
+"""The optimizers by name (`optimizer.name`): their interface, their classes, and the state that they keep of
+each parameter.
+
+Offload, planner, memory reports and checkpoints read the kinds of state here. Each kind has the shape of its
+segment, in at least fp32. The master weight is not one of them: the store holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from megalite.config.schema import EXPERTS, PROJECTIONS, Config
+from megalite.parallel.sharding.buckets import BucketLayout
+from megalite.parallel.spec import EMA, Segment
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megalite.optimizer.state import OptimizerState
+
+ADAMW = ("exp_avg", "exp_avg_sq")
+MOMENTUM = "momentum_buffer"
+
+Kinds = Callable[[Segment], tuple[str, ...]]
+"""The kinds of state that a run keeps of a segment, each of the segment's shape; empty if the segment is
+frozen."""
+
+
+class Optimizer(Protocol):
+    """Updates one rank's master weights from their gradients and from its state."""
+
+    state: OptimizerState
+
+    def step(self, step: int, lr: float, divisor: Tensor | None) -> None:
+        """Update this rank's master weights, and its weights from them. All ranks of a stage call it
+        together: some optimizers communicate.
+
+        Gradients are not arguments: an optimizer holds views of `GradientBucket.owned` from its construction.
+
+        Args:
+            step: the number of the step, 1-based.
+            lr: the learning rate.
+            divisor: a scalar by which gradients are divided; NaN: the step is skipped, and nothing changes.
+        """
+
+
+def is_matrix(segment: Segment) -> bool:
+    """Whether Muon updates a segment: a trained weight of a layer's projections or experts. AdamW updates all
+    others (embedding, head, norms, biases, routers, adapters)."""
+    return segment.trainable and segment.role in (*PROJECTIONS, *EXPERTS) and len(segment.shape) == 2
+
+
+@dataclass(frozen=True)
+class OptimizerEntry:
+    """An optimizer.
+
+    Attributes:
+        class_path: its class, MODULE:NAME, which is imported when a run uses it.
+        kinds: the kinds of state of a trainable segment. The segments of one stored tensor have the same
+            kinds.
+        uniform: whether it keeps the same kinds of state of all trainable segments.
+        section: the section of options that its class takes besides `optimizer`.
+        exchange_axis: the axis of the mesh over which its ranks exchange parts of matrices, if any.
+    """
+
+    class_path: str
+    kinds: Kinds
+    uniform: bool = False
+    section: str | None = None
+    exchange_axis: Literal["stage"] | None = None
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerEntry("megalite.optimizer.adamw:AdamW", lambda segment: ADAMW, uniform=True),
+    "muon": OptimizerEntry(
+        "megalite.optimizer.muon.muon:Muon",
+        lambda segment: (MOMENTUM,) if is_matrix(segment) else ADAMW,
+        section="muon",
+        exchange_axis="stage",
+    ),
+}
+"""optimizer.name → the optimizer."""
+
+
+def create(config: Config, state: OptimizerState) -> Optimizer:
+    """Returns the optimizer of a run."""
+    entry = OPTIMIZERS[config.optimizer.name]
+    module, _, name = entry.class_path.partition(":")
+    sections = [] if entry.section is None else [getattr(config, entry.section)]
+    optimizer: Optimizer = getattr(import_module(module), name)(state, config.optimizer, *sections)
+    return optimizer
+
+
+def kinds_of(config: Config) -> Kinds:
+    """Returns the kinds of state that a run keeps: those of its optimizer, and the average of the weights if
+    `train.ema_decay` is set."""
+    entry, averages = OPTIMIZERS[config.optimizer.name], () if config.train.ema_decay is None else (EMA,)
+    return lambda segment: (*entry.kinds(segment), *averages) if segment.trainable else ()
+
+
+@dataclass(frozen=True)
+class StateSpan:
+    """Elements [start, stop) of a bucket, with the same kinds of state."""
+
+    start: int
+    stop: int
+    decays: bool
+    kinds: tuple[str, ...]
+
+
+def state_spans(layout: BucketLayout, start: int, stop: int, kinds: Kinds) -> Iterator[StateSpan]:
+    """Yields the spans of [start, stop) of a bucket, which is split where weight decay or the kinds of state
+    change; padding belongs to the span that precedes it."""
+    slots = layout.slots
+    starts = [0, *(slot.start for slot in slots[1:])]
+    last: StateSpan | None = None
+    for slot, slot_start, slot_stop in zip(slots, starts, [*starts[1:], layout.size], strict=True):
+        low, high = max(slot_start, start), min(slot_stop, stop)
+        if low >= high:
+            continue
+        span = StateSpan(low, high, slot.spec.decay, kinds(slot.spec.segments[0]))
+        if last is not None and (last.decays, last.kinds) == (span.decays, span.kinds):
+            span = StateSpan(last.start, high, last.decays, last.kinds)
+        elif last is not None:
+            yield last
+        last = span
+    if last is not None:
+        yield last
+
+
+def state_elements(layout: BucketLayout, start: int, stop: int, kinds: Kinds) -> int:
+    """Returns the number of elements of all kinds of state of [start, stop) of a bucket."""
+    return sum(len(span.kinds) * (span.stop - span.start) for span in state_spans(layout, start, stop, kinds))

@@ -1,0 +1,90 @@
+"""Fault injection (`--faults`), to test how a run reacts before a real fault: docs/faults.md."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from math import nan, prod
+from threading import Event
+from time import sleep
+
+import torch
+from torch import Tensor
+
+from megalite.config.rules.faults import Fault, parse_faults
+from megalite.mesh.mesh import Mesh
+
+# restarts of this process by torchrun, of the job by SLURM
+RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+
+
+def _run_out(fault: Fault) -> None:
+    raise torch.OutOfMemoryError("injected: no memory is left")
+
+
+BETWEEN_STEPS: dict[str, Callable[[Fault], object]] = {
+    "kill": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
+    "exit": lambda fault: os._exit(1),
+    "hang": lambda fault: Event().wait(),
+    "oom": _run_out,
+    "slow": lambda fault: sleep(fault.amount),
+    "sigint": lambda fault: os.kill(os.getpid(), signal.SIGINT),
+    "sigterm": lambda fault: os.kill(os.getpid(), signal.SIGTERM),
+    "sigusr1": lambda fault: os.kill(os.getpid(), signal.SIGUSR1),
+}
+
+
+def restarts() -> int:
+    """How often this process has been restarted."""
+    return sum(int(os.environ.get(name, 0)) for name in RESTARTS)
+
+
+class FaultInjection:
+    """The faults to inject on this rank, each once per step: a step repeated after a rollback has none.
+
+    A spike, which multiplies the loss, is injected on all ranks of the named rank's replica: it is a property
+    of a batch.
+    """
+
+    def __init__(self, inject: str | list[str] | None, mesh: Mesh):
+        self.mesh = mesh
+        restart = restarts()
+        self._left = [
+            (fault, set(fault.steps))
+            for fault in parse_faults(inject)
+            if fault.restart == restart and self._concerns(fault)
+        ]
+
+    def _concerns(self, fault: Fault) -> bool:
+        peers = (
+            self.mesh.dims.peers(self.mesh.rank, ("pp", "tp")) if fault.kind == "spike" else (self.mesh.rank,)
+        )
+        return fault.rank is None or fault.rank in peers
+
+    def _due(self, step: int, kinds: Sequence[str]) -> Iterator[Fault]:
+        for fault, steps in self._left:
+            if step in steps and fault.kind in kinds:
+                steps.remove(step)
+                print(
+                    f"rank {self.mesh.rank}: injected {fault.kind} in step {step}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                yield fault
+
+    def between_steps(self, step: int) -> None:
+        """Inject the faults that occur before a step begins. May not return."""
+        for fault in self._due(step, tuple(BETWEEN_STEPS)):
+            BETWEEN_STEPS[fault.kind](fault)
+
+    def loss_factor(self, step: int) -> float:
+        """Factor on this rank's loss, and so on the gradients computed from it."""
+        return prod(fault.amount for fault in self._due(step, ("spike",)))
+
+    def spoil(self, step: int, gradients: Sequence[Tensor]) -> None:
+        """Set reduced gradients to NaN. `gradients`: those that this rank counts in the norm."""
+        for _ in self._due(step, ("nan",)):
+            for gradient in gradients:
+                gradient.fill_(nan)
