@@ -114,7 +114,7 @@ def _forward(sizes: Sizes, problem: AttentionCase) -> Callable[[], Contest]:
         options = _options(problem, problem.starts(sizes.device))
         theirs = _theirs(q, k, v)
         peers: dict[str, Callable[[], Function]] = {
-            name: partial(_called, made, theirs) for name, made in _peers(problem, sizes).items()
+            name: partial(_called, build_peer, theirs) for name, build_peer in _peers(problem, sizes).items()
         }
         peers["as routed"] = lambda: partial(attention.attention, q, k, v, **_routed(problem, options[2]))
         return Contest(lambda: own.flash_attention(q, k, v, *options), peers)
@@ -131,8 +131,8 @@ def _backward(sizes: Sizes, problem: AttentionCase) -> Callable[[], Contest]:
         dout = torch.randn_like(out)
         theirs, their_grad = _theirs(q, k, v), dout.permute(1, 2, 0, 3).contiguous()
         peers: dict[str, Callable[[], Function]] = {
-            name: partial(_gone_back, made, theirs, their_grad)
-            for name, made in _peers(problem, sizes).items()
+            name: partial(_gone_back, build_peer, theirs, their_grad)
+            for name, build_peer in _peers(problem, sizes).items()
         }
         peers["as routed"] = lambda: _routed_backward(q, k, v, dout, _routed(problem, options[2]))
         return Contest(lambda: own.flash_attention_backward(dout, q, k, v, out, lse, *options), peers)
@@ -170,13 +170,13 @@ def _peers(problem: AttentionCase, sizes: Sizes) -> dict[str, Callable[[], Calla
     grouped = problem.heads != problem.kv_heads
     if sizes.smoke:
         return {}
-    found: dict[str, Callable[[], Callable[..., Tensor]]] = {
+    peers: dict[str, Callable[[], Callable[..., Tensor]]] = {
         "flex_attention": lambda: _flex(problem, sizes.device)
     }
     if problem.window is None and problem.document is None:
-        found["SDPA flash"] = lambda: _sdpa(SDPBackend.FLASH_ATTENTION, grouped)
-        found["SDPA cuDNN"] = lambda: _sdpa(SDPBackend.CUDNN_ATTENTION, grouped)
-    return found
+        peers["SDPA flash"] = lambda: _sdpa(SDPBackend.FLASH_ATTENTION, grouped)
+        peers["SDPA cuDNN"] = lambda: _sdpa(SDPBackend.CUDNN_ATTENTION, grouped)
+    return peers
 
 
 def _sdpa(backend: Any, grouped: bool) -> Callable[..., Tensor]:
@@ -203,5 +203,5 @@ def _flex(problem: AttentionCase, device: str) -> Callable[..., Tensor]:
         return seen
 
     mask = create_block_mask(visible, None, None, problem.length, problem.length, device=device)
-    made = torch.compile(flex_attention, dynamic=False)
-    return lambda q, k, v: made(q, k, v, block_mask=mask, enable_gqa=problem.heads != problem.kv_heads)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=problem.heads != problem.kv_heads)

@@ -9,8 +9,8 @@ what is above it.
     calls       operations of a step, times the time of a call of torch on one number
     rest        what is left: Python, and what operations take beyond their bytes
 
-The floor is products + bytes: a step that only multiplied, and read and wrote each tensor once, at the rates
-of this machine. Where ranks share cores, products and bandwidth are measured in the same way, so both have
+The floor is matmuls + bytes: a step that only multiplied, and read and wrote each tensor once, at the rates
+of this machine. Where ranks share cores, matmuls and bandwidth are measured in the same way, so both have
 their share. Figures are means over the ranks.
 """
 
@@ -33,13 +33,13 @@ from benchmarks.measure import timed
 from megalite.mesh.mesh import Mesh
 from megalite.training.trainer import Trainer
 
-PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "mv"})
+MATMULS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "mv"})
 WITHOUT_WORK = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "detach"})
 SIZES = tuple(1 << power for power in range(14, 27, 2))  # bytes of a measured pass: 16 KB to 64 MB
 
 
 class OperationCounter(TorchDispatchMode):
-    """Counts the operations and notes the bytes of each that is no product, view or allocation."""
+    """Counts the operations and notes the bytes of each that is no matmul, view or allocation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,17 +47,17 @@ class OperationCounter(TorchDispatchMode):
         self.sizes: list[int] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
         self.calls += 1
         name = function.overloadpacket.__name__
-        if name not in PRODUCTS and name not in WITHOUT_WORK and not function.is_view:
-            tensors = [leaf for leaf in tree_leaves((args, kwargs, found)) if isinstance(leaf, Tensor)]
+        if name not in MATMULS and name not in WITHOUT_WORK and not function.is_view:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
             self.sizes.append(sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values()))
-        return found
+        return result
 
 
-def measure(trainer: Trainer, seconds: float, product_seconds: float) -> dict[str, float]:
-    """Milliseconds of each part of a step of `seconds`, whose products alone take `product_seconds`.
+def measure(trainer: Trainer, seconds: float, matmul_seconds: float) -> dict[str, float]:
+    """Milliseconds of each part of a step of `seconds`, whose matmuls alone take `matmul_seconds`.
     Collective; runs two steps."""
     waits = _Waits(trainer)
     sockets = _socket_seconds()
@@ -69,18 +69,18 @@ def measure(trainer: Trainer, seconds: float, product_seconds: float) -> dict[st
     bytes_s = sum(size / next(rate for limit, rate in bandwidth if size <= limit) for size in passes.sizes)
     number = torch.zeros(1)
     call = min(timed(lambda: number.add_(1.0), 10, 200))
-    own = [product_seconds, bytes_s, waiting, sockets, passes.calls * call]
-    products, passing, waiting, sockets, calls = _mean(own, trainer.mesh)
+    own = [matmul_seconds, bytes_s, waiting, sockets, passes.calls * call]
+    matmuls, passing, waiting, sockets, calls = _mean(own, trainer.mesh)
     parts = {
-        "products_ms": products,
+        "products_ms": matmuls,
         "bytes_ms": passing,
         "waiting_ms": waiting,
         "sockets_ms": sockets,
         "calls_ms": calls,
     }
-    above = seconds - products - passing - waiting - calls
+    above = seconds - matmuls - passing - waiting - calls
     return {name: 1e3 * value for name, value in (parts | {"rest_ms": above}).items()} | {
-        "floor_share": (products + passing) / seconds
+        "floor_share": (matmuls + passing) / seconds
     }
 
 
@@ -117,14 +117,14 @@ def _socket_seconds() -> float:
 def _bandwidth(mesh: Mesh) -> list[tuple[float, float]]:
     """(largest bytes of a pass, bytes per second) in ascending order, of additions in place that all ranks
     make at once."""
-    found = []
+    rates = []
     for size in SIZES:
         repeats = max((1 << 27) // size // 8, 2)
         if mesh.world.size > 1:
             torch.distributed.barrier()
-        found.append(size * repeats / sum(timed(_addition(size), 1, repeats)))
+        rates.append(size * repeats / sum(timed(_addition(size), 1, repeats)))
     limits = [(low * high) ** 0.5 for low, high in pairwise(SIZES)]  # a pass has the rate of the nearest size
-    return list(zip([*limits, inf], found, strict=True))
+    return list(zip([*limits, inf], rates, strict=True))
 
 
 def _addition(size: int) -> Callable[[], object]:

@@ -42,8 +42,8 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
         "rounds": rounds,
     }
     progress(f"{rounds} rounds of {', '.join(names)}")
-    found = report.launch("benchmarks.bubble_run", {**protocol, "schedules": names}, ranks=RANKS, threads=1)
-    rows = [_row(name, found[name], protocol["pass_s"]) for name in names]
+    timings = report.launch("benchmarks.bubble_run", {**protocol, "schedules": names}, ranks=RANKS, threads=1)
+    rows = [_row(name, timings[name], protocol["pass_s"]) for name in names]
     worst = max(abs(row["measured"] - row["predicted"]) for row in rows)
     target = {
         "target": "largest deviation of a bubble",
@@ -58,13 +58,13 @@ def _row(name: str, windows: list[dict[str, float]], pass_s: float) -> dict[str,
     """A schedule's figures. `wall_s` is from the start of a window's first action to the end of its last;
     `busy_s` is a sum over ranks."""
     schedule = build(name, RANKS, MICROBATCHES)
-    asked = 3 * pass_s * STEPS * MICROBATCHES * schedule.stages
+    requested = 3 * pass_s * STEPS * MICROBATCHES * schedule.stages
     bubbles = [1 - window["busy_s"] / RANKS / window["wall_s"] for window in windows]
     return {
         "schedule": name,
         "measured": median(bubbles),
         "predicted": simulate(repeated(schedule, STEPS)).bubble_fraction,
-        "lateness": median(window["busy_s"] for window in windows) / asked - 1,
+        "lateness": median(window["busy_s"] for window in windows) / requested - 1,
         "rounds": bubbles,
     }
 

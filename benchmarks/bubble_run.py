@@ -100,9 +100,9 @@ def main() -> None:
     torch.set_num_threads(spec["threads"])
     dist.init_process_group("gloo")
     mesh = Mesh(Layout(pp=spec["ranks"]), channels={channel.name: () for channel in CHANNELS})
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in spec["schedules"]}
+    timings: dict[str, list[dict[str, float]]] = {name: [] for name in spec["schedules"]}
     for _ in range(spec["rounds"]):
-        for name, windows in found.items():
+        for name, windows in timings.items():
             ran = run_window(mesh, name, spec["microbatches"], spec["steps"], spec["pass_s"])
             every: list[Any] = [None] * mesh.pp.size
             dist.all_gather_object(
@@ -110,7 +110,7 @@ def main() -> None:
             )
             starts, ends, busy = zip(*every, strict=True)  # the ranks share a host and its clock
             windows.append({"wall_s": max(ends) - min(starts), "busy_s": sum(busy)})
-    finish(spec, found if mesh.rank == 0 else None)
+    finish(spec, timings if mesh.rank == 0 else None)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One rank of `tools/plan.py --calibrate`: measures this machine's matrix products, memory bandwidth and
+"""One rank of `tools/plan.py --calibrate`: measures this machine's matmuls, memory bandwidth and
 communication.
 
 Every rank measures at the same time, as in training: on a CPU the ranks share memory and, where there are
@@ -27,7 +27,7 @@ from megalite.planner.hardware.kernels import computed_pairs
 from megalite.planner.hardware.links import START
 
 REPEATS = 7
-TINY = 8  # size of a product whose time is only that of its call
+TINY = 8  # size of a matmul whose time is only that of its call
 
 
 class Measured:
@@ -39,7 +39,7 @@ class Measured:
     def seconds(self, act: Callable[[], object]) -> float:
         """Median time of several calls, which all ranks make at the same time."""
         act()
-        found = []
+        times = []
         for _ in range(REPEATS):
             wait(self.device.type)
             if dist.is_initialized():
@@ -47,14 +47,14 @@ class Measured:
             started = perf_counter()
             act()
             wait(self.device.type)
-            found.append(perf_counter() - started)
-        return median(found)
+            times.append(perf_counter() - started)
+        return median(times)
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(self.dtype)
 
-    def product(self, size: int) -> float:
-        """FLOP/s of the three products of a linear layer of `size` rows, inputs and outputs."""
+    def matmul(self, size: int) -> float:
+        """FLOP/s of the three matmuls of a linear layer of `size` rows, inputs and outputs."""
         x, weight, grad = (self.random(size, size) for _ in range(3))
         calls = max(1, min(100, int(2e9 / (6 * size**3))))
 
@@ -96,8 +96,8 @@ class Measured:
         scale = torch.ones((), device=self.device)
 
         def both() -> None:
-            found = cross_entropy.statistics(logits, targets, 0, vocabulary, -100, False)
-            _, lse = cross_entropy.combine(found[None], targets, -100, 0.0, 0.0, vocabulary)
+            statistics = cross_entropy.statistics(logits, targets, 0, vocabulary, -100, False)
+            _, lse = cross_entropy.combine(statistics[None], targets, -100, 0.0, 0.0, vocabulary)
             cross_entropy.gradient_(logits, targets, lse, scale, 0, vocabulary, -100, 0.0, 0.0, vocabulary)
 
         return 3 * logits.nbytes / self.seconds(both)
@@ -166,9 +166,9 @@ def main() -> None:
     start_process_group(device, "10m")
     backend.select("auto")
     measured = Measured(device, getattr(torch, spec["dtype"]))
-    products = {size: measured.product(size) / 1e9 for size in spec["sizes"]}
+    products = {size: measured.matmul(size) / 1e9 for size in spec["sizes"]}
     forward, backward = measured.attention(*spec["attention"])
-    found: dict[str, Any] = {
+    measurements: dict[str, Any] = {
         "products": products,
         "memory_gbs": measured.bandwidth(*spec["rows"]) / 1e9,
         "loss_gbs": measured.loss(*spec["logits"]) / 1e9,
@@ -176,10 +176,10 @@ def main() -> None:
         ("host_us" if device.type == "cuda" else "kernel_us"): 1e6 * measured.call(),
     }
     if device.type == "cuda":
-        found["host"] = host_copies.COPIES["pinned memory to device"]()
+        measurements["host"] = host_copies.COPIES["pinned memory to device"]()
     if spec["ranks"] > 1:
-        found |= links(measured, spec["ranks"], tuple(spec["messages"]))
-    finish(spec, found if not dist.is_initialized() or dist.get_rank() == 0 else None)
+        measurements |= links(measured, spec["ranks"], tuple(spec["messages"]))
+    finish(spec, measurements if not dist.is_initialized() or dist.get_rank() == 0 else None)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Saving on four ranks, at once and in the background, compared with torch.save of the same bytes by the same
-processes to the same disk.
+"""Saving on four ranks, at once and in the background, compared with torch.save.
+
+torch.save writes the same bytes from the same processes to the same disk.
 
 The state is that of a model of 500 million parameters in fp32 with AdamW's two moments, 6 GB in all, a
 quarter on each rank. The three ways alternate, and all of them fsync every file.
@@ -34,14 +35,14 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
     # on a disk: /tmp may be in memory
     with TemporaryDirectory(prefix="megalite_benchmark_", dir=Path.cwd()) as directory:
         spec = {"directory": directory, "matrices": matrices, "shape": shape, "rounds": rounds}
-        found = report.launch("benchmarks.checkpoint_run", spec, ranks=ranks, threads=1)
-    rows = [_row(way, each, found["bytes"]) for way, each in found["ways"].items()]
+        seconds = report.launch("benchmarks.checkpoint_run", spec, ranks=ranks, threads=1)
+    rows = [_row(way, each, seconds["bytes"]) for way, each in seconds["ways"].items()]
     return {
         "threads": 1,
         "ranks": ranks,
         "config": {
             "parameters": elements,
-            "bytes": found["bytes"],
+            "bytes": seconds["bytes"],
             "dtype": "fp32",
             "tensors": "weights and two moments",
         },

@@ -42,7 +42,7 @@ def main() -> None:
     background.reserve(own)  # as at the start of a run
     reserved = float(memory.peak_above() or 0)
     ways["in the background"] = lambda: with_saver(background, mesh, directory, own)
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    seconds: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for _ in range(spec["rounds"]):
         for name, way in ways.items():
             memory = Memory()
@@ -51,11 +51,11 @@ def main() -> None:
             figures["extra_bytes"] = float(memory.peak_above() or 0) + (
                 reserved if name == "in the background" else 0.0
             )
-            found[name].append({key: over_ranks(value) for key, value in figures.items()})
+            seconds[name].append({key: over_ranks(value) for key, value in figures.items()})
             shutil.rmtree(directory / "checkpoints", ignore_errors=True)
             dist.barrier()
     size = sum(part.tensor.nbytes for part in own) * mesh.world.size
-    finish(spec, {"bytes": size, "ways": found} if mesh.rank == 0 else None)
+    finish(spec, {"bytes": size, "ways": seconds} if mesh.rank == 0 else None)
 
 
 def rectangles(mesh: Mesh, matrices: int, shape: tuple[int, ...]) -> list[Rectangle]:

@@ -116,10 +116,10 @@ def _row(run: CommRun, tokens: int) -> dict[str, Any]:
 
 def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Targets: at least the speed of the peer that shards the same, in at most its memory."""
-    found = []
+    judged = []
     for own, peer in zip(rows[::2], rows[1::2], strict=True):
         speed = peer["ms_per_step"] / own["ms_per_step"]
-        found.append(
+        judged.append(
             {
                 "target": f"speed, {own['run']} / {peer['run']}",
                 "measured": speed,
@@ -129,7 +129,7 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         )
         if own["peak_rss_above_import_mib"] and peer["peak_rss_above_import_mib"]:
             memory = own["peak_rss_above_import_mib"] / peer["peak_rss_above_import_mib"]
-            found.append(
+            judged.append(
                 {
                     "target": f"memory, {own['run']} / {peer['run']}",
                     "measured": memory,
@@ -137,4 +137,4 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "met": memory <= 1.0,
                 }
             )
-    return found
+    return judged

@@ -118,7 +118,7 @@ def check_kernels(tool: Parser, options: argparse.Namespace) -> None:
 
 
 def parser() -> Parser:
-    made = Parser(description=__doc__)
+    top = Parser(description=__doc__)
     common = Parser(add_help=False)
     common.add_argument(
         "--rounds",
@@ -141,7 +141,7 @@ def parser() -> Parser:
     common.add_argument("--json", action="store_true", help="print only the JSON on stdout")
     # tiny sizes with meaningless figures, for tests
     common.add_argument("--smoke", action="store_true", help=argparse.SUPPRESS)
-    commands = made.add_subparsers(
+    commands = top.add_subparsers(
         dest="benchmark",
         required=True,
         metavar="step|kernels|overhead|peers|comm|checkpoint|scaling|plan|prepare|bubble|context",
@@ -220,11 +220,11 @@ def parser() -> Parser:
         parents=[common, threads],
         help="sleeping stages on four ranks under every pipeline schedule",
     )
-    return made
+    return top
 
 
-def add_scaling(made: argparse.ArgumentParser) -> None:
-    add = made.add_argument
+def add_scaling(commands: argparse.ArgumentParser) -> None:
+    add = commands.add_argument
     add(
         "--worlds",
         type=numbers,

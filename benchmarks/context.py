@@ -76,12 +76,12 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
         compared: list[dict[str, Any]] = [{"dp": ranks, "zero": 0}, *layouts.values()]
         timed = [config(RECOMPUTE[0], ranks, **parallel) for parallel in compared]
         ring = config(RECOMPUTE[0], 1, cp=PAIR, context="ring")
-        found, pairs = [], []
+        measured_rows, pairs = [], []
         for number in range(1, rounds + 1):
             progress(f"steps, round {number} of {rounds}")
-            found.append(_measured({**protocol, "steps_of": timed}, ranks=ranks)["seconds"])
+            measured_rows.append(_measured({**protocol, "steps_of": timed}, ranks=ranks)["seconds"])
             pairs.append(_measured({**protocol, "steps_of": [ring]}, ranks=PAIR))
-    rows = memory_rows(one, split, ranks) + time_rows(found, pairs, ranks)
+    rows = memory_rows(one, split, ranks) + time_rows(measured_rows, pairs, ranks)
     return {
         "threads": 1,
         "config": {"model": model},
@@ -135,7 +135,7 @@ def _timed_row(layout: str, seconds: list[list[float]]) -> dict[str, Any]:
 
 
 def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    found = []
+    judged_rows = []
     for row in rows:
         if "of_one_process" in row:
             most = MOST[row["layout"].split(", ")[1]]
@@ -144,5 +144,5 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "wanted": f"≤ {most}",
                 "met": row["of_one_process"] <= most,
             }
-            found.append({"target": f"memory, {row['layout']}, recompute {row['recompute']}", **judged})
-    return found
+            judged_rows.append({"target": f"memory, {row['layout']}, recompute {row['recompute']}", **judged})
+    return judged_rows

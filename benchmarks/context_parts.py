@@ -67,12 +67,12 @@ def measure(rows: int = ROWS) -> dict[str, Any]:
         drawn = [row(random, median, spread) for _ in range(rows)]
         fewest = sum(int(between_ranks(zigzag(LENGTH, RANKS), starts).sum()) for starts in drawn)
         for parts, cut in PARTS.items():
-            found: dict[str, Any] = {"documents": name, "median": median, "spread": spread, "parts": parts}
+            summary: dict[str, Any] = {"documents": name, "median": median, "spread": spread, "parts": parts}
             for method in METHODS:
                 tiles = [between_ranks(cut(starts, RANKS, method), starts) for starts in drawn]
                 values = [imbalance([each], method) for each in tiles]
-                found[method] = {"mean": round(float(np.mean(values)), 3), "worst": round(max(values), 3)}
-            results.append(found | {"tiles": round(sum(int(each.sum()) for each in tiles) / fewest, 3)})
+                summary[method] = {"mean": round(float(np.mean(values)), 3), "worst": round(max(values), 3)}
+            results.append(summary | {"tiles": round(sum(int(each.sum()) for each in tiles) / fewest, 3)})
     return {"length": LENGTH, "ranks": RANKS, "rows": rows, "results": results}
 
 
@@ -86,10 +86,10 @@ def section(content: dict[str, Any]) -> str:
         "| documents | parts | gather | ring | tiles |",
         "|---|---|---|---|---|",
     ]
-    for found in content["results"]:
-        cells = [f"{found[method]['mean']:.2f}, {found[method]['worst']:.2f}" for method in METHODS]
-        documents = f"{found['documents']}, spread {found['spread']}"
-        lines.append(f"| {documents} | {found['parts']} | {' | '.join(cells)} | {found['tiles']:.2f} |")
+    for row in content["results"]:
+        cells = [f"{row[method]['mean']:.2f}, {row[method]['worst']:.2f}" for method in METHODS]
+        documents = f"{row['documents']}, spread {row['spread']}"
+        lines.append(f"| {documents} | {row['parts']} | {' | '.join(cells)} | {row['tiles']:.2f} |")
     return "\n".join(lines) + "\n"
 
 

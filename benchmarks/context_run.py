@@ -34,10 +34,10 @@ def main() -> None:
     configure_process(device)
     if world_size() > 1:
         start_process_group(device, "30m")
-    found: dict[str, Any] = {"memory": [most_bytes(tree) for tree in spec.get("memory", [])]}
+    result: dict[str, Any] = {"memory": [most_bytes(tree) for tree in spec.get("memory", [])]}
     steps = [timed_steps(tree, spec["warmup_steps"], spec["steps"]) for tree in spec.get("steps_of", [])]
-    found |= {"seconds": [seconds for seconds, _ in steps], "hidden": [hidden for _, hidden in steps]}
-    finish(spec, found if world_size() == 1 or torch.distributed.get_rank() == 0 else None)
+    result |= {"seconds": [seconds for seconds, _ in steps], "hidden": [hidden for _, hidden in steps]}
+    finish(spec, result if world_size() == 1 or torch.distributed.get_rank() == 0 else None)
 
 
 def trainer_of(tree: dict[str, Any]) -> Trainer:

@@ -1,5 +1,4 @@
-"""Processor seconds of what surrounds training: starting ranks, the first step, saves and loads, preparation,
-conversion.
+"""Processor seconds around training: start of ranks, first step, saves and loads, preparation, conversion.
 
     python -m benchmarks.costs --tree . [--tree OTHER] [--times 5] [phases] [ranks] [prepare] [convert]
 
@@ -176,7 +175,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default all)")
     options = parser.parse_args()
     trees, parts = [tree.resolve() for tree in options.tree], options.parts or list(PARTS)
-    found: dict[str, dict[Path, list[float]]] = {}
+    seconds_by_phase: dict[str, dict[Path, list[float]]] = {}
     with TemporaryDirectory(prefix="megalite_costs_") as name:
         scratch = Path(name)
         write_inputs(scratch, parts, options.megabytes)
@@ -184,11 +183,11 @@ def main() -> None:
             for part in parts:
                 for tree in trees[:: 1 if number % 2 else -1]:
                     for row, seconds in PARTS[part](tree, scratch):
-                        found.setdefault(row, {each: [] for each in trees})[tree] += (
+                        seconds_by_phase.setdefault(row, {each: [] for each in trees})[tree] += (
                             [seconds] if number else []
                         )
                     shutil.rmtree(scratch / "runs", ignore_errors=True)
-    for row, values in found.items():
+    for row, values in seconds_by_phase.items():
         print(f"{row:45}" + "".join(f"{median(each):9.3f}" for each in values.values()))
 
 

@@ -1,5 +1,4 @@
-"""Takes effects out of the planner's time one at a time, to see what decides a prediction. Part of
-benchmarks/held_out.py.
+"""Removes effects from the planner's time one at a time, to see which decide a prediction (for held_out.py).
 
 Each effect is removed alone, with all constants as they are; a published row is then predicted too fast by
 that effect.
@@ -55,14 +54,14 @@ def _software(**changed: Any) -> Callable[[PlannedJob], PlannedJob]:
 
 
 def _full_rate(job: PlannedJob) -> PlannedJob:
-    """Products of every shape at the rate of large ones: no tiles, waves or short inner dimensions."""
+    """Matmuls of every shape at the rate of large ones: no tiles, waves or short inner dimensions."""
     return replace(
         job, device=replace(job.device, rates=((1.0, job.device.peak(job.precision) * job.device.sustained),))
     )
 
 
 def _alone(job: PlannedJob) -> PlannedJob:
-    """Large products at the rate that they reach alone, not in a run."""
+    """Large matmuls at the rate that they reach alone, not in a run."""
     return replace(
         job, device=replace(job.device, sustained=job.device.sustained * 0.73 / find("h100").sustained)
     )
@@ -106,14 +105,14 @@ def measured(constants: Mapping[str, float]) -> dict[str, dict[str, float]]:
     jobs = [(row, published.job_of(row, tree, constants), published.choice_of(row)) for row in rows]
     before = [Stepper(job).step(choice).total for _, job, choice in jobs]
     small = Stepper(SMALL).step(SMALL_LAYOUT).total
-    found = {}
+    deviations = {}
     for name, remove in EFFECTS.items():
         after = [Stepper(remove(job)).step(choice).total for _, job, choice in jobs]
-        found[name] = _medians(
+        deviations[name] = _medians(
             [row["shape"][0] for row in rows], [a / b - 1 for a, b in zip(before, after, strict=True)]
         )
-        found[name]["1.7B, 48 GPUs"] = small / Stepper(remove(SMALL)).step(SMALL_LAYOUT).total - 1
-    return found
+        deviations[name]["1.7B, 48 GPUs"] = small / Stepper(remove(SMALL)).step(SMALL_LAYOUT).total - 1
+    return deviations
 
 
 def _medians(widths: Sequence[int], changes: Sequence[float]) -> dict[str, float]:
@@ -123,11 +122,11 @@ def _medians(widths: Sequence[int], changes: Sequence[float]) -> dict[str, float
     }
 
 
-def table(found: Mapping[str, Mapping[str, float]]) -> list[str]:
+def table(deviations: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Markdown lines."""
-    columns = list(next(iter(found.values())))
+    columns = list(next(iter(deviations.values())))
     lines = [f"| without | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     return lines + [
         f"| {name} | {' | '.join(f'{row[column]:+.1%}' for column in columns)} |"
-        for name, row in found.items()
+        for name, row in deviations.items()
     ]

@@ -87,15 +87,15 @@ def compare(steps: int, rounds: int, threads: int) -> dict[str, Any]:
     return {"protocol": protocol, "results": [_row(name, each) for name, each in measured.items()]}
 
 
-def _row(name: str, found: list[dict[str, Any]]) -> dict[str, Any]:
-    seconds = median(median(each["seconds"]) for each in found)
+def _row(name: str, results: list[dict[str, Any]]) -> dict[str, Any]:
+    seconds = median(median(each["seconds"]) for each in results)
     return {
         "run": name,
         "ranks": RUNS[name][1],
-        "active_parameters": found[0]["active_parameters"],
+        "active_parameters": results[0]["active_parameters"],
         "seconds": seconds,
         "tokens_per_second": BATCH * SEQUENCE / seconds,
-        "dispatch": median(each["dispatch"] / sum(each["seconds"]) for each in found),
+        "dispatch": median(each["dispatch"] / sum(each["seconds"]) for each in results),
     }
 
 

@@ -44,9 +44,9 @@ class _Watched:
 
     def wait(self) -> torch.Tensor:
         start = time.perf_counter()
-        found = self.pending.wait()
+        result = self.pending.wait()
         self.clock.seconds += time.perf_counter() - start
-        return found
+        return result
 
 
 def main() -> None:

@@ -163,9 +163,9 @@ def _measured(
 
 def figures(config: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
     """The figures of a run, computed from its times."""
-    made = from_dict(config)
-    model, length, seconds = made.model, made.data.sequence_length, median(result["seconds"])
-    tokens = made.train.global_batch_size * length / seconds
+    parsed = from_dict(config)
+    model, length, seconds = parsed.model, parsed.data.sequence_length, median(result["seconds"])
+    tokens = parsed.train.global_batch_size * length / seconds
     flops = model_flops_per_token(model, length)
     # half of attention's FLOPs
     unseen = 6.0 * model.num_hidden_layers * length * model.num_attention_heads * model.head_size
@@ -210,12 +210,12 @@ def _content(rows: list[dict[str, Any]], protocol: dict[str, Any]) -> dict[str, 
 
 def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Targets: a fraction of the GPU's peak, and a speed-up over transformers."""
-    found = []
+    judged = []
     measured = {(row["model"], row["run"]): row for row in rows if not row["error"]}
     for shape in SHAPES:
         own, peer = (measured.get((shape.name, run.name)) for run in (OURS, PEER))
         if own and own["mfu"] is not None:
-            found.append(
+            judged.append(
                 {
                     "target": f"MFU, {shape.name}",
                     "measured": own["mfu"],
@@ -225,7 +225,7 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             )
         if own and peer:
             ratio = own["tokens_per_second"] / peer["tokens_per_second"]
-            found.append(
+            judged.append(
                 {
                     "target": f"speed / {PEER.name}, {shape.name}",
                     "measured": ratio,
@@ -233,4 +233,4 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "met": ratio >= 1.15,
                 }
             )
-    return found
+    return judged

@@ -1,5 +1,4 @@
-"""Predicts each table of published.yaml by constants that are fitted without it (leave one table out), and
-fits the constants to all.
+"""Predicts each table of published.yaml by constants fitted to the others, and fits the constants to all.
 
     python -m benchmarks.held_out           about 100 s of CPU; writes results/held_out.json, the tables of
     docs/appendix/published-runs.md and the summary in docs/planner.md
@@ -55,11 +54,11 @@ class Fit:
 
     def _slope(self, name: str) -> np.ndarray[Any, Any]:
         depends = [key for key, gpu in self.gpus.items() if name not in OF_DEVICE[gpu]]
-        found = np.zeros(len(self.keys))
+        slope = np.zeros(len(self.keys))
         changed = logarithms(published.compare(self.at | {name: self.at[name] * STEP}, depends))
         mask = np.array([key in depends for key in self.keys])
-        found[mask] = (changed - self.deviations[mask]) / math.log(STEP)
-        return found
+        slope[mask] = (changed - self.deviations[mask]) / math.log(STEP)
+        return slope
 
     def of_publisher(self, key: str) -> set[str]:
         """The tables of a table's publisher."""
@@ -122,7 +121,7 @@ def run() -> dict[str, Any]:
     return {
         "constants": {"all": everything, "without": constants},
         "interval": quantile(list(map(errors, tables)), COVERED),
-        "alike": quantile([found for table in tables if (found := differences(table))], COVERED),
+        "alike": quantile([deviations for table in tables if (deviations := differences(table))], COVERED),
         "tables": {
             table.key: _as_data(table, widths[table.key], fit.gpus[table.key], strict[table.key])
             for table in tables
@@ -159,15 +158,15 @@ def covered(table: Mapping[str, Any]) -> list[bool]:
 
 def summary(tables: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Rows, median and worst deviation, shares within 8 and 20 %, and within the interval."""
-    found = [row["deviation"] for table in tables for row in table["rows"]]
+    deviations = [row["deviation"] for table in tables for row in table["rows"]]
     inside = [each for table in tables for each in covered(table)]
-    shares = [sum(abs(value) <= limit for value in found) / len(found) for limit in (0.08, 0.2)] + [
+    shares = [sum(abs(value) <= limit for value in deviations) / len(deviations) for limit in (0.08, 0.2)] + [
         sum(inside) / len(inside)
     ]
     return (
-        str(len(found)),
-        f"{median(map(abs, found)):.1%}",
-        f"{max(found, key=abs):+.1%}",
+        str(len(deviations)),
+        f"{median(map(abs, deviations)):.1%}",
+        f"{max(deviations, key=abs):+.1%}",
         *(f"{share:.0%}" for share in shares),
     )
 

@@ -15,15 +15,15 @@ SIZE, SMALL, REPEATS = 1 << 28, 1 << 12, 7
 def _seconds(act: Callable[[], object]) -> float:
     """Median seconds of a call on the current stream, which waits for the streams that the call uses."""
     act()
-    found = []
+    times = []
     for _ in range(REPEATS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         act()
         end.record()
         end.synchronize()
-        found.append(start.elapsed_time(end) / 1e3)
-    return median(found)
+        times.append(start.elapsed_time(end) / 1e3)
+    return median(times)
 
 
 def _bytes(size: int, place: str) -> Tensor:

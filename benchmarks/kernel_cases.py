@@ -3,7 +3,7 @@ implementations of the same operation.
 
 A case states the bytes or FLOPs that its operation needs, independent of the implementation. Its functions
 are created right before they are measured, so that a failure to create one affects only its own line. Inputs
-are random: a matrix product of zeros is a tenth faster.
+are random: a matmul of zeros is a tenth faster.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def forwards(function: Callable[..., Any], inputs: Sequence[Tensor]) -> dict[str
     """torch's forward of a function, eager and compiled."""
 
     def run_compiled() -> Function:
-        made = compiled(function)
-        return lambda: made(*inputs)
+        compiled_function = compiled(function)
+        return lambda: compiled_function(*inputs)
 
     return {EAGER: lambda: lambda: function(*inputs), COMPILED: run_compiled}
 
@@ -406,8 +406,8 @@ def _adamw_of(sizes: Sizes, grad_dtype: torch.dtype) -> KernelCase:
             weight.copy_(p)
 
         def run_compiled() -> Function:
-            made = compiled(formula)
-            return lambda: made(p, g, m, v, weight, divisor)
+            compiled_formula = compiled(formula)
+            return lambda: compiled_formula(p, g, m, v, weight, divisor)
 
         def ours() -> None:
             adamw.adamw_([p], [g], [m], [v], [weight], step=10, grad_scale=divisor, **options)

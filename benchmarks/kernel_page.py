@@ -66,11 +66,11 @@ def _cell(line: dict[str, Any], field: str) -> str:
 
 
 def _judged(targets: list[dict[str, Any]]) -> str | None:
-    found = [
+    descriptions = [
         f"{each['target']} {each['measured']:.3g} ({each['wanted']}: {'met' if each['met'] else 'missed'})"
         for each in targets
     ]
-    return "; ".join(found) or None
+    return "; ".join(descriptions) or None
 
 
 def _plain(text: str) -> str:

@@ -78,22 +78,22 @@ def say(row: dict[str, Any]) -> None:
 
 
 def describe(sizes: Sizes) -> dict[str, Any]:
-    """The device and its measured limits: bytes/s of a copy, FLOP/s of a large product in bf16."""
+    """The device and its measured limits: bytes/s of a copy, FLOP/s of a large matmul in bf16."""
     count, side = sizes.of(2**30, 2**10), sizes.of(8192, 64)
     source, target, out = sizes.randn(count), sizes.randn(count), sizes.randn(side, side)
     a, b = sizes.randn(side, side), sizes.randn(side, side)
-    copy, product = measure(lambda: target.copy_(source)), measure(lambda: torch.mm(a, b, out=out))
+    copy_s, matmul_s = measure(lambda: target.copy_(source)), measure(lambda: torch.mm(a, b, out=out))
     name = "no GPU: interpreted, at sizes that say nothing" if sizes.smoke else torch.cuda.get_device_name()
-    found = {
+    device = {
         "name": name,
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "triton": triton.__version__,
         "liger": version("liger-kernel"),
     }
-    speeds = {"bytes_per_second": 4 * count / copy, "flops": 2 * side**3 / product}
+    speeds = {"bytes_per_second": 4 * count / copy_s, "flops": 2 * side**3 / matmul_s}
     return {
-        **found,
+        **device,
         **speeds,
         "limit_bytes_per_second": H200_BYTES if "H200" in name or sizes.smoke else None,
     }
@@ -202,14 +202,14 @@ def _peer(make: Callable[[], Function], us: float, until: float) -> dict[str, An
 
 
 def _judged(case: KernelCase, row: dict[str, Any]) -> list[dict[str, Any]]:
-    found = []
+    judged = []
     for target in case.targets:
         measured = target.measure(row)
         if measured is not None:
             met = measured <= target.bound if target.at_most else measured >= target.bound
             wanted = f"{'≤' if target.at_most else '≥'} {target.bound:.3g}"
-            found.append({"target": target.name, "measured": measured, "wanted": wanted, "met": met})
-    return found
+            judged.append({"target": target.name, "measured": measured, "wanted": wanted, "met": met})
+    return judged
 
 
 if __name__ == "__main__":

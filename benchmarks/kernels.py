@@ -71,19 +71,19 @@ def compare(
 ) -> Path:
     """Measure the groups, and write after each. `kept` are earlier results; those of other groups are
     kept."""
-    ends, found = time.monotonic() + SECONDS, [row for row in kept if row["group"] not in groups]
+    ends, rows = time.monotonic() + SECONDS, [row for row in kept if row["group"] not in groups]
     device, path = dict[str, Any](), Path()
     jobs = [("device", *groups)] if smoke else [("device",), *((group,) for group in groups)]
     for job in jobs:
         left = ends - time.monotonic()
         seconds = min(left - GRACE, max(SHARE.get(job[0], 0.35) * left, 60.0))
-        made = measure_groups(job, {"tune": tune, "device": device}, seconds, smoke, progress)
+        measured = measure_groups(job, {"tune": tune, "device": device}, seconds, smoke, progress)
         if "device" in job:
-            device = made.pop(0)
+            device = measured.pop(0)
             if "name" not in device:
                 raise report.BenchmarkError(f"the device cannot be measured: {device['error']}")
-        found += made
-        path = save(_content(device, found, tune))
+        rows += measured
+        path = save(_content(device, rows, tune))
     return path
 
 
@@ -96,10 +96,10 @@ def measure_groups(
     grace: float = GRACE,
 ) -> list[dict[str, Any]]:
     """The rows of a process that measures these groups; if it fails, the last row has the error."""
-    made: list[dict[str, Any]] = []
+    measured: list[dict[str, Any]] = []
 
     def hear(row: dict[str, Any]) -> None:
-        made.append({"commit": report.commit(), **row})
+        measured.append({"commit": report.commit(), **row})
         progress(summary(row))
 
     if seconds <= 0:
@@ -111,9 +111,9 @@ def measure_groups(
         "benchmarks.kernel_run", spec, hear, environment=environment, limit_s=seconds + grace
     )
     if failure is not None:
-        made.append({"group": job[-1], "kernel": job[-1], "error": failure})
+        measured.append({"group": job[-1], "kernel": job[-1], "error": failure})
         progress(f"{', '.join(job)}: {failure}")
-    return made
+    return measured
 
 
 def _content(device: dict[str, Any], rows: list[dict[str, Any]], tune: bool) -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""Import and export of a model whose Hugging Face form has tens of thousands of tensors, as mixtures have:
-the time of names, not of bytes.
+"""Import and export of a model with tens of thousands of Hugging Face tensors: time of names, not of bytes.
 
     python -m benchmarks.many_tensors [--output benchmarks/results]
 

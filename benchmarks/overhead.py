@@ -1,7 +1,7 @@
-"""Small models, for which the overhead around matrix products dominates: a character model on one process, a
+"""Small models, for which the overhead around matmuls dominates: a character model on one process, a
 small Llama on five layouts.
 
-Each run uses the trainer on random tokens. Its speed is compared with that of its matrix products alone,
+Each run uses the trainer on random tokens. Its speed is compared with that of its matmuls alone,
 measured by the same ranks right after it: the share shows the cost of everything else, including
 communication. With several ranks each has one thread, so that on a machine with two cores the layouts share
 the cores of one process.
@@ -141,7 +141,7 @@ def config_of(run: OverheadRun, scratch: Path) -> dict[str, Any]:
 
 def _row(run: OverheadRun, threads: int) -> dict[str, Any]:
     """A run's figures (medians over all steps of all rounds) and its configuration."""
-    seconds, products = (
+    seconds, matmul_seconds = (
         median(value for result in run.results for value in result[key])
         for key in ("seconds", "product_seconds")
     )
@@ -155,8 +155,8 @@ def _row(run: OverheadRun, threads: int) -> dict[str, Any]:
         "matmul": run.results[0]["matmul"],
         "ms_per_step": 1e3 * seconds,
         "tokens_per_second": tokens / seconds,
-        "product_tokens_per_second": tokens / products,
-        "share_of_products": products / seconds,
+        "product_tokens_per_second": tokens / matmul_seconds,
+        "share_of_products": matmul_seconds / seconds,
         **medians([result["parts"] for result in run.results]),
         "step_ms": [[1e3 * value for value in result["seconds"]] for result in run.results],
         "config": {

@@ -26,29 +26,29 @@ ZERO = {
 BYTES = {"weights": 2, "gradients": 4, "master weights and moments": 12}  # per parameter, in bf16
 
 
-def _title(made: Picture, text: str, note: str) -> None:
-    made.labels += [Label(16, 26, text, 15, bold=True), Label(16, 44, note, fill=FAINT)]
+def _title(picture: Picture, text: str, note: str) -> None:
+    picture.labels += [Label(16, 26, text, 15, bold=True), Label(16, 44, note, fill=FAINT)]
 
 
-def _matrix(made: Picture, x: float, y: float, size: tuple[float, float], name: str, split: str) -> None:
+def _matrix(picture: Picture, x: float, y: float, size: tuple[float, float], name: str, split: str) -> None:
     """A matrix on two ranks: split by columns or by rows, or replicated."""
     width, height = size
     if split == "whole":
-        made.boxes.append(Box(x, y, width, height, SHARED))
+        picture.boxes.append(Box(x, y, width, height, SHARED))
     for rank in range(2) if split != "whole" else ():
         if split == "columns":
-            made.boxes.append(Box(x + rank * width / 2, y, width / 2 - 1, height, RANKS[rank]))
+            picture.boxes.append(Box(x + rank * width / 2, y, width / 2 - 1, height, RANKS[rank]))
         else:
-            made.boxes.append(Box(x, y + rank * height / 2, width, height / 2 - 1, RANKS[rank]))
-    made.labels.append(Label(x + width / 2, y + height + 17, name, anchor="middle"))
+            picture.boxes.append(Box(x, y + rank * height / 2, width, height / 2 - 1, RANKS[rank]))
+    picture.labels.append(Label(x + width / 2, y + height + 17, name, anchor="middle"))
 
 
 def tensor() -> Picture:
     """A feed-forward block on two ranks: the first matrix is split by its outputs, the second by its
     inputs."""
-    made = Picture(860, 218, 1)
+    picture = Picture(860, 218, 1)
     _title(
-        made,
+        picture,
         "A feed-forward block on two tensor-parallel ranks",
         "blue: rank 0, orange: rank 1, grey: the same on both",
     )
@@ -62,21 +62,21 @@ def tensor() -> Picture:
     )
     x = 40.0
     for size, name, split, then in steps:
-        _matrix(made, x, y, size, name, split)
+        _matrix(picture, x, y, size, name, split)
         x += size[0] + 38
         colour = COMMUNICATION if then == "Σ" else INK
-        made.labels.append(Label(x, y + 50, then, 26, "middle", colour, bold=then == "Σ"))
+        picture.labels.append(Label(x, y + 50, then, 26, "middle", colour, bold=then == "Σ"))
         x += 38
-    made.labels.append(Label(x - 166, y - 8, "one all-reduce", 11, "middle", COMMUNICATION))
-    return made
+    picture.labels.append(Label(x - 166, y - 8, "one all-reduce", 11, "middle", COMMUNICATION))
+    return picture
 
 
 def sequence() -> Picture:
     """One transformer layer under sequence parallelism: the activations of each of two ranks between the
     collectives."""
-    made = Picture(960, 196, 1)
+    picture = Picture(960, 196, 1)
     _title(
-        made,
+        picture,
         "A layer with sequence parallelism on two ranks",
         "bars are activations; between blocks each rank holds its half of the sequence",
     )
@@ -98,59 +98,59 @@ def sequence() -> Picture:
         for rank in range(2):
             y = 70 + 44 * rank
             if collective:
-                made.labels.append(Label(x + width / 2, y + 20, "⇄", 18, "middle", COMMUNICATION))
+                picture.labels.append(Label(x + width / 2, y + 20, "⇄", 18, "middle", COMMUNICATION))
             else:
                 inside = part in ("attention", "feed-forward")
-                made.boxes.append(
+                picture.boxes.append(
                     Box(x + 2, y, width - 4, 30, RANKS[rank] if inside else shade(RANKS[rank], 1, 2))
                 )
                 text = ("its heads" if part == "attention" else "its columns") if inside else "half the rows"
-                made.labels.append(
+                picture.labels.append(
                     Label(x + width / 2, y + 19, text, 10, "middle", "#ffffff" if inside else INK)
                 )
-        made.labels.append(
+        picture.labels.append(
             Label(x + width / 2, 178, part, 11, "middle", COMMUNICATION if collective else INK)
         )
         x += width
-    made.labels += [Label(14, 89 + 44 * rank, f"rank {rank}", 11) for rank in range(2)]
-    return made
+    picture.labels += [Label(14, 89 + 44 * rank, f"rank {rank}", 11) for rank in range(2)]
+    return picture
 
 
 def zero() -> Picture:
     """Bytes per parameter on each of four ranks under the stages of ZeRO."""
-    made = Picture(860, 236, 1)
+    picture = Picture(860, 236, 1)
     _title(
-        made,
+        picture,
         "What one of four data-parallel ranks keeps of a parameter",
         "bytes, in bf16 with fp32 gradients, master weights and moments",
     )
     colours = dict(zip(BYTES, RANKS, strict=False))
     for row, (stage, shared) in enumerate(ZERO.items()):
         x, y = 90.0, 66 + 34 * row
-        made.labels.append(Label(16, y + 18, stage))
+        picture.labels.append(Label(16, y + 18, stage))
         total = 0.0
         for (kind, size), divided in zip(BYTES.items(), shared, strict=True):
             held = size / 4 if divided else float(size)
             total += held
-            made.boxes.append(Box(x, y, held * 36 - 1, 26, colours[kind]))
+            picture.boxes.append(Box(x, y, held * 36 - 1, 26, colours[kind]))
             x += held * 36
-        made.labels.append(Label(x + 8, y + 18, f"{total:g}", bold=True))
+        picture.labels.append(Label(x + 8, y + 18, f"{total:g}", bold=True))
     x = 90.0
     for kind in BYTES:
-        made.boxes.append(Box(x, 210, 12, 12, colours[kind]))
-        made.labels.append(Label(x + 18, 220, kind, 11))
+        picture.boxes.append(Box(x, 210, 12, 12, colours[kind]))
+        picture.labels.append(Label(x + 18, 220, kind, 11))
         x += 60 + 7 * len(kind)
-    return made
+    return picture
 
 
 def _cells(
-    made: Picture, x: float, y: float, owners: Sequence[Sequence[int | None]], side: float = 22
+    picture: Picture, x: float, y: float, owners: Sequence[Sequence[int | None]], side: float = 22
 ) -> None:
     """A grid whose cells have the colours of ranks; None: empty."""
     for row, own in enumerate(owners):
         for column, rank in enumerate(own):
             fill = SHARED if rank is None else RANKS[rank]
-            made.boxes.append(Box(x + column * side, y + row * side, side - 1.5, side - 1.5, fill))
+            picture.boxes.append(Box(x + column * side, y + row * side, side - 1.5, side - 1.5, fill))
 
 
 def _owners(parts: Sequence[Runs]) -> list[int]:
@@ -159,18 +159,18 @@ def _owners(parts: Sequence[Runs]) -> list[int]:
     return [rank for _, length, rank in held for _ in range(length)]
 
 
-def _legend(made: Picture, x: float, y: float) -> None:
+def _legend(picture: Picture, x: float, y: float) -> None:
     for rank, colour in enumerate(RANKS):
-        made.boxes.append(Box(x + 72 * rank, y - 10, 12, 12, colour))
-        made.labels.append(Label(x + 72 * rank + 17, y, f"rank {rank}", 11))
+        picture.boxes.append(Box(x + 72 * rank, y - 10, 12, 12, colour))
+        picture.labels.append(Label(x + 72 * rank + 17, y, f"rank {rank}", 11))
 
 
 def context_parts() -> Picture:
     """The queries of each of four ranks in a causal row of eight blocks, and how many blocks of keys each
     sees."""
-    made = Picture(860, 316, 1)
+    picture = Picture(860, 316, 1)
     _title(
-        made,
+        picture,
         "Who holds what of a row, on four context-parallel ranks",
         "a cell is a block of queries (down) that sees a block of keys (across)",
     )
@@ -185,9 +185,9 @@ def context_parts() -> Picture:
         (450.0, "zigzag: gather and ring", "an early and a late part each", zigzag(blocks, len(RANKS))),
     ):
         owners = _owners(parts)
-        made.labels.append(Label(x, 76, name, 12, bold=True))
+        picture.labels.append(Label(x, 76, name, 12, bold=True))
         _cells(
-            made,
+            picture,
             x,
             88,
             [
@@ -200,22 +200,22 @@ def context_parts() -> Picture:
             sum(query + 1 for query, owner in enumerate(owners) if owner == rank)
             for rank in range(len(RANKS))
         ]
-        made.labels.append(Label(x + blocks * side + 14, 100, "blocks that it sees", 11, fill=FAINT))
-        made.labels += [
+        picture.labels.append(Label(x + blocks * side + 14, 100, "blocks that it sees", 11, fill=FAINT))
+        picture.labels += [
             Label(x + blocks * side + 14, 122 + 20 * rank, f"rank {rank}: {count}", 12)
             for rank, count in enumerate(seen)
         ]
-        made.labels.append(Label(x, 284, note, 11, fill=FAINT))
-    _legend(made, 40, 306)
-    return made
+        picture.labels.append(Label(x, 284, note, 11, fill=FAINT))
+    _legend(picture, 40, 306)
+    return picture
 
 
 def context_moves() -> Picture:
     """What each method of context parallelism moves in the forward pass of one layer's attention, on four
     ranks."""
-    made = Picture(960, 276, 1)
+    picture = Picture(960, 276, 1)
     _title(
-        made,
+        picture,
         "What moves in a layer's attention, on four context-parallel ranks",
         "forward; backward sends gradients the opposite way",
     )
@@ -223,38 +223,38 @@ def context_moves() -> Picture:
     ranks = range(count)
 
     x = 40.0
-    made.labels.append(Label(x, 76, "ulysses: heads for positions", 12, bold=True))
+    picture.labels.append(Label(x, 76, "ulysses: heads for positions", 12, bold=True))
     for start, name, owners in (
         (x, "q, k, v", [list(ranks) for _ in ranks]),
         (x + 150, "with whole rows", [[row for _ in ranks] for row in ranks]),
     ):
-        _cells(made, start, y, owners, side)
-        made.labels.append(Label(start, y - 8, name, 11))
-        made.labels.append(Label(start, y + count * side + 16, "positions →   heads ↓", 10, fill=FAINT))
-    made.labels.append(Label(x + 119, y + 50, "⇄", 20, "middle", COMMUNICATION))
-    made.labels.append(
+        _cells(picture, start, y, owners, side)
+        picture.labels.append(Label(start, y - 8, name, 11))
+        picture.labels.append(Label(start, y + count * side + 16, "positions →   heads ↓", 10, fill=FAINT))
+    picture.labels.append(Label(x + 119, y + 50, "⇄", 20, "middle", COMMUNICATION))
+    picture.labels.append(
         Label(x, y + count * side + 40, "all-to-all there, and of the output back", 11, fill=COMMUNICATION)
     )
 
     x = 390.0
     row = _owners(zigzag(2 * count, count))
-    made.labels.append(Label(x, 76, "gather: all keys and values", 12, bold=True))
-    made.labels.append(Label(x, y - 8, "queries of rank 1", 11))
-    _cells(made, x, y, [[owner if owner == 1 else None for owner in row]], side)
-    made.labels.append(Label(x, y + 54, "keys and values, on every rank", 11))
-    _cells(made, x, y + 62, [row], side)
-    made.labels.append(Label(x, y + count * side + 40, "all-gather", 11, fill=COMMUNICATION))
+    picture.labels.append(Label(x, 76, "gather: all keys and values", 12, bold=True))
+    picture.labels.append(Label(x, y - 8, "queries of rank 1", 11))
+    _cells(picture, x, y, [[owner if owner == 1 else None for owner in row]], side)
+    picture.labels.append(Label(x, y + 54, "keys and values, on every rank", 11))
+    _cells(picture, x, y + 62, [row], side)
+    picture.labels.append(Label(x, y + count * side + 40, "all-gather", 11, fill=COMMUNICATION))
 
     x = 650.0
-    made.labels.append(Label(x, 76, "ring: keys and values part by part", 12, bold=True))
-    made.labels.append(Label(x + 52, y - 8, "whose keys and values are there", 11))
+    picture.labels.append(Label(x, 76, "ring: keys and values part by part", 12, bold=True))
+    picture.labels.append(Label(x + 52, y - 8, "whose keys and values are there", 11))
     for rank in ranks:
-        made.labels.append(Label(x, y + 15 + side * rank, f"rank {rank}", 11))
+        picture.labels.append(Label(x, y + 15 + side * rank, f"rank {rank}", 11))
     for hop in ranks:
-        _cells(made, x + 52 + 48 * hop, y, [[(rank - hop) % count] for rank in ranks], side)
+        _cells(picture, x + 52 + 48 * hop, y, [[(rank - hop) % count] for rank in ranks], side)
         if hop:
-            made.labels.append(Label(x + 52 + 48 * hop - 14, y + 52, "→", 16, "middle", COMMUNICATION))
-    made.labels.append(
+            picture.labels.append(Label(x + 52 + 48 * hop - 14, y + 52, "→", 16, "middle", COMMUNICATION))
+    picture.labels.append(
         Label(
             x,
             y + count * side + 40,
@@ -263,8 +263,8 @@ def context_moves() -> Picture:
             fill=COMMUNICATION,
         )
     )
-    _legend(made, 40, 262)
-    return made
+    _legend(picture, 40, 262)
+    return picture
 
 
 def step() -> Picture:

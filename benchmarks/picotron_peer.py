@@ -33,13 +33,13 @@ def axes(tp: int, pp: int, dp: int) -> dict[str, Axis]:
     """This rank's axes, tp innermost and dp outermost. Collective."""
     world, own = tp * pp * dp, dist.get_rank() if dist.is_initialized() else 0
     grid = torch.arange(world).view(dp, pp, tp)
-    found = {}
+    sizes = {}
     for dim, name in enumerate(("dp", "pp", "tp")):
         for ranks in grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist():
             group = dist.new_group(ranks) if len(ranks) > 1 else None
             if own in ranks:
-                found[name] = Axis(ranks, ranks.index(own), group)
-    return found
+                sizes[name] = Axis(ranks, ranks.index(own), group)
+    return sizes
 
 
 class Buckets:
@@ -125,8 +125,8 @@ class PicotronPipeline:
             waiting.append(self.forward(x, next(coming)))
             grad = self.exchange(waiting[-1][1], self.after, self.after)
             last = number == steady - 1
-            found = self.backward(*waiting.popleft(), grad, last and not warmup)
-            x = self.exchange(found, self.before, None if last else self.before)
+            gradient = self.backward(*waiting.popleft(), grad, last and not warmup)
+            x = self.exchange(gradient, self.before, None if last else self.before)
         for number in range(warmup):
             grad = self.exchange(receive=self.after)
             self.exchange(self.backward(*waiting.popleft(), grad, number == warmup - 1), self.before)
@@ -136,14 +136,14 @@ class PicotronPipeline:
         self, tensor: Tensor | None = None, send: int | None = None, receive: int | None = None
     ) -> Tensor | None:
         """Send to a rank, receive from one, and wait for both."""
-        made = torch.empty(self.shape, requires_grad=True) if receive is not None else None
+        received = torch.empty(self.shape, requires_grad=True) if receive is not None else None
         messages = (
             [dist.P2POp(dist.isend, tensor.detach(), send)] if tensor is not None and send is not None else []
         )
-        messages += [dist.P2POp(dist.irecv, made.detach(), receive)] if made is not None else []
+        messages += [dist.P2POp(dist.irecv, received.detach(), receive)] if received is not None else []
         for work in dist.batch_isend_irecv(messages) if messages else ():
             work.wait()
-        return made
+        return received
 
     def forward(self, x: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         """Input and output of a microbatch; on the last rank the output is its loss."""

@@ -1,7 +1,7 @@
 """Compares the planner with this machine: predicted and measured steps of a small Llama on five layouts.
 
 The device is calibrated right before, with as many ranks of one thread each as the layouts have. The two are
-independent: calibration measures matrix products, memory bandwidth and collectives; the steps are run by the
+independent: calibration measures matmuls, memory bandwidth and collectives; the steps are run by the
 trainer.
 """
 
@@ -71,10 +71,10 @@ def calibrate(smoke: bool = False, limit_s: float = 1800.0) -> dict[str, Any]:
         "ranks": ranks,
         **(ON_GPU if gpus else ON_CPU),
     }
-    found = report.launch(
+    measured = report.launch(
         "benchmarks.calibrate", spec | (SMOKE if smoke else {}), ranks=ranks, threads=1, limit_s=limit_s
     )
-    return _gpu(found, gpus) if gpus else _cpu(found, ranks)
+    return _gpu(measured, gpus) if gpus else _cpu(measured, ranks)
 
 
 def write_device(path: Path, content: dict[str, Any]) -> None:
@@ -89,28 +89,28 @@ def write_device(path: Path, content: dict[str, Any]) -> None:
     )
 
 
-def _cpu(found: dict[str, Any], ranks: int) -> dict[str, Any]:
+def _cpu(measured: dict[str, Any], ranks: int) -> dict[str, Any]:
     """A CPU's row of hardware.yaml. The network between machines is not measured but set to the link inside
     one."""
     return {
-        **found,
+        **measured,
         "measured": True,
         "multiprocessors": 1,
         "sustained": 1.0,
         "memory_gib": round((report.machine()["memory_gib"] or 4.0) / ranks, 1),
-        "between": dict(found["within"]),
+        "between": dict(measured["within"]),
         "gpus_per_node": ranks,
-        "host_memory_gbs": found["memory_gbs"],
-        "host": {"gbs": found["memory_gbs"], "latency_us": 1.0},
+        "host_memory_gbs": measured["memory_gbs"],
+        "host": {"gbs": measured["memory_gbs"], "latency_us": 1.0},
         "cpu": True,
-        "tflops": {"fp32": max(found["products"].values()) / 1e3},
+        "tflops": {"fp32": max(measured["products"].values()) / 1e3},
         "host_us": 0.0,
     }
 
 
-def _gpu(found: dict[str, Any], gpus: Sequence[str]) -> dict[str, Any]:
-    """A GPU's row of hardware.yaml. Its products are modelled by tiles, at the fraction of its peak that the
-    fastest measured product reached. What this machine does not have, a network or a second GPU, is the
+def _gpu(measured: dict[str, Any], gpus: Sequence[str]) -> dict[str, Any]:
+    """A GPU's row of hardware.yaml. Its matmuls are modelled by tiles, at the fraction of its peak that the
+    fastest measured matmul reached. What this machine does not have, a network or a second GPU, is the
     table's, or if it does not know the device the host's link.
     """
     import torch
@@ -120,17 +120,17 @@ def _gpu(found: dict[str, Any], gpus: Sequence[str]) -> dict[str, Any]:
         peak_flops(gpus[0], "bf16"),
         found_as(gpus[0]),
     )
-    best = max(found["products"].values()) / 1e3
+    best = max(measured["products"].values()) / 1e3
     own = {"within": known.within, "between": known.between} if known else {}
     links = {
         name: {"gbs": link.bandwidth / 1e9, "latency_us": 1e6 * link.latency} for name, link in own.items()
     }
     peaks = {"fp32": known.peaks["fp32"] / 1e12} if known and "fp32" in known.peaks else {}
     return {
-        "within": dict(found["host"]),
-        "between": dict(found["host"]),
+        "within": dict(measured["host"]),
+        "between": dict(measured["host"]),
         **links,
-        **found,
+        **measured,
         "products": {},
         "measured": True,
         "multiprocessors": properties.multi_processor_count,

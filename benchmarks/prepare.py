@@ -1,5 +1,4 @@
-"""Preparation of a .jsonl by several processes: megalite's beside Megatron-LM's and datatrove's, with one
-tokenizer, in one run.
+"""Preparation of a .jsonl by several processes, compared with Megatron-LM's and datatrove's.
 
 The text is the source of Python's standard library, repeated with other names; the tokenizer is a byte-level
 BPE of 32,000 tokens that is trained on it. Each way runs in a process of its own, in turn with the others,
@@ -53,7 +52,7 @@ def compare(
         if find_spec("datatrove") is not None
         else "datatrove's loop (own measurement of the same loop)"
     )
-    found: dict[str, list[dict[str, Any]]] = {
+    by_way: dict[str, list[dict[str, Any]]] = {
         way: [] for way in ("megalite", "megatron", "datatrove", "alone")
     }
     # on a disk: /tmp may be in memory
@@ -68,14 +67,14 @@ def compare(
             "tokenizer": str(directory / "tokenizer"),
         }
         for number in range(1, rounds + 1):
-            for way, results in found.items():
+            for way, results in by_way.items():
                 progress(f"round {number} of {rounds}: {names[way]}")
                 out = directory / "out"
                 out.mkdir()
                 one = {**spec, "way": way, "output": str(out), "workers": workers, "eos": EOS}
                 results.append(report.launch("benchmarks.prepare_run", one, threads=1, limit_s=7200))
                 rmtree(out)
-    rows = rows_of(found, names)
+    rows = rows_of(by_way, names)
     return {
         "threads": 1,
         "workers": workers,
@@ -95,11 +94,11 @@ def compare(
     }
 
 
-def rows_of(found: dict[str, list[dict[str, Any]]], names: dict[str, str]) -> list[dict[str, Any]]:
+def rows_of(by_way: dict[str, list[dict[str, Any]]], names: dict[str, str]) -> list[dict[str, Any]]:
     """A row for each way, from the medians of its rounds; `ratio` is megalite's speed over its."""
     speeds = {
         way: median(each["bytes"] / 1e6 / each["seconds"] for each in results)
-        for way, results in found.items()
+        for way, results in by_way.items()
     }
     return [
         {
@@ -111,7 +110,7 @@ def rows_of(found: dict[str, list[dict[str, Any]]], names: dict[str, str]) -> li
             "ratio": speeds["megalite"] / speeds[way],
             "rounds": [each["seconds"] for each in results],
         }
-        for way, results in found.items()
+        for way, results in by_way.items()
     ]
 
 

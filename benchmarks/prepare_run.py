@@ -1,5 +1,4 @@
-"""One measured preparation of a .jsonl in its own process: megalite's, Megatron-LM's loop, datatrove's, or
-the tokenizer alone."""
+"""One measured preparation of a .jsonl: by megalite, Megatron-LM, datatrove, or the tokenizer alone."""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ def launch(
             if process.returncode or not result.exists():
                 output.seek(0)
                 raise BenchmarkError(f"{module} on {ranks} ranks failed:\n{output.read()[-4000:]}")
-        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-        return found
+        content: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        return content
 
 
 def stream(
@@ -183,12 +183,12 @@ def cores() -> int:
 
 def versions() -> dict[str, str | None]:
     """Versions of everything that a figure depends on."""
-    found: dict[str, str | None] = {
+    packages: dict[str, str | None] = {
         "python": platform.python_version(),
         "megalite": __version__,
         "commit": commit(),
     }
-    return found | {package: version(package) for package in ("torch", "numpy", "transformers")}
+    return packages | {package: version(package) for package in ("torch", "numpy", "transformers")}
 
 
 def version(package: str) -> str | None:
@@ -207,7 +207,7 @@ def gpu() -> str | None:
 def gpus() -> list[str]:
     """The names of the visible NVIDIA GPUs, from the driver."""
     count, number, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(256)
-    found: list[str] = []
+    names: list[str] = []
     with suppress(OSError):
         cuda = ctypes.CDLL("libcuda.so.1")
         if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0:
@@ -216,8 +216,8 @@ def gpus() -> list[str]:
                     cuda.cuDeviceGet(ctypes.byref(number), index) == 0
                     and cuda.cuDeviceGetName(name, 256, number) == 0
                 ):
-                    found.append(name.value.decode())
-    return found
+                    names.append(name.value.decode())
+    return names
 
 
 def commit() -> str | None:

@@ -65,15 +65,15 @@ class ScalingLayout:
             for part in (re.fullmatch(rf"({'|'.join(AXES)})([1-9]\d*)?", part) for part in text.split("x"))
             if part
         ]
-        found = {part[1]: part[2] for part in parts}
-        growing = [axis for axis, size in found.items() if size is None]
-        if len(found) < len(text.split("x")) or len(growing) != 1:
+        sizes = {part[1]: part[2] for part in parts}
+        growing = [axis for axis, size in sizes.items() if size is None]
+        if len(sizes) < len(text.split("x")) or len(growing) != 1:
             raise ConfigError(
                 f"--layout {text} is no layout. Give the axis that grows, tp, pp or dp, and with it any of "
                 "fixed size: tp2xdp."
             )
         return ScalingLayout(
-            {axis: int(size) for axis, size in found.items() if size is not None}, growing[0]
+            {axis: int(size) for axis, size in sizes.items() if size is not None}, growing[0]
         )
 
     def sizes(self, world: int) -> dict[str, int]:
@@ -119,7 +119,7 @@ class ScalingPlan:
             "micro_batch_size": self.micro_batch,
             "precision": "bf16" if self.device == "cuda" else "fp32",
         }
-        found = [
+        configurations = [
             {
                 "run": {"dir": str(Path(prefix).parent), "name": "scaling"},
                 "model": self.model,
@@ -130,9 +130,9 @@ class ScalingPlan:
             }
             for rows in self.rows(world).values()
         ]
-        for each in found:
+        for each in configurations:
             check(from_dict(each), world)
-        return found
+        return configurations
 
     def shape(self) -> dict[str, Any]:
         """The conditions that figures must share to be compared."""
@@ -175,7 +175,7 @@ def plan(
             f"--worlds has no {started()}, which is the number of ranks that were started. Give all that are "
             "to be compared."
         )
-    made = ScalingPlan(
+    scaling = ScalingPlan(
         layout=ScalingLayout.of(layout),
         worlds=sorted(set(worlds)),
         model=model,
@@ -186,10 +186,10 @@ def plan(
         device="cpu" if smoke or report.gpu() is None else "cuda",
     )
     with TemporaryDirectory(prefix="megalite_benchmark_") as scratch:
-        prefix = made.write_tokens(Path(scratch))
-        for world in made.worlds:
-            made.configs(world, prefix)
-    return made
+        prefix = scaling.write_tokens(Path(scratch))
+        for world in scaling.worlds:
+            scaling.configs(world, prefix)
+    return scaling
 
 
 def started() -> int | None:
@@ -223,9 +223,9 @@ def compare(
                     "threads": planned.threads,
                     "configs": planned.configs(world, prefix),
                 }
-                found = measure_ranks(spec, world) if here is None else measure_here(spec)
-                for kept, measured in zip(seconds[world], found, strict=True):
-                    kept += measured
+                of_round = measure_ranks(spec, world) if here is None else measure_here(spec)
+                for total, measured in zip(seconds[world], of_round, strict=True):
+                    total += measured
     rows = [
         _row(planned, mode, world, each)
         for world in worlds
@@ -240,10 +240,10 @@ def compare(
 
 def measure_ranks(spec: dict[str, Any], ranks: int) -> list[list[float]]:
     """Seconds of the steps of each configuration, on newly started ranks."""
-    found: list[list[float]] = report.launch(
+    seconds: list[list[float]] = report.launch(
         "benchmarks.scaling_run", spec, ranks=ranks, threads=spec["threads"]
     )["seconds"]
-    return found
+    return seconds
 
 
 def measure_here(spec: dict[str, Any]) -> list[list[float]]:
@@ -275,16 +275,16 @@ def _row(planned: ScalingPlan, mode: str, world: int, seconds: list[float]) -> d
 
 def _compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows with speed-up and efficiency against the smallest world of their kind, in order."""
-    found = []
+    compared = []
     for row in sorted(rows, key=lambda each: (each["mode"], each["ranks"])):
         base = min((each for each in rows if each["mode"] == row["mode"]), key=lambda each: each["ranks"])
         speed_up = row["tokens_per_second"] / base["tokens_per_second"]
         alone = row["device"] == "cuda" or row["cores_per_rank"] >= row["threads_per_rank"]
-        found.append(
+        compared.append(
             row
             | {"speed_up": speed_up, "efficiency": speed_up * base["ranks"] / row["ranks"] if alone else None}
         )
-    return found
+    return compared
 
 
 def draw(content: dict[str, Any], path: Path) -> None:

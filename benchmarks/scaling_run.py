@@ -38,20 +38,20 @@ def prepare(spec: dict[str, Any]) -> torch.device:
 def measure(spec: dict[str, Any], device: torch.device) -> list[list[float]]:
     """Seconds of the steps of each configuration, as this rank sees them. Equal configurations are trained
     once."""
-    found: list[list[float]] = []
+    seconds: list[list[float]] = []
     for number, tree in enumerate(spec["configs"]):
         if tree in spec["configs"][:number]:
-            found.append(found[spec["configs"].index(tree)])
+            seconds.append(seconds[spec["configs"].index(tree)])
             continue
         config = from_dict(tree)
         trainer = Trainer(config, build.make_mesh(config), device)
         gc.collect()
         gc.disable()  # as the training loop does
-        found.append(timed(trainer.step, spec["warmup_steps"], spec["steps"]))
+        seconds.append(timed(trainer.step, spec["warmup_steps"], spec["steps"]))
         gc.enable()
         trainer.close()
         del trainer  # frees its memory for the next one
-    return found
+    return seconds
 
 
 if __name__ == "__main__":

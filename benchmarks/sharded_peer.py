@@ -1,5 +1,6 @@
-"""One measured run of transformers' Llama under torch's data parallelism: `python -m benchmarks.sharded_peer
-SPEC.json`, under torchrun.
+"""One measured run of transformers' Llama under torch's data parallelism.
+
+`python -m benchmarks.sharded_peer SPEC.json`, under torchrun.
 
 `ddp` is DistributedDataParallel with ZeroRedundancyOptimizer, which shards what ZeRO-1 shards; `fsdp2`
 applies fully_shard to each layer and to the root.

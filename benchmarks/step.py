@@ -173,9 +173,9 @@ def _measure(run: StepRun, config: dict[str, Any], protocol: dict[str, Any], thr
 def summarise(runs: list[StepRun], config: dict[str, Any]) -> list[dict[str, Any]]:
     """A row of figures per run: medians over all steps of all rounds. The peak is the best of all processes
     under a setting."""
-    made = from_dict(config)
-    length, tokens = made.data.sequence_length, made.train.global_batch_size * made.data.sequence_length
-    flops = tokens * model_flops_per_token(made.model, length)
+    parsed = from_dict(config)
+    length, tokens = parsed.data.sequence_length, parsed.train.global_batch_size * parsed.data.sequence_length
+    flops = tokens * model_flops_per_token(parsed.model, length)
     peaks: dict[tuple[str, str], float] = {}
     for run in runs:
         key = (run.precision, run.matmul)
@@ -217,7 +217,7 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return []
     peers = [row for row in eager if row["peer"]]
     same = next(row for row in reversed(peers) if row["matmul"] == own["matmul"])
-    found = [
+    judged = [
         _target(
             "speed / transformers at its defaults",
             own["tokens_per_second"] / peers[0]["tokens_per_second"],
@@ -232,8 +232,8 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     memory = "peak_rss_above_import_mib"
     if own[memory] is not None:
         ratio = own[memory] / min(row[memory] for row in peers)
-        found.append(_target("peak RSS above import / transformers", ratio, at_most=0.85))
-    return found
+        judged.append(_target("peak RSS above import / transformers", ratio, at_most=0.85))
+    return judged
 
 
 def _target(

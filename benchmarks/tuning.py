@@ -108,8 +108,8 @@ SETTINGS[("grouped_weight_grad_triton", "_matmul")] = [
     for s in (2, 3, 4)
 ]
 SETTINGS |= {
-    ("attention_part_triton", kernel): found
-    for (name, kernel), found in SETTINGS.items()
+    ("attention_part_triton", kernel): settings
+    for (name, kernel), settings in SETTINGS.items()
     if name == "attention_triton"
 }
 """(module, kernel) → settings to try."""
@@ -155,15 +155,15 @@ def tune(
 def applied(module_name: str, kernel: str, setting: Setting) -> ExitStack:
     """A context in which a module launches a kernel with these settings."""
     module = importlib.import_module(f"megalite_kernels.{module_name}")
-    lookup, made = module._variant, {}
+    lookup, variants = module._variant, {}
 
     def variant(*key: Any) -> Variant:
-        found: Variant = lookup(*key)
-        if found.kernel.fn.__name__ != kernel:
-            return found
-        if key not in made:
-            made[key] = setting.of(found)
-        return made[key]
+        known: Variant = lookup(*key)
+        if known.kernel.fn.__name__ != kernel:
+            return known
+        if key not in variants:
+            variants[key] = setting.of(known)
+        return variants[key]
 
     stack = ExitStack()
     stack.enter_context(patch.object(module, "_variant", variant))

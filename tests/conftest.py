@@ -6,8 +6,7 @@ import os
 
 
 def _has_gpu() -> bool:
-    """Whether the driver has a GPU, without importing torch: torch and triton read the environment variables below on
-    import."""
+    """Whether the driver has a GPU. torch is not imported: on import it reads the environment variables below."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -60,7 +59,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _same_settings_as_ranks() -> None:
-    """The reference in pytest's process must use the matrix products that the ranks use."""
+    """The reference in pytest's process must use the ranks' library of matmuls."""
     import torch
 
     from megalite.launch.process import configure_cpu
@@ -70,9 +69,8 @@ def _same_settings_as_ranks() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _exact_products_on_a_gpu(request: pytest.FixtureRequest, _same_settings_as_ranks: None) -> Iterator[None]:
-    """The setting that enables fast fp32 products on a CPU makes a GPU round their inputs to TF32, so it is not used in
-    GPU tests."""
+def _exact_matmuls_on_a_gpu(request: pytest.FixtureRequest, _same_settings_as_ranks: None) -> Iterator[None]:
+    """GPU tests do not use the setting of fast fp32 matmuls on a CPU: on a GPU it rounds their inputs to TF32."""
     if request.node.get_closest_marker("gpu") is None:
         yield
         return

@@ -1,13 +1,15 @@
-"""The long form of the proof, in slices that can be resumed: every plan, kernels compiled at the sizes of real models,
-500 random configurations, 200 rounds under random delays, checkpoints of eight layouts loaded on every other, a hundred
-kills; thousands of layouts with context parallelism, with experts, with latent attention or sinks, and of the
-equivalence table. Any beginning of the layouts is a random sample of all.
+"""The long form of the tests, in slices that can be resumed.
+
+Every plan; kernels compiled at the sizes of real models; 500 random configurations; 200 rounds under random delays;
+checkpoints of eight layouts loaded on every other; a hundred kills; thousands of layouts with context parallelism, with
+experts, with latent attention or sinks, and of the equivalence table, in an order in which any beginning is a random
+sample.
 
     python -m tests.matrix --minutes 9 [--part PART]       goes on where the last stopped
     python -m tests.matrix --reproduce random/17           one case, with its whole error
 
-A line for each case that has run is appended to runs/matrix/PART.jsonl, so a killed slice loses one case. What failed
-runs again first. Exit status: 0, or 1 where a case failed.
+Each case appends a line to runs/matrix/PART.jsonl when it has run, so a killed slice loses one case. Failed cases run
+again first. Exit status: 0, or 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class Part(Protocol):
     """One kind of proof."""
 
     longest_s: float
-    """Time that one case may well take: a slice starts none that would end after it."""
+    """Expected time of a long case: a slice starts no case that would end after the slice."""
 
     def cases(self) -> list[str]:
         """Every case by name, in the order in which they run."""
@@ -63,7 +65,7 @@ class Part(Protocol):
 
 
 class Sample:
-    """Layouts of a space of options, each against one process."""
+    """Layouts of a space of options, each compared with one process."""
 
     longest_s = 30.0
 
@@ -103,7 +105,7 @@ class Sample:
 
 
 class Random:
-    """Random configurations: each trains alike on every topology, or is refused with one message."""
+    """Random configurations: each trains alike on every layout, or is rejected with one message."""
 
     longest_s = 20.0
 
@@ -123,8 +125,7 @@ class Random:
 
 
 class Stress:
-    """Rounds under random delays, bit for bit the undelayed run: every layout in turn, each round with delays of its
-    own."""
+    """Rounds under random delays, each bitwise equal to the undelayed run, of every layout in turn."""
 
     longest_s = 60.0
 
@@ -149,7 +150,7 @@ class Stress:
 
 
 class Resharding:
-    """Every layout's checkpoint on every other: the same tensors, samples and losses."""
+    """Checkpoints of every layout loaded on every other: the same tensors, samples and losses."""
 
     longest_s = 60.0
 
@@ -198,8 +199,7 @@ class Kills:
 
 
 class Plans:
-    """Every schedule of every size, training and evaluation: valid, and free of deadlocks by the rules of rendezvous
-    alone."""
+    """Schedules of every size, training and evaluation: valid, and free of deadlocks with rendezvous messages."""
 
     longest_s = 60.0
 
@@ -227,8 +227,10 @@ class Plans:
 
 
 class Kernels:
-    """Kernels compiled at the sizes of real models, with every set of options, for every architecture: neither spills,
-    nor too much shared memory, nor another architecture's tensor cores."""
+    """Kernels compiled at the sizes of real models, with every set of options, for every architecture.
+
+    They must not spill, exceed shared memory or use another architecture's tensor cores.
+    """
 
     longest_s = 240.0
 

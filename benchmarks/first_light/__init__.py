@@ -7,7 +7,7 @@ part.py          the process of a part
 rows.py          what a part reports
 machine.py       1  versions, topology, clocks; known.yaml: known troubles
 values.py        2  kernels against float64, and the tests marked gpu
-step.py          3  a training step; routes.py: attention and the weight gradient's product by each route, and
+step.py          3  a training step; routes.py: attention and the weight gradient's matmul by each route, and
 the table of the fastest
 layouts.py       4  layouts against one process; layout_rank.py is one of their ranks
 exchange.py      5  bandwidth and latency of links; exchange_rank.py is a rank

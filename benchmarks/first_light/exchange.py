@@ -53,8 +53,9 @@ def _collectives(scene: Scene, device: Device | None) -> Iterator[Row]:
     sizes = [1 << 10, 1 << 14, 1 << 18] if scene.rehearse else [1 << power for power in (12, 16, 20, 24, 28)]
     spec = {"device": scene.device, "sizes": sizes}
     limit = min(LIMIT_S, scene.left - 3.0)
-    found = report.launch("benchmarks.first_light.exchange_rank", spec, ranks=ranks, threads=1, limit_s=limit)
-    for name, measured in found.items():
+    module = "benchmarks.first_light.exchange_rank"
+    result = report.launch(module, spec, ranks=ranks, threads=1, limit_s=limit)
+    for name, measured in result.items():
         if "error" in measured:
             yield row(name, "missing", measured["error"])
             continue

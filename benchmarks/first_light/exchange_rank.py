@@ -48,8 +48,8 @@ def main() -> None:
     configure_process(device)
     start_process_group(device, "2m")
     measured, rank, ranks = Measured(device, torch.float32), dist.get_rank(), dist.get_world_size()
-    found = {name: by_size(name, spec["sizes"], measured, rank, ranks) for name in OPERATIONS}
-    finish(spec, found if rank == 0 else None)
+    rates = {name: by_size(name, spec["sizes"], measured, rank, ranks) for name in OPERATIONS}
+    finish(spec, rates if rank == 0 else None)
 
 
 def by_size(name: str, sizes: list[int], measured: Measured, rank: int, ranks: int) -> dict[str, Any]:

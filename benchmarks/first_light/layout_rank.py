@@ -64,9 +64,9 @@ def probe(spec: dict[str, Any], directory: Path, device: torch.device) -> None:
     ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-    found = values[0].item(), values[-1].item(), arrived[0].item()
-    if found != (total := size * (size + 1) / 2, total, source):
-        raise RuntimeError(f"the sum and the message are {found}, not {(total, total, source)}")
+    received = values[0].item(), values[-1].item(), arrived[0].item()
+    if received != (total := size * (size + 1) / 2, total, source):
+        raise RuntimeError(f"the sum and the message are {received}, not {(total, total, source)}")
     if rank == 0:
         (directory / "probe.json").write_text(
             json.dumps({"ranks": size, "backend": dist.get_backend()}), encoding="utf-8"

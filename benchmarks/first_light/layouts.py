@@ -61,7 +61,7 @@ class LayoutCase:
 def layouts(world: int, on_gpu: bool) -> list[LayoutCase]:
     """Every layout of two ranks, or all divisions of more of them, and what data parallelism has besides."""
     dp = {"dp": world}
-    found = [
+    cases = [
         *_divisions(world),
         LayoutCase(f"dp {world}, ZeRO-2, state in CPU memory", {**dp, "zero": 2, "offload": "cpu"}),
         LayoutCase(
@@ -80,17 +80,17 @@ def layouts(world: int, on_gpu: bool) -> list[LayoutCase]:
         ),
     ]
     if on_gpu:
-        found.append(
+        cases.append(
             LayoutCase(
                 f"dp {world}, ZeRO-3, weights in CPU memory", {**dp, "zero": 3, "offload_parameters": True}
             )
         )
-        found += [
+        cases += [
             LayoutCase(f"{each.name}, bf16", each.parallel, tolerance=BF16, precision="bf16")
-            for each in found
+            for each in cases
             if "sp" in each.name or "zb" in each.name
         ]
-    return found
+    return cases
 
 
 def _divisions(world: int) -> Iterator[LayoutCase]:

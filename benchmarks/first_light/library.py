@@ -1,10 +1,10 @@
 """What the libraries under torch do where their documentation leaves it open: measured, not proved. The code
 avoids what is open.
 
-- Products of bf16: whether sums of parts are rounded to bf16 (`allow_bf16_reduced_precision_reduction`, on by
-  default in torch), with the error against float64 of long sums with and without it, and of a product that
+- Matmuls of bf16: whether sums of parts are rounded to bf16 (`allow_bf16_reduced_precision_reduction`, on by
+  default in torch), with the error against float64 of long sums with and without it, and of a matmul that
   writes fp32.
-- The grouped product of experts: groups without rows, no rows at all, rows after the last group.
+- The grouped matmul of experts: groups without rows, no rows at all, rows after the last group.
 - cuDNN's attention: layouts of q, k, v and of the output's gradient, and a length that is no multiple of 128.
 """
 
@@ -40,8 +40,8 @@ def rows(scene: Scene) -> Iterator[Row]:
             yield absent(f"cuDNN, {name}", "there is no GPU")
 
 
-def _error(found: Tensor, exact: Tensor) -> float:
-    return ((found.double() - exact).norm() / exact.norm()).item()
+def _error(result: Tensor, exact: Tensor) -> float:
+    return ((result.double() - exact).norm() / exact.norm()).item()
 
 
 def _reduction(scene: Scene) -> Row:
@@ -84,14 +84,14 @@ def _grouped(name: str, sizes: tuple[int, ...], count: int, scene: Scene) -> Row
     inputs = torch.randn(count, 256, device=scene.device).bfloat16()
     matrices = torch.randn(len(sizes), 128, 256, device=scene.device).bfloat16().transpose(1, 2)
     groups = Groups(torch.tensor(sizes, device=scene.device))
-    found = torch.nn.functional.grouped_mm(inputs, matrices, offs=groups.ends)
+    result = torch.nn.functional.grouped_mm(inputs, matrices, offs=groups.ends)
     expected = product_loop(inputs, matrices, groups)
     taken = sum(sizes)
-    error = _error(found[:taken], expected[:taken].double()) if taken else 0.0
+    error = _error(result[:taken], expected[:taken].double()) if taken else 0.0
     return row(
         name,
         "measured",
-        f"taken, shape {tuple(found.shape)}; differs from a product for each group by {error:.1e}",
+        f"taken, shape {tuple(result.shape)}; differs from a product for each group by {error:.1e}",
         error=error,
     )
 
@@ -137,27 +137,30 @@ LAYOUTS: dict[str, Made] = {
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], options: Options
 ) -> list[Tensor]:
-    """That of `CUDNN`, which makes dout contiguous: torch caches cuDNN's plan by the strides of q, k and v
-    only. Here it is as given."""
+    """The backward of `CUDNN`, without making dout contiguous.
+
+    torch caches cuDNN's plan by the strides of q, k and v only, so `CUDNN` makes dout contiguous.
+    """
     (lse, *state), length = saved, q.shape[0]
     backward, tensors = (
         torch.ops.aten._scaled_dot_product_cudnn_attention_backward,
         map(by_head, (dout, q, k, v, out)),
     )
-    found = backward(*tensors, lse, *state, None, None, None, length, length, 0.0, True, scale=options.scale)
-    return [x.permute(2, 0, 1, 3) for x in found]
+    whole = (None, None, None, length, length, 0.0, True)  # no bias, rows of one length, no dropout, causal
+    gradients = backward(*tensors, lse, *state, *whole, scale=options.scale)
+    return [x.permute(2, 0, 1, 3) for x in gradients]
 
 
-def _cudnn(name: str, made: Made, scene: Scene) -> Row:
+def _cudnn(name: str, inputs: Made, scene: Scene) -> Row:
     """The largest of the errors of out, dq, dk and dv against float64, next to that of the definition in
     bf16."""
-    given = made(scene)
+    given = inputs(scene)
     q, k, v, dout = given
     options = Options(q.shape[-1] ** -0.5)
     out, saved = CUDNN.forward(q, k, v, options)
     got = out, *_backward(dout, q, k, v, out, saved, options)
     exact, near = (values._attention_by_definition(*x) for x in ([each.double() for each in given], given))
-    ours, theirs = (max(_error(x, y) for x, y in zip(found, exact, strict=True)) for found in (got, near))
+    ours, theirs = (max(_error(x, y) for x, y in zip(result, exact, strict=True)) for result in (got, near))
     finite = all(bool(x.isfinite().all()) for x in got)
     detail = (
         f"relative error {ours:.1e}, of the definition {theirs:.1e}" if finite else "NaN or infinite values"

@@ -37,12 +37,12 @@ QUERY_S = 20.0
 def rows(scene: Scene) -> Iterator[Row]:
     import torch
 
-    found = versions(torch)
+    versions_found = versions(torch)
     yield row(
         "versions",
         "measured",
-        ", ".join(f"{name} {value}" for name, value in found.items() if value),
-        versions=found,
+        ", ".join(f"{name} {value}" for name, value in versions_found.items() if value),
+        versions=versions_found,
     )
     yield packages()
     for finding in (*host.compiler(), *host.shared_memory(), *host.cores()):
@@ -60,7 +60,7 @@ def rows(scene: Scene) -> Iterator[Row]:
     capabilities = [
         ".".join(map(str, torch.cuda.get_device_capability(index))) for index in range(len(scene.gpus))
     ]
-    for trouble in troubles(found, capabilities, len(scene.gpus)):
+    for trouble in troubles(versions_found, capabilities, len(scene.gpus)):
         yield row("known trouble", "note", f"{trouble['what']} ({trouble['source']})")
 
 
@@ -95,18 +95,18 @@ def packages() -> Row:
 
 
 def gpu(torch: Any, index: int) -> Row:
-    found = torch.cuda.get_device_properties(index)
+    properties = torch.cuda.get_device_properties(index)
     facts = {
-        "memory_gib": found.total_memory / 2**30,
-        "multiprocessors": found.multi_processor_count,
-        "capability": f"{found.major}.{found.minor}",
-        "l2_mib": getattr(found, "L2_cache_size", 0) / 2**20,
+        "memory_gib": properties.total_memory / 2**30,
+        "multiprocessors": properties.multi_processor_count,
+        "capability": f"{properties.major}.{properties.minor}",
+        "l2_mib": getattr(properties, "L2_cache_size", 0) / 2**20,
     }
     detail = (
         "{memory_gib:.0f} GiB, {multiprocessors} multiprocessors, capability {capability}, L2 {l2_mib:.0f} "
         "MiB"
     ).format(**facts)
-    return row(f"GPU {index}", "measured", f"{found.name}: {detail}", model=found.name, **facts)
+    return row(f"GPU {index}", "measured", f"{properties.name}: {detail}", model=properties.name, **facts)
 
 
 def topology(torch: Any, count: int) -> Row:
@@ -130,15 +130,15 @@ def topology(torch: Any, count: int) -> Row:
 def clocks() -> Row:
     lines = query([f"--query-gpu={CLOCKS}", "--format=csv,noheader,nounits"]).splitlines()
     names = CLOCKS.split(",")
-    found = [dict(zip(names, (value.strip() for value in line.split(",")), strict=True)) for line in lines]
-    first = found[0]
+    values = [dict(zip(names, (value.strip() for value in line.split(",")), strict=True)) for line in lines]
+    first = values[0]
     detail = (
         f"{first['clocks.sm']} of {first['clocks.max.sm']} MHz, {first['power.draw']} of "
         f"{first['power.limit']} W, "
         f"{first['temperature.gpu']} °C, PCIe {first['pcie.link.gen.current']} × "
         f"{first['pcie.link.width.current']}, before any load"
     )
-    return row("clocks", "measured", detail, gpus=found)
+    return row("clocks", "measured", detail, gpus=values)
 
 
 def query(arguments: list[str]) -> str:
@@ -154,17 +154,17 @@ def query(arguments: list[str]) -> str:
     ).stdout
 
 
-def troubles(found: dict[str, str | None], capabilities: list[str], gpus: int) -> list[dict[str, Any]]:
+def troubles(packages: dict[str, str | None], capabilities: list[str], gpus: int) -> list[dict[str, Any]]:
     """The rows of known.yaml whose conditions hold."""
     import yaml
 
     def holds(trouble: dict[str, Any]) -> bool:
         old = all(
-            (has := found.get(name)) is not None and is_older(has, bound)
+            (has := packages.get(name)) is not None and is_older(has, bound)
             for name, bound in trouble.get("below", {}).items()
         )
         new = all(
-            (has := found.get(name)) is not None and not is_older(has, bound)
+            (has := packages.get(name)) is not None and not is_older(has, bound)
             for name, bound in trouble.get("from", {}).items()
         )
         here = not trouble.get("capability") or bool(set(trouble["capability"]) & set(capabilities))

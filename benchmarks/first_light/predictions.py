@@ -1,7 +1,7 @@
 """Part 7: the planner's predictions beside what was measured: every step of part 3, from the table's device
 and from a calibration.
 
-The calibration measures products, bandwidth, attention, loss, links and the cost of a call, none of which is
+The calibration measures matmuls, bandwidth, attention, loss, links and the cost of a call, none of which is
 a training step; with --calibrate it is written as a device file for `megalite plan --gpu`.
 """
 
@@ -23,12 +23,12 @@ RESERVE_S = 5.0
 
 
 def rows(scene: Scene) -> Iterator[Row]:
-    found: dict[str, Any] = {}
-    yield guarded("calibration", "measurement", partial(_calibrated, scene, found))
+    measurements: dict[str, Any] = {}
+    yield guarded("calibration", "measurement", partial(_calibrated, scene, measurements))
     steps = [step for step in scene.earlier.get("step", ()) if "config" in step]
     if not steps:
         yield absent("predicted steps", "the part step has measured none")
-    device = read_device("calibrated", found) if found else None
+    device = read_device("calibrated", measurements) if measurements else None
     for step in steps:
         yield guarded(f"{step['name']}: time", "measurement", partial(_step, step, device))
         if step["peak_gib"]:
@@ -40,21 +40,21 @@ def rows(scene: Scene) -> Iterator[Row]:
             yield row(f"{step['name']}: memory", "measured", detail, ratio=ratio)
 
 
-def _calibrated(scene: Scene, found: dict[str, Any]) -> Row:
-    found |= plan.calibrate(smoke=scene.rehearse, limit_s=scene.left - RESERVE_S)
-    forward, backward = found["attention_gflops"]
+def _calibrated(scene: Scene, measurements: dict[str, Any]) -> Row:
+    measurements |= plan.calibrate(smoke=scene.rehearse, limit_s=scene.left - RESERVE_S)
+    forward, backward = measurements["attention_gflops"]
     said = [
-        f"{found['sustained']:.0%} of the peak"
+        f"{measurements['sustained']:.0%} of the peak"
         if scene.gpus
-        else f"{found['tflops']['fp32'] * 1e3:,.0f} GFLOP/s in fp32",
-        f"memory {found['memory_gbs']:,.0f} GB/s",
+        else f"{measurements['tflops']['fp32'] * 1e3:,.0f} GFLOP/s in fp32",
+        f"memory {measurements['memory_gbs']:,.0f} GB/s",
         f"attention {forward / 1e3:,.1f} and {backward / 1e3:,.1f} TFLOP/s",
-        f"link {found['within']['gbs']:,.2f} GB/s",
+        f"link {measurements['within']['gbs']:,.2f} GB/s",
     ]
     if scene.calibrate:
-        plan.write_device(Path(scene.calibrate), found)
+        plan.write_device(Path(scene.calibrate), measurements)
         said.append("the device file is written")
-    return row("calibration", "measured", ", ".join(said), device=found)
+    return row("calibration", "measured", ", ".join(said), device=measurements)
 
 
 def configuration(step: Row) -> Config:

@@ -1,4 +1,4 @@
-"""The routes of attention, of the weight gradient's product and of a router's: against float64, then timed,
+"""The routes of attention, of the weight gradient's matmul and of a router's: against float64, then timed,
 the fastest written to a file.
 
 `kernels: auto` reads the table (`megalite_kernels.device_routes`). A route that is not accurate is never
@@ -51,19 +51,19 @@ def rows(scene: Scene) -> Iterator[Row]:
     """What may break the device's context, a route that nobody has seen run, comes last."""
     torch.manual_seed(0)
     backend.select("triton" if scene.gpus else "torch")
-    found: dict[str, dict[str, float]] = {}
-    jobs = [partial(_weight_gradient, name, scene, found) for name in weight_grad.ROUTES]
-    jobs += [partial(_router, name, scene, found) for name in router_logits.ROUTES]
+    times: dict[str, dict[str, float]] = {}
+    jobs = [partial(_weight_gradient, name, scene, times) for name in weight_grad.ROUTES]
+    jobs += [partial(_router, name, scene, times) for name in router_logits.ROUTES]
     for route in sorted(attention_routes.ROUTES, key=lambda route: (route.guarded, route.name in LAST)):
         kinds = [kind for kind in KINDS if route.for_documents in (None, kind == "documents")]
-        jobs += [partial(_attention, route, kind, scene, found) for kind in kinds]
+        jobs += [partial(_attention, route, kind, scene, times) for kind in kinds]
     for job in jobs:
         yield from job()
         if scene.gpus and (lost := _context_lost()):
             yield row("the routes that follow", "missing", f"the device's context is lost: {lost}")
             break
     backend.select("torch")
-    yield guarded("the table of routes", "measurement", partial(_write, found, scene))
+    yield guarded("the table of routes", "measurement", partial(_write, times, scene))
     yield from library.rows(scene)
 
 
@@ -76,19 +76,19 @@ def _context_lost() -> str | None:
     return None
 
 
-def _write(found: dict[str, dict[str, float]], scene: Scene) -> Row:
+def _write(ms: dict[str, dict[str, float]], scene: Scene) -> Row:
     """Write the fastest of each kind. What could not be measured keeps the default order."""
-    best = {kind: min(times, key=times.__getitem__) for kind, times in found.items() if times}
+    best = {kind: min(times, key=times.__getitem__) for kind, times in ms.items() if times}
     table = {"attention": {kind: best[kind] for kind in KINDS if kind in best}}
     table |= {kind: best[kind] for kind in ("weight_grad", "router") if kind in best}  # type: ignore[misc]
     if not best:
         raise RuntimeError("no route could be measured")
     path = path_of(scene)
     path.parent.mkdir(parents=True, exist_ok=True)
-    measured = {"ms": found, "versions": report.versions(), "device": scene.gpus[0] if scene.gpus else None}
+    measured = {"ms": ms, "versions": report.versions(), "device": scene.gpus[0] if scene.gpus else None}
     write_whole(path, json.dumps({**table, "measured": measured}, indent=1) + "\n")
-    said = ", ".join(f"{kind} {name} ({found[kind][name]:.2f} ms)" for kind, name in best.items())
-    return row("the table of routes", "measured", f"{said}: {path.relative_to(report.ROOT)}", **table)
+    listed = ", ".join(f"{kind} {name} ({ms[kind][name]:.2f} ms)" for kind, name in best.items())
+    return row("the table of routes", "measured", f"{listed}: {path.relative_to(report.ROOT)}", **table)
 
 
 # ---- attention
@@ -120,7 +120,7 @@ def _documents(length: int, batch: int, document: int, device: str) -> tuple[Ten
     return starts, (torch.tensor([0, *ends], dtype=torch.int32, device=device), document)
 
 
-def _attention(route: Route, kind: str, scene: Scene, found: dict[str, dict[str, float]]) -> Iterator[Row]:
+def _attention(route: Route, kind: str, scene: Scene, times: dict[str, dict[str, float]]) -> Iterator[Row]:
     name = f"attention {kind}, {route.name}"
     if scene.rehearse and route.name != "reference":
         yield absent(name, "it needs a GPU")
@@ -151,7 +151,7 @@ def _attention(route: Route, kind: str, scene: Scene, found: dict[str, dict[str,
         )
     )
     if proof["verdict"] == "passed":
-        yield guarded(name, "measurement", partial(_timed, route, kind, large, scene, found, name))
+        yield guarded(name, "measurement", partial(_timed, route, kind, large, scene, times, name))
 
 
 Sizes = tuple[int, int, tuple[int, int], int, int]
@@ -229,14 +229,14 @@ def _accurate(route: Route, kind: str, sizes: Sizes, scene: Scene, name: str) ->
 
 
 def _timed(
-    route: Route, kind: str, sizes: Sizes, scene: Scene, found: dict[str, dict[str, float]], name: str
+    route: Route, kind: str, sizes: Sizes, scene: Scene, times: dict[str, dict[str, float]], name: str
 ) -> Row:
     forward, both, _ = _made(route, kind, sizes, scene)
     first, whole = _ms(forward, scene), _ms(both, scene)
     length, batch, heads, dim, document = sizes
     reach = document if kind == "documents" else length
     flops = 4.0 * batch * heads[0] * dim * length * (reach + 1) / 2
-    found.setdefault(kind, {})[route.name] = whole
+    times.setdefault(kind, {})[route.name] = whole
     detail = (
         f"forward {first:.2f} ms, {flops / first / 1e9:,.0f} TFLOP/s; both ways {whole:.2f} ms, "
         f"{3.5 * flops / whole / 1e9:,.0f} TFLOP/s"
@@ -253,25 +253,25 @@ def _ms(act: Callable[[], object], scene: Scene) -> float:
     return 1e3 * min(timed(act, 1, 3))
 
 
-# ---- the weight gradient's product
+# ---- the weight gradient's matmul
 
 
-def _weight_gradient(route: str, scene: Scene, found: dict[str, dict[str, float]]) -> Iterator[Row]:
+def _weight_gradient(route: str, scene: Scene, times: dict[str, dict[str, float]]) -> Iterator[Row]:
     name = f"weight gradient, {route}"
     if scene.rehearse:
         yield absent(name, "products of 16 bits into fp32 need a GPU")
         return
     yield (
         proof := guarded(
-            f"{name}: values", "proof", partial(_product_is_exact, route, scene, f"{name}: values")
+            f"{name}: values", "proof", partial(_matmul_is_exact, route, scene, f"{name}: values")
         )
     )
     if proof["verdict"] == "passed":
-        yield guarded(name, "measurement", partial(_product_timed, route, scene, found, name))
+        yield guarded(name, "measurement", partial(_matmul_timed, route, scene, times, name))
 
 
-def _product_is_exact(route: str, scene: Scene, name: str) -> Row:
-    """Two additions to an accumulator with undefined content, as near to float64 as fp32 products."""
+def _matmul_is_exact(route: str, scene: Scene, name: str) -> Row:
+    """Two additions to an accumulator with undefined content, as near to float64 as fp32 matmuls."""
     left, inputs = (torch.randn(777, width, device=scene.device).bfloat16() for width in (512, 384))
     grad = torch.full((512, 384), torch.nan, device=scene.device)
     for overwrite in (True, False):
@@ -282,7 +282,7 @@ def _product_is_exact(route: str, scene: Scene, name: str) -> Row:
     return row(name, "passed")
 
 
-def _product_timed(route: str, scene: Scene, found: dict[str, dict[str, float]], name: str) -> Row:
+def _matmul_timed(route: str, scene: Scene, times: dict[str, dict[str, float]], name: str) -> Row:
     tokens, outputs, width = 16384, 14336, 4096
     left, inputs = (
         torch.randn(tokens, size, device=scene.device, dtype=torch.bfloat16) for size in (outputs, width)
@@ -290,15 +290,15 @@ def _product_timed(route: str, scene: Scene, found: dict[str, dict[str, float]],
     grad = torch.zeros(outputs, width, device=scene.device)
     ms = _ms(lambda: weight_grad.ROUTES[route](grad, left.t(), inputs, False), scene)
     wait(scene.device)
-    found.setdefault("weight_grad", {})[route] = ms
+    times.setdefault("weight_grad", {})[route] = ms
     tflops = 2 * tokens * outputs * width / ms / 1e9
     return row(name, "measured", f"{ms:.2f} ms, {tflops:,.0f} TFLOP/s", ms=ms, tflops=tflops)
 
 
-# ---- a router's product
+# ---- a router's matmul
 
 
-def _router(route: str, scene: Scene, found: dict[str, dict[str, float]]) -> Iterator[Row]:
+def _router(route: str, scene: Scene, times: dict[str, dict[str, float]]) -> Iterator[Row]:
     name = f"router, {route}"
     if scene.rehearse and route == "out_dtype":
         yield absent(name, "products of 16 bits into fp32 need a GPU")
@@ -309,18 +309,18 @@ def _router(route: str, scene: Scene, found: dict[str, dict[str, float]]) -> Ite
         )
     )
     if proof["verdict"] == "passed":
-        yield guarded(name, "measurement", partial(_logits_timed, route, scene, found, name))
+        yield guarded(name, "measurement", partial(_logits_timed, route, scene, times, name))
 
 
 def _logits_are_exact(route: str, scene: Scene, name: str) -> Row:
-    """As near to float64 as fp32 products of the same numbers."""
+    """As near to float64 as fp32 matmuls of the same numbers."""
     rows, weight = (torch.randn(count, 2048, device=scene.device).bfloat16() for count in (777, 96))
-    found = router_logits.ROUTES[route](rows, weight)
-    assert_as_accurate(found, rows.double() @ weight.double().t(), rows.float() @ weight.float().t())
+    logits = router_logits.ROUTES[route](rows, weight)
+    assert_as_accurate(logits, rows.double() @ weight.double().t(), rows.float() @ weight.float().t())
     return row(name, "passed")
 
 
-def _logits_timed(route: str, scene: Scene, found: dict[str, dict[str, float]], name: str) -> Row:
+def _logits_timed(route: str, scene: Scene, times: dict[str, dict[str, float]], name: str) -> Row:
     """Those of DeepSeek-V3."""
     tokens, experts, width = scene.sized(8192, 64), scene.sized(256, 8), scene.sized(7168, 64)
     rows, weight = (
@@ -328,7 +328,7 @@ def _logits_timed(route: str, scene: Scene, found: dict[str, dict[str, float]], 
     )
     ms = _ms(lambda: router_logits.ROUTES[route](rows, weight), scene)
     wait(scene.device)
-    found.setdefault("router", {})[route] = ms
+    times.setdefault("router", {})[route] = ms
     return row(
         name, "measured", f"{ms:.3f} ms, {2 * tokens * experts * width / ms / 1e9:,.0f} TFLOP/s", ms=ms
     )

@@ -68,8 +68,8 @@ def _beginning(order: Order) -> dict[str, Any]:
     """The file's content before the first part."""
     kept: dict[str, Any] = {}
     if order.output.exists():
-        found = json.loads(order.output.read_text(encoding="utf-8"))
-        kept = {name: part for name, part in found.get("parts", {}).items() if name not in order.parts}
+        content = json.loads(order.output.read_text(encoding="utf-8"))
+        kept = {name: part for name, part in content.get("parts", {}).items() if name not in order.parts}
     return {
         "benchmark": "first-light",
         "device": {"name": order.gpus[0] if order.gpus else None, "count": len(order.gpus)},
@@ -89,21 +89,21 @@ def _run_part(
     progress: Callable[[str], None],
 ) -> None:
     progress(f"{part.heading}, up to {seconds:.0f} s")
-    found: list[Row] = []
+    rows: list[Row] = []
     started = time.monotonic()
     earlier = {name: each["rows"] for name, each in content["parts"].items() if name != part.name}
     mine = content["parts"][part.name] = {
         "heading": part.heading,
         "limit_s": seconds,
         "commit": report.commit(),
-        "rows": found,
+        "rows": rows,
     }
     content["parts"] = {
         each.name: content["parts"][each.name] for each in PARTS if each.name in content["parts"]
     }
 
     def hear(row: Row) -> None:
-        found.append(row)
+        rows.append(row)
         mine["seconds"] = time.monotonic() - started
         write(order.output, content)
         progress(f"  {row['verdict']:8}  {row['name']}  {row['detail']}".rstrip())

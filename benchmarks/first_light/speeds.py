@@ -29,14 +29,14 @@ def rows(scene: Scene) -> Iterator[Row]:
     for number, job in enumerate(jobs):
         seconds = min(scene.left - GRACE_S, 2.0 * scene.left / (len(jobs) - number))
         spec = {"tune": False, "device": device, "leave_out": COMPILED_FIRST if scene.short else []}
-        found = kernels.measure_groups(job, spec, seconds, scene.rehearse, lambda line: None, GRACE_S)
+        measurements = kernels.measure_groups(job, spec, seconds, scene.rehearse, lambda line: None, GRACE_S)
         if "device" in job:
-            device = found.pop(0)
+            device = measurements.pop(0)
             if "name" not in device:
                 yield row("the device", "missing", str(device["error"]))
                 return
             yield _device(device)
-        yield from map(_kernel, found)
+        yield from map(_kernel, measurements)
     if scene.rehearse:
         yield absent("registers and spills", "kernels are interpreted")
 
@@ -53,23 +53,23 @@ def _jobs(scene: Scene) -> list[tuple[str, ...]]:
     )
 
 
-def _device(found: dict[str, Any]) -> Row:
+def _device(device: dict[str, Any]) -> Row:
     detail = (
-        f"a copy moves {found['bytes_per_second'] / 1e12:.2f} TB/s, a large bf16 product "
-        f"{found['flops'] / 1e12:,.0f} TFLOP/s"
+        f"a copy moves {device['bytes_per_second'] / 1e12:.2f} TB/s, a large bf16 product "
+        f"{device['flops'] / 1e12:,.0f} TFLOP/s"
     )
     return row(
-        "the device", "measured", detail, **{key: value for key, value in found.items() if key != "name"}
+        "the device", "measured", detail, **{key: value for key, value in device.items() if key != "name"}
     )
 
 
-def _kernel(found: dict[str, Any]) -> Row:
-    name = f"{found['kernel']}, {found.get('shape', '')}".rstrip(", ")
-    figures = {key: value for key, value in found.items() if key not in ("kernel", "shape")}
-    if found.get("us") is None:
-        return row(name, "missing", str(found["error"]), **figures)
-    detail = kernels.summary(found).removeprefix(f"{name}: ")
-    if made := found.get("compiled"):
-        worst = max(made, key=lambda each: (each["spills"], each["registers"]))
+def _kernel(kernel: dict[str, Any]) -> Row:
+    name = f"{kernel['kernel']}, {kernel.get('shape', '')}".rstrip(", ")
+    figures = {key: value for key, value in kernel.items() if key not in ("kernel", "shape")}
+    if kernel.get("us") is None:
+        return row(name, "missing", str(kernel["error"]), **figures)
+    detail = kernels.summary(kernel).removeprefix(f"{name}: ")
+    if binaries := kernel.get("compiled"):
+        worst = max(binaries, key=lambda each: (each["spills"], each["registers"]))
         detail += f"; {worst['registers']} registers, {worst['spills']} spills"
     return row(name, "measured", detail, **figures)

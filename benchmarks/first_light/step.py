@@ -2,7 +2,7 @@
 simple layouts.
 
 Each is a process of its own: MFU, peak memory beside the planner's, the most expensive kernels, the device's
-idle time. The routes of attention and of the weight gradient's product follow (`routes.py`). If they change
+idle time. The routes of attention and of the weight gradient's matmul follow (`routes.py`). If they change
 the route of documents, that step is measured again.
 """
 
@@ -68,13 +68,13 @@ def _of_several(gpus: int) -> list[StepCase]:
 
 def measured(case: StepCase, scene: Scene, scratch: Path) -> Iterator[Row]:
     """The step's row, and one for its kernels."""
-    found: dict[str, Any] = {}
-    yield guarded(case.name, "measurement", partial(_measured, case, scene, scratch, found))
-    if profile := found.get("profile"):
+    results: dict[str, Any] = {}
+    yield guarded(case.name, "measurement", partial(_measured, case, scene, scratch, results))
+    if profile := results.get("profile"):
         yield _kernels(case, profile)
 
 
-def _measured(case: StepCase, scene: Scene, scratch: Path, found: dict[str, Any]) -> Row:
+def _measured(case: StepCase, scene: Scene, scratch: Path, results: dict[str, Any]) -> Row:
     limit = min(LONGEST_S, scene.left - ROUTES_S)
     if limit < 15.0:
         raise TimeoutError("no time was left")
@@ -86,13 +86,13 @@ def _measured(case: StepCase, scene: Scene, scratch: Path, found: dict[str, Any]
         "peak_size": scene.sized(8192, 128),
     }
     threads = 1 if scene.rehearse else max(1, report.cores() // case.ranks)
-    found |= report.launch("benchmarks.trainer_run", spec, ranks=case.ranks, threads=threads, limit_s=limit)
-    figures = gpu_step.figures(config, found)
+    results |= report.launch("benchmarks.trainer_run", spec, ranks=case.ranks, threads=threads, limit_s=limit)
+    figures = gpu_step.figures(config, results)
     return row(
         case.name,
         "measured",
-        _in_words(figures | _memory(config, found, scene), found),
-        **_figures(config, figures, found, scene),
+        _in_words(figures | _memory(config, results, scene), results),
+        **_figures(config, figures, results, scene),
     )
 
 
@@ -103,35 +103,35 @@ def configuration(case: StepCase, scene: Scene, scratch: Path) -> dict[str, Any]
 
         gib = torch.cuda.get_device_properties(0).total_memory / 2**30
         shape = replace(shape, layers=next(layers for least, layers in LAYERS.items() if gib >= least))
-    made = shape.config(scratch, scene.rehearse, case.document)
+    config = shape.config(scratch, scene.rehearse, case.document)
     replicas = case.parallel.get("dp", 1)
-    made["parallel"] |= case.parallel | {"sequence_parallel": "tp" in case.parallel}
-    made["train"] |= {
+    config["parallel"] |= case.parallel | {"sequence_parallel": "tp" in case.parallel}
+    config["train"] |= {
         "global_batch_size": shape.batch * replicas,
         "precision": "fp32" if scene.rehearse else "bf16",
     }
-    return made
+    return config
 
 
-def _memory(config: dict[str, Any], found: dict[str, Any], scene: Scene) -> dict[str, float | None]:
+def _memory(config: dict[str, Any], results: dict[str, Any], scene: Scene) -> dict[str, float | None]:
     """Peak of allocated memory, and the planner's for the fullest rank, in GiB."""
-    made = from_dict(config)
-    world = made.parallel.tp * (made.parallel.dp or 1)
-    predicted = max(rank.total for rank in estimate.estimate(made, world, scene.device))
-    peak = found["peak_allocated"] or found["peak_rss_above_import"]
+    parsed = from_dict(config)
+    world = parsed.parallel.tp * (parsed.parallel.dp or 1)
+    predicted = max(rank.total for rank in estimate.estimate(parsed, world, scene.device))
+    peak = results["peak_allocated"] or results["peak_rss_above_import"]
     return {"peak_gib": peak / 2**30 if peak else None, "predicted_gib": predicted / 2**30}
 
 
 def _figures(
-    config: dict[str, Any], figures: dict[str, Any], found: dict[str, Any], scene: Scene
+    config: dict[str, Any], figures: dict[str, Any], results: dict[str, Any], scene: Scene
 ) -> dict[str, Any]:
-    device = found_as(found["device"]) if found["device"] else None
+    device = found_as(results["device"]) if results["device"] else None
     seconds = prediction.step_seconds(from_dict(config), device) if device else None
-    profile = found.get("profile") or {}
+    profile = results.get("profile") or {}
     return {
         **figures,
-        **_memory(config, found, scene),
-        "seconds": median(found["seconds"]),
+        **_memory(config, results, scene),
+        "seconds": median(results["seconds"]),
         "predicted_seconds": seconds,
         "idle": profile.get("idle"),
         "config": {name: value for name, value in config.items() if name not in ("run", "data")},
@@ -140,13 +140,13 @@ def _figures(
     }
 
 
-def _in_words(figures: dict[str, Any], found: dict[str, Any]) -> str:
+def _in_words(figures: dict[str, Any], results: dict[str, Any]) -> str:
     said = [f"{figures['ms_per_step']:,.1f} ms, {figures['tokens_per_second']:,.0f} tokens/s"]
     if figures["mfu"] is not None:
         said.append(f"MFU {figures['mfu']:.1%} (causal {figures['mfu_causal']:.1%})")
     if figures["peak_gib"] is not None:
         said.append(f"peak {figures['peak_gib']:,.2f} GiB, predicted {figures['predicted_gib']:,.2f}")
-    idle = (found.get("profile") or {}).get("idle")
+    idle = (results.get("profile") or {}).get("idle")
     return ", ".join([*said, *([f"idle {idle:.1%}"] if idle is not None else [])])
 
 

@@ -193,7 +193,7 @@ def _weight_gradient(left: Tensor, inputs: Tensor) -> Sequence[Tensor]:
     return (weight.grad,)
 
 
-def _exact_product(left: Tensor, inputs: Tensor) -> Sequence[Tensor]:
+def _exact_matmul(left: Tensor, inputs: Tensor) -> Sequence[Tensor]:
     wide = torch.promote_types(left.dtype, torch.float32)
     return (2 * (left.to(wide).t() @ inputs.to(wide)),)
 
@@ -230,9 +230,9 @@ def _attention_by_definition(
 
 def _attention_inputs(documents: bool, scene: Scene) -> Sequence[Tensor]:
     length, heads, dim = scene.sized(512, 32), scene.sized(8, 2), scene.sized(128, 16)
-    found = [_randn(length, 2, count, dim) for count in (heads, heads // 2, heads // 2, heads)]
+    tensors = [_randn(length, 2, count, dim) for count in (heads, heads // 2, heads // 2, heads)]
     starts = (torch.arange(length) // 24 * 24).unsqueeze(1).expand(-1, 2).contiguous()
-    return [*found, *([starts] if documents else [])]
+    return [*tensors, *([starts] if documents else [])]
 
 
 CHECKS = (
@@ -240,7 +240,7 @@ CHECKS = (
         "weight gradient, summed",
         lambda scene: [_randn(n, m) for n, m in [_wide(scene)] * 2],
         _weight_gradient,
-        _exact_product,
+        _exact_matmul,
     ),
     Check(
         "router's logits",
@@ -322,23 +322,23 @@ def suite(scene: Scene) -> Iterator[Row]:
 
 def outcomes(text: str, late: bool, limit: float) -> Iterator[Row]:
     """What pytest's verbose output says, also where it was ended at the limit."""
-    found: dict[str, str] = {}
+    verdicts: dict[str, str] = {}
     for line in text.splitlines():
         if (match := OUTCOME.fullmatch(line.strip())) and (outcome := match[1] or match[3]):
-            found.setdefault(match[2].partition(" - ")[0], outcome)
+            verdicts.setdefault(match[2].partition(" - ")[0], outcome)
     reasons = dict(re.findall(r"^(?:FAILED|ERROR) (tests/\S+::.+?) - (.+)$", text, re.MULTILINE))
     count = {
-        outcome: sum(each == outcome for each in found.values())
+        outcome: sum(each == outcome for each in verdicts.values())
         for outcome in ("PASSED", "FAILED", "ERROR", "SKIPPED")
     }
     summary = ", ".join(f"{number} {outcome.lower()}" for outcome, number in count.items() if number)
-    if not found:
+    if not verdicts:
         yield row("pytest -m gpu", "failed", "it printed no test", output=text[-3000:])
         return
     if not count["PASSED"] and not count["FAILED"] and not count["ERROR"]:
         yield absent("pytest -m gpu", f"{summary or 'no test ran'}: no GPU")
         return
-    bad = {name for name, outcome in found.items() if outcome in ("FAILED", "ERROR")}
+    bad = {name for name, outcome in verdicts.items() if outcome in ("FAILED", "ERROR")}
     yield row("pytest -m gpu", "failed" if bad else "passed", summary, counts=count)
     yield from (
         row(name.removeprefix("tests/"), "failed", reasons.get(name, "see its traceback")[:300])

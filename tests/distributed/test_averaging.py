@@ -23,20 +23,11 @@ from megalite.training.meta_device import check_states
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
 from tests.support import jobs, jobs_training
-from tests.support.configs import SINGLE, config_of, config_of_one_process, write_tokens
+from tests.support.configs import case_of, config_of, config_of_one_process, write_tokens
 from tests.support.spaces.layouts import Case
 
 DECAY, STEPS, SKIPPED = 0.8, 5, 3
-MODEL: Case = {
-    **SINGLE,
-    "tied": True,
-    "kv_heads": 2,
-    "vocab_size": 96,
-    "layers": 4,
-    "masked": False,
-    "dropout": 0.0,
-    "microbatches": 2,
-}
+MODEL: Case = case_of(tied=True, kv_heads=2, vocab_size=96, layers=4, masked=False, dropout=0.0, microbatches=2)
 LAYOUTS: dict[str, tuple[str, Case]] = {
     "dp 2, ZeRO-0": ("fp64", {"dp": 2, "zero": 0}),
     "dp 2, ZeRO-2": ("fp64", {"dp": 2, "zero": 2}),

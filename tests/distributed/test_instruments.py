@@ -26,20 +26,11 @@ from megalite.monitoring.observers import Observer, observers
 from megalite.monitoring.phases import PHASES
 from megalite.planner.time.prediction import device_of
 from megalite.training.fit import fit
-from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.configs import case_of, config_of, write_tokens
 from tests.support.jobs import make_trainer
 from tests.support.spaces.layouts import Case
 
-MODEL: Case = {
-    **SINGLE,
-    "tied": False,
-    "kv_heads": 2,
-    "vocab_size": 96,
-    "layers": 2,
-    "masked": False,
-    "dropout": 0.0,
-    "pp": 2,
-}
+MODEL: Case = case_of(tied=False, kv_heads=2, vocab_size=96, layers=2, masked=False, dropout=0.0, pp=2)
 STEPS = 4
 
 

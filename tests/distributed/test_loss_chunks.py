@@ -15,19 +15,10 @@ from megalite.parallel.tensor.linear import ColumnParallelLinear
 from megalite.parallel.weight import Weight
 from megalite.parallel.weight_grad_queue import WeightGradQueue
 from tests.support import jobs_training
-from tests.support.configs import SEQUENCE, SINGLE, config_of, micro_batch, write_tokens
+from tests.support.configs import SEQUENCE, case_of, config_of, micro_batch, write_tokens
 from tests.support.spaces.layouts import Case
 
-BASE: Case = {
-    **SINGLE,
-    "tied": True,
-    "kv_heads": 1,
-    "vocab_size": 101,
-    "layers": 2,
-    "masked": True,
-    "dropout": 0.1,
-    "microbatches": 2,
-}
+BASE: Case = case_of(tied=True, kv_heads=1, vocab_size=101, layers=2, masked=True, dropout=0.1, microbatches=2)
 BATCH = 8
 STEPS = 2
 LAYOUTS: dict[str, Case] = {

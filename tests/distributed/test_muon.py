@@ -16,7 +16,7 @@ from megalite.model.parameters import model_specs
 from megalite.parallel.sharding.buckets import bucket_layout
 from megalite.planner.cost.muon_exchange import exchange
 from tests.support import jobs, jobs_muon, jobs_training
-from tests.support.configs import SINGLE, config_of, config_of_one_process, write_tokens
+from tests.support.configs import case_of, config_of, config_of_one_process, write_tokens
 from tests.support.jobs_muon import MODEL, MUON, OPTIONS, STEPS, gradients
 from tests.support.spaces.layouts import Case, world
 
@@ -100,16 +100,7 @@ def planned_bytes(layout: dict[str, Any], options: dict[str, Any]) -> int:
     ).sent
 
 
-MODEL_CASE: Case = {
-    **SINGLE,
-    "tied": True,
-    "kv_heads": 2,
-    "vocab_size": 101,
-    "layers": 4,
-    "masked": True,
-    "dropout": 0.1,
-    "precision": "fp64",
-}
+MODEL_CASE: Case = case_of(tied=True, kv_heads=2, vocab_size=101, layers=4, masked=True, dropout=0.1, precision="fp64")
 LAYOUTS: dict[str, Case] = {
     "tp 2, pp 2, dp 2": {"tp": 2, "pp": 2, "dp": 2, "microbatches": 4, "sequence_parallel": True, "zero": 1},
     "dp 3, ZeRO-3": {"dp": 3, "microbatches": 2, "zero": 3},

@@ -12,7 +12,7 @@ from torch import Tensor
 from megalite.system.rng import key
 from megalite.training.memory_report import ModelStates, formula, measured, report
 from tests.support import jobs, jobs_reduction
-from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.configs import case_of, config_of, write_tokens
 from tests.support.jobs import make_trainer
 from tests.support.jobs_reduction import SEED, SPECS, Gradients, random_gradients, reduced, segments, whole
 from tests.support.spaces.layouts import Case
@@ -140,16 +140,7 @@ def test_few_bytes_travel(zero, ranks):
 
 # ---- training
 
-MODEL: Case = {
-    **SINGLE,
-    "tied": False,
-    "kv_heads": 2,
-    "vocab_size": 101,
-    "layers": 4,
-    "masked": False,
-    "dropout": 0.0,
-    "microbatches": 2,
-}
+MODEL: Case = case_of(tied=False, kv_heads=2, vocab_size=101, layers=4, masked=False, dropout=0.0, microbatches=2)
 
 
 @pytest.fixture(scope="module")

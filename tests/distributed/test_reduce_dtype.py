@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalite.mesh.layout import Coordinates
 from tests.support import jobs
-from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.configs import case_of, config_of, write_tokens
 from tests.support.jobs_reduction import SPECS, random_gradients, reduced, segments, whole
 from tests.support.spaces.layouts import Case
 
@@ -102,16 +102,7 @@ LAYOUTS: dict[str, Case] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_follows_that_of_wide_gradients(layout, ranks, tmp_path):
-    model = {
-        **SINGLE,
-        "tied": False,
-        "kv_heads": 2,
-        "vocab_size": 101,
-        "layers": 4,
-        "masked": True,
-        "dropout": 0.0,
-        "microbatches": 2,
-    }
+    model = case_of(tied=False, kv_heads=2, vocab_size=101, layers=4, masked=True, dropout=0.0, microbatches=2)
     case = {**model, **LAYOUTS[layout]}
     results = {}
     for dtype in ("wide", "bf16"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.configs import case_of, config_of, write_tokens
 from tests.support.device_rules import ASIDE, waits
 from tests.support.jobs_experts import MIXTURE
 
@@ -45,16 +45,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_host_waits_for_nothing_that_is_queued_later(case: dict[str, Any], ranks: Any, prefix: str) -> None:
-    case = {
-        **SINGLE,
-        "tied": False,
-        "kv_heads": 2,
-        "vocab_size": 96,
-        "layers": 2,
-        "masked": False,
-        "dropout": 0.0,
-        "dp": 2,
-    } | case
+    case = case_of(tied=False, kv_heads=2, vocab_size=96, layers=2, masked=False, dropout=0.0, dp=2) | case
     config = config_of(case, prefix, "bf16", model=case["model"])
     config["train"] |= {
         "grad_clip": 1e3,

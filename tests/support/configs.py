@@ -16,20 +16,17 @@ SEQUENCE = 16
 STEPS = 20
 EOS = 0
 SINGLE = {
-    "tp": 1,
-    "pp": 1,
-    "dp": 1,
-    "cp": 1,
-    "schedule": "1f1b",
-    "zero": 0,
-    "offload": "none",
-    "sequence_parallel": False,
-    "microbatches": 1,
-    "recompute": "none",
+    **{"tp": 1, "pp": 1, "dp": 1, "cp": 1, "schedule": "1f1b", "microbatches": 1},
+    **{"zero": 0, "offload": "none", "sequence_parallel": False, "recompute": "none"},
 }
 CONTEXT = ("cp", "context", "context_inner", "context_parts", "dp_shard")
 MUON = {"lr": 2e-3, "ns_dtype": "compute"}  # bf16 iterations round differently on each layout
 EMA_DECAY = 0.8
+
+
+def case_of(**options: Any) -> Case:
+    """A case on one process in one microbatch, but for some options."""
+    return {**SINGLE, **options}
 
 
 def schedule_options(schedule: str) -> tuple[str, int | None]:

@@ -47,18 +47,8 @@ ASIDE = "on a stream of its own"
 ON_DEVICE, HOST, PINNED, EITHER = "on the device", "in pageable memory", "pinned", "a constant"
 
 READS = {
-    "_local_scalar_dense",
-    "is_nonzero",
-    "equal",
-    "nonzero",
-    "masked_select",
-    "masked_scatter",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-    "bincount",
-    "histc",
-    "multinomial",
+    *("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "masked_scatter"),
+    *("_unique2", "unique_dim", "unique_consecutive", "bincount", "histc", "multinomial"),
 }
 HOST_READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__array__}
 
@@ -188,8 +178,11 @@ class DeviceRules(AbstractContextManager["DeviceRules"]):
 
 
 def watched(trainer: Trainer) -> DeviceRules:
-    """What the third step of a trainer on DEVICE does. The first one makes what is kept; under optimistic steps the
-    third one learns of the second, which was the first not to wait. Closes the trainer."""
+    """The rules' records of the third step of a trainer on DEVICE, which is closed.
+
+    The first step allocates what is kept; under optimistic steps the third is the first to learn of a step that did not
+    wait.
+    """
     rules = DeviceRules()
     with patch.object(trainer.loader, "step", rules.placed(trainer.loader.step, HOST)), rules:
         for _ in range(2):
@@ -211,14 +204,15 @@ def waits(context: Any, config: dict[str, Any]) -> tuple[list[str], list[list[st
 
 
 class _Kernel:
-    """In place of the kernel that reads on the device how many rows an expert has."""
+    """Replaces the kernel that reads the experts' numbers of rows on the device."""
 
     @staticmethod
     def add_grouped_gradient(grad: Tensor, left: Tensor, right: Tensor, ends: Tensor, overwrite: bool) -> None:
         with _disable_current_modes():
             groups = Groups(ends.diff(prepend=ends.new_zeros(1)).long())
-            products = [a.t().float() @ b.float() for a, b in zip(groups.split(left), groups.split(right), strict=True)]
-            grad.copy_(torch.stack(products) if overwrite else grad + torch.stack(products))
+            pairs = zip(groups.split(left), groups.split(right), strict=True)
+            matmuls = torch.stack([a.t().float() @ b.float() for a, b in pairs])
+            grad.copy_(matmuls if overwrite else grad + matmuls)
 
 
 def _unwatched(act: Callable[..., Any]) -> Callable[..., Any]:
@@ -231,7 +225,7 @@ def _unwatched(act: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tensors(*values: Any) -> Iterator[Tensor]:
-    """Those in lists, tuples, dictionaries and the attributes of objects."""
+    """The tensors in lists, tuples, dictionaries and attributes of objects."""
     for each in values:
         if isinstance(each, Tensor):
             yield each
@@ -242,8 +236,7 @@ def _tensors(*values: Any) -> Iterator[Tensor]:
 
 
 class _Functions(TorchFunctionMode):
-    """What does not reach the dispatcher for a CPU tensor: its properties, and moves between devices that are one in
-    truth."""
+    """Functions that do not reach the dispatcher on a CPU: properties, and moves between host and device."""
 
     def __init__(self, rules: DeviceRules):
         super().__init__()
@@ -317,8 +310,7 @@ def _copy(x: Tensor) -> Tensor:
 
 
 class _Operations(TorchDispatchMode):
-    """What reaches the dispatcher, in backward, too: the kinds of results, reads, and tensors that meet on different
-    devices."""
+    """Operations of the dispatcher, in backward too: kinds of results, reads, and tensors on different devices."""
 
     def __init__(self, rules: DeviceRules):
         super().__init__()

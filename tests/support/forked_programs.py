@@ -1,8 +1,6 @@
-"""Runs Python programs in processes forked from the one that has imported torch: a start costs a tenth of a second, and
-otherwise two.
+"""Runs Python programs in processes forked from one that has imported torch: a start takes 0.1 s instead of 2 s.
 
-For tests of what a program computes and writes. Tests of how processes start, get signals, import or end start real
-ones.
+For tests of a program's results and files. Tests of start, signals, imports or end of a process start real ones.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ LIMIT_S = 300
 
 
 class Program(NamedTuple):
-    """A process to fork: the program and its arguments, its directory, its environment, and the file that it prints
-    to."""
+    """A process to fork: program and arguments, directory, environment, and the file of its output."""
 
     words: list[str]
     cwd: str
@@ -35,8 +32,7 @@ class Program(NamedTuple):
 
 
 class Imported:
-    """A process that has imported further modules, and from which programs are forked: packages that take seconds are
-    imported once."""
+    """A process with further modules imported, from which programs are forked: slow packages are imported once."""
 
     def __init__(self, modules: Sequence[str]):
         context = multiprocessing.get_context("forkserver")

@@ -1,4 +1,4 @@
-"""Attention over context-parallel ranks alone, for given q, k and v: what it computes, and what it sends."""
+"""Attention over context-parallel ranks alone, for given q, k and v: its results and the bytes it sends."""
 
 from __future__ import annotations
 
@@ -34,16 +34,10 @@ def inputs(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def options_of(shape: Shape, masked: bool) -> dict[str, Any]:
-    """Those of the attention operation; masked: documents, a window, a soft-cap and dropout."""
+    """Options of the attention operation; masked: with documents, a window, a soft-cap and dropout."""
     sequence, batch, *_ = shape
-    options: dict[str, Any] = {
-        "scale": 0.3,
-        "window": None,
-        "document_start": None,
-        "softcap": None,
-        "dropout": None,
-        "recompute": False,
-    }
+    options: dict[str, Any] = {"scale": 0.3, "recompute": False}
+    options |= {"window": None, "document_start": None, "softcap": None, "dropout": None}
     if masked:
         starts = torch.arange(sequence).div(11, rounding_mode="floor").mul(11).unsqueeze(1).repeat(1, batch)
         starts[:, 0] = 0
@@ -62,8 +56,7 @@ def whole(shape: Shape, dtype: torch.dtype, masked: bool) -> tuple[Tensor, ...]:
 
 @contextmanager
 def counted(axis: MeshAxis | None = None) -> Iterator[list[int]]:
-    """Counts the bytes that this rank sends, at the sockets: over an axis, or all, in the last number of the list that
-    it gives."""
+    """Add the bytes that this rank sends, over an axis or all, to the last number of the yielded list."""
     sent, isend = [0], dist.isend
 
     def counting(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -78,8 +71,7 @@ def counted(axis: MeshAxis | None = None) -> Iterator[list[int]]:
 
 
 def attend(context: Any, method: str, shape: Shape, dtype: torch.dtype, masked: bool, inner: int = 1) -> dict[str, Any]:
-    """out, dq, dk and dv of this rank's part, its positions, and the bytes that forward and backward have sent, counted
-    at the sockets."""
+    """out, dq, dk and dv of this rank's part, its positions, and the bytes sent by forward and backward."""
     mesh = context.cached(("cp", context.world, inner), lambda: Mesh(Layout(cp=context.world, context_inner=inner)))
     parts = split(PARTS[method](shape[0], context.world // inner), inner)
     places = torch.cat([torch.arange(run.start, run.stop) for run in parts[context.rank]])
@@ -99,8 +91,7 @@ def attend(context: Any, method: str, shape: Shape, dtype: torch.dtype, masked: 
 def attend_latents(
     context: Any, method: str, tp: int, split_sequence: bool, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> Any:
-    """The bytes that forward and backward send over two cp ranks, where latents of 12 channels and shared keys of 4
-    travel."""
+    """Bytes that forward and backward send over two cp ranks: latents of 12 channels and shared keys of 4."""
     mesh = context.cached(("cp 2, tp", tp), lambda: Mesh(Layout(cp=2, tp=tp)))
     (sequence, batch, heads), own = shape, shape[0] // 2 // (tp if split_sequence else 1)
 
@@ -121,7 +112,7 @@ def attend_latents(
 
 
 def shares_a_communicator(context: Any) -> bool:
-    """Whether what the cp axis sends goes through the group of another axis, where these are the same ranks."""
+    """Whether the cp axis uses the group of another axis of the same ranks."""
     mesh = context.cached(("cp", context.world), lambda: Mesh(Layout(cp=context.world)))
     assert mesh.cp.ranks == mesh.data.ranks == mesh.world.ranks
     return any(

@@ -1,4 +1,4 @@
-"""Configurations of mixtures of experts, and what the test ranks run with them."""
+"""Configurations of mixtures of experts, and jobs that run them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megalite.model.moe import MixtureOfExperts
 from megalite.parallel.expert.choice import ExpertChoice
 from megalite.parallel.expert.uneven_all_to_all import exchange
 from tests.support import jobs
-from tests.support.configs import SINGLE, config_of, config_of_one_process
+from tests.support.configs import case_of, config_of, config_of_one_process
 from tests.support.jobs import make_trainer, mesh_of
 
 MIXTURE = {
@@ -33,16 +33,7 @@ BALANCE = {
     "bias": {"router_balance": "bias", "router_aux_loss_coef": 0.0, "router_bias_rate": 0.01},
     "bias_loss": {"router_balance": "bias", "router_bias_rate": 0.01},
 }
-BASE = {
-    **SINGLE,
-    "tied": False,
-    "kv_heads": 2,
-    "vocab_size": 96,
-    "layers": 4,
-    "masked": True,
-    "dropout": 0.0,
-    "precision": "fp64",
-}
+BASE = case_of(tied=False, kv_heads=2, vocab_size=96, layers=4, masked=True, dropout=0.0, precision="fp64")
 BASE |= {"microbatches": 4, "ep": 1, "balance": "global", "dispatch": "all_to_all", "dp_shard": None}
 
 
@@ -63,8 +54,7 @@ Scores = tuple[list[tuple[int, int, int, int]], Tensor]
 
 
 def train_recorded(context: Any, config: dict[str, Any], steps: int, replayed: Scores | None = None) -> dict[str, Any]:
-    """As `jobs.train`, with the scores that this rank chooses experts by. replayed: the scores of a run whose choices
-    are made again."""
+    """`jobs.train`, recording the scores by which this rank chooses experts. replayed: scores to choose by instead."""
     recorded: dict[tuple[int, int, int, int], Tensor] = {}
     earlier = None if replayed is None else dict(zip(*replayed, strict=True))
     choose = MixtureOfExperts._choice
@@ -96,8 +86,7 @@ def sent(context: Any, config: dict[str, Any]) -> int:
 
 
 def exchanged(context: Any, config: dict[str, Any], sizes: list[list[int]]) -> dict[str, Any]:
-    """An exchange of sizes[source][target] rows, each with its source's number and a counter, and the gradient of Σ row
-    · its target."""
+    """An exchange of sizes[source][target] rows with distinct values, and the gradient of Σ row · target."""
     axis = mesh_of(context, from_dict(config)).expert
     send, receive = sizes[axis.rank], [row[axis.rank] for row in sizes]
     x = torch.arange(float(sum(send))).unsqueeze(1).repeat(1, 3) + 100 * axis.rank

@@ -39,7 +39,7 @@ def random_gradients(
     specs: Sequence[ParamSpec] = SPECS,
     at: Coordinates = Coordinates(),  # noqa: B008 - frozen
 ) -> Gradients:
-    """Of ranks that differ, and in magnitude too. at: the shape of a rank's part is that at these coordinates."""
+    """Random gradients whose magnitude differs by rank. at: coordinates that give the shape of a rank's part."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {spec.name: (dp, microbatches, *spec.local_shape(at)) for spec in specs}
     sizes = torch.logspace(0, -2, dp, dtype=torch.float64)
@@ -59,23 +59,15 @@ class BytesSent:
 
 
 def reduced(context: Any, steps: list[Gradients], options: dict[str, Any]) -> dict[str, Any]:
-    """What the optimizer of this rank finds after each step: by segment a list of (offsets, values). And the bytes that
-    were sent.
+    """The reduced gradients of this rank's optimizer after each step, and the bytes sent.
+
+    Gradients are, by segment, a list of (offsets, values).
 
     options: zero, dp_shard, rank (of PowerSGD), skipped (steps that are thrown away), scales (a step's loss scale),
     as_nccl (torch's own collectives, as on a GPU), specs, ep (None: no experts), and what else the store takes.
     """
-    plain = {
-        "zero": 0,
-        "dp_shard": None,
-        "rank": None,
-        "skipped": (),
-        "scales": None,
-        "as_nccl": False,
-        "specs": SPECS,
-        "ep": None,
-    }
-    options = plain | options
+    defaults = {"zero": 0, "dp_shard": None, "rank": None, "skipped": (), "scales": None}
+    options = {**defaults, "as_nccl": False, "specs": SPECS, "ep": None, **options}
     dtype, specs, ep = steps[0]["matrix"].dtype, options["specs"], options["ep"]
     shards = 1 if options["zero"] == 0 else options["dp_shard"]
     layout = Layout(dp=context.world, dp_shard=shards, ep=ep or 1, experts=ep is not None)

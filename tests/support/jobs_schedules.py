@@ -1,4 +1,4 @@
-"""What the test ranks run to see a schedule at work: steps that do not wait, and when weight gradients are computed."""
+"""Jobs that observe a schedule: steps that do not wait, and when weight gradients are computed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from tests.support.jobs import make_trainer
 
 
 def advance_and_save(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Train without waiting where the schedule lets it, and save; `pending` tells whether the last step was then still
-    open."""
+    """Train without waiting if the schedule allows it, and save; `pending`: whether the last step was still open."""
     trainer = make_trainer(context, config)
     try:
         losses = [result.loss for _ in range(steps) for result in trainer.train_step()]

@@ -89,8 +89,7 @@ def model_states(context: Any, config: dict[str, Any]) -> tuple[ModelStates, Mod
 def train_and_save(
     context: Any, config: dict[str, Any], before: int, after: int, kinds: Sequence[str] = STATE
 ) -> dict[str, Any]:
-    """Train, save, and train on: what is saved, and the numbers of both halves (rank 0 adds weights and moments at the
-    end)."""
+    """Train, save, and train on: the checkpoint, the numbers of both halves, on rank 0 weights and moments."""
     trainer = make_trainer(context, config)
     try:
         results = [trainer.step() for _ in range(before)]
@@ -116,7 +115,7 @@ def train_and_save_each(context: Any, config: dict[str, Any], steps: Sequence[in
 
 
 def resume(context: Any, config: dict[str, Any], steps: int, kinds: Sequence[str] = STATE) -> dict[str, Any]:
-    """A fresh trainer that starts from what `checkpoint.load` names."""
+    """Train with a new trainer that starts from `checkpoint.load`."""
     trainer = make_trainer(context, config)
     try:
         place = {"step": trainer.step_done, "samples": trainer.samples, "skipped": trainer.weight_updater.skipped}
@@ -128,7 +127,7 @@ def resume(context: Any, config: dict[str, Any], steps: int, kinds: Sequence[str
 
 
 def refusal(context: Any, config: dict[str, Any]) -> str:
-    """The message with which a trainer refuses to start."""
+    """The message of the ConfigError with which a trainer rejects its configuration."""
     try:
         make_trainer(context, config).close()
     except ConfigError as error:
@@ -137,8 +136,7 @@ def refusal(context: Any, config: dict[str, Any]) -> str:
 
 
 def initial_weights(context: Any, config: dict[str, Any]) -> tuple[dict[str, Tensor], int, int]:
-    """The weights of a run that starts, the random numbers that this rank has drawn for them, and those of the blocks
-    that it keeps a part of."""
+    """The initial weights, the random numbers that this rank has drawn for them, and those of the blocks it keeps."""
     sizes: list[int] = []
 
     def normal(numbers: Tensor, *parts: int | str) -> Tensor:
@@ -173,8 +171,7 @@ def evaluate(context: Any, config: dict[str, Any], steps: int) -> tuple[float, f
 def train_with_infinite_gradient(
     context: Any, config: dict[str, Any], broken_step: int, broken_rank: int, steps: int
 ) -> dict[str, Any]:
-    """One element of one rank's gradients becomes infinite in one step; its weights before and after that step are
-    kept."""
+    """Train with one infinite gradient element on one rank in one step; returns the weights around that step too."""
     trainer = make_trainer(context, config)
     finish = trainer.store.reducer.finish
     kept: list[dict[str, Tensor]] = []
@@ -209,7 +206,7 @@ def train_with_infinite_gradient(
 
 
 def communication_of_a_step(context: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """What one step (not the first) communicates: counted by the mesh, and independently by torch's dispatcher.
+    """The communication of one step (not the first), counted by the mesh and independently by torch's dispatcher.
 
     `observed` counts every c10d operation that this process issued, whoever asked for it; `expected` is what the mesh's
     count amounts to on gloo, where a collective of n ranks is n - 1 sends and receives, and over tp one message in

@@ -1,5 +1,4 @@
-"""Options that some random configurations have: kinds of attention, experts, adapters, context parallelism, multi-token
-prediction, Muon, an average, operations that are recomputed.
+"""Further options of random configurations, in groups such as attention, experts and adapters.
 
 Each group is drawn from a generator of its own, so that a new group leaves the others of a seed as they were.
 """

@@ -1,4 +1,4 @@
-"""What one process computes, for the layouts to be compared with: each configuration once in a run of the suite."""
+"""Results of one process, with which layouts are compared: each configuration runs once in a run of the suite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RUN_KEYS = ("dir", "name")  # where a run writes, which changes no number
 
 
 class References:
-    """Runs jobs on one process, and keeps what they return by a hash of job, configuration and arguments."""
+    """Runs jobs on one process and caches their results by job, configuration and arguments."""
 
     def __init__(self, ranks: RankPool):
         self._ranks = ranks

@@ -1,5 +1,4 @@
-"""Saves on one layout and loads on another: the same tensors bit for bit, the same samples, and the metrics of an
-uninterrupted run."""
+"""Saves on one layout and loads on another: the same tensors bit for bit, the same samples and the same metrics."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ def configuration(layout: str, prefix: str, directory: Path, steps: int, load: s
 
 
 def train(context: Any, config: dict[str, Any], until: int) -> dict[str, Any]:
-    """Train from step 0 with a save, or from a checkpoint: losses, and on rank 0 the samples of each step and all
-    global tensors."""
+    """Train from step 0 with a save, or from a checkpoint: losses, samples of each step, on rank 0 global tensors."""
     trainer = make_trainer(context, config)
     losses, samples, state = [], [], {}
     try:

@@ -21,24 +21,14 @@ from unittest.mock import patch
 
 from megalite.system.activity import READING
 from megalite.training.hang import Explanation, explain, load
-from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.configs import case_of, config_of, write_tokens
 
 WORLD, VICTIM = 2, 1
 WITHIN = 240.0  # seconds: far more than a loaded machine needs
 TOKENS = 64
 CASES = {"computation": 2, "loader": 4, "save": 5, "skipped": 7}  # in one run, each with the step in which rank 1 hangs
 PLANS = {"plans": 1}
-CASE = {
-    **SINGLE,
-    "tied": False,
-    "kv_heads": 2,
-    "vocab_size": TOKENS,
-    "layers": 2,
-    "masked": False,
-    "dropout": 0.0,
-    "pp": 2,
-    "microbatches": 4,
-}
+CASE = case_of(tied=False, kv_heads=2, vocab_size=TOKENS, layers=2, masked=False, dropout=0.0, pp=2, microbatches=4)
 
 
 class Until:

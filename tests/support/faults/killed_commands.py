@@ -35,13 +35,8 @@ from tests.support.faults import random_cases
 
 WITHIN = 10.0  # seconds until no process is left
 TIMEOUT = 240.0  # until a phase is reached
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 16,
-}
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 2, "max_position_embeddings": 16}
 TEXT = "Every café at six: quick brown foxes jump over lazy dogs.\n" * 40_000
 KILLS = [  # what is killed, whose process, when
     *(("train", "launcher", when) for when in ("start", "step", "save")),
@@ -114,22 +109,17 @@ class Scene:
 
 
 def kill(scene: Scene, what: str, whom: str, when: str, within: float = WITHIN) -> str:
-    """One kill. Returns a line about it; raises Failed."""
+    """Run one kill and return a line about it. Raises Failed."""
     if what == "export" and latest(scene.checkpoints) is None:
         make_checkpoint(scene)
     mark, before = uuid.uuid4().hex, latest(scene.checkpoints)
     process = scene.start(what, mark)
-    reached = {"start": lambda: True, "step": in_step(scene), "save": in_save(scene), "writing": in_writing(scene)}[
-        when
-    ]
+    phases = {"start": lambda: True, "step": in_step(scene), "save": in_save(scene), "writing": in_writing(scene)}
     longest = {"start": 6.0, "step": 0.5, "save": 0.05, "writing": 1.0 if what == "prepare" else 0.02}[when]
-    wait_until(reached, process, scene)
+    wait_until(phases[when], process, scene)
     time.sleep(scene.random.uniform(0, longest))
     ended = process.poll() is not None
-    victims = ranks_of(mark) if whom == "rank" else living(mark) if whom == "group" else [process.pid]
-    for pid in (
-        [scene.random.choice(victims)] if whom == "rank" and victims else victims if whom != "rank" else [process.pid]
-    ):
+    for pid in victims_of(scene, process.pid, mark, whom):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     killed = time.monotonic()
@@ -147,6 +137,14 @@ def kill(scene: Scene, what: str, whom: str, when: str, within: float = WITHIN) 
         path.unlink()
     shutil.rmtree(scene.directory / ".exported.new", ignore_errors=True)
     return f"{what:8} {whom:9} {when:8} gone after {took:.1f} s{', it had ended' if ended else ''}"
+
+
+def victims_of(scene: Scene, launcher: int, mark: str, whom: str) -> list[int]:
+    """The processes to kill: the launcher, the whole group, or a random rank if there is one yet."""
+    if whom == "group":
+        return living(mark)
+    ranks = ranks_of(mark) if whom == "rank" else []
+    return [scene.random.choice(ranks)] if ranks else [launcher]
 
 
 def wait_until(reached: Callable[[], bool], process: subprocess.Popen[bytes], scene: Scene) -> None:
@@ -179,7 +177,7 @@ def in_writing(scene: Scene) -> Callable[[], bool]:
 
 
 def ranks_of(mark: str) -> list[int]:
-    """The processes that have a rank."""
+    """The processes of ranks."""
     pids = []
     for pid in living(mark):
         with suppress(OSError):
@@ -189,7 +187,7 @@ def ranks_of(mark: str) -> list[int]:
 
 
 def make_checkpoint(scene: Scene) -> None:
-    """A run to export, if none of the kills has left one."""
+    """Train a checkpoint to export, if no kill has left one."""
     mark = uuid.uuid4().hex
     process = scene.start("train", mark)
     wait_until(lambda: latest(scene.checkpoints) is not None, process, scene)
@@ -198,7 +196,7 @@ def make_checkpoint(scene: Scene) -> None:
 
 
 def check(scene: Scene, before: Path | None) -> None:
-    """Raise Failed unless everything that has a name is whole, and nothing that was there before is lost."""
+    """Raise Failed unless every published file is complete and the previous checkpoint is not lost."""
     newest = latest(scene.checkpoints)
     try:
         if newest is None and before is not None:

@@ -35,13 +35,8 @@ class Kills:
     """Kills runs of one layout; the uninterrupted run is computed once."""
 
     def __init__(self, layout: str, prefix: str, directory: Path, ranks: RankPool, *, background: bool):
-        self.layout, self.prefix, self.directory, self.ranks, self.background = (
-            layout,
-            prefix,
-            directory,
-            ranks,
-            background,
-        )
+        self.layout, self.prefix, self.directory = layout, prefix, directory
+        self.ranks, self.background = ranks, background
         config = configuration(layout, prefix, directory / "straight", background=background)
         began = time.monotonic()
         ranks.run(2, jobs_saving.fit_to_the_end, config)

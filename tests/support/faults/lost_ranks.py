@@ -25,7 +25,7 @@ from time import process_time
 from typing import Any
 
 from megalite.system.activity import Activity
-from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.configs import case_of, config_of, write_tokens
 from tests.support.faults import random_cases
 from tests.support.pool import start_fork_server
 
@@ -44,7 +44,7 @@ STATES = {
 
 @dataclass(frozen=True)
 class Loss:
-    """Who is lost, how, and when. `held`: rank 0 holds the store, as without torchrun."""
+    """The rank that is lost, how, and at which action. `held`: rank 0 holds the store, as without torchrun."""
 
     layout: str
     victim: int
@@ -54,10 +54,9 @@ class Loss:
     silent: bool
 
     def __str__(self) -> str:
-        more = [*(["rank 0 holds the store"] if self.held else []), *(["nothing is raised"] if self.silent else [])]
-        return f"{self.layout}: rank {self.victim}, {self.how} at its action {self.action}" + "".join(
-            f", {each}" for each in more
-        )
+        text = f"{self.layout}: rank {self.victim}, {self.how} at its action {self.action}"
+        text += ", rank 0 holds the store" if self.held else ""
+        return text + (", nothing is raised" if self.silent else "")
 
 
 def drawn(count: int, seed: int) -> list[Loss]:
@@ -76,12 +75,8 @@ def train(loss: Loss, rank: int, port: int, prefix: str, directory: str) -> None
     log = os.open(f"{directory}/{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(WORLD),
-        "LOCAL_WORLD_SIZE": str(WORLD),
-        "MASTER_ADDR": "127.0.0.1",
-    }
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)}
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(not loss.held)
     import torch
     import torch.distributed as dist
@@ -99,22 +94,14 @@ def train(loss: Loss, rank: int, port: int, prefix: str, directory: str) -> None
         setattr(peers, name, value)
     watchdog.END_S = process.GRACE = 1.0
     if loss.how == "hang":
-        watchdog.MARGIN_S = 1.0  # else it stays: what is stopped is to be told by its silence
+        watchdog.MARGIN_S = 1.0  # otherwise unchanged: a stopped rank must be recognized by its silence
     if loss.silent:
         collectives.Work.wait = never_failing(collectives)  # type: ignore[method-assign]
     limit = timedelta(seconds=WITHIN)
     store = dist.TCPStore("127.0.0.1", port, is_master=loss.held and rank == 0, wait_for_workers=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=limit)
-    case = {
-        **SINGLE,
-        "tied": False,
-        "kv_heads": 2,
-        "vocab_size": TOKENS,
-        "layers": 2,
-        "masked": False,
-        "dropout": 0.0,
-        **LAYOUTS[loss.layout],
-    }
+    model = case_of(tied=False, kv_heads=2, vocab_size=TOKENS, layers=2, masked=False, dropout=0.0)
+    case = model | LAYOUTS[loss.layout]
     config = from_dict(config_of(case, prefix, run={"dir": directory, "name": "run", "timeout": f"{WITHIN:g}s"}))
     config.train.steps = 100_000
     trainer = Trainer(config, build.make_mesh(config))
@@ -129,7 +116,7 @@ def train(loss: Loss, rank: int, port: int, prefix: str, directory: str) -> None
 
 
 class Losing:
-    """Listens to what the rank begins, and ends or stops it in the middle."""
+    """A listener to the rank's actions that ends or stops it as one begins."""
 
     def __init__(self, loss: Loss, activity: Activity):
         self.loss, self.left, self.activity = loss, loss.action, activity
@@ -137,7 +124,7 @@ class Losing:
     def __call__(self, place: Any) -> None:
         self.left -= 1
         if self.loss.how == "hang" and self.activity.waiting:
-            return  # which would say that another rank is awaited
+            return  # the record would name another rank as awaited
         if self.left <= 0:
             print(f"begins {place} after {process_time():.2f} s of CPU", flush=True)
             Event().wait() if self.loss.how == "hang" else os.kill(os.getpid(), getattr(signal, self.loss.how))
@@ -179,9 +166,9 @@ def lose(loss: Loss, prefix: str, directory: Path) -> str:
         for rank in alive:
             rank.join(max(0.0, began + WITHIN - time.monotonic()))
         took = time.monotonic() - lost
-        said = {number: (directory / f"{number}.log").read_text(errors="replace") for number in range(WORLD)}
+        logs = {number: (directory / f"{number}.log").read_text(errors="replace") for number in range(WORLD)}
         assert [rank.exitcode for rank in alive] == [1, 1], (
-            f"{loss}: statuses {[rank.exitcode for rank in ranks]}\n{said}"
+            f"{loss}: statuses {[rank.exitcode for rank in ranks]}\n{logs}"
         )
     finally:
         for rank in ranks:
@@ -189,9 +176,9 @@ def lose(loss: Loss, prefix: str, directory: Path) -> str:
                 os.kill(rank.pid or 0, signal.SIGKILL)
             rank.join()
     for number in set(range(WORLD)) - {loss.victim}:
-        named = re.findall(r"rank (\d) (?:was lost first|is awaited): ([^:;]*)", said[number])
+        named = re.findall(r"rank (\d) (?:was lost first|is awaited): ([^:;]*)", logs[number])
         assert named and set(named) == {(str(loss.victim), STATES[loss.how])}, (
-            f"{loss}: rank {number} names {named}\n{said}"
+            f"{loss}: rank {number} names {named}\n{logs}"
         )
     return f"{loss}: named after {took:.1f} s"
 

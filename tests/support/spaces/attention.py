@@ -1,5 +1,4 @@
-"""The space of layouts with latent attention or attention sinks, and with routers that choose within groups or have
-biases."""
+"""The space of layouts with latent attention or attention sinks, and with routers that have groups or biases."""
 
 from __future__ import annotations
 
@@ -29,25 +28,15 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 YARN |= {"beta_fast": 4, "beta_slow": 1, "attention_factor": 1.1}
-LATENTS = {
-    "kv_lora_rank": 12,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "num_key_value_heads": None,
-}
+LATENTS = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+LATENTS |= {"num_key_value_heads": None}
 ATTENTION: dict[str, dict[str, Any]] = {
     "latent": LATENTS,
     "two_latents": LATENTS | {"q_lora_rank": 16, "attention_scale": 0.5, "rope_scaling": YARN},
     "sinks": {"attention_sinks": True, "attention_bias": True, "attention_out_bias": True, "initializer_range": 0.3},
 }
-GROUPS = MIXTURE | {
-    "num_experts": 8,
-    "n_group": 4,
-    "topk_group": 2,
-    "routed_scaling_factor": 2.5,
-    "shared_expert_gate": False,
-}
+GROUPS = MIXTURE | {"num_experts": 8, "n_group": 4, "topk_group": 2}
+GROUPS |= {"routed_scaling_factor": 2.5, "shared_expert_gate": False}
 BIAS = {"router_balance": "bias", "router_bias_rate": 0.01}
 FEED_FORWARD: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -74,8 +63,7 @@ def sizes(case: Case) -> Case:
 
 
 def is_legal(case: Case) -> bool:
-    """At most 8 ranks; experts need a split sequence under tp, and ep needs experts and an even number of ranks of a
-    stage."""
+    """At most 8 ranks; experts need sequence parallelism under tp; ep needs experts and an even number of ranks."""
     full, dense = sizes(case), case["feed_forward"] == "dense"
     whole = case["sequence_parallel"] == (case["tp"] > 1) or (dense and case["tp"] > 1)
     exchanged = case["ep"] == 1 or (not dense and full["tp"] * full["dp"] * full["cp"] % 2 == 0)

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.configs import (
-    SEQUENCE,
-    SINGLE,
-    config_of,
-    config_of_one_process,
-    staged,
-    with_fewer_rows,
-)
+from tests.support.configs import SEQUENCE, SINGLE, config_of, config_of_one_process, staged, with_fewer_rows
 from tests.support.spaces.layouts import stages
 from tests.support.spaces.space import Case, Configs, Space, world
 
@@ -35,8 +28,7 @@ FIXED: Case = {**SINGLE, "tied": False, "vocab_size": 101, "precision": "fp64"}
 
 
 def is_legal(case: Case) -> bool:
-    """At most 8 ranks; under ulysses each has whole heads of 4, and a contiguous part; inner ranks are of a ring of two
-    groups."""
+    """At most 8 ranks; under ulysses, whole heads and contiguous parts; inner ranks only in a ring of two groups."""
     ring = case["inner"] == 1 or (case["context"] == "ring" and case["cp"] == 4)
     whole = case["context"] != "ulysses" or (case["cp"] * case["tp"] <= 4 and case["parts"] == "zigzag")
     return ring and whole and world({**case, **staged(case["schedule"])}) <= 8
