@@ -17,7 +17,7 @@ from megalite.optimizer.adamw import AdamW
 from megalite.optimizer.state import OptimizerState
 from megalite.optimizer.table import OPTIMIZERS
 from megalite.parallel.microbatch import Microbatch
-from megalite.parallel.weight_grad_queue import WeightGradQueue, WeightProduct
+from megalite.parallel.weight_grad_queue import WeightGradQueue, WeightMatmul
 from tests.support.jobs import mesh_of
 
 
@@ -63,10 +63,10 @@ class Ledger:
         put, run = queue.put, queue.run
         held: defaultdict[tuple[int, int], list[_Kept]] = defaultdict(list)
 
-        def watched_put(product: WeightProduct) -> None:
+        def watched_put(matmul: WeightMatmul) -> None:
             if queue.deferred:
-                held[queue.backward] += [self.keep(product.grad_output), self.keep(product.inputs)]
-            put(product)
+                held[queue.backward] += [self.keep(matmul.grad_output), self.keep(matmul.inputs)]
+            put(matmul)
 
         def watched_run(stage: int, microbatch: int) -> None:
             run(stage, microbatch)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _ALIGNED = 16  # bytes: torch's grouped kernel reads rows of this alignment
 
 
-def product_loop(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
+def matmul_loop(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     """The rows of each group times its matrix: [n, in], [groups, in, out] -> [n, out]; undefined for rows of
     no group."""
     out = rows.new_empty(rows.shape[0], matrices.shape[2])
@@ -33,12 +33,12 @@ def product_loop(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     return out
 
 
-def grouped_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
-    """As `product_loop`, in one kernel where there is one: on a GPU, in bf16."""
+def grouped_matmul(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
+    """As `matmul_loop`, in one kernel where there is one: on a GPU, in bf16."""
     aligned = all(size * rows.itemsize % _ALIGNED == 0 for size in matrices.shape[1:])
     # a kernel might not take an empty tensor
     if rows.is_cpu or rows.dtype != torch.bfloat16 or not aligned or not len(rows):
-        return product_loop(rows, matrices, groups)
+        return matmul_loop(rows, matrices, groups)
     return torch.nn.functional.grouped_mm(rows, matrices, offs=groups.ends)
 
 
@@ -59,11 +59,11 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, into: Tensor, down: Tensor, layer: Experts, groups: Groups) -> Tensor:
         ctx.layer, ctx.groups, (first, second) = layer, groups, layer.adapters
-        inner = grouped_product(rows, layer.each(into).transpose(1, 2), groups)  # [n, (2 ·) width]
+        inner = grouped_matmul(rows, layer.each(into).transpose(1, 2), groups)  # [n, (2 ·) width]
         layer.add_bias(inner, 0, groups)
         low_in = None if first is None else first.add(rows, inner, groups)
         active = layer.activation.forward(inner)  # [n, width]
-        out = grouped_product(active, layer.each(down).transpose(1, 2), groups)  # [n, hidden]
+        out = grouped_matmul(active, layer.each(down).transpose(1, 2), groups)  # [n, hidden]
         layer.add_bias(out, 1, groups)
         low_down = None if second is None else second.add(active, out, groups)
         ctx.save_for_backward(
@@ -80,17 +80,17 @@ class _Experts(torch.autograd.Function):
             grads[0],
         )
         first, second = layer.adapters
-        dactive = grouped_product(grad, layer.each(layer.down.tensor), groups)  # [n, width]
+        dactive = grouped_matmul(grad, layer.each(layer.down.tensor), groups)  # [n, width]
         dlow_down = None if second is None else second.add_gradient(grad, dactive, groups)
         dinner, active = layer.activation.backward(dactive, inner)
-        dx = grouped_product(dinner, layer.each(layer.into.tensor), groups)  # [n, hidden]
+        dx = grouped_matmul(dinner, layer.each(layer.into.tensor), groups)  # [n, hidden]
         dlow_in = None if first is None else first.add_gradient(dinner, dx, groups)
-        layer.down.accumulate_product(grad, active, groups)
+        layer.down.accumulate_matmul(grad, active, groups)
         layer.accumulate_biases((dinner, grad), groups)
         if second is not None:
             second.accumulate(grad, active, low_down, dlow_down, groups)
         if rows is not None:
-            layer.into.accumulate_product(dinner, rows, groups)
+            layer.into.accumulate_matmul(dinner, rows, groups)
         if first is not None:
             first.accumulate(dinner, rows, low_in, dlow_in, groups)
         return dx, None, None, None, None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from megalite_kernels.groups import Groups
 from torch import Tensor
 
-from megalite.parallel.expert.grouped_matmul import grouped_product
+from megalite.parallel.expert.grouped_matmul import grouped_matmul
 from megalite.parallel.weight import Weight
 
 
@@ -30,21 +30,21 @@ class ExpertAdapter:
     def add(self, rows: Tensor, out: Tensor, groups: Groups) -> Tensor:
         """Add scale · B A rows to `out` ([n, in], [n, out], sorted by expert). Returns scale · A rows, [n,
         rank]."""
-        low = grouped_product(rows, self._each(self.a).transpose(1, 2), groups).mul_(self.scale)
-        out.add_(grouped_product(low, self._each(self.b).transpose(1, 2), groups))
+        low = grouped_matmul(rows, self._each(self.a).transpose(1, 2), groups).mul_(self.scale)
+        out.add_(grouped_matmul(low, self._each(self.b).transpose(1, 2), groups))
         return low
 
     def add_gradient(self, grad: Tensor, drows: Tensor, groups: Groups) -> Tensor:
         """Add the gradient of the rows through B A to `drows`, given that of the output. Returns that of A
         rows, [n, rank]."""
-        dlow = grouped_product(grad, self._each(self.b), groups).mul_(self.scale)
-        drows.add_(grouped_product(dlow, self._each(self.a), groups))
+        dlow = grouped_matmul(grad, self._each(self.b), groups).mul_(self.scale)
+        drows.add_(grouped_matmul(dlow, self._each(self.a), groups))
         return dlow
 
     def accumulate(self, grad: Tensor, rows: Tensor, low: Tensor, dlow: Tensor, groups: Groups) -> None:
         """Accumulate both weight gradients, from what the two other methods were given and have returned."""
-        self.a.accumulate_product(dlow, rows, groups)
-        self.b.accumulate_product(grad, low, groups)
+        self.a.accumulate_matmul(dlow, rows, groups)
+        self.b.accumulate_matmul(grad, low, groups)
 
     def _each(self, weight: Weight) -> Tensor:
         return weight.tensor.view(self.number, -1, weight.tensor.shape[1])

@@ -104,9 +104,9 @@ class Adapter:
         )
 
         def accumulate(x: Tensor) -> None:
-            self.a.accumulate_product(dinner, self.dropped(x, mask).flatten(0, -2))
+            self.a.accumulate_matmul(dinner, self.dropped(x, mask).flatten(0, -2))
             for each, part in zip(inner.split(self.ranks, 1), self.parts, strict=True):
-                part.b.accumulate_product(rows[:, part.columns], each)
+                part.b.accumulate_matmul(rows[:, part.columns], each)
 
         return torch.mm(dinner, self.a.tensor), accumulate
 
