@@ -16,11 +16,11 @@ from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_reduce
-from megalite.parallel.microbatch import IGNORE_INDEX, Ahead, Microbatch
+from megalite.parallel.microbatch import IGNORE_INDEX, MtpTargets, Microbatch
 
 
 @dataclass(frozen=True)
-class WithAhead:
+class WithMtpTargets:
     """Makes microbatches of whole rows that have what the modules need. make: makes those without; it is
     called with all arguments."""
 
@@ -28,11 +28,11 @@ class WithAhead:
     modules: int
 
     def __call__(self, tokens: Tensor, targets: Tensor, *others: object, **named: object) -> Microbatch:
-        ahead = shifted(tokens, targets, named.get("document_start"), self.modules)  # type: ignore[arg-type]
-        return self.make(tokens, targets, *others, **named, ahead=ahead)
+        mtp_targets = shifted(tokens, targets, named.get("document_start"), self.modules)  # type: ignore[arg-type]
+        return self.make(tokens, targets, *others, **named, mtp_targets=mtp_targets)
 
 
-def shifted(tokens: Tensor, targets: Tensor, document_start: Tensor | None, modules: int) -> Ahead:
+def shifted(tokens: Tensor, targets: Tensor, document_start: Tensor | None, modules: int) -> MtpTargets:
     """Tokens and targets of every module, of whole rows [seq, batch].
 
     The token after the end of a row is 0: no position whose target counts sees it.
@@ -48,7 +48,7 @@ def shifted(tokens: Tensor, targets: Tensor, document_start: Tensor | None, modu
         if document_start is not None:
             other = document_start[shift:] != document_start[: length - shift]
             wanted[index, : length - shift].masked_fill_(other, IGNORE_INDEX)
-    return Ahead(further, wanted)
+    return MtpTargets(further, wanted)
 
 
 def count_valid(microbatches: Sequence[Microbatch], axis: MeshAxis) -> int:
@@ -56,13 +56,13 @@ def count_valid(microbatches: Sequence[Microbatch], axis: MeshAxis) -> int:
     module. Collective."""
     rows = []
     for microbatch in microbatches:
-        assert microbatch.ahead is not None
-        further = (microbatch.ahead.targets != IGNORE_INDEX).sum((1, 2))  # [modules]
+        assert microbatch.mtp_targets is not None
+        further = (microbatch.mtp_targets.targets != IGNORE_INDEX).sum((1, 2))  # [modules]
         rows.append(torch.cat([(microbatch.targets != IGNORE_INDEX).sum().view(1), further]))
     valid, *ahead = all_reduce(torch.stack(rows).sum(0), axis).wait().tolist()
     # never 0: the losses in metrics are divided by them
     factors = tuple(max(valid, 1) / max(count, 1) for count in ahead)
     for microbatch in microbatches:
-        assert microbatch.ahead is not None
-        microbatch.ahead = microbatch.ahead._replace(factors=factors)
+        assert microbatch.mtp_targets is not None
+        microbatch.mtp_targets = microbatch.mtp_targets._replace(factors=factors)
     return int(valid)

@@ -94,11 +94,11 @@ class MultiTokenPrediction(nn.Module):
 
         What a module's layer counts or balances (experts), it does of the module's own targets.
         """
-        assert microbatch.ahead is not None, "a microbatch has the tokens that the modules read"
+        assert microbatch.mtp_targets is not None, "a microbatch has the tokens that the modules read"
         hidden = head.norm(x)
         own = total = head.loss_of(hidden, microbatch.targets, state.loss_scale, head.loss)  # []
         found = []
-        for module, tokens, targets, factor in zip(self.each, *microbatch.ahead, strict=True):
+        for module, tokens, targets, factor in zip(self.each, *microbatch.mtp_targets, strict=True):
             scale = state.loss_scale * factor  # 1 / (the module's targets in the global batch)
             hidden = module(
                 hidden, self.embedding(tokens, None), replace(state, targets=targets, loss_scale=scale)

@@ -141,11 +141,11 @@ class Stage(nn.Module):
         )
         loss = CrossEntropy(mesh.tp, model.vocabulary, train.label_smoothing, train.z_loss)
         self.head = Head(model, weights, mesh, options, loss, train.loss_chunk) if last in units else None
-        self.ahead: MultiTokenPrediction | None = None
+        self.mtp: MultiTokenPrediction | None = None
         if self.head is not None and model.mtp_layers:
             from megalite.model.mtp import MultiTokenPrediction
 
-            self.ahead = MultiTokenPrediction(config, weights, mesh, ops, loss)
+            self.mtp = MultiTokenPrediction(config, weights, mesh, ops, loss)
         # (cos, sin) by `runs`, length and frequencies
         self._rotary: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
@@ -221,9 +221,9 @@ class Stage(nn.Module):
         if self.head is None:
             return StageOutput(x, state.statistics)
         x = self.gatherer.pre_forward(self.head_unit, x)
-        if self.ahead is not None and state.training:
+        if self.mtp is not None and state.training:
             # [], the next token's loss, and with that of further ones
-            own, loss = self.ahead(x, self.head, microbatch, state)
+            own, loss = self.mtp(x, self.head, microbatch, state)
         else:
             own = loss = self.head(x, microbatch.targets, loss_scale)  # []
         # detached: the sum over microbatches must not keep their graphs

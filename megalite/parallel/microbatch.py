@@ -37,8 +37,8 @@ class Boundaries(NamedTuple):
     longest: int
 
 
-class Ahead(NamedTuple):
-    """What the modules of multi-token prediction read (`data.ahead`), the k-th module what is at index k − 1.
+class MtpTargets(NamedTuple):
+    """What the modules of multi-token prediction read (`data.mtp_targets`), the k-th module what is at index k − 1.
 
     Attributes:
         tokens: [modules, seq, batch] int64, the token k positions after each token. targets: the same of the
@@ -65,7 +65,7 @@ class Microbatch:
             the host the positions without reading the device: rotary tables are cached by it.
         boundaries: the same as `document_start`, of whole rows only; may be None where that is not.
         part: the rank's part of the rows under context parallelism; None: these are whole rows.
-        ahead: further tokens and targets, if the model has modules that predict them.
+        mtp_targets: further tokens and targets, if the model has modules that predict them.
     """
 
     tokens: Tensor
@@ -76,7 +76,7 @@ class Microbatch:
     runs: Runs = ()
     boundaries: Boundaries | None = None
     part: SequencePart | None = None
-    ahead: Ahead | None = None
+    mtp_targets: MtpTargets | None = None
 
     @staticmethod
     def of(

@@ -88,8 +88,8 @@ def made_parts(context: Any, config: dict[str, Any]) -> tuple[Config, build.Part
         make(tokens.clone(), tokens.clone(), torch.arange(batch)) for _ in range(build.layout(made).microbatches)
     ]
     for each in batches:
-        if each.ahead is not None:
-            each.ahead = each.ahead._replace(factors=(1.0,) * made.model.mtp_layers)
+        if each.mtp_targets is not None:
+            each.mtp_targets = each.mtp_targets._replace(factors=(1.0,) * made.model.mtp_layers)
     return made, parts, batches
 
 

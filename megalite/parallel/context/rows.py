@@ -19,7 +19,7 @@ from megalite.config.schema import Config
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.context.balanced import EVERY_KEY, Windows, balanced, between_ranks
 from megalite.parallel.context.parts import PARTS, Runs, SequencePart, split
-from megalite.parallel.microbatch import IGNORE_INDEX, Ahead, Boundaries, Microbatch
+from megalite.parallel.microbatch import IGNORE_INDEX, MtpTargets, Boundaries, Microbatch
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Cut:
         samples: Tensor,
         document_start: Tensor | None = None,
         boundaries: Boundaries | None = None,
-        ahead: Ahead | None = None,
+        mtp_targets: MtpTargets | None = None,
     ) -> Microbatch:
         """tokens, targets, document_start: [seq, batch] of whole rows. `boundaries` would be others where
         rows are padded."""
@@ -82,10 +82,10 @@ class Cut:
             runs,
             boundaries=boundaries if padded == length else None,
             part=part,
-            ahead=ahead
-            and ahead._replace(
-                tokens=_each(ahead.tokens, missing, 0, own),
-                targets=_each(ahead.targets, missing, IGNORE_INDEX, own),
+            mtp_targets=mtp_targets
+            and mtp_targets._replace(
+                tokens=_each(mtp_targets.tokens, missing, 0, own),
+                targets=_each(mtp_targets.targets, missing, IGNORE_INDEX, own),
             ),
         )
         made.positions.clamp_(max=length - 1)  # a table of learned positions may end there

@@ -16,7 +16,7 @@ from megalite.system.pinned_memory import read_aside
 Count = Callable[[Tensor], Tensor]
 
 
-class CountedAhead:
+class PendingCounts:
     """What a collective brings, and numbers counted in it.
 
     Args:

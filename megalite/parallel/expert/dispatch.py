@@ -26,7 +26,7 @@ from torch import Tensor
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, all_reduce
 from megalite.parallel.expert.choice import ExpertChoice, combine, spread
-from megalite.parallel.expert.counts import CountedAhead
+from megalite.parallel.expert.counts import PendingCounts
 from megalite.parallel.expert.uneven_all_to_all import exchange, gather, reorder, scatter_sum
 
 Experts = Callable[[Tensor, Groups], Tensor]
@@ -82,7 +82,7 @@ class AllToAllDispatch:
     def begin(self, choice: ExpertChoice) -> None:
         if "route" not in choice.kept and "counts" not in choice.kept:
             counts = all_gather(choice.counts.unsqueeze(0), self.axis)  # [1, experts] -> [ep, experts]
-            choice.kept["counts"] = CountedAhead(counts, choice.counts, lambda whole: whole)
+            choice.kept["counts"] = PendingCounts(counts, choice.counts, lambda whole: whole)
 
     def run(self, rows: Tensor, weights: Tensor, choice: ExpertChoice, experts: Experts) -> Tensor:
         if "route" not in choice.kept:
@@ -120,7 +120,7 @@ class AllGatherDispatch:
             # not sent: no expert's
             own = choice.experts.flatten().masked_fill(choice.inverse >= len(choice.order), number)
             chosen = all_gather(own.view_as(choice.experts), self.axis)  # [tokens, k] -> [ep · tokens, k]
-            choice.kept["chosen"] = CountedAhead(
+            choice.kept["chosen"] = PendingCounts(
                 chosen, own, lambda whole: count(whole.flatten(), number + 1)
             )
 
