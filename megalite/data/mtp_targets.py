@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_reduce
-from megalite.parallel.microbatch import IGNORE_INDEX, MtpTargets, Microbatch
+from megalite.parallel.microbatch import IGNORE_INDEX, Microbatch, MtpTargets
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ class KeyValueCache:
             return attention(q, k, v, **options)[0]
         asked = {name: options[name] for name in ("scale", "window", "softcap")}
         out, lse = attention_part(
-            q, k, v, [(0, len(q))] if part is None else part.runs[part.rank], [(0, len(k))], **asked
+            q, k, v, [(0, len(q))] if part is None else part.segments[part.rank], [(0, len(k))], **asked
         )
         return with_sinks(out, lse, sinks)[0].to(q.dtype)
 

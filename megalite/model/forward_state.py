@@ -13,13 +13,11 @@ from megalite_kernels.dropout import dropout, dropout_key
 from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
-from megalite.parallel.microbatch import Boundaries, Runs
+from megalite.parallel.microbatch import Boundaries
 
 if TYPE_CHECKING:
+    from megalite.parallel.context.parts import PositionSegments, SequencePart
     from megalite.parallel.tensor.lora import Mask
-
-if TYPE_CHECKING:
-    from megalite.parallel.context.parts import SequencePart
 
 
 class Site(IntEnum):
@@ -40,7 +38,7 @@ class ForwardState:
     Attributes:
         samples, step, seed: [batch] global sample indices, the step and the seed: with the positions, the key
         of dropout. training: False in evaluation: no dropout.
-        positions, runs, document_start, part, boundaries: those of the `Microbatch`.
+        positions, segments, document_start, part, boundaries: those of the `Microbatch`.
         rotary: (cos, sin) tables of `document_positions`; None where the model has no rotary embedding.
         local_rotary: those of rope_local_theta, for the layers with a sliding window.
         lora_dropout: probability of dropout in front of adapters.
@@ -54,7 +52,7 @@ class ForwardState:
     seed: int
     training: bool
     positions: Tensor
-    runs: Runs
+    segments: PositionSegments
     document_start: Tensor | None = None
     part: SequencePart | None = None
     rotary: tuple[Tensor, Tensor] | None = None
@@ -96,15 +94,17 @@ class ForwardState:
         if self.part is not None:  # its last position may be on another rank
             return self.part.length
         return (
-            max(start + length for start, length in self.runs) if self.runs else int(self.positions.max()) + 1
+            max(start + length for start, length in self.segments)
+            if self.segments
+            else int(self.positions.max()) + 1
         )
 
     @property
     def first_position(self) -> int:
-        """Position from which attention counts: that of the first token, or with parts of rows, whose runs it
-        is given, 0."""
-        assert self.part or len(self.runs) == 1, "positions must be consecutive"
-        return 0 if self.part else self.runs[0][0]
+        """Position from which attention counts: the first token's, or 0 with parts of rows, whose segments it
+        reads."""
+        assert self.part or len(self.segments) == 1, "positions must be consecutive"
+        return 0 if self.part else self.segments[0][0]
 
     @property
     def first_visible(self) -> Tensor | None:

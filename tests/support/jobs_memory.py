@@ -59,7 +59,7 @@ class Ledger:
         return torch.autograd.graph.saved_tensors_hooks(self.keep, lambda kept: kept.tensor)
 
     def watch(self, queue: WeightGradQueue) -> None:
-        """Count what the products keep that are put off for a weight pass."""
+        """Count the memory that matmuls deferred to a weight pass keep."""
         put, run = queue.put, queue.run
         held: defaultdict[tuple[int, int], list[_Kept]] = defaultdict(list)
 

@@ -33,10 +33,10 @@ from torch import Tensor
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from megalite.parallel.context.gathered import by_rank, in_order
-from megalite.parallel.context.parts import PositionSegment, Runs, SequencePart, sees
+from megalite.parallel.context.parts import PositionSegment, PositionSegments, SequencePart, sees
 from megalite.parallel.weight import Weight
 
-Expand = Callable[[Tensor, Tensor, Runs], tuple[Tensor, Tensor]]
+Expand = Callable[[Tensor, Tensor, PositionSegments], tuple[Tensor, Tensor]]
 """(latents [seq, batch, rank], shared keys [seq, batch, dim], their positions) -> keys and values of this tp
 rank's heads."""
 
@@ -97,7 +97,7 @@ class _LatentPiece(NamedTuple):
     """Some positions, whose keys and values exist at one time: those of one cp rank, or of whole rows."""
 
     rank: int | None
-    runs: Runs
+    segments: PositionSegments
     both: Tensor  # [seq, batch, latent and shared key]
 
 
@@ -111,7 +111,7 @@ class _Rows:
     def pieces(self) -> Iterator[_LatentPiece]:
         """This rank's own part first, of which each query sees some; parts that none of its queries sees are
         left out."""
-        parts = self.part.runs
+        parts = self.part.segments
         if self.way.at_once:
             yield _LatentPiece(None, (PositionSegment(0, len(self.spread)),), in_order(self.spread, parts))
             return
@@ -130,9 +130,9 @@ class _Rows:
         total = torch.zeros_like(self.spread)
         for piece, grad in gradients:
             if piece.rank is None:
-                total = by_rank(grad, self.part.runs)
+                total = by_rank(grad, self.part.segments)
             else:
-                total.unflatten(0, (len(self.part.runs), -1))[piece.rank] = grad
+                total.unflatten(0, (len(self.part.segments), -1))[piece.rank] = grad
         latent, key = self.way.collect(total).split(self.widths, dim=-1)
         return latent, key
 
@@ -154,9 +154,9 @@ class Expanded(torch.autograd.Function):
     ) -> Tensor:
         ctx.way, ctx.part, ctx.options, ctx.expand = way, part, options, expand
         rows = _Rows(way, latent, key, part, options["window"])
-        own = part.runs[part.rank]
+        own = part.segments[part.rank]
         out, lse = merged(
-            attention_part(q, *expand(*rows.inputs(piece), piece.runs), own, piece.runs, **options)
+            attention_part(q, *expand(*rows.inputs(piece), piece.segments), own, piece.segments, **options)
             for piece in rows.pieces()
         )
         out = out.to(q.dtype)
@@ -175,8 +175,8 @@ class Expanded(torch.autograd.Function):
                 # leaves: the inner backward ends here
                 inputs = [x.detach().requires_grad_() for x in rows.inputs(piece)]
                 with torch.enable_grad():  # off inside a backward
-                    k, v = ctx.expand(*inputs, piece.runs)
-                places = part.runs[part.rank], piece.runs
+                    k, v = ctx.expand(*inputs, piece.segments)
+                places = part.segments[part.rank], piece.segments
                 found, dk, dv = attention_part_backward(
                     dout, q, k.detach(), v.detach(), lse, inner, *places, **ctx.options
                 )

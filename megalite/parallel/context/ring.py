@@ -24,17 +24,19 @@ from torch import Tensor
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import Pending
 from megalite.parallel.context.messages import pass_on
-from megalite.parallel.context.parts import Runs, SequencePart, sees
+from megalite.parallel.context.parts import PositionSegments, SequencePart, sees
 from megalite.parallel.context.sinks import Sinks, accumulate_gradient, with_sinks
 
 
-def _visits(k: Tensor, v: Tensor, cp: MeshAxis, part: SequencePart) -> Iterator[tuple[Runs, Tensor, Tensor]]:
+def _visits(
+    k: Tensor, v: Tensor, cp: MeshAxis, part: SequencePart
+) -> Iterator[tuple[PositionSegments, Tensor, Tensor]]:
     """The positions, keys and values of each part that comes by, this rank's own first. The next one arrives
     while one is used."""
     here = torch.cat((k, v), dim=-1)  # [seq/cp, batch, kv_heads, both dims]
     for hop in range(cp.size):
         coming = pass_on(here, cp) if hop < cp.size - 1 else None
-        yield part.runs[(cp.rank - hop) % cp.size], here[..., : k.shape[-1]], here[..., k.shape[-1] :]
+        yield part.segments[(cp.rank - hop) % cp.size], here[..., : k.shape[-1]], here[..., k.shape[-1] :]
         if coming is not None:
             here = coming.wait()
 
@@ -55,11 +57,11 @@ class Ring(torch.autograd.Function):
         sinks: Sinks | None,
     ) -> Tensor:
         ctx.cp, ctx.part, ctx.options, ctx.sinks = cp, part, options, sinks
-        own = part.runs[part.rank]
+        own = part.segments[part.rank]
         out, lse = merged(  # first of this rank's own part, which each query sees some of
-            attention_part(q, keys, values, own, runs, **options)
-            for runs, keys, values in _visits(k, v, cp, part)
-            if sees(own, runs, options["window"])
+            attention_part(q, keys, values, own, segments, **options)
+            for segments, keys, values in _visits(k, v, cp, part)
+            if sees(own, segments, options["window"])
         )
         out, lse = with_sinks(out, lse, sinks)
         out = out.to(q.dtype)
@@ -70,7 +72,7 @@ class Ring(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         cp, part, dout, options = ctx.cp, ctx.part, grads[0], ctx.options
-        own, inner = part.runs[part.rank], delta(dout, out)
+        own, inner = part.segments[part.rank], delta(dout, out)
         accumulate_gradient(ctx.sinks, lse, inner)
         dq = torch.zeros_like(q, dtype=inner.dtype)
         both = (*k.shape[:3], k.shape[-1] + v.shape[-1])
@@ -78,10 +80,12 @@ class Ring(torch.autograd.Function):
         home = torch.zeros(both, dtype=inner.dtype, device=k.device)
         # dk and dv of the part that is here from the ranks before, one hop behind it
         travelling: Pending | None = None
-        for hop, (runs, keys, values) in enumerate(_visits(k, v, cp, part)):
+        for hop, (segments, keys, values) in enumerate(_visits(k, v, cp, part)):
             dkv = home if hop == 0 else torch.zeros_like(home)
-            if sees(own, runs, options["window"]):
-                found, *its = attention_part_backward(dout, q, keys, values, lse, inner, own, runs, **options)
+            if sees(own, segments, options["window"]):
+                found, *its = attention_part_backward(
+                    dout, q, keys, values, lse, inner, own, segments, **options
+                )
                 dq += found
                 dkv += torch.cat(its, dim=-1)
             if travelling is not None:
