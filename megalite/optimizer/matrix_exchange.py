@@ -105,7 +105,7 @@ class Round:
         for (rank, _), length in zip(incoming, lengths, strict=True):
             received[rank] += length
         x = torch.cat([value for _, value in outgoing]) if outgoing else self._like
-        pending = all_to_all(x, sizes, received, self.axis)
+        pending = all_to_all(x, self.axis, sizes, received)
         return lambda: pending.wait().split(lengths)
 
 

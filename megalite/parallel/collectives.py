@@ -178,19 +178,17 @@ def reduces_in_place(axis: MeshAxis) -> bool:
 
 def exchange(outgoing: list[Tensor], incoming: list[Tensor], axis: MeshAxis, what: str) -> list[Work]:
     """Send outgoing[i] to, and receive incoming[i] from, the i-th rank of the axis, for all ranks but this
-    one."""
+    one. Empty tensors are not sent."""
     works, what = [], f"{what} over {axis.name}"
     # each rank starts with its own neighbour, so that no rank is the first target of all
     for step in range(1, axis.size):
         source, target = (axis.rank - step) % axis.size, (axis.rank + step) % axis.size
-        receive, send = (
-            partial(dist.irecv, incoming[source], src=axis.ranks[source], group=axis.group),
-            partial(dist.isend, outgoing[target], dst=axis.ranks[target], group=axis.group),
-        )
-        works += [
-            Work(receive, what, axis.activity, axis.ranks[source]),
-            Work(send, what, axis.activity, axis.ranks[target]),
-        ]
+        if incoming[source].numel():
+            receive = partial(dist.irecv, incoming[source], axis.ranks[source], group=axis.group)
+            works.append(Work(receive, what, axis.activity, axis.ranks[source]))
+        if outgoing[target].numel():
+            send = partial(dist.isend, outgoing[target], axis.ranks[target], group=axis.group)
+            works.append(Work(send, what, axis.activity, axis.ranks[target]))
     return works
 
 

@@ -25,7 +25,7 @@ from megalite.parallel.weight_grad_queue import WeightGradQueue, WeightMatmul
 if TYPE_CHECKING:
     from megalite_kernels.groups import Groups
 
-    from megalite.parallel.expert.lora import ExpertAdapter
+    from megalite.parallel.expert.grouped_matmul import ExpertAdapter
     from megalite.parallel.tensor.lora import Adapter
 
 

@@ -33,7 +33,8 @@ from torch import Tensor
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from megalite.parallel.context.gathered import by_rank, in_order
-from megalite.parallel.context.parts import PositionSegment, PositionSegments, SequencePart, sees
+from megalite.parallel.context.options import part_options
+from megalite.parallel.context.parts import PositionSegment, PositionSegments, SequencePart, ring_order, sees
 from megalite.parallel.weight import Weight
 
 Expand = Callable[[Tensor, Tensor, PositionSegments], tuple[Tensor, Tensor]]
@@ -81,10 +82,10 @@ class Latents:
 
     @property
     def at_once(self) -> bool:
-        """Whether keys and values of whole rows are computed in one product, which gives its weights one
+        """Whether keys and values of whole rows are computed in one matmul, which gives its weights one
         contribution to their gradients.
 
-        A W pass needs the operands of all parts' products in any case.
+        A W pass needs the operands of the matmuls of all parts in any case.
         """
         return not self.by_part or self.weight.deferred or self.weight.adapter is not None
 
@@ -116,8 +117,7 @@ class _Rows:
             yield _LatentPiece(None, (PositionSegment(0, len(self.spread)),), in_order(self.spread, parts))
             return
         each = self.spread.unflatten(0, (len(parts), -1))
-        for hop in range(len(parts)):
-            rank = (self.part.rank - hop) % len(parts)
+        for rank in ring_order(self.part.rank, len(parts)):
             if sees(parts[self.part.rank], parts[rank], self.window):
                 yield _LatentPiece(rank, parts[rank], each[rank])
 
@@ -194,12 +194,10 @@ def expanding(way: Latents) -> Callable[[Tensor, Tensor, Tensor, dict[str, Any]]
 
     options: also `expand`.
     """
-    # probabilities are never kept, and queries are of no whole document
-    left_out = ("part", "expand", "recompute", "boundaries")
 
     def attend(q: Tensor, latent: Tensor, key: Tensor, options: dict[str, Any]) -> Tensor:
-        given = {name: value for name, value in options.items() if name not in left_out}
-        out: Tensor = Expanded.apply(q, latent, key, way, options["part"], given, options["expand"])
+        part, expand = options["part"], options["expand"]
+        out: Tensor = Expanded.apply(q, latent, key, way, part, part_options(options), expand)
         return out
 
     return attend

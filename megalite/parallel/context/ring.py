@@ -15,17 +15,42 @@ starts a sum, each further rank adds to it, and the last one, whose next rank is
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megalite_kernels.attention_part import attention_part, attention_part_backward, delta, merged
 from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
-from megalite.parallel.collectives import Pending
-from megalite.parallel.context.messages import pass_on
-from megalite.parallel.context.parts import PositionSegments, SequencePart, sees
+from megalite.parallel.collectives import Pending, Work
+from megalite.parallel.context.parts import PositionSegments, SequencePart, ring_order, sees
 from megalite.parallel.context.sinks import Sinks, accumulate_gradient, with_sinks
+
+
+def pass_on(x: Tensor, axis: MeshAxis) -> Pending:
+    """One hop: sends x to the next rank of the ring, and receives as much from the previous one."""
+    axis.traffic["hop", axis.name] += 1
+    x, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    target, source = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]
+    send, receive = (
+        partial(dist.isend, x, target, group=axis.group),
+        partial(dist.irecv, received, source, group=axis.group),
+    )
+    if dist.get_backend(axis.group) == "gloo":
+        works = [
+            Work(send, "hop over cp", axis.activity, target),
+            Work(receive, "hop over cp", axis.activity, source),
+        ]
+    else:  # both in one batch: NCCL would finish the send before it starts the receive, on every rank
+        operations = [
+            dist.P2POp(dist.isend, x, target, axis.group),
+            dist.P2POp(dist.irecv, received, source, axis.group),
+        ]
+        # One work for the whole batch, as NCCL groups it.
+        works = [Work(lambda: dist.batch_isend_irecv(operations)[-1], "hop over cp", axis.activity, source)]
+    return Pending(works, lambda: received, x)
 
 
 def _visits(
@@ -34,11 +59,12 @@ def _visits(
     """The positions, keys and values of each part that comes by, this rank's own first. The next one arrives
     while one is used."""
     here = torch.cat((k, v), dim=-1)  # [seq/cp, batch, kv_heads, both dims]
-    for hop in range(cp.size):
-        coming = pass_on(here, cp) if hop < cp.size - 1 else None
-        yield part.segments[(cp.rank - hop) % cp.size], here[..., : k.shape[-1]], here[..., k.shape[-1] :]
-        if coming is not None:
-            here = coming.wait()
+    for hop, owner in enumerate(ring_order(cp.rank, cp.size)):
+        pending = pass_on(here, cp) if hop < cp.size - 1 else None
+        keys, values = here.split((k.shape[-1], v.shape[-1]), dim=-1)
+        yield part.segments[owner], keys, values
+        if pending is not None:
+            here = pending.wait()
 
 
 class Ring(torch.autograd.Function):

@@ -19,13 +19,11 @@ import torch
 from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
+from megalite.parallel.context.options import part_options
 from megalite.parallel.context.parts import SequencePart, grouped
 from megalite.parallel.context.ring import Ring
 from megalite.parallel.context.sinks import SomeSinks
 from megalite.parallel.context.ulysses import summed, to_heads, to_positions
-
-# a ring never keeps probabilities, and its queries are of no whole document
-LEFT_OUT = ("part", "sinks", "recompute", "boundaries")
 
 
 class _ToHeads(torch.autograd.Function):
@@ -63,7 +61,7 @@ def two_level(inner: MeshAxis, outer: MeshAxis) -> Callable[[Tensor, Tensor, Ten
     def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         part: SequencePart = options["part"]
         segments, starts = grouped(tuple(part.segments), inner.size), part.document_start
-        used = {name: value for name, value in options.items() if name not in LEFT_OUT}
+        used = part_options(options)
         if starts is not None:
             used["document_start"] = torch.cat(
                 [starts[segment.start : segment.stop] for segment in segments[outer.rank]]

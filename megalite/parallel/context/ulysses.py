@@ -22,7 +22,7 @@ from megalite_kernels.attention_sinks import attention_with_sinks, attention_wit
 from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
-from megalite.parallel.context.messages import all_to_all
+from megalite.parallel.all_to_all import all_to_all
 from megalite.parallel.context.parts import SequencePart
 from megalite.parallel.context.sinks import Sinks
 

@@ -27,7 +27,7 @@ from megalite.parallel.microbatch import positions_of
 
 
 def pieces_of(segments: Sequence[Sequence[tuple[int, int]]], tp: int) -> list[list[PositionSegment]]:
-    """Returns the segments of positions of each rank that shares a sequence: tp equal parts of each cp rank's."""
+    """Returns the segments of each rank that shares a sequence: tp equal parts of each cp rank's."""
     found = []
     for own in segments:
         each = sum(length for _, length in own) // tp

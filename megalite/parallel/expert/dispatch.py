@@ -24,10 +24,10 @@ from megalite_kernels.permutation import count, inverse_order, order_by_column
 from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
-from megalite.parallel.collectives import all_gather, all_reduce
+from megalite.parallel.collectives import Pending, all_gather, all_reduce
 from megalite.parallel.expert.choice import ExpertChoice, combine, spread
-from megalite.parallel.expert.counts import PendingCounts
-from megalite.parallel.expert.uneven_all_to_all import exchange, gather, reorder, scatter_sum
+from megalite.parallel.expert.row_exchange import exchange, gather, reorder, scatter_sum
+from megalite.system.pinned_memory import read_aside
 
 Experts = Callable[[Tensor, Groups], Tensor]
 """This rank's experts: (rows [n, hidden] sorted by expert, rows of each) -> [n, hidden]."""
@@ -54,6 +54,32 @@ class LocalDispatch:
         if "groups" not in choice.kept:
             choice.kept["groups"] = Groups(choice.counts)  # the host need not know them: it sends nothing
         return combine(experts(spread(rows, choice), choice.kept["groups"]), weights, choice)
+
+
+class PendingCounts:
+    """The result of a collective in flight, and numbers counted in it for the host.
+
+    The host waits for the collective and for the copy, but not for work that the device is given meanwhile:
+    on a GPU both are on a stream of their own.
+
+    Args:
+        pending: the collective.
+        like: a tensor on its device.
+        count: tensor → numbers.
+    """
+
+    def __init__(self, pending: Pending, like: Tensor, count: Callable[[Tensor], Tensor]):
+        self._pending, self._count = pending, count
+        self._read = None if like.is_cpu else read_aside(self._counted, like.device)
+
+    def _counted(self) -> Tensor:
+        self._value = self._pending.wait()
+        return self._count(self._value)
+
+    def wait(self) -> tuple[Tensor, list[int]]:
+        """The tensor, and the numbers, flat. Both have arrived: no stream has to wait for another."""
+        numbers = self._counted() if self._read is None else self._read()
+        return self._value, numbers.flatten().tolist()
 
 
 class _Route(NamedTuple):

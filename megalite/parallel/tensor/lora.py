@@ -125,7 +125,7 @@ def attach_adapters(weights: Mapping[str, Weight], lora: LoraConfig, tp: MeshAxi
     for name, weight in weights.items():
         stem = name.removesuffix("weight")
         if (a := weights.get(f"{stem}lora_a")) and weight.spec.domain == "expert":
-            from megalite.parallel.expert.lora import ExpertAdapter
+            from megalite.parallel.expert.grouped_matmul import ExpertAdapter
 
             weight.expert_adapter = ExpertAdapter(
                 a, weights[f"{stem}lora_b"], lora.scale_of(weight.spec.segments[0].role)
