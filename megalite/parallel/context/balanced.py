@@ -35,8 +35,9 @@ MOST_TRIALS, MOST_FAILURES, MOST_PAIRS = 256, 8, 1 << 14
 def balanced(
     starts: Counts, ranks: int, windows: Windows = EVERY_KEY, method: str = "gather"
 ) -> list[PositionSegments]:
-    """The segments of each rank, of rows with documents that start at `starts` [seq, batch]: equally many
-    positions, about equally many tiles.
+    """Returns the segments of each rank, for rows with documents that start at `starts` [seq, batch].
+
+    The ranks get the same number of positions, and about the same number of tiles.
 
     For a ring, the tiles at each hop are about equal too. Rows of one microbatch share their parts: tiles are
     summed over them.

@@ -4,7 +4,7 @@ and values of whole rows.
     forward    all-gather of k and v along the sequence
     backward   the same again, so that they are not kept, then reduce-scatter of dk and dv in at least fp32
 
-Parts are zigzag, so that the ranks have equally much to compute; attention is told their positions.
+Parts are zigzag, so that the ranks have the same amount to compute; attention is given their positions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def in_order(x: Tensor, parts: Sequence[PositionSegments]) -> Tensor:
     """[seq, …] with the parts of rank 0, 1, … one after the other -> in the order of positions."""
     lengths = [length for segments in parts for _, length in segments]
     pieces = zip((start for segments in parts for start, _ in segments), x.split(lengths), strict=True)
-    return torch.cat([piece for _, piece in sorted(pieces, key=lambda found: found[0])])
+    return torch.cat([piece for _, piece in sorted(pieces, key=lambda piece: piece[0])])
 
 
 def by_rank(x: Tensor, parts: Sequence[PositionSegments]) -> Tensor:
@@ -65,10 +65,10 @@ class Gathered(torch.autograd.Function):
         places = part.segments[part.rank], [(0, len(keys))]
         inner = delta(dout, out)
         accumulate_gradient(ctx.sinks, lse, inner)
-        dq, *found = attention_part_backward(dout, q, keys, values, lse, inner, *places, **ctx.options)
+        dq, *dkv = attention_part_backward(dout, q, keys, values, lse, inner, *places, **ctx.options)
         del keys, values  # their gradients take as much again
         dk, dv = (
-            reduce_scatter(by_rank(torch.cat(found, dim=-1), part.segments), cp)
+            reduce_scatter(by_rank(torch.cat(dkv, dim=-1), part.segments), cp)
             .wait()
             .split((k.shape[-1], v.shape[-1]), dim=-1)
         )

@@ -49,7 +49,8 @@ class Latents:
     Attributes:
         split: with sequence parallelism, tp ranks hold consecutive pieces of their cp rank's positions.
         by_part: keys and values are computed for one rank's part at a time, if their weight's gradient
-        allows. weight: what expands latents.
+            allows.
+        weight: what expands latents.
     """
 
     cp: MeshAxis
@@ -61,10 +62,10 @@ class Latents:
     def spread(self, own: Tensor) -> Tensor:
         """[seq/cp (/tp), batch, width] of this rank -> [seq, batch, width], the parts of cp rank 0, 1, … one
         after the other."""
-        found = all_gather(own, self.cp).wait()
+        parts = all_gather(own, self.cp).wait()
         if not self.split:
-            return found
-        pieces = all_gather(found, self.tp).wait().unflatten(0, (self.tp.size, self.cp.size, -1))
+            return parts
+        pieces = all_gather(parts, self.tp).wait().unflatten(0, (self.tp.size, self.cp.size, -1))
         return pieces.transpose(0, 1).flatten(0, 2)
 
     def collect(self, grad: Tensor) -> Tensor:
@@ -177,10 +178,10 @@ class Expanded(torch.autograd.Function):
                 with torch.enable_grad():  # off inside a backward
                     k, v = ctx.expand(*inputs, piece.segments)
                 places = part.segments[part.rank], piece.segments
-                found, dk, dv = attention_part_backward(
+                dq_part, dk, dv = attention_part_backward(
                     dout, q, k.detach(), v.detach(), lse, inner, *places, **ctx.options
                 )
-                dq += found
+                dq += dq_part
                 # the weight gets its gradient on the way
                 its = torch.autograd.grad((k, v), inputs, (dk.to(k.dtype), dv.to(v.dtype)))
                 gradients.append((piece, torch.cat(its, dim=-1)))

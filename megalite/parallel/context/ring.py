@@ -5,7 +5,7 @@ queries to the part it has.
     backward   the same again, and cp − 1 hops of dk and dv in at least fp32
 
 A hop runs while the part that is there is computed. Partial results are merged by their log-sum-exp, and
-gradients are added, in at least fp32. Parts are zigzag, so that the ranks have equally much to compute at
+gradients are added, in at least fp32. Parts are zigzag, so that the ranks have the same amount to compute at
 each hop; a part that no query of a rank sees is passed on.
 
 dk and dv of a part travel one hop behind it: the part's owner keeps its own contribution, the next rank
@@ -109,11 +109,11 @@ class Ring(torch.autograd.Function):
         for hop, (segments, keys, values) in enumerate(_visits(k, v, cp, part)):
             dkv = home if hop == 0 else torch.zeros_like(home)
             if sees(own, segments, options["window"]):
-                found, *its = attention_part_backward(
+                dq_part, *dkv_part = attention_part_backward(
                     dout, q, keys, values, lse, inner, own, segments, **options
                 )
-                dq += found
-                dkv += torch.cat(its, dim=-1)
+                dq += dq_part
+                dkv += torch.cat(dkv_part, dim=-1)
             if travelling is not None:
                 dkv += travelling.wait()
             if hop > 0:

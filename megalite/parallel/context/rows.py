@@ -75,7 +75,7 @@ class Cut:
         def own(x: Tensor) -> Tensor:
             return torch.cat([x[segment.start : segment.stop] for segment in segments])
 
-        made = Microbatch.of(
+        microbatch = Microbatch.of(
             own(pad(tokens, missing)),
             own(pad(targets, missing, value=IGNORE_INDEX)),
             samples,
@@ -89,8 +89,8 @@ class Cut:
                 targets=_each(mtp_targets.targets, missing, IGNORE_INDEX, own),
             ),
         )
-        made.positions.clamp_(max=length - 1)  # a table of learned positions may end there
-        return made
+        microbatch.positions.clamp_(max=length - 1)  # a table of learned positions may end there
+        return microbatch
 
     def _part(self, length: int, document_start: Tensor | None) -> SequencePart:
         """document_start: [padded row, batch]."""

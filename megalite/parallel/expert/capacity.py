@@ -28,7 +28,7 @@ from megalite.parallel.microbatch import positions_of
 
 def pieces_of(segments: Sequence[Sequence[tuple[int, int]]], tp: int) -> list[list[PositionSegment]]:
     """Returns the segments of each rank that shares a sequence: tp equal parts of each cp rank's."""
-    found = []
+    ranks = []
     for own in segments:
         each = sum(length for _, length in own) // tp
         for rank in range(tp):
@@ -38,8 +38,8 @@ def pieces_of(segments: Sequence[Sequence[tuple[int, int]]], tp: int) -> list[li
                 if first < last:
                     pieces.append(PositionSegment(start + first, last - first))
                 low, high = low - length, high - length
-            found.append(pieces)
-    return found
+            ranks.append(pieces)
+    return ranks
 
 
 @dataclass(frozen=True)
@@ -105,15 +105,15 @@ class Capacity:
     ) -> Tensor:
         """The group of each row, [seq, batch, k], numbered piece by piece; one more for padding past the end
         of a sequence."""
-        found = choice_groups(choice.experts.view(*valid.shape, -1), valid, len(choice.counts))
-        for number, part in enumerate(found.split([segment.length for segment in own])):
+        groups_of_rows = choice_groups(choice.experts.view(*valid.shape, -1), valid, len(choice.counts))
+        for number, part in enumerate(groups_of_rows.split([segment.length for segment in own])):
             part += number * groups
         if any(segment.stop > whole for segment in own):
             positions = positions_of(
                 [(segment.start, segment.length) for segment in own], valid.device
             )  # [seq, 1]
-            found.masked_fill_((positions >= whole).unsqueeze(-1), most * groups)
-        return found
+            groups_of_rows.masked_fill_((positions >= whole).unsqueeze(-1), most * groups)
+        return groups_of_rows
 
     def _before(self, gathered: Tensor, pieces: Sequence[Sequence[PositionSegment]]) -> list[Tensor]:
         """Number of rows of the sequence that come before those of each of this rank's groups, piece by
@@ -125,8 +125,8 @@ class Capacity:
         )
         earlier_slots = sums_before(gathered.sum((0, 1)))  # [2 k, batch · experts]
         earlier_pieces = sums_before(torch.stack([gathered[rank, index] for _, rank, index in places]))
-        found = [earlier_slots] * gathered.shape[1]
+        before = [earlier_slots] * gathered.shape[1]
         for (_, rank, index), earlier in zip(places, earlier_pieces, strict=True):
             if rank == self.sequence.rank:
-                found[index] = earlier_slots + earlier
-        return [each.flatten() for each in found]
+                before[index] = earlier_slots + earlier
+        return [each.flatten() for each in before]

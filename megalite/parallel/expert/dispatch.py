@@ -1,4 +1,4 @@
-"""The way of the tokens' rows to their experts and back.
+"""Dispatch of the tokens' rows to their experts, and combine of the results.
 
                  forward                                             backward
     local        none                                                none
@@ -10,8 +10,8 @@
     same_rows    all-reduce of the sums                              none: in inference only
 
 Each is started (`begin`) before other work is queued, and the device does that work while the host waits for
-the counts. What `begin` finds is kept in the choice: recomputation and backward neither communicate nor read
-it again.
+the counts. The result of `begin` is kept in the choice, so that recomputation (activation checkpointing) and
+backward neither communicate nor read it again.
 """
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ def _own_rows(chosen: Tensor, number: int, sizes: list[int], axis: MeshAxis) -> 
 
 
 def make_dispatch(name: str, axis: MeshAxis) -> Dispatch:
-    """The way of rows over an expert axis: `parallel.expert_dispatch`, or same_rows where all its ranks have
-    the same rows."""
+    """Returns the dispatch over an expert axis: `parallel.expert_dispatch`, or same_rows if all its ranks
+    have the same rows."""
     if axis.size == 1:
         return LocalDispatch()
     kinds: dict[str, Callable[[MeshAxis], Dispatch]]

@@ -139,7 +139,8 @@ class Experts(nn.Module):
 
     Args:
         into, down: their matrices, expert after expert: [experts · (2 ·) width, hidden] and [experts ·
-        hidden, width]. biases: theirs, [experts · (2 ·) width] and [experts · hidden].
+            hidden, width].
+        biases: theirs, [experts · (2 ·) width] and [experts · hidden].
         number: experts on this rank.
     """
 

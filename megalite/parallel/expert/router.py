@@ -1,5 +1,5 @@
-"""The router's logits: a product of this rank's own tokens with a small whole matrix, in at least fp32. No
-communication.
+"""The router's logits: a matmul of this rank's own tokens with a small replicated matrix, in at least fp32.
+No communication.
 
 Under sequence parallelism each tp rank has its part of the sequence: the weight gradient is partial, and
 summed over tp at the end of the step as a norm's is.

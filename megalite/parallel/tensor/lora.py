@@ -139,11 +139,11 @@ def attach_adapters(weights: Mapping[str, Weight], lora: LoraConfig, tp: MeshAxi
 def _parts(
     weight: Weight, weights: Mapping[str, Weight], lora: LoraConfig, tp: MeshAxis
 ) -> list[SegmentAdapter]:
-    at, first, found = Coordinates.on("tp", tp.rank, tp.size), 0, []
+    at, first, adapters = Coordinates.on("tp", tp.rank, tp.size), 0, []
     for segment in weight.spec.segments:
         columns = slice(first, first := first + segment.local(at).shape[0])
         stem = segment.name.removesuffix("weight")
         if b := weights.get(f"{stem}lora_b"):
             scale, rank = lora.scale_of(segment.role), b.tensor.shape[1]
-            found.append(SegmentAdapter(b, columns, rank, scale, weights.get(f"{stem}lora_magnitude")))
-    return found
+            adapters.append(SegmentAdapter(b, columns, rank, scale, weights.get(f"{stem}lora_magnitude")))
+    return adapters
