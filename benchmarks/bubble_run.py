@@ -17,7 +17,7 @@ from megalite.parallel.microbatch import Microbatch, StageOutput
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.runtime import Runtime
 from megalite.parallel.pipeline.send_recv_actions import CHANNELS, with_communication
-from megalite.parallel.weight_grad_queue import WeightGradQueue, WeightProduct
+from megalite.parallel.weight_grad_queue import WeightGradQueue, WeightMatmul
 from megalite.system.clock import ActionTiming
 
 SHAPE = (64, 1, 64)  # 16 KB per message
@@ -44,7 +44,7 @@ class _Pass(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         stage: PacedStage = ctx.stage
         stage.spend(stage.passes.input_backward)
-        stage.weight_grads.put(WeightProduct(stage, grads[0], grads[0]))  # type: ignore[arg-type]
+        stage.weight_grads.put(WeightMatmul(stage, grads[0], grads[0]))  # type: ignore[arg-type]
         return grads[0].clone(), None
 
 
@@ -71,7 +71,7 @@ class PacedStage:
         out: Tensor = _Pass.apply(x + self.parameter, self)
         return StageOutput(out.sum() if self.last else out)
 
-    def add_product(self, grad_output: Tensor, inputs: Tensor, sizes: Sequence[int] | None = None) -> None:
+    def add_matmul(self, grad_output: Tensor, inputs: Tensor, sizes: Sequence[int] | None = None) -> None:
         """The weight gradient, computed at once or in a W pass."""
         self.spend(self.passes.weight_backward)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks import report
 from megalite.parallel.context.balanced import Counts, balanced, between_ranks, imbalance
-from megalite.parallel.context.parts import PositionSegment, Runs, zigzag
+from megalite.parallel.context.parts import PositionSegment, PositionSegments, zigzag
 
 RESULT = report.RESULTS / "context-parts.json"
 DOCUMENT = report.ROOT / "docs" / "context-parallel.md"
@@ -38,7 +38,7 @@ def row(random: np.random.Generator, median: float, spread: float, length: int =
     return starts[:, None]
 
 
-def zigzag_of_each_document(starts: Counts, ranks: int) -> list[Runs]:
+def zigzag_of_each_document(starts: Counts, ranks: int) -> list[PositionSegments]:
     """Each document in zigzag parts, as others do it. Lengths that do not divide leave ranks with unequal
     counts of positions."""
     firsts = [*np.unique(starts).tolist(), len(starts)]
@@ -48,10 +48,10 @@ def zigzag_of_each_document(starts: Counts, ranks: int) -> list[Runs]:
         for part, (begin, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
             if begin < end:
                 held[min(part, 2 * ranks - 1 - part)].append(PositionSegment(begin, end - begin))
-    return [tuple(runs) for runs in held]
+    return [tuple(segments) for segments in held]
 
 
-PARTS: dict[str, Callable[[Counts, int, str], Sequence[Runs]]] = {
+PARTS: dict[str, Callable[[Counts, int, str], Sequence[PositionSegments]]] = {
     "zigzag": lambda starts, ranks, _: zigzag(len(starts), ranks),
     "zigzag of each document": lambda starts, ranks, _: zigzag_of_each_document(starts, ranks),
     "balanced": lambda starts, ranks, method: balanced(starts, ranks, method=method),

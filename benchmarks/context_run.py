@@ -22,7 +22,7 @@ from megalite.launch.process import configure_process, start_process_group, worl
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import Pending
 from megalite.parallel.context import ring
-from megalite.parallel.context.messages import pass_on
+from megalite.parallel.context.ring import pass_on
 from megalite.training.trainer import Trainer
 
 HOPS_ALONE = 20

@@ -15,7 +15,7 @@ from megalite.config.load import from_dict
 from megalite.launch.process import configure_process, start_process_group
 from megalite.model.parameters import active_parameters
 from megalite.parallel.collectives import Pending
-from megalite.parallel.expert import dispatch, uneven_all_to_all
+from megalite.parallel.expert import dispatch, row_exchange
 from megalite.training.trainer import Trainer
 
 
@@ -56,7 +56,7 @@ def main() -> None:
     configure_process(device)
     start_process_group(device, config.run.timeout)
     for module, names in (
-        (uneven_all_to_all, ("all_to_all", "all_gather", "reduce_scatter")),
+        (row_exchange, ("all_to_all", "all_gather", "reduce_scatter")),
         (dispatch, ("all_gather",)),
     ):
         for name in names:

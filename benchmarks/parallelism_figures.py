@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.mesh.layout import Layout
-from megalite.parallel.context.parts import Runs, contiguous, zigzag
+from megalite.parallel.context.parts import PositionSegments, contiguous, zigzag
 from megalite.planner.report.drawing.timeline import COLOURS, FAINT, INK, Box, Label, Picture, shade, svg
 
 RANKS = (*COLOURS.values(), "#7a4fa3")
@@ -153,7 +153,7 @@ def _cells(
             picture.boxes.append(Box(x + column * side, y + row * side, side - 1.5, side - 1.5, fill))
 
 
-def _owners(parts: Sequence[Runs]) -> list[int]:
+def _owners(parts: Sequence[PositionSegments]) -> list[int]:
     """The rank of each position."""
     held = sorted((run.start, run.length, rank) for rank, runs in enumerate(parts) for run in runs)
     return [rank for _, length, rank in held for _ in range(length)]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.first_light import values
 from benchmarks.first_light.rows import Row, Scene, absent, guarded, row
-from megalite.parallel.expert.grouped_matmul import product_loop
+from megalite.parallel.expert.grouped_matmul import matmul_loop
 
 
 def rows(scene: Scene) -> Iterator[Row]:
@@ -85,7 +85,7 @@ def _grouped(name: str, sizes: tuple[int, ...], count: int, scene: Scene) -> Row
     matrices = torch.randn(len(sizes), 128, 256, device=scene.device).bfloat16().transpose(1, 2)
     groups = Groups(torch.tensor(sizes, device=scene.device))
     result = torch.nn.functional.grouped_mm(inputs, matrices, offs=groups.ends)
-    expected = product_loop(inputs, matrices, groups)
+    expected = matmul_loop(inputs, matrices, groups)
     taken = sum(sizes)
     error = _error(result[:taken], expected[:taken].double()) if taken else 0.0
     return row(

@@ -188,7 +188,7 @@ def _weight_gradient(left: Tensor, inputs: Tensor) -> Sequence[Tensor]:
     weight.grad = torch.full_like(tensor, torch.nan, dtype=wide)
     weight.begin_step(2, 1)
     for _ in range(2):
-        weight.add_product(left, inputs, None)
+        weight.add_matmul(left, inputs, None)
     assert weight.grad is not None
     return (weight.grad,)
 

@@ -99,9 +99,9 @@ def microbatch_maker(config: Config, cp: MeshAxis) -> Callable[..., Microbatch]:
 
         make = Cut.of(config, cp)
     if config.model.mtp_layers:
-        from megalite.data.mtp_targets import WithAhead
+        from megalite.data.mtp_targets import WithMtpTargets
 
-        return WithAhead(make, config.model.mtp_layers)
+        return WithMtpTargets(make, config.model.mtp_layers)
     return make
 
 

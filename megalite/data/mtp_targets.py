@@ -15,11 +15,11 @@ from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_reduce
-from megalite.parallel.microbatch import IGNORE_INDEX, Ahead, Microbatch
+from megalite.parallel.microbatch import IGNORE_INDEX, Microbatch, MtpTargets
 
 
 @dataclass(frozen=True)
-class WithAhead:
+class WithMtpTargets:
     """Makes microbatches of whole rows with the inputs and targets of MTP modules.
 
     Attributes:
@@ -31,11 +31,11 @@ class WithAhead:
     modules: int
 
     def __call__(self, tokens: Tensor, targets: Tensor, *others: object, **named: object) -> Microbatch:
-        ahead = shifted(tokens, targets, named.get("document_start"), self.modules)  # type: ignore[arg-type]
-        return self.make(tokens, targets, *others, **named, ahead=ahead)
+        mtp_targets = shifted(tokens, targets, named.get("document_start"), self.modules)  # type: ignore[arg-type]
+        return self.make(tokens, targets, *others, **named, mtp_targets=mtp_targets)
 
 
-def shifted(tokens: Tensor, targets: Tensor, document_start: Tensor | None, modules: int) -> Ahead:
+def shifted(tokens: Tensor, targets: Tensor, document_start: Tensor | None, modules: int) -> MtpTargets:
     """Tokens and targets of every MTP module from whole rows: [seq, batch] → [modules, seq, batch].
 
     Tokens after the end of a row are 0: no position whose target counts reads them.
@@ -51,7 +51,7 @@ def shifted(tokens: Tensor, targets: Tensor, document_start: Tensor | None, modu
         if document_start is not None:
             other_document = document_start[shift:] != document_start[:inside]
             mtp_targets[index, :inside].masked_fill_(other_document, IGNORE_INDEX)
-    return Ahead(mtp_tokens, mtp_targets)
+    return MtpTargets(mtp_tokens, mtp_targets)
 
 
 def count_valid(microbatches: Sequence[Microbatch], axis: MeshAxis) -> int:
@@ -61,13 +61,13 @@ def count_valid(microbatches: Sequence[Microbatch], axis: MeshAxis) -> int:
     """
     rows = []
     for microbatch in microbatches:
-        assert microbatch.ahead is not None
-        further = (microbatch.ahead.targets != IGNORE_INDEX).sum((1, 2))  # [modules]
+        assert microbatch.mtp_targets is not None
+        further = (microbatch.mtp_targets.targets != IGNORE_INDEX).sum((1, 2))  # [modules]
         rows.append(torch.cat([(microbatch.targets != IGNORE_INDEX).sum().view(1), further]))
     valid, *ahead = all_reduce(torch.stack(rows).sum(0), axis).wait().tolist()
     # never 0: the losses in metrics are divided by them
     factors = tuple(max(valid, 1) / max(count, 1) for count in ahead)
     for microbatch in microbatches:
-        assert microbatch.ahead is not None
-        microbatch.ahead = microbatch.ahead._replace(factors=factors)
+        assert microbatch.mtp_targets is not None
+        microbatch.mtp_targets = microbatch.mtp_targets._replace(factors=factors)
     return int(valid)

@@ -163,7 +163,7 @@ class KeyValueCache:
             return attention(q, k, v, **options)[0]
         requested = {name: options[name] for name in ("scale", "window", "softcap")}
         out, lse = attention_part(
-            q, k, v, [(0, len(q))] if part is None else part.runs[part.rank], [(0, len(k))], **requested
+            q, k, v, [(0, len(q))] if part is None else part.segments[part.rank], [(0, len(k))], **requested
         )
         return with_sinks(out, lse, sinks)[0].to(q.dtype)
 

@@ -52,11 +52,11 @@ class ProcessGroups:
     def new(
         self, ranks: tuple[int, ...], backend: str | None = None, kind: Kind | None = None
     ) -> ProcessGroup:
-        """Make a group. On gloo only its members synchronise: at a thousand ranks no rank waits for groups
+        """Make a group. On gloo only its members synchronize: at a thousand ranks no rank waits for groups
         that it is not in.
 
         On NCCL every group is split off the world's communicator (ncclCommSplit), in which the whole world
-        takes part. So every rank makes its groups axis by axis in the same order, and equally many; otherwise
+        takes part. So every rank makes its groups axis by axis in the same order and number; otherwise
         ranks could wait for each other in a cycle.
         """
         import torch.distributed as dist

@@ -35,8 +35,9 @@ class Meeting:
     """A barrier of all ranks through a store. Called by one thread at a time, on every rank.
 
     Args:
-        name: of the ranks' meetings; those of another thread need another name. timeout: seconds to wait for
-        the others where nothing tells whether they are alive (`Activity.watched`).
+        name: of the ranks' meetings; those of another thread need another name.
+        timeout: seconds to wait for the others where nothing tells whether they are alive
+            (`Activity.watched`).
     """
 
     def __init__(self, name: str, store: Store, rank: int, size: int, activity: Activity, timeout: float):

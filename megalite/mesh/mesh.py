@@ -88,20 +88,20 @@ class Mesh:
 
     Args:
         dims: sizes of the axes; their product is the world size. Weights, gradients and optimizer state are
-        sharded over groups of
-            `dims.shard` neighbours of the data axis; the groups are replicas of each other.
+            sharded over groups of `dims.shard` neighbours of the data axis; the groups are replicas of each
+            other.
         kv_replicas: number of tp ranks that hold the same key-value head (1 if there are at least tp heads).
-        tied: the pipeline ranks that hold the two copies of a tied embedding, or None. channels: the
-        point-to-point communicators over the pp axis by name, in the order of creation, each with the pairs
-        of pipeline
-            ranks (source, target) that use it.
+        tied: the pipeline ranks that hold the two copies of a tied embedding, or None.
+        channels: the point-to-point communicators over the pp axis by name, in the order of creation, each
+            with the pairs of pipeline ranks (source, target) that use it.
         staggered_end: whether totals are summed along the pipeline, not over the world: adds their channels
-        and the axis of a stage. stage_axis: whether the ranks of a stage have an axis also without that.
+            and the axis of a stage.
+        stage_axis: whether the ranks of a stage have an axis also without that.
         counts_tokens: whether the data ranks sum valid tokens in every step: on NCCL gives `counting` a gloo
-        group of its own,
-            so that the count needs no device; otherwise it is the data axis.
+            group of its own, so that the count needs no device; otherwise it is the data axis.
         background_saves: whether saves communicate during training: gives `saving` a gloo group of its own;
-        otherwise it is the world. timeout: time after which an operation fails if its peers do not answer;
+            otherwise it is the world.
+        timeout: time after which an operation fails if its peers do not answer;
         default: torch's.
 
     Raises:
@@ -239,8 +239,8 @@ class Mesh:
             return None
         if self.pp.rank in tied:
             return self._axis("tied_pair", tuple(sorted(self.pp.ranks[stage] for stage in tied)))
-        # torch names a locally synchronised group after its ranks and the number of groups that the process
-        # has made: members agree on the name only if every rank has made equally many. With two pipeline
+        # torch names a locally synchronized group after its ranks and the number of groups that the process
+        # has made: members agree on the name only if every rank has made the same number. With two pipeline
         # ranks all are in the pair.
         if self.pp.size > 2:
             self._groups.new((self.rank,))

@@ -13,10 +13,10 @@ from megalite_kernels.dropout import dropout, dropout_key
 from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
-from megalite.parallel.microbatch import Boundaries, Runs
+from megalite.parallel.microbatch import Boundaries
 
 if TYPE_CHECKING:
-    from megalite.parallel.context.parts import SequencePart
+    from megalite.parallel.context.parts import PositionSegments, SequencePart
     from megalite.parallel.tensor.lora import Mask
 
 
@@ -38,7 +38,7 @@ class ForwardState:
     Attributes:
         samples: [batch] global sample indices. With step, seed and positions they are the key of dropout.
         training: False in evaluation: no dropout.
-        positions, runs, document_start, part, boundaries: as in `Microbatch`.
+        positions, segments, document_start, part, boundaries: as in `Microbatch`.
         rotary: (cos, sin) tables of `document_positions`; None where the model has no rotary embedding.
         local_rotary: the tables of rope_local_theta, for the layers with a sliding window.
         lora_dropout: probability of dropout before adapters.
@@ -53,7 +53,7 @@ class ForwardState:
     seed: int
     training: bool
     positions: Tensor
-    runs: Runs
+    segments: PositionSegments
     document_start: Tensor | None = None
     part: SequencePart | None = None
     rotary: tuple[Tensor, Tensor] | None = None
@@ -94,16 +94,16 @@ class ForwardState:
         read from the device."""
         if self.part is not None:  # its last position may be on another rank
             return self.part.length
-        if self.runs:
-            return max(start + length for start, length in self.runs)
+        if self.segments:
+            return max(start + length for start, length in self.segments)
         return int(self.positions.max()) + 1
 
     @property
     def first_position(self) -> int:
         """The position that attention counts from: the first token's, or 0 for parts of rows, whose positions
         are among its arguments."""
-        assert self.part or len(self.runs) == 1, "positions must be consecutive"
-        return 0 if self.part else self.runs[0][0]
+        assert self.part or len(self.segments) == 1, "positions must be consecutive"
+        return 0 if self.part else self.segments[0][0]
 
     @property
     def first_visible(self) -> Tensor | None:

@@ -33,7 +33,7 @@ from megalite.model.attention import Attention, Rotate
 from megalite.model.cost.context_parallel import latents_travel
 from megalite.model.forward_state import ForwardState, Site
 from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter
-from megalite.parallel.context.parts import Runs
+from megalite.parallel.context.parts import PositionSegments
 from megalite.parallel.microbatch import positions_of
 from megalite.parallel.tensor.linear import ColumnParallelLinear
 from megalite.parallel.tensor.lora import Mask
@@ -186,9 +186,11 @@ class LatentAttention(Attention):
             options["expand"] = partial(self._expand, state)
         return options
 
-    def _expand(self, state: ForwardState, latent: Tensor, key: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
+    def _expand(
+        self, state: ForwardState, latent: Tensor, key: Tensor, segments: PositionSegments
+    ) -> tuple[Tensor, Tensor]:
         """Returns `keys_and_values` of other ranks' positions."""
-        mask = self._mask(Site.KV_UP_ADAPTER, state, lambda: positions_of(runs, latent.device))
+        mask = self._mask(Site.KV_UP_ADAPTER, state, lambda: positions_of(segments, latent.device))
         return self.keys_and_values(latent, key, mask)
 
     def _own(self, x: Tensor) -> Tensor:

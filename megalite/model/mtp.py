@@ -104,11 +104,11 @@ class MultiTokenPrediction(nn.Module):
         Args:
             x: the output of the last layer, [seq (/tp), batch, hidden].
         """
-        assert microbatch.ahead is not None, "a microbatch has the tokens that the modules read"
+        assert microbatch.mtp_targets is not None, "a microbatch has the tokens that the modules read"
         hidden = head.norm(x)
         own = total = head.loss_of(hidden, microbatch.targets, state.loss_scale, head.loss)  # []
         statistics = []
-        for module, tokens, targets, factor in zip(self.predictors, *microbatch.ahead, strict=True):
+        for module, tokens, targets, factor in zip(self.predictors, *microbatch.mtp_targets, strict=True):
             scale = state.loss_scale * factor  # 1 / (the module's targets in the global batch)
             module_state = replace(state, targets=targets, loss_scale=scale)
             hidden = module(hidden, self.embedding(tokens, None), module_state)

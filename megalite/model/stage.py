@@ -143,7 +143,7 @@ class Stage(nn.Module):
             from megalite.model.mtp import MultiTokenPrediction
 
             self.mtp = MultiTokenPrediction(config, weights, mesh, ops, loss)
-        # (cos, sin) by `runs`, length and frequencies
+        # (cos, sin) by `segments`, length and frequencies
         self._rotary: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
     def forward_state(self, microbatch: Microbatch, step: int, training: bool) -> ForwardState:
@@ -158,7 +158,7 @@ class Stage(nn.Module):
             seed=self.seed,
             training=training,
             positions=microbatch.positions,
-            runs=microbatch.runs,
+            segments=microbatch.segments,
             document_start=microbatch.document_start,
             part=microbatch.part,
             lora_dropout=self.lora_dropout,
@@ -175,9 +175,10 @@ class Stage(nn.Module):
         self, state: ForwardState, theta: float, scaling: dict[str, Any] | None
     ) -> tuple[Tensor, Tensor]:
         """Returns cos and sin of the positions. Cached where all rows have the same positions, which the host
-        knows from `runs`."""
+        knows from `segments`."""
         model, positions = self.model_config, state.document_positions  # [seq, 1] or [seq, batch]
-        shared = state.runs if state.document_start is None else ()  # empty: positions differ between rows
+        # empty: positions differ between rows
+        shared = state.segments if state.document_start is None else ()
         key = (shared, len(positions), theta, scaling is None)
         tables = self._rotary.get(key) if shared else None
         if tables is None:

@@ -1,46 +1,41 @@
-"""All-to-all of uneven sizes over a mesh axis: every rank sends a part of one flat tensor to each other rank.
+"""All-to-all over a mesh axis: every rank sends a part of its tensor to every rank.
 
-In a file of its own, imported where it is used: few runs need it. On NCCL it is torch.distributed's. On gloo,
-which lacks it, each rank exchanges directly with every rank to or from which anything goes.
+On NCCL it is torch.distributed's. On gloo, which lacks it, each rank exchanges directly with every rank to or
+from which anything goes. `axis.traffic` counts the calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
-from megalite.parallel.collectives import Pending, Work, group_work
+from megalite.parallel.collectives import Pending, exchange, group_work
 
 
-def all_to_all(x: Tensor, sizes: Sequence[int], received: Sequence[int], axis: MeshAxis) -> Pending:
-    """The parts that the ranks send to this one, concatenated in rank order: a new flat tensor.
+def all_to_all(
+    x: Tensor, axis: MeshAxis, send: list[int] | None = None, receive: list[int] | None = None
+) -> Pending:
+    """Returns the parts that the ranks send to this one, concatenated along dim 0 in rank order.
+
+    Every rank of the axis calls this, also one that sends and receives nothing.
 
     Args:
-        x: [sum of sizes], the parts for the ranks, in rank order.
-        sizes, received: elements that go to, and come from, each rank of the axis; nothing from a rank to
-        itself. Every rank of the axis
-            calls this, also one that takes no part.
+        x: the parts for the ranks, concatenated along dim 0 in rank order.
+        send, receive: lengths along dim 0 of the part for, and from, each rank. None: equal parts.
     """
+    if axis.size == 1:
+        return Pending([], lambda: x)
     axis.traffic["all_to_all", axis.name] += 1
-    result = x.new_empty(sum(received))
+    x = x.contiguous()
+    out = x.new_empty((len(x) if receive is None else sum(receive), *x.shape[1:]))
     if dist.get_backend(axis.group) != "gloo":
-        start = partial(
-            dist.all_to_all_single, result, x, list(received), list(sizes), group=axis.group, async_op=True
-        )
-        return Pending([group_work(start, "all_to_all", axis)], lambda: result, x)
-    outgoing, incoming, works = x.split(list(sizes)), result.split(list(received)), []
-    # each rank starts with its own neighbour, so that no rank is the first target of all
-    for step in range(1, axis.size):
-        source, target = (axis.rank - step) % axis.size, (axis.rank + step) % axis.size
-        for operation, part, peer in (
-            (dist.irecv, incoming[source], source),
-            (dist.isend, outgoing[target], target),
-        ):
-            if part.numel():
-                start = partial(operation, part, axis.ranks[peer], group=axis.group)
-                works.append(Work(start, f"all_to_all over {axis.name}", axis.activity, axis.ranks[peer]))
-    return Pending(works, lambda: result, x)
+        start = partial(dist.all_to_all_single, out, x, receive, send, group=axis.group, async_op=True)
+        return Pending([group_work(start, "all_to_all", axis)], lambda: out, x)
+    equal = [len(x) // axis.size] * axis.size
+    outgoing, incoming = list(x.split(send or equal)), list(out.split(receive or equal))
+    works = exchange(outgoing, incoming, axis, "all_to_all")
+    incoming[axis.rank].copy_(outgoing[axis.rank])
+    return Pending(works, lambda: out, x)

@@ -150,9 +150,9 @@ def _shared_memory_collective(
     number = _raise_on_peer_loss(lambda: shared.publish(x), axis, what)
 
     def result() -> Tensor:
-        found = use(_raise_on_peer_loss(lambda: shared.peers(number, x), axis, what))
+        value = use(_raise_on_peer_loss(lambda: shared.peers(number, x), axis, what))
         shared.release(number)  # after `use`, which reads the peers' slots in place
-        return found
+        return value
 
     return Pending([], result)
 
@@ -161,14 +161,14 @@ def _raise_on_peer_loss(act: Callable[[], _T], axis: MeshAxis, what: str) -> _T:
     """Returns act(). Raises CommunicationError if a rank is lost."""
     axis.activity.wait_for(f"{what} over {axis.name}", None)
     try:
-        found = act()
+        result = act()
     except PeerLost as error:
         peer = axis.ranks[error.peer]
         raise CommunicationError(
             f"rank {dist.get_rank()}: {what} over {axis.name} failed, rank {peer} is lost: {error}", peer
         ) from error
     axis.activity.arrived()
-    return found
+    return result
 
 
 def reduces_in_place(axis: MeshAxis) -> bool:
@@ -178,19 +178,17 @@ def reduces_in_place(axis: MeshAxis) -> bool:
 
 def exchange(outgoing: list[Tensor], incoming: list[Tensor], axis: MeshAxis, what: str) -> list[Work]:
     """Send outgoing[i] to, and receive incoming[i] from, the i-th rank of the axis, for all ranks but this
-    one."""
+    one. Empty tensors are not sent."""
     works, what = [], f"{what} over {axis.name}"
     # each rank starts with its own neighbour, so that no rank is the first target of all
     for step in range(1, axis.size):
         source, target = (axis.rank - step) % axis.size, (axis.rank + step) % axis.size
-        receive, send = (
-            partial(dist.irecv, incoming[source], src=axis.ranks[source], group=axis.group),
-            partial(dist.isend, outgoing[target], dst=axis.ranks[target], group=axis.group),
-        )
-        works += [
-            Work(receive, what, axis.activity, axis.ranks[source]),
-            Work(send, what, axis.activity, axis.ranks[target]),
-        ]
+        if incoming[source].numel():
+            receive = partial(dist.irecv, incoming[source], axis.ranks[source], group=axis.group)
+            works.append(Work(receive, what, axis.activity, axis.ranks[source]))
+        if outgoing[target].numel():
+            send = partial(dist.isend, outgoing[target], axis.ranks[target], group=axis.group)
+            works.append(Work(send, what, axis.activity, axis.ranks[target]))
     return works
 
 
@@ -303,7 +301,7 @@ def _gather(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending:
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if into is None else into
     parts = list(out.chunk(axis.size))
     if into is None and (
-        pending := _shared_memory_collective(x, axis, "all_gather", lambda found: torch.cat(found, out=out))
+        pending := _shared_memory_collective(x, axis, "all_gather", lambda parts: torch.cat(parts, out=out))
     ):
         return pending
     works = exchange([x] * axis.size, parts, axis, "all_gather")

@@ -9,41 +9,46 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megalite.parallel.context.parts import PositionSegment
+
 if TYPE_CHECKING:
     from megalite.parallel.context.parts import SequencePart
 
-Runs = Sequence[tuple[int, int]]
 IGNORE_INDEX = -100  # a target without loss (torch's and Hugging Face's convention)
 
 
-def positions_of(runs: Runs, device: torch.device) -> Tensor:
-    """The positions of runs, [seq, 1] int64."""
+def positions_of(segments: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """Returns the positions of segments, (start, length) each: [seq, 1] int64."""
     return torch.cat(
-        [torch.arange(start, start + length, device=device) for start, length in runs]
+        [torch.arange(start, start + length, device=device) for start, length in segments]
     ).unsqueeze(1)
 
 
 class Boundaries(NamedTuple):
-    """The documents of a microbatch, as attention kernels for documents of any length read them.
+    """The boundaries of the documents of a microbatch, in the form that varlen attention kernels read.
 
     Attributes:
-        offsets: [documents + 1] int32 ("cu_seqlens"): where each document starts in the tokens of all rows,
-        row after row; last, how many
-            tokens there are.
-        longest: the length of the longest document: known to the host, which starts the kernels by it.
+        offsets: [documents + 1] int32 ("cu_seqlens"): the start of each document in the tokens of all rows,
+            row after row; last, the number of tokens.
+        longest: the length of the longest document ("max_seqlen"), on the host, which
+            launches the kernels with it.
     """
 
     offsets: Tensor
     longest: int
 
 
-class Ahead(NamedTuple):
-    """What the modules of multi-token prediction read (`data.ahead`), the k-th module what is at index k − 1.
+class MtpTargets(NamedTuple):
+    """Inputs and targets of the multi-token prediction (MTP) modules (`data.mtp_targets`).
+
+    The k-th module reads index k − 1.
 
     Attributes:
-        tokens: [modules, seq, batch] int64, the token k positions after each token. targets: the same of the
-        targets, IGNORE_INDEX where the loss is not counted. factors: tokens of the global batch whose loss
-        counts, divided by those whose loss of the k-th module does; empty until known.
+        tokens: [modules, seq, batch] int64, the token k positions after each token.
+        targets: [modules, seq, batch] int64, the target k positions after each target; IGNORE_INDEX where the
+            loss is not counted.
+        factors: for each module, the number of tokens of the global batch whose loss counts, divided by the
+            number of those that count for the module; empty until known.
     """
 
     tokens: Tensor
@@ -57,15 +62,16 @@ class Microbatch:
 
     Attributes:
         tokens: [seq, batch] int64.
-        targets: [seq, batch] int64, IGNORE_INDEX where the loss is not counted. positions: [seq, 1] int64,
-        index of each token in its row; [seq, batch] if rows differ. samples: [batch] int64, global sample
-        index of each row: the key of dropout. document_start: [seq, batch] int64, index in the row of the
-        first token of each token's document; None if a row is one document. runs: (first position, length) of
-        the runs of consecutive positions that `positions` consists of; empty if rows differ. It gives
-            the host the positions without reading the device: rotary tables are cached by it.
+        targets: [seq, batch] int64, IGNORE_INDEX where the loss is not counted.
+        positions: [seq, 1] int64, index of each token in its row; [seq, batch] if rows differ.
+        samples: [batch] int64, global sample index of each row: the key of dropout.
+        document_start: [seq, batch] int64, index in the row of the first token of each token's document; None
+            if a row is one document.
+        segments: the segments of consecutive positions in `positions`; empty if rows differ. They give the
+            host the positions without reading the device: rotary tables are cached by them.
         boundaries: the same as `document_start`, of whole rows only; may be None where that is not.
         part: the rank's part of the rows under context parallelism; None: these are whole rows.
-        ahead: further tokens and targets, if the model has modules that predict them.
+        mtp_targets: inputs and targets of the MTP modules, if the model has any.
     """
 
     tokens: Tensor
@@ -73,10 +79,10 @@ class Microbatch:
     positions: Tensor
     samples: Tensor
     document_start: Tensor | None = None
-    runs: Runs = ()
+    segments: tuple[PositionSegment, ...] = ()
     boundaries: Boundaries | None = None
     part: SequencePart | None = None
-    ahead: Ahead | None = None
+    mtp_targets: MtpTargets | None = None
 
     @staticmethod
     def of(
@@ -84,19 +90,26 @@ class Microbatch:
         targets: Tensor,
         samples: Tensor,
         document_start: Tensor | None = None,
-        runs: Runs = (),
+        segments: Sequence[PositionSegment] = (),
         **others: Any,
     ) -> Microbatch:
-        """A microbatch in which every row consists of these runs of positions; by default of one, from
-        position 0 on. others: fields."""
-        runs = tuple(runs or [(0, len(tokens))])
+        """Creates a microbatch whose rows have the positions of `segments`; default: 0 to the end of the row.
+
+        others: the other fields.
+        """
+        segments = tuple(segments) or (PositionSegment(0, len(tokens)),)
         return Microbatch(
-            tokens, targets, positions_of(runs, tokens.device), samples, document_start, runs, **others
+            tokens,
+            targets,
+            positions_of(segments, tokens.device),
+            samples,
+            document_start,
+            segments,
+            **others,
         )
 
     def to(self, device: torch.device) -> Microbatch:
-        """The microbatch on a device. The copy is asynchronous, from pinned memory: it does not wait for the
-        device's work."""
+        """Copies the microbatch to a device, asynchronously from pinned memory: the host does not wait."""
         if device == self.tokens.device:
             return self
 
@@ -113,8 +126,9 @@ class StageOutput(NamedTuple):
     """The output of a stage for one microbatch.
 
     Attributes:
-        value: activations for the next stage, [seq (/tp), batch, hidden]; from the last stage the loss, a
-        scalar. statistics: scalars by name, which are summed over microbatches, stages and ranks.
+        value: activations for the next stage, [seq (/tp), batch, hidden]; from the last stage the
+            loss, a scalar.
+        statistics: scalars by name, which are summed over microbatches, stages and ranks.
     """
 
     value: Tensor

@@ -2,7 +2,7 @@
 rank holds.
 
 A stored tensor is an ordered list of *segments* along dim 0: the fused query-key-value projection is one
-tensor for the matrix product, but three segments for initialisation, gradient norm, checkpoints, conversion
+tensor for the matmul, but three segments for initialization, gradient norm, checkpoints, conversion
 and counting, which never use the fused form. Everything here is plain data computed from sizes, so a planner
 can evaluate it for 16,384 ranks without starting one.
 """
@@ -48,17 +48,20 @@ class Segment:
         split: the dimension that is split over `axis`; None if every rank of the axis holds the whole tensor.
         axis: the mesh axis that the tensor is split or replicated over.
         replicas: number of neighbouring ranks of the axis that hold the same part (key-value heads if tp
-        exceeds their number). padded: length of the split dimension in memory, summed over the ranks, if it
-        is padded (vocabulary); else 0. grad_partial_axis: the mesh axis whose ranks each compute a partial
-        gradient, which must be summed over the axis. decay: whether weight decay applies.
+            exceeds their number).
+        padded: length of the split dimension in memory, summed over the ranks, if it is padded (vocabulary);
+            else 0.
+        grad_partial_axis: the mesh axis whose ranks each compute a partial gradient, which must be summed
+            over the axis.
+        decay: whether weight decay applies.
         trainable: whether it has a gradient and optimizer state.
         copy: whether this is the second copy of a tied tensor, which is neither counted nor stored. init_std,
-        init_value: initialised from normal(0, init_std), or to the constant init_value if init_std is 0.
+        init_value: initialized from normal(0, init_std), or to the constant init_value if init_std is 0.
         role: q, k, v, o, gate, up or down for the weights of a layer's projections, experts.in and
-        experts.down for those of its experts;
-            embedding, head, norms, adapter; empty for others.
+            experts.down for those of its experts; embedding, head, norms, adapter; empty for others.
         experts: number of experts, whose equal parts of the tensor are stacked along dim 0; 1: it is a single
-        matrix. fused: number of equal matrices that each of these parts consists of (gate and up).
+            matrix.
+        fused: number of equal matrices that each of these parts consists of (gate and up).
     """
 
     name: str
@@ -229,9 +232,9 @@ class HeldPart(NamedTuple):
 def holders(spec: ParamSpec, layout: Layout, pp_rank: int) -> list[HeldPart]:
     """The ranks that hold each part of a stored tensor of a pipeline rank, before ZeRO, which divides the
     parts further."""
-    found: dict[tuple[Segment, LocalPart], list[int]] = {}
+    holders: dict[tuple[Segment, LocalPart], list[int]] = {}
     for rank in range(layout.world):
         if layout.position(rank)["pp"] == pp_rank:
             for segment in spec.segments:
-                found.setdefault((segment, segment.local(layout.coordinates(rank))), []).append(rank)
-    return [HeldPart(segment, part, tuple(ranks)) for (segment, part), ranks in found.items()]
+                holders.setdefault((segment, segment.local(layout.coordinates(rank))), []).append(rank)
+    return [HeldPart(segment, part, tuple(ranks)) for (segment, part), ranks in holders.items()]

@@ -5,7 +5,7 @@ which adds it to the gradient's slice of a flat bucket, in at least fp32. This s
 per tensor, keeps microbatches in ascending order, starts the reduction of a bucket as soon as it is complete,
 and allows a schedule to defer weight gradients to its W passes.
 
-The life of a gradient: a contribution is added (`accumulate`, `accumulate_rows`, or `accumulate_product`
+The life of a gradient: a contribution is added (`accumulate`, `accumulate_rows`, or `accumulate_matmul`
 through the `WeightGradQueue`); the last one of a reduction completes the weight in its bucket
 (`GradientBucket.complete`); the bucket's last weight starts the reduction. This module does no communication.
 """
@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.spec import ParamSpec
-from megalite.parallel.weight_grad_queue import WeightGradQueue, WeightProduct
+from megalite.parallel.weight_grad_queue import WeightGradQueue, WeightMatmul
 
 if TYPE_CHECKING:
     from megalite_kernels.groups import Groups
 
-    from megalite.parallel.expert.lora import ExpertAdapter
+    from megalite.parallel.expert.grouped_matmul import ExpertAdapter
     from megalite.parallel.tensor.lora import Adapter
 
 
@@ -52,8 +52,8 @@ class Weight:
         grad: a view of a flat gradient bucket, of the same shape; None while the bucket has no buffer.
         grad_dtype: accumulate dtype of the gradient; None if the weight is not trained.
         bucket: reduces completed gradients; None: they are not reduced.
-        adapter: low-rank matrices added to its products (LoRA); expert_adapter: those of the experts that are
-        stacked in it.
+        adapter: the LoRA adapter of its matmuls.
+        expert_adapter: the LoRA adapters of the experts that are stacked in it.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Weight:
 
     @property
     def deferred(self) -> bool:
-        """Whether products are kept for the schedule's W passes."""
+        """Whether weight-gradient matmuls are deferred to the schedule's W passes."""
         return self._queue.deferred
 
     def begin_step(self, microbatches: int, reductions: int) -> None:
@@ -120,11 +120,11 @@ class Weight:
         self._add(value)
         self._count()
 
-    def accumulate_product(self, grad_output: Tensor, inputs: Tensor, groups: Groups | None = None) -> None:
+    def accumulate_matmul(self, grad_output: Tensor, inputs: Tensor, groups: Groups | None = None) -> None:
         """Add grad_outputᵀ · inputs ([tokens, out], [tokens, in]), now or in the schedule's W pass. `groups`:
         the tokens of each expert."""
         if self.trainable:
-            self._queue.put(WeightProduct(self, grad_output, inputs, groups))
+            self._queue.put(WeightMatmul(self, grad_output, inputs, groups))
 
     def accumulate_rows(self, rows: Tensor, values: Tensor, separately: bool = True) -> None:
         """Add values[i] to row rows[i] ([n], [n, width]): the gradient of a lookup. Equal rows are summed.
@@ -151,19 +151,18 @@ class Weight:
         if self.trainable:
             self._count()
 
-    def add_product(self, grad_output: Tensor, inputs: Tensor, groups: Groups | None) -> None:
+    def add_matmul(self, grad_output: Tensor, inputs: Tensor, groups: Groups | None) -> None:
         """Compute and add grad_outputᵀ · inputs now. Called by the queue."""
         grad, left = self._open_grad(), grad_output.t()  # [out, in], [out, tokens]
-        if groups is not None:  # one product for each of the experts that are stacked in this weight
+        if groups is not None:  # one matmul for each of the experts that are stacked in this weight
             from megalite_kernels.grouped_weight_grad import add_grouped_gradient
 
             add_grouped_gradient(
                 grad.view(len(groups), -1, grad.shape[1]), grad_output, inputs, groups, self._uninitialized
             )
             self._uninitialized = False
-        elif (
-            left.dtype != grad.dtype and left.is_cuda
-        ):  # the product's fp32 accumulators are added to grad without being rounded first
+        elif left.dtype != grad.dtype and left.is_cuda:
+            # the matmul's fp32 accumulators are added to grad without being rounded first
             from megalite_kernels.weight_grad import add_product
 
             add_product(grad, left, inputs, overwrite=self._uninitialized)

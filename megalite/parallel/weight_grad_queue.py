@@ -1,6 +1,6 @@
-"""The queue of weight-gradient products, which allows a schedule to defer them to its W passes.
+"""The queue of weight-gradient matmuls, which allows a schedule to defer them to its W passes.
 
-One queue per rank: `ParameterStore` gives it to its weights, which put products in; the pipeline runtime runs
+One queue per rank: `ParameterStore` gives it to its weights, which put matmuls in; the pipeline runtime runs
 it in a W action. This module does no communication.
 """
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megalite.parallel.weight import Weight
 
 
-class WeightProduct(NamedTuple):
+class WeightMatmul(NamedTuple):
     """A linear layer's weight gradient, not yet computed: grad_outputᵀ · inputs."""
 
     weight: Weight
@@ -26,39 +26,39 @@ class WeightProduct(NamedTuple):
 
 
 class WeightGradQueue:
-    """Weight-gradient products: computed at once, or kept until the schedule's W pass of their (stage,
+    """Weight-gradient matmuls: computed at once, or kept until the schedule's W pass of their (stage,
     microbatch).
 
     Keyed by both, since a schedule may run other backwards between a backward and its W pass.
 
     Attributes:
-        deferred: whether the current run of a schedule keeps products for W passes.
-        backward: (stage, microbatch) that products belong to.
+        deferred: whether the current run of a schedule keeps matmuls for W passes.
+        backward: (stage, microbatch) that matmuls belong to.
     """
 
     def __init__(self) -> None:
         self.deferred = False
-        self._products: dict[tuple[int, int], list[WeightProduct]] = {}
+        self._matmuls: dict[tuple[int, int], list[WeightMatmul]] = {}
         self.backward = (0, 0)
 
     def begin_run(self, deferred: bool) -> None:
         """Call before a schedule is executed. Drops what an aborted run has left."""
         self.deferred = deferred
-        self._products.clear()
+        self._matmuls.clear()
 
     def begin_backward(self, stage: int, microbatch: int) -> None:
-        """Assign the products that follow to this backward."""
+        """Assign the matmuls that follow to this backward."""
         self.backward = (stage, microbatch)
 
-    def put(self, product: WeightProduct) -> None:
-        """Compute a product now, or keep it."""
+    def put(self, matmul: WeightMatmul) -> None:
+        """Compute a matmul now, or keep it."""
         if self.deferred:
-            self._products.setdefault(self.backward, []).append(product)
+            self._matmuls.setdefault(self.backward, []).append(matmul)
         else:
-            product.weight.add_product(*product[1:])
+            matmul.weight.add_matmul(*matmul[1:])
 
     def run(self, stage: int, microbatch: int) -> None:
-        """Compute the products of one backward, in the order in which they were put: that of a backward that
+        """Compute the matmuls of one backward, in the order in which they were put: that of a backward that
         is not split."""
-        for product in self._products.pop((stage, microbatch), ()):
-            product.weight.add_product(*product[1:])
+        for matmul in self._matmuls.pop((stage, microbatch), ()):
+            matmul.weight.add_matmul(*matmul[1:])

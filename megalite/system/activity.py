@@ -35,15 +35,18 @@ class Activity:
 
     Attributes:
         step: 1-based; 0 before the first.
-        action: a pipeline action, or a description of what the rank does between actions. communication: the
-        last one that the rank waited for: description, peer rank (None for a group), and start time of the
-        wait. waiting: whether the rank still waits for it.
+        action: a pipeline action, or a description of what the rank does between actions.
+        communication: the last one that the rank waited for: description, peer rank (None for a group), and
+            start time of the wait.
+        waiting: whether the rank still waits for it.
         limited: whether `run.timeout` limits that wait; otherwise it is one for work of other ranks' hosts
-        (`meeting`). busy: whether the rank works on its host alone, whatever its action. watched: whether
-        another thread tells when a rank is lost.
-        plan: the actions of the schedule that this rank runs, or has run last. runs: number of completed runs
-        of a schedule. In a validation nothing else distinguishes one batch from the next. listeners: called
-        with every change: an action, or a description of what the rank does or waits for.
+            (`meeting`).
+        busy: whether the rank works on its host alone, whatever its action.
+        watched: whether another thread tells when a rank is lost.
+        plan: the actions of the schedule that this rank runs, or has run last.
+        runs: number of completed runs of a schedule. In a validation nothing else distinguishes one batch
+            from the next.
+        listeners: called with every change: an action, or a description of what the rank does or waits for.
     """
 
     __slots__ = (

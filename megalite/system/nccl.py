@@ -25,10 +25,10 @@ def options(kind: Literal["channel", "urgent"]) -> Any:
     """
     import torch.distributed as dist
 
-    made = dist.ProcessGroupNCCL.Options(is_high_priority_stream=kind == "urgent")
-    if kind == "channel" and hasattr(made, "config"):  # builds with an older NCCL have none
-        made.config.max_ctas = CHANNEL_CTAS
-    return made
+    settings = dist.ProcessGroupNCCL.Options(is_high_priority_stream=kind == "urgent")
+    if kind == "channel" and hasattr(settings, "config"):  # builds with an older NCCL have none
+        settings.config.max_ctas = CHANNEL_CTAS
+    return settings
 
 
 def connect(

@@ -34,12 +34,12 @@ def piece_sizes(sizes: Sequence[int]) -> list[int]:
 def places(sizes: Sequence[int], pieces: Sequence[Tensor]) -> list[Tensor]:
     """The bytes of each part, views of the pieces, which have `piece_sizes`."""
     groups = packed([_aligned(size) for size in sizes], PIECE)
-    found = [
+    buffers = [
         place
         for group, piece in zip(groups, pieces, strict=True)
         for place in piece[: sum(group)].split(group)
     ]
-    return [place[:size] for place, size in zip(found, sizes, strict=True)]
+    return [place[:size] for place, size in zip(buffers, sizes, strict=True)]
 
 
 def allocate(sizes: Sequence[int], pinned: bool) -> list[Tensor]:

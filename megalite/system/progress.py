@@ -52,16 +52,16 @@ class Phase:
         seconds, gained = now - self.since, self.done - self.start
         if self.total is None and not self.done:
             return f"{duration(seconds)} so far"
-        found = [amount(self.done, self.unit)]
+        parts = [amount(self.done, self.unit)]
         if self.total is not None:
             done = amount(self.done, "B" if self.unit == "B" else "")
-            found = [f"{done} of {amount(self.total, self.unit)} ({self.done / max(self.total, 1):.0%})"]
+            parts = [f"{done} of {amount(self.total, self.unit)} ({self.done / max(self.total, 1):.0%})"]
         if seconds > 0 and gained > 0:
             rate = gained / seconds
-            found.append(f"{amount(rate, self.unit)}/s" if rate >= 1 else f"{duration(1 / rate)} each")
+            parts.append(f"{amount(rate, self.unit)}/s" if rate >= 1 else f"{duration(1 / rate)} each")
             if self.total is not None:
-                found.append(f"{duration(max(self.total - self.done, 0) / rate)} left")
-        return ", ".join(found)
+                parts.append(f"{duration(max(self.total - self.done, 0) / rate)} left")
+        return ", ".join(parts)
 
 
 class Progress:

@@ -47,7 +47,7 @@ def normal_(numbers: Tensor, *parts: int | str) -> Tensor:
 
 
 class Draw(NamedTuple):
-    """What initialises a range of a segment on a rank.
+    """The draw that initializes a range of a segment on a rank.
 
     Attributes:
         first: the first element, counted in the rank's local shape, flat.
@@ -63,8 +63,9 @@ class Draw(NamedTuple):
 
 
 def initial_values(segment: Segment, at: Coordinates, seed: int, low: int, high: int) -> Iterator[Draw]:
-    """What initialises elements [low, high) of a segment on the rank at these coordinates, counted in its
-    local shape, flat; in order.
+    """Yields the draws that initialize elements [low, high) of a segment on the rank at these coordinates.
+
+    Elements are counted in its flattened local shape, in order.
 
     The ranges are whole rows of a block, so the first and the last may reach beyond [low, high). Padding is
     zero.

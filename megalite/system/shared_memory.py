@@ -81,17 +81,17 @@ class SharedMemory:
         if rank > 0 and name[0] is not None:
             with suppress(OSError):
                 file = os.open(name[0], os.O_RDWR)
-        made = SharedMemory(file, rank, size, timeout) if file is not None else None
-        opened = torch.tensor(float(made is not None))
+        memory = SharedMemory(file, rank, size, timeout) if file is not None else None
+        opened = torch.tensor(float(memory is not None))
         dist.all_reduce(opened, group=group)
         if file is not None:
             os.close(file)  # the mapping stays
         if path is not None:
             os.unlink(path)
-        if made is None or opened < size:
+        if memory is None or opened < size:
             return None
-        made._introduce(group)
-        return made
+        memory._introduce(group)
+        return memory
 
     def _introduce(self, group: ProcessGroup) -> None:
         """Initialise this rank's semaphores, and open the processes of the other ranks, to notice when one

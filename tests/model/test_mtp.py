@@ -1,7 +1,7 @@
 """Multi-token prediction on one process against its definition, written out in float64: losses, and the gradient of
 every parameter.
 
-Also what it predicts from (`data.ahead`), how many parameters it has, and that validation does not know it.
+Also what it predicts from (`data.mtp_targets`), how many parameters it has, and that validation does not know it.
 """
 
 from __future__ import annotations

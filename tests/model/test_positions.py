@@ -79,17 +79,17 @@ def test_the_end_of_a_row_has_the_logits_that_it_has_in_the_row(model: dict[str,
         assert (elsewhere - end).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("runs", [((FIRST, 20),), ((0, 10), (30, 10)), ((10, 5), (20, 15))], ids=str)
-def test_tables_of_parts_are_those_of_the_row_and_made_once(runs: tuple[tuple[int, int], ...]):
+@pytest.mark.parametrize("segments", [((FIRST, 20),), ((0, 10), (30, 10)), ((10, 5), (20, 15))], ids=str)
+def test_tables_of_parts_are_those_of_the_row_and_made_once(segments: tuple[tuple[int, int], ...]):
     stage = stage_of(**SCALED)
     tokens, samples = rows()
     whole = stage.forward_state(Microbatch.of(tokens, tokens, samples), step=0, training=False).rotary
     part = tokens[:20]
     parts, again = (
-        stage.forward_state(Microbatch.of(part, part, samples, runs=runs), 0, False).rotary for _ in range(2)
+        stage.forward_state(Microbatch.of(part, part, samples, segments=segments), 0, False).rotary for _ in range(2)
     )
     assert whole is not None and parts is not None and again is not None
-    its = [position for start, length in runs for position in range(start, start + length)]
+    its = [position for start, length in segments for position in range(start, start + length)]
     for ours, theirs, same in zip(parts, whole, again, strict=True):
         assert torch.equal(ours, theirs[its])
         assert ours is same

@@ -96,7 +96,7 @@ def test_neither_padding_nor_another_sequence_takes_a_place() -> None:
 
 @pytest.mark.parametrize("tp", [1, 2, 3])
 def test_parts_of_a_sequence_drop_what_the_whole_drops(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two cp ranks with two runs each, and tp ranks that cut them. Every rank counts, then each is given all counts."""
+    """Two cp ranks with two segments each, which tp ranks cut. Every rank counts, then each is given all counts."""
     from megalite.parallel.context.parts import SequencePart
 
     padded, ranks = 24, 2 * tp
@@ -104,8 +104,10 @@ def test_parts_of_a_sequence_drop_what_the_whole_drops(tp: int, monkeypatch: pyt
     length = padded - 2  # the last two positions are padding
     valid[length:] = False
     whole = Capacity(FACTOR, ALONE, 1).limit(choose(scores[:length].flatten(0, 1), K), valid[:length], None)
-    runs = zigzag(padded, 2)
-    places = [torch.cat([torch.arange(run.start, run.stop) for run in own]) for own in pieces_of(runs, tp)]
+    segments = zigzag(padded, 2)
+    places = [
+        torch.cat([torch.arange(segment.start, segment.stop) for segment in own]) for own in pieces_of(segments, tp)
+    ]
     assert torch.cat(places).sort().values.tolist() == list(range(padded))
     counts: list[Tensor] = []
 
@@ -120,7 +122,7 @@ def test_parts_of_a_sequence_drop_what_the_whole_drops(tp: int, monkeypatch: pyt
     for attempt in range(2):
         for rank, own in enumerate(places):
             limit = Capacity(FACTOR, MeshAxis("sequence", rank, ranks, tuple(range(ranks))), tp)
-            part = SequencePart(runs, rank // tp, length, None)
+            part = SequencePart(segments, rank // tp, length, None)
             found = kept(limit.limit(choose(scores[own].flatten(0, 1), K), valid[own], part), len(own))
             inside = own < length
             if attempt:

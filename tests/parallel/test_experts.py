@@ -17,7 +17,7 @@ from megalite.model.router_states import Routers
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.expert.balance import AUXILIARY, DROPPED, Balance, RouterState, Z
 from megalite.parallel.expert.choice import choose, combine, in_best_groups, spread
-from megalite.parallel.expert.grouped_matmul import Experts, grouped_product, product_loop
+from megalite.parallel.expert.grouped_matmul import Experts, grouped_matmul, matmul_loop
 from megalite.parallel.expert.router import Router
 from megalite.parallel.microbatch import IGNORE_INDEX
 from megalite.parallel.spec import ParamSpec, Segment
@@ -89,10 +89,10 @@ def test_the_grouped_kernel_is_the_loop(sizes: list[int]) -> None:
     groups = Groups(torch.tensor(sizes))
     found, expected = (
         torch.nn.functional.grouped_mm(rows, matrices, offs=groups.ends),
-        product_loop(rows, matrices, groups),
+        matmul_loop(rows, matrices, groups),
     )
     torch.testing.assert_close(found[: sum(sizes)], expected[: sum(sizes)])
-    assert torch.equal(grouped_product(rows, matrices, groups)[: sum(sizes)], expected[: sum(sizes)])
+    assert torch.equal(grouped_matmul(rows, matrices, groups)[: sum(sizes)], expected[: sum(sizes)])
 
 
 def test_gradients_of_bf16_rows_accumulate_in_fp32() -> None:

@@ -95,7 +95,7 @@ def attend_latents(
     mesh = context.cached(("cp 2, tp", tp), lambda: Mesh(Layout(cp=2, tp=tp)))
     (sequence, batch, heads), own = shape, shape[0] // 2 // (tp if split_sequence else 1)
 
-    def expand(latent: Tensor, key: Tensor, runs: Any) -> tuple[Tensor, Tensor]:
+    def expand(latent: Tensor, key: Tensor, segments: Any) -> tuple[Tensor, Tensor]:
         keys = torch.cat((latent[..., :8], key), -1)
         return tuple(x.unsqueeze(2).repeat(1, 1, heads // tp, 1) for x in (keys, latent[..., :6]))  # type: ignore[return-value]
 

@@ -12,7 +12,7 @@ from megalite.config.load import from_dict
 from megalite.model.forward_state import ForwardState
 from megalite.model.moe import MixtureOfExperts
 from megalite.parallel.expert.choice import ExpertChoice
-from megalite.parallel.expert.uneven_all_to_all import exchange
+from megalite.parallel.expert.row_exchange import exchange
 from tests.support import jobs
 from tests.support.configs import case_of, config_of, config_of_one_process
 from tests.support.jobs import make_trainer, mesh_of

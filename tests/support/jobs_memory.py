@@ -17,7 +17,7 @@ from megalite.optimizer.adamw import AdamW
 from megalite.optimizer.registry import OPTIMIZERS
 from megalite.optimizer.state import OptimizerState
 from megalite.parallel.microbatch import Microbatch
-from megalite.parallel.weight_grad_queue import WeightGradQueue, WeightProduct
+from megalite.parallel.weight_grad_queue import WeightGradQueue, WeightMatmul
 from tests.support.jobs import mesh_of
 
 
@@ -59,14 +59,14 @@ class Ledger:
         return torch.autograd.graph.saved_tensors_hooks(self.keep, lambda kept: kept.tensor)
 
     def watch(self, queue: WeightGradQueue) -> None:
-        """Count what the products keep that are put off for a weight pass."""
+        """Count the memory that matmuls deferred to a weight pass keep."""
         put, run = queue.put, queue.run
         held: defaultdict[tuple[int, int], list[_Kept]] = defaultdict(list)
 
-        def watched_put(product: WeightProduct) -> None:
+        def watched_put(matmul: WeightMatmul) -> None:
             if queue.deferred:
-                held[queue.backward] += [self.keep(product.grad_output), self.keep(product.inputs)]
-            put(product)
+                held[queue.backward] += [self.keep(matmul.grad_output), self.keep(matmul.inputs)]
+            put(matmul)
 
         def watched_run(stage: int, microbatch: int) -> None:
             run(stage, microbatch)
@@ -88,8 +88,8 @@ def parts_and_batches(context: Any, config: dict[str, Any]) -> tuple[Config, bui
         make(tokens.clone(), tokens.clone(), torch.arange(batch)) for _ in range(build.layout(parsed).microbatches)
     ]
     for each in batches:
-        if each.ahead is not None:
-            each.ahead = each.ahead._replace(factors=(1.0,) * parsed.model.mtp_layers)
+        if each.mtp_targets is not None:
+            each.mtp_targets = each.mtp_targets._replace(factors=(1.0,) * parsed.model.mtp_layers)
     return parsed, parts, batches
 
 

@@ -128,7 +128,7 @@ class Round:
         for (rank, _), length in zip(incoming, lengths, strict=True):
             receive_sizes[rank] += length
         x = torch.cat([value for _, value in outgoing]) if outgoing else self._like
-        return _Transfer(all_to_all(x, send_sizes, receive_sizes, self.axis), lengths)
+        return _Transfer(all_to_all(x, self.axis, send_sizes, receive_sizes), lengths)
 
 
 def _pieces_of(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.context.gathered import Gathered
+from megalite.parallel.context.options import part_options, whole_row_options
 from megalite.parallel.context.parts import SequencePart
 from megalite.parallel.context.ring import Ring
 from megalite.parallel.context.sinks import SomeSinks
@@ -33,15 +34,13 @@ def attention_over(cp: MeshAxis, method: str, levels: tuple[MeshAxis, MeshAxis] 
         return two_level(*levels)
     function = METHODS[method]
 
-    # The others never keep probabilities, and their queries are of no whole document.
-    left_out = ("part", "sinks") if method == "ulysses" else ("part", "sinks", "recompute", "boundaries")
+    kernel_options = whole_row_options if method == "ulysses" else part_options
 
     def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         part: SequencePart = options["part"]
-        given = {name: value for name, value in options.items() if name not in left_out}
         sinks = options.get("sinks")
         own = SomeSinks(sinks, cp) if sinks is not None and method == "ulysses" else sinks
-        out: Tensor = function.apply(q, k, v, cp, part, given, own)
+        out: Tensor = function.apply(q, k, v, cp, part, kernel_options(options), own)
         return out
 
     return attend

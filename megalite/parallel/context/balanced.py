@@ -1,11 +1,11 @@
-"""Parts of rows by their documents, so that every rank has equally much attention to compute. Pure functions;
-no torch.
+"""Parts of rows by their documents, so that every rank has about the same attention to compute. Pure
+functions; no torch.
 
 A token attends to its own document only, so that where documents end inside a row, a late part may see few
 keys. What a part costs is the number of tiles of queries by keys that the kernels visit
 (`megalite_kernels.attention_part_triton`), not the number of visible pairs: a tile that holds one visible
-pair costs as much as a full one. Rows are cut into blocks of whole tiles; the ranks take equally many blocks,
-and about equal sums of their tiles. Every rank computes the same parts from the same rows: nothing is
+pair costs as much as a full one. Rows are cut into blocks of whole tiles; every rank takes the same number of
+blocks, with about equal sums of tiles. Every rank computes the same parts from the same rows: nothing is
 communicated.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.dims import TILE, block_length
-from megalite.parallel.context.parts import PositionSegment, Runs, joined
+from megalite.parallel.context.parts import PositionSegment, PositionSegments, joined
 
 Counts = NDArray[np.int64]
 Windows = Sequence[tuple[int | None, int]]
@@ -32,9 +32,12 @@ MOST_SWAPS = 16  # per rank
 MOST_TRIALS, MOST_FAILURES, MOST_PAIRS = 256, 8, 1 << 14
 
 
-def balanced(starts: Counts, ranks: int, windows: Windows = EVERY_KEY, method: str = "gather") -> list[Runs]:
-    """The runs of each rank, of rows with documents that start at `starts` [seq, batch]: equally many
-    positions, about equally many tiles.
+def balanced(
+    starts: Counts, ranks: int, windows: Windows = EVERY_KEY, method: str = "gather"
+) -> list[PositionSegments]:
+    """Returns the segments of each rank, for rows with documents that start at `starts` [seq, batch].
+
+    The ranks get the same number of positions, and about the same number of tiles.
 
     For a ring, the tiles at each hop are about equal too. Rows of one microbatch share their parts: tiles are
     summed over them.
@@ -53,22 +56,25 @@ def balanced(starts: Counts, ranks: int, windows: Windows = EVERY_KEY, method: s
 
 
 def visited(
-    runs: Sequence[PositionSegment],
+    segments: Sequence[PositionSegment],
     starts: Counts,
     windows: Windows = EVERY_KEY,
     queries: int = TILE,
     keys: int = KEYS,
 ) -> Counts:
-    """Tiles that attention of each run of queries to each run of keys visits, [runs, runs], summed over rows
-    and layers.
+    """Counts the tiles that attention of each segment of queries to each segment of keys visits.
 
-    starts: [seq, batch], the first position of each position's document. Tiles begin with their run, and have
-    queries · keys pairs.
+    Returns [segments, segments], summed over rows and layers.
+
+    starts: [seq, batch], the first position of each position's document. Tiles begin with their segment, and
+    have queries · keys pairs.
     """
     # of each tile of queries
-    first = np.array([position for run in runs for position in range(run.start, run.stop, queries)])
-    key_start, key_length = (np.array(column) for column in zip(*runs, strict=True))
-    # [tiles, runs], counted from the run's first key
+    first = np.array(
+        [position for segment in segments for position in range(segment.start, segment.stop, queries)]
+    )
+    key_start, key_length = (np.array(column) for column in zip(*segments, strict=True))
+    # [tiles, segments], counted from the segment's first key
     stop = np.clip(first[:, None] + queries - key_start, 0, key_length)
     total = np.zeros(stop.shape, np.int64)
     for window, layers in windows:
@@ -76,14 +82,14 @@ def visited(
             lowest = document if window is None else np.maximum(document, first - window + 1)
             begin = np.maximum(lowest[:, None] - key_start, 0)
             total += layers * np.where(begin < stop, -(-stop // keys) - begin // keys, 0)
-    tiles = [-(-run.length // queries) for run in runs]
+    tiles = [-(-segment.length // queries) for segment in segments]
     found: Counts = np.add.reduceat(total, list(accumulate(tiles[:-1], initial=0)), axis=0)
     return found
 
 
-def between_ranks(parts: Sequence[Runs], starts: Counts, windows: Windows = EVERY_KEY) -> Counts:
+def between_ranks(parts: Sequence[PositionSegments], starts: Counts, windows: Windows = EVERY_KEY) -> Counts:
     """Tiles that attention of each rank's queries to each rank's keys visits, [ranks, ranks]."""
-    tiles = visited([run for runs in parts for run in runs], starts, windows)
+    tiles = visited([segment for segments in parts for segment in segments], starts, windows)
     first = list(accumulate(map(len, parts[:-1]), initial=0))
     found: Counts = np.add.reduceat(np.add.reduceat(tiles, first, axis=0), first, axis=1)
     return found

@@ -4,7 +4,7 @@ and values of whole rows.
     forward    all-gather of k and v along the sequence
     backward   the same again, so that they are not kept, then reduce-scatter of dk and dv in at least fp32
 
-Parts are zigzag, so that the ranks have equally much to compute; attention is told their positions.
+Parts are zigzag, so that the ranks have the same amount to compute; attention is given their positions.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, reduce_scatter
-from megalite.parallel.context.parts import Runs, SequencePart
+from megalite.parallel.context.parts import PositionSegments, SequencePart
 from megalite.parallel.context.sinks import Sinks, accumulate_gradient, with_sinks
 
 
-def in_order(x: Tensor, parts: Sequence[Runs]) -> Tensor:
+def in_order(x: Tensor, parts: Sequence[PositionSegments]) -> Tensor:
     """[seq, …] with the parts of rank 0, 1, … one after the other -> in the order of positions."""
-    lengths = [length for runs in parts for _, length in runs]
-    pieces = zip((start for runs in parts for start, _ in runs), x.split(lengths), strict=True)
-    return torch.cat([piece for _, piece in sorted(pieces, key=lambda found: found[0])])
+    lengths = [length for segments in parts for _, length in segments]
+    pieces = zip((start for segments in parts for start, _ in segments), x.split(lengths), strict=True)
+    return torch.cat([piece for _, piece in sorted(pieces, key=lambda piece: piece[0])])
 
 
-def by_rank(x: Tensor, parts: Sequence[Runs]) -> Tensor:
+def by_rank(x: Tensor, parts: Sequence[PositionSegments]) -> Tensor:
     """The inverse of `in_order`."""
-    return torch.cat([x[start : start + length] for runs in parts for start, length in runs])
+    return torch.cat([x[start : start + length] for segments in parts for start, length in segments])
 
 
 class Gathered(torch.autograd.Function):
@@ -51,7 +51,7 @@ class Gathered(torch.autograd.Function):
     ) -> Tensor:
         ctx.cp, ctx.part, ctx.options, ctx.sinks = cp, part, options, sinks
         keys, values = _whole(k, v, cp, part)
-        out, lse = attention_part(q, keys, values, part.runs[part.rank], [(0, len(keys))], **options)
+        out, lse = attention_part(q, keys, values, part.segments[part.rank], [(0, len(keys))], **options)
         out, lse = with_sinks(out, lse, sinks)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -62,13 +62,13 @@ class Gathered(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         cp, part, dout = ctx.cp, ctx.part, grads[0]
         keys, values = _whole(k, v, cp, part)
-        places = part.runs[part.rank], [(0, len(keys))]
+        places = part.segments[part.rank], [(0, len(keys))]
         inner = delta(dout, out)
         accumulate_gradient(ctx.sinks, lse, inner)
-        dq, *found = attention_part_backward(dout, q, keys, values, lse, inner, *places, **ctx.options)
+        dq, *dkv = attention_part_backward(dout, q, keys, values, lse, inner, *places, **ctx.options)
         del keys, values  # their gradients take as much again
         dk, dv = (
-            reduce_scatter(by_rank(torch.cat(found, dim=-1), part.runs), cp)
+            reduce_scatter(by_rank(torch.cat(dkv, dim=-1), part.segments), cp)
             .wait()
             .split((k.shape[-1], v.shape[-1]), dim=-1)
         )
@@ -77,7 +77,7 @@ class Gathered(torch.autograd.Function):
 
 def whole(x: Tensor, cp: MeshAxis, part: SequencePart) -> Tensor:
     """Every rank's part [seq/cp, …] -> whole rows [seq, …], in the order of positions. All-gather over cp."""
-    return in_order(all_gather(x, cp).wait(), part.runs)
+    return in_order(all_gather(x, cp).wait(), part.segments)
 
 
 def _whole(k: Tensor, v: Tensor, cp: MeshAxis, part: SequencePart) -> tuple[Tensor, Tensor]:

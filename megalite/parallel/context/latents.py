@@ -33,10 +33,11 @@ from torch import Tensor
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from megalite.parallel.context.gathered import by_rank, in_order
-from megalite.parallel.context.parts import PositionSegment, Runs, SequencePart, sees
+from megalite.parallel.context.options import part_options
+from megalite.parallel.context.parts import PositionSegment, PositionSegments, SequencePart, ring_order, sees
 from megalite.parallel.weight import Weight
 
-Expand = Callable[[Tensor, Tensor, Runs], tuple[Tensor, Tensor]]
+Expand = Callable[[Tensor, Tensor, PositionSegments], tuple[Tensor, Tensor]]
 """(latents [seq, batch, rank], shared keys [seq, batch, dim], their positions) -> keys and values of this tp
 rank's heads."""
 
@@ -48,7 +49,8 @@ class Latents:
     Attributes:
         split: with sequence parallelism, tp ranks hold consecutive pieces of their cp rank's positions.
         by_part: keys and values are computed for one rank's part at a time, if their weight's gradient
-        allows. weight: what expands latents.
+            allows.
+        weight: what expands latents.
     """
 
     cp: MeshAxis
@@ -60,10 +62,10 @@ class Latents:
     def spread(self, own: Tensor) -> Tensor:
         """[seq/cp (/tp), batch, width] of this rank -> [seq, batch, width], the parts of cp rank 0, 1, … one
         after the other."""
-        found = all_gather(own, self.cp).wait()
+        parts = all_gather(own, self.cp).wait()
         if not self.split:
-            return found
-        pieces = all_gather(found, self.tp).wait().unflatten(0, (self.tp.size, self.cp.size, -1))
+            return parts
+        pieces = all_gather(parts, self.tp).wait().unflatten(0, (self.tp.size, self.cp.size, -1))
         return pieces.transpose(0, 1).flatten(0, 2)
 
     def collect(self, grad: Tensor) -> Tensor:
@@ -81,10 +83,10 @@ class Latents:
 
     @property
     def at_once(self) -> bool:
-        """Whether keys and values of whole rows are computed in one product, which gives its weights one
+        """Whether keys and values of whole rows are computed in one matmul, which gives its weights one
         contribution to their gradients.
 
-        A W pass needs the operands of all parts' products in any case.
+        A W pass needs the operands of the matmuls of all parts in any case.
         """
         return not self.by_part or self.weight.deferred or self.weight.adapter is not None
 
@@ -97,7 +99,7 @@ class _LatentPiece(NamedTuple):
     """Some positions, whose keys and values exist at one time: those of one cp rank, or of whole rows."""
 
     rank: int | None
-    runs: Runs
+    segments: PositionSegments
     both: Tensor  # [seq, batch, latent and shared key]
 
 
@@ -111,13 +113,12 @@ class _Rows:
     def pieces(self) -> Iterator[_LatentPiece]:
         """This rank's own part first, of which each query sees some; parts that none of its queries sees are
         left out."""
-        parts = self.part.runs
+        parts = self.part.segments
         if self.way.at_once:
             yield _LatentPiece(None, (PositionSegment(0, len(self.spread)),), in_order(self.spread, parts))
             return
         each = self.spread.unflatten(0, (len(parts), -1))
-        for hop in range(len(parts)):
-            rank = (self.part.rank - hop) % len(parts)
+        for rank in ring_order(self.part.rank, len(parts)):
             if sees(parts[self.part.rank], parts[rank], self.window):
                 yield _LatentPiece(rank, parts[rank], each[rank])
 
@@ -130,9 +131,9 @@ class _Rows:
         total = torch.zeros_like(self.spread)
         for piece, grad in gradients:
             if piece.rank is None:
-                total = by_rank(grad, self.part.runs)
+                total = by_rank(grad, self.part.segments)
             else:
-                total.unflatten(0, (len(self.part.runs), -1))[piece.rank] = grad
+                total.unflatten(0, (len(self.part.segments), -1))[piece.rank] = grad
         latent, key = self.way.collect(total).split(self.widths, dim=-1)
         return latent, key
 
@@ -154,9 +155,9 @@ class Expanded(torch.autograd.Function):
     ) -> Tensor:
         ctx.way, ctx.part, ctx.options, ctx.expand = way, part, options, expand
         rows = _Rows(way, latent, key, part, options["window"])
-        own = part.runs[part.rank]
+        own = part.segments[part.rank]
         out, lse = merged(
-            attention_part(q, *expand(*rows.inputs(piece), piece.runs), own, piece.runs, **options)
+            attention_part(q, *expand(*rows.inputs(piece), piece.segments), own, piece.segments, **options)
             for piece in rows.pieces()
         )
         out = out.to(q.dtype)
@@ -175,12 +176,12 @@ class Expanded(torch.autograd.Function):
                 # leaves: the inner backward ends here
                 inputs = [x.detach().requires_grad_() for x in rows.inputs(piece)]
                 with torch.enable_grad():  # off inside a backward
-                    k, v = ctx.expand(*inputs, piece.runs)
-                places = part.runs[part.rank], piece.runs
-                found, dk, dv = attention_part_backward(
+                    k, v = ctx.expand(*inputs, piece.segments)
+                places = part.segments[part.rank], piece.segments
+                dq_part, dk, dv = attention_part_backward(
                     dout, q, k.detach(), v.detach(), lse, inner, *places, **ctx.options
                 )
-                dq += found
+                dq += dq_part
                 # the weight gets its gradient on the way
                 its = torch.autograd.grad((k, v), inputs, (dk.to(k.dtype), dv.to(v.dtype)))
                 gradients.append((piece, torch.cat(its, dim=-1)))
@@ -194,12 +195,10 @@ def expanding(way: Latents) -> Callable[[Tensor, Tensor, Tensor, dict[str, Any]]
 
     options: also `expand`.
     """
-    # probabilities are never kept, and queries are of no whole document
-    left_out = ("part", "expand", "recompute", "boundaries")
 
     def attend(q: Tensor, latent: Tensor, key: Tensor, options: dict[str, Any]) -> Tensor:
-        given = {name: value for name, value in options.items() if name not in left_out}
-        out: Tensor = Expanded.apply(q, latent, key, way, options["part"], given, options["expand"])
+        part, expand = options["part"], options["expand"]
+        out: Tensor = Expanded.apply(q, latent, key, way, part, part_options(options), expand)
         return out
 
     return attend

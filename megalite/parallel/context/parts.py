@@ -1,12 +1,12 @@
 """Which positions of a row each context-parallel rank holds. Pure functions; no torch.
 
-A part is a list of runs of consecutive positions, (start, length) each, in ascending order. The ranks hold
-equally many positions.
+A part is a tuple of segments of consecutive positions, in ascending order. Every rank holds the same number
+of positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 
 class PositionSegment(NamedTuple):
+    """Consecutive positions [start, start + length) of a row."""
+
     start: int
     length: int
 
@@ -25,37 +27,39 @@ class PositionSegment(NamedTuple):
         return self.start + self.length
 
 
-Runs = tuple[PositionSegment, ...]
+PositionSegments = tuple[PositionSegment, ...]
 
 
 class SequencePart(NamedTuple):
-    """What a context-parallel rank holds of the rows of a microbatch, and what the others hold.
+    """The positions that each context-parallel rank holds of the rows of a microbatch.
 
     Attributes:
-        runs: those of every cp rank, which together have each position of a padded row once.
+        segments: the segments of every cp rank, which together cover each position of a padded row once.
         rank: this rank's index among them.
         length: positions of a row, without the padding at its end.
-        document_start: [padded row, batch], of the whole rows; None: each is one document. tiles: of
-        attention, those of each rank's queries that visit each rank's keys (`balanced.between_ranks`); None:
-        not counted.
+        document_start: [padded row, batch], of the whole rows; None: each is one document.
+        tiles: [ranks, ranks], the attention tiles of each rank's queries and each rank's keys
+            (`balanced.between_ranks`); None: not counted.
     """
 
-    runs: Sequence[Runs]
+    segments: Sequence[PositionSegments]
     rank: int
     length: int
     document_start: Tensor | None
     tiles: NDArray[np.int64] | None = None
 
 
-def contiguous(length: int, ranks: int) -> list[Runs]:
+def contiguous(length: int, ranks: int) -> list[PositionSegments]:
     """Rank r holds the r-th of `ranks` equal parts."""
     each = _equal(length, ranks)
     return [(PositionSegment(rank * each, each),) for rank in range(ranks)]
 
 
-def zigzag(length: int, ranks: int) -> list[Runs]:
-    """Rank r holds parts r and 2·ranks − 1 − r of 2·ranks equal ones: of one long document every rank has
-    equally many visible pairs."""
+def zigzag(length: int, ranks: int) -> list[PositionSegments]:
+    """Rank r holds parts r and 2·ranks − 1 − r of 2·ranks equal parts.
+
+    In one long document every rank has the same number of visible pairs.
+    """
     each = _equal(length, 2 * ranks)
     return [
         (PositionSegment(rank * each, each), PositionSegment((2 * ranks - 1 - rank) * each, each))
@@ -67,45 +71,52 @@ PARTS = {"ulysses": contiguous, "gather": zigzag, "ring": zigzag}
 """The parts of each method. Ulysses attends over whole rows, and is balanced with any."""
 
 
-def split(parts: Sequence[Runs], ranks: int) -> list[Runs]:
-    """Each part as those of `ranks` ranks, which hold equal pieces of it one after the other."""
-    return [_slice(runs, rank, ranks) for runs in parts for rank in range(ranks)]
+def split(parts: Sequence[PositionSegments], ranks: int) -> list[PositionSegments]:
+    """Splits each part among `ranks` ranks, which hold equal consecutive pieces of it."""
+    return [_slice(segments, rank, ranks) for segments in parts for rank in range(ranks)]
 
 
-def _slice(runs: Runs, rank: int, ranks: int) -> Runs:
-    each, before, found = _equal(sum(run.length for run in runs), ranks), 0, []
-    for run in runs:
-        begin, stop = (min(max(edge - before, 0), run.length) for edge in (rank * each, (rank + 1) * each))
+def _slice(segments: PositionSegments, rank: int, ranks: int) -> PositionSegments:
+    length, before, piece = _equal(sum(segment.length for segment in segments), ranks), 0, []
+    for segment in segments:
+        begin, stop = (
+            min(max(edge - before, 0), segment.length) for edge in (rank * length, (rank + 1) * length)
+        )
         if begin < stop:
-            found.append(PositionSegment(run.start + begin, stop - begin))
-        before += run.length
-    return tuple(found)
+            piece.append(PositionSegment(segment.start + begin, stop - begin))
+        before += segment.length
+    return tuple(piece)
 
 
 @lru_cache(maxsize=64)
-def grouped(parts: tuple[Runs, ...], ranks: int) -> list[Runs]:
-    """The inverse of `split`: what `ranks` neighbours hold together."""
+def grouped(parts: tuple[PositionSegments, ...], ranks: int) -> list[PositionSegments]:
+    """Returns the segments that each group of `ranks` neighbours holds together: the inverse of `split`."""
     return [
-        joined(run for runs in parts[first : first + ranks] for run in runs)
+        joined(segment for segments in parts[first : first + ranks] for segment in segments)
         for first in range(0, len(parts), ranks)
     ]
 
 
-def joined(runs: Iterable[PositionSegment]) -> Runs:
-    """Ascending runs, of which neighbours become one."""
-    found: list[PositionSegment] = []
-    for run in runs:
-        if found and found[-1].stop == run.start:
-            found[-1] = PositionSegment(found[-1].start, found[-1].length + run.length)
+def joined(segments: Iterable[PositionSegment]) -> PositionSegments:
+    """Merges adjacent segments; the segments must ascend."""
+    merged: list[PositionSegment] = []
+    for segment in segments:
+        if merged and merged[-1].stop == segment.start:
+            merged[-1] = PositionSegment(merged[-1].start, merged[-1].length + segment.length)
         else:
-            found.append(run)
-    return tuple(found)
+            merged.append(segment)
+    return tuple(merged)
 
 
 def _equal(length: int, parts: int) -> int:
     if length % parts:
         raise ValueError(f"a row of {length} positions has no {parts} equal parts: it must be padded first")
     return length // parts
+
+
+def ring_order(rank: int, ranks: int) -> Iterator[int]:
+    """Yields the ranks whose parts reach `rank` around a ring, hop by hop, starting with its own."""
+    return ((rank - hop) % ranks for hop in range(ranks))
 
 
 def sees(queries: Sequence[tuple[int, int]], keys: Sequence[tuple[int, int]], window: int | None) -> bool:

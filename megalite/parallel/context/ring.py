@@ -5,7 +5,7 @@ queries to the part it has.
     backward   the same again, and cp − 1 hops of dk and dv in at least fp32
 
 A hop runs while the part that is there is computed. Partial results are merged by their log-sum-exp, and
-gradients are added, in at least fp32. Parts are zigzag, so that the ranks have equally much to compute at
+gradients are added, in at least fp32. Parts are zigzag, so that the ranks have the same amount to compute at
 each hop; a part that no query of a rank sees is passed on.
 
 dk and dv of a part travel one hop behind it: the part's owner keeps its own contribution, the next rank
@@ -15,28 +15,56 @@ starts a sum, each further rank adds to it, and the last one, whose next rank is
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megalite_kernels.attention_part import attention_part, attention_part_backward, delta, merged
 from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
-from megalite.parallel.collectives import Pending
-from megalite.parallel.context.messages import pass_on
-from megalite.parallel.context.parts import Runs, SequencePart, sees
+from megalite.parallel.collectives import Pending, Work
+from megalite.parallel.context.parts import PositionSegments, SequencePart, ring_order, sees
 from megalite.parallel.context.sinks import Sinks, accumulate_gradient, with_sinks
 
 
-def _visits(k: Tensor, v: Tensor, cp: MeshAxis, part: SequencePart) -> Iterator[tuple[Runs, Tensor, Tensor]]:
+def pass_on(x: Tensor, axis: MeshAxis) -> Pending:
+    """One hop: sends x to the next rank of the ring, and receives as much from the previous one."""
+    axis.traffic["hop", axis.name] += 1
+    x, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    target, source = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]
+    send, receive = (
+        partial(dist.isend, x, target, group=axis.group),
+        partial(dist.irecv, received, source, group=axis.group),
+    )
+    if dist.get_backend(axis.group) == "gloo":
+        works = [
+            Work(send, "hop over cp", axis.activity, target),
+            Work(receive, "hop over cp", axis.activity, source),
+        ]
+    else:  # both in one batch: NCCL would finish the send before it starts the receive, on every rank
+        operations = [
+            dist.P2POp(dist.isend, x, target, axis.group),
+            dist.P2POp(dist.irecv, received, source, axis.group),
+        ]
+        # One work for the whole batch, as NCCL groups it.
+        works = [Work(lambda: dist.batch_isend_irecv(operations)[-1], "hop over cp", axis.activity, source)]
+    return Pending(works, lambda: received, x)
+
+
+def _visits(
+    k: Tensor, v: Tensor, cp: MeshAxis, part: SequencePart
+) -> Iterator[tuple[PositionSegments, Tensor, Tensor]]:
     """The positions, keys and values of each part that comes by, this rank's own first. The next one arrives
     while one is used."""
     here = torch.cat((k, v), dim=-1)  # [seq/cp, batch, kv_heads, both dims]
-    for hop in range(cp.size):
-        coming = pass_on(here, cp) if hop < cp.size - 1 else None
-        yield part.runs[(cp.rank - hop) % cp.size], here[..., : k.shape[-1]], here[..., k.shape[-1] :]
-        if coming is not None:
-            here = coming.wait()
+    for hop, owner in enumerate(ring_order(cp.rank, cp.size)):
+        pending = pass_on(here, cp) if hop < cp.size - 1 else None
+        keys, values = here.split((k.shape[-1], v.shape[-1]), dim=-1)
+        yield part.segments[owner], keys, values
+        if pending is not None:
+            here = pending.wait()
 
 
 class Ring(torch.autograd.Function):
@@ -55,11 +83,11 @@ class Ring(torch.autograd.Function):
         sinks: Sinks | None,
     ) -> Tensor:
         ctx.cp, ctx.part, ctx.options, ctx.sinks = cp, part, options, sinks
-        own = part.runs[part.rank]
+        own = part.segments[part.rank]
         out, lse = merged(  # first of this rank's own part, which each query sees some of
-            attention_part(q, keys, values, own, runs, **options)
-            for runs, keys, values in _visits(k, v, cp, part)
-            if sees(own, runs, options["window"])
+            attention_part(q, keys, values, own, segments, **options)
+            for segments, keys, values in _visits(k, v, cp, part)
+            if sees(own, segments, options["window"])
         )
         out, lse = with_sinks(out, lse, sinks)
         out = out.to(q.dtype)
@@ -70,7 +98,7 @@ class Ring(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         cp, part, dout, options = ctx.cp, ctx.part, grads[0], ctx.options
-        own, inner = part.runs[part.rank], delta(dout, out)
+        own, inner = part.segments[part.rank], delta(dout, out)
         accumulate_gradient(ctx.sinks, lse, inner)
         dq = torch.zeros_like(q, dtype=inner.dtype)
         both = (*k.shape[:3], k.shape[-1] + v.shape[-1])
@@ -78,12 +106,14 @@ class Ring(torch.autograd.Function):
         home = torch.zeros(both, dtype=inner.dtype, device=k.device)
         # dk and dv of the part that is here from the ranks before, one hop behind it
         travelling: Pending | None = None
-        for hop, (runs, keys, values) in enumerate(_visits(k, v, cp, part)):
+        for hop, (segments, keys, values) in enumerate(_visits(k, v, cp, part)):
             dkv = home if hop == 0 else torch.zeros_like(home)
-            if sees(own, runs, options["window"]):
-                found, *its = attention_part_backward(dout, q, keys, values, lse, inner, own, runs, **options)
-                dq += found
-                dkv += torch.cat(its, dim=-1)
+            if sees(own, segments, options["window"]):
+                dq_part, *dkv_part = attention_part_backward(
+                    dout, q, keys, values, lse, inner, own, segments, **options
+                )
+                dq += dq_part
+                dkv += torch.cat(dkv_part, dim=-1)
             if travelling is not None:
                 dkv += travelling.wait()
             if hop > 0:

@@ -18,8 +18,8 @@ from megalite.config.dims import part_length
 from megalite.config.schema import Config
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.context.balanced import EVERY_KEY, Windows, balanced, between_ranks
-from megalite.parallel.context.parts import PARTS, Runs, SequencePart, split
-from megalite.parallel.microbatch import IGNORE_INDEX, Ahead, Boundaries, Microbatch
+from megalite.parallel.context.parts import PARTS, PositionSegments, SequencePart, split
+from megalite.parallel.microbatch import IGNORE_INDEX, Boundaries, Microbatch, MtpTargets
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,16 @@ class Cut:
     it sees it.
 
     Attributes:
-        parts: the runs of every group of `inner` cp ranks, which together hold each position of a padded row
-        once. rank: this rank's index among the cp ranks.
+        parts: the segments of every group of `inner` cp ranks, which together cover each position of a padded
+            row once.
+        rank: this rank's index among the cp ranks.
         uneven: parallel.context, if documents make its ranks unequal: their tiles are counted. None: not.
         by_documents: rows with documents have parts of their own (`balanced`).
         windows: those of the model's layers.
         inner: ranks that hold a part piece by piece.
     """
 
-    parts: Sequence[Runs]
+    parts: Sequence[PositionSegments]
     rank: int
     uneven: str | None = None
     by_documents: bool = False
@@ -60,36 +61,36 @@ class Cut:
         samples: Tensor,
         document_start: Tensor | None = None,
         boundaries: Boundaries | None = None,
-        ahead: Ahead | None = None,
+        mtp_targets: MtpTargets | None = None,
     ) -> Microbatch:
         """tokens, targets, document_start: [seq, batch] of whole rows. `boundaries` would be others where
         rows are padded."""
-        length, padded = len(tokens), sum(run.length for runs in self.parts for run in runs)
+        length, padded = len(tokens), sum(segment.length for segments in self.parts for segment in segments)
         missing = (0, 0, 0, padded - length)
         if document_start is not None:  # padding continues the last document
             document_start = torch.cat([document_start, document_start[-1:].expand(padded - length, -1)])
         part = self._part(length, document_start)
-        runs = part.runs[self.rank]
+        segments = part.segments[self.rank]
 
         def own(x: Tensor) -> Tensor:
-            return torch.cat([x[run.start : run.stop] for run in runs])
+            return torch.cat([x[segment.start : segment.stop] for segment in segments])
 
-        made = Microbatch.of(
+        microbatch = Microbatch.of(
             own(pad(tokens, missing)),
             own(pad(targets, missing, value=IGNORE_INDEX)),
             samples,
             None if document_start is None else own(document_start),
-            runs,
+            segments,
             boundaries=boundaries if padded == length else None,
             part=part,
-            ahead=ahead
-            and ahead._replace(
-                tokens=_each(ahead.tokens, missing, 0, own),
-                targets=_each(ahead.targets, missing, IGNORE_INDEX, own),
+            mtp_targets=mtp_targets
+            and mtp_targets._replace(
+                tokens=_each(mtp_targets.tokens, missing, 0, own),
+                targets=_each(mtp_targets.targets, missing, IGNORE_INDEX, own),
             ),
         )
-        made.positions.clamp_(max=length - 1)  # a table of learned positions may end there
-        return made
+        microbatch.positions.clamp_(max=length - 1)  # a table of learned positions may end there
+        return microbatch
 
     def _part(self, length: int, document_start: Tensor | None) -> SequencePart:
         """document_start: [padded row, batch]."""

@@ -19,13 +19,11 @@ import torch
 from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
+from megalite.parallel.context.options import part_options
 from megalite.parallel.context.parts import SequencePart, grouped
 from megalite.parallel.context.ring import Ring
 from megalite.parallel.context.sinks import SomeSinks
 from megalite.parallel.context.ulysses import summed, to_heads, to_positions
-
-# a ring never keeps probabilities, and its queries are of no whole document
-LEFT_OUT = ("part", "sinks", "recompute", "boundaries")
 
 
 class _ToHeads(torch.autograd.Function):
@@ -62,17 +60,19 @@ def two_level(inner: MeshAxis, outer: MeshAxis) -> Callable[[Tensor, Tensor, Ten
 
     def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         part: SequencePart = options["part"]
-        runs, starts = grouped(tuple(part.runs), inner.size), part.document_start
-        used = {name: value for name, value in options.items() if name not in LEFT_OUT}
+        segments, starts = grouped(tuple(part.segments), inner.size), part.document_start
+        used = part_options(options)
         if starts is not None:
-            used["document_start"] = torch.cat([starts[run.start : run.stop] for run in runs[outer.rank]])
+            used["document_start"] = torch.cat(
+                [starts[segment.start : segment.stop] for segment in segments[outer.rank]]
+            )
         if used["dropout"] is not None:
             first = used["dropout"].head_offset + q.shape[2] // inner.size * inner.rank
             used["dropout"] = replace(used["dropout"], head_offset=first)
         heads = _ToHeads.apply(inner, q, k, v)
         sinks = None if "sinks" not in options else SomeSinks(options["sinks"], inner)
         out: Tensor = Ring.apply(
-            *heads, outer, SequencePart(runs, outer.rank, part.length, None), used, sinks
+            *heads, outer, SequencePart(segments, outer.rank, part.length, None), used, sinks
         )
         return _ToPositions.apply(inner, out)
 

@@ -22,7 +22,7 @@ from megalite_kernels.attention_sinks import attention_with_sinks, attention_wit
 from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
-from megalite.parallel.context.messages import all_to_all
+from megalite.parallel.all_to_all import all_to_all
 from megalite.parallel.context.parts import SequencePart
 from megalite.parallel.context.sinks import Sinks
 
@@ -90,13 +90,13 @@ class Ulysses(torch.autograd.Function):
         q, k, v, out, *saved = ctx.saved_tensors
         (dout,) = to_heads(grads[:1], ctx.cp)
         if ctx.sinks is None:
-            found: Sequence[Tensor] = attention_backward(dout, q, k, v, out, tuple(saved), **ctx.options)
+            dqkv: Sequence[Tensor] = attention_backward(dout, q, k, v, out, tuple(saved), **ctx.options)
         else:
-            *found, dsinks = attention_with_sinks_backward(
+            *dqkv, dsinks = attention_with_sinks_backward(
                 dout, q, k, v, out, saved[0], ctx.sinks.tensor, **ctx.options
             )
             ctx.sinks.accumulate(dsinks)
-        dq, dk, dv = to_positions(found, ctx.cp)
+        dq, dk, dv = to_positions(dqkv, ctx.cp)
         return dq, summed(dk, ctx.kv_heads), summed(dv, ctx.kv_heads), None, None, None, None
 
 

@@ -40,7 +40,8 @@ class RouterState(NamedTuple):
 
     Attributes:
         load: share of the previous step's tokens that chose each expert; the sum is k. At the start equal,
-        without a gradient. bias: added to the probabilities when experts are chosen.
+            without a gradient.
+        bias: added to the probabilities when experts are chosen.
     """
 
     load: Tensor

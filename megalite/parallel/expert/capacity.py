@@ -26,11 +26,10 @@ from megalite.parallel.expert.choice import ExpertChoice
 from megalite.parallel.microbatch import positions_of
 
 
-def pieces_of(runs: Sequence[Sequence[tuple[int, int]]], tp: int) -> list[list[PositionSegment]]:
-    """The positions of each rank that shares a sequence, as runs of consecutive ones: tp equal parts of each
-    cp rank's."""
-    found = []
-    for own in runs:
+def pieces_of(segments: Sequence[Sequence[tuple[int, int]]], tp: int) -> list[list[PositionSegment]]:
+    """Returns the segments of each rank that shares a sequence: tp equal parts of each cp rank's."""
+    ranks = []
+    for own in segments:
         each = sum(length for _, length in own) // tp
         for rank in range(tp):
             low, high, pieces = rank * each, (rank + 1) * each, []
@@ -39,8 +38,8 @@ def pieces_of(runs: Sequence[Sequence[tuple[int, int]]], tp: int) -> list[list[P
                 if first < last:
                     pieces.append(PositionSegment(start + first, last - first))
                 low, high = low - length, high - length
-            found.append(pieces)
-    return found
+            ranks.append(pieces)
+    return ranks
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Capacity:
         """
         (length, batch), experts, rows = valid.shape, len(choice.counts), len(choice.inverse)
         whole = length * self.tp if part is None else part.length
-        pieces = pieces_of([[(0, whole)]] if part is None else part.runs, self.tp)
+        pieces = pieces_of([[(0, whole)]] if part is None else part.segments, self.tp)
         own, most = pieces[self.sequence.rank], max(map(len, pieces))
         # of one piece; all rows of a group have equal (valid, slot, sequence, expert)
         groups = 2 * choice.k * batch * experts
@@ -106,24 +105,28 @@ class Capacity:
     ) -> Tensor:
         """The group of each row, [seq, batch, k], numbered piece by piece; one more for padding past the end
         of a sequence."""
-        found = choice_groups(choice.experts.view(*valid.shape, -1), valid, len(choice.counts))
-        for number, part in enumerate(found.split([run.length for run in own])):
+        groups_of_rows = choice_groups(choice.experts.view(*valid.shape, -1), valid, len(choice.counts))
+        for number, part in enumerate(groups_of_rows.split([segment.length for segment in own])):
             part += number * groups
-        if any(run.stop > whole for run in own):
-            positions = positions_of([(run.start, run.length) for run in own], valid.device)  # [seq, 1]
-            found.masked_fill_((positions >= whole).unsqueeze(-1), most * groups)
-        return found
+        if any(segment.stop > whole for segment in own):
+            positions = positions_of(
+                [(segment.start, segment.length) for segment in own], valid.device
+            )  # [seq, 1]
+            groups_of_rows.masked_fill_((positions >= whole).unsqueeze(-1), most * groups)
+        return groups_of_rows
 
     def _before(self, gathered: Tensor, pieces: Sequence[Sequence[PositionSegment]]) -> list[Tensor]:
         """Number of rows of the sequence that come before those of each of this rank's groups, piece by
         piece, flat."""
         places = sorted(
-            (run.start, rank, index) for rank, runs in enumerate(pieces) for index, run in enumerate(runs)
+            (segment.start, rank, index)
+            for rank, segments in enumerate(pieces)
+            for index, segment in enumerate(segments)
         )
         earlier_slots = sums_before(gathered.sum((0, 1)))  # [2 k, batch · experts]
         earlier_pieces = sums_before(torch.stack([gathered[rank, index] for _, rank, index in places]))
-        found = [earlier_slots] * gathered.shape[1]
+        before = [earlier_slots] * gathered.shape[1]
         for (_, rank, index), earlier in zip(places, earlier_pieces, strict=True):
             if rank == self.sequence.rank:
-                found[index] = earlier_slots + earlier
-        return [each.flatten() for each in found]
+                before[index] = earlier_slots + earlier
+        return [each.flatten() for each in before]

@@ -27,15 +27,16 @@ class ExpertChoice:
     """The experts of a microbatch's tokens on this rank. Recomputation uses the choice of the first forward.
 
     Attributes:
-        experts: [tokens, k] int64, each token's experts, the most probable first. order: [rows] int64, which
-        (token, k) of the flattened experts each sent row is: all of them, or fewer if some are not sent. Rows
-            that are not sent may follow: then their number is a function of shapes alone, and the host need
-            not wait for it.
+        experts: [tokens, k] int64, each token's experts, the most probable first.
+        order: [rows] int64, which (token, k) of the flattened experts each sent row is: all of them, or fewer
+            if some are not sent. Rows that are not sent may follow: then their number is a function of shapes
+            alone, and the host need not wait for it.
         inverse: [tokens · k] int64, the sent row of each (token, k); at least the number of rows if it is not
-        sent. counts: [experts] int64, rows for each expert.
+            sent.
+        counts: [experts] int64, rows for each expert.
         partial: whether some of all rows may not be sent.
         kept: what `balance` and `dispatch` have computed once for this choice, among it what was read from
-        the device or communicated.
+            the device or communicated.
     """
 
     experts: Tensor

@@ -1,4 +1,4 @@
-"""The way of the tokens' rows to their experts and back.
+"""Dispatch of the tokens' rows to their experts, and combine of the results.
 
                  forward                                             backward
     local        none                                                none
@@ -10,8 +10,8 @@
     same_rows    all-reduce of the sums                              none: in inference only
 
 Each is started (`begin`) before other work is queued, and the device does that work while the host waits for
-the counts. What `begin` finds is kept in the choice: recomputation and backward neither communicate nor read
-it again.
+the counts. The result of `begin` is kept in the choice, so that recomputation (activation checkpointing) and
+backward neither communicate nor read it again.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from megalite_kernels.permutation import count, inverse_order, order_by_column
 from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
-from megalite.parallel.collectives import all_gather, all_reduce
+from megalite.parallel.collectives import Pending, all_gather, all_reduce
 from megalite.parallel.expert.choice import ExpertChoice, combine, spread
-from megalite.parallel.expert.counts import CountedAhead
-from megalite.parallel.expert.uneven_all_to_all import exchange, gather, reorder, scatter_sum
+from megalite.parallel.expert.row_exchange import exchange, gather, reorder, scatter_sum
+from megalite.system.pinned_memory import read_aside
 
 Experts = Callable[[Tensor, Groups], Tensor]
 """This rank's experts: (rows [n, hidden] sorted by expert, rows of each) -> [n, hidden]."""
@@ -56,6 +56,32 @@ class LocalDispatch:
         return combine(experts(spread(rows, choice), choice.kept["groups"]), weights, choice)
 
 
+class PendingCounts:
+    """The result of a collective in flight, and numbers counted in it for the host.
+
+    The host waits for the collective and for the copy, but not for work that the device is given meanwhile:
+    on a GPU both are on a stream of their own.
+
+    Args:
+        pending: the collective.
+        like: a tensor on its device.
+        count: tensor → numbers.
+    """
+
+    def __init__(self, pending: Pending, like: Tensor, count: Callable[[Tensor], Tensor]):
+        self._pending, self._count = pending, count
+        self._read = None if like.is_cpu else read_aside(self._counted, like.device)
+
+    def _counted(self) -> Tensor:
+        self._value = self._pending.wait()
+        return self._count(self._value)
+
+    def wait(self) -> tuple[Tensor, list[int]]:
+        """The tensor, and the numbers, flat. Both have arrived: no stream has to wait for another."""
+        numbers = self._counted() if self._read is None else self._read()
+        return self._value, numbers.flatten().tolist()
+
+
 class _Route(NamedTuple):
     """Sizes and order of one all-to-all.
 
@@ -82,7 +108,7 @@ class AllToAllDispatch:
     def begin(self, choice: ExpertChoice) -> None:
         if "route" not in choice.kept and "counts" not in choice.kept:
             counts = all_gather(choice.counts.unsqueeze(0), self.axis)  # [1, experts] -> [ep, experts]
-            choice.kept["counts"] = CountedAhead(counts, choice.counts, lambda whole: whole)
+            choice.kept["counts"] = PendingCounts(counts, choice.counts, lambda whole: whole)
 
     def run(self, rows: Tensor, weights: Tensor, choice: ExpertChoice, experts: Experts) -> Tensor:
         if "route" not in choice.kept:
@@ -120,7 +146,7 @@ class AllGatherDispatch:
             # not sent: no expert's
             own = choice.experts.flatten().masked_fill(choice.inverse >= len(choice.order), number)
             chosen = all_gather(own.view_as(choice.experts), self.axis)  # [tokens, k] -> [ep · tokens, k]
-            choice.kept["chosen"] = CountedAhead(
+            choice.kept["chosen"] = PendingCounts(
                 chosen, own, lambda whole: count(whole.flatten(), number + 1)
             )
 
@@ -166,8 +192,8 @@ def _own_rows(chosen: Tensor, number: int, sizes: list[int], axis: MeshAxis) -> 
 
 
 def make_dispatch(name: str, axis: MeshAxis) -> Dispatch:
-    """The way of rows over an expert axis: `parallel.expert_dispatch`, or same_rows where all its ranks have
-    the same rows."""
+    """Returns the dispatch over an expert axis: `parallel.expert_dispatch`, or same_rows if all its ranks
+    have the same rows."""
     if axis.size == 1:
         return LocalDispatch()
     kinds: dict[str, Callable[[MeshAxis], Dispatch]]

@@ -1,4 +1,4 @@
-"""Matrix products of rows that are sorted by expert with each expert's matrices. No communication.
+"""Grouped matmul: rows sorted by expert times each expert's matrix. No communication.
 
 The loop over experts is the reference, and what runs on a CPU. On a GPU one grouped kernel computes a whole
 product of bf16 matrices, without the host knowing how many rows an expert has; in other precisions the loop
@@ -8,7 +8,7 @@ waits for these numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megalite_kernels.grouped_weight_grad import add_grouped_gradient
@@ -18,13 +18,10 @@ from torch import Tensor, nn
 from megalite.parallel.tensor.linear import Activation
 from megalite.parallel.weight import Weight
 
-if TYPE_CHECKING:
-    from megalite.parallel.expert.lora import ExpertAdapter
-
 _ALIGNED = 16  # bytes: torch's grouped kernel reads rows of this alignment
 
 
-def product_loop(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
+def matmul_loop(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     """The rows of each group times its matrix: [n, in], [groups, in, out] -> [n, out]; undefined for rows of
     no group."""
     out = rows.new_empty(rows.shape[0], matrices.shape[2])
@@ -33,23 +30,64 @@ def product_loop(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     return out
 
 
-def grouped_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
-    """As `product_loop`, in one kernel where there is one: on a GPU, in bf16."""
+def grouped_matmul(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
+    """As `matmul_loop`, in one grouped kernel on a GPU in bf16."""
     aligned = all(size * rows.itemsize % _ALIGNED == 0 for size in matrices.shape[1:])
     # a kernel might not take an empty tensor
     if rows.is_cpu or rows.dtype != torch.bfloat16 or not aligned or not len(rows):
-        return product_loop(rows, matrices, groups)
+        return matmul_loop(rows, matrices, groups)
     return torch.nn.functional.grouped_mm(rows, matrices, offs=groups.ends)
 
 
 def _sums(rows: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
-    """The sum of each group's rows, one after the other, flat. On a GPU as products with ones, which add in
+    """The sum of each group's rows, one after the other, flat. On a GPU as matmuls with ones, which add in
     one order."""
     if rows.is_cpu:
         return torch.cat([own.sum(0, dtype=dtype) for own in groups.split(rows)])
     total = torch.empty(len(groups), rows.shape[1], 1, dtype=dtype, device=rows.device)
     add_grouped_gradient(total, rows, rows.new_ones(len(rows), 1), groups, overwrite=True)
     return total.flatten()
+
+
+class ExpertAdapter:
+    """The LoRA adapters of this rank's experts in one stored tensor.
+
+    y_e += scale · B_e A_e x for the rows of each expert e.
+
+    All experts of a stored tensor have one rank. Gate and up of an expert share one A, as in PEFT's
+    adapters of fused parameters. No communication.
+
+    Args:
+        a: their A's, [experts · rank, in].
+        b: their B's, [experts · out, rank].
+        scale: the factor on B A.
+    """
+
+    def __init__(self, a: Weight, b: Weight, scale: float):
+        self.a, self.b, self.scale = a, b, scale
+        self.number = a.tensor.shape[0] // b.tensor.shape[1]
+
+    def add(self, rows: Tensor, out: Tensor, groups: Groups) -> Tensor:
+        """Add scale · B A rows to `out` ([n, in], [n, out], sorted by expert). Returns scale · A rows, [n,
+        rank]."""
+        low = grouped_matmul(rows, self._each(self.a).transpose(1, 2), groups).mul_(self.scale)
+        out.add_(grouped_matmul(low, self._each(self.b).transpose(1, 2), groups))
+        return low
+
+    def add_gradient(self, grad: Tensor, drows: Tensor, groups: Groups) -> Tensor:
+        """Add the gradient of the rows through B A to `drows`, given that of the output. Returns that of A
+        rows, [n, rank]."""
+        dlow = grouped_matmul(grad, self._each(self.b), groups).mul_(self.scale)
+        drows.add_(grouped_matmul(dlow, self._each(self.a), groups))
+        return dlow
+
+    def accumulate(self, grad: Tensor, rows: Tensor, low: Tensor, dlow: Tensor, groups: Groups) -> None:
+        """Accumulate both weight gradients, from what the two other methods were given and have returned."""
+        self.a.accumulate_matmul(dlow, rows, groups)
+        self.b.accumulate_matmul(grad, low, groups)
+
+    def _each(self, weight: Weight) -> Tensor:
+        return weight.tensor.view(self.number, -1, weight.tensor.shape[1])
 
 
 class _Experts(torch.autograd.Function):
@@ -59,11 +97,11 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, into: Tensor, down: Tensor, layer: Experts, groups: Groups) -> Tensor:
         ctx.layer, ctx.groups, (first, second) = layer, groups, layer.adapters
-        inner = grouped_product(rows, layer.each(into).transpose(1, 2), groups)  # [n, (2 ·) width]
+        inner = grouped_matmul(rows, layer.each(into).transpose(1, 2), groups)  # [n, (2 ·) width]
         layer.add_bias(inner, 0, groups)
         low_in = None if first is None else first.add(rows, inner, groups)
         active = layer.activation.forward(inner)  # [n, width]
-        out = grouped_product(active, layer.each(down).transpose(1, 2), groups)  # [n, hidden]
+        out = grouped_matmul(active, layer.each(down).transpose(1, 2), groups)  # [n, hidden]
         layer.add_bias(out, 1, groups)
         low_down = None if second is None else second.add(active, out, groups)
         ctx.save_for_backward(
@@ -80,17 +118,17 @@ class _Experts(torch.autograd.Function):
             grads[0],
         )
         first, second = layer.adapters
-        dactive = grouped_product(grad, layer.each(layer.down.tensor), groups)  # [n, width]
+        dactive = grouped_matmul(grad, layer.each(layer.down.tensor), groups)  # [n, width]
         dlow_down = None if second is None else second.add_gradient(grad, dactive, groups)
         dinner, active = layer.activation.backward(dactive, inner)
-        dx = grouped_product(dinner, layer.each(layer.into.tensor), groups)  # [n, hidden]
+        dx = grouped_matmul(dinner, layer.each(layer.into.tensor), groups)  # [n, hidden]
         dlow_in = None if first is None else first.add_gradient(dinner, dx, groups)
-        layer.down.accumulate_product(grad, active, groups)
+        layer.down.accumulate_matmul(grad, active, groups)
         layer.accumulate_biases((dinner, grad), groups)
         if second is not None:
             second.accumulate(grad, active, low_down, dlow_down, groups)
         if rows is not None:
-            layer.into.accumulate_product(dinner, rows, groups)
+            layer.into.accumulate_matmul(dinner, rows, groups)
         if first is not None:
             first.accumulate(dinner, rows, low_in, dlow_in, groups)
         return dx, None, None, None, None
@@ -101,7 +139,8 @@ class Experts(nn.Module):
 
     Args:
         into, down: their matrices, expert after expert: [experts · (2 ·) width, hidden] and [experts ·
-        hidden, width]. biases: theirs, [experts · (2 ·) width] and [experts · hidden].
+            hidden, width].
+        biases: theirs, [experts · (2 ·) width] and [experts · hidden].
         number: experts on this rank.
     """
 
@@ -132,12 +171,12 @@ class Experts(nn.Module):
         return matrices.view(self.number, -1, matrices.shape[1])
 
     def add_bias(self, out: Tensor, which: int, groups: Groups) -> None:
-        """Add each expert's bias of the first or second product to its rows of `out`."""
+        """Add each expert's bias of the first or second matmul to its rows of `out`."""
         if (bias := self.biases[which]) is not None:
             out.add_(bias.tensor.view(self.number, -1).index_select(0, groups.of_rows(len(out))))
 
     def accumulate_biases(self, grads: Sequence[Tensor], groups: Groups) -> None:
-        """Accumulate the gradients of both biases, given those of the products; zero for an expert without
+        """Accumulate the gradients of both biases, given those of the matmuls; zero for an expert without
         rows."""
         for bias, grad in zip(self.biases, grads, strict=True):
             if bias is not None and bias.grad_dtype is not None:

@@ -1,5 +1,5 @@
-"""The router's logits: a product of this rank's own tokens with a small whole matrix, in at least fp32. No
-communication.
+"""The router's logits: a matmul of this rank's own tokens with a small replicated matrix, in at least fp32.
+No communication.
 
 Under sequence parallelism each tp rank has its part of the sequence: the weight gradient is partial, and
 summed over tp at the end of the step as a norm's is.
@@ -29,7 +29,7 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (rows,), weight, grad = ctx.saved_tensors, ctx.layer.weight, grads[0]
-        weight.accumulate_product(grad, rows.to(grad.dtype))
+        weight.accumulate_matmul(grad, rows.to(grad.dtype))
         if ctx.layer.bias is not None:
             ctx.layer.bias.accumulate(grad.sum(0))
         return torch.mm(grad, weight.tensor.to(grad.dtype)).to(rows.dtype), None, None

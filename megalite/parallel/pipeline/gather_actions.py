@@ -1,5 +1,7 @@
-"""The pass that adds gathers and reshards of weights to a schedule (ZeRO-3; Rajbhandari et al. 2020). Imports
-no torch.
+"""Decides when weights are gathered and resharded: adds these actions to a schedule (ZeRO-3; Rajbhandari et
+al. 2020).
+
+`sharding.weight_gatherer` executes them. Imports no torch.
 
 A rank keeps a shard of each bucket of weights. The buckets of a unit of the model are all-gathered over data
 parallelism before the unit computes, and freed afterwards. The list of actions determines the next unit, so
@@ -65,7 +67,7 @@ def _rank_actions(schedule: Schedule, rank: int, keep: bool) -> tuple[Action, ..
                 for bucket in done
             ]
             whole.difference_update(done)
-    return tuple(made for action in schedule.actions[rank] for made in (*moves.get(action, ()), action))
+    return tuple(each for action in schedule.actions[rank] for each in (*moves.get(action, ()), action))
 
 
 def check_gathering(schedule: Schedule, rank: int) -> int:

@@ -49,9 +49,10 @@ def build(
 
     Args:
         virtual_stages: stages on each rank, for `interleaved` (default 2); the other schedules have a fixed
-        number. costs: durations by which the weight passes of a split backward are placed (default: all
-        passes equal, messages take no time). forward_only: keep only the forwards, in the same order, for
-        evaluation.
+            number.
+        costs: durations by which the weight passes of a split backward are placed (default: all passes equal,
+            messages take no time).
+        forward_only: keep only the forwards, in the same order, for evaluation.
 
     Raises:
         ScheduleError: the name is unknown, or a size is below 1 or does not belong to the schedule.

@@ -181,8 +181,9 @@ class Recipe(NamedTuple):
         activations: maximum number of (stage, microbatch) activations that a rank holds at once.
         placement: the rank of each stage.
         chunks: number of stages on each rank; None if it can be chosen.
-        splits: whether the backward is split into an input and a weight pass. staggered: whether ranks finish
-        one after the other, so that a rank that waits for none begins the next step meanwhile.
+        splits: whether the backward is split into an input and a weight pass.
+        staggered: whether ranks finish one after the other, so that a rank that waits for none begins the
+            next step meanwhile.
     """
 
     order: Callable[[int, ScheduleShape], list[Action]]

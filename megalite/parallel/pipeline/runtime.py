@@ -100,14 +100,16 @@ class Runtime:
     """Executes schedules on this rank's stages.
 
     Args:
-        stages: the stages on this rank by number (`megalite.model.stage.Stage`). activation_shape: [seq
-        (/tp), batch, hidden], the shape of every message between stages; their dtype is `dtype`.
-        weight_grads: the stages' queue of weight-gradient products, which W actions compute. gatherer:
-        gathers and frees the stages' weights (ZeRO-3) as the list of actions says.
+        stages: the stages on this rank by number (`megalite.model.stage.Stage`).
+        activation_shape: [seq (/tp), batch, hidden], the shape of every message between stages; their dtype
+            is `dtype`.
+        weight_grads: the stages' queue of weight-gradient products, which W actions compute.
+        gatherer: gathers and frees the stages' weights (ZeRO-3) as the list of actions says.
 
     Attributes:
         clock: measures the computations. On a GPU the default measures nothing, since reading its events
-        waits for the device. ran: start and end of this rank's computations in the last execution.
+            waits for the device.
+        ran: start and end of this rank's computations in the last execution.
     """
 
     def __init__(
@@ -144,11 +146,10 @@ class Runtime:
         """Execute this rank's actions.
 
         Args:
-            loss_scale: factor on the loss of every microbatch, and so on all gradients. confirm: called after
-            the forwards that the rank's list starts with (`Schedule.forward_prefix`). It returns False, on
-            every
-                rank, if the weights have changed since the run began: the prefix is then discarded and
-                executed again.
+            loss_scale: factor on the loss of every microbatch, and so on all gradients.
+            confirm: called after the forwards that the rank's list starts with (`Schedule.forward_prefix`).
+                It returns False, on every rank, if the weights have changed since the run began: the prefix
+                is then discarded and executed again.
 
         Returns:
             The statistics of this rank's stages by name, summed over microbatches (0-d, fp64; `loss` is

@@ -102,15 +102,16 @@ class Schedule:
         name: name of the generator.
         ranks: size of the pipeline axis.
         stages: number of parts of the model, a multiple of ranks; larger than ranks if ranks hold several
-        (virtual) stages. microbatches: microbatches of one step.
+            (virtual) stages.
+        microbatches: microbatches of one step.
         placement: the rank of each stage.
         actions: for each rank, its actions in order.
         activation_limit: for each rank, the maximum number of (stage, microbatch) activations that it holds
-        at once, each from its forward
-            to the end of its last pass.
+            at once, each from its forward to the end of its last pass.
         passes: the compute kinds that every microbatch passes through on every stage; only FORWARD in
-        evaluation. units: for each stage, its units, if their weights are sharded and gathered for use
-        (ZeRO-3); else empty.
+            evaluation.
+        units: for each stage, its units, if their weights are sharded and gathered for use (ZeRO-3); else
+            empty.
     """
 
     name: str

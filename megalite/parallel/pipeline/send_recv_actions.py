@@ -75,7 +75,7 @@ def edges(schedule: Schedule) -> dict[str, tuple[Edge, ...]]:
         for action in actions:
             if action.is_send and action.peer is not None:
                 used[channel_of(action, rank)].add((rank, action.peer))
-    return {channel.name: tuple(sorted(found)) for channel, found in used.items() if found}
+    return {channel.name: tuple(sorted(pairs)) for channel, pairs in used.items() if pairs}
 
 
 def chain(ranks: int, down: bool = False) -> tuple[Edge, ...]:

@@ -104,12 +104,11 @@ def simulate(
 
     Args:
         forward, input_backward, weight_backward: duration of one microbatch on a rank's whole share of the
-        model (a virtual stage takes its
-            part of it), or one duration for each stage. A schedule without a WEIGHT pass computes both
-            gradients in its backward.
+            model (a virtual stage takes its part of it), or one duration for each stage. A schedule without a
+            WEIGHT pass computes both gradients in its backward.
         comm: latency of one message between two ranks; any number of messages can be in flight, and none is
-        needed within a rank. gather: time to gather a rank's whole weights once; each of its buckets takes an
-        equal part.
+            needed within a rank.
+        gather: time to gather a rank's whole weights once; each of its buckets takes an equal part.
 
     Raises:
         ScheduleError: actions wait for each other in a cycle, or for one that is in no list.

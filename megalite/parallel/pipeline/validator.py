@@ -87,8 +87,8 @@ def _check_complete(schedule: Schedule, rank: int) -> None:
         expected |= {
             other for other in (receive_before(action, schedule), send_after(action, schedule)) if other
         }
-    found = Counter(action for action in schedule.actions[rank] if action.bucket is None)
-    for action, count in found.items():
+    counts = Counter(action for action in schedule.actions[rank] if action.bucket is None)
+    for action, count in counts.items():
         if action not in expected:
             raise ScheduleError(
                 f"rank {rank}: {action} does not belong here: rank {rank} holds stages "
@@ -96,7 +96,7 @@ def _check_complete(schedule: Schedule, rank: int) -> None:
             )
         if count > 1:
             raise ScheduleError(f"rank {rank}: {action} is in the list {count} times.")
-    for action in sorted(expected - found.keys()):
+    for action in sorted(expected - counts.keys()):
         raise ScheduleError(f"rank {rank}: {action} is missing.")
 
 

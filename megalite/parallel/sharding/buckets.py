@@ -18,7 +18,7 @@ from megalite.mesh.layout import Coordinates
 from megalite.parallel.spec import ParamSpec
 
 ALIGN = 32  # elements, 128 bytes of fp32: every vector load and cache line starts at a tensor's start
-SHARD_ALIGN = 64  # elements: shard boundaries that do not change rounding in vectorised optimizers
+SHARD_ALIGN = 64  # elements: shard boundaries that do not change rounding in vectorized optimizers
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ def buckets_of_units(layouts: Sequence[BucketLayout]) -> dict[int, tuple[int, ..
     """The numbers of the buckets that each unit computes with. The last also needs the embedding's if they
     share a tensor on this rank."""
     last = max(chain.from_iterable(layout.units for layout in layouts))
-    found: dict[int, tuple[int, ...]] = {}
+    numbers: dict[int, tuple[int, ...]] = {}
     for number, layout in enumerate(layouts):
         shared = {last} if any(slot.spec.both_ends for slot in layout.slots) else set()
         for unit in layout.units | shared:
-            found[unit] = (*found.get(unit, ()), number)
-    return found
+            numbers[unit] = (*numbers.get(unit, ()), number)
+    return numbers
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -34,14 +34,16 @@ class GradientBucket:
     """The gradients of one bucket.
 
     Attributes:
-        start, stop: the range of the bucket that this rank keeps optimizer state for. owned: [stop - start],
-        the gradients of that range; valid after `GradientReducer.finish`. full: [size], the buffer that
-        gradients accumulate in. With `shards_only`, None between a reduction and the next contribution.
-        shards_only: whether only `owned` outlives a microbatch (ZeRO-2 and 3). separate_embedding_grad:
-        [size], a tied tensor's second accumulator, see Weight.separate_embedding_grad. compression:
-        PowerSGD's reduction of `full`; None: `full` is reduced as it is. missing: for each reduction of the
-        step, how many weights are not complete. A single counter would be wrong: under a split
-            backward the contributions of several microbatches arrive interleaved.
+        start, stop: the range of the bucket that this rank keeps optimizer state for.
+        owned: [stop - start], the gradients of that range; valid after `GradientReducer.finish`.
+        full: [size], the buffer that gradients accumulate in. With `shards_only`, None between a reduction
+            and the next contribution.
+        shards_only: whether only `owned` outlives a microbatch (ZeRO-2 and 3).
+        separate_embedding_grad: [size], a tied tensor's second accumulator, see
+            Weight.separate_embedding_grad.
+        compression: PowerSGD's reduction of `full`; None: `full` is reduced as it is.
+        missing: for each reduction of the step, how many weights are not complete. A single counter would be
+            wrong: under a split backward the contributions of several microbatches arrive interleaved.
     """
 
     layout: BucketLayout

@@ -1,7 +1,7 @@
 """Memory of the optimizer state: on the device of the weights, in CPU memory, or in a memory-mapped file.
 
 Optimizer state is what the optimizer keeps for this rank's owned ranges: the moments, and the master weights
-if they are not the weights themselves. In every case it consists of ordinary tensors, so initialisation and
+if they are not the weights themselves. In every case it consists of ordinary tensors, so initialization and
 checkpoints are the same for all. An optimizer step processes offloaded state in windows:
 
     copy      the next window's gradients to pinned memory; the disk reads the window's pages ahead
@@ -33,7 +33,7 @@ from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import Pending, all_gather
 
 UPLOAD = 1 << 26  # elements of updated weights that are on the device before they are copied to pinned memory
-# elements, 12 MiB of fp32 masters and moments; a multiple of 64, so that vectorised updates round the same
+# elements, 12 MiB of fp32 masters and moments; a multiple of 64, so that vectorized updates round the same
 WINDOW = 1 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14; missing in Python's mmap
 
@@ -77,7 +77,7 @@ class StateMemory:
 
     def windows(self, ranges: Sequence[StateRange]) -> Iterator[list[StateRange]]:
         """Yield parts of the ranges, each part once. The caller updates a part, masters and weights, before
-        it asks for the next.
+        it requests the next.
 
         Here there are two parts, with and without weight decay. If the weights are on another device than
         their masters (ZeRO-3 with `offload_parameters`), parts are windows of UPLOAD elements: one call

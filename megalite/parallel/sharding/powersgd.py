@@ -134,9 +134,9 @@ class PowerSGD:
             start = slot.start
             for segment in slot.spec.segments:
                 part = segment.local(self.at)
-                if found := compressible(segment, part, self.rank):
-                    factor = self._initial_factor(segment, part, found).to(like)
-                    error = like.new_zeros(*factor.shape[:-2], found.n, found.m)
+                if stack := compressible(segment, part, self.rank):
+                    factor = self._initial_factor(segment, part, stack).to(like)
+                    error = like.new_zeros(*factor.shape[:-2], stack.n, stack.m)
                     matrices.append(CompressedMatrix(segment, part, start, axis, error, factor))
                 start += part.numel
         if not matrices:
@@ -146,17 +146,17 @@ class PowerSGD:
         rest = [(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if low < high]
         return Compression(matrices, rest, axis)
 
-    def _initial_factor(self, segment: Segment, part: LocalPart, found: Matrices) -> Tensor:
+    def _initial_factor(self, segment: Segment, part: LocalPart, stack: Matrices) -> Tensor:
         """Q of the first step, [m, rank]; of experts [matrices, m, rank], each drawn by its number in the
         layer, the same for any ep."""
-        shape = found.m, self.rank
+        shape = stack.m, self.rank
         if segment.axis != "expert":
             return rng.normal(shape, self.seed, segment.name, "powersgd")
-        first = part.offsets[0] // found.n
+        first = part.offsets[0] // stack.n
         return torch.stack(
             [
                 rng.normal(shape, self.seed, segment.name, "powersgd", first + index)
-                for index in range(found.number)
+                for index in range(stack.number)
             ]
         )
 

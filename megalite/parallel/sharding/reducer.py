@@ -69,9 +69,12 @@ class Reduction:
             self.advance()
 
     def _next_round(self) -> bool:
-        """Run to the next `yield`. Returns whether the reduction has ended; `self` is the sentinel of the
-        exhausted iterator."""
-        return next(self._rounds, self) is self
+        """Run to the next `yield`. Returns whether the reduction has ended."""
+        try:
+            next(self._rounds)
+        except StopIteration:
+            return True
+        return False
 
 
 class GradientReducer:
@@ -80,7 +83,8 @@ class GradientReducer:
     Args:
         log: records every reduction.
         comm_dtype: gradients are cast to this before they are sent; None: they are sent in the accumulate
-        dtype. powersgd: compresses the reductions of ZeRO-0 and ZeRO-1.
+            dtype.
+        powersgd: compresses the reductions of ZeRO-0 and ZeRO-1.
     """
 
     def __init__(

@@ -56,15 +56,15 @@ class StoreOptions:
 
     Attributes:
         zero: ZeRO stage. 0: every dp rank keeps everything of every bucket; 1: optimizer state is sharded; 2:
-        gradients, too;
-            3: weights, too, except those in use.
+            gradients, too; 3: weights, too, except those in use.
         dtype: compute precision.
         grad_dtype: accumulate dtype of gradients; default: `dtype`, but at least fp32.
         reduce_dtype: communication dtype of data-parallel gradient reductions; default: the accumulate dtype.
         bucket_bytes: see `bucket_layout`.
-        separate_embedding_grad: see `Weight.separate_embedding_grad`. offload_parameters: with zero 3, store
-        shards of weights in CPU memory. A single rank then also frees its weights after use. training: False
-        allocates only weights, in `dtype`: no gradient buffers and no master weights.
+        separate_embedding_grad: see `Weight.separate_embedding_grad`.
+        offload_parameters: with zero 3, store shards of weights in CPU memory. A single rank then also frees
+            its weights after use.
+        training: False allocates only weights, in `dtype`: no gradient buffers and no master weights.
     """
 
     zero: int = 0
@@ -223,8 +223,8 @@ class ParameterStore:
     def _draws(
         self, seed: int, roles: Collection[str]
     ) -> Iterator[tuple[tuple[BucketBuffers, int], rng.Draw]]:
-        """What initialises this rank's masters: draws, each with its bucket and the first element there of
-        its segment."""
+        """Yields the draws that initialize this rank's masters, each with its bucket and the start of its
+        segment there."""
         for bucket in self.buckets:
             for slot in bucket.layout.slots:
                 start = slot.start

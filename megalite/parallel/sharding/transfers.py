@@ -34,8 +34,8 @@ class TransferLog:
 
         def wait() -> Tensor:
             awaited = clock.mark()
-            found = pending.wait()
+            result = pending.wait()
             self.record(name, start, awaited, clock.mark())
-            return found
+            return result
 
         return Pending([], wait)

@@ -1,10 +1,10 @@
-"""Makes the full weights of a unit available before its forward and its backward.
+"""Executes the gathers of weights: makes a unit's full weights available before its forward and backward.
 
 `WeightGatherer` is for ZeRO 0 to 2: full weights stay in memory. The parts that each rank has updated are
 gathered after the step, and the unit's first forward waits for them. `ShardGatherer` is for ZeRO-3: a rank
-keeps its shard of each bucket, and full weights exist only while they are used. The schedule decides when: a
-gather or reshard precedes, in the list, the computation during which it happens (`pipeline.gathering`).
-`gather` and `reshard` record it, and the units of the model execute it as they begin and end:
+keeps its shard of each bucket, and full weights exist only while they are used. The schedule decides when
+(`pipeline.gather_actions`): a gather or reshard precedes, in the list, the computation during which it
+happens. `gather` and `reshard` record it, and the units of the model execute it as they begin and end:
 
     forward   pre_forward:  wait for the unit's weights, start the gathers recorded for the unit
     post_forward: free what is recorded
@@ -41,7 +41,8 @@ class WeightGatherer:
         buckets: the buckets of the rank, by number.
         by_unit: the buckets that each unit needs.
         sharded_update: whether each rank updates only its part of a bucket, so that the parts must be
-        gathered (ZeRO-1 and 2). log: records every gather.
+            gathered (ZeRO-1 and 2).
+        log: records every gather.
     """
 
     def __init__(

@@ -107,7 +107,8 @@ def loss_in_chunks(loss: ChunkLoss, x: Tensor, targets: Tensor, weight: Weight, 
     Args:
         x: [seq (/tp), batch, hidden].
         targets: [seq, batch]. Under sequence parallelism a chunk has the same rows of every tp rank's part of
-        x. weight: the weight of the head.
+            x.
+        weight: the weight of the head.
         length: positions of x in a chunk.
     """
     if torch.is_grad_enabled() and (x.requires_grad or weight.trainable):

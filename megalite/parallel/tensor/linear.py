@@ -12,7 +12,7 @@
 The column layer's backward starts the communication of its input gradient, computes its weight gradient, and
 only then waits: the two overlap. If neither its weight nor an adapter is trained, its input is neither saved
 nor gathered again. Weight gradients do not pass through autograd, which gets None for them:
-`Weight.accumulate_product` adds them to the weight's bucket.
+`Weight.accumulate_matmul` adds them to the weight's bucket.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _accumulate_linear(
     rows = grad.reshape(-1, grad.shape[-1])  # [tokens, out]
     if bias is not None and bias.trainable:
         bias.accumulate(rows.sum(0, dtype=bias.grad_dtype))
-    weight.accumulate_product(rows, inputs.reshape(-1, inputs.shape[-1]))
+    weight.accumulate_matmul(rows, inputs.reshape(-1, inputs.shape[-1]))
     if rest is not None:
         rest(inputs)
 

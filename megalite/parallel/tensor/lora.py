@@ -104,9 +104,9 @@ class Adapter:
         )
 
         def accumulate(x: Tensor) -> None:
-            self.a.accumulate_product(dinner, self.dropped(x, mask).flatten(0, -2))
+            self.a.accumulate_matmul(dinner, self.dropped(x, mask).flatten(0, -2))
             for each, part in zip(inner.split(self.ranks, 1), self.parts, strict=True):
-                part.b.accumulate_product(rows[:, part.columns], each)
+                part.b.accumulate_matmul(rows[:, part.columns], each)
 
         return torch.mm(dinner, self.a.tensor), accumulate
 
@@ -125,7 +125,7 @@ def attach_adapters(weights: Mapping[str, Weight], lora: LoraConfig, tp: MeshAxi
     for name, weight in weights.items():
         stem = name.removesuffix("weight")
         if (a := weights.get(f"{stem}lora_a")) and weight.spec.domain == "expert":
-            from megalite.parallel.expert.lora import ExpertAdapter
+            from megalite.parallel.expert.grouped_matmul import ExpertAdapter
 
             weight.expert_adapter = ExpertAdapter(
                 a, weights[f"{stem}lora_b"], lora.scale_of(weight.spec.segments[0].role)
@@ -139,11 +139,11 @@ def attach_adapters(weights: Mapping[str, Weight], lora: LoraConfig, tp: MeshAxi
 def _parts(
     weight: Weight, weights: Mapping[str, Weight], lora: LoraConfig, tp: MeshAxis
 ) -> list[SegmentAdapter]:
-    at, first, found = Coordinates.on("tp", tp.rank, tp.size), 0, []
+    at, first, adapters = Coordinates.on("tp", tp.rank, tp.size), 0, []
     for segment in weight.spec.segments:
         columns = slice(first, first := first + segment.local(at).shape[0])
         stem = segment.name.removesuffix("weight")
         if b := weights.get(f"{stem}lora_b"):
             scale, rank = lora.scale_of(segment.role), b.tensor.shape[1]
-            found.append(SegmentAdapter(b, columns, rank, scale, weights.get(f"{stem}lora_magnitude")))
-    return found
+            adapters.append(SegmentAdapter(b, columns, rank, scale, weights.get(f"{stem}lora_magnitude")))
+    return adapters

@@ -58,15 +58,15 @@ def test_visited_tiles_are_those_with_a_visible_pair(window):
 def test_each_position_has_one_rank_and_runs_are_whole_tiles(length, ranks):
     starts = drawn(length, 2)
     parts = balanced(starts, ranks)
-    held = [positions(runs) for runs in parts]
+    held = [positions(segments) for segments in parts]
     assert sorted(sum(held, [])) == list(range(length))
     assert {len(its) for its in held} == {length // ranks} and all(its == sorted(its) for its in held)
     block = block_length(length // ranks)
-    assert all(start % block == run % block == 0 for runs in parts for start, run in runs)
+    assert all(start % block == length % block == 0 for segments in parts for start, length in segments)
     assert length < 8192 or block % TILE == 0
-    assert all(one.stop < other.start for runs in parts for one, other in zip(runs, runs[1:], strict=False)), (
-        "neighbours are one run"
-    )
+    assert all(
+        one.stop < other.start for segments in parts for one, other in zip(segments, segments[1:], strict=False)
+    ), "neighbours are one segment"
     assert balanced(starts.copy(), ranks) == parts, "every rank computes the same"
 
 
@@ -111,12 +111,14 @@ def test_parts_follow_the_documents_of_each_microbatch():
         padded = np.concatenate([starts.numpy(), np.repeat(starts.numpy()[-1:], 4 * part_length(config) - 61, axis=0)])
         parts = balanced(padded, 4)
         tiles = from_dict({}).model.num_hidden_layers * between_ranks(parts, padded)
-        assert all(each.part.runs == parts and (each.part.tiles == tiles).all() for each in made)
+        assert all(each.part.segments == parts and (each.part.tiles == tiles).all() for each in made)
         held = torch.cat([each.tokens[each.targets != -100] for each in made])
         assert sorted(held.tolist()) == sorted(tokens.flatten().tolist()), "each token on one rank"
         assert all((each.tokens == each.positions.where(each.targets != -100, 0)).all() for each in made)
     alone = cuts[0](tokens=tokens, targets=tokens, samples=torch.arange(2))
-    assert alone.runs == zigzag(4 * part_length(config), 4)[0] and alone.part.tiles is None, "rows of one document each"
+    assert alone.segments == zigzag(4 * part_length(config), 4)[0] and alone.part.tiles is None, (
+        "rows of one document each"
+    )
 
 
 def test_padding_makes_whole_blocks():

@@ -12,15 +12,15 @@ from megalite.parallel.context.rows import Cut
 from megalite.parallel.microbatch import IGNORE_INDEX
 
 
-def positions(runs) -> list[int]:
-    return [position for start, length in runs for position in range(start, start + length)]
+def positions(segments) -> list[int]:
+    return [position for start, length in segments for position in range(start, start + length)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("cut", [contiguous, zigzag])
 def test_each_position_has_one_rank_and_all_have_equally_many(cut, ranks):
     parts = cut(ranks * 12, ranks)
-    held = [positions(runs) for runs in parts]
+    held = [positions(segments) for segments in parts]
     assert sorted(sum(held, [])) == list(range(ranks * 12))
     assert {len(its) for its in held} == {12}
     assert all(its == sorted(its) for its in held)
@@ -34,7 +34,7 @@ def test_a_length_that_has_no_equal_parts_is_refused(cut):
 
 def test_zigzag_balances_one_document_and_contiguous_does_not():
     def imbalance(parts) -> float:
-        pairs = [sum(position + 1 for position in positions(runs)) for runs in parts]
+        pairs = [sum(position + 1 for position in positions(segments)) for segments in parts]
         return max(pairs) * len(pairs) / sum(pairs)
 
     assert imbalance(zigzag(8192, 8)) == 1.0
@@ -107,7 +107,7 @@ def test_pieces_of_parts_are_joined_to_the_parts(ranks):
         [(PositionSegment(0, 7), PositionSegment(20, 4), PositionSegment(25, 1)), (PositionSegment(7, 12),)],
     ):
         pieces = split(parts, ranks)
-        assert len({len(positions(runs)) for runs in pieces}) == 1 and len(pieces) == len(parts) * ranks
+        assert len({len(positions(segments)) for segments in pieces}) == 1 and len(pieces) == len(parts) * ranks
         assert list(map(positions, grouped(tuple(pieces), ranks))) == list(map(positions, parts))
         held = [sum(map(positions, pieces[first : first + ranks]), []) for first in range(0, len(pieces), ranks)]
         assert held == list(map(positions, parts))

@@ -1,0 +1,20 @@
+"""The options of `attend` that the attention kernels take: the others are context parallelism's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_OF_CONTEXT = {"part", "sinks", "expand"}
+# attention of a part never keeps probabilities, and its queries are of no whole document
+_NOT_OF_PARTS = {"recompute", "boundaries"}
+
+
+def whole_row_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of `megalite_kernels.attention`, which attends over whole rows."""
+    return {name: value for name, value in options.items() if name not in _OF_CONTEXT}
+
+
+def part_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of `megalite_kernels.attention_part`, which attends over parts of rows."""
+    whole = whole_row_options(options)
+    return {name: value for name, value in whole.items() if name not in _NOT_OF_PARTS}
