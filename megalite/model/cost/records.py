@@ -2,7 +2,7 @@
 
 UnitCost          embedding, layer or head
   Block           a layer has two: attention, and the feed-forward
-    Product       matrix product with a stored weight        Lookup        rows of a stored table
+    Product       matrix product with a stored weight        EmbeddingLookup        rows of a stored table
     Attention     products of queries, keys and values       Elementwise   kernels bound by memory
       Buffer      a tensor that forward keeps for backward
 """
@@ -181,7 +181,7 @@ class Matmul:
         )
 
     @property
-    def travelling(self) -> int:
+    def communicated(self) -> int:
         """Values of the tensor that `collectives` counts the passes of: the input of split outputs, the
         output of split inputs."""
         return self.rows * (self.inputs if self.split == "outputs" else self.outputs)
@@ -196,7 +196,7 @@ class Matmul:
 
 
 @dataclass(frozen=True)
-class OwnProduct(Matmul):
+class LocalMatmul(Matmul):
     """A product of each rank's own tokens with whole matrices: a router, or the experts, if they are equally
     loaded.
 
@@ -237,8 +237,8 @@ class OwnProduct(Matmul):
 
 
 @dataclass(frozen=True)
-class SharedColumns(OwnProduct):
-    """An `OwnProduct` of which every tp rank needs some outputs of all tokens: the rotating keys of latent
+class SharedKeyMatmul(LocalMatmul):
+    """An `LocalMatmul` of which every tp rank needs some outputs of all tokens: the rotating keys of latent
     attention.
 
     Attributes:
@@ -248,7 +248,7 @@ class SharedColumns(OwnProduct):
     shared: int = 0
 
     @property
-    def travelling(self) -> int:
+    def communicated(self) -> int:
         return self.ranks * self.rows * self.shared
 
     def collectives(self, sequence_parallel: bool) -> Collectives:
@@ -257,7 +257,7 @@ class SharedColumns(OwnProduct):
 
 
 @dataclass(frozen=True)
-class Expansion(Matmul):
+class LatentUpProjection(Matmul):
     """Keys and values of whole rows from the latents of all cp ranks, part of attention: its backward
     computes them again.
 
@@ -273,7 +273,7 @@ class Expansion(Matmul):
     gathered: bool = False
 
     @classmethod
-    def of(cls, product: Matmul, share: Share, width: int) -> Expansion:
+    def of(cls, product: Matmul, share: Share, width: int) -> LatentUpProjection:
         """That of a rank, in which `product` expands the latents."""
         fields: dict[str, Any] = {**vars(product), "rows": share.tokens * share.cp}
         return cls(**fields, width=width, cp=share.cp, gathered=share.sequence_parallel)
@@ -288,7 +288,7 @@ class Expansion(Matmul):
         return self.rows // self.cp
 
     @property
-    def travelling(self) -> int:
+    def communicated(self) -> int:
         return (self.rows if self.gathered else self.own_rows) * self.width
 
     def collectives(self, sequence_parallel: bool) -> Collectives:
@@ -298,8 +298,8 @@ class Expansion(Matmul):
 
 
 @dataclass(frozen=True)
-class Lookup:
-    """Lookup of one row of a stored table per token. local_weights: elements of the tables on this rank."""
+class EmbeddingLookup:
+    """EmbeddingLookup of one row of a stored table per token. local_weights: elements of the tables on this rank."""
 
     rows: int
     width: int
@@ -318,7 +318,7 @@ class Lookup:
         return self.values
 
     @property
-    def travelling(self) -> int:
+    def communicated(self) -> int:
         """Values of the tensor that `collectives` counts the passes of."""
         return self.values
 
@@ -365,7 +365,7 @@ class AttentionCost:
         pairs = self.batch * attended_pairs(self.sequence, self.window) * self.heads
         return 2 * pairs * (self.key_size + self.value_size) // self.cp
 
-    def product_flops(self, positions: float) -> float:
+    def matmul_flops(self, positions: float) -> float:
         """FLOPs of one of the two products, in the mean, for one token that attends to `positions`
         positions."""
         return positions * (self.heads * (self.key_size + self.value_size))
@@ -389,7 +389,7 @@ class Elementwise:
     flops = 0
 
 
-Step = Matmul | Lookup | AttentionCost | Elementwise
+Step = Matmul | EmbeddingLookup | AttentionCost | Elementwise
 
 
 @dataclass(frozen=True)
@@ -415,7 +415,7 @@ class BlockCost:
         return (self.before, *self.steps, self.after)
 
     @property
-    def products(self) -> list[Matmul]:
+    def matmuls(self) -> list[Matmul]:
         return [step for step in self.steps if isinstance(step, Matmul)]
 
 
@@ -430,8 +430,8 @@ class UnitCost:
         return [step for block in self.blocks for step in block.all_steps]
 
     @property
-    def products(self) -> list[Matmul]:
-        return [product for block in self.blocks for product in block.products]
+    def matmuls(self) -> list[Matmul]:
+        return [product for block in self.blocks for product in block.matmuls]
 
     @property
     def attentions(self) -> list[AttentionCost]:
@@ -465,6 +465,6 @@ class UnitCost:
 
     def collectives(self, sequence_parallel: bool) -> Collectives:
         """The values that rings pass around for all products and lookups."""
-        steps = [step for step in self.steps if isinstance(step, Matmul | Lookup)]
-        counts = [(step.travelling, *step.collectives(sequence_parallel)) for step in steps]
+        steps = [step for step in self.steps if isinstance(step, Matmul | EmbeddingLookup)]
+        counts = [(step.communicated, *step.collectives(sequence_parallel)) for step in steps]
         return Collectives(*(sum(count[0] * count[way] for count in counts) for way in (1, 2)))

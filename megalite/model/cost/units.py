@@ -18,11 +18,11 @@ from megalite.model.cost.records import (
     BlockCost,
     Buffer,
     Elementwise,
-    Lookup,
+    EmbeddingLookup,
     Matmul,
-    OwnProduct,
+    LocalMatmul,
     Share,
-    SharedColumns,
+    SharedKeyMatmul,
     UnitCost,
 )
 from megalite.model.parameters import head_unit, kv_replicas, model_specs, padded_vocabulary
@@ -84,7 +84,7 @@ class Units:
                 BlockCost(
                     Elementwise(),
                     (
-                        Lookup(
+                        EmbeddingLookup(
                             share.tokens, model.hidden_size, weights, self._frozen("embedding"), tuple(kept)
                         ),
                     ),
@@ -181,7 +181,7 @@ class Units:
         own, travels = self.share.own_tokens, self.heads.latent > 0
         shared = self.model.qk_rope_head_dim if product.name == "attention.kv_a" and not travels else 0
         fields: dict[str, Any] = {**vars(product), "rows": own, "ranks": self.share.tokens // own}
-        return SharedColumns(**fields, shared=shared) if shared else OwnProduct(**fields)
+        return SharedKeyMatmul(**fields, shared=shared) if shared else LocalMatmul(**fields)
 
     def _attention_block(self, index: int, products: dict[str, Matmul]) -> BlockCost:
         if self.model.kv_lora_rank is not None:

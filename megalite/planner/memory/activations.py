@@ -131,9 +131,9 @@ class Activations:
         if not self.splits:
             return 0, 0
         last = unit.blocks[-1]
-        product = last.products[-1]
+        product = last.matmuls[-1]
         first = self._size(product.stashed) - self._size((product.between,)) - self._size(last.after.kept)
-        return sum(self._size(each.stashed) for each in unit.products), max(first, 0)
+        return sum(self._size(each.stashed) for each in unit.matmuls), max(first, 0)
 
     @property
     def flash(self) -> bool:
@@ -170,7 +170,7 @@ class Activations:
         """The final norm's input and output (or the gradient computed together with the loss), and the
         logits."""
         (block,) = self.units.head().blocks
-        (product,) = block.products
+        (product,) = block.matmuls
         kept = self._size(block.before.kept)
         # tanh keeps its output
         one = product.outputs * self.width * (1 if self.model.logit_softcap is None else 2)
@@ -190,7 +190,7 @@ class Activations:
         """The first part of a module of multi-token prediction. The output of a norm that it reads is kept
         for it alone where the loss is computed in chunks, which keep a gradient in its place."""
         before = self.own if self.loss_chunk else 0
-        stash = sum(self._size(each.stashed) for each in joining.products) if self.splits else 0
+        stash = sum(self._size(each.stashed) for each in joining.matmuls) if self.splits else 0
         return HeldBytes(
             before + self._size((*lookup.kept, *joining.kept)),
             stash=stash,
