@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megalite.model.cost.records import BlockCost, Buffer, Elementwise, Matmul, LocalMatmul
+from megalite.model.cost.records import BlockCost, Buffer, Elementwise, LocalMatmul, Matmul
 
 if TYPE_CHECKING:
     from megalite.model.cost.units import Units

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
+
+from megalite.config.dims import equal_part
 
 Dtype = Literal["compute", "accumulate", "index", "mask"]
 """compute: train.precision; accumulate: at least fp32; index: of a token or a position; mask: one byte."""
@@ -20,10 +22,33 @@ Mode = Literal["none", "selective", "full"]
 MODES: tuple[str, ...] = ("none", "selective", "full")
 
 
+class TokenSplit(Protocol):
+    """The options that decide how tokens are split over ranks: `ParallelConfig`, or the planner's
+    `LayoutChoice`."""
+
+    @property
+    def tp(self) -> int: ...
+    @property
+    def sequence_parallel(self) -> bool: ...
+    @property
+    def cp(self) -> int: ...
+    @property
+    def context(self) -> str: ...
+    @property
+    def context_inner(self) -> int: ...
+    @property
+    def context_parts(self) -> str: ...
+    @property
+    def ep(self) -> int: ...
+    @property
+    def expert_dispatch(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class Share:
-    """One tensor- and context-parallel rank's share of one microbatch; by default the whole model and one
-    sequence.
+    """One tensor- and context-parallel rank's share of one microbatch.
+
+    The defaults are the whole model and one sequence.
 
     Attributes:
         sequence: positions of a row that a context-parallel rank holds.
@@ -43,6 +68,23 @@ class Share:
     context_inner: int = 1
     dispatch: str = "all_to_all"
     parts: str = "zigzag"
+
+    @classmethod
+    def of(cls, split: TokenSplit, sequence_length: int, micro_batch_size: int) -> Share:
+        """The share of each rank when rows of `sequence_length` tokens are split as the options say."""
+        ranks = split.tp if split.sequence_parallel else 1
+        return cls(
+            sequence=equal_part(sequence_length, split.cp, split.context, ranks, split.context_parts),
+            batch=micro_batch_size,
+            tp=split.tp,
+            sequence_parallel=split.sequence_parallel,
+            cp=split.cp,
+            context=split.context,
+            ep=split.ep,
+            context_inner=split.context_inner,
+            dispatch=split.expert_dispatch,
+            parts=split.context_parts,
+        )
 
     @property
     def row(self) -> int:
@@ -299,7 +341,7 @@ class LatentUpProjection(Matmul):
 
 @dataclass(frozen=True)
 class EmbeddingLookup:
-    """EmbeddingLookup of one row of a stored table per token. local_weights: elements of the tables on this rank."""
+    """Copies one row of a stored table per token. local_weights: elements of the tables on this rank."""
 
     rows: int
     width: int
@@ -461,7 +503,7 @@ class UnitCost:
     @property
     def lengths(self) -> int:
         """Values of products all-reduced over tp in forward."""
-        return sum(product.lengths for product in self.products)
+        return sum(product.lengths for product in self.matmuls)
 
     def collectives(self, sequence_parallel: bool) -> Collectives:
         """The values that rings pass around for all products and lookups."""

@@ -19,14 +19,17 @@ from megalite.model.cost.records import (
     Buffer,
     Elementwise,
     EmbeddingLookup,
-    Matmul,
     LocalMatmul,
+    Matmul,
     Share,
     SharedKeyMatmul,
     UnitCost,
 )
 from megalite.model.parameters import head_unit, kv_replicas, model_specs, padded_vocabulary
 
+LOSS_CHUNK_ON_GPU = 4096
+"""Tokens whose logits exist at a time on a GPU, unless train.loss_chunk says otherwise: adding a chunk to the
+fp32 weight gradient then takes 1/20 of the time of the chunk's matmuls."""
 ATTENTION_BLOCK = 64  # queries per block of the reference in `megalite_kernels.attention`
 
 

@@ -19,20 +19,19 @@ from megalite.model.cost.records import (
     AttentionCost,
     BlockCost,
     Elementwise,
-    LatentUpProjection,
     EmbeddingLookup,
-    Matmul,
+    LatentUpProjection,
     LocalMatmul,
+    Matmul,
     Share,
     Step,
 )
-from megalite.model.cost.units import Units
+from megalite.model.cost.units import LOSS_CHUNK_ON_GPU, Units
 from megalite.planner.cost import context_exchange, expert_exchange
 from megalite.planner.hardware.devices import Device
 from megalite.planner.hardware.kernels import DROPOUT, ELEMENTWISE_BYTES, attention, product, stream
 from megalite.planner.hardware.links import Fabric, group
 
-LOSS_CHUNK = 4096  # tokens whose logits exist at a time on a GPU, as in `megalite.model.stage`
 ACCUMULATED = 8.0  # bytes: an fp32 accumulator is read and written
 FORWARD_OPERATIONS, BACKWARD_OPERATIONS = 40, 80  # that the host launches per layer, an estimate: about 1 ms
 
@@ -407,7 +406,7 @@ class Operations:
         (block,) = self.units(share).head().blocks
         (logits,) = block.matmuls
         chunked = self.software.loss_bytes == OURS.loss_bytes and not splits and not self.device.cpu
-        chunk = min(LOSS_CHUNK, logits.rows) if chunked else logits.rows
+        chunk = min(LOSS_CHUNK_ON_GPU, logits.rows) if chunked else logits.rows
         parts = logits.rows / chunk
         product = self._step(replace(logits, rows=chunk))
         memory = self.device if self.device.loss is None else replace(self.device, bandwidth=self.device.loss)

@@ -12,19 +12,17 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from megalite.assembly.plan import activation_shape
-from megalite.config.dims import part_length
 from megalite.config.schema import Config, LoraConfig
 from megalite.config.token_files import is_chat, prefixes
 from megalite.model.cost.mtp import modules
 from megalite.model.cost.recomputed import chosen, groups
 from megalite.model.cost.records import MODES, Buffer, Dtype, Share, UnitCost, size_in_bytes
-from megalite.model.cost.units import Units
+from megalite.model.cost.units import LOSS_CHUNK_ON_GPU, Units
 from megalite.model.parameters import head_unit
 from megalite.planner.memory.states import Device, Widths
 
 INDEX = 8  # bytes of a token or a target
 WIDEST_HEAD = 256  # largest head size that the Triton kernels of `megalite_kernels.attention` support
-LOSS_CHUNK_ON_GPU = 4096  # tokens, as in `megalite.model.stage`
 
 
 @dataclass(frozen=True)
@@ -72,16 +70,7 @@ class Activations:
         }
         # positions depend on documents
         self.documents = config.data.reset_positions or any(map(is_chat, prefixes(config.data.train)))
-        sizes = parallel.tp, parallel.sequence_parallel, parallel.cp, parallel.context
-        self.share = Share(
-            part_length(config),
-            train.micro_batch_size,
-            *sizes,
-            parallel.ep,
-            parallel.context_inner,
-            parallel.expert_dispatch,
-            parallel.context_parts,
-        )
+        self.share = Share.of(parallel, config.data.sequence_length, train.micro_batch_size)
         self.units = Units(model, self.share, lora, self.flash)
         self._layers: dict[tuple[Hashable, str], HeldBytes] = {}
         self.own, self.whole = prod(activation_shape(config)) * self.width, self.units.whole * self.width

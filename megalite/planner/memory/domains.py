@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from megalite.model.cost.mtp import joining
-from megalite.model.cost.records import Elementwise, EmbeddingLookup, Matmul, LocalMatmul, UnitCost
+from megalite.model.cost.records import Elementwise, EmbeddingLookup, LocalMatmul, Matmul, UnitCost
 from megalite.model.cost.units import Units
 from megalite.planner.hardware.devices import Device
 from megalite.planner.hardware.links import Group, placed
@@ -86,14 +86,20 @@ def domains(device: Device, choice: LayoutChoice, size: Parameters) -> list[Para
     that hold the same."""
 
     groups = _groups(
-        device.per_node, choice.data, choice.expert_data, *shares(choice), choice.tp, choice.ep, choice.gpus
+        device.per_node,
+        choice.data,
+        choice.dims.expert_data,
+        *shares(choice),
+        choice.tp,
+        choice.ep,
+        choice.gpus,
     )
     return [ParameterDomain(*sizes, *ranks) for sizes, ranks in zip(size.domains, groups, strict=False)]
 
 
 def shares(choice: LayoutChoice) -> tuple[int, int]:
     """Ranks over which ZeRO shards dense parameters, and experts."""
-    return choice.shard, max(choice.shard * choice.tp // choice.ep, 1)
+    return choice.dims.shard, choice.dims.expert_shard
 
 
 @lru_cache(maxsize=4096)
