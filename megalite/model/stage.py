@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megalite.config.schema import Config, ModelConfig
 from megalite.mesh.mesh import Mesh
+from megalite.model.cost.units import LOSS_CHUNK_ON_GPU
 from megalite.model.forward_state import Dropout, ForwardState, Site
 from megalite.model.layer_options import LayerOptions
 from megalite.model.parameters import head_unit
@@ -31,17 +32,13 @@ from megalite.parallel.weight import Weight
 if TYPE_CHECKING:
     from megalite.model.mtp import MultiTokenPrediction
 
-# tokens: adding a chunk to the fp32 weight gradient then takes 1/20 of the time of the chunk's matmuls
-CHUNK_ON_GPU = 4096
-
 
 class Head(nn.Module):
     """Final norm, vocabulary projection and loss.
 
     Args:
         chunk: tokens whose logits are computed at a time, so that the whole logits never exist; 0: all at
-            once.
-            None: CHUNK_ON_GPU on a GPU, 0 on a CPU.
+            once. None: LOSS_CHUNK_ON_GPU on a GPU, 0 on a CPU.
     """
 
     def __init__(
@@ -60,7 +57,7 @@ class Head(nn.Module):
         name = "embedding.weight" if model.tie_word_embeddings else "head.weight"
         self.project = ColumnParallelLinear(weights[name], None, mesh.tp, options.sequence_parallel)
         self.softcap, self.loss = model.logit_softcap, loss
-        self.chunk = (CHUNK_ON_GPU if weights[name].tensor.is_cuda else 0) if chunk is None else chunk
+        self.chunk = (LOSS_CHUNK_ON_GPU if weights[name].tensor.is_cuda else 0) if chunk is None else chunk
 
     def logits(self, x: Tensor) -> Tensor:
         """Returns the logits of x, [seq (/tp), batch, hidden] -> [seq, batch, vocabulary/tp], padded columns

@@ -116,6 +116,6 @@ def test_plans_count_the_products_with_latents_of_other_ranks():
 
     def rows(method: str) -> int:
         units = Units(model, Share(24, 2, cp=4, context=method))
-        return next(product.rows for product in units.layer(0).products if product.name == "attention.kv_b")
+        return next(product.rows for product in units.layer(0).matmuls if product.name == "attention.kv_b")
 
     assert (rows("ulysses"), rows("gather"), rows("ring")) == (48, 4 * 48, 4 * 48)

@@ -27,8 +27,7 @@ def test_the_fullest_passes_give_the_peaks_of_all(name, ranks, microbatches):
             stage: [HeldBytes(**{field: draw.randrange(100) for field in fields}) for _ in range(3)]
             for stage in schedule.stages_of(rank)
         }
-        profile = Profile(stages, tables)
-        profile.follow(schedule, rank)
+        profile = Profile.of(schedule, rank, stages, tables)
         held, logits, peaks = tables, 0, [0, 0, 0, 0]
 
         def note(*parts: int, peaks: list[int] = peaks) -> None:

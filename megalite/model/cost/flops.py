@@ -115,18 +115,17 @@ def per_token(
         scores. lora: adapters. Frozen weights have no weight gradient: two products instead of three.
     """
     units = Units(model, Share(1), lora)  # one token
-    head = (1 + model.mtp_layers) * float(sum(product.training_flops for product in units.head().products))
+    head = (1 + model.mtp_layers) * float(sum(product.training_flops for product in units.head().matmuls))
     layers, attention, recomputed = 0.0, 0.0, 0.0
     if model.mtp_layers:
         from megalite.model.cost.mtp import joining
 
-        layers += model.mtp_layers * sum(product.training_flops for product in joining(units).products)
+        layers += model.mtp_layers * sum(product.training_flops for product in joining(units).matmuls)
     for index in range(layer_count(model)):
         unit = units.layer(index)
-        layers += sum(product.training_flops for product in unit.products)
+        layers += sum(product.training_flops for product in unit.matmuls)
         scores = sum(
-            each.product_flops(_attended(sequence_length, each.window, convention))
-            for each in unit.attentions
+            each.matmul_flops(_attended(sequence_length, each.window, convention)) for each in unit.attentions
         )
         attention += 6 * scores
         mode = TrainConfig(recompute=recompute).recompute_of(index)

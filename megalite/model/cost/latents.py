@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megalite.model.cost import context_parallel
-from megalite.model.cost.records import BlockCost, Buffer, Elementwise, Expansion, Matmul, Step
+from megalite.model.cost.records import BlockCost, Buffer, Elementwise, LatentUpProjection, Matmul, Step
 
 if TYPE_CHECKING:
     from megalite.model.cost.units import Units
@@ -16,7 +16,7 @@ def latent_block(units: Units, index: int, products: dict[str, Matmul]) -> Block
     model, share, heads = units.model, units.share, units.heads
     down, up = products["attention.kv_a"], products["attention.kv_b"]
     if heads.latent:
-        up = Expansion.of(up, share, heads.latent)
+        up = LatentUpProjection.of(up, share, heads.latent)
     queries: tuple[Step, ...]
     if model.q_lora_rank is None:
         q, queries = products["attention.q"], (products["attention.q"],)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megalite.model.cost.records import BlockCost, Buffer, Elementwise, Matmul, OwnProduct
+from megalite.model.cost.records import BlockCost, Buffer, Elementwise, LocalMatmul, Matmul
 
 if TYPE_CHECKING:
     from megalite.model.cost.units import Units
 
 
-def own_products(units: Units) -> list[OwnProduct]:
+def local_matmuls(units: Units) -> list[LocalMatmul]:
     """Router, and both products of the experts, for one rank's tokens."""
     model, share = units.model, units.share
     ranks, k, hidden, experts = (
@@ -21,10 +21,10 @@ def own_products(units: Units) -> list[OwnProduct]:
     )
     width, packed = model.expert_width, (2 if model.gated_mlp else 1) * model.expert_width
 
-    def product(name: str, rows: int, outputs: int, inputs: int, matrices: int) -> OwnProduct:
+    def product(name: str, rows: int, outputs: int, inputs: int, matrices: int) -> LocalMatmul:
         lora = units.lora
         rank = lora.rank_of(name) if lora.adapts(name) else 0
-        return OwnProduct(
+        return LocalMatmul(
             f"mlp.{name}",
             rows,
             outputs,
@@ -52,7 +52,7 @@ def mixture_block(units: Units, products: dict[str, Matmul]) -> BlockCost:
     """Router, experts, and the shared expert. Kept: logits and probabilities, the choice, the rows that were
     sent and that came back."""
     model, share, own = units.model, units.share, units.own
-    router, into, down = own_products(units)
+    router, into, down = local_matmuls(units)
     forward, backward = (3, 6) if model.gated_mlp else (2, 4)
     inner, sent = into.rows * model.expert_width, into.rows * model.hidden_size
     routing = Elementwise(
@@ -78,7 +78,7 @@ def mixture_block(units: Units, products: dict[str, Matmul]) -> BlockCost:
     before, after = units.around(into, is_first=False)
     if "mlp.shared.in" in products:
         shared = units.feed_forward(products["mlp.shared.in"], products["mlp.shared.down"])
-        gate = OwnProduct(
+        gate = LocalMatmul(
             "mlp.shared_gate",
             share.own_tokens,
             1,

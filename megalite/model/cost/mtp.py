@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megalite.model.cost.records import BlockCost, Buffer, Elementwise, OwnProduct, UnitCost
+from megalite.model.cost.records import BlockCost, Buffer, Elementwise, LocalMatmul, UnitCost
 from megalite.model.parameters import layer_count
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def joining(units: Units) -> UnitCost:
     width = 2 * hidden * (2 if model.norm == "layer" and model.norm_bias else 1)
     norms = Elementwise((2 * own, 2 * own, 4 * own), (3 * own, 3 * own, 4 * own), kept, width)
     ranks = share.tokens // share.own_tokens
-    product = OwnProduct(
+    product = LocalMatmul(
         "mtp.eh_proj", share.own_tokens, hidden, 2 * hidden, 2 * hidden * hidden, "outputs", ranks=ranks
     )
     return UnitCost((BlockCost(norms, (product,), workspace=(Buffer("gradients of both", 4 * own),)),))

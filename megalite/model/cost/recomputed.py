@@ -18,7 +18,7 @@ from megalite.model.cost.records import (
     BlockCost,
     Buffer,
     Elementwise,
-    Expansion,
+    LatentUpProjection,
     Matmul,
     Step,
 )
@@ -99,7 +99,9 @@ def _norm(units: Units) -> Elementwise:
 def _attention(units: Units, block: BlockCost, parallel: bool) -> list[Group]:
     *projections, step, out = block.steps
     assert isinstance(step, AttentionCost) and isinstance(out, Matmul)
-    expansion = [projections.pop()] if isinstance(projections[-1], Expansion) else []  # a part of attention
+    expansion = (
+        [projections.pop()] if isinstance(projections[-1], LatentUpProjection) else []
+    )  # a part of attention
     norm = Operation(("attn_norm",), _named(block.before.kept, NORMED, STATISTICS), (_norm(units),))
     inputs = (
         *_named(step.kept, "queries, keys and values"),
@@ -136,7 +138,7 @@ def _between(units: Units, attention: BlockCost, transformation: BlockCost, para
     norm = Operation(("mlp_norm",), normed, (_norm(units),))
     if parallel:
         return [(norm,)]
-    out = attention.products[-1]
+    out = attention.matmuls[-1]
     buffers = (*_named(before, STREAM), *normed, *out.kept, *attention.after.kept)
     steps = (out, Elementwise(attention.after.forward), Elementwise(transformation.before.forward))
     only_output = norm._replace(buffers=_named(normed, NORMED))  # the statistics stay with the sum

@@ -2,7 +2,7 @@
 
 UnitCost          embedding, layer or head
   Block           a layer has two: attention, and the feed-forward
-    Product       matrix product with a stored weight        Lookup        rows of a stored table
+    Product       matrix product with a stored weight        EmbeddingLookup        rows of a stored table
     Attention     products of queries, keys and values       Elementwise   kernels bound by memory
       Buffer      a tensor that forward keeps for backward
 """
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
+
+from megalite.config.dims import equal_part
 
 Dtype = Literal["compute", "accumulate", "index", "mask"]
 """compute: train.precision; accumulate: at least fp32; index: of a token or a position; mask: one byte."""
@@ -20,10 +22,33 @@ Mode = Literal["none", "selective", "full"]
 MODES: tuple[str, ...] = ("none", "selective", "full")
 
 
+class TokenSplit(Protocol):
+    """The options that decide how tokens are split over ranks: `ParallelConfig`, or the planner's
+    `LayoutChoice`."""
+
+    @property
+    def tp(self) -> int: ...
+    @property
+    def sequence_parallel(self) -> bool: ...
+    @property
+    def cp(self) -> int: ...
+    @property
+    def context(self) -> str: ...
+    @property
+    def context_inner(self) -> int: ...
+    @property
+    def context_parts(self) -> str: ...
+    @property
+    def ep(self) -> int: ...
+    @property
+    def expert_dispatch(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class Share:
-    """One tensor- and context-parallel rank's share of one microbatch; by default the whole model and one
-    sequence.
+    """One tensor- and context-parallel rank's share of one microbatch.
+
+    The defaults are the whole model and one sequence.
 
     Attributes:
         sequence: positions of a row that a context-parallel rank holds.
@@ -43,6 +68,23 @@ class Share:
     context_inner: int = 1
     dispatch: str = "all_to_all"
     parts: str = "zigzag"
+
+    @classmethod
+    def of(cls, split: TokenSplit, sequence_length: int, micro_batch_size: int) -> Share:
+        """The share of each rank when rows of `sequence_length` tokens are split as the options say."""
+        ranks = split.tp if split.sequence_parallel else 1
+        return cls(
+            sequence=equal_part(sequence_length, split.cp, split.context, ranks, split.context_parts),
+            batch=micro_batch_size,
+            tp=split.tp,
+            sequence_parallel=split.sequence_parallel,
+            cp=split.cp,
+            context=split.context,
+            ep=split.ep,
+            context_inner=split.context_inner,
+            dispatch=split.expert_dispatch,
+            parts=split.context_parts,
+        )
 
     @property
     def row(self) -> int:
@@ -181,7 +223,7 @@ class Matmul:
         )
 
     @property
-    def travelling(self) -> int:
+    def communicated(self) -> int:
         """Values of the tensor that `collectives` counts the passes of: the input of split outputs, the
         output of split inputs."""
         return self.rows * (self.inputs if self.split == "outputs" else self.outputs)
@@ -196,7 +238,7 @@ class Matmul:
 
 
 @dataclass(frozen=True)
-class OwnProduct(Matmul):
+class LocalMatmul(Matmul):
     """A product of each rank's own tokens with whole matrices: a router, or the experts, if they are equally
     loaded.
 
@@ -237,8 +279,8 @@ class OwnProduct(Matmul):
 
 
 @dataclass(frozen=True)
-class SharedColumns(OwnProduct):
-    """An `OwnProduct` of which every tp rank needs some outputs of all tokens: the rotating keys of latent
+class SharedKeyMatmul(LocalMatmul):
+    """An `LocalMatmul` of which every tp rank needs some outputs of all tokens: the rotating keys of latent
     attention.
 
     Attributes:
@@ -248,7 +290,7 @@ class SharedColumns(OwnProduct):
     shared: int = 0
 
     @property
-    def travelling(self) -> int:
+    def communicated(self) -> int:
         return self.ranks * self.rows * self.shared
 
     def collectives(self, sequence_parallel: bool) -> Collectives:
@@ -257,7 +299,7 @@ class SharedColumns(OwnProduct):
 
 
 @dataclass(frozen=True)
-class Expansion(Matmul):
+class LatentUpProjection(Matmul):
     """Keys and values of whole rows from the latents of all cp ranks, part of attention: its backward
     computes them again.
 
@@ -273,7 +315,7 @@ class Expansion(Matmul):
     gathered: bool = False
 
     @classmethod
-    def of(cls, product: Matmul, share: Share, width: int) -> Expansion:
+    def of(cls, product: Matmul, share: Share, width: int) -> LatentUpProjection:
         """That of a rank, in which `product` expands the latents."""
         fields: dict[str, Any] = {**vars(product), "rows": share.tokens * share.cp}
         return cls(**fields, width=width, cp=share.cp, gathered=share.sequence_parallel)
@@ -288,7 +330,7 @@ class Expansion(Matmul):
         return self.rows // self.cp
 
     @property
-    def travelling(self) -> int:
+    def communicated(self) -> int:
         return (self.rows if self.gathered else self.own_rows) * self.width
 
     def collectives(self, sequence_parallel: bool) -> Collectives:
@@ -298,8 +340,8 @@ class Expansion(Matmul):
 
 
 @dataclass(frozen=True)
-class Lookup:
-    """Lookup of one row of a stored table per token. local_weights: elements of the tables on this rank."""
+class EmbeddingLookup:
+    """Copies one row of a stored table per token. local_weights: elements of the tables on this rank."""
 
     rows: int
     width: int
@@ -318,7 +360,7 @@ class Lookup:
         return self.values
 
     @property
-    def travelling(self) -> int:
+    def communicated(self) -> int:
         """Values of the tensor that `collectives` counts the passes of."""
         return self.values
 
@@ -365,7 +407,7 @@ class AttentionCost:
         pairs = self.batch * attended_pairs(self.sequence, self.window) * self.heads
         return 2 * pairs * (self.key_size + self.value_size) // self.cp
 
-    def product_flops(self, positions: float) -> float:
+    def matmul_flops(self, positions: float) -> float:
         """FLOPs of one of the two products, in the mean, for one token that attends to `positions`
         positions."""
         return positions * (self.heads * (self.key_size + self.value_size))
@@ -389,7 +431,7 @@ class Elementwise:
     flops = 0
 
 
-Step = Matmul | Lookup | AttentionCost | Elementwise
+Step = Matmul | EmbeddingLookup | AttentionCost | Elementwise
 
 
 @dataclass(frozen=True)
@@ -415,7 +457,7 @@ class BlockCost:
         return (self.before, *self.steps, self.after)
 
     @property
-    def products(self) -> list[Matmul]:
+    def matmuls(self) -> list[Matmul]:
         return [step for step in self.steps if isinstance(step, Matmul)]
 
 
@@ -430,8 +472,8 @@ class UnitCost:
         return [step for block in self.blocks for step in block.all_steps]
 
     @property
-    def products(self) -> list[Matmul]:
-        return [product for block in self.blocks for product in block.products]
+    def matmuls(self) -> list[Matmul]:
+        return [product for block in self.blocks for product in block.matmuls]
 
     @property
     def attentions(self) -> list[AttentionCost]:
@@ -461,10 +503,10 @@ class UnitCost:
     @property
     def lengths(self) -> int:
         """Values of products all-reduced over tp in forward."""
-        return sum(product.lengths for product in self.products)
+        return sum(product.lengths for product in self.matmuls)
 
     def collectives(self, sequence_parallel: bool) -> Collectives:
         """The values that rings pass around for all products and lookups."""
-        steps = [step for step in self.steps if isinstance(step, Matmul | Lookup)]
-        counts = [(step.travelling, *step.collectives(sequence_parallel)) for step in steps]
+        steps = [step for step in self.steps if isinstance(step, Matmul | EmbeddingLookup)]
+        counts = [(step.communicated, *step.collectives(sequence_parallel)) for step in steps]
         return Collectives(*(sum(count[0] * count[way] for count in counts) for way in (1, 2)))

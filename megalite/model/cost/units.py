@@ -18,15 +18,18 @@ from megalite.model.cost.records import (
     BlockCost,
     Buffer,
     Elementwise,
-    Lookup,
+    EmbeddingLookup,
+    LocalMatmul,
     Matmul,
-    OwnProduct,
     Share,
-    SharedColumns,
+    SharedKeyMatmul,
     UnitCost,
 )
 from megalite.model.parameters import head_unit, kv_replicas, model_specs, padded_vocabulary
 
+LOSS_CHUNK_ON_GPU = 4096
+"""Tokens whose logits exist at a time on a GPU, unless train.loss_chunk says otherwise: adding a chunk to the
+fp32 weight gradient then takes 1/20 of the time of the chunk's matmuls."""
 ATTENTION_BLOCK = 64  # queries per block of the reference in `megalite_kernels.attention`
 
 
@@ -84,7 +87,7 @@ class Units:
                 BlockCost(
                     Elementwise(),
                     (
-                        Lookup(
+                        EmbeddingLookup(
                             share.tokens, model.hidden_size, weights, self._frozen("embedding"), tuple(kept)
                         ),
                     ),
@@ -181,7 +184,7 @@ class Units:
         own, travels = self.share.own_tokens, self.heads.latent > 0
         shared = self.model.qk_rope_head_dim if product.name == "attention.kv_a" and not travels else 0
         fields: dict[str, Any] = {**vars(product), "rows": own, "ranks": self.share.tokens // own}
-        return SharedColumns(**fields, shared=shared) if shared else OwnProduct(**fields)
+        return SharedKeyMatmul(**fields, shared=shared) if shared else LocalMatmul(**fields)
 
     def _attention_block(self, index: int, products: dict[str, Matmul]) -> BlockCost:
         if self.model.kv_lora_rank is not None:

@@ -43,7 +43,7 @@ from megalite.planner.cost.recomputed_time import of_operation
 from megalite.planner.hardware import devices
 from megalite.planner.memory.activations import Activations, HeldBytes
 from megalite.planner.memory.estimate import Standing, estimate, settled
-from megalite.planner.memory.peak_passes import moments_of
+from megalite.planner.memory.peak_passes import loads, moments_of
 from megalite.planner.memory.states import Device
 from megalite.system.text import aligned
 
@@ -529,33 +529,17 @@ def _alternatives(group: Group, scores: bool) -> list[Operation]:
 def _loads(
     schedule: Schedule, stages: Sequence[Sequence[HeldBytes]], tables: int, numbers: Sequence[int]
 ) -> list[_Load]:
-    """The loads of a rank that no other one covers, given what its stages keep if everything is recomputed.
-    As `memory.Profile`."""
-    found = dict[tuple[tuple[int, int], ...], int]()
-
-    def note(full: Sequence[int], stage: int, first: int, constant: int) -> None:
-        key = tuple((count, first if other == stage else 0) for other, count in enumerate(full))
-        found[key] = max(found.get(key, 0), constant)
-
-    for moment in moments_of(schedule, schedule.placement[numbers[0]]):
-        stage, units = moment.place, stages[moment.place]
-        held = tables
-        for each, count, deferred in zip(stages, moment.held, moment.deferred, strict=True):
-            held += sum(
-                count * (unit.saved + unit.logits) + deferred * (unit.stash + unit.logits_stash)
-                for unit in each
-            )
-        if moment.kind is Pass.FORWARD:
-            for index, unit in enumerate(units):
-                held += unit.saved + unit.logits
-                note(moment.held, stage, index + 1, held + unit.logits_chunk)
-            continue
-        others = [count - (place == stage) for place, count in enumerate(moment.held)]
-        for index, unit in reversed(list(enumerate(units))):
-            note(others, stage, index, held + unit.recomputed + unit.stash_first + unit.workspace)
-            held += unit.stash - unit.saved + unit.logits_stash - unit.logits
-        note(others, stage, 0, held)
-    return _uncovered([_Load(constant, key) for key, constant in found.items()])
+    """The loads of a rank that no other one covers, given its stages with everything recomputed."""
+    largest = dict[tuple[tuple[int, int], ...], int]()
+    for load in loads(moments_of(schedule, schedule.placement[numbers[0]]), stages, tables):
+        moment = load.moment
+        backward = moment.kind is Pass.BACKWARD
+        key = tuple(
+            (count - backward, load.boundary) if place == moment.place else (count, 0)
+            for place, count in enumerate(moment.held)
+        )
+        largest[key] = max(largest.get(key, 0), load.total)
+    return _uncovered([_Load(constant, key) for key, constant in largest.items()])
 
 
 def _uncovered(loads: list[_Load]) -> list[_Load]:

@@ -19,20 +19,19 @@ from megalite.model.cost.records import (
     AttentionCost,
     BlockCost,
     Elementwise,
-    Expansion,
-    Lookup,
+    EmbeddingLookup,
+    LatentUpProjection,
+    LocalMatmul,
     Matmul,
-    OwnProduct,
     Share,
     Step,
 )
-from megalite.model.cost.units import Units
+from megalite.model.cost.units import LOSS_CHUNK_ON_GPU, Units
 from megalite.planner.cost import context_exchange, expert_exchange
 from megalite.planner.hardware.devices import Device
 from megalite.planner.hardware.kernels import DROPOUT, ELEMENTWISE_BYTES, attention, product, stream
 from megalite.planner.hardware.links import Fabric, group
 
-LOSS_CHUNK = 4096  # tokens whose logits exist at a time on a GPU, as in `megalite.model.stage`
 ACCUMULATED = 8.0  # bytes: an fp32 accumulator is read and written
 FORWARD_OPERATIONS, BACKWARD_OPERATIONS = 40, 80  # that the host launches per layer, an estimate: about 1 ms
 
@@ -194,9 +193,9 @@ class Operations:
     def _step(self, step: Step) -> PassTimes:
         """One step, without its tensor-parallel communication."""
         match step:
-            case OwnProduct():
-                return self._own_product(step)
-            case Expansion():
+            case LocalMatmul():
+                return self._local_matmul(step)
+            case LatentUpProjection():
                 once = self._product(step)
                 return once._replace(backward=once.forward + once.backward)
             case Matmul():
@@ -205,7 +204,7 @@ class Operations:
                 return PassTimes(*self._attention(step), 0.0)
             case Elementwise():
                 return PassTimes(self._pointwise(*step.forward), self._pointwise(*step.backward), 0.0)
-            case Lookup(values=values):  # backward accumulates in fp32
+            case EmbeddingLookup(values=values):  # backward accumulates in fp32
                 weight = 0.0 if step.frozen else stream(self.device, values * (self.size + ACCUMULATED))
                 return PassTimes(self._move(2 * values), 0.0, weight)
 
@@ -219,7 +218,7 @@ class Operations:
             PassTimes(forward, backward, weight).plus(self._adapters(step)).plus(self._adapter_dropout(step))
         )
 
-    def _own_product(self, step: OwnProduct) -> PassTimes:
+    def _local_matmul(self, step: LocalMatmul) -> PassTimes:
         """A product for each expert, of equally many rows; or one of this rank's own tokens, a router's in
         fp32."""
         precision = "fp32" if step.at_least_fp32 and "fp32" in self.device.peaks else self.precision
@@ -271,7 +270,7 @@ class Operations:
             )
             forward, backward = forward + self._move(dropped[0]), backward + self._move(dropped[1])
         columns = [
-            each for each in block.products if each.split == "outputs" and not isinstance(each, OwnProduct)
+            each for each in block.matmuls if each.split == "outputs" and not isinstance(each, LocalMatmul)
         ]
         waits = [self._tensor_parallel(share, product) for product in columns]
         forward_wait, backward_wait = (sum(times) for times in zip((0.0, 0.0), *waits, strict=True))
@@ -283,8 +282,8 @@ class Operations:
         if share.tp == 1:
             return 0.0, 0.0
         ranks = group(self.device, share.tp, 1)
-        if isinstance(column, Expansion):
-            latents = column.travelling * self.size
+        if isinstance(column, LatentUpProjection):
+            latents = column.communicated * self.size
             half = self.tensor.half(latents, ranks)
             return (
                 (half, 2 * half) if share.sequence_parallel else (0.0, self.tensor.all_reduce(latents, ranks))
@@ -405,9 +404,9 @@ class Operations:
         """A norm, logits and loss. With loss chunks, the forward also computes the gradients; a split
         backward does not use chunks."""
         (block,) = self.units(share).head().blocks
-        (logits,) = block.products
+        (logits,) = block.matmuls
         chunked = self.software.loss_bytes == OURS.loss_bytes and not splits and not self.device.cpu
-        chunk = min(LOSS_CHUNK, logits.rows) if chunked else logits.rows
+        chunk = min(LOSS_CHUNK_ON_GPU, logits.rows) if chunked else logits.rows
         parts = logits.rows / chunk
         product = self._step(replace(logits, rows=chunk))
         memory = self.device if self.device.loss is None else replace(self.device, bandwidth=self.device.loss)

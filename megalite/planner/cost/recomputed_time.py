@@ -46,7 +46,7 @@ def _wait(operations: Operations, share: Share, index: int, step: Step) -> float
     ranks, passes, size = (
         group(operations.device, share.tp, 1),
         step.collectives(share.sequence_parallel).forward,
-        step.travelling,
+        step.communicated,
     )
     collective = operations.tensor.half if passes == 1 else operations.tensor.all_reduce
     return collective(size * operations.size, ranks) if passes else 0.0

@@ -12,19 +12,17 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from megalite.assembly.plan import activation_shape
-from megalite.config.dims import part_length
 from megalite.config.schema import Config, LoraConfig
 from megalite.config.token_files import is_chat, prefixes
 from megalite.model.cost.mtp import modules
 from megalite.model.cost.recomputed import chosen, groups
 from megalite.model.cost.records import MODES, Buffer, Dtype, Share, UnitCost, size_in_bytes
-from megalite.model.cost.units import Units
+from megalite.model.cost.units import LOSS_CHUNK_ON_GPU, Units
 from megalite.model.parameters import head_unit
 from megalite.planner.memory.states import Device, Widths
 
 INDEX = 8  # bytes of a token or a target
 WIDEST_HEAD = 256  # largest head size that the Triton kernels of `megalite_kernels.attention` support
-LOSS_CHUNK_ON_GPU = 4096  # tokens, as in `megalite.model.stage`
 
 
 @dataclass(frozen=True)
@@ -72,16 +70,7 @@ class Activations:
         }
         # positions depend on documents
         self.documents = config.data.reset_positions or any(map(is_chat, prefixes(config.data.train)))
-        sizes = parallel.tp, parallel.sequence_parallel, parallel.cp, parallel.context
-        self.share = Share(
-            part_length(config),
-            train.micro_batch_size,
-            *sizes,
-            parallel.ep,
-            parallel.context_inner,
-            parallel.expert_dispatch,
-            parallel.context_parts,
-        )
+        self.share = Share.of(parallel, config.data.sequence_length, train.micro_batch_size)
         self.units = Units(model, self.share, lora, self.flash)
         self._layers: dict[tuple[Hashable, str], HeldBytes] = {}
         self.own, self.whole = prod(activation_shape(config)) * self.width, self.units.whole * self.width
@@ -131,9 +120,9 @@ class Activations:
         if not self.splits:
             return 0, 0
         last = unit.blocks[-1]
-        product = last.products[-1]
+        product = last.matmuls[-1]
         first = self._size(product.stashed) - self._size((product.between,)) - self._size(last.after.kept)
-        return sum(self._size(each.stashed) for each in unit.products), max(first, 0)
+        return sum(self._size(each.stashed) for each in unit.matmuls), max(first, 0)
 
     @property
     def flash(self) -> bool:
@@ -170,7 +159,7 @@ class Activations:
         """The final norm's input and output (or the gradient computed together with the loss), and the
         logits."""
         (block,) = self.units.head().blocks
-        (product,) = block.products
+        (product,) = block.matmuls
         kept = self._size(block.before.kept)
         # tanh keeps its output
         one = product.outputs * self.width * (1 if self.model.logit_softcap is None else 2)
@@ -190,7 +179,7 @@ class Activations:
         """The first part of a module of multi-token prediction. The output of a norm that it reads is kept
         for it alone where the loss is computed in chunks, which keep a gradient in its place."""
         before = self.own if self.loss_chunk else 0
-        stash = sum(self._size(each.stashed) for each in joining.products) if self.splits else 0
+        stash = sum(self._size(each.stashed) for each in joining.matmuls) if self.splits else 0
         return HeldBytes(
             before + self._size((*lookup.kept, *joining.kept)),
             stash=stash,

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from megalite.model.cost.mtp import joining
-from megalite.model.cost.records import Elementwise, Lookup, Matmul, OwnProduct, UnitCost
+from megalite.model.cost.records import Elementwise, EmbeddingLookup, LocalMatmul, Matmul, UnitCost
 from megalite.model.cost.units import Units
 from megalite.planner.hardware.devices import Device
 from megalite.planner.hardware.links import Group, placed
@@ -52,10 +52,10 @@ class Parameters(NamedTuple):
 
     @classmethod
     def _of(cls, unit: UnitCost, units: Units) -> Parameters:
-        adapters = sum(product.local_adapter_weights(units.share.tp) for product in unit.products)
+        adapters = sum(product.local_adapter_weights(units.share.tp) for product in unit.matmuls)
         stored = unit.local_weights + adapters
         experts = [
-            product for product in unit.products if isinstance(product, OwnProduct) and product.experts
+            product for product in unit.matmuls if isinstance(product, LocalMatmul) and product.experts
         ]
         own_adapters = sum(product.local_adapter_weights(units.share.tp) for product in experts)
         own_stored = own_adapters + sum(product.local_weights for product in experts)
@@ -63,7 +63,9 @@ class Parameters(NamedTuple):
         if not units.lora.rank:
             return cls(stored, stored, own_stored, own_trained)
         own = sum(
-            step.local_weights for step in unit.steps if isinstance(step, Matmul | Lookup) and not step.frozen
+            step.local_weights
+            for step in unit.steps
+            if isinstance(step, Matmul | EmbeddingLookup) and not step.frozen
         )
         return cls(stored, own + adapters, own_stored, own_trained)
 
@@ -84,14 +86,20 @@ def domains(device: Device, choice: LayoutChoice, size: Parameters) -> list[Para
     that hold the same."""
 
     groups = _groups(
-        device.per_node, choice.data, choice.expert_data, *shares(choice), choice.tp, choice.ep, choice.gpus
+        device.per_node,
+        choice.data,
+        choice.dims.expert_data,
+        *shares(choice),
+        choice.tp,
+        choice.ep,
+        choice.gpus,
     )
     return [ParameterDomain(*sizes, *ranks) for sizes, ranks in zip(size.domains, groups, strict=False)]
 
 
 def shares(choice: LayoutChoice) -> tuple[int, int]:
     """Ranks over which ZeRO shards dense parameters, and experts."""
-    return choice.shard, max(choice.shard * choice.tp // choice.ep, 1)
+    return choice.dims.shard, choice.dims.expert_shard
 
 
 @lru_cache(maxsize=4096)

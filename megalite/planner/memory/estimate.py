@@ -14,7 +14,7 @@ parts, so there is one result per pipeline rank. See `docs/memory.md` for the fo
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.planner.cost.muon_exchange import exchange
 from megalite.planner.memory.activations import Activations, HeldBytes
 from megalite.planner.memory.buffers import channel_bytes, gathered_bytes, message_bytes, open_gradients
-from megalite.planner.memory.peak_passes import moments_of
+from megalite.planner.memory.peak_passes import loads, moments_of
 from megalite.planner.memory.states import Device, States, Widths, model_states
 
 
@@ -151,8 +151,8 @@ def _rank(
 ) -> RankMemory:
     units = {stage: standing.units[stage] for stage in schedule.stages_of(pp_rank)}
     tables = sum(map(activations.tables, units.values()))
-    profile = Profile({stage: activations.stage(numbers) for stage, numbers in units.items()}, tables)
-    profile.follow(schedule, pp_rank)
+    held = {stage: activations.stage(numbers) for stage, numbers in units.items()}
+    profile = Profile.of(schedule, pp_rank, held, tables)
     besides = standing.of(pp_rank)
     return RankMemory(
         pp_rank,
@@ -235,44 +235,22 @@ class Standing:
         return ends, tuple(units.alike(layer) for unit in own for layer in layers_in(model, unit))
 
 
-class Profile:
-    """Memory of a rank's stages while it runs its list of actions; after `follow`, the peak of each kind.
+class Profile(NamedTuple):
+    """Peak bytes of each kind on one rank during a step, and of their sum."""
 
-    A forward adds what its units save. A backward goes through them in reverse: a recomputed unit temporarily
-    needs more, then its saved bytes are freed, except what a weight pass needs.
-    """
+    activations: int
+    logits: int
+    workspace: int
+    step: int
 
-    def __init__(self, stages: dict[int, list[HeldBytes]], tables: int):
-        self.stages = stages
-        self.activations = self.logits = self.workspace = self.step = 0
-        self._tables, self._held, self._logits = tables, tables, 0
-
-    def follow(self, schedule: Schedule, rank: int) -> None:
-        """Note the peaks of a rank, at the passes at which it can hold most."""
-        stages = [self.stages[stage] for stage in schedule.stages_of(rank)]
-        for moment in moments_of(schedule, rank):
-            self._held, self._logits = self._tables, 0
-            for units, held, deferred in zip(stages, moment.held, moment.deferred, strict=True):
-                self._held += sum(held * unit.saved + deferred * unit.stash for unit in units)
-                self._logits += sum(held * unit.logits + deferred * unit.logits_stash for unit in units)
-            (self._forward if moment.kind is ActionKind.FORWARD else self._backward)(stages[moment.place])
-
-    def _note(self, more: int = 0, logits: int = 0, workspace: int = 0) -> None:
-        activations, logits = self._held + more, self._logits + logits
-        self.activations, self.logits = max(self.activations, activations), max(self.logits, logits)
-        self.workspace, self.step = (
-            max(self.workspace, workspace),
-            max(self.step, activations + logits + workspace),
-        )
-
-    def _forward(self, units: Sequence[HeldBytes]) -> None:
-        for unit in units:
-            self._held, self._logits = self._held + unit.saved, self._logits + unit.logits
-            self._note(logits=unit.logits_chunk)
-
-    def _backward(self, units: Sequence[HeldBytes]) -> None:
-        for unit in reversed(units):
-            self._note(unit.recomputed + unit.stash_first, workspace=unit.workspace)
-            self._held += unit.stash - unit.saved
-            self._logits += unit.logits_stash - unit.logits
-        self._note()
+    @classmethod
+    def of(
+        cls, schedule: Schedule, rank: int, stages: Mapping[int, Sequence[HeldBytes]], tables: int
+    ) -> Profile:
+        """The peaks of a rank, given the units of each of its stages, by number."""
+        own = [stages[stage] for stage in schedule.stages_of(rank)]
+        activations = logits = workspace = step = 0
+        for load in loads(moments_of(schedule, rank), own, tables):
+            activations, logits = max(activations, load.activations), max(logits, load.logits)
+            workspace, step = max(workspace, load.workspace), max(step, load.total)
+        return cls(activations, logits, workspace, step)

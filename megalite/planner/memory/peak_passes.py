@@ -8,12 +8,15 @@ are held everywhere: a handful of hundreds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from operator import ge
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megalite.parallel.pipeline.schedule import ActionKind, Schedule
+
+if TYPE_CHECKING:
+    from megalite.planner.memory.activations import HeldBytes
 
 
 class Moment(NamedTuple):
@@ -68,3 +71,54 @@ def moments_of(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
     place = {stage: index for index, stage in enumerate(own)}
     passes = [(action.kind, place[action.stage]) for action in schedule.compute(rank)]
     return fullest(passes, len(own), ActionKind.WEIGHT in schedule.passes)
+
+
+class Load(NamedTuple):
+    """Bytes that a rank holds at one point of a pass.
+
+    Attributes:
+        moment: the pass.
+        boundary: the pass's microbatch is held by the units of its stage before this index only.
+        activations: with what is recomputed and stashed at this point, and tables.
+        logits: with the chunk whose loss is computed.
+        workspace: temporaries of a unit's backward.
+    """
+
+    moment: Moment
+    boundary: int
+    activations: int
+    logits: int
+    workspace: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.logits + self.workspace
+
+
+def loads(moments: Iterable[Moment], stages: Sequence[Sequence[HeldBytes]], tables: int) -> Iterator[Load]:
+    """Yields what a rank holds after each unit's forward, and before and after each unit's backward.
+
+    A forward adds what its units save. A backward goes through them in reverse: a recomputed unit temporarily
+    needs more, then its saved bytes are freed, except what a weight pass needs.
+
+    Args:
+        stages: the units of each stage of the rank.
+        tables: bytes that the rank holds all the time.
+    """
+    for moment in moments:
+        activations, logits = tables, 0
+        for units, held, deferred in zip(stages, moment.held, moment.deferred, strict=True):
+            activations += sum(held * unit.saved + deferred * unit.stash for unit in units)
+            logits += sum(held * unit.logits + deferred * unit.logits_stash for unit in units)
+        units = stages[moment.place]
+        if moment.kind is ActionKind.FORWARD:
+            for index, unit in enumerate(units):
+                activations, logits = activations + unit.saved, logits + unit.logits
+                yield Load(moment, index + 1, activations, logits + unit.logits_chunk)
+            continue
+        for index, unit in reversed(list(enumerate(units))):
+            recomputed = unit.recomputed + unit.stash_first
+            yield Load(moment, index, activations + recomputed, logits, unit.workspace)
+            activations += unit.stash - unit.saved
+            logits += unit.logits_stash - unit.logits
+        yield Load(moment, 0, activations, logits)

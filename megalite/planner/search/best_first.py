@@ -450,7 +450,7 @@ class Search:
         """The configuration of a choice, and what it runs on."""
         config = configured(self.base, choice)
         # already known, and expensive to find
-        config.parallel.partition = self.stepper.layers_of_stages(choice.pp * choice.virtual_stages)
+        config.parallel.partition = self.stepper.layers_of_stages(choice.dims.stages)
         return config, "cpu" if self.job.device.cpu else "cuda"
 
     def _carried_out(self, choice: LayoutChoice, config: Config, messages: bool = True) -> Schedule:

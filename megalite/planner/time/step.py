@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from megalite.assembly.plan import may_be_optimistic
-from megalite.config.dims import equal_part
+from megalite.config.dims import ParallelDims
 from megalite.config.optimizers import MuonConfig
 from megalite.config.recompute import mode_of, operations_of
 from megalite.config.schema import Config, LoraConfig, ModelConfig
@@ -67,24 +67,27 @@ class LayoutChoice:
     context_parts: str = "zigzag"
     dp_shard: int | None = None
 
-    @property
+    @functools.cached_property
+    def dims(self) -> ParallelDims:
+        """The mesh, and the sizes derived from it. Its shard groups are those of ZeRO 1 to 3."""
+        return ParallelDims(
+            pp=self.pp,
+            dp=self.dp,
+            cp=self.cp,
+            tp=self.tp,
+            dp_shard=self.dp_shard,
+            virtual_stages=self.virtual_stages,
+            ep=self.ep,
+        )
+
+    @functools.cached_property
     def gpus(self) -> int:
-        return self.tp * self.pp * self.data
+        return self.dims.world
 
-    @property
+    @functools.cached_property
     def data(self) -> int:
-        """Ranks over which gradients are summed, and ZeRO shards."""
-        return self.dp * self.cp
-
-    @property
-    def shard(self) -> int:
-        """Data ranks over which ZeRO shards."""
-        return self.dp_shard or self.data
-
-    @property
-    def expert_data(self) -> int:
-        """Ranks over which the gradients of an expert are summed, and ZeRO shards it."""
-        return self.data * self.tp // self.ep
+        """Ranks over which gradients are summed."""
+        return self.dims.data
 
     @property
     def asked_stages(self) -> int | None:
@@ -331,11 +334,7 @@ class Stepper:
         return 0.0 if self.device.cpu else self.device.constants.delay * math.log(nodes)
 
     def _share(self, choice: LayoutChoice) -> Share:
-        unit = choice.tp if choice.sequence_parallel else 1
-        part = equal_part(self.job.sequence_length, choice.cp, choice.context, unit, choice.context_parts)
-        sizes = choice.micro_batch_size, choice.tp, choice.sequence_parallel, choice.cp, choice.context
-        own = choice.ep, choice.context_inner, choice.expert_dispatch, choice.context_parts
-        return Share(part, *sizes, *own)
+        return Share.of(choice, self.job.sequence_length, choice.micro_batch_size)
 
     # --- stages
     # --------------------------------------------------------------------------------------------------------
@@ -343,9 +342,7 @@ class Stepper:
     def stages(self, choice: LayoutChoice) -> tuple[list[PassTimes], list[Parameters], list[float]]:
         """For each stage: its passes, its parameters on one rank, and the seconds of its backward that are
         recomputed forward kernels."""
-        return self._all_stages(
-            self._share(choice), choice.pp * choice.virtual_stages, choice.recompute, choice.splits
-        )
+        return self._all_stages(self._share(choice), choice.dims.stages, choice.recompute, choice.splits)
 
     def _stages(
         self, share: Share, stages: int, recompute: str, splits: bool
@@ -437,7 +434,7 @@ class Stepper:
         """Passes of some stages with the exposed communication of ZeRO-2 and 3 per microbatch added, and its
         seconds per stage. layers: the number of each stage."""
         if choice.zero < 2 or (
-            choice.data == 1 and choice.expert_data == 1 and not choice.offload_parameters
+            choice.data == 1 and choice.dims.expert_data == 1 and not choice.offload_parameters
         ):
             return passes, [0.0] * len(passes)
         slowed, waits, uses = [], [], dict[tuple[Parameters, int], tuple[float, float]]()
@@ -458,7 +455,7 @@ class Stepper:
         reduce = gather = 0.0
         for domain in domains(self.device, choice, size):
             reduce += layers * fabric.half(domain.trained / layers * self.job.gradient_bytes, domain.shard)
-            if choice.zero == 3 and choice.shard > 1:
+            if choice.zero == 3 and choice.dims.shard > 1:
                 gather += layers * fabric.half(domain.stored / layers * width, domain.shard)
             if choice.offload_parameters:  # its shard comes from the host first
                 gather += domain.stored * width / domain.shard.size / self.device.host.bandwidth
@@ -496,7 +493,7 @@ class Stepper:
         if not (model.tie_word_embeddings or model.mtp_layers) or own[0] == own[-1]:
             return 0.0
         head = self._parameters(choice.tp, choice.ep, (), head=True)
-        table = head.trained / (choice.shard if choice.zero else 1)
+        table = head.trained / (choice.dims.shard if choice.zero else 1)
         nodes = 1 if choice.gpus <= self.device.per_node else 2
         return self.operations.fabric.all_reduce(table * self.job.gradient_bytes, Group(2, 2 // nodes, nodes))
 
@@ -536,7 +533,7 @@ class Stepper:
     def _ends(self, choice: LayoutChoice, held: list[Parameters]) -> list[float]:
         """For each rank, the fraction of its parameters in the unit that is reduced last and gathered
         first."""
-        stages = choice.pp * choice.virtual_stages
+        stages = choice.dims.stages
         found = [1 / count for count in self._by_rank(choice, self.layers_of_stages(stages))]
         found[0] = max(
             found[0], self._parameters(choice.tp, choice.ep, (), embedding=True).trained / held[0].trained
@@ -619,7 +616,7 @@ class Stepper:
     ) -> list[float]:
         """Exposed seconds per microbatch, of each stage, of a communication over so many ranks inside an
         operation of layers."""
-        split, share = self.layers_of_stages(choice.pp * choice.virtual_stages), self._share(choice)
+        split, share = self.layers_of_stages(choice.dims.stages), self._share(choice)
         if ranks == 1:
             return [0.0] * len(split)
         found = []
@@ -664,7 +661,7 @@ class Stepper:
         model, muon, ranks = self.job.model, self.job.muon, choice.data * choice.tp
         if muon is None:
             return 0.0
-        layers = max(self._by_rank(choice, self.layers_of_stages(choice.pp * choice.virtual_stages)))
+        layers = max(self._by_rank(choice, self.layers_of_stages(choice.dims.stages)))
         work = muon_exchange.seconds(model, muon, self.device, self.job.precision, layers, ranks)
         if ranks == 1:
             return work

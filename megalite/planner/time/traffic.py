@@ -16,7 +16,7 @@ from megalite.config.schema import Config
 from megalite.mesh.layout import Coordinates
 from megalite.model.cost.mtp import modules
 from megalite.model.cost.recomputed import repeated
-from megalite.model.cost.records import AttentionCost, Elementwise, Lookup, Matmul, UnitCost
+from megalite.model.cost.records import AttentionCost, Elementwise, EmbeddingLookup, Matmul, UnitCost
 from megalite.model.parameters import head_unit, kv_replicas, layers_in
 from megalite.parallel.pipeline.schedule import ActionKind, Schedule
 from megalite.parallel.sharding.buckets import BucketLayout
@@ -114,9 +114,9 @@ class _Tensor:
         ]
         steps = [*unit.steps, *again]
         rings = sum(
-            step.travelling * step.collectives(self.shared).forward
+            step.communicated * step.collectives(self.shared).forward
             for step in steps
-            if isinstance(step, Matmul | Lookup)
+            if isinstance(step, Matmul | EmbeddingLookup)
         )
         rings += unit.collectives(self.shared).backward
         lengths = sum(step.lengths for step in steps if isinstance(step, Matmul))
