@@ -25,7 +25,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megalite.config.optimizers import MuonConfig, OptimizerConfig
+from megalite.config.sections.muon import MuonConfig
+from megalite.config.sections.optimizer import OptimizerConfig
 from megalite.optimizer.adamw import AdamW
 from megalite.optimizer.matrix_exchange import Round
 from megalite.optimizer.matrix_owners import MatrixPiece, OwnedMatrix, matrix_rounds

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
-from megalite.config.schema import EXPERTS, PROJECTIONS, Config
+from megalite.config.schema import Config
+from megalite.config.sections.lora import EXPERTS, PROJECTIONS
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.spec import Segment
 

@@ -17,7 +17,7 @@ LONGEST_PATH, LARGEST_VOCABULARY = 3400, 600
 ENTRY = ("pretrain.py",)
 EXCEPTIONS = {
     "kernels/": "operations in plain PyTorch and in Triton: one can take each as the formula in its docstring",
-    "megalite/config/schema.py": "the options, which --help explains one by one",
+    "megalite/config/sections/": "the options, which --help explains one by one",
     "megalite/system/rng.py": "numbers by key: its first line says all that a caller relies on",
     "megalite/system/shared_memory.py": "a transport of small messages beneath the collectives, which could as well be "
     "TCP",
