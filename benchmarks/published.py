@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megalite.config.load import read_tree
+from megalite.config.files import read_tree
 from megalite.config.schema import ModelConfig
 from megalite.families.presets import preset
 from megalite.model.cost import model_flops_per_token

@@ -85,7 +85,7 @@ def of_parser(made: argparse.ArgumentParser) -> Grammar:
 
 
 def model_names() -> list[str]:
-    from megalite.config.load import shipped_configs
+    from megalite.config.files import shipped_configs
     from megalite.families.presets import presets
 
     return list(dict.fromkeys([*presets(), *shipped_configs()]))
@@ -94,7 +94,8 @@ def model_names() -> list[str]:
 def training() -> Grammar:
     """Options of the configuration, of the launcher and of a dry run."""
     from megalite.commands.dry_run import parser as dry_run
-    from megalite.config.load import LAUNCH, shipped_configs
+    from megalite.config.arguments import LAUNCH
+    from megalite.config.files import shipped_configs
     from megalite.config.schema import OPTIONS, SHORT
 
     flags = ("--help", "--print_config", "--list_configs", "--dry_run")

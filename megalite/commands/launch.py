@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from megalite.commands.parser import Parser, positive
 from megalite.config.amounts import duration_seconds
-from megalite.config.load import LAUNCH, load_config
+from megalite.config.arguments import LAUNCH
+from megalite.config.load import load_config
 from megalite.system.messages import say
 
 if TYPE_CHECKING:

@@ -13,19 +13,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megalite.checkpoint import CheckpointError, find, manifest_of
-from megalite.config.load import (
-    Arguments,
-    config_file,
-    flatten,
-    from_dict,
-    nest,
-    read_tree,
-    resolve,
-    shipped_configs,
-)
+from megalite.config.arguments import Arguments
+from megalite.config.files import config_file, read_tree, shipped_configs
+from megalite.config.load import flatten, from_dict, resolve
 from megalite.config.precision import AUTO
 from megalite.config.rule import is_checkpoint, suggestion
 from megalite.config.schema import Config, ConfigError
+from megalite.config.values import nest
 from megalite.families import hub
 from megalite.families.model_config import from_hf_config, hf_config
 from megalite.families.presets import presets

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megalite.config.checkout import CHECKOUT
-from megalite.config.help_width import help_width
+from megalite.config.help import help_width
 from megalite.config.rule import nearest_legal, nearest_name, suggestion, why_not_written
 from megalite.system.files import os_error_text, replacing
 from megalite.system.messages import say

@@ -16,7 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megalite.commands.parser import Parser, positive, progress_of
-from megalite.config.load import exit_with, load_config, read_arguments
+from megalite.config.arguments import read_arguments
+from megalite.config.load import exit_with, load_config
 from megalite.config.schema import ConfigError
 
 AXES = {

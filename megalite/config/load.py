@@ -8,69 +8,36 @@ not need them.
 
 import json
 import os
-import re
 import signal
 import sys
-import textwrap
 import threading
 import time
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from difflib import get_close_matches
-from fractions import Fraction
-from itertools import takewhile
+from dataclasses import asdict, dataclass, fields, replace
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from megalite.config import amounts
-from megalite.config.checkout import CONFIGS
+from megalite.config import amounts, run_length
+from megalite.config.arguments import Arguments, read_arguments
 from megalite.config.dims import filling_dp
-from megalite.config.rule import Mistakes, show, suggestion
+from megalite.config.errors import ConfigError
+from megalite.config.files import config_file, read_tree, shipped_configs
+from megalite.config.help import help_text
+from megalite.config.rule import Mistakes, show
 from megalite.config.rules import check
-from megalite.config.schema import OPTIONS, SECTIONS, SHORT, Config, ConfigError
+from megalite.config.schema import OPTIONS, SECTIONS, Config
 from megalite.config.sources import Given, OptionSource, combined
 from megalite.config.token_files import fit_vocabulary
-from megalite.families.presets import preset, presets
+from megalite.config.values import nest, parse_all, takes, without_brackets
+from megalite.families.presets import preset
 
 if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
-
     from megalite.config.precision import Device, PrecisionChoice
 
-USAGE = (
-    "megalite train [--nproc N] --config FILE.yaml|NAME [--tp N --pp N --dp N --cp N --ep N --zero N] "
-    "[--section.key VALUE ...], "
-    "or: torchrun --nproc-per-node N -m megalite train --config ..."
-)
-LAUNCH = {
-    "nproc": "Start N ranks on this machine; gpu: one for each GPU. Without it this process is the only one, "
-    "or one of torchrun's.",
-    "nnodes": "Number of nodes (default 1), each of which runs this command with the same --nproc.",
-    "node_rank": "Place of this node, from 0. Default: the nodes' order of arrival.",
-    "rdzv_endpoint": "HOST:PORT where several nodes meet: an address of the first one, and a free port "
-    "there.",
-    "max_restarts": "Start all ranks again up to K times after one has failed (default 0).",
-}
-"""What `megalite.commands.launch` takes, which is no part of the configuration → help."""
-DRY_RUN = ("world_size", "ranks", "device")
-"""Options of `megalite train --dry_run` alone."""
-PATHS = (
-    "run.dir",
-    "model.from_hf",
-    "model.init_from",
-    "data.train",
-    "data.validation",
-    "parallel.offload_dir",
-    "checkpoint.load",
-    "lora.init_from",
-    "logging.tensorboard",
-    "profiling.hardware",
-)
-"""Options that name files, in which ~ is the home directory."""
+
 DERIVED = (
     *(
         "parallel.dp",
@@ -84,11 +51,15 @@ DERIVED = (
     "lora.modules_to_save",
 )
 """Options whose values may follow from others, from the data or from the device."""
+
+
 NOTHING_GIVEN = f"""Say what to train, for example
   megalite train --config quickstart --data.train PREFIX   (a small model; megalite prepare makes PREFIX)
   megalite train --config run.yaml                         (megalite init writes run.yaml for this machine)
 --list_configs lists the configurations shipped with megalite, --help [SECTION] the options:
 {", ".join(SECTIONS)}."""
+
+
 WAIT_FOR_LOCAL_RANK_0 = 5.0
 """Seconds that the other local ranks wait before they exit: torchrun stops all ranks as soon as one exits,
 and local rank 0 must print."""
@@ -174,10 +145,6 @@ def tell_torchrun(message: str, **known: Any) -> None:
 
 def _is_local_rank_0() -> bool:
     return int(os.environ.get("LOCAL_RANK", "0")) == 0
-
-
-# --- Config ↔ dict ↔ YAML
-# ----------------------------------------------------------------------------------------------------
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
@@ -283,224 +250,6 @@ def _below(section: str, content: Any) -> str:
     return "Write its keys below it, indented, as `key: value`."
 
 
-# --- reading
-# ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Arguments:
-    """The parsed command line. mistakes: messages about words that could not be read, which `resolve` reports
-    with all others."""
-
-    files: list[str] = field(default_factory=list)
-    overrides: dict[str, str] = field(default_factory=dict)
-    help: bool = False
-    section: str | None = None  # the only one to explain
-    print_config: bool = False
-    list_configs: bool = False
-    mistakes: list[str] = field(default_factory=list)
-
-
-def read_arguments(argv: list[str], own: Sequence[str] = ()) -> Arguments:
-    """Parse `--name VALUE` and `--name=VALUE`. A word that is not an option, or an option without a value, is
-    one of the mistakes.
-
-    Args:
-        own: names of other options that the command takes itself, for messages about misspelled ones.
-    """
-    arguments, words = Arguments(), deque(argv)
-    while words:
-        word = words.popleft()
-        if word in ("-h", "--help"):
-            arguments.help = True
-            if words and not words[0].startswith("-"):
-                arguments.section = _section(words.popleft(), arguments.mistakes)
-        elif word == "--print_config":
-            arguments.print_config = True
-        elif word == "--list_configs":
-            arguments.list_configs = True
-        elif not word.startswith("--"):
-            arguments.mistakes.append(f"{word} on the command line belongs to no option. {_as_option(word)}")
-            if word.startswith("-") and words and not words[0].startswith("-"):
-                words.popleft()  # its value
-        else:
-            _read_option(word, words, arguments, own)
-    return arguments
-
-
-def _read_option(word: str, words: deque[str], arguments: Arguments, own: Sequence[str]) -> None:
-    """Read an option, and take its value from the words that follow it."""
-    name, equals, value = word.removeprefix("--").partition("=")
-    option = SHORT.get(name, name)
-    if option != "config" and option not in OPTIONS:
-        arguments.mistakes += _not_here(name, own).messages
-        while not equals and words and not words[0].startswith("--"):  # its value
-            words.popleft()
-        return
-    if not equals and (not words or words[0].startswith("--")):
-        example = "true" if option in OPTIONS and OPTIONS[option].type is bool else "VALUE"
-        arguments.mistakes.append(f"--{name} on the command line has no value. Write --{name} {example}.")
-        return
-    following = value if equals else words.popleft()
-    if option == "config":
-        arguments.files.append(following)
-    else:
-        arguments.overrides[option] = without_brackets(option, [following, *_more_entries(option, words)])
-
-
-def _section(word: str, mistakes: list[str]) -> str | None:
-    """The section that --help is asked about: its name, or an option in it."""
-    section = SHORT.get(word, word).partition(".")[0]
-    if section in SECTIONS and (section == word or SHORT.get(word, word) in OPTIONS):
-        return section
-    mistakes.append(
-        f"--help {word}: there is no such section.{suggestion(section, SECTIONS)} Sections: "
-        f"{', '.join(SECTIONS)}."
-    )
-    return None
-
-
-def _as_option(word: str) -> str:
-    """What a word without dashes was likely meant to be: a configuration, or an option."""
-    if os.path.isfile(word) or Path(word).suffix in (".yaml", ".yml"):
-        return f"Write --config {word}."
-    name, equals, value = word.lstrip("-").partition("=")
-    if name in OPTIONS or name in SHORT:
-        return f"Write --{name} {value if equals else 'VALUE'}."
-    if near := get_close_matches(word, shipped_configs(), n=1):
-        return f"Write --config {near[0]}."
-    return "Write --section.key VALUE."
-
-
-def _not_here(name: str, own: Sequence[str]) -> ConfigError:
-    """The error for a name on the command line that is no option of a run."""
-    if name in DRY_RUN and name not in own:
-        return ConfigError(f"--{name} on the command line is for a dry run. Add --dry_run, or leave it out.")
-    if name in LAUNCH:  # `megalite train` takes them itself
-        return ConfigError(
-            f"--{name} on the command line is for starting the ranks of a run. Leave it out: a dry run "
-            "starts none and takes their number "
-            "by --world_size, and verify starts those that --tp, --pp, --dp and --cp need."
-        )
-    from megalite.config.suggestions import unknown
-
-    known = [*SHORT, *own, *LAUNCH, "config", "list_configs", "print_config", "help"]
-    return unknown(name, "on the command line", known, dashes="--")
-
-
-def _more_entries(option: str, words: deque[str]) -> Iterator[str]:
-    """Take the words that follow a list's first one and belong to it, up to the next option."""
-    while takes(list, option) and words and not words[0].startswith("-"):
-        yield words.popleft()
-
-
-def takes(kind: type, option: str) -> bool:
-    """Whether values of a kind, list or str, are among those that an option's type lists."""
-    hint = OPTIONS[option].type
-    return any(
-        kind in (each, get_origin(each))
-        for each in (hint, *(get_args(hint) if get_origin(hint) is not list else ()))
-    )
-
-
-def without_brackets(option: str, words: list[str]) -> str:
-    """The words of an option's value as one; a list may be written as `a b` or `a,b`."""
-    if not takes(list, option) or words[0][:1] in "[{" or words == ["null"]:
-        return " ".join(words)
-    if takes(str, option):  # a path may hold a comma
-        return words[0] if len(words) == 1 else f"[{', '.join(words)}]"
-    return f"[{', '.join(part.strip() for word in words for part in word.split(',') if part.strip())}]"
-
-
-def read_tree(path: str, option: str) -> Any:
-    """The content of a YAML file; option: the option that names it, for messages. Raises ConfigError if it
-    cannot be read."""
-    try:
-        return parse_yaml(Path(path).read_text(encoding="utf-8"), path, option)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"{option} = {path} can not be read: {reason}. {_nearest_file(path)}") from None
-
-
-def parse_yaml(text: str, path: str, option: str) -> Any:
-    """The content of a YAML text. Raises ConfigError if it is none; path, option: where it is from, for
-    messages."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """Reads 3e-4 as a number and refuses duplicate keys: YAML 1.1 reads it as text and silently keeps the
-        last of equal keys."""
-
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            keys = [key.value for key, _ in node.value]
-            for key in keys:
-                if keys.count(key) > 1:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key} appears twice", node.start_mark
-                    )
-            return super().construct_mapping(node, deep)
-
-    Loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"), list("-+.0123456789")
-    )
-    try:
-        return yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
-        if problem.startswith("but "):  # the half of a sentence
-            problem = f"{getattr(error, 'context', '')}, {problem}"
-        where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(
-            f"{option} = {path} is not valid YAML: {problem}{where}. Correct the file there."
-        ) from None
-
-
-def shipped_configs() -> dict[str, str]:
-    """The configurations shipped with megalite: name → first sentence of the file's comment."""
-    found = {path.stem: path.read_text(encoding="utf-8") for path in CONFIGS.glob("*.yaml")}
-    return {name: _first_sentence(found[name]) for name in sorted(found)}
-
-
-def _first_sentence(text: str) -> str:
-    comment = takewhile(lambda line: line.startswith("# "), text.splitlines())
-    return " ".join(line.lstrip("# ") for line in comment).partition(". ")[0].rstrip(".") + "."
-
-
-def config_file(given: str) -> str:
-    """The path of `--config`: a file or, if there is none of that name, a configuration shipped with
-    megalite."""
-    given = os.path.expanduser(given)
-    if Path(given).is_file() or Path(given).name != given or Path(given).suffix in (".yaml", ".yml"):
-        return given
-    shipped = CONFIGS / f"{given}.yaml"
-    if not shipped.is_file():
-        if given in presets():
-            raise ConfigError(
-                f"--config = {given} is a preset, which is the shape of a model alone. Give it with "
-                f"--model.preset {given}."
-            )
-        near = suggestion(given, shipped_configs()) or " megalite train --list_configs lists those."
-        raise ConfigError(
-            f"--config = {given} is neither a file nor a configuration that comes with megalite.{near}"
-        )
-    return str(shipped)
-
-
-def _nearest_file(path: str) -> str:
-    others = {
-        other.stem: str(other)
-        for end in ("*.yaml", "*.yml")
-        for other in sorted(Path(path).parent.glob(end))
-        if other.is_file()
-    }
-    near = get_close_matches(Path(path).stem, others, n=1)
-    return (
-        f"Nearest: {others[near[0]]}."
-        if near
-        else "Give the path of a YAML file, or a name of megalite train --list_configs."
-    )
-
-
 def resolve(
     arguments: Arguments, world_size: int, *, weights: bool = True, device: "Device | None" = None
 ) -> Config:
@@ -526,7 +275,9 @@ def resolved(
     """`resolve` with where the values are from."""
     found = given(arguments)
     values = found.values
-    values |= {option: with_home(values[option]) for option in PATHS if option in values}
+    values |= {
+        option: with_home(value) for option, value in values.items() if OPTIONS[option].metadata.get("path")
+    }
     if values.get("model.init_from") or values.get("model.from_hf"):
         from megalite.families.hub import with_directories
 
@@ -543,7 +294,7 @@ def resolved(
     if config.parallel.dp is None:
         config.parallel.dp = filling_dp(config.parallel, world_size)
     fit_vocabulary(config, fixed="model.vocab_size" in values)
-    amounts.resolve_steps(config)
+    run_length.resolve_steps(config)
     choice = None
     if config.train.precision == "auto":
         from megalite.config.precision import chosen
@@ -630,15 +381,6 @@ def with_home(value: Any) -> Any:
     )
 
 
-def nest(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """{section.key: value} → {section: {key: value}}."""
-    tree: dict[str, dict[str, Any]] = {}
-    for option, value in options.items():
-        section, key = option.split(".")
-        tree.setdefault(section, {})[key] = value
-    return tree
-
-
 def _shape(name: str | None, directory: str | None) -> dict[str, Any]:
     """The model options of a preset or a Hugging Face directory (a rule refuses both at once)."""
     shape: dict[str, Any] = {}
@@ -649,191 +391,3 @@ def _shape(name: str | None, directory: str | None) -> dict[str, Any]:
 
         shape = hf_shape(directory)
     return {f"model.{key}": value for key, value in shape.items()}
-
-
-# --- values and help: jsonargparse
-# -------------------------------------------------------------------------------------------
-
-
-def help_text(section: str | None = None) -> str:
-    """The text of --help, or the part about one section."""
-    text = build_parser(field_docs()).format_help()
-    return (
-        text
-        if section is None
-        else next(part for part in text.split("\n\n") if part.startswith(f"{section}:\n"))
-    )
-
-
-def build_parser(
-    docs: dict[str, str] | None = None, options: Collection[str] = tuple(OPTIONS)
-) -> "ArgumentParser":
-    """A parser with one argument per option, of the type of its field. docs: option → help text; options:
-    those to parse."""
-    from jsonargparse import ArgumentParser
-
-    # a section is a name, too
-    short = {option: [f"--{name}"] for name, option in SHORT.items() if not option.startswith(f"{name}.")}
-    parser = ArgumentParser(prog="megalite train", usage=USAGE, exit_on_error=False, add_help=False)
-    if docs is not None:
-        from megalite.config.help_width import help_width  # which a run does not need
-
-        parser.usage = textwrap.fill(
-            USAGE, help_width() - len("usage: "), subsequent_indent=" " * 7, break_on_hyphens=False
-        )
-        what = (
-            "YAML file of sections and keys, or a name from --list_configs. Options on the command line "
-            "override it."
-        )
-        parser.add_argument("--config", metavar="FILE|NAME", help=what)
-        parser.add_argument(
-            "--list_configs",
-            action="store_true",
-            help="Print the configurations shipped with megalite, and exit.",
-        )
-        parser.add_argument(
-            "--print_config", action="store_true", help="Print the resolved configuration as YAML, and exit."
-        )
-        parser.add_argument(
-            "--dry_run", action="store_true", help="Print what --world_size W ranks would need, and exit."
-        )
-        what = "Show this text, or that of the section whose name follows, and exit."
-        parser.add_argument("--help", "-h", action="store_true", help=what)
-        launcher = parser.add_argument_group("launcher")
-        for name, text in LAUNCH.items():
-            launcher.add_argument(f"--{name}", help=text)
-    groups = {section.name: parser.add_argument_group(section.name) for section in fields(Config)}
-    for option in options:
-        key = OPTIONS[option]
-        default = key.default if key.default_factory is MISSING else key.default_factory()
-        names = [f"--{option}", *short.get(option, [])]
-        groups[option.split(".")[0]].add_argument(
-            *names, type=key.type, default=default, help=docs and docs[option]
-        )
-    return parser
-
-
-def parse_values(values: dict[str, Any], source: str, words: bool = False) -> dict[str, Any]:
-    """Values, or words of a command line, converted to their options' types. Raises ConfigError naming all
-    that do not fit.
-
-    A share of the steps, which no type holds, is returned as a Fraction, for `amounts.resolve_steps`.
-    """
-    mistakes = Mistakes()
-    found = parse_all(values, source, mistakes, words)
-    mistakes.report()
-    return found
-
-
-def parse_all(values: dict[str, Any], source: str, mistakes: Mistakes, words: bool = False) -> dict[str, Any]:
-    """The same; those that do not fit are mistakes, and left out."""
-    plain: dict[str, Any] = {}
-    for option, value in values.items():
-        with mistakes.collected():
-            plain[option] = amounts.plain(option, value, source)
-    shares = {option: value for option, value in plain.items() if isinstance(value, Fraction)}
-    others = {option: value for option, value in plain.items() if option not in shares}
-    found: dict[str, Any] = {}
-    try:
-        found = _parsed(others, source, words)
-    except ConfigError:  # the parser stops at the first: each by itself
-        for option, value in others.items():
-            with mistakes.collected():
-                found |= _parsed({option: value}, source, words)
-    return found | shares
-
-
-def _parsed(values: dict[str, Any], source: str, words: bool) -> dict[str, Any]:
-    """The values in their options' types. Raises ConfigError naming one that does not fit."""
-    from argparse import ArgumentError
-
-    if not values:
-        return {}
-    parser, argv = build_parser(options=values), [f"--{option}={word}" for option, word in values.items()]
-    try:
-        parsed = (
-            parser.parse_args(argv, defaults=False)
-            if words
-            else parser.parse_object(nest(values), defaults=False)
-        )
-    except OverflowError:  # an integer that no float holds, where a float is expected
-        wrong = next(name for name, value in values.items() if re.fullmatch(r"[-+]?\d{300,}", str(value)))
-        raise ConfigError(wrong_type(wrong, values[wrong], source)) from None
-    except (ArgumentError, TypeError, ValueError) as error:
-        option = next(
-            (option for option in re.findall(r'key "([\w.]+)"', str(error)) if option in values), None
-        )
-        raise ConfigError(
-            wrong_type(option, values[option], source) if option else f"A value {source} is wrong: {error}"
-        ) from None
-    # the parser accepts null for every type, and keys of every type in a mapping
-    for option, value in values.items():
-        found = parsed[option]
-        for key in found if isinstance(found, dict) else ():
-            if not isinstance(key, str):
-                raise ConfigError(
-                    f"{option} {source} has the name {show(key)}, which is not text. Write it in quotes: "
-                    f"'{show(key)}'."
-                )
-        if found is None and NoneType not in get_args(OPTIONS[option].type):
-            raise ConfigError(wrong_type(option, value, source))
-    return {option: parsed[option] for option in values}
-
-
-def wrong_type(option: str, value: Any, source: str) -> str:
-    """The message for a value that does not fit its option's type."""
-    from megalite.config.suggestions import nearest_value
-
-    hint = OPTIONS[option].type
-    message = f"{option} = {show(value)} {source} is not {describe_type(hint)}."
-    if isinstance(value, (int, float)) and str in (hint, *get_args(hint)):
-        return f"{message} Write it in quotes: '{show(value)}'."
-    literal = next((each for each in (hint, *get_args(hint)) if get_origin(each) is Literal), None)
-    choices = (
-        list(map(str, get_args(literal)))
-        if literal is not None
-        else ["true", "false"]
-        if hint is bool
-        else []
-    )
-    near = nearest_value(option, show(value), choices)
-    return message if near is None else f"{message} Nearest: {near}."
-
-
-def describe_type(hint: Any) -> str:
-    """A type in words."""
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
-    if hint in words:
-        return words[hint]
-    inner, origin = get_args(hint), get_origin(hint)
-    if origin is Literal:
-        return f"one of {', '.join(map(str, inner))}"
-    if origin is list:
-        return f"a list [a, b] with each entry {describe_type(inner[0])}"
-    if origin is dict:
-        return "a mapping {name: value}" + (
-            f" with each value {describe_type(inner[1])}" if inner[1] is not Any else ""
-        )
-    return ", or ".join(describe_type(part) for part in inner)
-
-
-def field_docs() -> dict[str, str]:
-    """Option → docstring: the string after the field, read from the source of its class, since Python does
-    not store it."""
-    import ast
-    import inspect
-    from itertools import pairwise
-
-    sources = map(inspect.getsource, {inspect.getmodule(section.type) for section in fields(Config)})  # type: ignore[arg-type]
-    bodies = {
-        node.name: node.body
-        for source in sources
-        for node in ast.parse(source).body
-        if isinstance(node, ast.ClassDef)
-    }
-    return {
-        f"{section.name}.{ast.unparse(key.target)}": ast.literal_eval(doc.value)
-        for section in fields(Config)
-        for key, doc in pairwise(bodies[section.type.__name__])  # type: ignore[union-attr]
-        if isinstance(key, ast.AnnAssign) and isinstance(doc, ast.Expr)
-    }

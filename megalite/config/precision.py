@@ -11,8 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
+from megalite.config.errors import ConfigError
 from megalite.config.rule import is_checkpoint
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config
 
 AUTO = "auto"
 Device = Literal["cuda", "cpu"]

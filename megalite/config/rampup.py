@@ -8,7 +8,7 @@ resumed.
 
 from functools import lru_cache
 
-from megalite.config.schema import BatchSizeStep, Finished, TrainConfig
+from megalite.config.sections.train import BatchSizeStep, Finished, TrainConfig
 
 
 def problem(train: TrainConfig) -> str | None:

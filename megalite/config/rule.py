@@ -1,7 +1,6 @@
 """Rules of the configuration and their messages; the rules themselves are in rules/."""
 
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,34 +9,18 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megalite.config.dims import ParallelDims
-from megalite.config.schema import OPTIONS, Config, ConfigError
+from megalite.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megalite.config.rules.context import RuleContext
 
 SIMILAR = 0.6
 """From this ratio of difflib on, a name is taken for another one's misspelling."""
 
 
-@dataclass
-class RuleContext(Config):
-    """A configuration and where it will run: the input of a rule."""
-
-    world_size: int = 1
-    local_devices: int | None = None
-
-    @property
-    def dims(self) -> ParallelDims:
-        return ParallelDims.of(self, self.world_size)
-
-    @property
-    def known_steps(self) -> float:
-        """train.steps; infinite for a number of epochs of data that is not there, with which it is only the
-        default."""
-        return self.train.steps if self.train.epochs is None else math.inf
-
-
-Text = str | Callable[[RuleContext], str]
+Text = str | Callable[["RuleContext"], str]
 Legal = Sequence[Any] | str
 """The legal values or, if they cannot be listed, a sentence that says what to do."""
 
@@ -53,21 +36,21 @@ class Rule:
 
     name: str
     option: str
-    broken: Callable[[RuleContext], Any]
-    value: Callable[[RuleContext], Any] | None = None
+    broken: Callable[["RuleContext"], Any]
+    value: Callable[["RuleContext"], Any] | None = None
     message: Text = ""
-    legal: Legal | Callable[[RuleContext], Legal] = ""
+    legal: Legal | Callable[["RuleContext"], Legal] = ""
 
-    def describe(self, context: RuleContext) -> str:
+    def describe(self, context: "RuleContext") -> str:
         """The message, with the legal values or a way out."""
         legal = self.legal(context) if callable(self.legal) else self.legal
         way_out = legal if isinstance(legal, str) else describe_legal(self.shown(context), legal)
         return f"{self.option} = {show(self.shown(context))} {self.reason(context)}. {way_out}"
 
-    def shown(self, context: RuleContext) -> Any:
+    def shown(self, context: "RuleContext") -> Any:
         return (self.value or attrgetter(self.option))(context)
 
-    def reason(self, context: RuleContext) -> str:
+    def reason(self, context: "RuleContext") -> str:
         """What is wrong, without the value and the way out."""
 
         def named(found: re.Match[str]) -> str:
@@ -99,11 +82,6 @@ class Mistakes:
         """Raise ConfigError if there are any."""
         if self.messages:
             raise ConfigError(*self.messages)
-
-
-def named_in(text: str) -> set[str]:
-    """The options that a text names."""
-    return set(re.findall(r"\w+\.\w+", text)) & OPTIONS.keys()
 
 
 CHECKPOINT_EXAMPLE = (

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from megalite.config.errors import ConfigError
 from megalite.config.rule import Mistakes, show
-from megalite.config.schema import ConfigError, ModelConfig
+from megalite.config.schema import ModelConfig
 
 HORIZON = ("train.steps", "train.tokens", "train.epochs")
 """Options that say how long the run is: one of them replaces the others."""

@@ -4,8 +4,9 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
+from megalite.config.errors import ConfigError
 from megalite.config.rule import SIMILAR, nearest_name, similarity
-from megalite.config.schema import OPTIONS, SECTIONS, ConfigError
+from megalite.config.schema import OPTIONS, SECTIONS
 
 SURE = 0.8
 """From this ratio on, a name is another one's misspelling although its section, or the program that knows it,

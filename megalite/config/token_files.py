@@ -4,10 +4,14 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megalite.config.errors import ConfigError
 from megalite.config.rampup import samples_after
-from megalite.config.schema import Config, ConfigError, DataConfig
+
+if TYPE_CHECKING:
+    from megalite.config.schema import Config
+    from megalite.config.sections.data import DataConfig
 
 REPEATS = 16
 """Epochs of pretraining after which further ones add next to nothing (Muennighoff et al. 2023,
@@ -59,7 +63,7 @@ def is_chat(prefix: str | Path) -> bool:
     return "chat" in metadata(prefix)
 
 
-def seen_in_training(data: DataConfig) -> list[str]:
+def seen_in_training(data: "DataConfig") -> list[str]:
     """The files of data.validation that data.train has, too, under whatever path: prefixes, after the name of
     a set if there are sets.
 
@@ -90,7 +94,7 @@ def _identities(prefix: str) -> set[Any]:
     return {path, (found.st_dev, found.st_ino), content.hexdigest()}
 
 
-def remarks(config: Config) -> list[str]:
+def remarks(config: "Config") -> list[str]:
     """Lines for the user about data that is rarely meant so: validation on training data, and what a run
     would leave unused."""
     found = ", ".join(seen_in_training(config.data))
@@ -102,7 +106,7 @@ def remarks(config: Config) -> list[str]:
     return seen + unused(config)
 
 
-def unused(config: Config) -> list[str]:
+def unused(config: "Config") -> list[str]:
     """Lines for the user about what a run would leave unused, and rarely by intention: held-out data, and
     most of the vocabulary."""
     lines = []
@@ -122,7 +126,7 @@ def unused(config: Config) -> list[str]:
     return lines
 
 
-def read_often(config: Config) -> list[str]:
+def read_often(config: "Config") -> list[str]:
     """A line for each member of the data that a run that is planned would read many times."""
     if not prefixes(config.data.train) or config.train.epochs is not None:  # the user counts in epochs
         return []
@@ -137,7 +141,7 @@ def read_often(config: Config) -> list[str]:
     return [f"train.steps = {train.steps:,}: {line}; give more data, or fewer steps" for line in lines]
 
 
-def fit_vocabulary(config: Config, fixed: bool) -> None:
+def fit_vocabulary(config: "Config", fixed: bool) -> None:
     """Give the model the vocabulary of the training data if it has none, or if `model.resize_embeddings` lets
     it grow; adapters then train the embedding and the head, whose new rows would stay as they start.
 
@@ -154,7 +158,7 @@ def fit_vocabulary(config: Config, fixed: bool) -> None:
         lora.modules_to_save = model.vocabulary_tables
 
 
-def data_vocab_size(config: Config) -> int | None:
+def data_vocab_size(config: "Config") -> int | None:
     """The vocabulary size of the training data; None if no PREFIX.json has it."""
     return max(
         (size for prefix in prefixes(config.data.train) if (size := metadata(prefix).get("vocab_size"))),

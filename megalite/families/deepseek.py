@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 
 METHODS = {"softmax": ("greedy", "group_limited_greedy"), "sigmoid": ("noaux_tc",)}
 """Scores of a router → the values of topk_method: without and with groups, or one for both."""

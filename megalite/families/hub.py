@@ -21,7 +21,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Literal
 
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 from megalite.families.weight_files import ADAPTER_SETTINGS, MODEL
 
 Part = Literal["shape", "tokenizer", "weights"]

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from megalite.config.errors import ConfigError
 from megalite.config.rule import Mistakes, show, suggestion
-from megalite.config.schema import EXPERTS, PROJECTIONS, SAVED_MODULES, ConfigError
+from megalite.config.sections.lora import EXPERTS, PROJECTIONS, SAVED_MODULES
 from megalite.families.model_config import hf_config
 from megalite.families.module_names import FAMILY_NAMES, Names
 

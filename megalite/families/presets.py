@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.checkout import CONFIGS
+from megalite.config.errors import ConfigError
 from megalite.config.rule import suggestion
-from megalite.config.schema import ConfigError
 
 
 def presets() -> dict[str, dict[str, Any]]:

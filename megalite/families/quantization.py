@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 
 _FP8: dict[str, tuple[Any, ...]] = {
     "quant_method": ("fp8",),

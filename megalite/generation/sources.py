@@ -13,10 +13,8 @@ from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, find
 from megalite.config.dims import ParallelDims
 from megalite.config.load import from_dict
-from megalite.config.rule import RuleContext
-from megalite.config.rules import model as model_rules
-from megalite.config.rules import numbers
-from megalite.config.rules import parallel as parallel_rules
+from megalite.config.rules import LAYOUT_RULES, MODEL_RULES
+from megalite.config.rules.context import RuleContext
 from megalite.config.schema import Config, ConfigError, ParallelConfig
 from megalite.config.token_files import metadata
 from megalite.data.chat.template import ChatTemplate, read_template
@@ -146,7 +144,7 @@ def check_layout(config: Config) -> None:
     facts = RuleContext(
         model=config.model, parallel=config.parallel, world_size=ParallelDims.of(config).world
     )
-    for rule in (*numbers.RULES, *model_rules.RULES, *parallel_rules.RULES):
+    for rule in (*MODEL_RULES, *LAYOUT_RULES):
         # every tp rank has the same rows, which is right without a backward
         if rule.option == "parallel.sequence_parallel":
             continue

@@ -33,9 +33,9 @@ from megalite.checkpoint.finite import nonfinite, reject
 from megalite.checkpoint.manifest import WEIGHT, StoredTensor, encode
 from megalite.checkpoint.resized_embeddings import Read, check_rows, resized
 from megalite.config.load import from_dict, to_dict
-from megalite.config.rule import RuleContext, show
-from megalite.config.rules import model as model_rules
-from megalite.config.rules import numbers
+from megalite.config.rule import show
+from megalite.config.rules import MODEL_RULES
+from megalite.config.rules.context import RuleContext
 from megalite.config.schema import Config, ConfigError, ModelConfig
 from megalite.families.model_config import families, from_hf_config, hf_config, stored_dtype, unread_note
 from megalite.families.module_names import FAMILY_NAMES, Names, names_of
@@ -191,7 +191,7 @@ def _opened(directory: Path) -> TensorFiles:
 def _check(model: ModelConfig) -> None:
     """Raise ConfigError if the model's fields do not fit each other."""
     facts = RuleContext(model=model)
-    for rule in (*numbers.RULES, *model_rules.RULES):
+    for rule in MODEL_RULES:
         if rule.broken(facts):
             raise ConfigError(rule.describe(facts))
 

@@ -15,12 +15,14 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, get_args
 
-from megalite.config import amounts
+from megalite.config import run_length
 from megalite.config.dims import ParallelDims
-from megalite.config.load import from_dict, nest, parse_values
-from megalite.config.rule import Rule, RuleContext, show
+from megalite.config.load import from_dict
+from megalite.config.rule import Rule, show
 from megalite.config.rules import RULES
+from megalite.config.rules.context import RuleContext
 from megalite.config.schema import OPTIONS, Config, ConfigError
+from megalite.config.values import amount_value, nest, parse_values
 from megalite.families import hub
 from megalite.families.model_config import hf_shape
 from megalite.families.peft_names import with_own_names
@@ -302,9 +304,9 @@ def _check_rule(imported: Imported, rule: Rule, known: dict[str, Any]) -> None:
     options = known | imported.options
     options |= with_own_names(options)
     config = from_dict(
-        nest({option: amounts.plain(option, value, "in it") for option, value in options.items()})
+        nest({option: amount_value(option, value, "in it") for option, value in options.items()})
     )
-    amounts.resolve_steps(config)
+    run_length.resolve_steps(config)
     world, cp = ParallelDims.of(config).world, config.parallel.cp
     context = RuleContext(
         **{section.name: getattr(config, section.name) for section in fields(Config)}, world_size=world

@@ -9,7 +9,8 @@ from collections.abc import Container, Mapping
 from dataclasses import fields
 from typing import Any
 
-from megalite.config.rule import Rule, RuleContext
+from megalite.config.rule import Rule
+from megalite.config.rules.context import RuleContext
 from megalite.config.schema import Config
 
 SIZES = (

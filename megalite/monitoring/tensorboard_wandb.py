@@ -12,7 +12,8 @@ from time import monotonic
 from typing import Protocol
 
 from megalite.config.load import to_dict
-from megalite.config.schema import WANDB_PROJECT, Config
+from megalite.config.schema import Config
+from megalite.config.sections.logging import WANDB_PROJECT
 from megalite.system.messages import say
 
 # from the first failure until the next attempt; doubled by each further one, since an attempt may take as

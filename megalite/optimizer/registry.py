@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from megalite.config.schema import EXPERTS, PROJECTIONS, Config
+from megalite.config.schema import Config
+from megalite.config.sections.lora import EXPERTS, PROJECTIONS
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.spec import EMA, Segment
 

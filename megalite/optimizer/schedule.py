@@ -2,7 +2,7 @@
 
 Scaling with the global batch size: linear (Goyal et al. 2017) or square root (Krizhevsky 2014; the usual
 choice with Adam). wsd: warmup, stable, decay (Hu et al. 2024). A new schedule is a branch here and a value of
-`optimizer.decay` in config/optimizers.py.
+`optimizer.decay` in config/sections/optimizer.py.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megalite.config.amounts import resolve_steps
+from megalite.config.run_length import resolve_steps
 from megalite.config.schema import Config, ConfigError
 from megalite.config.token_files import is_chat, metadata, prefixes
 from megalite.model.parameters import model_specs

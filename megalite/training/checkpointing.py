@@ -21,8 +21,8 @@ from megalite.checkpoint import CheckpointError, DamagedError, find
 from megalite.checkpoint.agreement import on_rank_0, raise_on_all_ranks
 from megalite.checkpoint.directories import TIMED, TIMED_KEPT
 from megalite.checkpoint.saver import Save
-from megalite.config.amounts import batches_done
 from megalite.config.load import to_dict
+from megalite.config.run_length import batches_done
 from megalite.config.schema import Config
 from megalite.launch.environment import software
 from megalite.launch.machine import local_world_size, usable_cores

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from megalite.assembly import plan
+from megalite.config.arguments import DRY_RUN, read_arguments
 from megalite.config.dims import ParallelDims
-from megalite.config.load import DRY_RUN, read_arguments, resolve
+from megalite.config.load import resolve
 from megalite.config.rampup import samples_after
 from megalite.config.recompute import shown
 from megalite.config.rules import check

@@ -13,7 +13,7 @@ from time import sleep
 import torch
 from torch import Tensor
 
-from megalite.config.rules.faults import Fault, parse_faults
+from megalite.config.sections.faults import Fault, parse_faults
 from megalite.mesh.mesh import Mesh
 
 # restarts of this process by torchrun, of the job by SLURM

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megalite.config import help as help_page
 from megalite.config import load as loading
+from megalite.config import values
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict, load_config, to_dict, to_yaml, with_home
-from megalite.config.schema import OPTIONS, Config, ConfigError
+from megalite.config.schema import OPTIONS, Config
 from megalite.config.suggestions import other_names
 from megalite.config.token_files import unused
 
@@ -192,7 +195,7 @@ def test_without_a_configuration_it_says_how_to_start(capsys):
 )
 def test_a_list_needs_no_brackets(words, option, value):
     arguments = loading.read_arguments([f"--{option}", *words, "--run.name", "after"])
-    assert loading.parse_values(arguments.overrides, "on the command line", words=True) == {
+    assert values.parse_values(arguments.overrides, "on the command line", words=True) == {
         option: value,
         "run.name": "after",
     }
@@ -474,12 +477,12 @@ def test_every_broken_rule_is_in_one_message_and_one_cause_has_one_line(capsys):
     )
     found = mistakes(capsys, "--tp", "3", "--train.global_batch_size", "33", text=text)
     assert [line.split(" = ")[0] for line in found] == [
-        *("parallel.tp", "train.grad_dtype", "optimizer.warmup_steps", "optimizer.min_lr", "profiling.ranks"),
+        *("parallel.tp", "train.grad_dtype", "optimizer.min_lr", "optimizer.warmup_steps", "profiling.ranks"),
     ]
     found = mistakes(
         capsys, "--model.hidden_size", "0", "--train.steps", "0", "--optimizer.warmup_steps", "5", "--tp", "0"
     )
-    assert [line.split(" = ")[0] for line in found] == ["parallel.tp", "model.hidden_size", "train.steps"]
+    assert [line.split(" = ")[0] for line in found] == ["model.hidden_size", "parallel.tp", "train.steps"]
 
 
 def test_print_config_reads_back_to_the_same_configuration(capsys):
@@ -507,7 +510,7 @@ def test_help_shows_every_field_with_a_docstring(capsys):
         load("--help")
     text = " ".join(capsys.readouterr().out.split())
     assert end.value.code == 0
-    docs = loading.field_docs()
+    docs = help_page.field_docs()
     for option in OPTIONS:
         assert f"--{option} " in text or f"--{option}," in text, option
         assert len(docs.get(option, "")) > 10, f"{option} has no docstring"

@@ -8,9 +8,9 @@ import yaml
 
 from megalite.commands.models import config_of
 from megalite.config import precision
-from megalite.config.checkpoints import CheckpointConfig
 from megalite.config.load import load, load_config, write_config
 from megalite.config.schema import Config
+from megalite.config.sections.checkpoint import CheckpointConfig
 from megalite.planner.hardware.devices import find
 from megalite.training import dry_run
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megalite.config.amounts import batches_done, resolve_steps, resume_steps, with_batches
 from megalite.config.load import from_dict, to_dict
 from megalite.config.rampup import samples_after
+from megalite.config.run_length import batches_done, resolve_steps, resume_steps, with_batches
 from megalite.config.schema import Config
 from megalite.optimizer.schedule import learning_rate
 

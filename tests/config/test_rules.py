@@ -14,8 +14,9 @@ import pytest
 import yaml
 
 from megalite.config.amounts import duration_seconds
+from megalite.config.errors import ConfigError
 from megalite.config.rules import RULES, all_rules, check
-from megalite.config.schema import OPTIONS, Config, ConfigError
+from megalite.config.schema import OPTIONS, Config
 
 
 @dataclass

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.load import from_dict
-from megalite.config.schema import PROJECTIONS
+from megalite.config.sections.lora import PROJECTIONS
 from megalite.mesh.layout import Layout
 from megalite.model.parameters import model_specs
 from megalite.parallel.sharding.buckets import bucket_layout

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.config.schema import ConfigError, ModelConfig
+from megalite.config.errors import ConfigError
+from megalite.config.schema import ModelConfig
 from megalite.families.model_config import from_hf_config
 from megalite.families.presets import preset
 from megalite.huggingface.config_json import to_hf_config

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from megalite.config.errors import ConfigError
 from megalite.config.load import load_config
-from megalite.config.schema import ConfigError
 from megalite.families import hub
 from megalite.training import dry_run
 from tests.families.hub_cache import INDEX, SHAPE, SHARD, TOKENIZER, hub_cache, store

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megalite.config.load import parse_values
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
+from megalite.config.values import parse_values
 from megalite.families.module_names import FAMILY_NAMES
 from megalite.families.peft_names import with_own_names
 

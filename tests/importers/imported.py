@@ -11,8 +11,9 @@ from typing import Any
 import yaml
 
 from megalite.commands.import_config import main
-from megalite.config.load import load_config, nest
+from megalite.config.load import load_config
 from megalite.config.schema import Config
+from megalite.config.values import nest
 from tests.data.conftest import write_by_hand
 
 TOKENS = 40_000

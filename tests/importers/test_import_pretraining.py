@@ -11,8 +11,9 @@ import pytest
 
 from megalite.commands.import_config import main
 from megalite.config.dims import ParallelDims
-from megalite.config.load import from_dict, nest
+from megalite.config.load import from_dict
 from megalite.config.schema import ConfigError
+from megalite.config.values import nest
 from megalite.importers.convert import convert
 from megalite.importers.projects import PROJECTS
 from tests.importers.imported import imported

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.commands.import_config import main
-from megalite.config.load import nest
 from megalite.config.schema import ConfigError
+from megalite.config.values import nest
 from megalite.importers.convert import convert
 from tests.importers.imported import leaves, load
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from megalite.config.load import from_dict
-from megalite.config.optimizers import MuonConfig, OptimizerConfig
-from megalite.config.schema import PROJECTIONS, ModelConfig
+from megalite.config.schema import ModelConfig
+from megalite.config.sections.lora import PROJECTIONS
+from megalite.config.sections.muon import MuonConfig
+from megalite.config.sections.optimizer import OptimizerConfig
 from megalite.mesh.layout import AxisPlace, Coordinates, Layout
 from megalite.mesh.mesh import Mesh
 from megalite.model.parameters import model_specs

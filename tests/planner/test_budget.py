@@ -259,9 +259,9 @@ def test_a_budget_that_is_too_small_names_the_smallest_one():
     message = str(caught.value)
     assert "train.memory_budget = 100KB" in message and "pipeline rank 0" in message and "pipeline rank 1" in message
     least = message.partition("Legal values: from ")[2].partition(". ")[0]
-    from megalite.config.amounts import plain
+    from megalite.config.values import amount_value
 
-    config.train.memory_budget = plain("train.memory_budget", least, "")
+    config.train.memory_budget = amount_value("train.memory_budget", least, "")
     found = resolved(config, "cpu")
     assert max(rank.total for rank in estimate(found, 2, "cpu")) <= config.train.memory_budget
     config.train.memory_budget *= 0.998

@@ -15,8 +15,8 @@ import pytest
 
 from benchmarks import held_out, published
 from megalite.config.load import from_dict
-from megalite.config.optimizers import MuonConfig
 from megalite.config.schema import LoraConfig, ModelConfig
+from megalite.config.sections.muon import MuonConfig
 from megalite.families.presets import preset
 from megalite.model.cost import per_token
 from megalite.model.cost.records import attended_pairs

@@ -103,7 +103,8 @@ class Recorder:
     def train(self, run: Run, checkpoint: Path | None) -> dict[str, Any]:
         config = run.config()
         # else the tree computes with oneDNN anyhow
-        if "fp32_products" in (self.tree / "megalite" / "config" / "schema.py").read_text():
+        options = (self.tree / "megalite" / "config").rglob("*.py")
+        if any("fp32_products" in path.read_text() for path in options):
             config["train"]["fp32_products"] = "onednn"
         if checkpoint is not None:
             config["checkpoint"]["load"] = str(checkpoint.resolve())

@@ -12,8 +12,13 @@ from tests.structure.sources import PROGRAM, ROOT
 
 SECTIONS = {section.name: section.type.__name__ for section in fields(Config)}
 KEYS = set(OPTIONS)
-LORA = ROOT / "megalite" / "config" / "lora.py"
-SCHEMA, LOADING = ROOT / "megalite" / "config" / "schema.py", ROOT / "megalite" / "config" / "load.py"
+CONFIG = ROOT / "megalite" / "config"
+LOADING = CONFIG / "load.py"
+
+
+def sections() -> str:
+    """The source of all sections."""
+    return "\n".join(path.read_text() for path in sorted((CONFIG / "sections").glob("*.py")))
 
 
 def unread(sources: Iterable[str], loading: str, schema: str) -> set[str]:
@@ -111,18 +116,16 @@ def derived_keys(schema: ast.Module) -> dict[str, set[str]]:
 def acting(paths: Iterable[Path]) -> list[str]:
     """The sources that act on the configuration.
 
-    megalite/config/ only defines and checks it, except for dims.py, which derives sizes, and amounts.py, which resolves
-    the length of the run.
+    megalite/config/ only defines and checks it, except for dims.py, which derives sizes, and run_length.py, which
+    resolves the length of the run.
     """
     return [
-        path.read_text()
-        for path in paths
-        if LOADING.parent not in path.parents or path.name in ("dims.py", "amounts.py")
+        path.read_text() for path in paths if CONFIG not in path.parents or path.name in ("dims.py", "run_length.py")
     ]
 
 
 def test_every_key_is_read():
-    assert unread(acting(PROGRAM), LOADING.read_text(), SCHEMA.read_text() + LORA.read_text()) == set()
+    assert unread(acting(PROGRAM), LOADING.read_text(), sections()) == set()
 
 
 def test_reads_are_attributed_to_their_section():
@@ -133,7 +136,7 @@ def step(config, metrics, options: OptimizerConfig, train: TrainConfig | None):
     metrics.lr, metrics.tp, config.tp
     config.logging.interval = 3
 """
-    missing = unread([source], "preset = given.get('model.preset')", SCHEMA.read_text())
+    missing = unread([source], "preset = given.get('model.preset')", sections())
     read = {f"model.{name}" for name in ("head_dim", "hidden_size", "num_attention_heads", "preset")}
     read |= {f"model.{name}" for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")}
     assert KEYS - missing == read | {"data.shuffle", "optimizer.eps", "train.steps", "run.seed"}

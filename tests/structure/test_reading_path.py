@@ -16,7 +16,7 @@ LONGEST_PATH, LARGEST_VOCABULARY = 3400, 600
 ENTRY = ("pretrain.py",)
 EXCEPTIONS = {
     "kernels/": "operations in plain PyTorch and in Triton: one can take each as the formula in its docstring",
-    "megalite/config/schema.py": "the options, which --help explains one by one",
+    "megalite/config/sections/": "the options, which --help explains one by one",
     "megalite/system/rng.py": "random numbers by key: callers rely on its first line only",
     "megalite/system/shared_memory.py": "a transport of small messages beneath the collectives, in place of TCP",
     "megalite/system/activity.py": "tells other threads where a rank is; without it a step computes the same",

@@ -8,8 +8,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megalite.config.optimizers import MuonConfig, OptimizerConfig
 from megalite.config.schema import ModelConfig
+from megalite.config.sections.muon import MuonConfig
+from megalite.config.sections.optimizer import OptimizerConfig
 from megalite.mesh.mesh import Layout, Mesh
 from megalite.model.parameters import kv_replicas, model_specs
 from megalite.optimizer.muon import exchange

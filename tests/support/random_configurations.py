@@ -19,9 +19,11 @@ import pytest
 import torch
 import yaml
 
-from megalite.config.load import Arguments, from_dict, nest, resolve, to_dict
+from megalite.config.arguments import Arguments
+from megalite.config.load import from_dict, resolve, to_dict
 from megalite.config.rules import check
 from megalite.config.schema import OPTIONS, Config, ConfigError, ParallelConfig
+from megalite.config.values import nest
 from megalite.launch.process import configure_process
 from megalite.optimizer.schedule import batch_scale
 from megalite.parallel.pipeline.generator import SCHEDULES

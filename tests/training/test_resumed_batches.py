@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from megalite.assembly import parts as build
-from megalite.config.amounts import resolve_steps
 from megalite.config.load import from_dict, to_dict
 from megalite.config.rampup import samples_after, steps_for
+from megalite.config.run_length import resolve_steps
 from megalite.config.schema import OPTIONS, Config, ConfigError
 from megalite.monitoring.epochs import Epochs, planned_samples
 from megalite.training.fit import measured

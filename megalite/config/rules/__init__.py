@@ -1,8 +1,9 @@
-"""Checks between options: one file for each part of a run; all_rules.py defines their order and runs them.
+"""Rules of the configuration: bounds, and one file for each subject of the rules between sections.
 
-May import the rest of megalite.config except load.py.
+The rules of one section are in its file in sections/; all_rules.py defines the order and runs them. May
+import the rest of megalite.config except load.py.
 """
 
-from megalite.config.rules.all_rules import RULES, check
+from megalite.config.rules.all_rules import LAYOUT_RULES, MODEL_RULES, RULES, check
 
-__all__ = ["RULES", "check"]
+__all__ = ["LAYOUT_RULES", "MODEL_RULES", "RULES", "check"]

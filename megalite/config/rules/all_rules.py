@@ -1,26 +1,56 @@
-"""All checks between options, in the order in which they run; one file for each part of a run.
+"""All rules in the order in which they run.
 
-The first rules require positive sizes, so that later ones can divide by them. A message names the option, its
+The bounds require positive sizes, so that later ones can divide by them. A message names the option, its
 value, the reason and a way out:
 
     parallel.tp = 6 does not divide model.num_attention_heads = 32: each rank must hold whole heads.
     Legal values: 1, 2, 4, 8, 16, 32. Nearest: 4 or 8.
 """
 
+import re
 from collections.abc import Container
 from copy import copy
 from dataclasses import fields
 from typing import Any
 
-from megalite.config.rule import Mistakes, Rule, RuleContext, named_in
-from megalite.config.rules import data, faults, model, numbers, parallel, training
-from megalite.config.schema import Config, ConfigError
+from megalite.config.errors import ConfigError
+from megalite.config.rule import Mistakes, Rule
+from megalite.config.rules import adapters, bounds, mesh, model_and_data, training
+from megalite.config.rules.context import RuleContext
+from megalite.config.schema import OPTIONS, Config
+from megalite.config.sections import (
+    checkpoint,
+    data,
+    faults,
+    logging,
+    lora,
+    model,
+    muon,
+    network,
+    optimizer,
+    parallel,
+    profiling,
+    run,
+    train,
+)
 
+MODEL_RULES: tuple[Rule, ...] = (*bounds.RULES, *model.RULES, *lora.RULES, *adapters.RULES)
+"""The rules for a model and its adapters, with the bounds of all options."""
+LAYOUT_RULES: tuple[Rule, ...] = (*mesh.RULES, *parallel.RULES)
+"""The rules for the layout of a model."""
 RULES: tuple[Rule, ...] = (
-    *numbers.RULES,
-    *model.RULES,
-    *parallel.RULES,
+    *MODEL_RULES,
+    *LAYOUT_RULES,
+    *run.RULES,
     *data.RULES,
+    *model_and_data.RULES,
+    *train.RULES,
+    *optimizer.RULES,
+    *muon.RULES,
+    *checkpoint.RULES,
+    *logging.RULES,
+    *profiling.RULES,
+    *network.RULES,
     *training.RULES,
     *faults.RULES,
 )
@@ -61,8 +91,13 @@ def check(
                 raise
         else:
             mistakes.add(message)
-            blamed |= named_in(f"{rule.option} {reason}")
+            blamed |= _named_in(f"{rule.option} {reason}")
     mistakes.report()
+
+
+def _named_in(text: str) -> set[str]:
+    """The options that a text names."""
+    return set(re.findall(r"\w+\.\w+", text)) & OPTIONS.keys()
 
 
 class _Blamed(Exception):

@@ -1,4 +1,4 @@
-"""Rules for batches, precision, the optimizer, checkpoints, validation, profiling and the network."""
+"""Rules between the sections that say how a run trains, saves and validates."""
 
 import importlib.util
 import math
@@ -6,28 +6,13 @@ import os
 import re
 from collections.abc import Callable
 from difflib import get_close_matches
-from functools import partial
-from pathlib import Path
 
-from megalite.config.amounts import duration_seconds
 from megalite.config.rampup import problem
-from megalite.config.rule import (
-    CHECKPOINT_EXAMPLE,
-    Rule,
-    RuleContext,
-    can_be_written,
-    is_checkpoint,
-    multiples,
-)
+from megalite.config.rule import Rule, multiples
+from megalite.config.rules.context import RuleContext
 from megalite.config.token_files import named_sets
 
 MODES = ("none", "selective", "full", "every-2", "budget")
-STARTS = {
-    **dict.fromkeys(("true", "latest", "last", "newest", "resume"), "auto"),
-    **dict.fromkeys(("false", "null", "scratch"), "none"),
-}
-"""What other programs call the values of checkpoint.load."""
-_VARIABLE = re.compile(r"[A-Za-z_]\w*")
 
 
 def _kernels_lack(c: RuleContext) -> str:
@@ -63,20 +48,6 @@ def _modes(c: RuleContext) -> str:
     return f"{listed} Nearest: {near[0]}." if near else listed
 
 
-def _start(c: RuleContext) -> str:
-    """The way out for a checkpoint that is not there."""
-    load = c.checkpoint.load
-    if os.path.isfile(Path(load, "config.json")):
-        return f"It is a Hugging Face model: set model.init_from to hf:{load} and model.from_hf to {load}."
-    word = STARTS.get(load.lower()) or next(iter(get_close_matches(load, ("auto", "none"), n=1)), None)
-    return f"Nearest: {word}." if word else CHECKPOINT_EXAMPLE
-
-
-def _resumes(c: RuleContext) -> bool:
-    """Whether checkpoint.load names the checkpoint."""
-    return c.checkpoint.load not in ("auto", "none")
-
-
 def _example_ramp(c: RuleContext) -> str:
     """A ramp-up of whole microbatches."""
     step = _samples_at_once(c)
@@ -100,19 +71,7 @@ def _no_ramp_up(option: str, is_set: Callable[[RuleContext], bool], what: str) -
     )
 
 
-_WANDB = tuple(
-    Rule(
-        f"logging.{name} needs wandb",
-        f"logging.{name}",
-        partial(lambda name, c: getattr(c.logging, name) is not None and not c.logging.wandb, name),
-        message="has no effect: {logging.wandb}",
-        legal="Set logging.wandb to true or to a project's name, or leave it out.",
-    )
-    for name in ("wandb_entity", "wandb_group", "wandb_tags", "wandb_name", "wandb_mode")
-)
-
 RULES: tuple[Rule, ...] = (
-    *_WANDB,
     Rule(
         "whole microbatches",
         "train.global_batch_size",
@@ -153,13 +112,6 @@ RULES: tuple[Rule, ...] = (
         legal="Set it to fp32, bf16 or fp16, or hide the GPUs with CUDA_VISIBLE_DEVICES= (empty).",
     ),
     Rule(
-        "bf16 gradients of bf16",
-        "train.grad_dtype",
-        lambda c: c.train.grad_dtype == "bf16" and c.train.precision != "bf16",
-        message=lambda c: f"needs train.precision = bf16, not {c.train.precision}",
-        legal="Leave it out, or set train.precision to bf16.",
-    ),
-    Rule(
         "recompute mode",
         "train.recompute",
         _wrong_mode,
@@ -167,46 +119,11 @@ RULES: tuple[Rule, ...] = (
         legal=_modes,
     ),
     Rule(
-        "a budget says how much",
-        "train.memory_budget",
-        lambda c: c.train.recompute == "budget" and c.train.memory_budget is None,
-        message="leaves {train.recompute} without its bytes",
-        legal="Give what a rank may use: bytes such as 70GB, or a share of the device such as 0.9.",
-    ),
-    Rule(
-        "what a budget is for",
-        "train.memory_budget",
-        lambda c: c.train.recompute != "budget" and c.train.memory_budget is not None,
-        message="has no effect with {train.recompute}",
-        legal="Set train.recompute to budget, or leave it out.",
-    ),
-    Rule(
         "kernels can run",
         "train.kernels",
         lambda c: c.train.kernels == "triton" and _kernels_lack(c),
         message=lambda c: f"needs {_kernels_lack(c)}",
         legal="Set it to auto or torch.",
-    ),
-    Rule(
-        "timeout is a duration",
-        "run.timeout",
-        lambda c: not duration_seconds(c.run.timeout),
-        message="is not a duration",
-        legal="Write hours, minutes and seconds in this order: 1h, 10m or 30s.",
-    ),
-    Rule(
-        "stop_after is a duration",
-        "train.stop_after",
-        lambda c: c.train.stop_after is not None and not duration_seconds(c.train.stop_after),
-        message="is not a duration",
-        legal="Write hours, minutes and seconds in this order: 3h50m, 90m or 30s.",
-    ),
-    Rule(
-        "watchdog is a duration",
-        "train.watchdog",
-        lambda c: not duration_seconds(c.train.watchdog or "5m"),
-        message="is not a duration",
-        legal="Write hours, minutes and seconds in this order: 5m, 90s or 1h; or null, which turns it off.",
     ),
     Rule(
         "warm-up within the run",
@@ -226,27 +143,6 @@ RULES: tuple[Rule, ...] = (
         ),
         message="of {train.steps} starts the decay before {optimizer.warmup_steps} are done",
         legal=_longest_decay,
-    ),
-    Rule(
-        "min_lr below lr",
-        "optimizer.min_lr",
-        lambda c: c.optimizer.min_lr > c.optimizer.lr,
-        message="exceeds {optimizer.lr}",
-        legal=lambda c: f"Legal values: 0 to {c.optimizer.lr}. Nearest: {c.optimizer.lr}.",
-    ),
-    Rule(
-        "two betas",
-        "optimizer.betas",
-        lambda c: len(c.optimizer.betas) != 2,
-        message="is not a pair",
-        legal="Give two numbers, for example [0.9, 0.95].",
-    ),
-    Rule(
-        "fewer than 100 Newton-Schulz iterations",
-        "muon.ns_steps",
-        lambda c: c.muon.ns_steps >= 100,
-        message="is more than Newton-Schulz iterations need, and than torch.optim.Muon takes",
-        legal="Legal values: 1 to 99; 5 is usual.",
     ),
     Rule(
         "Muon's rate follows AdamW's",
@@ -271,35 +167,6 @@ RULES: tuple[Rule, ...] = (
         legal="Set it to none, or optimizer.name to adamw.",
     ),
     Rule(
-        "lr_scaling has its base",
-        "optimizer.lr_scaling",
-        lambda c: c.optimizer.lr_scaling != "none" and c.optimizer.base_batch_size is None,
-        message="needs optimizer.base_batch_size, the batch size at which optimizer.lr was chosen",
-        legal="Give it, or set optimizer.lr_scaling to none.",
-    ),
-    Rule(
-        "the run can be written",
-        "run.dir",
-        lambda c: not can_be_written(Path(c.run.dir, c.run.name)),
-        message="can not be written to, or {run.name} in it",
-        legal="Give a directory that you may write to, or can make.",
-    ),
-    Rule(
-        "checkpoint exists",
-        "checkpoint.load",
-        lambda c: _resumes(c) and not is_checkpoint(c.checkpoint.load),
-        message="is neither auto nor none, nor a checkpoint (it has no manifest.json), nor a run that has "
-        "saved one",
-        legal=_start,
-    ),
-    Rule(
-        "keep_every beside keep",
-        "checkpoint.keep_every",
-        lambda c: c.checkpoint.keep_every and c.checkpoint.keep is None,
-        message="has no effect: without checkpoint.keep every checkpoint stays",
-        legal="Set checkpoint.keep too, or leave it out.",
-    ),
-    Rule(
         "copies of state in memory",
         "checkpoint.async_save",
         lambda c: c.checkpoint.async_save and c.parallel.offload == "disk",
@@ -309,7 +176,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "resume or warm start",
         "model.init_from",
-        lambda c: c.model.initial_weights and _resumes(c),
+        lambda c: c.model.initial_weights and c.checkpoint.names_checkpoint,
         message="starts at step 0, but {checkpoint.load} resumes a run",
         legal="Remove one of the two.",
     ),
@@ -351,13 +218,6 @@ RULES: tuple[Rule, ...] = (
         legal="Set validation.interval, or leave train.early_stopping_patience out.",
     ),
     Rule(
-        "threshold with patience",
-        "train.early_stopping_threshold",
-        lambda c: c.train.early_stopping_threshold and c.train.early_stopping_patience is None,
-        message="has no effect: {train.early_stopping_patience}",
-        legal="Set train.early_stopping_patience, or leave it out.",
-    ),
-    Rule(
         "monitored set exists",
         "validation.monitor",
         lambda c: (
@@ -372,13 +232,6 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.logging.loss_by_source and not (isinstance(c.data.train, dict) and len(c.data.train) > 1),
         message="has no effect: data.train is not a blend",
         legal="Give data.train as {PREFIX: weight}, or set it to false.",
-    ),
-    Rule(
-        "profiled steps are a range",
-        "profiling.steps",
-        lambda c: len(c.profiling.steps) != 2 or not 1 <= c.profiling.steps[0] <= c.profiling.steps[1],
-        message="is not a first and a last step",
-        legal="Give two numbers, counted from 1, for example [3, 5].",
     ),
     Rule(
         "profiled steps within the run",
@@ -400,19 +253,5 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.profiling.memory_snapshot and c.local_devices == 0,
         message="needs a GPU, but this run uses none",
         legal="Leave it out.",
-    ),
-    Rule(
-        "InfiniBand's timeout",
-        "network.ib_timeout",
-        lambda c: c.network.ib_timeout not in (None, *range(1, 32)),
-        message="is not a valid exponent, from 1 to 31",
-        legal=range(1, 32),
-    ),
-    Rule(
-        "variables have names",
-        "network.variables",
-        lambda c: not all(map(_VARIABLE.fullmatch, c.network.variables or {})),
-        message="has a key that is not a valid variable name",
-        legal="Write {NAME: value}, for example {NCCL_NVLS_ENABLE: 0}.",
     ),
 )

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from megalite.config.schema import PROJECTIONS, LoraConfig, ModelConfig
+from megalite.config.schema import LoraConfig, ModelConfig
+from megalite.config.sections.lora import PROJECTIONS
 from megalite.mesh.layout import Coordinates
 from megalite.model.cost import context_parallel
 from megalite.model.cost.records import (

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalite.config.optimizers import MuonConfig, OptimizerConfig
+from megalite.config.sections.muon import MuonConfig
+from megalite.config.sections.optimizer import OptimizerConfig
 from megalite.optimizer.adamw import AdamW
 from megalite.optimizer.muon.exchange import Round
 from megalite.optimizer.muon.newton_schulz import lr_factor, orthogonalized

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from megalite.config.optimizers import MuonConfig
 from megalite.config.schema import Config, ModelConfig
+from megalite.config.sections.muon import MuonConfig
 from megalite.mesh.layout import Layout
 from megalite.model.parameters import model_specs
 from megalite.optimizer.muon.ownership import OwnedMatrix, matrix_rounds

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.config.load import read_tree
+from megalite.config.files import read_tree
 from megalite.config.rule import describe_legal, suggestion
 from megalite.config.schema import ConfigError
 from megalite.planner.hardware.constants import CONSTANTS, Constants

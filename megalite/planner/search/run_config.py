@@ -11,10 +11,11 @@ from textwrap import wrap
 from types import MappingProxyType
 from typing import Any
 
-from megalite.config.load import field_docs, to_dict
+from megalite.config.help import field_docs
+from megalite.config.load import to_dict
 from megalite.config.recompute import BUDGET, shown
-from megalite.config.rule import RuleContext
 from megalite.config.rules import RULES
+from megalite.config.rules.context import RuleContext
 from megalite.config.schema import Config, ModelConfig, ParallelConfig
 from megalite.planner.time.step import LayoutChoice
 

@@ -1,13 +1,39 @@
-"""Injected faults: their syntax, and a rule that they can happen.
-
-kill:rank=3,step=7              SIGKILL to rank 3 before step 7
-nan:step=7-9,restart=1          on every rank in three steps, only after the first restart
-"""
+"""Handling of bad steps; and faults to inject, with their syntax."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megalite.config.amounts import duration_seconds
-from megalite.config.rule import Rule, RuleContext, nearest_name
+from megalite.config.option import POSITIVE, SIZE, option
+from megalite.config.rule import (
+    Rule,
+    nearest_name,
+)
+
+if TYPE_CHECKING:
+    from megalite.config.rules.context import RuleContext
+
+
+@dataclass
+class FaultsConfig:
+    """Handling of bad steps, and faults injected on purpose for tests."""
+
+    spike_sigma: float | None = option(None, POSITIVE)
+    """Skip a step whose loss exceeds the mean of the last accepted steps by more than this many standard
+    deviations. null: never."""
+    spike_window: int = option(100, SIZE)
+    """Number of accepted steps over which that mean and deviation are computed; no step counts as a spike
+    before there are that many."""
+    skip_limit: int = option(10, SIZE)
+    """Number of consecutive skipped steps after which the run ends. Overflows that only lower fp16's loss
+    scale are not counted."""
+    rollback: bool = False
+    """Instead of ending the run, return to the last checkpoint and continue with the samples that follow the
+    skipped ones, at most three times."""
+    inject: str | list[str] | None = None
+    """Faults to inject, KIND:rank=R,step=S, separated by spaces or as a list; also --faults. docs/faults.md
+    lists kinds and options."""
+
 
 KINDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("kill", "exit", "hang", "nan", "oom", "sigint", "sigterm", "sigusr1"), ()),
@@ -28,9 +54,12 @@ class Fault:
     amount: float  # seconds or factor, if the kind has one
 
 
-def parse_faults(value: str | list[str] | None) -> list[Fault]:
-    """The faults in `faults.inject`. Raises ValueError(text, reason) for the first one that is not valid."""
-    return [_parse(text) for text in (value.split() if isinstance(value, str) else value or ())]
+def _amount(kind: str, values: dict[str, str]) -> float:
+    """The number that a kind of fault needs; seconds may have a unit. Raises ValueError if it is not a
+    number."""
+    if kind == "slow" and (seconds := duration_seconds(values["seconds"])):
+        return seconds
+    return float(values[KINDS[kind][0]]) if KINDS[kind] else 0.0
 
 
 def _parse(text: str) -> Fault:
@@ -58,15 +87,12 @@ def _parse(text: str) -> Fault:
     return fault
 
 
-def _amount(kind: str, values: dict[str, str]) -> float:
-    """The number that a kind of fault needs; seconds may have a unit. Raises ValueError if it is not a
-    number."""
-    if kind == "slow" and (seconds := duration_seconds(values["seconds"])):
-        return seconds
-    return float(values[KINDS[kind][0]]) if KINDS[kind] else 0.0
+def parse_faults(value: str | list[str] | None) -> list[Fault]:
+    """The faults in `faults.inject`. Raises ValueError(text, reason) for the first one that is not valid."""
+    return [_parse(text) for text in (value.split() if isinstance(value, str) else value or ())]
 
 
-def _wrong(c: RuleContext) -> tuple[str, str] | None:
+def _wrong(c: "RuleContext") -> tuple[str, str] | None:
     """The first fault that cannot happen, and why."""
     try:
         faults = parse_faults(c.faults.inject)

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from megalite.config.dims import ParallelDims
-from megalite.config.rule import Rule, RuleContext, around, describe_legal, divisors, multiples
+from megalite.config.rule import Rule, around, describe_legal, divisors, multiples
+from megalite.config.rules.context import RuleContext
 
 
 def legal_tp(c: RuleContext) -> list[int]:
@@ -205,13 +206,6 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        "inner ranks belong to a ring",
-        "parallel.context_inner",
-        lambda c: c.parallel.context_inner > 1 and (c.parallel.cp == 1 or c.parallel.context != "ring"),
-        message="does not fit {parallel.cp} and {parallel.context}: these are groups of the ranks of a ring",
-        legal="Set parallel.context to ring with parallel.cp above 1, or leave it out.",
-    ),
-    Rule(
         "inner ranks divide the ring",
         "parallel.context_inner",
         lambda c: (
@@ -231,15 +225,6 @@ RULES: tuple[Rule, ...] = (
         legal=legal_inner,
     ),
     Rule(
-        "balanced parts of gather or ring",
-        "parallel.context_parts",
-        lambda c: (
-            c.parallel.context_parts == "balanced" and c.parallel.cp > 1 and c.parallel.context == "ulysses"
-        ),
-        message="has no effect: under {parallel.context} all ranks attend equally much already",
-        legal="Leave it out, or set parallel.context to gather or ring.",
-    ),
-    Rule(
         "virtual stages belong to the schedule",
         "parallel.virtual_stages",
         lambda c: c.parallel.virtual_stages not in (None, c.dims.virtual_stages),
@@ -254,14 +239,6 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.dims.stages > c.model.num_hidden_layers,
         message=_too_many_stages,
         legal=_legal_pp,
-    ),
-    Rule(
-        "four schedule costs",
-        "parallel.schedule_costs",
-        lambda c: len(c.parallel.schedule_costs) != 4 or not sum(c.parallel.schedule_costs[:3]),
-        message="does not give the durations of forward, input gradient, weight gradient and message, not "
-        "all of the first three 0",
-        legal="Give four numbers, for example [1, 1, 1, 0].",
     ),
     Rule(
         "partition has a number for each stage",
@@ -302,13 +279,6 @@ RULES: tuple[Rule, ...] = (
             f"Give {c.model.num_hidden_layers + 2} numbers: the embedding's, each layer's, the head's."
         ),
     ),
-    Rule(
-        "partition or layer costs",
-        "parallel.layer_costs",
-        lambda c: c.parallel.layer_costs and c.parallel.partition,
-        message="has no effect: {parallel.partition} is given",
-        legal="Remove one of the two.",
-    ),
     *map(_sizes_fit_the_world, ("tp", "pp", "cp")),
     Rule(
         "the mesh fills the world",
@@ -330,34 +300,6 @@ RULES: tuple[Rule, ...] = (
         legal=lambda c: divisors(c.dims.data),
     ),
     Rule(
-        "dp_shard shares something",
-        "parallel.dp_shard",
-        lambda c: c.parallel.zero == 0 and c.parallel.dp_shard not in (None, 1),
-        message="has nothing to shard: {parallel.zero}",
-        legal="Leave it out, or set parallel.zero to 1, 2 or 3.",
-    ),
-    Rule(
-        "zero stage",
-        "parallel.zero",
-        lambda c: c.parallel.zero not in (0, 1, 2, 3),
-        message="is not a ZeRO stage",
-        legal=[0, 1, 2, 3],
-    ),
-    Rule(
-        "offloaded parameters are sharded",
-        "parallel.offload_parameters",
-        lambda c: c.parallel.offload_parameters and c.parallel.zero != 3,
-        message="needs weights that are gathered only while they are used, but {parallel.zero}",
-        legal="Leave it out, or set parallel.zero to 3.",
-    ),
-    Rule(
-        "offload_dir is for disk",
-        "parallel.offload_dir",
-        lambda c: c.parallel.offload_dir is not None and c.parallel.offload != "disk",
-        message="has no effect: {parallel.offload}",
-        legal="Leave it out, or set parallel.offload to disk.",
-    ),
-    Rule(
         "bf16 reduction of wider gradients",
         "parallel.reduce_dtype",
         lambda c: c.parallel.reduce_dtype == c.train.grad_dtype == "bf16",
@@ -372,13 +314,6 @@ RULES: tuple[Rule, ...] = (
         legal="Set it to wide, or train.precision to fp32, bf16 or fp16.",
     ),
     Rule(
-        "PowerSGD reduces whole gradients",
-        "parallel.powersgd_rank",
-        lambda c: c.parallel.powersgd_rank and c.parallel.zero > 1,
-        message="needs whole gradients, but {parallel.zero} shards them",
-        legal="Set parallel.zero to 0 or 1, or leave powersgd_rank out.",
-    ),
-    Rule(
         "PowerSGD reduces over all of dp",
         "parallel.powersgd_rank",
         lambda c: c.parallel.powersgd_rank and _sharded_in_groups(c.dims),
@@ -391,12 +326,5 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.parallel.powersgd_rank and c.train.grad_dtype == "bf16",
         message="adds small error terms to the gradients, which {train.grad_dtype} would lose",
         legal="Set train.grad_dtype to wide, or leave powersgd_rank out.",
-    ),
-    Rule(
-        "one compression",
-        "parallel.powersgd_rank",
-        lambda c: c.parallel.powersgd_rank and c.parallel.reduce_dtype == "bf16",
-        message="sends its factors in full precision, which {parallel.reduce_dtype} would round",
-        legal="Remove one of the two.",
     ),
 )

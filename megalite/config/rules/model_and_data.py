@@ -1,0 +1,127 @@
+"""Rules between the model and its data: vocabulary, initial weights and sequence length."""
+
+from pathlib import Path
+
+from megalite.config.rule import Rule, is_checkpoint
+from megalite.config.rules.context import RuleContext
+from megalite.config.sections.data import all_prefixes
+from megalite.config.token_files import data_vocab_size, is_chat, prefixes
+
+
+def _longer(c: RuleContext) -> str:
+    """The presets of the same shape that have positions for the sequence."""
+    from megalite.families.presets import presets
+
+    found = [
+        name
+        for name, shape in presets().items()
+        if all(
+            shape[field] == getattr(c.model, field)
+            for field in ("hidden_size", "num_hidden_layers", "intermediate_size")
+        )
+        and shape["max_position_embeddings"] >= c.data.sequence_length
+    ]
+    return f", or take the preset {' or '.join(found)}" if found else ""
+
+
+def _random_on_chat_data(c: RuleContext) -> bool:
+    """Whether a run on conversations has the shape of a model and not its weights. A run that resumes has its
+    own."""
+    resumes = c.checkpoint.names_checkpoint or (
+        c.checkpoint.load == "auto" and is_checkpoint(str(Path(c.run.dir, c.run.name)))
+    )
+    return (
+        c.model.from_hf is not None
+        and c.model.init_from is None
+        and not resumes
+        and any(map(is_chat, all_prefixes(c)))
+    )
+
+
+def _way_to_one_vocabulary(c: RuleContext) -> str:
+    """What brings a model's vocabulary and that of its data together: the user added tokens, or took another
+    tokenizer."""
+    needed, start = data_vocab_size(c), c.model.initial_weights
+    source = c.model.from_hf or (
+        start.removeprefix("hf:") if start is not None and start.startswith("hf:") else None
+    )
+    if start is None and source is None:
+        return f"Legal values: {needed} and above. Nearest: {needed}."
+    if c.model.resize_embeddings is not None:
+        return "Leave it out: model.resize_embeddings gives the model the vocabulary of the data."
+    with_weights = (
+        ""
+        if start is not None
+        else f" and model.init_from = hf:{source} (for random weights, model.vocab_size = {needed})"
+    )
+    own = f"--tokenizer {source}" if source is not None else "the tokenizer of the model's own data"
+    return (
+        f"If tokens were added to the model's tokenizer, set model.resize_embeddings = mean{with_weights}; "
+        "if it is another tokenizer, "
+        f"prepare the data again with {own}."
+    )
+
+
+def _untrained_tables(c: RuleContext) -> list[str]:
+    """The tables of the vocabulary that adapters leave frozen."""
+    return [name for name in c.model.vocabulary_tables if name not in (c.lora.modules_to_save or ())]
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "vocabulary is known",
+        "model.vocab_size",
+        lambda c: c.model.vocab_size is None,
+        message=lambda c: (
+            f"can not be taken from the data: {prefixes(c.data.train)[0]}.json does not have it"
+        ),
+        legal="Give model.vocab_size, the number of tokens of the tokenizer that made the data.",
+    ),
+    Rule(
+        "vocabulary holds the data",
+        "model.vocab_size",
+        lambda c: (c.model.vocab_size or 0) < (data_vocab_size(c) or 0),
+        message=lambda c: f"is less than the {data_vocab_size(c)} tokens of the tokenizer of data.train",
+        legal=_way_to_one_vocabulary,
+    ),
+    Rule(
+        "new rows are trained",
+        "lora.modules_to_save",
+        lambda c: c.lora.rank and c.model.resize_embeddings is not None and _untrained_tables(c),
+        message=lambda c: (
+            f"leaves out {' and '.join(_untrained_tables(c))}: rows that model.resize_embeddings adds would "
+            "stay as they start"
+        ),
+        legal="Name embedding, and head unless it is tied; or leave the option out, which names them.",
+    ),
+    Rule(
+        "fine-tuning starts from weights",
+        "model.init_from",
+        _random_on_chat_data,
+        message="would train random weights on conversations: {model.from_hf} gives the shape alone",
+        legal=lambda c: (
+            f"Set it to hf:{c.model.from_hf} for the weights of that model, or to none for random weights on "
+            "purpose."
+        ),
+    ),
+    Rule(
+        "rows have the tokens that modules predict",
+        "model.mtp_layers",
+        lambda c: c.model.mtp_layers >= c.data.sequence_length,
+        message="does not leave a target in a row of {data.sequence_length}",
+        legal=lambda c: (
+            f"Legal values: up to {c.data.sequence_length - 1}. Nearest: {c.data.sequence_length - 1}."
+        ),
+    ),
+    Rule(
+        "sequence within the model's positions",
+        "data.sequence_length",
+        lambda c: c.data.sequence_length > c.model.max_position_embeddings,
+        message="exceeds {model.max_position_embeddings}",
+        legal=lambda c: (
+            f"Legal values: up to {c.model.max_position_embeddings}. Nearest: "
+            f"{c.model.max_position_embeddings}. "
+            f"Or raise model.max_position_embeddings{_longer(c)}."
+        ),
+    ),
+)

@@ -1,0 +1,204 @@
+"""Training and validation data."""
+
+import math
+import os
+from dataclasses import dataclass
+from difflib import get_close_matches
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megalite.config import amounts
+from megalite.config.option import SIZE, option
+from megalite.config.rule import Rule
+from megalite.config.token_files import is_chat, metadata, named_sets, prefixes
+
+if TYPE_CHECKING:
+    from megalite.config.rules.context import RuleContext
+
+
+@dataclass
+class DataConfig:
+    train: str | list[str] | dict[str, float] | None = option(None, path=True)
+    """Training data: a token file's PREFIX (of PREFIX.bin and PREFIX.idx), a list of prefixes, or {PREFIX:
+    weight} for a blend."""
+    validation: float | str | list[str] | dict[str, float] | dict[str, str] | None = option(
+        None, amount=amounts.PERCENTAGE, path=True
+    )
+    """Validation data: the same; or several sets, {NAME: prefix}, each with a loss of its own; or the
+    fraction of the training data that is held out at its end, 0.05 or 5%. null: no validation."""
+    shuffle: bool = True
+    """Shuffle the training samples. The order depends on (seed, epoch, dataset) only."""
+    sequence_length: int = option(256, SIZE)
+    """Length of one sample, in tokens."""
+    packing: bool = False
+    """For chat data: fill each sample with as many whole conversations as fit, which do not attend to each
+    other. false: one, padded."""
+    reset_positions: bool = False
+    """Treat EOS as the end of a document: positions restart after it, and attention does not cross it."""
+    eod_mask_loss: bool = False
+    """Exclude from the loss the prediction made from an EOS token, which is the first token of the next
+    document."""
+    allow_tokenizer_change: bool = False
+    """Accept data made with another tokenizer than other data, the starting weights or the checkpoint that
+    the run resumes."""
+
+
+def _missing(source: Any) -> list[str]:
+    """The files that are not there; os.path, unlike pathlib, takes a name that is too long for one of
+    these."""
+    return [
+        f"{p}{end}" for p in prefixes(source) for end in (".bin", ".idx") if not os.path.isfile(f"{p}{end}")
+    ]
+
+
+def _nearest_prefix(source: Any) -> str:
+    prefix = Path(_missing(source)[0]).with_suffix("")
+    others = sorted(str(path.with_suffix("")) for path in prefix.parent.glob("*.bin"))
+    if near := get_close_matches(str(prefix), others, n=1):
+        return f"Nearest: {near[0]}."
+    if os.path.isfile(prefix):
+        return (
+            f"Make them of the text in it with megalite prepare --input {prefix} --output "
+            f"{prefix.with_suffix('')}."
+        )
+    return f"Make it with megalite prepare --output {prefix}."
+
+
+def _token_file_rules(option: str) -> tuple[Rule, Rule, Rule]:
+    get = attrgetter(option)
+
+    def in_brackets(c: "RuleContext") -> bool:
+        return isinstance(get(c), str) and get(c).startswith(("{", "[")) and bool(_missing(get(c)))
+
+    def bad_weight(c: "RuleContext") -> bool:
+        blend = isinstance(get(c), dict) and not named_sets(get(c))
+        return blend and not all(math.isfinite(weight) and weight > 0 for weight in get(c).values())
+
+    return (
+        Rule(
+            f"{option} is one text",
+            option,
+            in_brackets,
+            message="is a text, and neither a list nor a mapping of token files",
+            legal="Write [PREFIX, PREFIX], {PREFIX: weight} or for validation {NAME: PREFIX}, with a space "
+            "after each colon.",
+        ),
+        Rule(
+            f"{option} weights are positive",
+            option,
+            bad_weight,
+            message="has a weight that is not a positive number",
+            legal="Give every prefix a weight above 0, or remove it.",
+        ),
+        Rule(
+            f"{option} exists",
+            option,
+            lambda c: _missing(get(c)),
+            message=lambda c: f"does not exist: there is no {' and no '.join(_missing(get(c)))}",
+            legal=lambda c: _nearest_prefix(get(c)),
+        ),
+    )
+
+
+def _share(c: "RuleContext") -> str:
+    """The way out for a number that is no fraction: of what was likely meant as a percentage, that one."""
+    value = c.data.validation
+    listed = "Legal values: above 0 and below 1, for example 0.05; or the PREFIX of another token file"
+    if value == 0:
+        return f"{listed}. Nearest: null, for no validation."
+    return (
+        f"{listed}. Nearest: {value / 100:g}."
+        if isinstance(value, float) and 1 <= value < 100
+        else f"{listed}."
+    )
+
+
+def all_prefixes(c: "RuleContext") -> list[str]:
+    return prefixes(c.data.train) + prefixes(c.data.validation)
+
+
+def _vocabularies(c: "RuleContext") -> str:
+    return ", ".join(
+        f"{prefix} has {metadata(prefix).get('vocab_size')} tokens"
+        for prefix in dict.fromkeys(all_prefixes(c))
+    )
+
+
+def _end_of_document_rule(option: str) -> Rule:
+    def without(c: "RuleContext") -> list[str]:
+        return [
+            prefix for prefix in all_prefixes(c) if metadata(prefix).get("eos") is None or is_chat(prefix)
+        ]
+
+    return Rule(
+        f"{option} needs an end-of-document token",
+        option,
+        lambda c: attrgetter(option)(c) and without(c),
+        message=lambda c: (
+            f"needs text whose documents end in an EOS token, and {without(c)[0]}.json names none, or says "
+            "chat"
+        ),
+        legal='Set it to false, which is right for chat data, or write {"vocab_size": V, "eos": ID} into '
+        "that file.",
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "training data is given",
+        "data.train",
+        lambda c: not prefixes(c.data.train),
+        message="names no token file",
+        legal="Give the PREFIX of PREFIX.bin and PREFIX.idx; megalite prepare --output PREFIX makes them.",
+    ),
+    *_token_file_rules("data.train"),
+    *_token_file_rules("data.validation"),
+    Rule(
+        "validation data is named",
+        "data.validation",
+        lambda c: isinstance(c.data.validation, (list, dict)) and not c.data.validation,
+        message="names no token file",
+        legal="Give a token file PREFIX, several as {NAME: PREFIX}, a held-out fraction such as 0.05, or "
+        "null for no validation.",
+    ),
+    Rule(
+        "a validation set has a name",
+        "data.validation",
+        lambda c: isinstance(c.data.validation, dict) and "" in c.data.validation,
+        message="has a set without a name, by which its loss is written",
+        legal="Write {NAME: PREFIX}, with a name before each colon.",
+    ),
+    Rule(
+        "held-out share",
+        "data.validation",
+        lambda c: isinstance(c.data.validation, float) and not 0 < c.data.validation < 1,
+        message="is not a fraction of the training data",
+        legal=_share,
+    ),
+    Rule(
+        "one vocabulary",
+        "data.train",
+        lambda c: len({metadata(p).get("vocab_size") for p in all_prefixes(c)} - {None}) > 1,
+        message=lambda c: f"and data.validation mix vocabularies: {_vocabularies(c)}",
+        legal="Prepare all of them with one tokenizer.",
+    ),
+    Rule(
+        "chat or text",
+        "data.train",
+        lambda c: len({is_chat(p) for p in all_prefixes(c)}) > 1,
+        message=lambda c: (
+            f"and data.validation mix conversations ({', '.join(filter(is_chat, all_prefixes(c)))}) with text"
+        ),
+        legal="Give token files of one kind; megalite prepare --chat makes those of conversations.",
+    ),
+    Rule(
+        "packing of conversations",
+        "data.packing",
+        lambda c: c.data.packing and not any(map(is_chat, all_prefixes(c))),
+        message="has no effect: data.train is text, which fills every row",
+        legal="Set it to false, or prepare conversations with megalite prepare --chat.",
+    ),
+    _end_of_document_rule("data.reset_positions"),
+    _end_of_document_rule("data.eod_mask_loss"),
+)

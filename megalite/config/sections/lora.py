@@ -1,0 +1,129 @@
+"""Low-rank adapters."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from megalite.config.option import FRACTION, NOT_NEGATIVE, POSITIVE, SIZE, option
+from megalite.config.rule import Rule
+
+if TYPE_CHECKING:
+    from megalite.config.rules.context import RuleContext
+
+
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a", "kv_b")
+"""The roles of a layer's matrices, which can have adapters. The last four are those of latent attention."""
+EXPERTS = ("experts.in", "experts.down")
+"""The roles of the matrices of a layer's experts: gate and up of all experts, and down of all."""
+SAVED_MODULES = ("embedding", "head", "norms")
+"""What lora.modules_to_save may name."""
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters (LoRA, Hu et al. 2021). With rank > 0 the model's weights are frozen and only the
+    adapters are trained."""
+
+    rank: int = option(0, NOT_NEGATIVE)
+    """Rank of the adapters. 0: no adapters, train the model itself."""
+    alpha: float = option(16.0, POSITIVE)
+    """Scale of the adapters: an adapted weight is W + alpha / rank * B A."""
+    scaling: Literal["standard", "rslora"] = "standard"
+    """Divisor of alpha: the rank (standard), or its square root (rslora, rank-stabilised)."""
+    dropout: float = option(0.0, FRACTION)
+    """Dropout probability on the adapters' input."""
+    targets: list[str] | None = None
+    """Projections that have adapters, in every layer: q, k, v, o, gate, up, down and of latent attention q_a,
+    q_b, kv_a, kv_b, or their names in PEFT (q_proj; query_key_value means all its parts), and experts.in and
+    experts.down of a mixture's experts, each with an adapter of its own (PEFT's target_parameters
+    experts.gate_up_proj and experts.down_proj). null, all-linear or an empty list: all projections of the
+    model but those of experts."""
+    ranks: dict[str, int] | None = option(None, SIZE)
+    """Ranks of single projections, {down: 4}. null: all have rank."""
+    alphas: dict[str, float] | None = option(None, POSITIVE)
+    """Alphas of single projections, {down: 8}. null: all have alpha."""
+    dora: bool = False
+    """Also train the length of every row of the adapted weights (DoRA, Liu et al. 2024)."""
+    modules_to_save: list[str] | None = None
+    """Modules trained in full next to the adapters: embedding, head and norms; the first two also by their
+    names in PEFT. null: none."""
+    init_from: str | None = option(None, path=True)
+    """Directory of a PEFT adapter that gives the initial A and B at step 0, on top of model.init_from. null:
+    A is random and B is zero."""
+
+    def adapts(self, role: str) -> bool:
+        """Whether projections of this role have adapters."""
+        named = role in (self.targets or ())
+        return self.rank > 0 and (
+            named and role in EXPERTS or role in PROJECTIONS and (named or not self.targets)
+        )
+
+    def rank_of(self, role: str) -> int:
+        return (self.ranks or {}).get(role, self.rank)
+
+    def scale_of(self, role: str) -> float:
+        """The factor on B A."""
+        rank = self.rank_of(role)
+        return (self.alphas or {}).get(role, self.alpha) / (rank if self.scaling == "standard" else rank**0.5)
+
+
+def _without_rank(c: "RuleContext") -> bool:
+    """Whether there are no adapters, and yet an option that is about them."""
+    plain = LoraConfig()
+    names = ("dropout", "targets", "init_from", "ranks", "alphas", "dora", "modules_to_save", "scaling")
+    return not c.lora.rank and any(
+        (getattr(c.lora, name) or None) != (getattr(plain, name) or None) for name in names
+    )
+
+
+def entries(option: str, c: "RuleContext") -> list[str]:
+    return list(getattr(c.lora, option) or ())
+
+
+def first_entry(option: str, wrong: Callable[["RuleContext", str], bool], c: "RuleContext") -> str:
+    """The first name in an option that is wrong, else an empty text."""
+    return next((name for name in entries(option, c) if wrong(c, name)), "")
+
+
+def _unknown(option: str, known: tuple[str, ...]) -> Rule:
+    find = partial(first_entry, option, lambda c, name: name not in known)
+    return Rule(
+        f"lora.{option} are known",
+        f"lora.{option}",
+        find,
+        message=lambda c: f"names {find(c)}",
+        legal=f"Legal names: {', '.join(known)}.",
+    )
+
+
+def expert_target(c: "RuleContext") -> str:
+    """The first of lora.targets that is a part of experts, else an empty text."""
+    return first_entry("targets", lambda c, name: name in EXPERTS, c)
+
+
+_WITH_EXPERTS = tuple(
+    Rule(
+        f"lora.{option} and experts",
+        f"lora.{option}",
+        partial(lambda option, c: getattr(c.lora, option) and expert_target(c), option),
+        message=lambda c: f"is not supported for {expert_target(c)} of lora.targets, as in PEFT",
+        legal=f"Set it to {off}, or remove {' and '.join(EXPERTS)} from lora.targets.",
+    )
+    for option, off in (("dropout", "0"), ("dora", "false"))
+)
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "lora has a rank",
+        "lora.rank",
+        _without_rank,
+        message="trains the model itself, but other options of lora are set",
+        legal="Set it, for example to 16, or remove the others.",
+    ),
+    _unknown("targets", (*PROJECTIONS, *EXPERTS)),
+    _unknown("ranks", (*PROJECTIONS, *EXPERTS)),
+    _unknown("alphas", (*PROJECTIONS, *EXPERTS)),
+    _unknown("modules_to_save", SAVED_MODULES),
+    *_WITH_EXPERTS,
+)

@@ -1,0 +1,707 @@
+"""The shape of the model, and what its initial weights are."""
+
+import math
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megalite.config.option import FRACTION, NOT_NEGATIVE, POSITIVE, SIZE, option
+from megalite.config.rule import (
+    CHECKPOINT_EXAMPLE,
+    Rule,
+    describe_legal,
+    divisors,
+    is_checkpoint,
+    multiples,
+)
+
+if TYPE_CHECKING:
+    from megalite.config.rules.context import RuleContext
+
+
+ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+    "longrope": ("original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"),
+}
+"""rope_type → the other keys of model.rope_scaling, all required. yarn may have `truncate: false`, too."""
+
+
+@dataclass
+class ModelConfig:
+    """The model. Fields have the names of Hugging Face's LlamaConfig, if it has them."""
+
+    preset: str | None = None
+    """Named model shape: tiny, gpt2-124m, llama-3.2-1b, llama-3-8b, llama-3.1-8b, llama-3-70b, llama-3.1-70b,
+    mixtral-8x7b, olmoe-1b-7b, qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v2-lite, deepseek-v3, gpt-oss-20b or
+    gpt-oss-120b. It replaces the shape that earlier files give; other fields of this section beside it, or
+    later, override it."""
+    from_hf: str | None = option(None, path=True)
+    """Hugging Face model whose config.json gives the shape: a directory, or org/name on the Hub. No weights
+    are read. It replaces the shape that earlier files give, as a preset does."""
+    init_from: str | None = option(None, path=True)
+    """Initial weights, for a run that starts at step 0: a checkpoint directory (optimizer state and data
+    position are not used), a run's directory for its newest checkpoint, or hf:DIR for a Hugging Face
+    directory or org/name on the Hub (set from_hf to DIR for the shape). null or none: random weights; with
+    from_hf and chat data, which are meant for fine-tuning, they must be asked for with none."""
+    resize_embeddings: Literal["mean", "init"] | None = None
+    """Rows for tokens that were added to the tokenizer: if the vocabulary is larger than that of init_from,
+    its embedding and head are read and get further rows. mean: the mean of the old rows; init: random, as
+    those of a new model. vocab_size is then that of the data, where that is larger. null: the vocabularies
+    must be equal."""
+    vocab_size: int | None = option(None, SIZE)
+    """Vocabulary size. null: that of the training data."""
+    hidden_size: int = option(256, SIZE)
+    """Width of the residual stream."""
+    intermediate_size: int = option(688, SIZE)
+    """Inner width of the feed-forward block."""
+    num_hidden_layers: int = option(4, SIZE)
+    """Number of transformer layers."""
+    mtp_layers: int = option(0, NOT_NEGATIVE)
+    """Number of modules of multi-token prediction (DeepSeek-V3): each has one more layer, and in training
+    predicts one token further ahead. Evaluation and generation do not use them."""
+    num_attention_heads: int = option(4, SIZE)
+    """Number of query heads."""
+    num_key_value_heads: int | None = option(None, SIZE)
+    """Number of key-value heads (grouped-query attention). null: num_attention_heads."""
+    head_dim: int | None = option(None, SIZE)
+    """Width of one attention head. null: hidden_size / num_attention_heads."""
+    kv_lora_rank: int | None = option(None, SIZE)
+    """Multi-head latent attention (DeepSeek-V2): width of the latent that keys and values are computed from.
+    null: there are no latents."""
+    q_lora_rank: int | None = option(None, SIZE)
+    """With kv_lora_rank, width of the latent that queries are computed from. null: they are computed from the
+    layer's input."""
+    qk_nope_head_dim: int = option(128, SIZE)
+    """With kv_lora_rank, channels of a query's or key's head that do not rotate."""
+    qk_rope_head_dim: int = option(64, SIZE)
+    """With kv_lora_rank, channels of a query's or key's head that rotate; those of keys are the same in all
+    heads."""
+    v_head_dim: int = option(128, SIZE)
+    """With kv_lora_rank, width of a value's head."""
+    max_position_embeddings: int = option(2048, SIZE)
+    """Maximum sequence length, in tokens; also the number of rows of a learned position table."""
+    tie_word_embeddings: bool = False
+    """Share the embedding's weight with the output head."""
+    position: Literal["rope", "learned", "none"] = "rope"
+    """Position encoding: rotary embeddings (rope), a learned table added to the embedding (learned), or none.
+    """
+    rope_theta: float = option(10000.0, POSITIVE)
+    """Base of the rotary frequencies."""
+    rope_local_theta: float | None = option(None, POSITIVE)
+    """Base of the rotary frequencies in the layers with a sliding window, to which rope_scaling then does not
+    apply (Gemma-3). null: all layers have the same frequencies."""
+    partial_rotary_factor: float = 1.0
+    """Share of each head's channels that rotary embeddings rotate; the others keep their values."""
+    rope_scaling: dict[str, Any] | None = None
+    """Rotary scaling, as in Hugging Face: {rope_type: linear, factor: F}, {rope_type: llama3, factor: F,
+    low_freq_factor: L, high_freq_factor: H, original_max_position_embeddings: N}, {rope_type: yarn, factor:
+    F, original_max_position_embeddings: N, beta_fast: 32, beta_slow: 1, attention_factor: A} or {rope_type:
+    longrope, original_max_position_embeddings: N, short_factor: [..], long_factor: [..], attention_factor:
+    A}, where sequences longer than N have the long factors. null: no scaling."""
+    no_rope_layers: list[int] | None = None
+    """Indices (0-based) of the layers without rotary embeddings. null: every layer has them."""
+    norm: Literal["rms", "layer"] = "rms"
+    """Normalisation: RMSNorm, or LayerNorm."""
+    norm_bias: bool = True
+    """Bias of LayerNorm. RMSNorm has none."""
+    norm_placement: Literal["pre", "post", "both"] = "pre"
+    """Position of the norms: before each block (pre), after it and before the residual addition (post), or
+    both."""
+    norm_offset: float = 0.0
+    """Constant added to the norm's weight; 1.0 gives Gemma's (1 + w)."""
+    parallel_block: Literal["none", "shared_norm", "two_norms"] = "none"
+    """Attention and feed-forward read the same input, and both are added to it. none: the feed-forward reads
+    the sum of input and attention; shared_norm: in parallel, with one norm for both (Falcon-7B); two_norms:
+    in parallel, each with its norm (GPT-NeoX)."""
+    rms_norm_eps: float = option(1e-5, POSITIVE)
+    """Epsilon of every norm, RMSNorm and LayerNorm."""
+    qk_norm: Literal["none", "head", "full", "each_head"] = "none"
+    """Norm of queries and keys: RMSNorm per head (head, Qwen3) or over the full width (full, OLMo-2),
+    LayerNorm without bias per head with weights of its own for each head (each_head, Command-R+), or none."""
+    hidden_act: Literal[
+        "silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2", "clamped_swiglu"
+    ] = "silu"
+    """Activation of the feed-forward block; gelu_new, gelu_fast and gelu_pytorch_tanh are all the tanh
+    approximation of GELU, relu2 is the square of relu, clamped_swiglu limits gate and up as gpt-oss does."""
+    gated_mlp: bool = True
+    """Gated feed-forward: act(gate) * up (SwiGLU with silu). false: act(up)."""
+    num_experts: int | None = option(None, SIZE)
+    """Number of experts of a layer whose feed-forward is a mixture of experts. null: every feed-forward is
+    dense."""
+    num_experts_per_tok: int = option(2, SIZE)
+    """Number of experts that process a token: those with the largest router probabilities."""
+    moe_intermediate_size: int | None = option(None, SIZE)
+    """Inner width of one expert. null: intermediate_size."""
+    norm_topk_prob: bool = True
+    """Divide the probabilities of a token's experts by their sum; false: the outputs are weighted with the
+    probabilities themselves."""
+    router_logit_bias: bool = False
+    """Routers add a learned bias to their logits (gpt-oss)."""
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What a router makes of its logits: probabilities (softmax), or a score for each expert by itself
+    (sigmoid, DeepSeek-V3)."""
+    routed_scaling_factor: float = option(1.0, POSITIVE)
+    """Factor on the weights of a token's experts."""
+    n_group: int | None = option(None, SIZE)
+    """Number of equal groups of experts; a token chooses its experts from the topk_group best groups. A
+    group's score is its largest one (softmax), or the sum of its two largest (sigmoid). null: no groups."""
+    topk_group: int = option(1, SIZE)
+    """With n_group, number of groups that a token chooses its experts from."""
+    shared_expert_intermediate_size: int | None = option(None, SIZE)
+    """Inner width of an expert that processes every token, next to the chosen ones. null: there is none."""
+    shared_expert_gate: bool = True
+    """Multiply the shared expert's output by a learned sigmoid gate of the token (Qwen2-MoE)."""
+    decoder_sparse_step: int = option(1, SIZE)
+    """Every n-th layer is a mixture: those whose 1-based number n divides. The others are dense."""
+    mlp_only_layers: list[int] | None = None
+    """Indices (0-based) of further layers that are dense. null: none."""
+    router_balance: Literal["global", "sequence", "bias"] = "global"
+    """How the experts are kept equally loaded: by an auxiliary loss from the load of the previous step
+    (global) or of each sequence (sequence), or by a bias on the choice, which each step moves against the
+    load (bias). The layout of ranks changes none of them."""
+    router_aux_loss_coef: float = option(0.0, NOT_NEGATIVE)
+    """Coefficient of the auxiliary loss of router_balance (bias: that of each sequence), averaged over tokens
+    and layers. 0: no loss."""
+    router_z_loss_coef: float = option(0.0, NOT_NEGATIVE)
+    """Coefficient of the mean squared log-sum-exp of the router's logits, which keeps them small. 0: no loss.
+    """
+    router_bias_rate: float = option(0.001, NOT_NEGATIVE)
+    """With router_balance bias, how far a step moves each expert's bias."""
+    expert_capacity_factor: float | None = option(None, POSITIVE)
+    """In training an expert processes at most ceil(factor * sequence_length * num_experts_per_tok /
+    num_experts) tokens of each sequence, first choices first, then by position; it drops the others, which
+    keep what their other experts give. null: none is dropped."""
+    attention_bias: bool = False
+    """Bias on the query, key and value projections."""
+    attention_out_bias: bool = False
+    """Bias on the attention output projection."""
+    mlp_bias: bool = False
+    """Bias on the feed-forward projections."""
+    sliding_window: int | None = option(None, SIZE)
+    """Number of most recent positions, the token's own included, that a token attends to. null: all."""
+    sliding_window_layers: list[int] | None = None
+    """Indices (0-based) of the layers that use sliding_window. null: every layer."""
+    attention_scale: float | None = option(None, POSITIVE)
+    """Factor on the attention scores. null: head_dim ** -0.5."""
+    attention_softcap: float | None = option(None, POSITIVE)
+    """Cap of the attention scores: cap * tanh(scores / cap) (Gemma-2). null: no cap."""
+    attention_sinks: bool = False
+    """Every head has a learned score that joins the softmax over the keys and has no value (gpt-oss)."""
+    logit_scale: float | None = option(None, POSITIVE)
+    """Factor on the logits, before their cap. null: 1."""
+    logit_softcap: float | None = option(None, POSITIVE)
+    """Cap of the logits: cap * tanh(logits / cap) (Gemma-2). null: no cap."""
+    embedding_scale: float | None = option(None, POSITIVE)
+    """Factor on the embedding's output (Gemma: hidden_size ** 0.5). null: 1."""
+    residual_multiplier: float = option(1.0, POSITIVE)
+    """Factor on the output of attention and of the feed-forward, before the residual addition."""
+    initializer_range: float = option(0.02, POSITIVE)
+    """Standard deviation of the initial weights; divided by sqrt(2 * num_hidden_layers) for output
+    projections."""
+    embedding_dropout: float = option(0.0, FRACTION)
+    """Dropout probability on the embedding's output."""
+    attention_dropout: float = option(0.0, FRACTION)
+    """Dropout probability on the attention probabilities."""
+    residual_dropout: float = option(0.0, FRACTION)
+    """Dropout probability on each block's output, before the residual addition."""
+
+    @property
+    def initial_weights(self) -> str | None:
+        """What init_from names; None for random weights, whether they were asked for or not."""
+        return None if self.init_from == "none" else self.init_from
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        """Width of a query's or key's head."""
+        if self.kv_lora_rank is not None:
+            return self.qk_nope_head_dim + self.qk_rope_head_dim
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def value_size(self) -> int:
+        """Width of a value's head."""
+        return self.head_size if self.kv_lora_rank is None else self.v_head_dim
+
+    @property
+    def rotary_width(self) -> int:
+        """Width of what rotary embeddings are applied to: a head, or the channels of it that latent attention
+        has for them."""
+        return self.head_size if self.kv_lora_rank is None else self.qk_rope_head_dim
+
+    @property
+    def biased_choice(self) -> bool:
+        """Whether routers add a bias to their scores when they choose; it may come with weights that are
+        trained on without moving it."""
+        return self.router_balance == "bias" or self.router_scores == "sigmoid"
+
+    @property
+    def expert_width(self) -> int:
+        """Inner width of one expert."""
+        return self.moe_intermediate_size or self.intermediate_size
+
+    @property
+    def has_mixtures(self) -> bool:
+        return any(map(self.is_mixture, range(self.num_hidden_layers)))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of channels of a head that rotate."""
+        return int(self.rotary_width * self.partial_rotary_factor)
+
+    @property
+    def longrope_context(self) -> int | None:
+        """The sequence length beyond which longrope has its long factors; None: another rotary scaling."""
+        scaling = self.rope_scaling or {}
+        return scaling["original_max_position_embeddings"] if scaling.get("rope_type") == "longrope" else None
+
+    @property
+    def vocabulary(self) -> int:
+        """The vocabulary size. Raises ValueError if it is not known yet."""
+        if self.vocab_size is None:
+            raise ValueError("model.vocab_size is not set: it comes from the training data, or must be given")
+        return self.vocab_size
+
+    @property
+    def vocabulary_tables(self) -> list[str]:
+        """The modules with a row for each token, as lora.modules_to_save names them: a tied head is the
+        embedding."""
+        return ["embedding"] if self.tie_word_embeddings else ["embedding", "head"]
+
+    def window(self, layer: int) -> int | None:
+        """Number of positions that a token of this layer attends to, its own included; None: all."""
+        local = self.sliding_window_layers is None or layer in self.sliding_window_layers
+        return self.sliding_window if local else None
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether the layer's feed-forward is a mixture of experts."""
+        return (
+            bool(self.num_experts)
+            and layer not in (self.mlp_only_layers or ())
+            and (layer + 1) % self.decoder_sparse_step == 0
+        )
+
+    def uses_rope(self, layer: int) -> bool:
+        return self.position == "rope" and layer not in (self.no_rope_layers or ())
+
+    def local_rope(self, layer: int) -> bool:
+        """Whether the layer's rotary frequencies are those of rope_local_theta."""
+        return self.rope_local_theta is not None and self.uses_rope(layer) and self.window(layer) is not None
+
+
+def _layers_exist(name: str) -> Rule:
+    def broken(c: "RuleContext") -> bool:
+        layers = getattr(c.model, name) or []
+        return len(set(layers)) < len(layers) or not set(layers) <= set(range(c.model.num_hidden_layers))
+
+    return Rule(
+        f"{name} exist",
+        f"model.{name}",
+        broken,
+        message="does not list distinct layers of this model",
+        legal=lambda c: f"Legal entries: 0 to {c.model.num_hidden_layers - 1}, each once.",
+    )
+
+
+_WITHOUT_EXPERTS = tuple(
+    Rule(
+        f"{name} needs experts",
+        f"model.{name}",
+        partial(
+            lambda name, c: (
+                not c.model.num_experts and getattr(c.model, name) != getattr(ModelConfig(), name)
+            ),
+            name,
+        ),
+        message="has no effect: {model.num_experts}",
+        legal="Remove it, or set model.num_experts.",
+    )
+    for name in (
+        *(
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "router_aux_loss_coef",
+            "router_z_loss_coef",
+        ),
+        *("router_scores", "routed_scaling_factor", "router_logit_bias", "n_group", "expert_capacity_factor"),
+    )
+)
+
+_MIXTURE = (
+    *_WITHOUT_EXPERTS,
+    Rule(
+        "a token's experts exist",
+        "model.num_experts_per_tok",
+        lambda c: c.model.num_experts and c.model.num_experts_per_tok > c.model.num_experts,
+        message="is more than {model.num_experts}",
+        legal=lambda c: range(1, (c.model.num_experts or 1) + 1),
+    ),
+    _layers_exist("mlp_only_layers"),
+    Rule(
+        "a mixture is left",
+        "model.num_experts",
+        lambda c: c.model.num_experts and not c.model.has_mixtures,
+        message="has no effect: model.decoder_sparse_step and model.mlp_only_layers make every layer dense",
+        legal="Remove it, or leave a layer out of mlp_only_layers.",
+    ),
+    Rule(
+        "clamped_swiglu is gated",
+        "model.hidden_act",
+        lambda c: c.model.hidden_act == "clamped_swiglu" and not c.model.gated_mlp,
+        message="has a gate, and {model.gated_mlp}",
+        legal="Set model.gated_mlp to true.",
+    ),
+)
+
+_GROUPS = (
+    Rule(
+        "groups divide the experts",
+        "model.n_group",
+        lambda c: c.model.n_group and c.model.num_experts and c.model.num_experts % c.model.n_group,
+        message="does not divide {model.num_experts}: groups are equal",
+        legal=lambda c: divisors(c.model.num_experts or 1),
+    ),
+    Rule(
+        "a group has two experts",
+        "model.n_group",
+        lambda c: (
+            c.model.n_group
+            and c.model.num_experts
+            and c.model.router_scores == "sigmoid"
+            and 2 * c.model.n_group > c.model.num_experts
+        ),
+        message="leaves less than two of {model.num_experts} in a group, whose score is the sum of its two "
+        "best experts",
+        legal=lambda c: [
+            groups
+            for groups in divisors(c.model.num_experts or 1)
+            if 2 * groups <= (c.model.num_experts or 0)
+        ],
+    ),
+    Rule(
+        "topk_group needs groups",
+        "model.topk_group",
+        lambda c: c.model.topk_group > (c.model.n_group or 1),
+        message="is more than {model.n_group}",
+        legal=lambda c: range(1, (c.model.n_group or 1) + 1),
+    ),
+    Rule(
+        "groups have a token's experts",
+        "model.num_experts_per_tok",
+        lambda c: (
+            c.model.n_group
+            and c.model.num_experts
+            and c.model.num_experts_per_tok * c.model.n_group > c.model.topk_group * c.model.num_experts
+        ),
+        message="is more than the experts in {model.topk_group} of {model.n_group} groups",
+        legal=lambda c: range(
+            1, c.model.topk_group * (c.model.num_experts or 1) // (c.model.n_group or 1) + 1
+        ),
+    ),
+)
+
+_MTP = (
+    Rule(
+        "modules of multi-token prediction look up tokens only",
+        "model.mtp_layers",
+        lambda c: c.model.mtp_layers and c.model.position == "learned",
+        message="does not fit {model.position}: the modules look up further tokens, which have no learned "
+        "positions of their own",
+        legal="Set it to 0, or model.position to rope or none.",
+    ),
+    Rule(
+        "modules of multi-token prediction and scaled logits",
+        "model.mtp_layers",
+        lambda c: c.model.mtp_layers and c.model.logit_scale is not None,
+        message="does not fit {model.logit_scale}: the modules read the final norm, which that would scale",
+        legal="Set it to 0, or model.logit_scale to null.",
+    ),
+)
+
+
+def _without_latents(name: str) -> Rule:
+    return Rule(
+        f"{name} needs latents",
+        f"model.{name}",
+        lambda c: c.model.kv_lora_rank is None and getattr(c.model, name) != getattr(ModelConfig(), name),
+        message="has no effect: {model.kv_lora_rank}",
+        legal="Remove it, or set model.kv_lora_rank.",
+    )
+
+
+def _not_with_latents(name: str, legal: str) -> Rule:
+    return Rule(
+        f"{name} does not fit latents",
+        f"model.{name}",
+        lambda c: c.model.kv_lora_rank is not None and getattr(c.model, name) != getattr(ModelConfig(), name),
+        message="does not fit latent attention, {model.kv_lora_rank}",
+        legal=legal,
+    )
+
+
+_LATENTS = (
+    *map(_without_latents, ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
+    _not_with_latents("head_dim", "Remove it, and set model.qk_nope_head_dim and model.qk_rope_head_dim."),
+    _not_with_latents("qk_norm", "Set it to none: the latents have norms."),
+    _not_with_latents("attention_bias", "Set it to false."),
+    _not_with_latents("attention_sinks", "Set it to false."),
+    _not_with_latents("attention_out_bias", "Set it to false."),
+    _not_with_latents("partial_rotary_factor", "Remove it, and set model.qk_rope_head_dim."),
+    Rule(
+        "every head has its key and value",
+        "model.num_key_value_heads",
+        lambda c: c.model.kv_lora_rank is not None and c.model.kv_heads != c.model.num_attention_heads,
+        message="does not fit latent attention, in which each of {model.num_attention_heads} has its own key "
+        "and value",
+        legal="Remove it.",
+    ),
+)
+
+
+def _init_from(c: "RuleContext") -> str:
+    return c.model.initial_weights or ""
+
+
+def _own_weights(c: "RuleContext") -> str:
+    """The way out for what is no checkpoint: hf: for a Hugging Face model, else an example."""
+    from megalite.families.hub import is_id  # with the libraries of a network
+
+    path = _init_from(c)
+    if os.path.isfile(Path(path, "config.json")) or is_id(path):
+        return (
+            f"The weights of a Hugging Face model are hf:{path}; set model.from_hf to {path} for its shape."
+        )
+    return CHECKPOINT_EXAMPLE
+
+
+def _hf_weights(c: "RuleContext") -> str:
+    """The way out for hf: before what is no Hugging Face model."""
+    path = _init_from(c).removeprefix("hf:")
+    if is_checkpoint(path):
+        return f"It is a checkpoint of megalite: set it to {path}."
+    return "Give the directory of one after hf:."
+
+
+def _legal_heads(c: "RuleContext") -> list[int]:
+    """Numbers of heads that divide the hidden size, if possible into heads that rope can rotate and key-value
+    heads can be shared by."""
+    all_heads, kv = divisors(c.model.hidden_size), c.model.num_key_value_heads or 1
+    even = 2 if c.model.position == "rope" else 1
+    return [
+        heads for heads in all_heads if heads % kv == 0 and c.model.hidden_size // heads % even == 0
+    ] or all_heads
+
+
+def _rotates_part_of_a_pair(c: "RuleContext") -> bool:
+    factor, channels = c.model.partial_rotary_factor, c.model.rotary_dim
+    return factor != 1 and (not 0 < factor < 1 or channels % 2 == 1 or channels == 0)
+
+
+def _rope_type(c: "RuleContext") -> Any:
+    return (c.model.rope_scaling or {}).get("rope_type")
+
+
+def _scaling_problem(c: "RuleContext") -> str | None:
+    """Why the values of rope_scaling cannot be used, given that its type is known; None if they can."""
+    scaling = dict(c.model.rope_scaling or {})
+    kind = scaling.pop("rope_type", "default")
+    required = ROPE_SCALING_KEYS[kind]
+    if kind == "yarn" and not isinstance(scaling.pop("truncate", True), bool):
+        return "has a truncate that is neither true nor false"
+    if set(scaling) != set(required):
+        return f"does not have the keys of rope_type {kind}"
+    lists = [value for value in scaling.values() if isinstance(value, list)]
+    numbers = [value for value in scaling.values() if not isinstance(value, list)] + [
+        value for each in lists for value in each
+    ]
+    if not all(isinstance(v, (int, float)) and math.isfinite(v) and v > 0 for v in numbers):
+        return "holds a value that is not a positive number"
+    if [len(each) for each in lists] != ([c.model.rotary_dim // 2] * 2 if kind == "longrope" else []):
+        return (
+            f"needs {c.model.rotary_dim // 2} numbers, one for each pair of channels, in longrope's "
+            "short_factor and long_factor"
+        )
+    if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        return "has high_freq_factor <= low_freq_factor, between which it interpolates"
+    return None
+
+
+def _scaling_example(c: "RuleContext") -> str:
+    lists = {"short_factor": "[N, …]", "long_factor": "[N, …]"}
+    keys = [
+        f"rope_type: {_rope_type(c)}",
+        *(f"{key}: {lists.get(key, 'N')}" for key in ROPE_SCALING_KEYS[_rope_type(c)]),
+    ]
+    return f"Write {{{', '.join(keys)}}}, every N a positive number."
+
+
+RULES: tuple[Rule, ...] = (
+    *_MIXTURE,
+    *_GROUPS,
+    *_MTP,
+    *_LATENTS,
+    Rule(
+        "preset or from_hf",
+        "model.from_hf",
+        lambda c: c.model.from_hf and c.model.preset,
+        message="and {model.preset} both give the shape",
+        legal="Remove one of the two.",
+    ),
+    Rule(
+        "init_from exists",
+        "model.init_from",
+        lambda c: (path := _init_from(c)) and path[:3] != "hf:" and not is_checkpoint(path),
+        message="is neither a checkpoint (it has no manifest.json) nor a run that has saved one",
+        legal=_own_weights,
+    ),
+    Rule(
+        "init_from hf exists",
+        "model.init_from",
+        lambda c: (
+            (path := _init_from(c)).startswith("hf:") and not (Path(path[3:]) / "config.json").is_file()
+        ),
+        message="names no Hugging Face model: there is no config.json",
+        legal=_hf_weights,
+    ),
+    Rule(
+        "hidden size over heads",
+        "model.num_attention_heads",
+        lambda c: (
+            c.model.head_dim is None
+            and c.model.kv_lora_rank is None
+            and c.model.hidden_size % c.model.num_attention_heads
+        ),
+        message="does not divide {model.hidden_size}, and model.head_dim is not given",
+        legal=_legal_heads,
+    ),
+    Rule(
+        "heads over key-value heads",
+        "model.num_key_value_heads",
+        lambda c: c.model.num_attention_heads % c.model.kv_heads,
+        message="does not divide {model.num_attention_heads}: each key-value head is shared by the same "
+        "number of query heads",
+        legal=lambda c: divisors(c.model.num_attention_heads),
+    ),
+    Rule(
+        "even head width for rope",
+        "model.head_dim",
+        lambda c: c.model.position == "rope" and c.model.kv_lora_rank is None and c.model.head_size % 2,
+        value=lambda c: c.model.head_size,
+        message="is odd: rotary embeddings (model.position = rope) rotate pairs of channels",
+        legal=lambda c: multiples(c.model.head_size, 2),
+    ),
+    Rule(
+        "even rotating width for rope",
+        "model.qk_rope_head_dim",
+        lambda c: (
+            c.model.position == "rope" and c.model.kv_lora_rank is not None and c.model.qk_rope_head_dim % 2
+        ),
+        message="is odd: rotary embeddings (model.position = rope) rotate pairs of channels",
+        legal=lambda c: multiples(c.model.qk_rope_head_dim, 2),
+    ),
+    Rule(
+        "partial_rotary_factor rotates pairs",
+        "model.partial_rotary_factor",
+        _rotates_part_of_a_pair,
+        message=lambda c: (
+            f"rotates {c.model.rotary_dim} of the {c.model.head_size} channels of a head: they rotate in "
+            "pairs"
+        ),
+        legal=lambda c: (
+            "Legal values: 2, 4, 6 … channels, as a share of a head's width. "
+            + describe_legal(
+                c.model.partial_rotary_factor,
+                [channels / c.model.rotary_width for channels in range(2, c.model.rotary_width + 1, 2)],
+            )
+        ),
+    ),
+    Rule(
+        "partial_rotary_factor needs rope",
+        "model.partial_rotary_factor",
+        lambda c: c.model.partial_rotary_factor != 1 and c.model.position != "rope",
+        message="has no effect: {model.position}",
+        legal="Remove it, or set model.position to rope.",
+    ),
+    Rule(
+        "rope_local_theta needs rope and a window",
+        "model.rope_local_theta",
+        lambda c: (
+            c.model.rope_local_theta is not None
+            and (c.model.position != "rope" or c.model.sliding_window is None)
+        ),
+        message="has no effect: {model.position}, {model.sliding_window}",
+        legal="Remove it, or set model.position to rope and give model.sliding_window.",
+    ),
+    Rule(
+        "parallel_block with norms before",
+        "model.parallel_block",
+        lambda c: c.model.parallel_block != "none" and c.model.norm_placement != "pre",
+        message="does not fit {model.norm_placement}: in parallel, attention and feed-forward have norms at "
+        "their input only",
+        legal="Set model.norm_placement to pre, or model.parallel_block to none.",
+    ),
+    Rule(
+        "norm_bias of a LayerNorm",
+        "model.norm_bias",
+        lambda c: not c.model.norm_bias and c.model.norm != "layer",
+        message="has no effect: {model.norm}",
+        legal="Remove it, or set model.norm to layer.",
+    ),
+    Rule(
+        "rope_scaling needs rope",
+        "model.rope_scaling",
+        lambda c: c.model.rope_scaling and c.model.position != "rope",
+        message="has nothing to scale: {model.position}",
+        legal="Remove it, or set model.position to rope.",
+    ),
+    Rule(
+        "rope_scaling type",
+        "model.rope_scaling.rope_type",
+        lambda c: c.model.rope_scaling is not None and _rope_type(c) not in ROPE_SCALING_KEYS,
+        value=_rope_type,
+        message="is not a known kind of rotary scaling",
+        legal=lambda c: (
+            "Write rope_type in place of type, its name in older files."
+            if "type" in (c.model.rope_scaling or {})
+            else list(ROPE_SCALING_KEYS)
+        ),
+    ),
+    Rule(
+        "rope_scaling values",
+        "model.rope_scaling",
+        _scaling_problem,
+        message=lambda c: _scaling_problem(c) or "",
+        legal=_scaling_example,
+    ),
+    _layers_exist("no_rope_layers"),
+    Rule(
+        "no_rope_layers needs rope",
+        "model.no_rope_layers",
+        lambda c: c.model.no_rope_layers and c.model.position != "rope",
+        message="has no effect: {model.position}",
+        legal="Remove it, or set model.position to rope.",
+    ),
+    _layers_exist("sliding_window_layers"),
+    Rule(
+        "sliding_window_layers needs a window",
+        "model.sliding_window_layers",
+        lambda c: c.model.sliding_window_layers is not None and c.model.sliding_window is None,
+        message="has no effect: model.sliding_window is not given",
+        legal="Remove it, or give model.sliding_window.",
+    ),
+    Rule(
+        "rows are added to weights",
+        "model.resize_embeddings",
+        lambda c: c.model.resize_embeddings is not None and c.model.initial_weights is None,
+        message="adds rows to the embedding of the weights that model.init_from names, and there are none",
+        legal="Set model.init_from, or leave it out: random weights have the vocabulary of the data.",
+    ),
+)

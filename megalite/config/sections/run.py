@@ -1,0 +1,62 @@
+"""The run: its name, directory and seed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalite.config import amounts
+from megalite.config.amounts import duration_seconds
+from megalite.config.option import NOT_NEGATIVE, option
+from megalite.config.rule import (
+    Rule,
+    can_be_written,
+)
+
+
+@dataclass
+class RunConfig:
+    dir: str = option("runs", path=True)
+    """Parent directory of the run's own directory, `run.dir/run.name`."""
+    name: str = "run"
+    """Name of the run. Its configuration, metrics, checkpoints and traces are stored in `run.dir/run.name`.
+    """
+    seed: int = option(1234, NOT_NEGATIVE)
+    """Random seed. Random numbers are keyed by name and step, so every topology draws the same ones."""
+    deterministic: bool = False
+    """Use only deterministic algorithms, and accumulate the two gradients of a tied embedding separately, to
+    add them in a fixed order."""
+    timeout: str = option("10m", amount=amounts.DURATION)
+    """End the run when a rank does not answer a collective for this long, for example 10m or 1h. Saves and
+    loads may take longer."""
+    overwrite: bool = False
+    """Let a new run use the directory of an old one (checkpoint.load none or of another run), which is
+    renamed to NAME.old-1 first."""
+
+    @property
+    def directory(self) -> Path:
+        """The run's own directory."""
+        return Path(self.dir) / self.name
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "run.name is a directory name",
+        "run.name",
+        lambda c: c.run.name in ("", ".", "..") or "/" in c.run.name,
+        message="is not the name of one directory",
+        legal="Choose a name without /, and put the path into run.dir.",
+    ),
+    Rule(
+        "timeout is a duration",
+        "run.timeout",
+        lambda c: not duration_seconds(c.run.timeout),
+        message="is not a duration",
+        legal="Write hours, minutes and seconds in this order: 1h, 10m or 30s.",
+    ),
+    Rule(
+        "the run can be written",
+        "run.dir",
+        lambda c: not can_be_written(Path(c.run.dir, c.run.name)),
+        message="can not be written to, or {run.name} in it",
+        legal="Give a directory that you may write to, or can make.",
+    ),
+)

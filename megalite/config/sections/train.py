@@ -1,0 +1,171 @@
+"""Length, batches, precision and memory of training."""
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Literal, NamedTuple
+
+from megalite.config import amounts
+from megalite.config.amounts import duration_seconds
+from megalite.config.option import FRACTION, NO_OPTION, NOT_NEGATIVE, POSITIVE, SIZE, option
+from megalite.config.rule import Rule
+
+
+class Horizon(NamedTuple):
+    """What of a run's length was given as an amount of samples, from which steps are counted again at a
+    resume with other batches.
+
+    Attributes:
+        samples: those of the whole run, if its length was given in tokens or epochs; None if it was given in
+        steps. warmup: the warm-up as a share of the run; None if it was given in steps.
+    """
+
+    samples: int | None = None
+    warmup: Fraction | None = None
+
+
+class BatchSizeStep(NamedTuple):
+    """Steps of one batch size: the number of steps before them, and of the samples that these read."""
+
+    step: int
+    samples: int
+    size: int
+
+
+class Finished(NamedTuple):
+    """The part of a resumed run that had other batches: its steps, the samples that they read, and its
+    levels."""
+
+    step: int
+    samples: int
+    levels: tuple[BatchSizeStep, ...]
+
+
+@dataclass
+class TrainConfig:
+    steps: int = option(100, SIZE, amount=amounts.STEPS)
+    """Number of optimizer steps of the whole run. Or give tokens or epochs, which are resolved to steps: the
+    later of file and command line counts."""
+    tokens: int | None = option(None, SIZE, amount=amounts.TOKENS)
+    """Tokens to train on, in place of steps, for example 10B or 300M: steps are tokens / (global_batch_size ·
+    data.sequence_length)."""
+    epochs: float | None = option(None, POSITIVE)
+    """Passes through data.train, in place of steps, for example 3 or 0.5. An epoch of a blend ends before its
+    first repeated sample."""
+    global_batch_size: int = option(32, SIZE)
+    """Sequences per optimizer step, over all ranks."""
+    rampup_batch_size: list[int] | None = None
+    """Start with smaller global batches, as in Megatron-LM: [START, INCREMENT, SAMPLES] grows from START to
+    global_batch_size by INCREMENT, in equal parts of the first SAMPLES sequences. The learning rate then
+    follows the samples. null: every batch is whole."""
+    micro_batch_size: int = option(4, SIZE)
+    """Sequences per forward pass on one rank."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """Compute dtype. bf16 and fp16 keep fp32 master weights and accumulate gradients in fp32; fp64 is for
+    numerical proofs on CPU. auto: that of the run that is resumed; else bf16 on a GPU or a CPU with bf16
+    units (AMX, AVX512-BF16), fp32 on another CPU."""
+    grad_dtype: Literal["wide", "bf16"] = "wide"
+    """Dtype in which gradients are accumulated and sent. wide: fp32 (fp64 under fp64); bf16: half the memory,
+    at lower precision."""
+    recompute: str = "none"
+    """Activations that backward recomputes: none, selective (attention), full (every layer), every-K (every
+    K-th layer), budget (as little as memory_budget allows), or operations such as attn_norm+mlp_in, for all
+    layers or in a list such as 4*mlp_in,8*none."""
+    memory_budget: float | None = option(None, POSITIVE, amount=amounts.SIZE_OR_SHARE)
+    """With recompute: budget, the memory that a rank may use, all of it counted: bytes, 20GB or 64GiB, or a
+    share of the device, 0.9 or 90%. null: no budget."""
+    kernels: Literal["auto", "triton", "torch"] = "auto"
+    """Implementation of fused operations. auto: Triton on a GPU where it is installed, else PyTorch, and what
+    was measured to be the fastest on this device; torch: PyTorch; triton: Triton, or an error where it cannot
+    run."""
+    fp32_products: Literal["auto", "mkl", "onednn", "bf16"] = "auto"
+    """Library of matrix products in fp32 on a CPU. auto: MKL or oneDNN, measured when the run begins; bf16:
+    as auto, and oneDNN may round to bf16."""
+    compile: bool = False
+    """Compile the pure functions between the linears with torch.compile."""
+    loss_chunk: int | None = option(None, NOT_NEGATIVE)
+    """Number of tokens whose logits exist at a time; their gradients are computed in the forward. 0: all
+    tokens of a microbatch. null: 4096 on a GPU, 0 on a CPU. Below 2048 the accumulation of the weight
+    gradient costs time. Training under a schedule with weight passes always uses 0."""
+    grad_clip: float = option(1.0, NOT_NEGATIVE)
+    """Maximum global gradient norm. 0: no clipping."""
+    ema_decay: float | None = option(None, FRACTION)
+    """Keep an exponential moving average of the weights, average = ema_decay * average + (1 - ema_decay) *
+    weights after each applied step, for example 0.999. It is saved in checkpoints; validation.ema and --ema
+    of megalite convert export, generate and evaluate use it. null: no average."""
+    label_smoothing: float = option(0.0, FRACTION)
+    """Label smoothing, over the whole vocabulary."""
+    z_loss: float = option(0.0, NOT_NEGATIVE)
+    """Coefficient of the z-loss, the squared log-partition function of the logits, which is added to the
+    loss."""
+    mtp_weight: float = option(0.3, POSITIVE)
+    """With model.mtp_layers, weight of the mean of their losses, which is added to the loss."""
+    stop_after: str | None = option(None, amount=amounts.DURATION)
+    """Save a checkpoint and exit after this duration, for example 3h50m, 90m or 30s. null: no limit."""
+    early_stopping_patience: int | None = option(None, SIZE)
+    """End the run after this many validations in a row without an improvement of the loss. null: after
+    train.steps only."""
+    early_stopping_threshold: float = option(0.0, NOT_NEGATIVE)
+    """A validation loss is an improvement if it is lower than that of the last improvement by more than this.
+    """
+    watchdog: str | None = option("5m", amount=amounts.DURATION)
+    """When a rank makes no progress for this long, print where it is and write its stacks to stalls/ in the
+    run's directory. null: off."""
+
+    # No options: set by `config.run_length` and `config.rampup`, and not stored in config.yaml. `replace`
+    # carries them.
+    horizon: Horizon = field(default=Horizon(), compare=False, repr=False, metadata=NO_OPTION)
+    finished: Finished | None = field(default=None, compare=False, repr=False, metadata=NO_OPTION)
+
+    def recompute_of(self, layer: int) -> str:
+        """What one layer recomputes: none, selective, full, or operations (`config.recomputation`)."""
+        if self.recompute in ("none", "selective", "full"):
+            return self.recompute
+        from megalite.config.recompute import mode_of
+
+        return mode_of(self.recompute, layer)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "bf16 gradients of bf16",
+        "train.grad_dtype",
+        lambda c: c.train.grad_dtype == "bf16" and c.train.precision != "bf16",
+        message=lambda c: f"needs train.precision = bf16, not {c.train.precision}",
+        legal="Leave it out, or set train.precision to bf16.",
+    ),
+    Rule(
+        "a budget says how much",
+        "train.memory_budget",
+        lambda c: c.train.recompute == "budget" and c.train.memory_budget is None,
+        message="leaves {train.recompute} without its bytes",
+        legal="Give what a rank may use: bytes such as 70GB, or a share of the device such as 0.9.",
+    ),
+    Rule(
+        "what a budget is for",
+        "train.memory_budget",
+        lambda c: c.train.recompute != "budget" and c.train.memory_budget is not None,
+        message="has no effect with {train.recompute}",
+        legal="Set train.recompute to budget, or leave it out.",
+    ),
+    Rule(
+        "stop_after is a duration",
+        "train.stop_after",
+        lambda c: c.train.stop_after is not None and not duration_seconds(c.train.stop_after),
+        message="is not a duration",
+        legal="Write hours, minutes and seconds in this order: 3h50m, 90m or 30s.",
+    ),
+    Rule(
+        "watchdog is a duration",
+        "train.watchdog",
+        lambda c: not duration_seconds(c.train.watchdog or "5m"),
+        message="is not a duration",
+        legal="Write hours, minutes and seconds in this order: 5m, 90s or 1h; or null, which turns it off.",
+    ),
+    Rule(
+        "threshold with patience",
+        "train.early_stopping_threshold",
+        lambda c: c.train.early_stopping_threshold and c.train.early_stopping_patience is None,
+        message="has no effect: {train.early_stopping_patience}",
+        legal="Set train.early_stopping_patience, or leave it out.",
+    ),
+)
