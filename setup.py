@@ -1,4 +1,4 @@
-"""The packages of a distribution; everything else about it is in pyproject.toml, whose `find` can not add
+"""The packages of a distribution; everything else about it is in pyproject.toml, whose `find` cannot add
 configs/ under another name."""
 
 from setuptools import find_packages, setup

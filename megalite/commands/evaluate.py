@@ -221,7 +221,7 @@ def read(path: Path) -> str:
             f"--text {path} is not UTF-8: byte {error.start} begins no character. Convert the file."
         ) from None
     except OSError as error:
-        raise ConfigError(f"--text {path} can not be read: {error.strerror or error}.") from None
+        raise ConfigError(f"--text {path} cannot be read: {error.strerror or error}.") from None
     if not text:
         raise ConfigError(f"--text {path} is empty.")
     return text

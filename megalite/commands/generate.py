@@ -243,10 +243,10 @@ def prompts_of(options: argparse.Namespace) -> list[str]:
                 record["prompt"] if isinstance(record, dict) else record for record, _ in map(parsed, records)
             ]
     except OSError as error:
-        raise ConfigError(f"--prompts {path} can not be read: {error.strerror or error}.") from None
+        raise ConfigError(f"--prompts {path} cannot be read: {error.strerror or error}.") from None
     except (ValueError, KeyError, RecursionError) as error:
         way = "an object with `prompt`, or a JSON string" if path.suffix == ".jsonl" else "a text in UTF-8"
-        raise ConfigError(f"--prompts {path} can not be read ({error!r}). Each line is {way}.") from None
+        raise ConfigError(f"--prompts {path} cannot be read ({error!r}). Each line is {way}.") from None
     if not records or not all(isinstance(record, str) for record in records):
         raise ConfigError(
             f"--prompts {path} holds {'no' if not records else 'something that is no'} text. Each line is a "

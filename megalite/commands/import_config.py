@@ -107,11 +107,11 @@ def read(file: str, project: str | None = None) -> Any:
         text = sys.stdin.read() if file == "-" else path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(
-            f"FILE = {file} can not be read: {error.strerror}. Give the path of a configuration."
+            f"FILE = {file} cannot be read: {error.strerror}. Give the path of a configuration."
         ) from None
     except UnicodeDecodeError:
         raise ConfigError(
-            f"FILE = {file} can not be read: it is not UTF-8 text. Give the path of a configuration."
+            f"FILE = {file} cannot be read: it is not UTF-8 text. Give the path of a configuration."
         ) from None
     if (project == "megatron" and path.suffix not in (".yaml", ".yml")) or (
         script

@@ -143,7 +143,7 @@ def config_of(
 
 
 def options_in(file: str, option: str) -> dict[str, Any]:
-    """The options that a configuration file sets, section.key → value. Raises ConfigError if it can not be
+    """The options that a configuration file sets, section.key → value. Raises ConfigError if it cannot be
     read."""
     tree = read_tree(file, option)
     return {} if tree is None else flatten(tree, f"in {file}")
@@ -166,8 +166,7 @@ def _json(path: Path, option: str) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"{option} {path} can not be read: {error.strerror}. Give the config.json of a Hugging Face "
-            "model."
+            f"{option} {path} cannot be read: {error.strerror}. Give the config.json of a Hugging Face model."
         ) from None
     except ValueError as error:
         raise ConfigError(f"{option} {path} is not JSON: {error}.") from None

@@ -146,7 +146,7 @@ def said(error: Exception, output: Path | None = None) -> str:
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     if error.errno in FULL and output is not None:
-        return f"{output} can not be written: {error.strerror}. Make room there, or choose another place."
+        return f"{output} cannot be written: {error.strerror}. Make room there, or choose another place."
     if error.filename is None:
         return os_error_text(error)
     path = Path(os.fsdecode(error.filename))
@@ -155,7 +155,7 @@ def said(error: Exception, output: Path | None = None) -> str:
         not path.exists() or os.access(path, os.R_OK)
     ):
         return (
-            f"{shown} can not be written: {error.strerror}. Choose another place, or change its permissions."
+            f"{shown} cannot be written: {error.strerror}. Choose another place, or change its permissions."
         )
     return os_error_text(error, shown)
 
@@ -202,7 +202,7 @@ def as_output(text: str) -> Path:
     path = as_path(text)
     why = None if path.exists() and not path.is_file() else why_not_written(path.parent)
     if why is not None:
-        raise argparse.ArgumentTypeError(f"{text} can not be written: {why}. Choose another place.")
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {why}. Choose another place.")
     return path
 
 
@@ -211,7 +211,7 @@ def as_new_file(text: str) -> Path:
     path = as_output(text)
     if not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(
-            f"{text} can not be written: there is no directory {path.parent}. Make it first."
+            f"{text} cannot be written: there is no directory {path.parent}. Make it first."
         )
     return path
 

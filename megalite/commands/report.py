@@ -50,7 +50,7 @@ def write_page(
     except ReportError as error:
         tool.error(error)
     except OSError as error:
-        tool.error(f"{output} can not be written: {error.strerror}. Choose another with --output.")
+        tool.error(f"{output} cannot be written: {error.strerror}. Choose another with --output.")
     return runs
 
 

@@ -28,7 +28,7 @@ def count(text: str) -> int | None:
 
 
 def _exact(number: str) -> Fraction | None:
-    """The number; None for one that a float can not hold, such as 1e400, of which a Fraction would be of any
+    """The number; None for one that a float cannot hold, such as 1e400, of which a Fraction would be of any
     length."""
     value = float(number)
     if not math.isfinite(value) or (value == 0 and re.search("[1-9]", number.lower().partition("e")[0])):
@@ -97,7 +97,7 @@ def _size_or_share(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class AmountKind:
-    """A kind of amount: how it is read (None: it can not be), and the words of the message."""
+    """A kind of amount: how it is read (None: it cannot be), and the words of the message."""
 
     read: Callable[[str], Any]
     what: str = ""

@@ -23,7 +23,7 @@ def read_tree(path: str, option: str) -> Any:
         return parse_yaml(Path(path).read_text(encoding="utf-8"), path, option)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"{option} = {path} can not be read: {reason}. {_nearest_file(path)}") from None
+        raise ConfigError(f"{option} = {path} cannot be read: {reason}. {_nearest_file(path)}") from None
 
 
 def parse_yaml(text: str, path: str, option: str) -> Any:

@@ -19,7 +19,7 @@ from megalite.config.token_files import prefixes
 def resolve_steps(config: Config) -> None:
     """Replace train.tokens or train.epochs by train.steps, and a share of the steps by their number.
 
-    Rounds up. What can not be resolved because another option is wrong, or because the training data is not
+    Rounds up. What cannot be resolved because another option is wrong, or because the training data is not
     there, is left as it is, a share of unknown steps as a Fraction: the rules say why. Raises DataError if
     the data is damaged.
     """

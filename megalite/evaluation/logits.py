@@ -123,7 +123,7 @@ def _their_logits(hf: Path, inputs: dict[str, Tensor], progress: Report) -> dict
         model, report = opened
     except Exception as error:  # transformers raises exceptions of many types
         raise ConversionError(
-            f"transformers can not open {hf}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+            f"transformers cannot open {hf}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
         ) from None
     wrong = [
         f"{kind.replace('_', ' ')}: {sorted(map(str, keys))[0]}"

@@ -190,7 +190,7 @@ def _download(name: str, part: Part, shown: str) -> None:
     except Exception as error:  # the library raises OSError, ValueError and those of its HTTP library
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise ConfigError(
-            f"{shown} is no directory here and can not be fetched from the Hugging Face Hub: {reason}. "
+            f"{shown} is no directory here and cannot be fetched from the Hugging Face Hub: {reason}. "
             "Check the name; a gated or private model needs `hf auth login` first."
         ) from None
 
@@ -217,11 +217,11 @@ def _missing(name: str, part: Part) -> str:
             "is in the cache of the Hugging Face Hub without its "
             f"{'weights in safetensors' if part == 'weights' else part}"
         )
-    return f"{state}." if online() else f"{state}, and the Hub can not be reached{_reason()}."
+    return f"{state}." if online() else f"{state}, and the Hub cannot be reached{_reason()}."
 
 
 def _reason() -> str:
-    """Why the Hub can not be reached, as far as the environment says it."""
+    """Why the Hub cannot be reached, as far as the environment says it."""
     if _is_offline():
         return " (HF_HUB_OFFLINE is set)"
     endpoint = os.environ.get("HF_ENDPOINT")

@@ -161,7 +161,7 @@ def hf_config(directory: str | Path, name: str = "config.json") -> dict[str, Any
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path} can not be read: {error.strerror}. Give a model's directory.") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}. Give a model's directory.") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not a JSON object: {error}.") from None
     if not isinstance(content, dict):

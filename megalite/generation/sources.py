@@ -212,7 +212,7 @@ def _own_tokenizer(source: ModelSource) -> Tokenizer:
         what = (
             "the training data's tokenizer" if prefix is not None else f"the tokenizer in {source.companions}"
         )
-        raise ConfigError(f"{what} can not be read: {error} Or give another with --tokenizer.") from None
+        raise ConfigError(f"{what} cannot be read: {error} Or give another with --tokenizer.") from None
 
 
 def opening(source: ModelSource, tokenizer: Tokenizer) -> list[int]:

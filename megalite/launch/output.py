@@ -94,7 +94,7 @@ PLAIN = {
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:
-    """The error handler of codecs for what can not be encoded."""
+    """The error handler of codecs for what cannot be encoded."""
     assert isinstance(error, UnicodeEncodeError)
     return "".join(
         PLAIN.get(character, "?") for character in error.object[error.start : error.end]
@@ -139,7 +139,7 @@ def outlive_readers() -> None:
 
 
 def _reopened(stream: io.TextIOWrapper) -> io.TextIOWrapper:
-    """The same stream, with the same settings but for characters that can not be encoded."""
+    """The same stream, with the same settings but for characters that cannot be encoded."""
     stream.flush()
     descriptor = _Descriptor(stream.fileno(), "w", closefd=False)
     descriptor.name = stream.name

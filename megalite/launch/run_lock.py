@@ -180,7 +180,7 @@ class RunLock:
             if holder is not None and holder.token == self.holder.token:
                 self.path.unlink(missing_ok=True)
         except OSError as error:  # it is stale once this process has ended
-            say(f"the lock of this run, {self.path}, can not be removed: {error.strerror}")
+            say(f"the lock of this run, {self.path}, cannot be removed: {error.strerror}")
 
     def _create(self, path: Path) -> bool:
         """Create a file that names this job, unless it exists. A reader never sees a part of it."""
@@ -279,7 +279,7 @@ class RunLock:
                 os._exit(ExitStatus.IN_USE)
             os.utime(self.path)
         except OSError as error:
-            return f"can not be renewed: {error.strerror}"
+            return f"cannot be renewed: {error.strerror}"
         return None
 
 

@@ -161,7 +161,7 @@ class MetricsWriter(ExitStack):
         except OSError as error:
             if not self._refused:
                 self._refused = True
-                say(f"{self._path} can not be written: {error.strerror}; its lines are kept until it can")
+                say(f"{self._path} cannot be written: {error.strerror}; its lines are kept until it can")
 
     def _restore_directory(self) -> None:
         """Create the run's directory again if it has been removed or moved: a write to a removed file is lost

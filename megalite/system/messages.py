@@ -44,6 +44,6 @@ def write_or_say(path: Path, write: Callable[[Path], object]) -> bool:
         with replacing(path, path.with_name(f".new.{path.name}")) as fresh:
             write(fresh)
     except OSError as error:
-        say(f"{path} can not be written: {error.strerror or error}")
+        say(f"{path} cannot be written: {error.strerror or error}")
         return False
     return True

@@ -2,7 +2,7 @@
 longer falls.
 
 What is known is part of the checkpoints (`Trainer.loop_state`): a resumed run counts on, and a rollback
-forgets what came after. A run that resumes with another validation starts anew: its losses can not be
+forgets what came after. A run that resumes with another validation starts anew: its losses cannot be
 compared with the earlier ones. All ranks have the same losses, so each decides alike without communication.
 """
 
@@ -72,7 +72,7 @@ def state_to_save(trainer: Trainer) -> dict[str, Any]:
 
 
 def resume_state(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Take over a checkpoint's state of the loop, without losses that those of this run can not be compared
+    """Take over a checkpoint's state of the loop, without losses that those of this run cannot be compared
     with."""
     now = _followed(trainer)
     trainer.loop_state, trainer.saver.best_failed = dict(state), False

@@ -54,7 +54,7 @@ def claim(config: Config, restarted: bool = False, lock: Callable[[Path], RunLoc
         note = held.acquire()
     except OSError as error:
         raise ConfigError(
-            f"run.dir = {config.run.dir}: {directory} can not be written ({error.strerror}). Choose another "
+            f"run.dir = {config.run.dir}: {directory} cannot be written ({error.strerror}). Choose another "
             "run.dir."
         ) from None
     claimed = Claim(held, [note] if note else [])
@@ -111,7 +111,7 @@ def _move_aside(config: Config, directory: Path, lock: RunLock) -> str:
         lock.move_directory(target)
     except OSError as error:
         raise ConfigError(
-            f"run.overwrite = true: {directory} can not be renamed to {target.name} ({error.strerror})."
+            f"run.overwrite = true: {directory} cannot be renamed to {target.name} ({error.strerror})."
         ) from None
     return f"the run that was in {directory} is now {target}"
 

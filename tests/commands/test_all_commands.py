@@ -21,29 +21,29 @@ GONE = "./no/gone"
 MISSING: dict[str, tuple[list[str], str]] = {
     "plan": (["--model", GONE, "--gpus", "8"], "--model ./no/gone is not a known model"),
     "init": (["--from", GONE], "--from ./no/gone is not a known model"),
-    "train": (["--config", "gone.yaml"], "--config = gone.yaml can not be read: No such file"),
-    "verify": (["--config", "gone.yaml"], "--config = gone.yaml can not be read: No such file"),
+    "train": (["--config", "gone.yaml"], "--config = gone.yaml cannot be read: No such file"),
+    "verify": (["--config", "gone.yaml"], "--config = gone.yaml cannot be read: No such file"),
     "prepare": (["--input", GONE, "--tokenizer", "byte", "--output", "x"], "--input ./no/gone does not exist"),
     "prepare, tokenizer": (
         ["--input", "text", "--tokenizer", GONE, "--output", "x"],
         "--tokenizer ./no/gone does not exist",
     ),
     "data": (["inspect", GONE], "no/gone.idx is missing"),
-    "convert": (["import", GONE, "x"], "no/gone/config.json can not be read"),
+    "convert": (["import", GONE, "x"], "no/gone/config.json cannot be read"),
     "convert, out": (["export", GONE, "x"], "no/gone is not a checkpoint: there is no such directory"),
     "convert, adapter": (["adapter-export", GONE, "x"], "no/gone is not a checkpoint: there is no such directory"),
     "convert, check": (["check", GONE, "x"], "no/gone is not a checkpoint: there is no such directory"),
     "convert, taken": (["import", "model", "taken"], "taken exists already. Give another name"),
     "generate": ([GONE, "--prompt", "a"], "no/gone is not a checkpoint: there is no such directory"),
-    "generate, hf": ([f"hf:{GONE}", "--prompt", "a"], "no/gone/config.json can not be read"),
+    "generate, hf": ([f"hf:{GONE}", "--prompt", "a"], "no/gone/config.json cannot be read"),
     "evaluate": (["perplexity", GONE, "--text", "text"], "no/gone is not a checkpoint: there is no such directory"),
-    "evaluate, text": (["perplexity", "hf:model", "--text", GONE], "--text no/gone can not be read: No such file"),
+    "evaluate, text": (["perplexity", "hf:model", "--text", GONE], "--text no/gone cannot be read: No such file"),
     "checkpoint": (["verify", GONE], "no/gone is not a checkpoint: there is no such directory"),
-    "report": ([GONE], "no/gone: config.yaml can not be read: No such file"),
-    "compare": ([GONE, "model"], "no/gone: config.yaml can not be read: No such file"),
+    "report": ([GONE], "no/gone: config.yaml cannot be read: No such file"),
+    "compare": ([GONE, "model"], "no/gone: config.yaml cannot be read: No such file"),
     "timeline": ([GONE], "no/gone/config.yaml: No such file"),
     "explain": ([GONE], "no/gone/stalls has no records"),
-    "import-config": ([GONE], "./no/gone can not be read: No such file"),
+    "import-config": ([GONE], "./no/gone cannot be read: No such file"),
     "bubble": (["--from_run", GONE], "no/gone/traces/timeline.json: No such file"),
 }
 """Command → what it is asked to read, and what it then says. `text` is a file, `model` a directory with a
@@ -179,7 +179,7 @@ def test_help_fits_the_terminal(name: str, columns: int, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run(name, ["--help"], monkeypatch)
     longer = [line for line in capsys.readouterr().out.splitlines() if len(line) > columns]
-    assert [line for line in longer if len(line.split()) > 2] == [], "only an option with its values can not be broken"
+    assert [line for line in longer if len(line.split()) > 2] == [], "only an option with its values cannot be broken"
 
 
 def run(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -202,7 +202,7 @@ def test_an_output_that_cannot_be_written_is_named_before_any_work(
             run(name_of(case), words, monkeypatch)
         said = capsys.readouterr().err
         assert ended.value.code == 2 and str(tmp_path / end) in said and "Errno" not in said, said
-        assert why in said or "can not be written" in said, said
+        assert why in said or "cannot be written" in said, said
         assert said.count("\n") == 1 and list((tmp_path / "locked").iterdir()) == []
 
 

@@ -202,7 +202,7 @@ def test_gathering_of_shared_weights_is_costed_and_drawn(tool, tmp_path):
         ("--pp 4 --microbatches 8 --compare --timeline a.json", "ends in .png or .svg or .html."),
         (
             "--pp 4 --microbatches 8 --schedule 1f1b --timeline missing/a.svg",
-            "--timeline: missing/a.svg can not be written: there is no directory missing",
+            "--timeline: missing/a.svg cannot be written: there is no directory missing",
         ),
         ("--pp 4 --microbatches 64 --schedule 1f1b --timeline a.svg", "--timeline a.svg: 512 actions are too many"),
         ("--from_run nowhere", "nowhere/traces/timeline.json: No such file"),

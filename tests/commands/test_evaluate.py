@@ -322,8 +322,8 @@ def test_what_can_not_be_evaluated_ends_with_one_message(
     monkeypatch.setattr("sys.argv", ["tools/evaluate.py"])
     wrong: dict[str, list[Any]] = {
         "is not a checkpoint": ["perplexity", tmp_path / "nowhere", *text],
-        "config.json can not be read": ["perplexity", f"hf:{tmp_path}", *text],
-        "--text nowhere can not be read": ["perplexity", model, "--text", "nowhere"],
+        "config.json cannot be read": ["perplexity", f"hf:{tmp_path}", *text],
+        "--text nowhere cannot be read": ["perplexity", model, "--text", "nowhere"],
         "parallel.tp = 3 does not divide": ["perplexity", model, *text, "--tp", 3],
         "is a Hugging Face model, which has no average of its weights. Leave out --ema.": [
             "perplexity",

@@ -314,17 +314,17 @@ def test_what_can_not_be_loaded_ends_with_one_message(
             "--ema",
         ],
         "holds no configuration": [tmp_path, "--prompt", "x"],
-        "config.json can not be read": [f"hf:{tmp_path}", "--prompt", "x"],
+        "config.json cannot be read": [f"hf:{tmp_path}", "--prompt", "x"],
         "--tokenizer none.model does not exist": [checkpoint, "--prompt", "x", "--tokenizer", "none.model"],
         "parallel.tp = 3 does not divide model.num_attention_heads = 2": [checkpoint, "--prompt", "x", "--tp", "3"],
         "parallel.pp = 3 makes 3 stages": [checkpoint, "--prompt", "x", "--pp", "3"],
         "holds no text. Each line is a prompt": [checkpoint, "--prompts", tmp_path / "empty"],
-        "can not be read (KeyError('prompt')). Each line is an object with `prompt`": [
+        "cannot be read (KeyError('prompt')). Each line is an object with `prompt`": [
             checkpoint,
             "--prompts",
             tmp_path / "wrong.jsonl",
         ],
-        "missing can not be read: No such file or directory": [checkpoint, "--prompts", tmp_path / "missing"],
+        "missing cannot be read: No such file or directory": [checkpoint, "--prompts", tmp_path / "missing"],
         "--stream prints one text as it is generated, and there are 2 prompts": [
             checkpoint,
             "--prompt",

@@ -433,7 +433,7 @@ def test_a_written_plan_trains(tool, tmp_path):
         ),
         (
             ["--model", "nowhere.json", *ARGUMENTS],
-            "--model nowhere.json can not be read: No such file or directory. Give the config.json",
+            "--model nowhere.json cannot be read: No such file or directory. Give the config.json",
         ),
         (["--model", "tiny", *ARGUMENTS], "--model tiny leaves the vocabulary to the data"),
         (["--model", "llama-3-70b", *ARGUMENTS, "--gpu", "rtx-4090", "--gpus", "1"], "Nothing fits: even one device"),

@@ -282,12 +282,12 @@ MESSAGES = [
     (
         ["--config", "rum.yaml"],
         "",
-        "--config = rum.yaml can not be read: No such file or directory. Nearest: run.yaml.",
+        "--config = rum.yaml cannot be read: No such file or directory. Nearest: run.yaml.",
     ),
     (
         ["--config", "nope.yaml"],
         "",
-        "nope.yaml can not be read: No such file or directory. Give the path of a YAML file, or a name of",
+        "nope.yaml cannot be read: No such file or directory. Give the path of a YAML file, or a name of",
     ),
     (["--tp"], None, "--tp on the command line has no value. Write --tp VALUE."),
     (["--tp", "--pp", "2"], None, "--tp on the command line has no value."),
@@ -392,7 +392,7 @@ MESSAGES = [
     (
         ["--model.from_hf", "gone"],
         None,
-        "model.from_hf = gone: gone/config.json can not be read: No such file or directory.",
+        "model.from_hf = gone: gone/config.json cannot be read: No such file or directory.",
     ),
     (["--tp", "3"], None, "parallel.tp = 3 does not divide model.num_attention_heads = 4"),
     (
@@ -458,7 +458,7 @@ def test_every_mistake_of_files_and_command_line_is_in_one_message(capsys):
     ]
     Path("gone").touch()
     found = [
-        line.split(" is not ")[0].split(" on the ")[0].split(" can not")[0]
+        line.split(" is not ")[0].split(" on the ")[0].split(" cannot")[0]
         for line in mistakes(capsys, *words, text=text)
     ]
     assert found == [

@@ -880,7 +880,7 @@ ROWS = [
         {"optimizer.base_batch_size": 8},
         ("optimizer.base_batch_size",),
     ),
-    Row("the run can be written", {"run.dir": __file__}, {"run.dir": "."}, ("can not be written",)),
+    Row("the run can be written", {"run.dir": __file__}, {"run.dir": "."}, ("cannot be written",)),
     Row("checkpoint exists", {"checkpoint.load": "nowhere"}, {"checkpoint.load": "."}, ("auto nor none",)),
     Row(
         "checkpoint.keep_every in range",

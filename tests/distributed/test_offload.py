@@ -280,7 +280,7 @@ def test_trains_and_saves_in_memory_that_its_state_does_not_fit(tmp_path, prefix
     [
         (
             {"parallel.offload_dir": "FILE/inside"},
-            ("parallel.offload_dir = ", "FILE/inside can not be written: Not a directory.", "cpu"),
+            ("parallel.offload_dir = ", "FILE/inside cannot be written: Not a directory.", "cpu"),
         ),
         (
             {"model.hidden_size": 65536, "model.num_attention_heads": 512, "model.num_hidden_layers": 1000},
@@ -335,7 +335,7 @@ def test_a_file_that_is_damaged_while_training_ends_the_run_and_reaches_no_check
     state = trainer.store.state
     assert isinstance(state, offload.DiskState)
     os.ftruncate(state.file.fileno(), 0)  # what a disk that fails does to the pages
-    with pytest.raises(offload.OffloadError, match=r"parallel\.offload_dir = .* is damaged: its pages can not be read"):
+    with pytest.raises(offload.OffloadError, match=r"parallel\.offload_dir = .* is damaged: its pages cannot be read"):
         trainer.step()
     with (
         patch("os.fsync", side_effect=OSError(5, "Input/output error")),
@@ -348,7 +348,7 @@ def test_a_file_that_is_damaged_while_training_ends_the_run_and_reaches_no_check
 
 def test_a_directory_that_can_not_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"parallel\.offload_dir = .* can not be written: Not a directory"):
+    with pytest.raises(ConfigError, match=r"parallel\.offload_dir = .* cannot be written: Not a directory"):
         offload.DiskState(tmp_path / "file" / "inside")
 
 

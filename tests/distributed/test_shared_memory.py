@@ -94,7 +94,7 @@ def test_a_rank_that_does_not_answer_is_named(ranks):
 
 
 def unavailable(context: Any) -> bool:
-    """One rank can not open the file, as on another host: whether all do without."""
+    """One rank cannot open the file, as on another host: whether all do without."""
     axis = plain_mesh(context, tp=context.world).tp
     with patch("os.open", side_effect=FileNotFoundError) if context.rank == 1 else nullcontext():
         return SharedMemory.open(axis.ranks, axis.group, timedelta(seconds=60)) is None

@@ -1,4 +1,4 @@
-"""Whole runs through torchrun: a signal to one worker, the time limit, resuming, and a configuration that can not
+"""Whole runs through torchrun: a signal to one worker, the time limit, resuming, and a configuration that cannot
 run."""
 
 from __future__ import annotations

@@ -38,11 +38,11 @@ def test_what_is_cached_is_used_offline(cache: Path):
 def test_what_is_not_cached_is_one_message_with_the_command_that_fetches_it(cache: Path):
     assert refusal("shape") == (
         "model.from_hf = org/name is neither a directory here nor in the cache of the Hugging Face Hub, and the Hub "
-        "can not be reached. "
+        "cannot be reached. "
         "Where there is a network: hf download org/name (the cache is in HF_HOME); or give a directory."
     )
     store(cache, "org/name", SHAPE)
-    assert "is in the cache of the Hugging Face Hub without its tokenizer, and the Hub can not" in refusal("tokenizer")
+    assert "is in the cache of the Hugging Face Hub without its tokenizer, and the Hub cannot" in refusal("tokenizer")
 
 
 def test_a_download_that_was_interrupted_is_not_complete(cache: Path):
@@ -149,7 +149,7 @@ def test_an_error_of_the_hub_is_one_message(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with hub_cache(tmp_path, online=True):
-        assert "can not be fetched from the Hugging Face Hub: 401 Client Error. Check the name" in refusal("shape")
+        assert "cannot be fetched from the Hugging Face Hub: 401 Client Error. Check the name" in refusal("shape")
 
 
 def test_other_local_ranks_wait_for_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

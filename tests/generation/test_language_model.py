@@ -299,7 +299,7 @@ def test_a_stop_text_ends_it_wherever_tokens_are_cut() -> None:
     assert reply.stopped and not reply.ended
     assert "".join(shown) == reply.text == "one\nQ: two"
     assert reply.tokens == list(b"one\nQ: two\nQ.")
-    assert shown[3:6] == ["", "", "\nQ:"], "what may become a stop text is held back until it can not"
+    assert shown[3:6] == ["", "", "\nQ:"], "what may become a stop text is held back until it cannot"
     unfinished = Reply(ByteTokenizer(), [], stops=["END"])
     assert pieces(unfinished, list(b"the EN")) == ["t", "h", "e", " ", "", "", "EN"]
 

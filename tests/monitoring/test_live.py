@@ -117,7 +117,7 @@ def test_the_page_follows_the_run_from_before_its_first_step_to_its_end(server, 
     stepped = ask(server, "/content", **{"If-None-Match": tag})
     assert stepped.status == 200 and "5.4321" in stepped.read().decode() and stepped.headers["ETag"] != tag
     (directory / "config.yaml").unlink()
-    assert "config.yaml can not be read" in ask(server, "/content").read().decode(), "the directory was moved aside"
+    assert "config.yaml cannot be read" in ask(server, "/content").read().decode(), "the directory was moved aside"
 
 
 def test_a_run_that_is_silent_is_told_apart_from_one_that_runs(directory, monkeypatch):

@@ -121,7 +121,7 @@ def test_a_full_disk_delays_lines_and_ends_nothing(tmp_path: Path, capfd: pytest
                 writer.step(example(step))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert capfd.readouterr().err.count("metrics.jsonl can not be written: File too large") == 1
+        assert capfd.readouterr().err.count("metrics.jsonl cannot be written: File too large") == 1
         writer.step(example(5))
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5]
 

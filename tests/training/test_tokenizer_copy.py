@@ -112,7 +112,7 @@ def test_a_model_is_used_with_the_copy_of_its_run(kind: Callable[[], str], place
     shutil.rmtree("data")
     assert tokenizer_of(source, None).encode(TEXT) == ids
     shutil.rmtree("runs/run/tokenizer")
-    with pytest.raises(ConfigError, match="the training data's tokenizer can not be read"):
+    with pytest.raises(ConfigError, match="the training data's tokenizer cannot be read"):
         tokenizer_of(open_source("runs/run"), None)
 
 

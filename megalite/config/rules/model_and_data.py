@@ -72,9 +72,7 @@ RULES: tuple[Rule, ...] = (
         "vocabulary is known",
         "model.vocab_size",
         lambda c: c.model.vocab_size is None,
-        message=lambda c: (
-            f"can not be taken from the data: {prefixes(c.data.train)[0]}.json does not have it"
-        ),
+        message=lambda c: f"cannot be taken from the data: {prefixes(c.data.train)[0]}.json does not have it",
         legal="Give model.vocab_size, the number of tokens of the tokenizer that made the data.",
     ),
     Rule(

@@ -56,7 +56,7 @@ RULES: tuple[Rule, ...] = (
         "the run can be written",
         "run.dir",
         lambda c: not can_be_written(Path(c.run.dir, c.run.name)),
-        message="can not be written to, or {run.name} in it",
+        message="cannot be written to, or {run.name} in it",
         legal="Give a directory that you may write to, or can make.",
     ),
 )

@@ -35,7 +35,7 @@ def findings(directory: Path) -> Iterator[Finding]:
     except OSError as error:
         yield Finding(
             name,
-            f"can not be written: {error.strerror or error}",
+            f"cannot be written: {error.strerror or error}",
             "bad",
             "Give another directory with --run.dir, or its rights.",
         )

@@ -58,7 +58,7 @@ async function refresh() {
     }
     note.textContent = "";
   } catch (error) {
-    note.textContent = "The server of this page has ended, or can not be reached.";
+    note.textContent = "The server of this page has ended, or cannot be reached.";
   }
 }
 setInterval(refresh, REFRESH_MS);

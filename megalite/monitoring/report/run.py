@@ -135,7 +135,7 @@ def read(directory: Path) -> RecordedRun:
         config = from_dict(options)
     except OSError as error:
         raise ReportError(
-            f"{directory}: config.yaml can not be read: {error.strerror}. Give the directory of a run."
+            f"{directory}: config.yaml cannot be read: {error.strerror}. Give the directory of a run."
         ) from None
     except (ConfigError, yaml.YAMLError) as error:
         raise ReportError(f"{directory / 'config.yaml'}: {error}") from None

@@ -287,7 +287,7 @@ class DiskState(CPUState):
 
     def _lost(self, error: OSError) -> OffloadError:
         reason = (
-            "its pages can not be read from, or reserved on, the disk"
+            "its pages cannot be read from, or reserved on, the disk"
             if error.errno == errno.EFAULT
             else error.strerror
         )
@@ -320,7 +320,7 @@ def _open(directory: Path) -> IO[bytes]:
         return TemporaryFile(dir=directory)
     except OSError as error:
         raise ConfigError(
-            f"parallel.offload_dir = {directory} can not be written: {error.strerror}. "
+            f"parallel.offload_dir = {directory} cannot be written: {error.strerror}. "
             "Give a directory on a local disk that can, or set parallel.offload to cpu."
         ) from None
 

@@ -186,7 +186,7 @@ class Relaxation:
         self._bound = _Bounds(kinds, 1).after(-1)
 
     def least(self, need: float) -> float:
-        """Infinite if the items can not free so much."""
+        """Infinite if the items cannot free so much."""
         return float(self._bound.least(np.array([need])))
 
 
@@ -295,7 +295,7 @@ class _Bound:
         self._rates = np.concatenate((nothing, rates), axis=1)
 
     def least(self, left: Array) -> Array:
-        """A lower bound of the cost of freeing what is left, [..., constraints]; infinite where it can not be
+        """A lower bound of the cost of freeing what is left, [..., constraints]; infinite where it cannot be
         freed."""
         bound = np.zeros(left.shape[:-1])
         for index, (freed, costs, rates) in enumerate(

@@ -84,7 +84,7 @@ def test_latency_in_1f1b(ranks):
 
 
 def random_costs(choose: random.Random) -> Costs:
-    """With weight gradients no longer than the other passes, but longer than a round trip: a shorter one can not fill
+    """With weight gradients no longer than the other passes, but longer than a round trip: a shorter one cannot fill
     it."""
     forward, backward = choose.uniform(0.5, 2), choose.uniform(0.5, 2)
     weight = choose.uniform(0.1, 1) * min(forward, backward)
