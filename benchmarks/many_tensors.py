@@ -28,7 +28,7 @@ from megalite.families.weight_files import INDEX, SAFETENSORS
 from megalite.huggingface.config_json import to_hf_config
 from megalite.huggingface.convert import HuggingFaceSource, export_model, import_model
 from megalite.huggingface.files import NewFile
-from megalite.huggingface.names import places
+from megalite.huggingface.tensor_places import places
 
 EXPERTS, LAYERS = 256, (15, 29, 58)
 FILES = 163  # of DeepSeek-V3

@@ -2,8 +2,8 @@
 and read them.
 
 Start at api.py: what a checkpoint is, and saving, loading, listing and pruning. manifest.py describes it,
-chunks.py writes and verifies its bytes. May import megalite.model and what is below; imports torch only to
-write or read a checkpoint.
+checksummed_chunks.py writes and verifies its bytes. May import megalite.model and what is below; imports
+torch only to write or read a checkpoint.
 """
 
 from megalite.checkpoint.api import find, history, latest, load, manifest_of, mark_best, prune, save

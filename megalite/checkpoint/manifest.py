@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.checkpoint.chunks import Chunk, crc32c, open_checked, read_verified
+from megalite.checkpoint.checksummed_chunks import Chunk, crc32c, open_checked, read_verified
 from megalite.checkpoint.errors import CheckpointError, damaged
 from megalite.parallel import spec
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.chunks import Chunk, append_chunk, dtype_name
+from megalite.checkpoint.checksummed_chunks import Chunk, append_chunk, dtype_name
 from megalite.checkpoint.errors import CheckpointError, listing, reason
 from megalite.checkpoint.manifest import Manifest, StoredTensor
 from megalite.mesh.mesh import Mesh

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalite import checkpoint
 from megalite.checkpoint import directories
-from megalite.checkpoint.chunks import dtype_name
+from megalite.checkpoint.checksummed_chunks import dtype_name
 from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.families.hub import repository
 from megalite.families.weight_files import ADAPTER, ADAPTER_SETTINGS
@@ -22,7 +22,6 @@ from megalite.huggingface.convert import HF, family_of, head_of, model_of, place
 from megalite.huggingface.files import ConversionError, NewFile
 from megalite.huggingface.merging import Adapters, saved
 from megalite.huggingface.model_card import write_card
-from megalite.huggingface.names import TensorPlace
 from megalite.huggingface.peft_modules import (
     EMBEDDING,
     PREFIX,
@@ -32,6 +31,7 @@ from megalite.huggingface.peft_modules import (
     modules_of,
     saved_keys,
 )
+from megalite.huggingface.tensor_places import TensorPlace
 from megalite.huggingface.tokenizer_export import TokenizerChoice, choose, write_tokenizer
 from megalite.system.files import write_synced
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, Manifest, directories, find
-from megalite.checkpoint.chunks import append_chunk, dtype_name
+from megalite.checkpoint.checksummed_chunks import append_chunk, dtype_name
 from megalite.checkpoint.finite import nonfinite, reject
 from megalite.checkpoint.manifest import WEIGHT, StoredTensor, encode
 from megalite.checkpoint.resized_embeddings import Read, check_rows, resized
@@ -46,8 +46,8 @@ from megalite.huggingface.config_json import meaning, misfit, to_hf_config
 from megalite.huggingface.files import ConversionError, NewFile, TensorFiles
 from megalite.huggingface.merging import Adapters
 from megalite.huggingface.model_card import write_card
-from megalite.huggingface.names import TensorPlace, copies, places
 from megalite.huggingface.router_bias import PREFIX, bias_names, fill, states, to_export
+from megalite.huggingface.tensor_places import TensorPlace, copies, places
 from megalite.huggingface.tokenizer_export import (
     TokenizerChoice,
     choose,

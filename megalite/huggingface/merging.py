@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import Manifest
-from megalite.checkpoint.chunks import Chunk
+from megalite.checkpoint.checksummed_chunks import Chunk
 from megalite.checkpoint.inspect import whole
 from megalite.checkpoint.manifest import WEIGHT
 from megalite.config.load import from_dict

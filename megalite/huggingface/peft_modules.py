@@ -35,7 +35,7 @@ from torch import Tensor
 
 from megalite.config.schema import LoraConfig, ModelConfig
 from megalite.huggingface.merging import saved
-from megalite.huggingface.names import TensorPlace
+from megalite.huggingface.tensor_places import TensorPlace
 
 PREFIX = "base_model.model."
 EMBEDDING = "embedding.weight"

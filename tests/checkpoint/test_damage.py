@@ -11,7 +11,7 @@ import pytest
 
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, DamagedError
-from megalite.checkpoint.chunks import crc32c
+from megalite.checkpoint.checksummed_chunks import crc32c
 from megalite.commands import train
 from megalite.config.load import from_dict, to_dict
 from megalite.mesh.mesh import Layout, Mesh

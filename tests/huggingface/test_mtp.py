@@ -24,7 +24,7 @@ from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedTokens
 from megalite.evaluation.logits import load_stage, our_logits
 from megalite.families.model_config import hf_config, hf_shape
-from megalite.huggingface.names import places
+from megalite.huggingface.tensor_places import places
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
 from tests.huggingface.hf_models import CASES, VOCAB, Case, as_in_files, logits_of, make, random_ids, save, tolerance
