@@ -19,6 +19,7 @@ EXCEPTIONS = {
     "megalite/config/sections/": "the options, which --help explains one by one",
     "megalite/system/rng.py": "random numbers by key: callers rely on its first line only",
     "megalite/system/shared_memory.py": "a transport of small messages beneath the collectives, in place of TCP",
+    "megalite/system/pinned_memory.py": "reads values of a GPU later; on a CPU it returns them",
     "megalite/system/activity.py": "tells other threads where a rank is; without it a step computes the same",
     "megalite/training/fault_injection.py": "injects faults; does nothing in a run without --faults",
 }

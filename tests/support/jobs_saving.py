@@ -175,11 +175,11 @@ def await_a_slow_writer(context: Any, config: dict[str, Any], go_on: Path) -> tu
             time.sleep(0.01)
         return original(*args)
 
-    original, gather = tensors.append, dist.gather_object
+    original, gather = tensors.append_chunk, dist.gather_object
     listeners = trainer.mesh.activity.listeners
     if context.rank == 0:
         trainer.mesh.activity.listeners = (*listeners, waits)
-    slow = patch.object(tensors, "append", append if context.rank == 1 else original)
+    slow = patch.object(tensors, "append_chunk", append if context.rank == 1 else original)
     with (
         slow,
         patch.object(
