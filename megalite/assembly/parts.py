@@ -139,8 +139,8 @@ def build_parts(
     options = StoreOptions(
         zero=parallel.zero,
         dtype=dtype,
-        grad_dtype=None if train.grad_dtype == "wide" else DTYPES[train.grad_dtype],
-        reduce_dtype=None if parallel.reduce_dtype == "wide" else DTYPES[parallel.reduce_dtype],
+        grad_dtype=None if train.grad_dtype == "fp32" else DTYPES[train.grad_dtype],
+        reduce_dtype=None if parallel.reduce_dtype == "fp32" else DTYPES[parallel.reduce_dtype],
         bucket_bytes=parallel.bucket_mb * 1e6,
         separate_embedding_grad=config.run.deterministic,
         offload_parameters=parallel.offload_parameters,

@@ -33,8 +33,8 @@ def main(words: Sequence[str]) -> int:
     options, rest = tool.parse_known_args(words)
     check(tool, options)
     ranks = gpu_count(tool) if options.nproc == "gpu" else int(options.nproc)
-    # a wrong option is one message, before torch is imported
-    config = load_config(rest, world_size=ranks * options.nnodes)
+    # a wrong option is one message, before torch is imported; advice comes from local rank 0
+    config = load_config(rest, world_size=ranks * options.nnodes, advise=False)
     # importing torch, here and in the ranks, takes seconds to a minute
     say(f"starting {ranks} rank{'s' * (ranks > 1)} …")
     from megalite import checkpoint

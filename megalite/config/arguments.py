@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megalite.config import migrations
 from megalite.config.errors import ConfigError
 from megalite.config.files import shipped_configs
 from megalite.config.rule import suggestion
@@ -34,8 +35,12 @@ DRY_RUN = ("world_size", "ranks", "device")
 
 @dataclass
 class Arguments:
-    """The parsed command line. mistakes: messages about words that could not be read, which `resolve` reports
-    with all others."""
+    """The parsed command line.
+
+    Attributes:
+        overrides: option, by the name that was written, → value.
+        mistakes: messages about words that could not be read, which `resolve` reports with all others.
+    """
 
     files: list[str] = field(default_factory=list)
     overrides: dict[str, str] = field(default_factory=dict)
@@ -76,7 +81,8 @@ def read_arguments(argv: list[str], own: Sequence[str] = ()) -> Arguments:
 def _read_option(word: str, words: deque[str], arguments: Arguments, own: Sequence[str]) -> None:
     """Read an option, and take its value from the words that follow it."""
     name, equals, value = word.removeprefix("--").partition("=")
-    option = SHORT.get(name, name)
+    written = SHORT.get(name, name)
+    option = migrations.NAMES.get(written, written)
     if option != "config" and option not in OPTIONS:
         arguments.mistakes += _not_here(name, own).messages
         while not equals and words and not words[0].startswith("--"):  # its value
@@ -90,7 +96,8 @@ def _read_option(word: str, words: deque[str], arguments: Arguments, own: Sequen
     if option == "config":
         arguments.files.append(following)
     else:
-        arguments.overrides[option] = without_brackets(option, [following, *_more_entries(option, words)])
+        words_of_value = [following, *_more_entries(option, words)]
+        arguments.overrides[written] = without_brackets(option, words_of_value)
 
 
 def _section(word: str, mistakes: list[str]) -> str | None:

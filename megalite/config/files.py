@@ -26,6 +26,14 @@ def read_tree(path: str, option: str) -> Any:
         raise ConfigError(f"{option} = {path} cannot be read: {reason}. {_nearest_file(path)}") from None
 
 
+def is_of_run(path: str) -> bool:
+    """Whether a file is the configuration that a run has stored in its directory."""
+    file = Path(path)
+    return file.name == "config.yaml" and any(
+        (file.parent / name).exists() for name in ("metrics.jsonl", "checkpoints")
+    )
+
+
 def parse_yaml(text: str, path: str, option: str) -> Any:
     """The content of a YAML text. Raises ConfigError if it is none; path, option: where it is from, for
     messages."""

@@ -15,16 +15,17 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megalite.config import amounts, run_length
+from megalite.config import amounts, migrations, run_length
 from megalite.config.arguments import Arguments, read_arguments
 from megalite.config.dims import filling_dp
 from megalite.config.errors import ConfigError
-from megalite.config.files import config_file, read_tree, shipped_configs
+from megalite.config.files import config_file, is_of_run, read_tree, shipped_configs
 from megalite.config.help import help_text
 from megalite.config.rule import Mistakes, show
 from megalite.config.rules import check
@@ -72,14 +73,18 @@ class Loaded:
     Attributes:
         origins: section.key → where the value is from, for options that are not at their default.
         choice: what train.precision = auto has become; None if the precision was given.
+        advice: lines about former names of options in files and on the command line.
     """
 
     config: Config
     origins: dict[str, str]
     choice: "PrecisionChoice | None"
+    advice: list[str]
 
 
-def load_config(argv: list[str] | None = None, *, world_size: int, own: Sequence[str] = ()) -> Config:
+def load_config(
+    argv: list[str] | None = None, *, world_size: int, own: Sequence[str] = (), advise: bool = True
+) -> Config:
     """The checked configuration of a run, from a command line (by default this process's).
 
     Exits the process without a traceback if there is nothing to run: with status 2 and one message on stderr
@@ -88,11 +93,14 @@ def load_config(argv: list[str] | None = None, *, world_size: int, own: Sequence
     Args:
         world_size: number of processes.
         own: names of the caller's own options, for messages about misspelled ones.
+        advise: print a line on stderr for each former name of an option.
     """
-    return load(argv, world_size=world_size, own=own).config
+    return load(argv, world_size=world_size, own=own, advise=advise).config
 
 
-def load(argv: list[str] | None = None, *, world_size: int, own: Sequence[str] = ()) -> Loaded:
+def load(
+    argv: list[str] | None = None, *, world_size: int, own: Sequence[str] = (), advise: bool = True
+) -> Loaded:
     """`load_config` with where the values are from."""
     try:
         arguments = read_arguments(sys.argv[1:] if argv is None else argv, own)
@@ -104,6 +112,8 @@ def load(argv: list[str] | None = None, *, world_size: int, own: Sequence[str] =
         if arguments.list_configs:
             exit_with("\n".join(f"{name:18} {what}" for name, what in shipped_configs().items()), status=0)
         loaded = resolved(arguments, world_size, weights=not arguments.print_config)
+        if advise:
+            print_advice(loaded.advice)
         if arguments.print_config and _is_local_rank_0():
             print(to_yaml(loaded.config, loaded.origins), end="", flush=True)
         check(loaded.config, world_size)
@@ -141,6 +151,17 @@ def tell_torchrun(message: str, **known: Any) -> None:
         content = {"message": {"message": message.rstrip("\n"), "extraInfo": extra}}
         with suppress(OSError):
             Path(file).write_text(json.dumps(content), encoding="utf-8")
+
+
+def print_advice(lines: Sequence[str]) -> None:
+    """Print lines on stderr of local rank 0, each once per process."""
+    for line in lines if _is_local_rank_0() else ():
+        _print_once(line)
+
+
+@cache
+def _print_once(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _is_local_rank_0() -> bool:
@@ -201,16 +222,16 @@ def write_config(config: Config, run_dir: Path) -> None:
 
 
 def flatten(tree: Any, source: str) -> dict[str, Any]:
-    """{section: {key: value}} → {section.key: value}. Raises ConfigError that names all but known options;
-    `source` says where it was."""
+    """{section: {key: value}} → {section.key: value}, with present names in place of former ones. Raises
+    ConfigError that names all but known options; `source` says where it was."""
     mistakes = Mistakes()
-    options = _known(tree, source, mistakes)
+    options = _known(tree, source, mistakes, [])
     mistakes.report()
     return options
 
 
-def _known(tree: Any, source: str, mistakes: Mistakes) -> dict[str, Any]:
-    """The known options in a tree; the others are mistakes."""
+def _known(tree: Any, source: str, mistakes: Mistakes, advice: list[str]) -> dict[str, Any]:
+    """The known options in a tree by their present names; the others are mistakes."""
 
     def unknown(name: str) -> None:
         from megalite.config import suggestions
@@ -234,11 +255,21 @@ def _known(tree: Any, source: str, mistakes: Mistakes) -> dict[str, Any]:
             mistakes.add(f"{section} = {show(content)} {source} is not a section. {_below(section, content)}")
         else:
             for key, value in (content or {}).items():
-                if f"{section}.{key}" in OPTIONS:
+                if f"{section}.{key}" in OPTIONS or f"{section}.{key}" in migrations.NAMES:
                     options[f"{section}.{key}"] = value
                 else:
                     unknown(f"{section}.{key}")
-    return options
+    return _migrated(options, source, mistakes, advice)
+
+
+def _migrated(
+    options: Mapping[str, Any], source: str, mistakes: Mistakes, advice: list[str]
+) -> dict[str, Any]:
+    """`migrations.migrated`; no options if they are mistaken."""
+    present: dict[str, Any] = {}
+    with mistakes.collected():
+        present = migrations.migrated(options, source, advice)
+    return present
 
 
 def _below(section: str, content: Any) -> str:
@@ -266,7 +297,9 @@ def resolve(
     Raises:
         ConfigError: with all mistakes of the files and of the command line.
     """
-    return resolved(arguments, world_size, weights=weights, device=device).config
+    loaded = resolved(arguments, world_size, weights=weights, device=device)
+    print_advice(loaded.advice)
+    return loaded.config
 
 
 def resolved(
@@ -301,19 +334,22 @@ def resolved(
 
         choice = chosen(config, device)
         config.train.precision = choice.precision  # type: ignore[assignment]
-    return Loaded(config, _origins(found, shape, before, config, choice), choice)
+    return Loaded(config, _origins(found, shape, before, config, choice), choice, found.advice)
 
 
 def given(arguments: Arguments) -> Given:
     """What files and command line say, converted to the options' types. Raises ConfigError with all mistakes
     in them."""
-    mistakes, sources = Mistakes(arguments.mistakes), list[OptionSource]()
+    mistakes, sources, advice = Mistakes(arguments.mistakes), list[OptionSource](), list[str]()
     for each in arguments.files:
         with mistakes.collected():
             path = config_file(each)
-            sources.append(OptionSource(each, f"in {path}", _file_values(path, mistakes)))
-    values = parse_all(arguments.overrides, "on the command line", mistakes, words=True)
-    sources.append(OptionSource("command line", "on the command line", values))
+            # a run's stored configuration is not to be edited
+            values = _file_values(path, mistakes, [] if is_of_run(path) else advice)
+            sources.append(OptionSource(each, f"in {path}", values))
+    where = "on the command line"
+    overrides = _migrated(arguments.overrides, where, mistakes, advice)
+    sources.append(OptionSource("command line", where, parse_all(overrides, where, mistakes, words=True)))
     found = Given()
     with mistakes.collected():
         found = combined(sources)
@@ -321,6 +357,7 @@ def given(arguments: Arguments) -> Given:
         with mistakes.collected():
             preset(name)
     mistakes.report()
+    found.advice = advice
     return found
 
 
@@ -354,11 +391,11 @@ def _origins(
     return origins
 
 
-def _file_values(path: str, mistakes: Mistakes) -> dict[str, Any]:
+def _file_values(path: str, mistakes: Mistakes, advice: list[str]) -> dict[str, Any]:
     """The options in a YAML file; text where a list is expected is a list without brackets. Raises
     ConfigError if it cannot be read."""
     tree = read_tree(path, "--config")
-    values = {} if tree is None else _known(tree, f"in {path}", mistakes)
+    values = {} if tree is None else _known(tree, f"in {path}", mistakes, advice)
     lists = {
         option
         for option, value in values.items()

@@ -44,10 +44,17 @@ class OptionSource:
 
 @dataclass
 class Given:
-    """What all sources together say: section.key → value, and → the source that it is from."""
+    """What all sources together say.
+
+    Attributes:
+        values: section.key → value.
+        origins: section.key → the source that its value is from.
+        advice: lines about former names of options.
+    """
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, OptionSource] = field(default_factory=dict)
+    advice: list[str] = field(default_factory=list)
 
     def drop(self, options: Sequence[str] | frozenset[str]) -> list[str]:
         """Forget these options. Returns those that had a value."""

@@ -122,7 +122,7 @@ def for_inference(
         micro_batch_size=1,
         recompute="none",
         compile=False,
-        grad_dtype="wide",
+        grad_dtype="fp32",
     )
     train.precision = precision  # type: ignore[assignment]
     saving = replace(config.checkpoint, async_save=False)

@@ -194,12 +194,12 @@ TABLE: Table = {
     ),
     **each("", "amp.enabled torch_autocast.enabled", only("FALSE", "set train.precision to bf16 or fp16")),
     "data_types.grad_accum_dtype": sets(
-        "train.grad_dtype", {"FP32": "wide", "BF16": "bf16"}, "train.grad_dtype is wide (fp32) or bf16"
+        "train.grad_dtype", {"FP32": "fp32", "BF16": "bf16"}, "train.grad_dtype is fp32 or bf16"
     ),
     "communication_data_type": sets(
         "parallel.reduce_dtype",
-        {"FP32": "wide", "BF16": "bf16", "BFP16": "bf16"},
-        "parallel.reduce_dtype is wide (fp32) or bf16",
+        {"FP32": "fp32", "BF16": "bf16", "BFP16": "bf16"},
+        "parallel.reduce_dtype is fp32 or bf16",
     ),
     "optimizer.type": optimizer("ADAM ADAMW"),
     f"{ADAM}lr": KeyRule(_learning_rate, "optimizer.lr"),

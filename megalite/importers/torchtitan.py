@@ -300,8 +300,8 @@ TABLE: Table = {
     ),
     f"{TRAINING}mixed_precision_reduce": sets(
         "parallel.reduce_dtype",
-        {"FLOAT32": "wide", "BFLOAT16": "bf16"},
-        "parallel.reduce_dtype is wide or bf16",
+        {"FLOAT32": "fp32", "BFLOAT16": "bf16"},
+        "parallel.reduce_dtype is fp32 or bf16",
     ),
     f"{TRAINING}dtype": only("FLOAT32", "master weights are fp32"),
     **each("", f"{TRAINING}compile compile.enable", sets("train.compile")),

@@ -77,7 +77,7 @@ def in_use() -> str:
 
 
 def candidates(option: str, rounded: bool) -> tuple[Path, ...]:
-    """The libraries that an option, `train.fp32_products`, allows, the preferred one first.
+    """The libraries that an option, `train.fp32_matmul`, allows, the preferred one first.
 
     Args:
         rounded: oneDNN rounds factors to bf16 (`rounds`, on any rank).

@@ -1,9 +1,10 @@
-"""The choice of the library for fp32 matrix products on a CPU, once per run: `train.fp32_products`.
+"""The choice of the library for fp32 matmuls on a CPU, once per run: `train.fp32_matmul`.
 
-At the first start every rank measures the products of its own step, all at once as in training, and the
-library with the smaller sum over the ranks is chosen, so all ranks choose alike. products.json in the run's
-directory records the choice, and later starts keep it: MKL and oneDNN add in different orders, and a resumed
-run must continue with the same bits. A run that continues another run's checkpoint takes that run's choice.
+At the first start every rank measures the matmuls of its own step, all at once as in training, and the
+library with the smaller sum over the ranks is chosen, so all ranks choose alike. fp32_matmul.json in the
+run's directory records the choice, and later starts keep it: MKL and oneDNN add in different orders, and a
+resumed run must continue with the same bits. A run that continues another run's checkpoint takes that run's
+choice.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 from megalite.assembly.plan import specs_of
 from megalite.checkpoint import CheckpointError, find
 from megalite.checkpoint.agreement import on_rank_0
+from megalite.config import migrations
 from megalite.config.dims import part_length
 from megalite.config.schema import Config, ConfigError
 from megalite.launch import matmul_library
@@ -29,7 +32,7 @@ from megalite.mesh.mesh import Mesh
 from megalite.model.parameters import head_unit
 from megalite.parallel.collectives import all_reduce
 
-FILE = "products.json"
+FILE = "fp32_matmul.json"
 # how much faster than oneDNN MKL must be: runs of one configuration should not differ because two libraries
 # are about equal
 MARGIN = 1.1
@@ -37,7 +40,7 @@ MARGIN = 1.1
 
 @dataclass(frozen=True)
 class MatmulChoice:
-    """The library, and why: `option` is `train.fp32_products`, `seconds` of one step's products by library,
+    """The library, and why: `option` is `train.fp32_matmul`, `seconds` of one step's products by library,
     summed over the ranks."""
 
     path: matmul_library.Path
@@ -54,11 +57,11 @@ def choose(config: Config, mesh: Mesh, device: torch.device) -> list[str]:
     """
     if device.type != "cpu" or config.train.precision != "fp32":
         return []
-    option = config.train.fp32_products
+    option = config.train.fp32_matmul
     rounded = all_reduce(torch.tensor(float(matmul_library.rounds())), mesh.world).wait().item() > 0
     if option == "onednn" and rounded:
         raise ConfigError(
-            "train.fp32_products = onednn: on this processor oneDNN rounds the factors of fp32 products to "
+            "train.fp32_matmul = onednn: on this processor oneDNN rounds the factors of fp32 products to "
             "bf16. Set mkl, or set bf16 to "
             "allow it."
         )
@@ -68,7 +71,7 @@ def choose(config: Config, mesh: Mesh, device: torch.device) -> list[str]:
     elif config.run.deterministic or len(allowed) == 1:
         choice = MatmulChoice(
             allowed[0],
-            "run.deterministic" if len(allowed) > 1 else f"train.fp32_products = {option}",
+            "run.deterministic" if len(allowed) > 1 else f"train.fp32_matmul = {option}",
             option,
             {},
         )
@@ -92,7 +95,7 @@ def _measured(config: Config, mesh: Mesh, allowed: tuple[matmul_library.Path, ..
     path = other if MARGIN * total[other] < total[preferred] else preferred
     rest = preferred if path == other else other
     reason = f"{NAMES[rest]} takes {total[rest] / total[path]:.2f} times its time for this model's products"
-    return MatmulChoice(path, reason, config.train.fp32_products, total)
+    return MatmulChoice(path, reason, config.train.fp32_matmul, total)
 
 
 def step_products(config: Config, mesh: Mesh) -> list[MatmulShape]:
@@ -145,14 +148,15 @@ def linear_shapes(config: Config, mesh: Mesh) -> list[tuple[int, ...]]:
 
 
 def _recorded(config: Config) -> dict[str, Any] | None:
-    """The content of products.json of the run, or of the run whose checkpoint it starts from."""
+    """The recorded choice of the run, or of the run whose checkpoint it starts from, by this or an earlier
+    version."""
     directories = [config.run.directory]
     if (load := config.checkpoint.load) not in ("auto", "none"):
         with suppress(CheckpointError):  # the trainer will say so
             directories.append(find(Path(load)).resolve().parents[1])
-    for directory in directories:
+    for directory, name in product(directories, (FILE, migrations.FILES[FILE])):
         with suppress(OSError, ValueError):
-            record: dict[str, Any] = json.loads((directory / FILE).read_text(encoding="utf-8"))
+            record: dict[str, Any] = json.loads((directory / name).read_text(encoding="utf-8"))
             return record if record.keys() >= {"path", "option"} else None
     return None
 

@@ -58,7 +58,10 @@ def train(directory: Path, world: int, options: dict[str, object]) -> list[dict]
         for option, value in options.items()
         for part in (f"--{option}", str(value).lower() if value is True else str(value))
     ]
-    python(str(ROOT / "pretrain.py"), "--config", str(KEPT / "config.yaml"), *given, ranks=world, cwd=directory)
+    output = python(
+        str(ROOT / "pretrain.py"), "--config", str(KEPT / "config.yaml"), *given, ranks=world, cwd=directory
+    )
+    assert "_dtype" not in output, "the former name of a value is no change, and no advice"
     return lines_of(directory / "runs" / "first" / "metrics.jsonl")
 
 

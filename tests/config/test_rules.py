@@ -580,7 +580,7 @@ ROWS = [
     Row(
         "bf16 reduction of wider gradients",
         {"parallel.reduce_dtype": "bf16", "train.grad_dtype": "bf16", "train.precision": "bf16"},
-        {"train.grad_dtype": "wide"},
+        {"train.grad_dtype": "fp32"},
         ("are sent as bf16 anyway",),
     ),
     Row(
@@ -604,13 +604,13 @@ ROWS = [
     Row(
         "PowerSGD keeps fp32 errors",
         {"parallel.powersgd_rank": 4, "train.grad_dtype": "bf16", "train.precision": "bf16"},
-        {"train.grad_dtype": "wide"},
+        {"train.grad_dtype": "fp32"},
         ("would lose",),
     ),
     Row(
         "one compression",
         {"parallel.powersgd_rank": 4, "parallel.reduce_dtype": "bf16"},
-        {"parallel.reduce_dtype": "wide"},
+        {"parallel.reduce_dtype": "fp32"},
         ("Remove",),
     ),
     Row("training data is given", {"data.train": None}, {"data.train": "tokens"}, ("megalite prepare",)),

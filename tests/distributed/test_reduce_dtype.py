@@ -105,12 +105,12 @@ def test_training_follows_that_of_wide_gradients(layout, ranks, tmp_path):
     model = case_of(tied=False, kv_heads=2, vocab_size=101, layers=4, masked=True, dropout=0.0, microbatches=2)
     case = {**model, **LAYOUTS[layout]}
     results = {}
-    for dtype in ("wide", "bf16"):
+    for dtype in ("fp32", "bf16"):
         config = config_of(case, write_tokens(tmp_path, 101), run={"deterministic": "apart" in layout})
         config["parallel"] |= {"reduce_dtype": dtype, "dp_shard": case.get("dp_shard")}
         got = ranks.run(case["tp"] * case["pp"] * case["dp"], jobs.train, config, 4)
         assert all(rank["losses"] == got[0]["losses"] and rank["grad_norms"] == got[0]["grad_norms"] for rank in got)
         results[dtype] = got[0]
-    assert results["bf16"]["losses"] == pytest.approx(results["wide"]["losses"], rel=1e-4)
-    assert results["bf16"]["grad_norms"] == pytest.approx(results["wide"]["grad_norms"], rel=2e-3)
-    assert results["bf16"]["grad_norms"] != results["wide"]["grad_norms"]
+    assert results["bf16"]["losses"] == pytest.approx(results["fp32"]["losses"], rel=1e-4)
+    assert results["bf16"]["grad_norms"] == pytest.approx(results["fp32"]["grad_norms"], rel=2e-3)
+    assert results["bf16"]["grad_norms"] != results["fp32"]["grad_norms"]

@@ -155,7 +155,7 @@ def losses_of(run: Path) -> list[float]:
 def test_torchrun_restarts_a_killed_run_which_ends_as_if_nothing_had_been(tmp_path, ranks):
     run, prefix = tmp_path / "run", write_tokens(tmp_path, 96)
     options = ["--faults", "kill:rank=1,step=6", "--checkpoint.interval", "2", "--train.steps", "9"]
-    options += ["--train.fp32_products", "onednn"]  # as the pool of ranks, so that the losses can be equal
+    options += ["--train.fp32_matmul", "onednn"]  # as the pool of ranks, so that the losses can be equal
     arguments = command(run, prefix, *options)
     arguments[arguments.index("pretrain.py") : 0] = ["--max-restarts", "2"]
     status, output = finish(start(arguments))

@@ -79,8 +79,8 @@ FORMULAS = {  # g: bytes of a gradient
     3: lambda n, g: (2 + g + 12) / n,
 }
 CASES = [
-    *((zero, size, "wide") for zero in FORMULAS for size in (2, 3, 4)),
-    (3, 8, "wide"),
+    *((zero, size, "fp32") for zero in FORMULAS for size in (2, 3, 4)),
+    (3, 8, "fp32"),
     *((zero, 2, "bf16") for zero in FORMULAS),
 ]
 
@@ -158,7 +158,7 @@ def test_freeing_late_or_early_is_the_same(ranks, prefix):
 def test_bf16_gradients_follow_fp32_ones(zero, ranks, prefix):
     """They lose digits with each microbatch that is added, not more."""
     case = {**MODEL, "dp": 2, "zero": zero, "microbatches": 4}
-    wide, narrow = (run(ranks, prefix, case, "bf16", grad_dtype=dtype)[0] for dtype in ("wide", "bf16"))
+    wide, narrow = (run(ranks, prefix, case, "bf16", grad_dtype=dtype)[0] for dtype in ("fp32", "bf16"))
     assert narrow["losses"] == pytest.approx(wide["losses"], rel=1e-3)
     assert (
         narrow["grad_norms"] == pytest.approx(wide["grad_norms"], rel=2e-2)

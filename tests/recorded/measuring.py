@@ -103,9 +103,10 @@ class Recorder:
     def train(self, run: Run, checkpoint: Path | None) -> dict[str, Any]:
         config = run.config()
         # else the tree computes with oneDNN anyhow
-        options = (self.tree / "megalite" / "config").rglob("*.py")
-        if any("fp32_products" in path.read_text() for path in options):
-            config["train"]["fp32_products"] = "onednn"
+        options = "".join(path.read_text() for path in (self.tree / "megalite" / "config").rglob("*.py"))
+        # the present name, then the one that earlier trees have
+        if name := next((name for name in ("fp32_matmul", "fp32_products") if name in options), None):
+            config["train"][name] = "onednn"
         if checkpoint is not None:
             config["checkpoint"]["load"] = str(checkpoint.resolve())
             config["run"]["dir"] = "resumed"

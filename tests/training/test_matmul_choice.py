@@ -71,6 +71,13 @@ def test_the_faster_one_is_used_recorded_and_kept(mkl, setting, measured, tmp_pa
     assert chosen(config(tmp_path, checkpoint={"load": "none"})) == setting
 
 
+def test_the_file_of_an_earlier_version_is_kept(measured, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "products.json").write_text('{"path": "mkl", "option": "auto", "reason": "", "seconds": {}}')
+    assert chosen(config(tmp_path)) == MKL
+    assert not (tmp_path / "a" / FILE).exists()
+
+
 def test_a_run_that_continues_anothers_checkpoint_keeps_its_library(measured, tmp_path):
     measured |= {"onednn": 1.0, "mkl": 0.5}
     chosen(config(tmp_path))
@@ -82,24 +89,24 @@ def test_a_run_that_continues_anothers_checkpoint_keeps_its_library(measured, tm
 
 def test_what_is_fixed_is_not_measured(measured, tmp_path):
     assert chosen(config(tmp_path, "deterministic", run={"deterministic": True})) == ONEDNN
-    assert chosen(config(tmp_path, "mkl", train={"fp32_products": "mkl"})) == MKL
-    assert chosen(config(tmp_path, "onednn", train={"fp32_products": "onednn"})) == ONEDNN
+    assert chosen(config(tmp_path, "mkl", train={"fp32_matmul": "mkl"})) == MKL
+    assert chosen(config(tmp_path, "onednn", train={"fp32_matmul": "onednn"})) == ONEDNN
     assert chosen(config(tmp_path, "bf16", train={"precision": "bf16"})) == UNTOUCHED
 
 
 def test_an_option_that_changes_is_obeyed(measured, tmp_path):
     measured |= {"onednn": 1.0, "mkl": 0.5}
     assert chosen(config(tmp_path)) == MKL
-    assert chosen(config(tmp_path, train={"fp32_products": "onednn"})) == ONEDNN
+    assert chosen(config(tmp_path, train={"fp32_matmul": "onednn"})) == ONEDNN
 
 
 def test_products_that_round_must_be_allowed(measured, monkeypatch, tmp_path):
     monkeypatch.setattr(matmul_library, "rounds", lambda: True)
     assert chosen(config(tmp_path, "auto")) == MKL
-    with pytest.raises(ConfigError, match=r"train.fp32_products = onednn: .* rounds .* Set mkl"):
-        chosen(config(tmp_path, "onednn", train={"fp32_products": "onednn"}))
+    with pytest.raises(ConfigError, match=r"train.fp32_matmul = onednn: .* rounds .* Set mkl"):
+        chosen(config(tmp_path, "onednn", train={"fp32_matmul": "onednn"}))
     measured |= {"bf16": 1.0, "mkl": 3.0}
-    assert chosen(config(tmp_path, "bf16", train={"fp32_products": "bf16"})) == ONEDNN
+    assert chosen(config(tmp_path, "bf16", train={"fp32_matmul": "bf16"})) == ONEDNN
 
 
 def test_ranks_that_measure_differently_agree(ranks, tmp_path):

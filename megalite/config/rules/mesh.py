@@ -304,14 +304,14 @@ RULES: tuple[Rule, ...] = (
         "parallel.reduce_dtype",
         lambda c: c.parallel.reduce_dtype == c.train.grad_dtype == "bf16",
         message="has no effect: with {train.grad_dtype} gradients are sent as bf16 anyway",
-        legal="Remove one of the two; train.grad_dtype = wide accumulates microbatches in fp32.",
+        legal="Remove one of the two; train.grad_dtype = fp32 accumulates microbatches in fp32.",
     ),
     Rule(
         "no proof in bf16",
         "parallel.reduce_dtype",
         lambda c: c.parallel.reduce_dtype == "bf16" and c.train.precision == "fp64",
         message="would lose the precision of {train.precision}",
-        legal="Set it to wide, or train.precision to fp32, bf16 or fp16.",
+        legal="Set it to fp32 (here fp64 is sent as fp64), or train.precision to fp32, bf16 or fp16.",
     ),
     Rule(
         "PowerSGD reduces over all of dp",
@@ -325,6 +325,6 @@ RULES: tuple[Rule, ...] = (
         "parallel.powersgd_rank",
         lambda c: c.parallel.powersgd_rank and c.train.grad_dtype == "bf16",
         message="adds small error terms to the gradients, which {train.grad_dtype} would lose",
-        legal="Set train.grad_dtype to wide, or leave powersgd_rank out.",
+        legal="Set train.grad_dtype to fp32, or leave powersgd_rank out.",
     ),
 )

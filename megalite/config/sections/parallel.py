@@ -48,9 +48,9 @@ class ParallelConfig:
     zero3_reshard: Literal["action", "step"] = "action"
     """With ZeRO-3, free a layer's gathered weights after each use (action: gathered again for every
     microbatch and pass), or at the end of the step (step)."""
-    reduce_dtype: Literal["wide", "bf16"] = "wide"
-    """Communication dtype of the gradient reduction over dp. wide: the accumulate dtype; bf16: cast to bf16,
-    sent, and summed in fp32."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Communication dtype of the gradient reduction over dp. fp32: the accumulate dtype, at least
+    fp32 unless train.grad_dtype = bf16; bf16: cast to bf16, sent, and summed in fp32."""
     powersgd_rank: int | None = option(None, SIZE)
     """With ZeRO 0 or 1, send gradient matrices as two factors with this many columns (PowerSGD). null: no
     compression."""

@@ -63,9 +63,9 @@ class TrainConfig:
     """Compute dtype. bf16 and fp16 keep fp32 master weights and accumulate gradients in fp32; fp64 is for
     numerical proofs on CPU. auto: that of the run that is resumed; else bf16 on a GPU or a CPU with bf16
     units (AMX, AVX512-BF16), fp32 on another CPU."""
-    grad_dtype: Literal["wide", "bf16"] = "wide"
-    """Dtype in which gradients are accumulated and sent. wide: fp32 (fp64 under fp64); bf16: half the memory,
-    at lower precision."""
+    grad_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype in which gradients are accumulated and sent. fp32: at least fp32, which is fp64 with
+    train.precision = fp64; bf16: half the memory, at lower precision."""
     recompute: str = "none"
     """Activations that backward recomputes: none, selective (attention), full (every layer), every-K (every
     K-th layer), budget (as little as memory_budget allows), or operations such as attn_norm+mlp_in, for all
@@ -77,8 +77,8 @@ class TrainConfig:
     """Implementation of fused operations. auto: Triton on a GPU where it is installed, else PyTorch, and what
     was measured to be the fastest on this device; torch: PyTorch; triton: Triton, or an error where it cannot
     run."""
-    fp32_products: Literal["auto", "mkl", "onednn", "bf16"] = "auto"
-    """Library of matrix products in fp32 on a CPU. auto: MKL or oneDNN, measured when the run begins; bf16:
+    fp32_matmul: Literal["auto", "mkl", "onednn", "bf16"] = "auto"
+    """Library of fp32 matmuls on a CPU. auto: MKL or oneDNN, measured when the run begins; bf16:
     as auto, and oneDNN may round to bf16."""
     compile: bool = False
     """Compile the pure functions between the linears with torch.compile."""

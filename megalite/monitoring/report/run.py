@@ -17,8 +17,9 @@ from typing import Any
 
 import yaml
 
-from megalite.config.load import from_dict, to_dict
+from megalite.config.load import flatten, from_dict, to_dict
 from megalite.config.schema import Config, ConfigError
+from megalite.config.values import nest
 from megalite.model.adapter_parameters import total_parameters
 from megalite.monitoring import starts
 from megalite.monitoring.report.segments import RunSegment, segments
@@ -132,6 +133,7 @@ def read(directory: Path) -> RecordedRun:
     """Read a run's directory. Raises ReportError if it is not one."""
     try:
         options = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8")) or {}
+        options = nest(flatten(options, "in the configuration"))
         config = from_dict(options)
     except OSError as error:
         raise ReportError(

@@ -44,7 +44,7 @@ class Widths:
         return Widths(
             compute,
             accumulate,
-            accumulate if config.train.grad_dtype == "wide" else WIDTH[config.train.grad_dtype],
+            accumulate if config.train.grad_dtype == "fp32" else WIDTH[config.train.grad_dtype],
         )
 
 
