@@ -273,8 +273,8 @@ def resolved(
     arguments: Arguments, world_size: int, *, weights: bool = True, device: "Device | None" = None
 ) -> Loaded:
     """`resolve` with where the values are from."""
-    found = given(arguments)
-    values = found.values
+    merged = given(arguments)
+    values = merged.values
     values |= {
         option: with_home(value) for option, value in values.items() if OPTIONS[option].metadata.get("path")
     }
@@ -301,7 +301,7 @@ def resolved(
 
         choice = chosen(config, device)
         config.train.precision = choice.precision  # type: ignore[assignment]
-    return Loaded(config, _origins(found, shape, before, config, choice), choice)
+    return Loaded(config, _origins(merged, shape, before, config, choice), choice)
 
 
 def given(arguments: Arguments) -> Given:
@@ -314,18 +314,18 @@ def given(arguments: Arguments) -> Given:
             sources.append(OptionSource(each, f"in {path}", _file_values(path, mistakes)))
     values = parse_all(arguments.overrides, "on the command line", mistakes, words=True)
     sources.append(OptionSource("command line", "on the command line", values))
-    found = Given()
+    merged = Given()
     with mistakes.collected():
-        found = combined(sources)
-    if (name := found.values.get("model.preset")) is not None:
+        merged = combined(sources)
+    if (name := merged.values.get("model.preset")) is not None:
         with mistakes.collected():
             preset(name)
     mistakes.report()
-    return found
+    return merged
 
 
 def _origins(
-    found: Given,
+    merged: Given,
     shape: Mapping[str, Any],
     before: Mapping[str, Any],
     config: Config,
@@ -333,7 +333,7 @@ def _origins(
 ) -> dict[str, str]:
     """section.key → where its value is from. before: those of DERIVED, as files, command line and shape gave
     them."""
-    values, said = found.values, {option: source.name for option, source in found.origins.items()}
+    values, said = merged.values, {option: source.name for option, source in merged.origins.items()}
     which = "preset" if values.get("model.preset") is not None else "from_hf"
     reasons = {
         "parallel.dp": "the number of ranks",
