@@ -159,8 +159,8 @@ def test_a_kill_for_lack_of_memory_is_found(
     write({"own": own, **before})
     kills = MemoryKills(tmp_path / "own", tmp_path, tmp_path / "log")
     write(after)
-    told = kills.found(41)
-    assert found in told and bool(told) == bool(found)
-    assert ("may" in told) == ("Killed" not in after.get("log", "") and bool(found)), (
+    printed = kills.explanation(41)
+    assert found in printed and bool(printed) == bool(found)
+    assert ("may" in printed) == ("Killed" not in after.get("log", "") and bool(found)), (
         "a counter does not say which process"
     )
