@@ -113,8 +113,8 @@ def wait_for(path):
 )
 def test_the_rank_that_failed_is_named_and_not_those_that_lost_it(run, end, said, status):
     """Both are seen at the same moment, and torch's record of the one that has lost the other is older."""
-    found, printed = run(f"{LOSES}\nready()\nlose(1) if rank == 0 else (wait_for('lost0'), {end})")
-    assert (found, printed) == (status, f"rank 1 {said}; the newest checkpoint is runs/a/checkpoints/step_00000004\n")
+    ended, printed = run(f"{LOSES}\nready()\nlose(1) if rank == 0 else (wait_for('lost0'), {end})")
+    assert (ended, printed) == (status, f"rank 1 {said}; the newest checkpoint is runs/a/checkpoints/step_00000004\n")
 
 
 def test_where_a_rank_of_another_node_failed_that_one_is_named(run):
