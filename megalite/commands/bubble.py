@@ -56,8 +56,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parser() -> Parser:
-    made = Parser(description=__doc__, allow_abbrev=False)
-    add = made.add_argument
+    parser = Parser(description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
     add("--pp", type=positive, metavar="P", help="pipeline ranks")
     add("--microbatches", type=positive, metavar="M", help="microbatches per step")
     add("--schedule", choices=SCHEDULES, metavar="NAME", help=f"one of {', '.join(SCHEDULES)}")
@@ -112,7 +112,7 @@ def parser() -> Parser:
         help="print each rank's actions, optionally with messages",
     )
     add("--json", action="store_true", help="print only one JSON object on stdout")
-    return made
+    return parser
 
 
 def duration(text: str) -> float:
@@ -191,32 +191,34 @@ def calculate(options: argparse.Namespace) -> tuple[list[BubblePlan], Any]:
             costs,
             weights,
         )
-        return plans, {"plans": [found.measures() for found in plans]} if options.json else sweep_text(
-            plans, options
-        )
+        return plans, {
+            "plans": [bubble_plan.measures() for bubble_plan in plans]
+        } if options.json else sweep_text(plans, options)
     if options.compare:
         plans = compare(options.pp, options.microbatches, options.virtual_stages, costs, weights)
         return plans, compared(plans, options)
-    found = plan(options.schedule, options.pp, options.microbatches, options.virtual_stages, costs, weights)
-    return [found], single(found, options)
+    bubble_plan = plan(
+        options.schedule, options.pp, options.microbatches, options.virtual_stages, costs, weights
+    )
+    return [bubble_plan], single(bubble_plan, options)
 
 
-def single(found: BubblePlan, options: argparse.Namespace) -> Any:
+def single(bubble_plan: BubblePlan, options: argparse.Namespace) -> Any:
     """Every measure of a plan, its timeline if it is small, and its actions if requested."""
-    schedule = found.with_messages() if options.print == "messages" else found.schedule
+    schedule = bubble_plan.with_messages() if options.print == "messages" else bubble_plan.schedule
     if options.json:
         actions = {"actions": [list(map(repr, rank)) for rank in schedule.actions]} if options.print else {}
-        return {**found.measures(), **actions}
-    parts = [f"{heading(found)}; {durations(found)}", summary(found)]
-    if not options.timeline and sum(map(len, found.schedule.actions)) <= MOST_DRAWN:
-        parts.append(draw(found.timeline, get_terminal_size((160, 24)).columns))
+        return {**bubble_plan.measures(), **actions}
+    parts = [f"{heading(bubble_plan)}; {durations(bubble_plan)}", summary(bubble_plan)]
+    if not options.timeline and sum(map(len, bubble_plan.schedule.actions)) <= MOST_DRAWN:
+        parts.append(draw(bubble_plan.timeline, get_terminal_size((160, 24)).columns))
     return "\n\n".join([*parts, str(schedule)] if options.print else parts)
 
 
 def compared(plans: list[BubblePlan], options: argparse.Namespace) -> Any:
     """Every schedule at one size."""
     if options.json:
-        return {"plans": [found.measures() for found in plans]}
+        return {"plans": [bubble_plan.measures() for bubble_plan in plans]}
     first = plans[0]
     return (
         f"{first.schedule.ranks} ranks, {first.schedule.microbatches} microbatches; "
@@ -247,8 +249,8 @@ def from_run(options: argparse.Namespace) -> tuple[list[BubblePlan], Any]:
     run = measured.read(options.from_run)
     plans = run.compare() if options.compare else [run.plan]
     if options.json:
-        found = {"measured": {**run.bubbles, "steps": run.steps}, "predicted": single(run.plan, options)}
-        return plans, found | (compared(plans, options) if options.compare else {})
+        result = {"measured": {**run.bubbles, "steps": run.steps}, "predicted": single(run.plan, options)}
+        return plans, result | (compared(plans, options) if options.compare else {})
     parts = [run.beside(), single(run.plan, options)]
     if options.compare:
         halves = "" if run.plan.splits else " (each gradient counts as half of a backward)"

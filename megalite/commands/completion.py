@@ -49,30 +49,32 @@ def parser() -> Parser:
 
 def commands() -> dict[str, Grammar]:
     """Command → what may follow it."""
-    found = {}
+    grammars = {}
     for name, what in COMMANDS.items():
-        made = (
+        make_parser = (
             getattr(import_module(f"megalite.commands.{name.replace('-', '_')}"), "parser", None)
             if name not in ELSEWHERE
             else None
         )
-        found[name] = (
+        grammars[name] = (
             training()
             if name == "train"
-            else of_parser(made())
-            if made
+            else of_parser(make_parser())
+            if make_parser
             else Grammar(options={"--help": None})
         )
-        found[name].what = what
-    found["verify"].options |= {
-        name: values for name, values in found["train"].options.items() if "." in name or name == "--config"
+        grammars[name].what = what
+    grammars["verify"].options |= {
+        name: values
+        for name, values in grammars["train"].options.items()
+        if "." in name or name == "--config"
     }
-    return found
+    return grammars
 
 
-def of_parser(made: argparse.ArgumentParser) -> Grammar:
+def of_parser(parser: argparse.ArgumentParser) -> Grammar:
     grammar = Grammar()
-    for action in made._actions:
+    for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             grammar.words |= {name: of_parser(sub) for name, sub in action.choices.items()}
         elif action.option_strings:

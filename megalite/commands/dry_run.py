@@ -45,25 +45,25 @@ def calculated(config: Config, ranks: list[int], device: Device) -> dict[str, An
 
 
 def parser() -> Parser:
-    made = Parser(prog="megalite train --dry_run", description=__doc__, allow_abbrev=False)
-    made.add_argument("--dry_run", action="store_true", required=True)
-    made.add_argument(
+    parser = Parser(prog="megalite train --dry_run", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--dry_run", action="store_true", required=True)
+    parser.add_argument(
         "--world_size", type=positive, metavar="W", help="number of ranks (default tp * pp * cp * dp)"
     )
-    made.add_argument(
+    parser.add_argument(
         "--ranks",
         type=numbers,
         metavar="R,R,…",
         help="ranks to build on the meta device (default: two per pipeline rank)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
         help="device type that is planned for (default cuda)",
     )
-    made.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
-    return made
+    parser.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
+    return parser
 
 
 def numbers(text: str) -> list[int]:

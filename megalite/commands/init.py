@@ -54,8 +54,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    made = Parser(description=__doc__, allow_abbrev=False)
-    add = made.add_argument
+    parser = Parser(description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
     add(
         "--from",
         type=as_name,
@@ -80,7 +80,7 @@ def parser() -> Parser:
     add("--gpu", type=as_name, metavar="NAME|FILE", help="kind of GPU, as for plan (default: this machine's)")
     add("--sequence_length", type=positive, metavar="S", help="tokens per sequence")
     add("--global_batch_size", type=positive, metavar="B", help="sequences per step")
-    length = made.add_mutually_exclusive_group()
+    length = parser.add_mutually_exclusive_group()
     length.add_argument(
         "--tokens",
         type=as_tokens,
@@ -97,7 +97,7 @@ def parser() -> Parser:
     )
     add("--force", action="store_true", help="replace FILE if it exists")
     add("--json", action="store_true", help="print only one JSON object on stdout, and ask nothing")
-    return made
+    return parser
 
 
 def complete(options: argparse.Namespace) -> None:
@@ -105,7 +105,7 @@ def complete(options: argparse.Namespace) -> None:
     from megalite.launch import machine
 
     asks = sys.stdin.isatty() and sys.stdout.isatty() and not options.json
-    found = machine.gpus()
+    gpus = machine.gpus()
     if options.source is None:
         if not asks:
             raise ConfigError(
@@ -115,17 +115,17 @@ def complete(options: argparse.Namespace) -> None:
         from megalite.families.presets import presets
 
         print(f"Presets: {', '.join(presets())}; or a configuration, a Hugging Face directory, or org/name.")
-        options.source = ask("Model", "llama-3.2-1b" if found else "tiny")
+        options.source = ask("Model", "llama-3.2-1b" if gpus else "tiny")
     if options.data is None and not has_data(options.source):
         options.data = (
             ask("Token file (PREFIX of prepare's --output)", "data/train") if asks else "data/train"
         )
     if options.gpus is None:
-        options.gpus = ask("GPUs", len(found)) if asks else len(found)
+        options.gpus = ask("GPUs", len(gpus)) if asks else len(gpus)
     if options.gpus < 0:
         raise ConfigError(f"--gpus {options.gpus} is negative. Give the number of GPUs, or 0 for the CPU.")
     if options.gpu is None and options.gpus:
-        options.gpu = kind_of_gpu(found[0].name if found else None, asks)
+        options.gpu = kind_of_gpu(gpus[0].name if gpus else None, asks)
 
 
 def has_data(source: str) -> bool:
@@ -188,10 +188,10 @@ def wanted_by(options: argparse.Namespace) -> tuple[Wanted, NamedModel]:
         base = Config(model=base.model)
     base.model.init_from = base.model.init_from if named.kind == "configuration" else None
     data = options.data or base.data.train or "data/train"
-    asked = (options.sequence_length, options.global_batch_size, options.tokens, options.steps)
+    lengths = (options.sequence_length, options.global_batch_size, options.tokens, options.steps)
     return Wanted(
         base, named.kind == "configuration", options.gpus, device, options.output.stem, data,
-        weights_of(options.source, "--from") if options.weights else None, *asked,
+        weights_of(options.source, "--from") if options.weights else None, *lengths,
     ), named  # fmt: skip
 
 

@@ -96,8 +96,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parser() -> Parser:
-    made = Parser(description=__doc__, allow_abbrev=False)
-    add = made.add_argument
+    parser = Parser(description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
     add(
         "--model",
         type=as_name,
@@ -182,7 +182,7 @@ def parser() -> Parser:
         help="measure this machine and write a device file for --gpu",
     )
     add("--json", action="store_true", help="print only one JSON object on stdout")
-    return made
+    return parser
 
 
 def amount(text: str) -> float:

@@ -69,8 +69,8 @@ def parse_yaml(text: str, path: str, option: str) -> Any:
 
 def shipped_configs() -> dict[str, str]:
     """The configurations shipped with megalite: name → first sentence of the file's comment."""
-    found = {path.stem: path.read_text(encoding="utf-8") for path in CONFIGS.glob("*.yaml")}
-    return {name: _first_sentence(found[name]) for name in sorted(found)}
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in CONFIGS.glob("*.yaml")}
+    return {name: _first_sentence(texts[name]) for name in sorted(texts)}
 
 
 def _first_sentence(text: str) -> str:

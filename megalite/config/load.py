@@ -306,8 +306,8 @@ def resolved(
     arguments: Arguments, world_size: int, *, weights: bool = True, device: "Device | None" = None
 ) -> Loaded:
     """`resolve` with where the values are from."""
-    found = given(arguments)
-    values = found.values
+    merged = given(arguments)
+    values = merged.values
     values |= {
         option: with_home(value) for option, value in values.items() if OPTIONS[option].metadata.get("path")
     }
@@ -334,7 +334,7 @@ def resolved(
 
         choice = chosen(config, device)
         config.train.precision = choice.precision  # type: ignore[assignment]
-    return Loaded(config, _origins(found, shape, before, config, choice), choice, found.advice)
+    return Loaded(config, _origins(merged, shape, before, config, choice), choice, merged.advice)
 
 
 def given(arguments: Arguments) -> Given:
@@ -350,19 +350,19 @@ def given(arguments: Arguments) -> Given:
     where = "on the command line"
     overrides = _migrated(arguments.overrides, where, mistakes, advice)
     sources.append(OptionSource("command line", where, parse_all(overrides, where, mistakes, words=True)))
-    found = Given()
+    merged = Given()
     with mistakes.collected():
-        found = combined(sources)
-    if (name := found.values.get("model.preset")) is not None:
+        merged = combined(sources)
+    if (name := merged.values.get("model.preset")) is not None:
         with mistakes.collected():
             preset(name)
     mistakes.report()
-    found.advice = advice
-    return found
+    merged.advice = advice
+    return merged
 
 
 def _origins(
-    found: Given,
+    merged: Given,
     shape: Mapping[str, Any],
     before: Mapping[str, Any],
     config: Config,
@@ -370,7 +370,7 @@ def _origins(
 ) -> dict[str, str]:
     """section.key → where its value is from. before: those of DERIVED, as files, command line and shape gave
     them."""
-    values, said = found.values, {option: source.name for option, source in found.origins.items()}
+    values, said = merged.values, {option: source.name for option, source in merged.origins.items()}
     which = "preset" if values.get("model.preset") is not None else "from_hf"
     reasons = {
         "parallel.dp": "the number of ranks",

@@ -95,9 +95,9 @@ def _ramp(
 ) -> tuple[BatchSizeStep, ...]:
     """The levels from a step on, before which so many samples are read."""
     increments = (full - start) // increment
-    made = min(samples * increments // length, increments)
-    levels = [BatchSizeStep(step, samples, start + made * increment)]
-    for number in range(made + 1, increments + 1):
+    completed = min(samples * increments // length, increments)
+    levels = [BatchSizeStep(step, samples, start + completed * increment)]
+    for number in range(completed + 1, increments + 1):
         # the first number of samples at which this many increments are made
         ends = -(-number * length // increments)
         step, samples, size = levels[-1]

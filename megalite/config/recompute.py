@@ -61,8 +61,8 @@ def mode_of(recompute: str, layer: int) -> str:
         return "full" if layer % int(recompute.removeprefix("every-")) == 0 else "none"
     if recompute in ("none", "selective", "full"):
         return recompute
-    found = layers_of(recompute)
-    return found if isinstance(found, str) else found[layer]
+    modes = layers_of(recompute)
+    return modes if isinstance(modes, str) else modes[layer]
 
 
 def shown(recompute: str) -> str:
@@ -75,11 +75,11 @@ def problem(recompute: str, layers: int) -> str | None:
     if recompute == BUDGET or SIMPLE.fullmatch(recompute):
         return None
     try:
-        found = layers_of(recompute)
+        modes = layers_of(recompute)
     except ValueError as error:
         return str(error) if "," in recompute else "is not a recomputation mode"
-    if isinstance(found, tuple) and len(found) != layers:
-        return f"is a list of {len(found)} layers, and the model has {layers}"
+    if isinstance(modes, tuple) and len(modes) != layers:
+        return f"is a list of {len(modes)} layers, and the model has {layers}"
     return None
 
 

@@ -53,8 +53,8 @@ class Rule:
     def reason(self, context: "RuleContext") -> str:
         """What is wrong, without the value and the way out."""
 
-        def named(found: re.Match[str]) -> str:
-            return f"{found[1]} = {show(attrgetter(found[1])(context))}"
+        def named(match: re.Match[str]) -> str:
+            return f"{match[1]} = {show(attrgetter(match[1])(context))}"
 
         return (
             self.message(context) if callable(self.message) else re.sub(r"{(\w+\.\w+)}", named, self.message)

@@ -59,8 +59,8 @@ class TokenIndex:
         starts = (
             self.pointers if one_each else self.pointers[self.documents[self.documents < len(self.sizes)]]
         )
-        found = int(np.searchsorted(starts, token * self.dtype.itemsize))
-        return int(starts[found]) // self.dtype.itemsize if found < len(starts) else len(self)
+        document = int(np.searchsorted(starts, token * self.dtype.itemsize))
+        return int(starts[document]) // self.dtype.itemsize if document < len(starts) else len(self)
 
 
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
@@ -138,12 +138,12 @@ def members(data: DataConfig) -> list[Member]:
 
 def samples_per_epoch(data: DataConfig) -> int:
     """Samples of the training data before one is repeated. Raises DataError where the dataset would."""
-    found = members(data)
-    if not isinstance(data.train, dict) or len(found) == 1:
-        return found[0].samples
+    sources = members(data)
+    if not isinstance(data.train, dict) or len(sources) == 1:
+        return sources[0].samples
     counts = whole_weights(list(data.train.values()))
     source, _ = interleave(counts)
-    return min(first_repeat(source, counts, j, each.samples) for j, each in enumerate(found))
+    return min(first_repeat(source, counts, j, each.samples) for j, each in enumerate(sources))
 
 
 def repeats(of: Sequence[Member], total: int, batch: int, times: int = 1) -> list[str]:

@@ -79,19 +79,19 @@ def combined(sources: Sequence[OptionSource]) -> Given:
 
 
 def _replace_horizon(given: Given, later: OptionSource) -> None:
-    asked = later.gives(HORIZON)
-    if len(asked) > 1:
-        both = " and ".join(f"{option} = {show(later.options[option])}" for option in asked)
+    horizons = later.gives(HORIZON)
+    if len(horizons) > 1:
+        both = " and ".join(f"{option} = {show(later.options[option])}" for option in horizons)
         raise ConfigError(f"{both} {later.where} each say how long the run is. Give one of them.")
-    if asked:
+    if horizons:
         given.drop(HORIZON)
 
 
 def _replace_shape(given: Given, later: OptionSource) -> None:
-    asked = later.gives(SHAPES)
-    if not asked:
+    shapes = later.gives(SHAPES)
+    if not shapes:
         return
-    option = asked[0]
+    option = shapes[0]
     named_again = given.values.get(option) == later.options[option]
     replaced = given.drop(SHAPE)
     weights = given.values.get(WEIGHTS)

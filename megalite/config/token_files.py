@@ -83,24 +83,24 @@ def _identities(prefix: str) -> set[Any]:
     its tokens."""
     path = os.path.realpath(f"{prefix}.bin")
     try:
-        found = os.stat(path)
+        status = os.stat(path)
         with open(path, "rb") as file:
-            content = hashlib.blake2b(str(found.st_size).encode())
-            for start in (0, found.st_size // 2, max(found.st_size - COMPARED, 0)):
+            content = hashlib.blake2b(str(status.st_size).encode())
+            for start in (0, status.st_size // 2, max(status.st_size - COMPARED, 0)):
                 file.seek(start)
                 content.update(file.read(COMPARED))
     except (OSError, ValueError):
         return {path}
-    return {path, (found.st_dev, found.st_ino), content.hexdigest()}
+    return {path, (status.st_dev, status.st_ino), content.hexdigest()}
 
 
 def remarks(config: "Config") -> list[str]:
     """Lines for the user about data that is rarely meant so: validation on training data, and what a run
     would leave unused."""
-    found = ", ".join(seen_in_training(config.data))
+    shared = ", ".join(seen_in_training(config.data))
     seen = (
-        [f"WARNING: data.validation has training data ({found}): its validation loss is a training loss"]
-        if found
+        [f"WARNING: data.validation has training data ({shared}): its validation loss is a training loss"]
+        if shared
         else []
     )
     return seen + unused(config)
@@ -133,11 +133,11 @@ def read_often(config: "Config") -> list[str]:
     from megalite.config.samples import DataError, members, repeats  # numpy
 
     try:
-        found = members(config.data)
+        sources = members(config.data)
     except DataError:  # it is not there yet, or a rule says what is wrong
         return []
     train = config.train
-    lines = repeats(found, samples_after(train, train.steps), train.global_batch_size, REPEATS)
+    lines = repeats(sources, samples_after(train, train.steps), train.global_batch_size, REPEATS)
     return [f"train.steps = {train.steps:,}: {line}; give more data, or fewer steps" for line in lines]
 
 

@@ -98,9 +98,9 @@ def parse_values(values: dict[str, Any], source: str, words: bool = False) -> di
     A share of the steps, which no type holds, is returned as a Fraction, for `run_length.resolve_steps`.
     """
     mistakes = Mistakes()
-    found = parse_all(values, source, mistakes, words)
+    parsed = parse_all(values, source, mistakes, words)
     mistakes.report()
-    return found
+    return parsed
 
 
 def parse_all(values: dict[str, Any], source: str, mistakes: Mistakes, words: bool = False) -> dict[str, Any]:
@@ -111,14 +111,14 @@ def parse_all(values: dict[str, Any], source: str, mistakes: Mistakes, words: bo
             numbers[option] = amount_value(option, value, source)
     shares = {option: value for option, value in numbers.items() if isinstance(value, Fraction)}
     others = {option: value for option, value in numbers.items() if option not in shares}
-    found: dict[str, Any] = {}
+    parsed: dict[str, Any] = {}
     try:
-        found = _parsed(others, source, words)
+        parsed = _parsed(others, source, words)
     except ConfigError:  # the parser stops at the first: each by itself
         for option, value in others.items():
             with mistakes.collected():
-                found |= _parsed({option: value}, source, words)
-    return found | shares
+                parsed |= _parsed({option: value}, source, words)
+    return parsed | shares
 
 
 def _parsed(values: dict[str, Any], source: str, words: bool) -> dict[str, Any]:
@@ -146,14 +146,14 @@ def _parsed(values: dict[str, Any], source: str, words: bool) -> dict[str, Any]:
         ) from None
     # the parser accepts null for every type, and keys of every type in a mapping
     for option, value in values.items():
-        found = parsed[option]
-        for key in found if isinstance(found, dict) else ():
+        result = parsed[option]
+        for key in result if isinstance(result, dict) else ():
             if not isinstance(key, str):
                 raise ConfigError(
                     f"{option} {source} has the name {show(key)}, which is not text. Write it in quotes: "
                     f"'{show(key)}'."
                 )
-        if found is None and NoneType not in get_args(OPTIONS[option].type):
+        if result is None and NoneType not in get_args(OPTIONS[option].type):
             raise ConfigError(wrong_type(option, value, source))
     return {option: parsed[option] for option in values}
 

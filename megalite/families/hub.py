@@ -79,9 +79,9 @@ def directory(name: str, part: Part, shown: str = "") -> str:
     """
     if not is_id(name):
         return name
-    if (found := cached(name, part)) is not None and not _is_unfinished(name):
-        return str(found)
-    if found is None and Path(name).parent.is_dir():
+    if (path := cached(name, part)) is not None and not _is_unfinished(name):
+        return str(path)
+    if path is None and Path(name).parent.is_dir():
         return name
     return str(_fetched(name, part, shown or name))
 
@@ -93,14 +93,16 @@ def with_directories(options: dict[str, Any], *, weights: bool) -> dict[str, Any
     The weights come first: both are then of one revision.
     """
     start, shape = options.get("model.init_from"), options.get("model.from_hf")
-    found: dict[str, Any] = {}
+    directories: dict[str, Any] = {}
     if start is not None and start.startswith("hf:") and weights:
-        found["model.init_from"] = (
+        directories["model.init_from"] = (
             f"hf:{directory(start.removeprefix('hf:'), 'weights', f'model.init_from = {start}')}"
         )
     if shape is not None:
-        found["model.from_hf"] = directory(shape.removeprefix("hf:"), "shape", f"model.from_hf = {shape}")
-    return found
+        directories["model.from_hf"] = directory(
+            shape.removeprefix("hf:"), "shape", f"model.from_hf = {shape}"
+        )
+    return directories
 
 
 def repository(directory: str) -> str:
@@ -176,8 +178,8 @@ def _fetched(name: str, part: Part, shown: str) -> Path:
                 unfinished.touch()
                 _download(name, part, shown)
                 unfinished.unlink(missing_ok=True)
-    if (found := cached(name, part)) is not None:
-        return found
+    if (path := cached(name, part)) is not None:
+        return path
     raise ConfigError(f"{shown} {_missing(name, part)} {_way_out(name)}")
 
 

@@ -140,13 +140,13 @@ def hf_shape(directory: str) -> dict[str, Any]:
 def _tensor_names(directory: Path) -> Collection[str]:
     """Names of the tensors in a directory's safetensors files; none if there are no such files, or if they
     cannot be read."""
-    found = weights_file(directory, MODEL[:2])
+    path = weights_file(directory, MODEL[:2])
     with suppress(OSError, ValueError, TypeError, KeyError):
-        if found is None:
+        if path is None:
             return ()
-        if found.name.endswith(INDEX):
-            return list(json.loads(found.read_text(encoding="utf-8"))["weight_map"])
-        with open(found, "rb") as file:
+        if path.name.endswith(INDEX):
+            return list(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+        with open(path, "rb") as file:
             return list(json.loads(file.read(min(int.from_bytes(file.read(8), "little"), 100_000_000))))
     return ()
 
@@ -183,9 +183,9 @@ def end_ids(directory: str | Path) -> list[int]:
     """
     for name in ("generation_config.json", "config.json"):
         if (Path(directory) / name).is_file() and (
-            found := hf_config(directory, name).get("eos_token_id")
+            ids := hf_config(directory, name).get("eos_token_id")
         ) is not None:
-            return found if isinstance(found, list) else [found]
+            return ids if isinstance(ids, list) else [ids]
     return []
 
 
@@ -372,7 +372,7 @@ def _read_rope(
             parameters,
             "has no entries full_attention and sliding_attention: transformers would not read it.",
         )
-    found = _read_frequencies(parameters, family, given, shape)
+    frequencies = _read_frequencies(parameters, family, given, shape)
     theta = float(
         local.pop("rope_theta", None) or given.get("rope_local_base_freq") or family.local_rope_theta
     )
@@ -382,8 +382,10 @@ def _read_rope(
             local,
             "is not handled: layers with a window have no rotary scaling.",
         )
-    same = theta == found["rope_theta"] and found["rope_scaling"] is None
-    return found | {"rope_local_theta": None if same or not shape.get("sliding_window_layers") else theta}
+    same = theta == frequencies["rope_theta"] and frequencies["rope_scaling"] is None
+    return frequencies | {
+        "rope_local_theta": None if same or not shape.get("sliding_window_layers") else theta
+    }
 
 
 def _read_frequencies(
@@ -523,19 +525,19 @@ def unread_fields(config: dict[str, Any]) -> dict[str, Any]:
     """The fields of a supported config.json that are ignored because transformers does not read them in this
     family."""
     family, config = _of_family(config)
-    found = {
+    unread = {
         name: value
         for name, value in _unhandled(config, family).items()
         if name not in _read_elsewhere(family)
     }
     if family.rope:
-        found |= _unread_rope(config)
-    return found
+        unread |= _unread_rope(config)
+    return unread
 
 
 def _unread_rope(config: dict[str, Any]) -> dict[str, Any]:
     """The entries of the rotary fields that are not of their rope_type."""
-    found: dict[str, Any] = {}
+    unread: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
         whole = config.get(name) or {}
         parts = {
@@ -548,19 +550,19 @@ def _unread_rope(config: dict[str, Any]) -> dict[str, Any]:
                 *_ROPE_ENTRIES,
                 *_FURTHER_ENTRIES.get(kind, ()),
             }
-            found |= {f"{place}.{entry}": value for entry, value in entries.items() if entry not in read}
-    return found
+            unread |= {f"{place}.{entry}": value for entry, value in entries.items() if entry not in read}
+    return unread
 
 
 def unread_note(config: dict[str, Any]) -> list[str]:
     """A line for the user about the fields that are ignored; none if there are none."""
-    found = unread_fields(config)
-    listed = ", ".join(f"{name} = {show(value)[:40]}" for name, value in found.items())
+    unread = unread_fields(config)
+    listed = ", ".join(f"{name} = {show(value)[:40]}" for name, value in unread.items())
     return (
         [
             f"config.json: ignored, as transformers does not read them in a {config['model_type']} model: "
             f"{listed}"
         ]
-        if found
+        if unread
         else []
     )

@@ -35,7 +35,7 @@ def with_own_names(given: dict[str, Any]) -> dict[str, Any]:
     projections = tuple(role for role in PROJECTIONS if role in there)
     own_names = (*projections, *(EXPERTS if mixture else ()))
     whose = f"a {family} model" if family in tables else "any family"
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     mistakes = Mistakes()
     if targets := given.get("lora.targets"):
         with mistakes.collected():
@@ -43,11 +43,11 @@ def with_own_names(given: dict[str, Any]) -> dict[str, Any]:
                 "lora.targets", targets, _projections(tables), (ALL, *own_names), f"projection of {whose}"
             )
             experts = [name for name in own if name in EXPERTS]  # which all-linear does not mean
-            found["lora.targets"] = own if ALL not in own else [*projections, *experts] if experts else None
+            options["lora.targets"] = own if ALL not in own else [*projections, *experts] if experts else None
     if modules := given.get("lora.modules_to_save"):
         what = f"module of {whose} that can be trained in full"
         with mistakes.collected():
-            found["lora.modules_to_save"] = _translated(
+            options["lora.modules_to_save"] = _translated(
                 "lora.modules_to_save", modules, _ends(tables), SAVED_MODULES, what
             )
     for option in ("lora.ranks", "lora.alphas"):
@@ -55,9 +55,9 @@ def with_own_names(given: dict[str, Any]) -> dict[str, Any]:
             if values := _by_own_names(
                 option, given.get(option) or {}, tables, own_names, f"projection of {whose}"
             ):
-                found[option] = values
+                options[option] = values
     mistakes.report()
-    return found
+    return options
 
 
 def _by_own_names(
@@ -117,12 +117,12 @@ def _modules(
     tables: dict[str, Names], of: Callable[[Names], dict[str, str]], known: dict[str, str]
 ) -> dict[str, list[str]]:
     """Hugging Face module → our names of its parts, in all tables, for the modules that have some."""
-    found: dict[str, list[str]] = {}
+    modules: dict[str, list[str]] = {}
     for table in tables.values():
         for theirs, ours in of(table).items():
             parts = [known[part] for part in ours.split() if part in known]
-            found[theirs] = list(dict.fromkeys(found.get(theirs, []) + parts))
-    return {theirs: parts for theirs, parts in found.items() if parts}
+            modules[theirs] = list(dict.fromkeys(modules.get(theirs, []) + parts))
+    return {theirs: parts for theirs, parts in modules.items() if parts}
 
 
 def _projections(tables: dict[str, Names]) -> dict[str, list[str]]:

@@ -13,10 +13,10 @@ def presets() -> dict[str, dict[str, Any]]:
     """Name → ModelConfig fields of every shape."""
     import yaml
 
-    found: dict[str, dict[str, Any]] = yaml.safe_load(
+    shapes: dict[str, dict[str, Any]] = yaml.safe_load(
         Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8")
     )
-    return found
+    return shapes
 
 
 def preset(name: str) -> dict[str, Any]:

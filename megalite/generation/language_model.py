@@ -196,7 +196,7 @@ class LanguageModel:
             # independent of the batch
             numbers = [uniform(sampling.seed, row, position) for row, position in enumerate(positions)]
             tokens = draw(logits[:, :vocab_size], sampling, numbers)
-        return self._told(tokens, "drawn tokens").tolist()
+        return self._from_speaker(tokens, "drawn tokens").tolist()
 
     # ---- without a cache
 
@@ -239,7 +239,7 @@ class LanguageModel:
                 out[0] = logits.log_softmax(-1).gather(1, its.unsqueeze(1)).squeeze(1)
                 out[1] = logits.argmax(-1) == its
             logs = all_reduce(logs, self.mesh.cp).wait()
-        values, greedy = self._told(logs, "log-probabilities")
+        values, greedy = self._from_speaker(logs, "log-probabilities")
         return values, greedy.bool()
 
     # ---- passes
@@ -336,7 +336,7 @@ class LanguageModel:
         parts = all_gather(self._stage.head.logits(x).unsqueeze(0), self.mesh.tp).wait()
         return parts.movedim(0, -2).flatten(-2)[..., : self.config.model.vocabulary]
 
-    def _told(self, x: Tensor, what: str) -> Tensor:
+    def _from_speaker(self, x: Tensor, what: str) -> Tensor:
         """The speaker's `x`, on every rank. Broadcast over the world."""
         import torch.distributed as dist
 

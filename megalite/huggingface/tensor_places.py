@@ -117,30 +117,30 @@ def places(model: ModelConfig, family: str) -> dict[str, TensorPlace]:
     the model's units."""
     names = names_of(model, family)
     shapes = {segment.name: segment.shape for spec in model_specs(model) for segment in spec.segments}
-    found: dict[str, TensorPlace] = {}
+    tensor_places: dict[str, TensorPlace] = {}
     for theirs, parts in _modules(names, model):
         for suffix in ("weight", "bias"):
             own = [f"{part}.{suffix}" for part in parts if f"{part}.{suffix}" in shapes]
             if own:
                 transposed = suffix == "weight" and theirs.endswith(names.transposed)
                 if theirs.endswith(names.bare):
-                    found |= _bare(theirs, own[0], shapes[own[0]], model)
+                    tensor_places |= _bare(theirs, own[0], shapes[own[0]], model)
                     continue
                 if "experts.{}" in theirs:
-                    found[own[0]] = _experts(
+                    tensor_places[own[0]] = _experts(
                         f"{theirs}.{suffix}", shapes[own[0]], model.num_experts or 0, names
                     )
                     continue
                 joined = _joined(f"{theirs}.{suffix}", {name: shapes[name] for name in own}, transposed)
                 if theirs.endswith(EACH_HEAD) and model.qk_norm == "each_head":
                     joined = {name: replace(place, columns=model.head_size) for name, place in joined.items()}
-                found |= {
+                tensor_places |= {
                     name: _ordered(name.removesuffix(f".{suffix}"), place, model, names)
                     for name, place in joined.items()
                 }
-    if homeless := shapes.keys() - found.keys():
+    if homeless := shapes.keys() - tensor_places.keys():
         raise AssertionError(f"the table of {family} has no place for {sorted(homeless)}")
-    return {name: found[name] for name in shapes}
+    return {name: tensor_places[name] for name in shapes}
 
 
 def _experts(theirs: str, shape: tuple[int, ...], number: int, names: Names) -> TensorPlace:

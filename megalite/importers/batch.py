@@ -48,8 +48,8 @@ class Batch(NamedTuple):
         """The verdict on the micro-batch. Where nothing else asks for the ranks, which the global batch
         depends on, this does."""
         options = {"train.micro_batch_size": value, **self.options(source)}
-        asked = {self.total, self.steps} & (source.leaves | source.defaults).keys()
-        if "train.global_batch_size" in options or asked:
+        requested = {self.total, self.steps} & (source.leaves | source.defaults).keys()
+        if "train.global_batch_size" in options or requested:
             return honoured(options)
         return Verdict("open", options, f"set train.global_batch_size to {value} * parallel.dp")
 

@@ -81,7 +81,7 @@ def commands(
     """A command for each group of datasets with the same options. chat_options: further options for
     conversations."""
     groups = [[*group] for _, group in groupby(datasets, lambda dataset: dataset.options)]
-    made = []
+    lines = []
     for number, group in enumerate(groups, 1):
         inputs = [shlex.quote(name) for dataset in group for name in dataset.inputs]
         options = [
@@ -90,8 +90,8 @@ def commands(
         prefix = output if len(groups) == 1 else f"{output}-{number}"
         known = HF_DIR if tokenizer is None or "$" in str(tokenizer) else shlex.quote(str(tokenizer))
         words = [*options, "--input", *inputs, "--tokenizer", known, "--output", prefix]
-        made.append(" ".join(["megalite prepare", *words]))
-    return made
+        lines.append(" ".join(["megalite prepare", *words]))
+    return lines
 
 
 def prepared(
@@ -102,8 +102,8 @@ def prepared(
     output: str = "PREFIX",
 ) -> Verdict:
     """The verdict on a key of the data: the commands, and what to set `option` to."""
-    made = commands(datasets, tokenizer, chat_options, output)
-    shown = " and ".join(f"`{command}`" for command in made)
+    lines = commands(datasets, tokenizer, chat_options, output)
+    shown = " and ".join(f"`{command}`" for command in lines)
     without = "; ".join(dict.fromkeys(dataset.without for dataset in datasets if dataset.without))
     remark = f"; {without}" if without else ""
     if len({dataset.text for dataset in datasets}) > 1:
@@ -112,8 +112,8 @@ def prepared(
         )
     prefixes = (
         output
-        if len(made) == 1
-        else f"[{', '.join(f'{output}-{number}' for number in range(1, len(made) + 1))}]"
+        if len(lines) == 1
+        else f"[{', '.join(f'{output}-{number}' for number in range(1, len(lines) + 1))}]"
     )
     return left(f"make token files, {shown}, and set {option} to {prefixes}{remark}")
 

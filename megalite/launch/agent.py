@@ -203,7 +203,7 @@ class _Agent(LocalElasticAgent):
         else:
             kind = ExitCause.ABORTED if status == -signal.SIGABRT else ExitCause.OWN
         killed = kind is ExitCause.OWN and status == -signal.SIGKILL and not self._killed
-        return End(rank, status, kind, at, lost, self._kills.found(failure.pid) if killed else "")
+        return End(rank, status, kind, at, lost, self._kills.explanation(failure.pid) if killed else "")
 
     def forward(self, number: int) -> None:
         """Pass a signal on to the ranks, and end those that have not ended after a time. Called on the

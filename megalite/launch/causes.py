@@ -53,8 +53,8 @@ class Lost:
 def lost_by(error: object) -> Lost | None:
     """What a rank has lost that fails with an error; None: the error is its own."""
     while isinstance(error, BaseException):
-        if isinstance(found := getattr(error, "lost", None), Lost):
-            return found
+        if isinstance(lost := getattr(error, "lost", None), Lost):
+            return lost
         if isinstance(error, RuntimeError) and (hasattr(error, "peer") or _is_of_connection(error)):
             return Lost()
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

@@ -139,7 +139,7 @@ def rank_failed(
             and lost.silent
             and lost.host == platform.node()
             and kills is not None
-            and (killed := kills.found())
+            and (killed := kills.explanation())
         ):
             seen = replace(lost, reason=f"{lost.reason}; {killed}")
         part = RankReport(

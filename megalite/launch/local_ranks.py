@@ -107,7 +107,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], poll: Callable[[], object], kill
             # a rank that was killed makes others fail
             rank, status = min(failed, key=lambda failure: failure[1] > 0)
             if status < 0:  # it could not print a message itself
-                why = kills.found(ranks[rank].pid) if -status == signal.SIGKILL else ""
+                why = kills.explanation(ranks[rank].pid) if -status == signal.SIGKILL else ""
                 print(f"rank {rank} {ended(status)}{why and f': {why}'}", file=sys.stderr, flush=True)
             return shell_status(status)
         if None not in statuses:

@@ -36,9 +36,8 @@ class MemoryKills:
         self._own, self._groups, self._log = own, groups, log
         self._since, self._before = monotonic(), self._counts()
 
-    def found(self, pid: int | None = None) -> str:
-        """That the kernel has killed a process since then for lack of memory, in words; empty if nothing says
-        so.
+    def explanation(self, pid: int | None = None) -> str:
+        """Says that the kernel has killed a process since then for lack of memory; empty if not.
 
         The log names the process. The counters are those of all processes of the group: what they say may be
         true of another one.

@@ -266,7 +266,7 @@ class Peers:
         return (
             None
             if state is PeerState.ANSWERS or {"left", "lost"} & place.keys()
-            else self._found(self._store_rank, state, place)
+            else self._lost_rank(self._store_rank, state, place)
         )
 
     def _next_lost(self) -> LostRank | None:
@@ -287,14 +287,14 @@ class Peers:
             if not {"left", "lost"} & place.keys() and (
                 silent is None or state in (PeerState.ENDED, PeerState.FAILED)
             ):
-                silent = self._found(rank, state, place)
+                silent = self._lost_rank(rank, state, place)
                 if silent.final:
                     break
         else:
             self._changed = monotonic()
         return silent
 
-    def _found(self, rank: int, state: PeerState, place: Place) -> LostRank:
+    def _lost_rank(self, rank: int, state: PeerState, place: Place) -> LostRank:
         lost = LostRank(rank, state, self.host(rank), place)
         return self.agree(lost) if lost.final else lost
 
@@ -326,11 +326,11 @@ class Peers:
                 peer = place["peer"] if place.get("lost") is None else place["lost"]
             elif state is not PeerState.ANSWERS or place.get("failed"):
                 return self.agree(
-                    self._found(peer, PeerState.FAILED if place.get("failed") else state, place)
+                    self._lost_rank(peer, PeerState.FAILED if place.get("failed") else state, place)
                 )
             elif peer in first and monotonic() > deadline:
                 return (
-                    self.agree(self._found(peer, PeerState.STUCK, place))
+                    self.agree(self._lost_rank(peer, PeerState.STUCK, place))
                     if _equal(first[peer], place)
                     else None
                 )

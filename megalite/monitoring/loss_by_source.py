@@ -35,7 +35,7 @@ class LossBySource(Observer):
         # losses, tokens
         self._zero = torch.zeros(2, len(self.names), dtype=torch.float64, device=trainer.device)
         # by microbatch: one that is computed again, under optimistic steps, counts once
-        self._found: dict[int, Tensor] = {}
+        self._sums: dict[int, Tensor] = {}
         self._now: Microbatch | None = None
         self._totals: dict[int, Tensor] = {}  # by step
         for stage in trainer.parts.stages.values():
@@ -49,13 +49,13 @@ class LossBySource(Observer):
         self._now = microbatch if state.training else None
         if self._now is not None:
             tokens = (microbatch.targets != IGNORE_INDEX).sum(0)  # [batch]
-            self._found[id(microbatch)] = torch.stack([self._zero[0], self._by_member(tokens)])
+            self._sums[id(microbatch)] = torch.stack([self._zero[0], self._by_member(tokens)])
 
     def _add(self, losses: Tensor) -> None:
         """Token losses of a microbatch, or of a chunk of its positions: [positions · batch], rows next to
         each other."""
         if self._now is not None:
-            self._found[id(self._now)][0] += self._by_member(
+            self._sums[id(self._now)][0] += self._by_member(
                 losses.detach().view(-1, len(self._now.samples)).sum(0, dtype=torch.float64)
             )
 
@@ -65,11 +65,11 @@ class LossBySource(Observer):
         return self._zero[0].index_add(0, self._source[self._now.samples % len(self._source)], rows.double())
 
     def after(self, step: int) -> None:
-        total = all_reduce(sum(self._found.values(), self._zero.clone()), self.world).wait()
+        total = all_reduce(sum(self._sums.values(), self._zero.clone()), self.world).wait()
         self._totals = {
             known: totals for known, totals in self._totals.items() if step - AHEAD <= known < step
         } | {step: total}
-        self._found, self._now = {}, None
+        self._sums, self._now = {}, None
 
     def numbers(self, metrics: StepMetrics) -> dict[str, Any]:
         losses, tokens = self._totals[metrics.step].tolist()

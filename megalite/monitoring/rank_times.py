@@ -60,7 +60,7 @@ class RankTimes(Observer):
         self.quiet = range(first - 1, last + 1) if profiling.ranks else range(0)
         self.sent: tuple[int, Pending] | None = None
         self.arriving: tuple[int, Tensor, Callable[[], bool]] | None = None
-        self.found: dict[str, Any] = {}
+        self.measured: dict[str, Any] = {}
 
     def after(self, step: int) -> None:
         self._read()
@@ -94,14 +94,14 @@ class RankTimes(Observer):
         if self.arriving is not None and self.arriving[2]():
             step, everyone, _ = self.arriving
             working = everyone.tolist()
-            self.found, self.arriving = (
+            self.measured, self.arriving = (
                 compare(step, working) | context_imbalance(working, self.cp.ranks),
                 None,
             )
 
     def numbers(self, metrics: StepMetrics) -> dict[str, Any]:
-        found, self.found = self.found, {}
-        return found
+        measured, self.measured = self.measured, {}
+        return measured
 
     def finish(self) -> list[str]:
         self._receive()

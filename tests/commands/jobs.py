@@ -19,10 +19,10 @@ from tests.support.jobs import mesh_of
 
 def train_and_save(context: Any, config: dict[str, Any]) -> tuple[str, float]:
     """Train all steps and save; returns the checkpoint's directory and the last loss."""
-    made = from_dict(config)
-    trainer = Trainer(made, mesh_of(context, made))
+    run_config = from_dict(config)
+    trainer = Trainer(run_config, mesh_of(context, run_config))
     try:
-        losses = [trainer.step().loss for _ in range(made.train.steps)]
+        losses = [trainer.step().loss for _ in range(run_config.train.steps)]
         return str(trainer.save()), losses[-1]
     finally:
         trainer.close()
@@ -31,16 +31,16 @@ def train_and_save(context: Any, config: dict[str, Any]) -> tuple[str, float]:
 def logits_from_hf(context: Any, configs: list[dict[str, Any]], ids: Tensor) -> list[Tensor | None]:
     """For each configuration, which starts from a Hugging Face directory: logits [rows, tokens, vocabulary] on the last
     stage."""
-    found = []
+    results = []
     for config in configs:
-        made = from_dict(config)
-        trainer = Trainer(made, mesh_of(context, made))
+        run_config = from_dict(config)
+        trainer = Trainer(run_config, mesh_of(context, run_config))
         try:
             trainer.store.gatherer.finish()
-            found.append(_logits(trainer, ids))
+            results.append(_logits(trainer, ids))
         finally:
             trainer.close()
-    return found
+    return results
 
 
 @torch.no_grad()
@@ -69,8 +69,8 @@ def _logits(trainer: Trainer, ids: Tensor) -> Tensor | None:
 
 def step_from_hf(context: Any, config: dict[str, Any]) -> str:
     """Start from a Hugging Face directory, train one step and save; returns the checkpoint's directory."""
-    made = from_dict(config)
-    trainer = Trainer(made, mesh_of(context, made))
+    run_config = from_dict(config)
+    trainer = Trainer(run_config, mesh_of(context, run_config))
     try:
         trainer.step()
         return str(trainer.save())
@@ -83,13 +83,13 @@ def continued(
 ) -> list[dict[str, Any]]:
     """What each model, spread over the layout, makes of the rows: greedy and drawn tokens, and how likely it finds each
     row's tokens."""
-    found = []
+    results = []
     for name in sources:
         config = for_inference(open_source(name).config, **layout)
         model = LanguageModel(name, **layout, mesh=mesh_of(context, config))
         places = [(position, row) for row, tokens in enumerate(rows) for position in range(len(tokens) - 1)]
         targets = [token for tokens in rows for token in tokens[1:]]
-        found.append(
+        results.append(
             {
                 "greedy": list(model.continuations(rows, count, Sampling(0.0))),
                 "drawn": list(model.continuations(rows, count, Sampling(1.0, top_k=40, top_p=0.9, seed=5))),
@@ -97,7 +97,7 @@ def continued(
                 "answer": model.log_probabilities(rows[:1], places[:1], targets[:1])[0].item(),
             }
         )
-    return found
+    return results
 
 
 class StepAndTokens(NamedTuple):
@@ -113,8 +113,8 @@ def step_and_tokens(
     source = config["model"]["init_from"]
     model = LanguageModel(source, **layout, mesh=mesh_of(context, for_inference(open_source(source).config, **layout)))
     tokens = list(model.continuations(rows, count, Sampling(0.0)))
-    made = from_dict(config)
-    trainer = Trainer(made, mesh_of(context, made))
+    run_config = from_dict(config)
+    trainer = Trainer(run_config, mesh_of(context, run_config))
     try:
         loss = trainer.step().loss
         return StepAndTokens(str(trainer.save()), loss, [list(row) for row in zip(*tokens, strict=True)])

@@ -120,25 +120,25 @@ def name_of(case: str) -> str:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("place")
-    (made / "text").write_text("text")
-    write_tokens(made, 300, count=2000)
+    directory = tmp_path_factory.mktemp("place")
+    (directory / "text").write_text("text")
+    write_tokens(directory, 300, count=2000)
     for name in ("model", "taken"):
-        (made / name).mkdir()
-        (made / name / "config.json").write_text('{"model_type": "llama"}')
-    return made
+        (directory / name).mkdir()
+        (directory / name / "config.json").write_text('{"model_type": "llama"}')
+    return directory
 
 
 @pytest.fixture(scope="module")
 def answers(place: Path) -> dict[str, dict[str, tuple[Any, str]]]:
     """What the commands answer in a process that cannot import torch: exit status, and what is printed."""
-    asked = {
+    words_by_kind = {
         "help": {name: [name, "--help"] for name in COMMANDS},
         "help of a part": {name: [name, part, "--help"] for name, part in PARTS.items()},
         "missing": {case: [name_of(case), *words] for case, (words, _) in MISSING.items()},
         "mistakes": {name: [name, *words] for name, (words, _) in MISTAKES.items()},
     }
-    cases = [(kind, case, words) for kind, each in asked.items() for case, words in each.items()]
+    cases = [(kind, case, words) for kind, each in words_by_kind.items() for case, words in each.items()]
     ran = subprocess.run(
         [sys.executable, "-c", BLOCKED],
         input=json.dumps([words for *_, words in cases]),
@@ -148,10 +148,10 @@ def answers(place: Path) -> dict[str, dict[str, tuple[Any, str]]]:
         env={"PATH": "", "PYTHONPATH": ":".join(sys.path), "COLUMNS": "80", "HOME": str(place)},
     )
     assert ran.returncode == 0, ran.stderr
-    found: dict[str, dict[str, tuple[Any, str]]] = {kind: {} for kind in asked}
+    results: dict[str, dict[str, tuple[Any, str]]] = {kind: {} for kind in words_by_kind}
     for (kind, case, _), (status, printed) in zip(cases, json.loads(ran.stdout), strict=True):
-        found[kind][case] = (status, printed)
-    return found
+        results[kind][case] = (status, printed)
+    return results
 
 
 @pytest.mark.parametrize("case", MISSING)

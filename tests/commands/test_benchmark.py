@@ -59,8 +59,8 @@ def launched_forked(monkeypatch: pytest.MonkeyPatch, peers_imported: forked_prog
             imported = peers_imported if module.endswith("peer") else None
             succeeded, output = forked_programs.run(["-m", module, str(file)], ranks, imported=imported)
             assert succeeded, output
-            found: dict[str, Any] = json.loads(result.read_text())
-            return found
+            content: dict[str, Any] = json.loads(result.read_text())
+            return content
 
     monkeypatch.setattr(report, "launch", launch)
 
@@ -349,8 +349,8 @@ def test_targets_are_judged_by_their_ratios() -> None:
         figures = {"tokens_per_second": speed, "peak_rss_above_import_mib": memory}
         return {"precision": "fp32", "compiled": False, "peer": peer, "matmul": matmul, **figures}
 
-    found = step.targets([row(False, "medium", 90, 80), row(True, "highest", 50, 120), row(True, "medium", 100, 100)])
-    assert [(target["measured"], target["met"]) for target in found] == [(1.8, True), (0.9, False), (0.8, True)]
+    result = step.targets([row(False, "medium", 90, 80), row(True, "highest", 50, 120), row(True, "medium", 100, 100)])
+    assert [(target["measured"], target["met"]) for target in result] == [(1.8, True), (0.9, False), (0.8, True)]
     speeds = {"one process": 90.0, "DP2": 100.0, "TP2×PP2×DP2": 69.0}
     (target,) = overhead.targets(
         [{"model": "llama", "layout": name, "tokens_per_second": speed} for name, speed in speeds.items()]
@@ -436,7 +436,7 @@ def test_the_table_aligns_and_shows_what_is_missing() -> None:
 def test_a_calibrated_machine_is_a_device_that_predicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What ranks measure becomes a file for --gpu, and steps that follow from it: of products that take their time, and
     of exchanges."""
-    found = {
+    results = {
         **{
             "products": {str(size): 10.0 for size in (32, 64, 1024)},
             "memory_gbs": 20.0,
@@ -450,7 +450,7 @@ def test_a_calibrated_machine_is_a_device_that_predicts(monkeypatch: pytest.Monk
         },
     }
     monkeypatch.setattr(report, "gpu", lambda: None)
-    monkeypatch.setattr(report, "launch", lambda *_, **__: json.loads(json.dumps(found)))
+    monkeypatch.setattr(report, "launch", lambda *_, **__: json.loads(json.dumps(results)))
     plan_main(["--calibrate", str(tmp_path / "here.yaml")])
     device = find(str(tmp_path / "here.yaml"))
     assert (

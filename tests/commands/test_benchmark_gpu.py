@@ -146,8 +146,12 @@ def test_a_broken_process_costs_its_group_and_other_groups_stay(
         ["swiglu", "norm"], tune=False, smoke=False, kept=kept, save=save, progress=lambda line: None
     )
     assert path.name == "a-gpu-kernels.json" and kernels.earlier(path) == saved[-1]["results"] and len(saved) == 3
-    found = {row["group"]: (row.get("us"), row["error"]) for row in saved[-1]["results"]}
-    assert found == {"norm": (5.0, None), "rotary": (1.0, None), "swiglu": (None, "ended with status -9: no message")}
+    by_group = {row["group"]: (row.get("us"), row["error"]) for row in saved[-1]["results"]}
+    assert by_group == {
+        "norm": (5.0, None),
+        "rotary": (1.0, None),
+        "swiglu": (None, "ended with status -9: no message"),
+    }
 
 
 def test_a_process_that_does_not_end_is_ended() -> None:

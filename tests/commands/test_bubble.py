@@ -38,8 +38,8 @@ def tool(monkeypatch, capsys):
 
 
 def test_json_has_every_measure_under_its_name(tool):
-    found = json.loads(tool(*SMALL, "--schedule", "zb-h2", "--json"))
-    assert found == {
+    content = json.loads(tool(*SMALL, "--schedule", "zb-h2", "--json"))
+    assert content == {
         **{"schedule": "zb-h2", "pp": 4, "microbatches": 8, "virtual_stages": 1},
         **{"forward": 1, "input_backward": 1, "weight_backward": 1, "comm": 0},
         **{"makespan": 27, "ideal": 24, "longest_span": 24},
@@ -51,8 +51,8 @@ def test_json_has_every_measure_under_its_name(tool):
 def test_durations_reach_the_order_and_the_clock(tool):
     """A backward of 0.5 + 0.25 on two ranks, one microbatch: two forwards, a message, two backwards, a message."""
     times = ["--forward", 2, "--input_backward", 0.5, "--weight_backward", 0.25, "--comm", 0.125]
-    found = json.loads(tool("--pp", 2, "--microbatches", 1, "--schedule", "1f1b", *times, "--json"))
-    assert found["makespan"] == 2 * 2 + 2 * 0.75 + 2 * 0.125 and found["ideal"] == 2.75
+    content = json.loads(tool("--pp", 2, "--microbatches", 1, "--schedule", "1f1b", *times, "--json"))
+    assert content["makespan"] == 2 * 2 + 2 * 0.75 + 2 * 0.125 and content["ideal"] == 2.75
     cheap = json.loads(tool(*SMALL, "--schedule", "zb-h1", "--weight_backward", 0, "--json"))
     assert cheap["weight_backward"] == 0 and cheap["ideal"] == 16, "0 is a duration, not an option left out"
 
@@ -70,17 +70,17 @@ def test_text_has_measures_and_drawing(tool):
 def test_printed_actions_are_those_that_run(name, tool):
     schedule = build(name, 4, 8)
     assert str(schedule) in tool(*SMALL, "--schedule", name, "--print")
-    found = json.loads(tool(*SMALL, "--schedule", name, "--print", "messages", "--json"))
-    assert found["actions"] == [list(map(repr, actions)) for actions in with_communication(schedule).actions]
+    content = json.loads(tool(*SMALL, "--schedule", name, "--print", "messages", "--json"))
+    assert content["actions"] == [list(map(repr, actions)) for actions in with_communication(schedule).actions]
 
 
 def test_compare_and_sweep(tool):
     plans = json.loads(tool(*SMALL, "--compare", "--virtual_stages", 4, "--json"))["plans"]
-    assert [(found["schedule"], found["virtual_stages"]) for found in plans] == [
+    assert [(bubble_plan["schedule"], bubble_plan["virtual_stages"]) for bubble_plan in plans] == [
         (n, {"interleaved": 4, "zb-v": 2, "v-half": 2}.get(n, 1)) for n in SCHEDULES
     ]
     plans = json.loads(tool("--microbatches", 8, "--sweep", "pp=2,8", "--schedule", "gpipe", "--json"))["plans"]
-    assert [(found["pp"], found["bubble_over_ideal"]) for found in plans] == [(2, 1 / 8), (8, 7 / 8)]
+    assert [(bubble_plan["pp"], bubble_plan["bubble_over_ideal"]) for bubble_plan in plans] == [(2, 1 / 8), (8, 7 / 8)]
     rows = tool("--microbatches", 8, "--sweep", "pp=2,8", "--schedule", "gpipe").splitlines()
     assert rows[0].startswith("gpipe: 8 microbatches") and [row.split()[0] for row in rows[2:]] == ["pp", "2", "8"]
     text = tool("--pp", 4, "--sweep", "microbatches=4,8", "--compare")
@@ -114,9 +114,9 @@ def test_a_run_beside_its_prediction(tool, tmp_path):
         and "half of a backward" in text
         and "zb-v " in text
     )
-    found = json.loads(tool("--from_run", tmp_path, "--json"))
-    assert found["measured"] == {"bubble_fraction": 0.3, "steps": [3, 4]}
-    assert found["predicted"]["makespan"] == pytest.approx(0.33) and found["predicted"]["forward"] == [0.01] * 4
+    report = json.loads(tool("--from_run", tmp_path, "--json"))
+    assert report["measured"] == {"bubble_fraction": 0.3, "steps": [3, 4]}
+    assert report["predicted"]["makespan"] == pytest.approx(0.33) and report["predicted"]["forward"] == [0.01] * 4
 
 
 def test_timelines_in_every_format(tool, tmp_path):
@@ -131,14 +131,14 @@ def test_timelines_in_every_format(tool, tmp_path):
 def test_gathering_of_shared_weights_is_costed_and_drawn(tool, tmp_path):
     """One rank, one microbatch: F takes 1, B 2; its two buckets take 1 each, and the one at the turning point stays."""
     sizes = ("--pp", 1, "--microbatches", 1, "--schedule", "1f1b", "--gather", 2, "--buckets", 2)
-    found = json.loads(tool(*sizes, "--json"))
-    assert {name: found[name] for name in ("gather", "buckets", "reshard")} == {
+    content = json.loads(tool(*sizes, "--json"))
+    assert {name: content[name] for name in ("gather", "buckets", "reshard")} == {
         "gather": 2.0,
         "buckets": 2,
         "reshard": "action",
     }
-    assert (found["makespan"], found["ideal"], found["stalled"]) == (4.5, 3.0, [1.5])
-    assert (found["weights_gathered"], found["weights_whole"]) == ([1.5], [1.0])
+    assert (content["makespan"], content["ideal"], content["stalled"]) == (4.5, 3.0, [1.5])
+    assert (content["weights_gathered"], content["weights_whole"]) == ([1.5], [1.0])
     kept = json.loads(tool(*sizes, "--reshard", "step", "--json"))
     assert (kept["weights_gathered"], kept["makespan"]) == ([1.0], 4.5)
     assert "stalled" not in json.loads(tool(*SMALL, "--schedule", "1f1b", "--json"))
@@ -241,8 +241,8 @@ def test_large_plans_need_no_torch(arguments, makespan):
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
-    found = json.loads(done.stdout)
-    assert (found["plans"][0] if "plans" in found else found)["makespan"] == makespan
+    content = json.loads(done.stdout)
+    assert (content["plans"][0] if "plans" in content else content)["makespan"] == makespan
 
 
 @pytest.mark.parametrize(
@@ -278,8 +278,8 @@ def test_the_page_shows_every_schedule_as_the_tool_draws_it(tool, tmp_path):
         tool(*SMALL, "--schedule", path.stem, "--timeline", tmp_path / path.name)
         assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path.name
         assert f"](pictures/{path.name})" in page
-    made = subprocess.run(["make", "-n", "pictures"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert f"for name in {' '.join(SCHEDULES)};" in made and " ".join(SMALL) in made
+    completed = subprocess.run(["make", "-n", "pictures"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert f"for name in {' '.join(SCHEDULES)};" in completed and " ".join(SMALL) in completed
 
 
 def test_the_manual_shows_the_figures_as_they_are_drawn():

@@ -48,16 +48,18 @@ def test_what_the_run_has_counted_and_a_validation_without_a_number_are_shown(tm
 
 def test_json_is_alone_on_stdout_and_has_the_same_figures(runs, capsys):
     compare.main([*runs, "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert [(each["run"], each["step"], each["loss"], each["seconds"]) for each in found["runs"]] == [
+    content = json.loads(capsys.readouterr().out)
+    assert [(each["run"], each["step"], each["loss"], each["seconds"]) for each in content["runs"]] == [
         ("slow", 40, 3.0, 840),
         ("fast", 30, 3.5, 480),
     ]
-    assert found["differences"] == {"optimizer.lr": [0.0003, 0.0006]} and found["report"] is None
+    assert content["differences"] == {"optimizer.lr": [0.0003, 0.0006]} and content["report"] is None
 
 
 def test_the_page_is_that_of_report(runs, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("megalite.commands.report.page", lambda found: f"page of {[run.name for run in found]}")
+    monkeypatch.setattr(
+        "megalite.commands.report.page", lambda runs_shown: f"page of {[run.name for run in runs_shown]}"
+    )
     for command in (compare, report):
         command.main([*runs, "--output", str(tmp_path / "page.html")])
         assert (

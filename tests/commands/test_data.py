@@ -50,14 +50,14 @@ def prepared(folder: Path, name: str, encoder: Texts | Chats, tokenizer: str = "
     return folder / "x"
 
 
-def found(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:
+def content_of(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:
     assert main(["inspect", *map(str, arguments), "--json"]) == 0
     content: dict[str, Any] = json.loads(capsys.readouterr().out)
     return content
 
 
 def test_counts_are_those_of_the_documents(prefix, capsys):
-    content = found(capsys, prefix)
+    content = content_of(capsys, prefix)
     sizes = [len(text.encode()) + 1 for text in TEXTS]
     assert (content["documents"], content["tokens"], content["bytes"], content["kind"]) == (
         5,
@@ -87,7 +87,7 @@ def test_counts_are_those_of_the_documents(prefix, capsys):
 
 
 def test_what_counts_is_marked(chats, capsys):
-    content = found(capsys, chats, "--document", "0", "--document", "1")
+    content = content_of(capsys, chats, "--document", "0", "--document", "1")
     parts = [[(part["text"], part["counts"]) for part in sample["parts"]] for sample in content["samples"]]
     assert parts[0][:2] == [("<|user|>\nAdd\n\n1+1\n<|assistant|>\n", False), ("It is 2.<EOS>", True)]
     assert "No." in parts[0][2][0] and len(parts[0]) == 3 and parts[1] == [("Say ", False), ("x<EOS>", True)]
@@ -126,7 +126,7 @@ def test_control_tokens_are_spelled(tmp_path, capsys):
     write_lines(tmp_path / "c.jsonl", [{"messages": SHORT}])
     tokenizer = write_tokenizer(tmp_path / "tokenizer", CHATML)
     prefix = prepared(tmp_path, "c.jsonl", Chats(), str(tokenizer))
-    (sample,) = found(capsys, prefix)["samples"]
+    (sample,) = content_of(capsys, prefix)["samples"]
     assert [part["text"] for part in sample["parts"]] == [
         "<|im_start|>user\nAdd\n\n1+1<|im_end|>\n<|im_start|>assistant\n",
         "It is 2.<|im_end|>",
@@ -140,7 +140,7 @@ def test_files_of_other_tools_are_shown_as_numbers(tmp_path, capsys):
         writer.add(np.array([5, 6, 69_999, 5, 6]), [3, 2])
         writer.finish({})
     (tmp_path / "x.json").unlink()
-    content = found(capsys, tmp_path / "x")
+    content = content_of(capsys, tmp_path / "x")
     assert (
         content["samples"][0]["parts"] == [{"text": "5 6 69999", "counts": True}]
         and "names no tokenizer" in content["tokenizer_problem"]
@@ -149,7 +149,7 @@ def test_files_of_other_tools_are_shown_as_numbers(tmp_path, capsys):
     assert main(["inspect", str(tmp_path / "x")]) == 0
     assert "tokens are shown as numbers: " in capsys.readouterr().out
     assert (
-        found(capsys, tmp_path / "x", "--tokenizer", "byte", "--document", "1")["samples"][0]["parts"][0]["text"]
+        content_of(capsys, tmp_path / "x", "--tokenizer", "byte", "--document", "1")["samples"][0]["parts"][0]["text"]
         == "\x05\x06"
     )
 

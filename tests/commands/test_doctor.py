@@ -23,9 +23,9 @@ def of(findings: object, name: str) -> Finding:
 def test_this_machine_can_train(capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(storage, "MOST_BLOCKS", 1)
     assert main(["--dir", str(tmp_path / "runs"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["usable"]
-    verdicts = {each["name"]: each["verdict"] for each in found["findings"]}
+    content = json.loads(capsys.readouterr().out)
+    assert content["usable"]
+    verdicts = {each["name"]: each["verdict"] for each in content["findings"]}
     assert {verdicts[name] for name in ("Python", "torch", "torch imports", "gloo", "clocks")} == {"good"}
     assert not list(tmp_path.iterdir()), "nothing is left behind"
 
@@ -81,8 +81,8 @@ def test_ranks_that_fail_or_hang_are_a_finding(tmp_path: Path, monkeypatch: pyte
     ):
         interpreter.write_text(f"#!/bin/sh\n{script}\n")
         interpreter.chmod(0o755)
-        (found,) = pair.findings()
-        assert found.verdict == "bad" and message in found.advice
+        (finding,) = pair.findings()
+        assert finding.verdict == "bad" and message in finding.advice
         monkeypatch.setattr(pair, "LIMIT_S", 0.2)
     interpreter.write_text(
         '#!/bin/sh\necho \'{"torch": {"cuda": null, "devices": [], "nccl": null, "seconds": 1}}\'\nexec sleep 60\n'

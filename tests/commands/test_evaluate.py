@@ -92,13 +92,13 @@ def write_tokenizer(directory: Path, bos: bool) -> int:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     """A tiny random Llama as a Hugging Face directory, with a tokenizer that sets BOS before texts, and with one that
     has none."""
-    found = {}
+    results = {}
     for bos in (True, False):
-        path = found[bos] = tmp_path_factory.mktemp("hf")
+        path = results[bos] = tmp_path_factory.mktemp("hf")
         size = write_tokenizer(path, bos)
         ids = {"vocab_size": size, "eos_token_id": size - 1, "bos_token_id": None, "pad_token_id": None}
         write(Case("Llama", SHAPE | ids | {"max_position_embeddings": LONGEST, "tie_word_embeddings": False}), path)
-    return found
+    return results
 
 
 @pytest.fixture
@@ -160,10 +160,10 @@ def test_perplexity_is_that_of_transformers(
     ]
     sums.append((sum(nats for nats, _ in sums), sum(count for _, count in sums)))
     sizes = [len(text.encode()) for text in texts.values()]
-    for found, (nats, count), size in zip(content["texts"], sums, [*sizes, sum(sizes)], strict=True):
-        assert (found["tokens"], found["bytes"]) == (count, size)
-        assert found["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-5)
-        assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+    for result, (nats, count), size in zip(content["texts"], sums, [*sizes, sum(sizes)], strict=True):
+        assert (result["tokens"], result["bytes"]) == (count, size)
+        assert result["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-5)
+        assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
 
 
 @pytest.mark.parametrize("count", [1, 5, 6, 7, 30])
@@ -244,11 +244,11 @@ def test_requests_are_answered_as_by_the_harness_on_transformers(models: dict[bo
     ours = harness.as_harness_model()(LanguageModel(f"hf:{models[bos]}"), tokenizing.load(models[bos]), 3)
     long = "never ending " * 9
     options = {"until": ["a", "~~"], "max_gen_toks": 12, "do_sample": False}
-    asked = requests(
+    requested = requests(
         "generate_until", ("The sky is", options), (long, options), ("x ", {"until": "b", "max_new_tokens": 5})
     )
-    said = ours.generate_until(asked)
-    assert said == theirs.generate_until(asked)
+    said = ours.generate_until(requested)
+    assert said == theirs.generate_until(requested)
     assert max(map(len, said)) > 0
     letters = [(each, {"max_gen_toks": 1}) for each in string.ascii_letters]
     follows = ours.generate_until(requests("generate_until", *letters))
@@ -266,12 +266,12 @@ def test_requests_are_answered_as_by_the_harness_on_transformers(models: dict[bo
         (long, " ends"),
         own,
     ]
-    found = ours.loglikelihood(requests("loglikelihood", *pairs))
+    result = ours.loglikelihood(requests("loglikelihood", *pairs))
     for (value, greedy), (expected, greedy_there) in zip(
-        found, theirs.loglikelihood(requests("loglikelihood", *pairs)), strict=True
+        result, theirs.loglikelihood(requests("loglikelihood", *pairs)), strict=True
     ):
         assert (value, greedy) == (pytest.approx(expected, rel=1e-5), greedy_there)
-    assert found[-1][1], "the model's own answer is the greedy one"
+    assert result[-1][1], "the model's own answer is the greedy one"
     texts = requests("loglikelihood_rolling", (long,), ("short",), (long * 2,))
     assert ours.loglikelihood_rolling(texts) == pytest.approx(theirs.loglikelihood_rolling(texts), rel=1e-5)
 
@@ -297,8 +297,8 @@ def test_tasks_give_the_figures_of_the_harness_on_transformers(
         2,
     )
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
-    asked = {"tasks": list(TASKS), "num_fewshot": 1, "limit": 2, "task_manager": manager}
-    expected = simple_evaluate(model=on_transformers(directory), **asked, log_samples=False)["results"]
+    requested = {"tasks": list(TASKS), "num_fewshot": 1, "limit": 2, "task_manager": manager}
+    expected = simple_evaluate(model=on_transformers(directory), **requested, log_samples=False)["results"]
     assert content["results"].keys() == expected.keys() == TASKS.keys()
     for task, figures in expected.items():
         numbers = {name: value for name, value in figures.items() if isinstance(value, float)}

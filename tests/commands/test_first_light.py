@@ -56,8 +56,8 @@ def streaming(
 ) -> Callable[..., str | None]:
     def stream(module: str, spec: dict[str, Any], hear: Callable[[Row], None], **options: Any) -> str | None:
         seen.append({**spec, **options})
-        found, problem = answers.get(spec["part"], ([row("figure", "measured")], None))
-        for each in found:
+        rows_found, problem = answers.get(spec["part"], ([row("figure", "measured")], None))
+        for each in rows_found:
             hear(each)
         return problem
 
@@ -133,9 +133,9 @@ def test_the_first_part_of_a_rehearsal_runs_in_its_process(tmp_path: Path, capsy
     output = tmp_path / "rehearsal.json"
     assert main(["--rehearse", "--parts", "machine", "--output", str(output), "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
-    found = {each["name"]: each for each in content["parts"]["machine"]["rows"]}
-    assert found["versions"]["versions"]["torch"] == torch.__version__
-    assert found["GPUs, their links and clocks"]["detail"] == "not on this machine: there is no GPU"
+    results = {each["name"]: each for each in content["parts"]["machine"]["rows"]}
+    assert results["versions"]["versions"]["torch"] == torch.__version__
+    assert results["GPUs, their links and clocks"]["detail"] == "not on this machine: there is no GPU"
     assert content["rehearsal"] and content["verdict"]["not_run"] == list(NAMES[1:])
 
 
@@ -143,9 +143,9 @@ def test_an_error_is_a_row_without_paths_of_the_machine() -> None:
     def broken() -> Row:
         raise ValueError(f"{report.ROOT}/benchmarks is wrong\nand more")
 
-    found = guarded("a proof", "proof", broken)
-    assert found["verdict"] == "failed" and guarded("a figure", "measurement", broken)["verdict"] == "missing"
-    assert "in broken" in found["traceback"] and f"{report.ROOT}/" not in found["traceback"]
+    row = guarded("a proof", "proof", broken)
+    assert row["verdict"] == "failed" and guarded("a figure", "measurement", broken)["verdict"] == "missing"
+    assert "in broken" in row["traceback"] and f"{report.ROOT}/" not in row["traceback"]
 
 
 # ---- machine
@@ -186,8 +186,8 @@ def test_a_kernel_is_compared_with_float64(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(
         activation, "gated_forward", lambda x, act: rough(x, act) if activation.takes_triton(x) else exact(x, act)
     )
-    found = guarded("SwiGLU", "proof", lambda: values.compared(checks["SwiGLU"], "SwiGLU", torch.float32, scene()))
-    assert found["verdict"] == "failed" and "error" in found["detail"]
+    row = guarded("SwiGLU", "proof", lambda: values.compared(checks["SwiGLU"], "SwiGLU", torch.float32, scene()))
+    assert row["verdict"] == "failed" and "error" in row["detail"]
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -240,13 +240,13 @@ def test_the_fastest_routes_are_written_where_kernels_auto_reads_them(
 ) -> None:
     monkeypatch.setattr(device_routes, "DIRECTORY", tmp_path / "routes")
     monkeypatch.setattr(report, "ROOT", tmp_path)
-    found = {
+    results = {
         "plain": {"cudnn": 2.0, "flash": 3.0},
         "documents": {"triton": 4.0},
         "weight_grad": {"addmm": 2.0, "mm_add": 1.5},
         "router": {"cast": 1.0},
     }
-    routes._write(found, scene(gpus=(H200,), rehearse=False))
+    routes._write(results, scene(gpus=(H200,), rehearse=False))
     read = device_routes.read(H200)
     assert (read.plain, read.documents, read.weight_grad, read.router, read.problem) == (
         "cudnn",
@@ -256,26 +256,26 @@ def test_the_fastest_routes_are_written_where_kernels_auto_reads_them(
         None,
     )
     table = routes.table_of(scene(gpus=(H200,)))
-    assert table["measured"]["ms"] == found
+    assert table["measured"]["ms"] == results
 
 
 def test_a_rehearsal_times_the_reference_and_names_what_needs_a_gpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(report, "ROOT", tmp_path)
-    found = {each["name"]: each["verdict"] for each in routes.rows(scene())}
+    results = {each["name"]: each["verdict"] for each in routes.rows(scene())}
     assert (
-        found["attention plain, reference: values"] == "passed"
-        and found["attention documents, reference"] == "measured"
+        results["attention plain, reference: values"] == "passed"
+        and results["attention documents, reference"] == "measured"
     )
-    assert {found[f"attention {name}"] for name in ("plain, cudnn", "documents, flash_varlen")} == {"absent"}
+    assert {results[f"attention {name}"] for name in ("plain, cudnn", "documents, flash_varlen")} == {"absent"}
     assert (
-        found["weight gradient, addmm"] == found["router, out_dtype"] == "absent"
-        and found["router, cast"] == "measured"
+        results["weight gradient, addmm"] == results["router, out_dtype"] == "absent"
+        and results["router, cast"] == "measured"
     )
     assert (
-        found["grouped product, no rows"] == found["bf16 products, sums of parts"] == "measured"
-        and found["cuDNN, rows first"] == "absent"
+        results["grouped product, no rows"] == results["bf16 products, sums of parts"] == "measured"
+        and results["cuDNN, rows first"] == "absent"
     )
 
 
@@ -313,8 +313,10 @@ def write_result(path: Path, loss: float = 1.0, weight: float = 0.5) -> None:
 def test_a_layout_that_differs_is_named(change: dict[str, float], said: str | None, tmp_path: Path) -> None:
     write_result(tmp_path / "0")
     write_result(tmp_path / "1", **change)
-    found = layouts.compared(layouts.LayoutCase("dp 2", {"dp": 2}), tmp_path / "1", tmp_path / "0")
-    assert found["verdict"] == ("passed" if said is None else "failed") and (said or "within") in found["detail"]
+    comparison = layouts.compared(layouts.LayoutCase("dp 2", {"dp": 2}), tmp_path / "1", tmp_path / "0")
+    assert (
+        comparison["verdict"] == ("passed" if said is None else "failed") and (said or "within") in comparison["detail"]
+    )
 
 
 def test_a_layout_that_hangs_costs_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,8 +338,8 @@ def test_a_layout_that_hangs_costs_itself(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(layouts.RankMachine, "start", start)
     table = [layouts.LayoutCase(f"{number}", {"dp": 2}) for number in range(4)]
-    found = [(each["name"], each["verdict"]) for each in layouts.RankMachine(scene(), 2, tmp_path).compare(table)]
-    assert found == [("0", "passed"), ("1", "failed"), ("2", "passed"), ("3", "missing")] and starts == [
+    results = [(each["name"], each["verdict"]) for each in layouts.RankMachine(scene(), 2, tmp_path).compare(table)]
+    assert results == [("0", "passed"), ("1", "failed"), ("2", "passed"), ("3", "missing")] and starts == [
         [0, 1, 2, 3],
         [2, 3],
     ]
@@ -405,10 +407,10 @@ def test_kernels_are_rows_with_registers(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(
         profiled.sys.modules, "megalite_kernels.made_up_triton", SimpleNamespace(_forward=function, WIDE=3)
     )
-    made = [each for each in profiled.launched_kernels() if each["registers"] == 64]
-    assert made == [{"name": "_forward", "warps": 4, "registers": 64, "spills": 2, "shared": 1024}]
+    created = [each for each in profiled.launched_kernels() if each["registers"] == 64]
+    assert created == [{"name": "_forward", "warps": 4, "registers": 64, "spills": 2, "shared": 1024}]
     device = {"name": H200, "bytes_per_second": 4e12, "flops": 7e14}
-    good = {"kernel": "norm", "shape": "4", "us": 5.0, "gbps": 9.0, "peers": {}, "compiled": made, "error": None}
+    good = {"kernel": "norm", "shape": "4", "us": 5.0, "gbps": 9.0, "peers": {}, "compiled": created, "error": None}
     late = {"group": "attention", "kernel": "attention", "error": "did not end within 9 s"}
     answers = {"device": [device, good], "attention": [late]}
     monkeypatch.setattr(kernels, "measure_groups", lambda job, *_: answers[job[0]])

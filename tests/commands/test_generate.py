@@ -115,10 +115,10 @@ def test_ranks_that_the_tool_starts_say_what_one_process_says(
     """Two prompts from a file, side by side, on two stages that are processes of their own."""
     (tmp_path / "prompts.jsonl").write_text('"Every caf"\n\n{"prompt": "quick brown f", "other": 1}\n')
     words = [checkpoint, "--prompts", tmp_path / "prompts.jsonl", "--tokens", "30", "--temperature", "1.5", "--json"]
-    found, expected = json.loads(generate(*words, "--pp", "2")), json.loads(generate(*words))
-    assert [each["prompt"] for each in found] == ["Every caf", "quick brown f"]
-    assert [each["tokens"] for each in found] == [each["tokens"] for each in expected]
-    assert [each["continuation"] for each in found] == [each["continuation"] for each in expected]
+    content, expected = json.loads(generate(*words, "--pp", "2")), json.loads(generate(*words))
+    assert [each["prompt"] for each in content] == ["Every caf", "quick brown f"]
+    assert [each["tokens"] for each in content] == [each["tokens"] for each in expected]
+    assert [each["continuation"] for each in content] == [each["continuation"] for each in expected]
 
 
 def test_several_prompts_are_printed_with_their_continuations(checkpoint: Path, generate: Callable[..., str]) -> None:
@@ -133,10 +133,10 @@ def test_what_has_no_encoding_is_replaced_in_prompts(
     lines = ['"a \\ud800"', '{"prompt": "b \\uDC80 \\ud83c\\udf89"}']
     (tmp_path / "prompts.jsonl").write_bytes(b"\xef\xbb\xbf" + "\n".join(lines).encode())
     words = [*GREEDY, "--tokens", "2", "--json"]
-    found = json.loads(generate(checkpoint, "--prompts", tmp_path / "prompts.jsonl", *words))
-    assert [each["prompt"] for each in found] == ["a \ufffd", "b \ufffd 🎉"]
+    content = json.loads(generate(checkpoint, "--prompts", tmp_path / "prompts.jsonl", *words))
+    assert [each["prompt"] for each in content] == ["a \ufffd", "b \ufffd 🎉"]
     plain = json.loads(generate(checkpoint, "--prompt", "a \ufffd", "--prompt", "b \ufffd 🎉", *words))
-    assert [each["tokens"] for each in found] == [each["tokens"] for each in plain]
+    assert [each["tokens"] for each in content] == [each["tokens"] for each in plain]
     assert json.loads(generate(checkpoint, "--prompt", "c \udcff", *words))["prompt"] == "c \ufffd"
 
 
@@ -183,8 +183,10 @@ def assistant(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write(
         case._replace(fields=case.fields | {"vocab_size": 258}), tmp_path_factory.mktemp("assistant") / "hf"
     )
-    made = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE)
-    made.save_pretrained(directory)
+    fast_tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE
+    )
+    fast_tokenizer.save_pretrained(directory)
     return directory
 
 
@@ -271,10 +273,12 @@ def test_a_conversation_forgets_its_oldest_turns_when_the_context_is_full(
 def test_a_prompt_of_a_hugging_face_model_begins_as_its_tokenizer_begins_texts(
     assistant: Path, generate: Callable[..., str]
 ) -> None:
-    found = json.loads(generate(f"hf:{assistant}", "--prompt", "Hi", "--tokens", "3", "--json", *GREEDY))
+    content = json.loads(generate(f"hf:{assistant}", "--prompt", "Hi", "--tokens", "3", "--json", *GREEDY))
     tokenizer = HuggingFaceTokenizer(assistant)
     prompt = [256, *tokenizer.encode("Hi")]
-    assert found["tokens"] == list(LanguageModel(f"hf:{assistant}").continuation(prompt, 3, Sampling(temperature=0.0)))
+    assert content["tokens"] == list(
+        LanguageModel(f"hf:{assistant}").continuation(prompt, 3, Sampling(temperature=0.0))
+    )
 
 
 @pytest.mark.parametrize(

@@ -172,10 +172,10 @@ def place(tmp_path_factory) -> Path:
     write_lines(directory / "books.jsonl", [{"chapter": text, "text": "not this"} for text in texts])
     dialogs = [[{"speaker": turn["role"], "text": turn["content"]} for turn in turns] for turns in (LONG, SHORT)]
     write_lines(directory / "dialogs.jsonl", [{"dialog": turns} for turns in dialogs] * 4)
-    asked = [{"instruction": f"Add 1 and {number}.", "input": "", "output": str(number + 1)} for number in range(9)]
-    (directory / "alpaca.json").write_text(json.dumps(asked))
+    records = [{"instruction": f"Add 1 and {number}.", "input": "", "output": str(number + 1)} for number in range(9)]
+    (directory / "alpaca.json").write_text(json.dumps(records))
     write_lines(
-        directory / "pairs.jsonl", [{"question": each["instruction"], "answer": each["output"]} for each in asked]
+        directory / "pairs.jsonl", [{"question": each["instruction"], "answer": each["output"]} for each in records]
     )
     (directory / "texts").mkdir()
     (directory / "texts" / "one.txt").write_text(" ".join(texts))

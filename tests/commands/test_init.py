@@ -38,9 +38,9 @@ def written(capsys, *words: str) -> tuple[dict, str]:
     main(["--output", "run.yaml", *words])
     printed = capsys.readouterr().out
     dry_run(["--dry_run", "--config", "run.yaml", "--json"])
-    found = json.loads(capsys.readouterr().out)
+    content = json.loads(capsys.readouterr().out)
     tree = yaml.safe_load(Path("run.yaml").read_text())
-    assert found["world_size"] == tree["parallel"]["tp"] * tree["parallel"]["pp"] * tree["parallel"]["dp"]
+    assert content["world_size"] == tree["parallel"]["tp"] * tree["parallel"]["pp"] * tree["parallel"]["dp"]
     return tree, printed
 
 

@@ -56,9 +56,9 @@ def names(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 def test_every_name_gives_the_same_shape(names: dict[str, str]):
-    found = {kind: config_of(name, 8).model for kind, name in names.items()}
+    by_kind = {kind: config_of(name, 8).model for kind, name in names.items()}
     assert {
-        kind: (model.hidden_size, model.num_hidden_layers, model.vocab_size) for kind, model in found.items()
+        kind: (model.hidden_size, model.num_hidden_layers, model.vocab_size) for kind, model in by_kind.items()
     } == dict.fromkeys(names, (48, 3, 300))
     assert (
         config_of("llama-3-8b", 8).model.preset == "llama-3-8b" and config_of("quickstart", 8).run.name == "quickstart"
@@ -73,9 +73,9 @@ def test_precision_is_the_configurations_own_where_it_says_one(names: dict[str, 
 
 
 def test_names_of_weights(names: dict[str, str]):
-    found = {kind: weights_of(name) for kind, name in names.items() if kind not in ("file", "fresh run")}
+    by_kind = {kind: weights_of(name) for kind, name in names.items() if kind not in ("file", "fresh run")}
     step, hub = names["checkpoint"], f"hf:{names['snapshot']}"
-    assert found == {
+    assert by_kind == {
         **{"directory": "hf:hf", "hf:": "hf:hf", "config.json": "hf:hf", "configuration": "runs/trained"},
         **{"hub": hub, "hf:hub": hub, "run": "runs/trained", "checkpoint": step, "snapshot": hub},
     }
@@ -121,7 +121,9 @@ def test_a_tilde_is_the_home_directory(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_a_tokenizer_of_the_hub_is_its_directory(tmp_path: Path):
     with hub_cache(tmp_path) as cache:
-        found = store(cache, "org/name", TOKENIZER)
-        assert as_tokenizer("org/name") == as_tokenizer("hf:org/name") == str(found) and as_tokenizer("byte") == "byte"
+        directory = store(cache, "org/name", TOKENIZER)
+        assert (
+            as_tokenizer("org/name") == as_tokenizer("hf:org/name") == str(directory) and as_tokenizer("byte") == "byte"
+        )
         with pytest.raises(argparse.ArgumentTypeError, match="hf download org/other"):
             as_tokenizer("org/other")

@@ -95,8 +95,8 @@ def test_the_search_finds_what_trying_everything_finds(everything):
             best[family] = min(best.get(family, float("inf")), plan.step.total)
     assert 0.2 * len(plans) < sum(plan.fits for plan in plans) < 0.9 * len(plans), "memory decides something"
     search = small_search(12, recompute="none", offload="none")
-    found = search.plans()
-    assert [plan.step.total for plan in found] == pytest.approx(sorted(best.values())[:12])
+    ranked = search.plans()
+    assert [plan.step.total for plan in ranked] == pytest.approx(sorted(best.values())[:12])
     assert search.considered == len(plans) and search.timed < len(plans)
 
 
@@ -138,8 +138,8 @@ def test_a_run_is_predicted_as_its_plan_was(everything):
     with pytest.raises(ConfigError, match="profiling.hardware = h101 is not in the table.*Nearest: h100"):
         device_of(config, "")
     config.profiling.hardware = None
-    found = device_of(config, "NVIDIA H200")
-    assert found is not None and found.name == "h200" and device_of(config, "") is None
+    predicted_device = device_of(config, "NVIDIA H200")
+    assert predicted_device is not None and predicted_device.name == "h200" and device_of(config, "") is None
 
 
 def test_the_search_within_a_budget_finds_what_trying_everything_finds():
@@ -197,13 +197,13 @@ def test_json_has_what_is_promised(tool, tmp_path):
         "--write",
         written,
     )
-    found = json.loads(tool(*arguments, "--json"))
-    assert found["parameters"] == 8_030_261_248 and len(found["plans"]) == 2 and len(found["explanation"]) >= 4
+    content = json.loads(tool(*arguments, "--json"))
+    assert content["parameters"] == 8_030_261_248 and len(content["plans"]) == 2 and len(content["explanation"]) >= 4
     keys = (
         "tp pp virtual_stages schedule dp zero micro_batch_size recompute memory_bytes step_time_s "
         "tokens_per_second_per_gpu mfu fits"
     )
-    for plan in found["plans"]:
+    for plan in content["plans"]:
         assert set(keys.split()) <= plan.keys() and plan["fits"] and plan["tp"] * plan["pp"] * plan["dp"] == 8
         assert sum(plan["step_time_parts_s"].values()) == pytest.approx(plan["step_time_s"])
         assert plan["tokens_per_second_per_gpu"] == pytest.approx(64 * 8192 / 8 / plan["step_time_s"])
@@ -212,7 +212,7 @@ def test_json_has_what_is_promised(tool, tmp_path):
         assert plan["cost"] == pytest.approx(plan["days"] * 24 * 2 * 8)
         low, high = plan["step_time_interval_s"]
         assert low * (1 + INTERVAL) == pytest.approx(plan["step_time_s"]) == high / (1 + INTERVAL)
-    best = found["plans"][0]
+    best = content["plans"][0]
     planned = dry_run.read(["--config", str(written)], 8)
     assert (planned.parallel.tp, planned.parallel.pp, planned.parallel.zero) == (best["tp"], best["pp"], best["zero"])
     assert max(rank.total for rank in estimate(planned, 8)) == best["memory_bytes"]
@@ -222,13 +222,13 @@ def test_json_has_what_is_promised(tool, tmp_path):
 
 
 def test_plans_that_cannot_be_told_apart_are_named(tool):
-    found = json.loads(tool("--model", "llama-3-8b", *ARGUMENTS, "--plans", 4, "--json"))
-    times = [plan["step_time_s"] for plan in found["plans"]]
+    content = json.loads(tool("--model", "llama-3-8b", *ARGUMENTS, "--plans", 4, "--json"))
+    times = [plan["step_time_s"] for plan in content["plans"]]
     alike = sum(time < times[0] * (1 + ALIKE) for time in times)
     (sure,) = (
-        line for line in found["explanation"] if line.startswith(f"80 % of published runs are within {INTERVAL:.0%}")
+        line for line in content["explanation"] if line.startswith(f"80 % of published runs are within {INTERVAL:.0%}")
     )
-    assert alike > 1 and any(f"first {alike} plans cannot be told apart" in line for line in found["explanation"])
+    assert alike > 1 and any(f"first {alike} plans cannot be told apart" in line for line in content["explanation"])
     unknown = json.loads(tool("--model", "llama-3.2-1b", *ARGUMENTS, "--gpu", "l40s", "--plans", 1, "--json"))
     assert unknown["plans"][0]["step_time_interval_s"] is None
     assert "No published run on l40s has been compared with a prediction." in unknown["explanation"]
@@ -260,17 +260,17 @@ def test_an_interrupted_search_prints_the_plans_that_it_has(after, count, tool, 
 
 
 def test_a_search_tells_how_far_it_is():
-    told: list[tuple[str, int, int | None]] = []
+    reports: list[tuple[str, int, int | None]] = []
     search = small_search(3)
-    search.progress = lambda what, done=0, total=None, unit="": told.append((what, done, total))
+    search.progress = lambda what, done=0, total=None, unit="": reports.append((what, done, total))
     assert len(search.plans()) == 3
-    assert {what for what, _, _ in told} == {"listing the legal layouts", "searching"}
-    assert [(done, total) for what, done, total in told if what == "listing the legal layouts"] == [
+    assert {what for what, _, _ in reports} == {"listing the legal layouts", "searching"}
+    assert [(done, total) for what, done, total in reports if what == "listing the legal layouts"] == [
         (0, 3),
         (1, 3),
         (2, 3),
     ]
-    assert {done for what, done, total in told if what == "searching" and total == 3} == {0, 1, 2}
+    assert {done for what, done, total in reports if what == "searching" and total == 3} == {0, 1, 2}
 
 
 def test_adapters_are_planned(tool, tmp_path):

@@ -31,12 +31,12 @@ def settings() -> Iterator[None]:
 
 
 def test_bubble_runs_without_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[bool] = []
+    results: list[bool] = []
     monkeypatch.setattr("sys.argv", ["bubble_calc.py"])
-    monkeypatch.setattr("megalite.commands.bubble.main", lambda: found.append(gc.isenabled()))
+    monkeypatch.setattr("megalite.commands.bubble.main", lambda: results.append(gc.isenabled()))
     with pytest.raises(SystemExit) as end:
         start("bubble")
-    assert found == [False] and end.value.code == 0
+    assert results == [False] and end.value.code == 0
 
 
 def test_sigterm_ends_a_benchmark_by_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:

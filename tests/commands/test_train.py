@@ -90,8 +90,8 @@ def test_two_jobs_in_one_directory(tmp_path):
     assert third.returncode == 0, output
     assert f"took over the lock of process {first.pid} on" in output and f"resumed after step {newest}" in output
     assert "changed since the checkpoint" in output and "optimizer.lr" in output
-    found = json.loads((run / "summary.json").read_text())
-    assert (found["state"], found["step"], found["exit_status"]) == ("done", newest + 2, 0)
+    content = json.loads((run / "summary.json").read_text())
+    assert (content["state"], content["step"], content["exit_status"]) == ("done", newest + 2, 0)
     assert not (run / "lock").exists()
 
 

@@ -55,15 +55,15 @@ def test_names_the_step_tensor_and_rank_that_differ(recordings, tmp_path):
     tensors = load_file(doctored / "step_2.safetensors")
     tensors["weight/layers.1.attention.q.weight"][-1, 0] += 0.5  # the last row lies on the second tp rank
     save_file(tensors, doctored / "step_2.safetensors")
-    found = compare(doctored, single, relative=1e-5, absolute=2e-5)
-    assert found is not None
-    assert (found.step, found.tensor, found.rank) == (2, "layers.1.attention.q.weight", 1)
-    assert found.error == pytest.approx(0.5, rel=1e-3)
+    difference = compare(doctored, single, relative=1e-5, absolute=2e-5)
+    assert difference is not None
+    assert (difference.step, difference.tensor, difference.rank) == (2, "layers.1.attention.q.weight", 1)
+    assert difference.error == pytest.approx(0.5, rel=1e-3)
     scalars = json.loads((doctored / "scalars.json").read_text())
     scalars[0]["grad_norm"] *= 1.1
     (doctored / "scalars.json").write_text(json.dumps(scalars))
-    found = compare(doctored, single, relative=1e-5, absolute=2e-5)
-    assert found is not None and (found.step, found.tensor, found.rank) == (1, "grad_norm", None)
+    difference = compare(doctored, single, relative=1e-5, absolute=2e-5)
+    assert difference is not None and (difference.step, difference.tensor, difference.rank) == (1, "grad_norm", None)
 
 
 def run_tool(*arguments: str) -> subprocess.CompletedProcess:

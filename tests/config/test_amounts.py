@@ -111,7 +111,7 @@ def test_sizes(text: str, size: int | None) -> None:
     ],
 )
 def test_amounts_are_resolved_alike_from_command_line_and_yaml(argv: list[str], option: str, value: Any) -> None:
-    def found(config: Config) -> Any:
+    def value_of(config: Config) -> Any:
         section, key = option.split(".")
         return getattr(getattr(config, section), key)
 
@@ -120,7 +120,7 @@ def test_amounts_are_resolved_alike_from_command_line_and_yaml(argv: list[str], 
         section, key = name.removeprefix("--").split(".")
         tree.setdefault(section, {})[key] = yaml.safe_load(word)
     for config in (load(*argv), load(text=yaml.safe_dump(tree))):
-        assert found(config) == value and type(found(config)) is type(value)
+        assert value_of(config) == value and type(value_of(config)) is type(value)
         assert config.train.tokens is None and config.train.epochs is None
 
 
@@ -270,5 +270,5 @@ def test_an_epoch_is_one_pass_of_the_dataset(here: Path) -> None:
 def test_what_can_not_be_read_is_one_message(
     capsys: pytest.CaptureFixture[str], argv: list[str], text: str | None, says: str
 ) -> None:
-    told = refusal(capsys, *argv, text=text)
-    assert says in told and "\n" not in told
+    printed = refusal(capsys, *argv, text=text)
+    assert says in printed and "\n" not in printed

@@ -39,14 +39,14 @@ TABLE: dict[str, tuple[dict[str, Any], int | None, tuple[int, ...]]] = {
 }
 
 
-def made(options: dict[str, Any]) -> Config:
+def config_of(options: dict[str, Any]) -> Config:
     return from_dict({"parallel": options, "train": {"global_batch_size": 48, "micro_batch_size": 2}})
 
 
 @pytest.mark.parametrize("row", TABLE)
 def test_derived_sizes(row):
     options, world, expected = TABLE[row]
-    dims = ParallelDims.of(made(options), world)
+    dims = ParallelDims.of(config_of(options), world)
     assert {name: getattr(dims, name) for name in DERIVED} == dict(zip(DERIVED, expected, strict=True))
     assert dims.ep == 1
     assert dims.shard * dims.replicate == dims.data
@@ -67,13 +67,13 @@ def test_dp_fills_the_world(options, world, dp):
 
 @pytest.mark.parametrize("schedule", RECIPES)
 def test_stages_are_those_that_the_schedule_is_built_with(schedule):
-    for asked in (None, 3) if RECIPES[schedule].chunks is None else (None,):
-        dims = ParallelDims.of(made({"pp": 4, "schedule": schedule, "virtual_stages": asked}))
-        assert dims.stages == 4 * chunks_of(schedule, asked)
+    for virtual_stages in (None, 3) if RECIPES[schedule].chunks is None else (None,):
+        dims = ParallelDims.of(config_of({"pp": 4, "schedule": schedule, "virtual_stages": virtual_stages}))
+        assert dims.stages == 4 * chunks_of(schedule, virtual_stages)
 
 
 def test_wrong_sizes_have_dims_for_the_rules_to_read():
-    config = made({"dp": 0, "tp": 0})
+    config = config_of({"dp": 0, "tp": 0})
     config.train.micro_batch_size = 0
     assert ParallelDims.of(config, 4).world == 0
 
@@ -81,5 +81,5 @@ def test_wrong_sizes_have_dims_for_the_rules_to_read():
 def test_no_other_file_derives_a_size_of_the_mesh():
     root = Path(megalite.__file__).parent
     derives = re.compile(r"parallel\.(dp|cp|dp_shard) (or|\*)|\* \w*\.?parallel\.cp|world_size //")
-    found = {str(path.relative_to(root)) for path in root.rglob("*.py") if derives.search(path.read_text())}
-    assert found == {"config/dims.py"}
+    files = {str(path.relative_to(root)) for path in root.rglob("*.py") if derives.search(path.read_text())}
+    assert files == {"config/dims.py"}

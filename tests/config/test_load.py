@@ -168,12 +168,12 @@ def test_values_are_converted_alike_from_command_line_and_yaml(argv, option, val
 def test_without_a_configuration_it_says_how_to_start(capsys):
     with pytest.raises(SystemExit) as end:
         load_config([], world_size=1)
-    told = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert (
         end.value.code == 2
-        and "--config quickstart" in told
-        and "--list_configs" in told
-        and "--help [SECTION]" in told
+        and "--config quickstart" in printed
+        and "--list_configs" in printed
+        and "--help [SECTION]" in printed
     )
 
 
@@ -212,13 +212,13 @@ def test_a_list_in_a_file_needs_no_brackets():
 def test_help_of_one_section(capsys):
     with pytest.raises(SystemExit) as end:
         load_config(["--help", "lora"], world_size=1)
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert (
         end.value.code == 0
-        and told.startswith("lora:\n  --lora.rank")
-        and "--model." not in told.split("lora.targets")[0]
+        and printed.startswith("lora:\n  --lora.rank")
+        and "--model." not in printed.split("lora.targets")[0]
     )
-    assert {option for option in OPTIONS if f"--{option} " in told or f"--{option}\n" in told} == {
+    assert {option for option in OPTIONS if f"--{option} " in printed or f"--{option}\n" in printed} == {
         option for option in OPTIONS if option.startswith("lora.")
     }
 
@@ -232,8 +232,8 @@ def test_a_path_may_begin_at_home(monkeypatch):
 
 
 def test_what_other_projects_call_an_option_names_one_of_ours():
-    found = {option for here in other_names().values() for option in re.findall(r"\b[a-z]+\.[a-z_0-9]+", here)}
-    assert found and found <= OPTIONS.keys()
+    options_named = {option for here in other_names().values() for option in re.findall(r"\b[a-z]+\.[a-z_0-9]+", here)}
+    assert options_named and options_named <= OPTIONS.keys()
     ours = {option.split(".")[-1] for option in OPTIONS}
     assert not ours & other_names().keys(), "these are suggested by their name alone"
 
@@ -457,11 +457,11 @@ def test_every_mistake_of_files_and_command_line_is_in_one_message(capsys):
         "--train.compile",
     ]
     Path("gone").touch()
-    found = [
+    lines = [
         line.split(" is not ")[0].split(" on the ")[0].split(" cannot")[0]
         for line in mistakes(capsys, *words, text=text)
     ]
-    assert found == [
+    assert lines == [
         *("quickstart", "--lr_min", "--train.compile"),
         *("modle in run.yaml", "model.hiden_size in run.yaml", "optimizer = 3 in run.yaml"),
         *("train.steps = many in run.yaml", "model.hidden_size = wide in run.yaml", "--config = gone.yaml"),
@@ -475,14 +475,14 @@ def test_every_broken_rule_is_in_one_message_and_one_cause_has_one_line(capsys):
         "optimizer: {lr: 1e-3, min_lr: 1e-2, warmup_steps: 500}\ntrain: {steps: 100, grad_dtype: bf16}\nprofiling: "
         "{ranks: [7]}"
     )
-    found = mistakes(capsys, "--tp", "3", "--train.global_batch_size", "33", text=text)
-    assert [line.split(" = ")[0] for line in found] == [
+    lines = mistakes(capsys, "--tp", "3", "--train.global_batch_size", "33", text=text)
+    assert [line.split(" = ")[0] for line in lines] == [
         *("parallel.tp", "train.grad_dtype", "optimizer.min_lr", "optimizer.warmup_steps", "profiling.ranks"),
     ]
-    found = mistakes(
+    lines = mistakes(
         capsys, "--model.hidden_size", "0", "--train.steps", "0", "--optimizer.warmup_steps", "5", "--tp", "0"
     )
-    assert [line.split(" = ")[0] for line in found] == ["model.hidden_size", "parallel.tp", "train.steps"]
+    assert [line.split(" = ")[0] for line in lines] == ["model.hidden_size", "parallel.tp", "train.steps"]
 
 
 def test_print_config_reads_back_to_the_same_configuration(capsys):
@@ -581,5 +581,5 @@ def test_an_unknown_name_gets_the_nearest_shipped_one(capsys):
 def test_what_a_run_leaves_unused_is_named(tmp_path, config, says):
     (tmp_path / "tokens.json").write_text('{"vocab_size": 1024}')
     data = {"train": str(tmp_path / "tokens"), **config.get("data", {})}
-    found = unused(from_dict({**config, "data": data}))
-    assert len(found) == len(says) and all(text in line for text, line in zip(says, found, strict=True))
+    lines = unused(from_dict({**config, "data": data}))
+    assert len(lines) == len(says) and all(text in line for text, line in zip(says, lines, strict=True))

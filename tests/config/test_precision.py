@@ -63,11 +63,11 @@ def test_auto_follows_the_device(flags, architecture, gpus, visible, torch, expe
         Path("proc/driver/nvidia/gpus", str(number)).mkdir(parents=True)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    found = load(WORDS, world_size=1)
-    assert found.config.train.precision == expected and found.choice is not None
+    loaded = load(WORDS, world_size=1)
+    assert loaded.config.train.precision == expected and loaded.choice is not None
     assert (
-        found.choice.describe().startswith(f"train.precision = auto is {expected}: ")
-        and reason in found.choice.describe()
+        loaded.choice.describe().startswith(f"train.precision = auto is {expected}: ")
+        and reason in loaded.choice.describe()
     )
 
 
@@ -106,8 +106,8 @@ def test_a_resumed_run_keeps_what_its_configuration_records(start):
     step.mkdir(parents=True)
     (step / "manifest.json").touch()
     (step.parent / "latest").write_text(step.name)
-    found = load(resumed, world_size=1)
-    assert found.config.train.precision == "bf16" and found.choice is not None and found.choice.device is None
+    loaded = load(resumed, world_size=1)
+    assert loaded.config.train.precision == "bf16" and loaded.choice is not None and loaded.choice.device is None
     assert (
         load_config([*resumed, "--checkpoint.load", "none", "--run.name", "b"], world_size=1).train.precision == "fp32"
     )

@@ -11,7 +11,7 @@ from megalite.optimizer.schedule import learning_rate
 RAMPS = [([8, 8, 100], 32), ([4, 4, 7], 32), ([32, 8, 100], 32), ([2, 6, 1000], 20), ([1, 1, 3], 64), (None, 16)]
 
 
-def told(ramp: list[int] | None, full: int, steps: int) -> list[int]:
+def sizes_by_rule(ramp: list[int] | None, full: int, steps: int) -> list[int]:
     """Megatron-LM's rule: after each SAMPLES / increments samples the batch grows by one increment."""
     sizes, samples = [], 0
     for _ in range(steps):
@@ -29,7 +29,7 @@ def told(ramp: list[int] | None, full: int, steps: int) -> list[int]:
 @pytest.mark.parametrize("ramp, full", RAMPS)
 def test_sizes_and_sums_are_those_of_the_rule(ramp, full):
     train = TrainConfig(rampup_batch_size=ramp, global_batch_size=full)
-    sizes, samples = told(ramp, full, 200), 0
+    sizes, samples = sizes_by_rule(ramp, full, 200), 0
     for step, size in enumerate(sizes):
         assert (batch_size(train, samples), samples_after(train, step)) == (size, samples)
         assert steps_for(train, samples) == step and steps_for(train, samples + 1) == step + 1

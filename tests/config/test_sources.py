@@ -135,12 +135,12 @@ def test_what_names_the_same_model_again_keeps_its_weights_and_new_rows():
     Path("runs/a/manifest.json").touch()
     again = model((weights,), "--model.preset", "tiny")
     assert (again.init_from, again.resize_embeddings) == ("runs/a", "mean")
-    found = model(
+    result = model(
         (f"model: {{from_hf: hf, init_from: 'hf:{Path('hf').absolute()}', resize_embeddings: mean}}",),
         "--model.from_hf",
         "./hf",
     )
-    assert found.init_from == f"hf:{Path('hf').absolute()}" and found.resize_embeddings == "mean"
+    assert result.init_from == f"hf:{Path('hf').absolute()}" and result.resize_embeddings == "mean"
 
 
 def test_one_source_names_one_shape(capsys):

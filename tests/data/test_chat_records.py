@@ -54,13 +54,13 @@ def run(monkeypatch, tmp_path, capsys) -> Callable[..., dict]:
 
 def learned(prefix: str = "x") -> list[bytes]:
     """The bytes that count, of each document; EOS is written as a dollar."""
-    file, found, at = IndexedTokens(prefix), [], 0
+    file, texts, at = IndexedTokens(prefix), [], 0
     assert file.loss is not None
     for size in file.sizes.tolist():
         pairs = zip(file.tokens[at : at + size].tolist(), file.loss.tokens[at : at + size].tolist(), strict=True)
-        found.append(b"".join(bytes([token]) if token < 256 else b"$" for token, counts in pairs if counts))
+        texts.append(b"".join(bytes([token]) if token < 256 else b"$" for token, counts in pairs if counts))
         at += size
-    return found
+    return texts
 
 
 def counted(
@@ -304,11 +304,11 @@ def test_the_earlier_format_of_calls_is_read():
     """`functions`, `function_call` and the role `function`: templates know only `tools` and `tool_calls`."""
     answer = {"role": "function", "name": "add", "content": "2"}
     called = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}}
-    found = READER.read({"messages": [SHORT[0], called, answer], "functions": [{"name": "add"}]}, "here")
-    assert found.tools == [{"type": "function", "function": {"name": "add"}}]  # type: ignore[union-attr]
+    conversation = READER.read({"messages": [SHORT[0], called, answer], "functions": [{"name": "add"}]}, "here")
+    assert conversation.tools == [{"type": "function", "function": {"name": "add"}}]  # type: ignore[union-attr]
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     expected = [SHORT[0], {"role": "assistant", "content": "", "tool_calls": [call]}, {**answer, "role": "tool"}]
-    assert found.messages == expected  # type: ignore[union-attr]
+    assert conversation.messages == expected  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -152,8 +152,8 @@ def of_roles(directory: Path, ends: list[str] | None = None) -> tokenizing.Token
     """A tokenizer with a control token for each role, whose generation_config.json lists the ends."""
     write_tokenizer(directory, controls=(*CONTROLS, *ROLE_CONTROLS))
     if ends is not None:
-        found = tokenizing.load(directory)
-        ids = [found.encode_rendered(end)[0][0] for end in ends]
+        loaded = tokenizing.load(directory)
+        ids = [loaded.encode_rendered(end)[0][0] for end in ends]
         (directory / "generation_config.json").write_text(
             json.dumps({"eos_token_id": ids[0] if len(ids) == 1 else ids})
         )
@@ -314,8 +314,8 @@ def test_arguments_are_given_as_the_template_reads_them(call, tokenizer):
     template = ChatTemplate(tokenizer, TOOL_CALL + call + AFTER_CALL)
     text = '{"a": [1, null], "b": "é <|im_end|>", "c": true}'
     messages = [ASKED, {**CALLED, "tool_calls": [{"function": {"name": "add", "arguments": text}}]}]
-    found = RecordReader().read({"messages": messages}, "here")
-    tokens, mask = template.render(found.messages)
+    conversation = RecordReader().read({"messages": messages}, "here")
+    tokens, mask = template.render(conversation.messages)
     end = template.end_of_turn()
     assert [token for token, each in zip(tokens, mask, strict=True) if each] == [*tokenizer.encode(text), end]
 
@@ -347,15 +347,15 @@ def test_templates_without_a_default_are_not_replaced_by_ours(tmp_path):
     named = [{"name": "rag", "template": CHATML}, {"name": "tool_use", "template": CHATML}]
     settings = place / "tokenizer_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": named}))
-    found = tokenizing.load(place)
+    loaded = tokenizing.load(place)
     with pytest.raises(ValueError, match="no default specified"):
-        found._tokenizer.get_chat_template()
+        loaded._tokenizer.get_chat_template()
     with pytest.raises(
         DataError,
         match=r"has no default chat template, only rag, tool_use. Give the one to use with --chat_template FILE",
     ):
-        ChatTemplate(found)
-    assert ChatTemplate(found, CHATML).source == CHATML
+        ChatTemplate(loaded)
+    assert ChatTemplate(loaded, CHATML).source == CHATML
 
 
 def test_other_keys_of_a_message_reach_the_template(tokenizer):
@@ -366,8 +366,8 @@ def test_other_keys_of_a_message_reach_the_template(tokenizer):
         "messages": [{"role": "user", "content": "x", "name": "Ada"}, calls],
         "tools": [{"name": "add<s>", "</s>": 1}],
     }
-    found = RecordReader().read(record, "here")
-    tokens, _ = ChatTemplate(tokenizer, source).render(found.messages, tools=found.tools, loss_on="all")
+    conversation = RecordReader().read(record, "here")
+    tokens, _ = ChatTemplate(tokenizer, source).render(conversation.messages, tools=conversation.tools, loss_on="all")
     assert tokens == tokenizer.encode("</s>add<s>Adacall"), "control tokens neither in values nor in keys"
 
 
@@ -435,9 +435,15 @@ def test_the_forms_give_the_same_documents(run, directory, tmp_path):
             tokens,
         )
     run("--input", "a.jsonl", "--tokenizer", directory, "--output", "x")
-    told = json.loads(Path("x.json").read_text())["chat"]
-    assert told["forms"] == sorted(FORMS) and told["loss_on"] == "assistant" and told["loss_tokens"] == 3 * counts
-    assert (told["template_hash"], told["template"], told["longest"]) == (template.hash, template.source, tokens)
+    content = json.loads(Path("x.json").read_text())["chat"]
+    assert (
+        content["forms"] == sorted(FORMS) and content["loss_on"] == "assistant" and content["loss_tokens"] == 3 * counts
+    )
+    assert (content["template_hash"], content["template"], content["longest"]) == (
+        template.hash,
+        template.source,
+        tokens,
+    )
 
 
 def test_long_conversations_and_those_without_loss_are_counted(run, tmp_path):

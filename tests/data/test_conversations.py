@@ -42,13 +42,13 @@ def test_every_conversation_stands_whole_in_one_row(chats, packing):
     expected = {
         int(end - size): list(range(end - size, end)) for end, size in zip(ends, SIZES, strict=True) if size > 1
     }
-    found = []
+    results = []
     for i in range(dataset.samples_per_epoch):
         tokens, targets, starts = row = dataset[i]
         assert row.shape == (3, S) and row.dtype == np.int64
         assert (np.diff(starts) >= 0).all() and (starts <= np.arange(S)).all()
         pieces = documents_of(row)
-        found += [piece[0] for piece in pieces]
+        results += [piece[0] for piece in pieces]
         for piece in pieces:
             whole = expected[piece[0]]
             assert piece == whole[:-1]
@@ -59,7 +59,7 @@ def test_every_conversation_stands_whole_in_one_row(chats, packing):
             counted = [token if token % 2 else IGNORE_INDEX for token in whole[1:]]
             assert targets[at : at + len(piece)].tolist() == counted
         assert (targets[tokens == 0] == IGNORE_INDEX).all(), "padding does not count"
-    assert sorted(found) == sorted(expected)
+    assert sorted(results) == sorted(expected)
     assert dataset.samples_per_epoch == (4 if packing else len(SIZES)), "38 inputs in rows of 10"
 
 
@@ -104,15 +104,15 @@ def test_order_is_a_function_of_the_index(chats, packing):
 
 def test_fingerprint_knows_packing_and_mask(chats, tmp_path):
     prefix = chats("x", SIZES)
-    found = {
+    results = {
         data(prefix, packing=packing, shuffle=shuffle).fingerprint
         for packing in (False, True)
         for shuffle in (False, True)
     }
-    assert len(found) == 4
+    assert len(results) == 4
     mask = tmp_path / "x.loss.bin"
     mask.write_bytes(bytes([1]) + mask.read_bytes()[1:])
-    assert data(prefix).fingerprint not in found
+    assert data(prefix).fingerprint not in results
 
 
 def test_validation_blends_and_lists_keep_conversations_whole(chats):

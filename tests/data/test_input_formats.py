@@ -53,8 +53,10 @@ def run(monkeypatch, tmp_path, capsys) -> Run:
         except SystemExit as ended:
             status = int(str(ended.code))
         out, err = capsys.readouterr()
-        told = [line for line in err.splitlines() if not line.startswith(("tokenizing: ", "reading for the tokenizer"))]
-        return status, json.loads(out or "{}"), "\n".join(told)
+        printed = [
+            line for line in err.splitlines() if not line.startswith(("tokenizing: ", "reading for the tokenizer"))
+        ]
+        return status, json.loads(out or "{}"), "\n".join(printed)
 
     return call
 
@@ -97,17 +99,18 @@ def test_one_object_is_a_record_if_it_has_the_text_and_a_text_if_not(run):
     Path("line.json").write_text(json.dumps({"body": TEXTS[1]}))
     Path("package.json").write_text('{\n  "files": [\n    {"id": 1},\n    {"id": 2}\n  ]\n}\n')
     Path("tsconfig.json").write_text('{\n  // a comment\n  "strict": true\n}\n')
-    status, _, told = run("--input", "one.json", "line.json", "package.json", "tsconfig.json", "--text_key", "body")
+    status, _, printed = run("--input", "one.json", "line.json", "package.json", "tsconfig.json", "--text_key", "body")
     assert status == 0 and documents() == [
         *TEXTS[:2],
         Path("package.json").read_text(),
         Path("tsconfig.json").read_text(),
     ]
     assert (
-        told == "package.json and 1 more .json files hold no records with --text_key body: read as text, braces and all"
+        printed
+        == "package.json and 1 more .json files hold no records with --text_key body: read as text, braces and all"
     )
-    status, _, told = run("--input", "line.json", "one.json", "--format", "text")
-    assert (status, told) == (0, "") and documents()[0] == Path("line.json").read_text(), (
+    status, _, printed = run("--input", "line.json", "one.json", "--format", "text")
+    assert (status, printed) == (0, "") and documents()[0] == Path("line.json").read_text(), (
         "what is asked for is not told"
     )
 
@@ -242,8 +245,8 @@ def test_a_file_of_another_kind_is_told_what_it_is(run, case, name):
     content, message = OTHERS[case]
     *chat, file = name.split()
     Path(file).write_bytes(content)
-    status, result, told = run(*chat, "--input", file)
-    assert (status, result) == (2, {}) and f"--input {file} {message}" in told and told.count("\n") == 0
+    status, result, printed = run(*chat, "--input", file)
+    assert (status, result) == (2, {}) and f"--input {file} {message}" in printed and printed.count("\n") == 0
     assert run(*chat, "--input", file, "--skip_bad", "1")[1].get("skipped", 1) == 1
 
 
@@ -252,8 +255,10 @@ def test_what_can_not_be_read_so_is_one_message(run, case):
     files, options, message = REFUSED[case]
     for name, content in files.items():
         Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    status, result, told = run("--input", *files, *options)
-    assert (status, result) == (2, {}) and message in told and told.count("\n") == 0 and not Path("x.bin").exists()
+    status, result, printed = run("--input", *files, *options)
+    assert (
+        (status, result) == (2, {}) and message in printed and printed.count("\n") == 0 and not Path("x.bin").exists()
+    )
 
 
 def test_a_binary_file_is_skipped_as_a_bad_record(run, monkeypatch):

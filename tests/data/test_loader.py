@@ -35,15 +35,15 @@ class Fixed(Dataset):
 @pytest.fixture
 def load():
     """load(dataset, …) → Loader of one row and one rank unless told otherwise; closed at the end."""
-    made = []
+    created = []
 
     def make(dataset: Dataset, **options) -> Loader:
         sizes = {"global_batch_size": 1, "micro_batch_size": 1, "dp": AxisPlace(0, 1)}
-        made.append(Loader(dataset, **sizes | options))
-        return made[-1]
+        created.append(Loader(dataset, **sizes | options))
+        return created[-1]
 
     yield make
-    for loader in made:
+    for loader in created:
         loader.close()
 
 

@@ -75,9 +75,12 @@ def sources(*names: Path) -> list[Any]:
 
 @pytest.mark.parametrize("name", ["byte", "sentencepiece", "hugging face", "space before every text"])
 def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(name, tmp_path, monkeypatch, directory):
-    made = {"sentencepiece": lambda: sentencepiece(tmp_path / "m.model"), "hugging face": lambda: directory}
-    made["space before every text"] = lambda: metaspace(tmp_path / "hf")
-    tokenizer = str(made[name]() if name in made else name)
+    tokenizers_by_name = {
+        "sentencepiece": lambda: sentencepiece(tmp_path / "m.model"),
+        "hugging face": lambda: directory,
+    }
+    tokenizers_by_name["space before every text"] = lambda: metaspace(tmp_path / "hf")
+    tokenizer = str(tokenizers_by_name[name]() if name in tokenizers_by_name else name)
     monkeypatch.setattr("megalite.data.preparation.sources.PIECE_BYTES", 4_000)
     monkeypatch.setattr("megalite.data.preparation.sources.LONG_TEXT", 10_000)
     (tmp_path / "short.txt").write_text("short")
@@ -88,10 +91,10 @@ def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(name, tmp_path, monke
     summary = prepare(
         sources(tmp_path / "short.txt", tmp_path / "long.txt", tmp_path / "short.txt"), tmp_path / "x", tokenizer
     )
-    found = IndexedTokens(tmp_path / "x")
+    prepared = IndexedTokens(tmp_path / "x")
     whole = loaded.encode(TEXT + "\ufffd\n" + TEXT)
     short = [*loaded.encode("short"), loaded.eos]
-    assert found.tokens.tolist() == [*short, *whole, loaded.eos] and found.sizes.tolist() == [
+    assert prepared.tokens.tolist() == [*short, *whole, loaded.eos] and prepared.sizes.tolist() == [
         len(short),
         len(whole) + 1,
     ]
@@ -139,7 +142,7 @@ def test_two_workers_write_what_one_writes(tmp_path, monkeypatch):
     (tmp_path / "long.txt").write_text(TEXT)
     lines = [json.dumps({"text": TEXT[i : i + i % 3000]}) for i in range(0, 50_000, 777)]
     (tmp_path / "a.jsonl").write_text("\n".join([*lines[:30], "bad", *lines[30:]]))
-    found = []
+    results = []
     for workers in (1, 2):
         prefix = tmp_path / str(workers) / "x"
         summary = prepare(
@@ -148,8 +151,8 @@ def test_two_workers_write_what_one_writes(tmp_path, monkeypatch):
         assert summary.skipped_first == [
             f"{tmp_path}/a.jsonl line 31 is not JSON (Expecting value: line 1 column 1 (char 0))."
         ]
-        found.append({end: Path(f"{prefix}.{end}").read_bytes() for end in ("bin", "idx", "json")})
-    assert found[0] == found[1]
+        results.append({end: Path(f"{prefix}.{end}").read_bytes() for end in ("bin", "idx", "json")})
+    assert results[0] == results[1]
 
 
 def test_tasks_name_what_workers_read(tmp_path):

@@ -166,11 +166,11 @@ OTHERS: dict[str, Change] = {
 
 
 def test_whatever_changes_ids_changes_the_fingerprint(gpt2, tmp_path):
-    found = {
+    results = {
         name: of(rewritten(gpt2, tmp_path / str(number), change))
         for number, (name, change) in enumerate(OTHERS.items())
     }
-    assert len({of(gpt2), *found.values()}) == len(OTHERS) + 1, found
+    assert len({of(gpt2), *results.values()}) == len(OTHERS) + 1, results
 
 
 def test_template_and_eos_are_not_part_of_it(gpt2, tmp_path):
@@ -218,9 +218,9 @@ def test_data_of_two_tokenizers_of_one_size_do_not_meet(tmp_path):
     build(data([one], one), 0)
     pieces = [load(tmp_path / f"{number}.model").structure().pieces for number in (0, 1)]
     first = next(i for i in range(400) if pieces[0][i] != pieces[1][i])
-    for made in (data([one, other]), data({one: 1.0, other: 2.0}), data(one, other)):
+    for config in (data([one, other]), data({one: 1.0, other: 2.0}), data(one, other)):
         with pytest.raises(ConfigError) as caught:
-            build(made, 0)
+            build(config, 0)
         said = str(caught.value)
         assert (
             f"= {other} was made with another tokenizer than data.train = {one} ({tmp_path}/0.model and "
@@ -231,9 +231,9 @@ def test_data_of_two_tokenizers_of_one_size_do_not_meet(tmp_path):
         assert "Prepare both with one tokenizer" in said and said.endswith(
             "accept the change with data.allow_tokenizer_change = true."
         )
-        made.allow_tokenizer_change = True
-        build(made, 0)
-        assert "which data.allow_tokenizer_change = true accepts" in one_tokenizer(made)[0]
+        config.allow_tokenizer_change = True
+        build(config, 0)
+        assert "which data.allow_tokenizer_change = true accepts" in one_tokenizer(config)[0]
     (tmp_path / "1.model").unlink()
     with pytest.raises(ConfigError, match=r"Which ids differ cannot be shown: .*1\.model does not exist"):
         build(data([one, other]), 0)

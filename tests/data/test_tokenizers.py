@@ -163,8 +163,8 @@ def test_a_tokenizer_json_alone_is_a_tokenizer(directory, tmp_path):
         tmp_path / "mine.json",
         directory / "tokenizer.json",
     ):
-        found = load(name)
-        assert (found.vocab_size, found.eos, found.encode(text)) == (whole.vocab_size, whole.eos, whole.encode(text))
+        loaded = load(name)
+        assert (loaded.vocab_size, loaded.eos, loaded.encode(text)) == (whole.vocab_size, whole.eos, whole.encode(text))
         assert of_tokenizer(name).known() == of_tokenizer(directory).known()
     assert load(directory / "tokenizer.json").name == str(directory)
     content = json.loads((tmp_path / "mine.json").read_text())
@@ -190,9 +190,9 @@ def test_ids_may_leave_a_gap(directory, tmp_path):
     check_vocabulary(path.parent, before + 1)
     content["model"]["vocab"]["zz"] = before + 20
     path.write_text(json.dumps(content))
-    found = load(path.parent)
-    assert found.vocab_size == max(AutoTokenizer.from_pretrained(path.parent).get_vocab().values()) + 1 == before + 21
-    assert found.unused_ids > 0
+    loaded = load(path.parent)
+    assert loaded.vocab_size == max(AutoTokenizer.from_pretrained(path.parent).get_vocab().values()) + 1 == before + 21
+    assert loaded.unused_ids > 0
     check_vocabulary(path.parent, before + 21)
     with pytest.raises(ConversionError, match=f"knows token {before + 20}"):
         check_vocabulary(path.parent, before + 20)

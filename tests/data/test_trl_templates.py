@@ -102,9 +102,9 @@ def read(record: dict[str, Any], as_text: bool = True) -> Conversation:
     for message in written["messages"] if as_text else ():
         for call in message.get("tool_calls", ()):
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    found = RecordReader().read(written, "here")
-    assert isinstance(found, Conversation)
-    return found
+    parsed = RecordReader().read(written, "here")
+    assert isinstance(parsed, Conversation)
+    return parsed
 
 
 def expected(theirs: Any, family: str, record: dict[str, Any]) -> tuple[list[int], list[int]]:
@@ -114,8 +114,8 @@ def expected(theirs: Any, family: str, record: dict[str, Any]) -> tuple[list[int
         messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
     source = (TEMPLATES / f"{family}_training.jinja").read_text()
     options = {"chat_template": source, "return_dict": True, "return_assistant_tokens_mask": True}
-    found = theirs.apply_chat_template(messages, tools=record.get("tools"), **options)
-    return found["input_ids"], found["assistant_masks"]
+    result = theirs.apply_chat_template(messages, tools=record.get("tools"), **options)
+    return result["input_ids"], result["assistant_masks"]
 
 
 def by_our_rules(theirs: Any, family: str, tokens: list[int], mask: list[int]) -> list[int]:

@@ -20,8 +20,8 @@ from tests.families.hub_cache import INDEX, SHAPE, SHARD, TOKENIZER, hub_cache, 
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[Path]:
-    with hub_cache(tmp_path) as made:
-        yield made
+    with hub_cache(tmp_path) as directory:
+        yield directory
 
 
 def refusal(part: hub.Part) -> str:
@@ -31,8 +31,8 @@ def refusal(part: hub.Part) -> str:
 
 
 def test_what_is_cached_is_used_offline(cache: Path):
-    found = store(cache, "org/name", {**SHAPE, **TOKENIZER, "model.safetensors": ""})
-    assert [hub.directory("org/name", part) for part in ("shape", "tokenizer", "weights")] == [str(found)] * 3  # type: ignore[arg-type]
+    stored = store(cache, "org/name", {**SHAPE, **TOKENIZER, "model.safetensors": ""})
+    assert [hub.directory("org/name", part) for part in ("shape", "tokenizer", "weights")] == [str(stored)] * 3  # type: ignore[arg-type]
 
 
 def test_what_is_not_cached_is_one_message_with_the_command_that_fetches_it(cache: Path):
@@ -48,13 +48,13 @@ def test_what_is_not_cached_is_one_message_with_the_command_that_fetches_it(cach
 def test_a_download_that_was_interrupted_is_not_complete(cache: Path):
     store(cache, "org/name", {**SHAPE, **INDEX})
     assert "without its weights in safetensors" in refusal("weights")
-    found = store(cache, "org/name", {SHARD: ""})
-    assert hub.directory("org/name", "weights") == str(found)
+    stored = store(cache, "org/name", {SHARD: ""})
+    assert hub.directory("org/name", "weights") == str(stored)
 
 
 def test_a_directory_of_the_cache_is_shown_by_its_name(cache: Path):
-    found = store(cache, "org/some--name.v2", SHAPE)
-    assert hub.repository(str(found)) == "org/some--name.v2" and hub.repository("models/llama") == "models/llama"
+    stored = store(cache, "org/some--name.v2", SHAPE)
+    assert hub.repository(str(stored)) == "org/some--name.v2" and hub.repository("models/llama") == "models/llama"
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_an_interrupted_download_is_fetched_again(tmp_path: Path, monkeypatch: p
             hub.directory("org/name", "weights")
         with pytest.MonkeyPatch.context() as offline:
             offline.setattr(hub, "online", lambda: False)
-            found = Path(hub.directory("org/name", "weights"))
+            path = Path(hub.directory("org/name", "weights"))
         monkeypatch.setattr("huggingface_hub.snapshot_download", resumed)
-        assert hub.directory("org/name", "weights") == str(found) and (found / "tokenizer.json").is_file()
+        assert hub.directory("org/name", "weights") == str(path) and (path / "tokenizer.json").is_file()
         other.join()
         monkeypatch.setattr(
             "huggingface_hub.snapshot_download", lambda *words, **options: pytest.fail("it is complete")
@@ -160,25 +160,25 @@ def test_other_local_ranks_wait_for_the_files(tmp_path: Path, monkeypatch: pytes
     with hub_cache(tmp_path, online=True) as cache:
         other = threading.Timer(0.2, store, (cache, "org/name", SHAPE))
         other.start()
-        found = hub.directory("org/name", "shape")
+        path = hub.directory("org/name", "shape")
         other.join()
-        assert found == str(store(cache, "org/name", {}))
+        assert path == str(store(cache, "org/name", {}))
         monkeypatch.setattr(hub, "PATIENCE_S", 0.0)
         with pytest.raises(ConfigError, match="org/other"):
             hub.directory("org/other", "shape")
 
 
 def test_a_run_takes_shape_and_weights_from_the_hub(cache: Path, monkeypatch: pytest.MonkeyPatch):
-    found = store(cache, "org/name", SHAPE)
+    stored = store(cache, "org/name", SHAPE)
     options = ["--model.from_hf", "org/name", "--model.init_from", "hf:org/name"]
     config = dry_run.read(options, 1)
-    assert (config.model.hidden_size, config.model.from_hf) == (48, str(found))
+    assert (config.model.hidden_size, config.model.from_hf) == (48, str(stored))
     assert config.model.init_from == "hf:org/name", "a dry run fetches no weights"
     with pytest.raises(SystemExit):
         load_config(options, world_size=1)
     store(cache, "org/name", {"model.safetensors": ""})
     monkeypatch.setattr("megalite.config.load.check", lambda *words: None)
-    assert load_config(options, world_size=1).model.init_from == f"hf:{found}"
+    assert load_config(options, world_size=1).model.init_from == f"hf:{stored}"
 
 
 def test_the_hub_is_asked_once_and_briefly(monkeypatch: pytest.MonkeyPatch):

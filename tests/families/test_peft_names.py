@@ -51,21 +51,21 @@ def test_all_names_of_a_family_are_all_linear(family, tmp_path):
         for name, ours in layer.items()
         if not any(word in ours for word in ("norm", "router", "experts", "shared_gate", "sinks"))
     ]
-    found = own(family, tmp_path, targets=linears)["targets"]
+    result = own(family, tmp_path, targets=linears)["targets"]
     attention = {"q", "q_a", "q_b", "kv_a", "kv_b"} if "attention.kv_a" in layer.values() else {"q", "k", "v"}
     feed_forward = {"up", "down"} if any(ours.endswith(("mlp.up", "shared.up")) for ours in layer.values()) else set()
-    assert {*found} | {"gate"} == {*attention, "o", "gate", *feed_forward} and len(found) == len(set(found))
+    assert {*result} | {"gate"} == {*attention, "o", "gate", *feed_forward} and len(result) == len(set(result))
 
 
 def test_ranks_alphas_and_modules(tmp_path):
-    found = own(
+    result = own(
         "phi3",
         tmp_path,
         ranks={"qkv_proj": 4, "down": 2},
         alphas={"o_proj": 3.0},
         modules_to_save=["embed_tokens", "lm_head", "norms"],
     )
-    assert found == {
+    assert result == {
         "ranks": {"q": 4, "k": 4, "v": 4, "down": 2},
         "alphas": {"o": 3.0},
         "modules_to_save": ["embedding", "head", "norms"],

@@ -55,18 +55,18 @@ def is_self(node: ast.expr) -> bool:
 
 def reads(nodes: list[ast.AST], owner: Any) -> set[str]:
     """The attributes that code reads from an object, with `.` or getattr."""
-    found = set()
+    names = set()
     for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and owner(node.value):
-            found.add(node.attr)
+            names.add(node.attr)
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
             and node.func.id in ("getattr", "hasattr")
             and owner(node.args[0])
         ):
-            found |= {node.args[1].value} if isinstance(node.args[1], ast.Constant) else set()
-    return found
+            names |= {node.args[1].value} if isinstance(node.args[1], ast.Constant) else set()
+    return names
 
 
 def parsed(path: Path) -> list[ast.AST]:

@@ -82,13 +82,13 @@ def alone(sources: dict[str, str], prompts: list[list[int]]) -> list[dict]:
 def steps(model: LanguageModel, rows: list[list[int]], tokens: list[list[int]]) -> Tensor:
     """Logits of each step, [count, rows, vocabulary], when `tokens` follow the rows."""
     cache = model.new_cache(len(rows), max(map(len, rows)) + len(tokens))
-    found = [model.read(cache, rows)]
+    results = [model.read(cache, rows)]
     memory = [kept.keys.data_ptr() for kept in cache._layers.values()]
     for step, following in enumerate(tokens[:-1]):
-        found.append(model.extend(cache, following, [len(row) + step for row in rows]))
+        results.append(model.extend(cache, following, [len(row) + step for row in rows]))
     assert memory == [kept.keys.data_ptr() for kept in cache._layers.values()], "the cache was allocated again"
-    assert not any(each.requires_grad for each in found)
-    return torch.stack(found)
+    assert not any(each.requires_grad for each in results)
+    return torch.stack(results)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -116,9 +116,9 @@ def test_longrope_has_the_factors_of_each_rows_length(tmp_path: Path) -> None:
     model, theirs = LanguageModel(source), load(tmp_path / "phi")
     assert model.config.model.longrope_context == 16
     prompts = [row[:length] for row, length in zip(random_ids(4).tolist(), (3, 9, 16, 19), strict=True)]
-    made = list(model.continuations(prompts, COUNT, Sampling(temperature=0.0)))
+    continuations = list(model.continuations(prompts, COUNT, Sampling(temperature=0.0)))
     expected = [greedy(theirs, prompt, COUNT) for prompt in prompts]
-    assert [list(tokens) for tokens in zip(*made, strict=True)] == [tokens for tokens, _ in expected]
+    assert [list(tokens) for tokens in zip(*continuations, strict=True)] == [tokens for tokens, _ in expected]
     for step in (0, 1, 7, 8, COUNT - 1):
         rows = [[*prompt, *tokens[:step]] for prompt, (tokens, _) in zip(prompts, expected, strict=True)]
         read, logits = model.read(model.new_cache(len(rows), 40), rows), model.logits(rows)
@@ -140,8 +140,8 @@ def test_a_row_is_the_same_in_a_batch_as_alone(sources: dict[str, str], prompts:
 def test_every_layout_says_the_same(layout: dict[str, int], sources, prompts, alone, ranks: RankPool) -> None:
     """Greedy and drawn tokens on every rank, and log-probabilities."""
     names = [sources[name] for name in SPREAD]
-    for found in ranks.run(math.prod(layout.values()), continued, names, layout, prompts, COUNT):
-        for got, expected in zip(found, alone, strict=True):
+    for results in ranks.run(math.prod(layout.values()), continued, names, layout, prompts, COUNT):
+        for got, expected in zip(results, alone, strict=True):
             assert got["greedy"] == expected["greedy"]
             assert got["drawn"] == expected["drawn"] != expected["greedy"]
             assert (got["likely"][0] - expected["likely"][0]).abs().max() <= 1e-5
@@ -155,8 +155,8 @@ def test_latents_and_sinks_are_read_in_parts_too(sources, prompts, ranks: RankPo
     names = [sources[name] for name in ("deepseek_v3", "deepseek_v2, lite, yarn rope", "gpt_oss")]
     alone = continued(RankContext(0, 1), names, {}, prompts, COUNT)
     for layout in ({"cp": 2}, {"cp": 2, "tp": 2}):
-        for found in ranks.run(math.prod(layout.values()), continued, names, layout, prompts, COUNT):
-            for got, expected in zip(found, alone, strict=True):
+        for results in ranks.run(math.prod(layout.values()), continued, names, layout, prompts, COUNT):
+            for got, expected in zip(results, alone, strict=True):
                 assert got["greedy"] == expected["greedy"] and got["drawn"] == expected["drawn"]
                 assert (got["likely"][0] - expected["likely"][0]).abs().max() <= 1e-5
 
@@ -164,15 +164,15 @@ def test_latents_and_sinks_are_read_in_parts_too(sources, prompts, ranks: RankPo
 def test_log_probabilities_are_those_of_the_logits(
     sources: dict[str, str], prompts: list[list[int]], alone: list[dict]
 ) -> None:
-    for name, found in zip(SPREAD, alone, strict=True):
+    for name, results in zip(SPREAD, alone, strict=True):
         logits = LanguageModel(sources[name]).logits(prompts)
         assert logits is not None
         at = 0
         for row, tokens in enumerate(prompts):
             for position, token in enumerate(tokens[1:]):
                 probabilities = torch.softmax(logits[position, row], 0)
-                assert found["likely"][0][at].item() == pytest.approx(math.log(probabilities[token].item()), abs=1e-5)
-                assert found["likely"][1][at].item() == (probabilities.argmax().item() == token)
+                assert results["likely"][0][at].item() == pytest.approx(math.log(probabilities[token].item()), abs=1e-5)
+                assert results["likely"][1][at].item() == (probabilities.argmax().item() == token)
                 at += 1
 
 
@@ -192,8 +192,14 @@ def test_memory_is_the_window_and_the_precision_that_is_asked_for(sources: dict[
 
 def test_training_options_do_not_matter() -> None:
     trained = {"train": {"precision": "bf16", "recompute": "full"}, "parallel": {"tp": 4, "pp": 2, "dp": 2, "zero": 3}}
-    made = for_inference(from_dict(trained), pp=3)
-    assert (made.train.precision, made.train.recompute, made.parallel.tp, made.parallel.pp, made.parallel.zero) == (
+    inference_config = for_inference(from_dict(trained), pp=3)
+    assert (
+        inference_config.train.precision,
+        inference_config.train.recompute,
+        inference_config.parallel.tp,
+        inference_config.parallel.pp,
+        inference_config.parallel.zero,
+    ) == (
         "fp32",
         "none",
         1,
@@ -204,8 +210,8 @@ def test_training_options_do_not_matter() -> None:
 
 def test_experts_are_split_over_tensor_parallel_ranks() -> None:
     """As far as both numbers have a common divisor."""
-    made = from_dict({"model": {"num_experts": 6}, "parallel": {"ep": 3, "dp": 3}})
-    assert [for_inference(made, tp=tp).parallel.ep for tp in (1, 2, 4, 5)] == [1, 2, 2, 1]
+    config = from_dict({"model": {"num_experts": 6}, "parallel": {"ep": 3, "dp": 3}})
+    assert [for_inference(config, tp=tp).parallel.ep for tp in (1, 2, 4, 5)] == [1, 2, 2, 1]
 
 
 def test_texts_end_where_the_generation_settings_say(sources: dict[str, str], tmp_path: Path) -> None:

@@ -364,7 +364,7 @@ def as_in_files(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     """Parameters of a model, or their gradients, under the names of its files: in memory transformers stacks the
     experts of a layer."""
     mixtral = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-    found = {}
+    results = {}
     for name, value in tensors.items():
         stem, _, stacked = name.rpartition(".experts.")
         if stem and value is not None:
@@ -375,12 +375,12 @@ def as_in_files(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
             )
             for part, experts in parts.items():
                 for number, expert in enumerate(experts):
-                    found[f"{stem}.experts.{number}.{part}.weight"] = expert
-                    found[f"{stem.replace('mlp', 'block_sparse_moe')}.experts.{number}.{mixtral.get(part)}.weight"] = (
-                        expert
-                    )
-        found |= {name: value, name.replace("mlp.gate.", "block_sparse_moe.gate."): value}
-    return found
+                    results[f"{stem}.experts.{number}.{part}.weight"] = expert
+                    results[
+                        f"{stem.replace('mlp', 'block_sparse_moe')}.experts.{number}.{mixtral.get(part)}.weight"
+                    ] = expert
+        results |= {name: value, name.replace("mlp.gate.", "block_sparse_moe.gate."): value}
+    return results
 
 
 def load(directory: Path | str) -> Any:
@@ -410,8 +410,8 @@ def greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], Tensor
         "return_dict_in_generate": True,
     }
     ids = torch.tensor([prompt])
-    made = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
-    return made.sequences[0, len(prompt) :].tolist(), torch.cat(made.logits)
+    built = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
+    return built.sequences[0, len(prompt) :].tolist(), torch.cat(built.logits)
 
 
 def random_ids(rows: int = 2, tokens: int = 24) -> Tensor:

@@ -122,8 +122,8 @@ def trainer_of(
         "optimizer": {"lr": LR, "decay": "constant", "weight_decay": DECAY, "eps": EPS},
         "checkpoint": {"load": "none"},
     }
-    made = from_dict(config)
-    return Trainer(made, make_mesh(made))
+    run_config = from_dict(config)
+    return Trainer(run_config, make_mesh(run_config))
 
 
 def peft_logits(base: Path, adapter: Path, ids: Tensor) -> Tensor:
@@ -393,10 +393,10 @@ def test_what_is_no_adapter_of_the_run_is_refused(models, prefix, tmp_path: Path
     assert "adapter_config.json has use_qalora = True, which is not handled" in refusal(targets=["q", "k"])
     (adapter / "adapter_config.json").write_text(json.dumps(settings | {"unsloth_version": "2026.4"}))
     trainer_of(directory, prefix, tmp_path / "marked", init_from=str(adapter), targets=["q", "k"]).close()
-    made = trainer.config
-    made.model.init_from, made.lora = str(saved), LoraConfig()
+    run_config = trainer.config
+    run_config.model.init_from, run_config.lora = str(saved), LoraConfig()
     with pytest.raises(CheckpointError, match="holds adapters next to its weights. Merge them"):
-        Trainer(made, make_mesh(made))
+        Trainer(run_config, make_mesh(run_config))
 
 
 def test_every_setting_of_peft_is_judged():

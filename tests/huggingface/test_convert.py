@@ -37,11 +37,11 @@ from tests.huggingface.hf_models import (
 
 def stored(directory: Path) -> dict[str, Tensor]:
     """All tensors of a directory, read by the safetensors library."""
-    found = {}
+    results = {}
     for path in directory.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-    return found
+            results |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+    return results
 
 
 def same_bytes(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -441,9 +441,9 @@ def test_check_tells_equal_from_different_position_by_position(whole, tmp_path: 
     convert_hf.main(["import", str(whole), str(ours)])
     capsys.readouterr()
     assert convert_hf.main(["check", str(ours), str(whole), "--text", "hello world", "--tokens", "20", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["equal"] and [len(each["worst"]) for each in found["inputs"]] == [20, len("hello world")]
-    assert 0 < max(each["maximum"] for each in found["inputs"]) <= 1e-4
+    report = json.loads(capsys.readouterr().out)
+    assert report["equal"] and [len(each["worst"]) for each in report["inputs"]] == [20, len("hello world")]
+    assert 0 < max(each["maximum"] for each in report["inputs"]) <= 1e-4
     shutil.copytree(whole, other)
 
     def shift(tensors: dict[str, Tensor]) -> None:

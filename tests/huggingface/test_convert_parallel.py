@@ -65,9 +65,9 @@ def test_logits_of_every_layout_are_those_of_transformers(layout, models, prefix
     world = layout.get("tp", 1) * layout.get("pp", 1)
     ids = random_ids(tokens=SEQUENCE)
     configs = [configuration(models[name], prefix, zero=0, **layout) for name in NAMES]
-    found = ranks.run(world, logits_from_hf, configs, ids)
+    logits = ranks.run(world, logits_from_hf, configs, ids)
     for number, name in enumerate(NAMES):
-        assert (found[-1][number] - logits_of(models[name], ids)).abs().max() <= 1e-4, name
+        assert (logits[-1][number] - logits_of(models[name], ids)).abs().max() <= 1e-4, name
 
 
 @pytest.mark.parametrize("name", ["llama, one key-value head", "gemma2", "gpt2"])
@@ -106,28 +106,28 @@ def test_another_model_is_refused_and_a_context_may_be_extended(models, prefix):
     directory = models["olmo2"]
     config = configuration(directory, prefix)
     config["model"] |= {"rope_theta": 5e5, "attention_dropout": 0.1, "max_position_embeddings": 128}
-    made = from_dict(config)
-    Trainer(made, make_mesh(made)).close()
-    made.model.rms_norm_eps = 1e-3
+    run_config = from_dict(config)
+    Trainer(run_config, make_mesh(run_config)).close()
+    run_config.model.rms_norm_eps = 1e-3
     another = r"is another model: model.rms_norm_eps = 0.001 and there 1e-05. "
     with pytest.raises(
         ConversionError, match=another + r"model.from_hf has the right ones: remove model.rms_norm_eps beside it\."
     ):
-        Trainer(made, make_mesh(made))
-    made.model.from_hf = None
+        Trainer(run_config, make_mesh(run_config))
+    run_config.model.from_hf = None
     with pytest.raises(ConversionError, match=another + "Set model.from_hf = "):
-        Trainer(made, make_mesh(made))
+        Trainer(run_config, make_mesh(run_config))
 
 
 def test_an_imported_checkpoint_of_bf16_starts_a_run_in_fp32(models, prefix, tmp_path: Path):
     name = "mistral, window"
     assert CASES[name].dtype == BF16
     config = configuration(models[name], prefix)
-    made = from_dict(config)
-    one = Trainer(made, make_mesh(made))
+    run_config = from_dict(config)
+    one = Trainer(run_config, make_mesh(run_config))
     assert convert_hf.main(["import", str(models[name]), str(tmp_path / "imported")]) == 0
-    made.model.init_from = str(tmp_path / "imported")
-    other = Trainer(made, make_mesh(made))
+    run_config.model.init_from = str(tmp_path / "imported")
+    other = Trainer(run_config, make_mesh(run_config))
     assert one.step().loss == other.step().loss
     one.close(), other.close()
 

@@ -111,8 +111,8 @@ def test_the_weights_are_those_that_transformers_loads(change: Callable[[Path], 
 
 def test_files_that_are_not_read_are_told(theirs: Path, tmp_path: Path):
     stale_shards(theirs)
-    found = import_model(theirs, tmp_path / "ours")
-    assert found["notes"] == [f"not read beside {WHOLE}, as in transformers: {INDEX}"]
+    result = import_model(theirs, tmp_path / "ours")
+    assert result["notes"] == [f"not read beside {WHOLE}, as in transformers: {INDEX}"]
 
 
 def test_the_number_of_modules_ahead_is_that_of_the_file_that_is_read(tmp_path: Path):

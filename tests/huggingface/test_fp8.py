@@ -72,20 +72,20 @@ def test_an_import_is_deepseeks_conversion_and_holds_few_matrices(
 
     def counted(weight: Tensor, scales: Tensor) -> Tensor:
         nonlocal most
-        made = dequantized(weight, scales)
-        alive.add(made)
+        matrix = dequantized(weight, scales)
+        alive.add(matrix)
         most = max(most, len(alive))
-        return made
+        return matrix
 
     monkeypatch.setattr(fp8, "dequantized", counted)
     monkeypatch.setattr(converting, "BLOCK", 20_000)
     converting.import_model(tmp_path / "theirs", tmp_path / "ours")
     assert 0 < most <= 4
     converting.export_model(tmp_path / "ours", tmp_path / "out")
-    found = load_file(tmp_path / "out/model.safetensors")
-    assert found.keys() == expected.keys()
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    assert tensors.keys() == expected.keys()
     for name, value in expected.items():
-        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+        assert tensors[name].dtype == value.dtype and torch.equal(tensors[name], value), name
     assert "quantization_config" not in hf_config(tmp_path / "out")
 
 
@@ -124,8 +124,8 @@ def test_every_number_and_scales_in_each_type(dtype: torch.dtype) -> None:
     assert len(codes.view(torch.uint8).unique()) == 254
     scales = scales.to(dtype)
     wanted = exact(codes, scales.float())
-    found = fp8.dequantized(codes, scales).double()
-    assert ((found - wanted).abs() <= wanted.abs() * 2**-8 * (1 + 1e-4)).all()
+    dequantized = fp8.dequantized(codes, scales).double()
+    assert ((dequantized - wanted).abs() <= wanted.abs() * 2**-8 * (1 + 1e-4)).all()
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {

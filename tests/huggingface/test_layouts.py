@@ -65,10 +65,10 @@ def test_tokens_and_an_exported_step_are_those_of_transformers(
     model = make(case)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     save(model, case, tmp_path / "theirs")
-    found = ranks.run(4, step_and_tokens, configuration(tmp_path / "theirs", prefix), LAYOUT, PROMPTS, COUNT)
-    assert [each.tokens for each in found] == [[greedy(model, prompt, COUNT)[0] for prompt in PROMPTS]] * 4
-    assert [each.loss for each in found] == pytest.approx([train(model, prefix)] * 4, rel=1e-5)
-    assert convert_hf.main(["export", found[0].checkpoint, str(tmp_path / "out")]) == 0
+    results = ranks.run(4, step_and_tokens, configuration(tmp_path / "theirs", prefix), LAYOUT, PROMPTS, COUNT)
+    assert [each.tokens for each in results] == [[greedy(model, prompt, COUNT)[0] for prompt in PROMPTS]] * 4
+    assert [each.loss for each in results] == pytest.approx([train(model, prefix)] * 4, rel=1e-5)
+    assert convert_hf.main(["export", results[0].checkpoint, str(tmp_path / "out")]) == 0
     exported = load(tmp_path / "out").state_dict()
     for key, value in model.state_dict().items():
         change = (value - before[key]).norm()

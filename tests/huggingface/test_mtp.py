@@ -169,7 +169,7 @@ def test_gradients_are_those_of_transformers_layers(name: str, tmp_path: Path) -
     gradients = as_in_files({key: value.grad for key, value in (*model.named_parameters(), *parts.items())})
     largest = max(value.abs().max().item() for value in gradients.values() if value is not None)
     for key, place in places(config.model, hf_config(directory)["model_type"]).items():
-        found = ours[f"exp_avg/{key}"] / (1 - BETA)
+        gradient = ours[f"exp_avg/{key}"] / (1 - BETA)
         whole = torch.cat([gradients[theirs] for theirs in place.tensors]).view(place.shape)
-        expected = place.read(whole, [0] * found.dim(), found.shape)
-        assert (found - expected).norm() <= tolerance(name) * expected.norm() + 1e-6 * largest, key
+        expected = place.read(whole, [0] * gradient.dim(), gradient.shape)
+        assert (gradient - expected).norm() <= tolerance(name) * expected.norm() + 1e-6 * largest, key

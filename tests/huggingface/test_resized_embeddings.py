@@ -35,7 +35,7 @@ LAYOUTS = {
 
 def configuration(directory: Path, prefix: str, place: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     shape = hf_shape(str(directory)) | {"vocab_size": GROWN, "init_from": f"hf:{directory}", "from_hf": str(directory)}
-    made: dict[str, dict[str, Any]] = {
+    tree: dict[str, dict[str, Any]] = {
         "run": {"dir": str(place), "name": "run"},
         "model": shape | {"resize_embeddings": "mean"},
         "parallel": {"dp": 1},
@@ -44,7 +44,7 @@ def configuration(directory: Path, prefix: str, place: Path, **sections: dict[st
         "optimizer": {"lr": LR, "eps": EPS, "betas": BETAS, "weight_decay": 0.0, "decay": "constant"},
         "checkpoint": {"load": "none"},
     }
-    return made | {name: made.get(name, {}) | values for name, values in sections.items()}
+    return tree | {name: tree.get(name, {}) | values for name, values in sections.items()}
 
 
 def grow(model: Any) -> None:
@@ -88,8 +88,8 @@ def test_a_step_with_new_rows_is_that_of_transformers(name: str, prefix: str, ra
 
 
 def started(config: dict[str, Any]) -> Trainer:
-    made = from_dict(config)
-    return Trainer(made, make_mesh(made))
+    run_config = from_dict(config)
+    return Trainer(run_config, make_mesh(run_config))
 
 
 def table_of(trainer: Trainer, name: str = "embedding.weight") -> Tensor:
@@ -100,17 +100,17 @@ def test_rows_are_drawn_as_those_of_a_new_model_and_come_from_a_checkpoint_too(p
     case = CASES["qwen3, yarn rope"]
     save(make(case), case, tmp_path / "theirs")
     assert convert_hf.main(["import", str(tmp_path / "theirs"), str(tmp_path / "imported")]) == 0
-    found = {}
+    results = {}
     for start in (f"hf:{tmp_path / 'theirs'}", str(tmp_path / "imported")):
         config = configuration(tmp_path / "theirs", prefix, tmp_path)
         config["model"] |= {"init_from": start, "resize_embeddings": "init"}
         trainer = started(config)
-        found[start] = table_of(trainer, "head.weight")
+        results[start] = table_of(trainer, "head.weight")
         (segment,) = (s for spec in model_specs(trainer.config.model) for s in spec.segments if s.name == "head.weight")
         drawn = torch.cat(list(rng.drawn_rows(segment, 0, GROWN, trainer.config.run.seed)))
-        assert torch.equal(found[start][VOCAB:], drawn[VOCAB:]), "the rows of a random model of this vocabulary"
+        assert torch.equal(results[start][VOCAB:], drawn[VOCAB:]), "the rows of a random model of this vocabulary"
         trainer.close()
-    one, other = found.values()
+    one, other = results.values()
     assert torch.equal(one, other)
 
 

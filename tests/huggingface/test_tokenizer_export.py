@@ -57,7 +57,7 @@ def trained(place: Path, prefix: str, name: str = "run", **sections: dict[str, A
         "num_attention_heads": 2,
         "vocab_size": VOCAB,
     }
-    made: dict[str, dict[str, Any]] = {
+    tree: dict[str, dict[str, Any]] = {
         "run": {"dir": str(place), "name": name},
         "model": {**model, "max_position_embeddings": 64},
         "parallel": {"dp": 1},
@@ -66,8 +66,8 @@ def trained(place: Path, prefix: str, name: str = "run", **sections: dict[str, A
         "checkpoint": {"load": "none"},
     }
     for section, values in sections.items():
-        made[section] = {**made.get(section, {}), **values}
-    trainer = Trainer(config := from_dict(made), build.make_mesh(config))
+        tree[section] = {**tree.get(section, {}), **values}
+    trainer = Trainer(config := from_dict(tree), build.make_mesh(config))
     trainer.step()
     trainer.save()
     trainer.close()
@@ -164,8 +164,8 @@ def test_a_chat_model_renders_and_ends_as_it_was_trained(name, tmp_path):
     assert theirs.chat_template == ours.source
     assert theirs.apply_chat_template(SHORT, return_dict=True)["input_ids"] == ours.render(SHORT)[0]
     turn = theirs.convert_tokens_to_ids(end)
-    found = ids_in(out)
-    assert found[0] == found[1] and turn in (found[0] if isinstance(found[0], list) else [found[0]])
+    result = ids_in(out)
+    assert result[0] == result[1] and turn in (result[0] if isinstance(result[0], list) else [result[0]])
     model = AutoModelForCausalLM.from_pretrained(out)
     with torch.no_grad():  # a model that says nothing but the end of the turn
         model.model.norm.weight.fill_(1.0)

@@ -44,14 +44,14 @@ def load(path: Path, options: dict[str, Any]) -> Config:
 def reported(capsys: Any, *arguments: object) -> tuple[dict[str, Any], dict[str, str], dict[str, dict[str, str]]]:
     """The emitted options, section.key → value; what is not honoured; and the notes by kind, each key → reason."""
     main([*map(str, arguments), "--json"])
-    found = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     options = {
-        f"{section}.{key}": value for section, content in found["config"].items() for key, value in content.items()
+        f"{section}.{key}": value for section, content in report["config"].items() for key, value in content.items()
     }
     notes: dict[str, dict[str, str]] = {}
-    for note in found["notes"]:
+    for note in report["notes"]:
         notes.setdefault(note["kind"], {})[note["key"]] = note["why"]
-    return options, {lost["key"]: lost["why"] for lost in found["not_honoured"]}, notes
+    return options, {lost["key"]: lost["why"] for lost in report["not_honoured"]}, notes
 
 
 def imported(

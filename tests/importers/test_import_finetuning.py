@@ -175,8 +175,8 @@ def test_every_key_is_accounted_for_and_the_project_is_recognized(written, tmp_p
     path = written(FILES[name])
     options, lost, notes, config = imported(capsys, tmp_path, path, "--dp", 4)
     assert options == imported(capsys, tmp_path, name, path, "--dp", 4)[0]
-    found = convert(yaml.safe_load(path.read_text()), 4)
-    assert set(leaves(FILES[name])) <= {*found.honoured, *(remark.key for remark in found.remarks)}
+    result = convert(yaml.safe_load(path.read_text()), 4)
+    assert set(leaves(FILES[name])) <= {*result.honoured, *(remark.key for remark in result.remarks)}
     assert "not known as a key of" in lost["made_up"]
     model = str(tmp_path / "model")
     assert (config.model.from_hf, config.model.init_from, config.model.hidden_size) == (model, f"hf:{model}", 64)
@@ -269,8 +269,8 @@ def test_the_ranks_decide_the_batch_and_are_asked_for(written, tmp_path, capsys)
 
 def judged(project: str, content: dict, dp: int | None = None) -> tuple[dict[str, object], dict[str, tuple[str, str]]]:
     """The options of a file's content, and key → the kind and the reason of its remark."""
-    found = convert(content, dp, project=project)
-    return found.options, {remark.key: (remark.kind, remark.why) for remark in found.remarks}
+    imported = convert(content, dp, project=project)
+    return imported.options, {remark.key: (remark.kind, remark.why) for remark in imported.remarks}
 
 
 def test_axolotls_batch_size_is_that_of_a_rank():
@@ -366,8 +366,8 @@ def test_the_schedules_parameters_are_kept(kind, parameters, options):
         "max_steps": 200,
         "lr_scheduler_type": kind,
     }
-    found, said = judged("llama-factory", content | {"lr_scheduler_kwargs": parameters | {"num_cycles": 2}})
-    assert {option: found.get(option) for option in options} == options
+    result, said = judged("llama-factory", content | {"lr_scheduler_kwargs": parameters | {"num_cycles": 2}})
+    assert {option: result.get(option) for option in options} == options
     assert said["lr_scheduler_kwargs.num_cycles"][0] == "lost"
 
 
@@ -428,7 +428,7 @@ def test_added_tokens_resize_the_model_and_are_asked_for():
         "template": "llama3",
         "cutoff_len": 64,
     }
-    found = convert({**words, "resize_vocab": True, "add_tokens": "<a>,<b>"}, project="llama-factory")
-    assert found.options["model.resize_embeddings"] == "mean"
-    assert "set model.resize_embeddings" in {remark.key: remark.why for remark in found.remarks}["add_tokens"]
+    imported = convert({**words, "resize_vocab": True, "add_tokens": "<a>,<b>"}, project="llama-factory")
+    assert imported.options["model.resize_embeddings"] == "mean"
+    assert "set model.resize_embeddings" in {remark.key: remark.why for remark in imported.remarks}["add_tokens"]
     assert "model.resize_embeddings" not in convert({**words, "resize_vocab": False}, project="llama-factory").options

@@ -396,12 +396,12 @@ def test_any_value_of_any_key_is_accounted_for(project, value):
     keys = [key.replace("*", "other") for key in PROJECTS[project].TABLE]
     for part in (keys[::2], keys[1::2]):
         try:
-            found = convert(dict.fromkeys(part, value), 2, project=project)
+            imported = convert(dict.fromkeys(part, value), 2, project=project)
         except ConfigError as error:
             assert "Correct one of them" in str(error)
             continue
-        assert {*part} <= {*found.honoured, *(remark.key for remark in found.remarks)}
-        assert from_dict(nest(found.options))
+        assert {*part} <= {*imported.honoured, *(remark.key for remark in imported.remarks)}
+        assert from_dict(nest(imported.options))
 
 
 def test_a_script_on_stdin_is_recognized(monkeypatch, capsys):

@@ -18,8 +18,8 @@ LLAMA_8B = {
 }
 
 
-def lost(found: Imported) -> dict[str, str]:
-    return {remark.key: remark.why for remark in found.remarks if remark.kind == "lost"}
+def lost(imported: Imported) -> dict[str, str]:
+    return {remark.key: remark.why for remark in imported.remarks if remark.kind == "lost"}
 
 
 def accelerate(**sizes: int) -> dict[str, Any]:
@@ -81,10 +81,10 @@ WITHOUT_A_SHAPE: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
 @pytest.mark.parametrize("name", WITHOUT_A_SHAPE)
 def test_sizes_are_not_judged_by_a_model_that_the_file_does_not_have(name):
     project, tree, expected = WITHOUT_A_SHAPE[name]
-    found = convert(tree, project=project)
-    assert {option: found.options.get(option) for option in expected} == expected
-    assert lost(found).keys() <= {"model.name", "model.flavor"}
-    assert not [remark for remark in found.remarks if "Legal value" in remark.why], (
+    imported = convert(tree, project=project)
+    assert {option: imported.options.get(option) for option in expected} == expected
+    assert lost(imported).keys() <= {"model.name", "model.flavor"}
+    assert not [remark for remark in imported.remarks if "Legal value" in remark.why], (
         "a legal value would be that of the default model"
     )
 
@@ -93,16 +93,16 @@ def test_sizes_are_not_judged_by_a_model_that_the_file_does_not_have(name):
 def test_sizes_are_judged_by_a_model_that_is_here(tmp_path, size, reason):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     tree = {"base_model": str(tmp_path), "tensor_parallel_size": size, "sequence_len": 4096}
-    found = convert(tree)
-    assert ("parallel.tp" in found.options) == (not reason)
-    assert reason in lost(found).get("tensor_parallel_size", "")
+    imported = convert(tree)
+    assert ("parallel.tp" in imported.options) == (not reason)
+    assert reason in lost(imported).get("tensor_parallel_size", "")
 
 
 def test_a_model_of_the_hubs_cache_is_here(tmp_path):
     with hub_cache(tmp_path) as cache:
         store(cache, "org/an-8b", {"config.json": json.dumps(LLAMA_8B)})
-        found = convert({"model_name_or_path": "org/an-8b", "finetuning_type": "full", "cutoff_len": 16384})
-    assert "exceeds model.max_position_embeddings = 8192" in lost(found)["cutoff_len"]
+        imported = convert({"model_name_or_path": "org/an-8b", "finetuning_type": "full", "cutoff_len": 16384})
+    assert "exceeds model.max_position_embeddings = 8192" in lost(imported)["cutoff_len"]
 
 
 def test_a_named_shape_judges():
@@ -117,8 +117,8 @@ def test_a_named_shape_judges():
 
 def test_a_model_that_is_not_trained_here_is_rejected_by_name(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "hidden_size": 768}))
-    found = convert({"base_model": str(tmp_path), "micro_batch_size": 1})
-    assert "mamba" in lost(found)["base_model"] and "model.from_hf" not in found.options
+    imported = convert({"base_model": str(tmp_path), "micro_batch_size": 1})
+    assert "mamba" in lost(imported)["base_model"] and "model.from_hf" not in imported.options
 
 
 def test_a_model_of_the_hub_needs_no_remark():
@@ -139,8 +139,8 @@ def test_one_replica_is_what_a_run_has_anyway(project):
     tree = {"axolotl": {"base_model": "m", "dp_replicate_size": 1}, "accelerate": accelerate(dp_replicate=1, tp=1)}[
         project
     ]
-    found = convert(tree)
-    assert not lost(found) and "parallel.dp" not in found.options
+    imported = convert(tree)
+    assert not lost(imported) and "parallel.dp" not in imported.options
 
 
 def test_replicas_of_axolotl_are_sharded_over_the_ranks_that_are_left():

@@ -407,15 +407,15 @@ def test_the_emitted_file_says_what_the_file_says(capsys, tmp_path, name):
         main([str(path)])
     out, err = capsys.readouterr()
     emitted.write_text(out)
-    found = yaml.safe_load(out)
-    assert set(leaves(found)) == set(expected), "only what the file decides"
+    tree = yaml.safe_load(out)
+    assert set(leaves(tree)) == set(expected), "only what the file decides"
     config = load(emitted, expected)
     assert {option: attrgetter(option)(config) for option in expected} == expected
 
     with nullcontext() if expected else pytest.raises(SystemExit, match="2"):
         main([str(path), "--json"])
     reported = json.loads(capsys.readouterr().out)
-    assert reported["config"] == found
+    assert reported["config"] == tree
     assert bool(expected) != ("could be imported. Set" in err)
     assert {lost["key"] for lost in reported["not_honoured"]} == not_honoured
     assert all(
@@ -483,16 +483,16 @@ def tree_of(choice: dict[str, Any]) -> dict[str, Any]:
 )
 def test_no_key_is_dropped_and_what_comes_out_is_accepted(tmp_path_factory, choice, dp):
     try:
-        found = convert(tree_of(choice | {"zero_allow_untested_optimizer": True, "train_batch_size": 32}), dp)
+        imported = convert(tree_of(choice | {"zero_allow_untested_optimizer": True, "train_batch_size": 32}), dp)
     except ConfigError as error:
         assert "Correct one of them" in str(error)
         return
-    assert set(choice) <= {*found.honoured, *(remark.key for remark in found.remarks)}
-    assert {option for options in found.honoured.values() for option in options} == set(found.options)
+    assert set(choice) <= {*imported.honoured, *(remark.key for remark in imported.remarks)}
+    assert {option for options in imported.honoured.values() for option in options} == set(imported.options)
     path = tmp_path_factory.mktemp("emitted") / "config.yaml"
-    path.write_text(yaml.safe_dump(nest(found.options)))
-    config = load(path, found.options)
-    assert {option: attrgetter(option)(config) for option in found.options} == found.options
+    path.write_text(yaml.safe_dump(nest(imported.options)))
+    config = load(path, imported.options)
+    assert {option: attrgetter(option)(config) for option in imported.options} == imported.options
 
 
 @pytest.mark.parametrize(
@@ -514,9 +514,9 @@ def test_no_key_is_dropped_and_what_comes_out_is_accepted(tmp_path_factory, choi
 def test_batch_sizes_are_those_that_deepspeed_infers(sizes, dp, expected, lost):
     """train = micro * accumulation * ranks: what is known of them gives the rest; lost: the accumulation decides
     nothing yet."""
-    found = convert({"gradient_clipping": 1.0, **batch(*sizes)}, dp)
-    assert tuple(map(found.options.get, ("train.global_batch_size", "train.micro_batch_size"))) == expected
-    assert (BATCH[2] in [remark.key for remark in found.remarks if remark.kind == "lost"]) == lost
+    imported = convert({"gradient_clipping": 1.0, **batch(*sizes)}, dp)
+    assert tuple(map(imported.options.get, ("train.global_batch_size", "train.micro_batch_size"))) == expected
+    assert (BATCH[2] in [remark.key for remark in imported.remarks if remark.kind == "lost"]) == lost
 
 
 @pytest.mark.parametrize(
@@ -545,8 +545,8 @@ def test_muon_has_rates_of_its_own():
     """As in DeepSpeed: muon_lr and adam_lr replace lr for the tensors of each."""
 
     def options(**params: Any) -> dict[str, Any]:
-        found = convert({"optimizer": {"type": "Muon", "params": params}}).options
-        return {name: value for name, value in found.items() if name.startswith(("muon.", "optimizer."))}
+        imported = convert({"optimizer": {"type": "Muon", "params": params}}).options
+        return {name: value for name, value in imported.items() if name.startswith(("muon.", "optimizer."))}
 
     assert options(lr=2e-2, momentum=0.9) == {
         "optimizer.name": "muon",
@@ -570,14 +570,14 @@ def test_what_the_file_leaves_to_deepspeeds_defaults_is_said():
     """Defaults that are not ours are taken over; a logarithmic warm-up cannot be; those that change nothing go without
     a word."""
     schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 50}}
-    found = convert(
+    imported = convert(
         {
             "zero_optimization": {"stage": 1},
             "optimizer": {"type": "Adam", "params": ADAMW["params"]},
             "scheduler": schedule,
         }
     )
-    said = {(remark.key, remark.value): remark.kind for remark in found.remarks}
+    said = {(remark.key, remark.value): remark.kind for remark in imported.remarks}
     assert said == {
         ("gradient_clipping", 0): "assumed",
         ("optimizer.type", "Adam"): "harmless",
@@ -594,15 +594,15 @@ def test_a_deepspeed_file_is_read_from_beside_the_file_that_names_it(tool, tmp_p
     write(sizes | {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 1}}, tmp_path / "inner")
     section = {"deepspeed_config_file": "inner/ds_config.json", "zero3_init_flag": False}
     path = write({**LAUNCHED, "distributed_type": "DEEPSPEED", "deepspeed_config": section}, tmp_path)
-    found = json.loads(tool(path, "--json")[0])
-    assert found["config"]["train"] == {
+    content = json.loads(tool(path, "--json")[0])
+    assert content["config"]["train"] == {
         "global_batch_size": 2 * 4 * 8,
         "micro_batch_size": 2,
         "precision": "bf16",
         "grad_clip": 0,
     }
-    assert found["config"]["parallel"] == {"dp": 8, "zero": 1}
-    assert [lost["key"] for lost in found["not_honoured"]] == ["inner/ds_config.json: invented"]
+    assert content["config"]["parallel"] == {"dp": 8, "zero": 1}
+    assert [lost["key"] for lost in content["not_honoured"]] == ["inner/ds_config.json: invented"]
 
     (tmp_path / "inner" / "ds_config.json").unlink()
     with pytest.raises(SystemExit) as ended:
@@ -615,14 +615,18 @@ def test_the_batch_and_the_sharding_of_parallelism_config_are_kept_or_named():
     content = (
         fsdp(version=2, reshard_after_forward=True) | sizes(dp_shard=2, tp=2, cp=2) | {"gradient_accumulation_steps": 4}
     )
-    found = convert(content)
-    assert (found.options["parallel.dp"], found.options["parallel.dp_shard"], found.options["parallel.tp"]) == (
+    imported = convert(content)
+    assert (
+        imported.options["parallel.dp"],
+        imported.options["parallel.dp_shard"],
+        imported.options["parallel.tp"],
+    ) == (
         2,
         4,
         2,
     ), "shards span cp"
-    why = {remark.key: remark.why for remark in found.remarks if remark.kind == "lost"}
-    assert found.options["parallel.cp"] == 2
+    why = {remark.key: remark.why for remark in imported.remarks if remark.kind == "lost"}
+    assert imported.options["parallel.cp"] == 2
     formula = "set train.global_batch_size to train.micro_batch_size * 4 * 2"
     assert formula in why["gradient_accumulation_steps"]
     nested = fsdp(version=2, gradient_accumulation_steps=4)["fsdp_config"] | {"gradient_accumulation_steps": 4}
@@ -635,14 +639,14 @@ def test_the_batch_and_the_sharding_of_parallelism_config_are_kept_or_named():
 def test_what_is_still_to_be_set_is_said(tool, tmp_path):
     """A warm-up that is longer than the default run is kept, and refused where the file says how long the run is."""
     scheduler = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 500}}
-    found = json.loads(tool(write({"scheduler": scheduler, "train_batch_size": 32}, tmp_path), "--json")[0])
-    assert found["config"]["optimizer"]["warmup_steps"] == 500
-    assert any(note["kind"] == "open" and "train.steps = 100" in note["why"] for note in found["notes"])
+    content = json.loads(tool(write({"scheduler": scheduler, "train_batch_size": 32}, tmp_path), "--json")[0])
+    assert content["config"]["optimizer"]["warmup_steps"] == 500
+    assert any(note["kind"] == "open" and "train.steps = 100" in note["why"] for note in content["notes"])
 
     scheduler["params"]["total_num_steps"] = 400
-    found = json.loads(tool(write({"scheduler": scheduler, "train_batch_size": 32}, tmp_path), "--json")[0])
-    assert "warmup_steps" not in found["config"]["optimizer"]
-    assert [lost["key"] for lost in found["not_honoured"]] == ["scheduler.params.warmup_num_steps"]
+    content = json.loads(tool(write({"scheduler": scheduler, "train_batch_size": 32}, tmp_path), "--json")[0])
+    assert "warmup_steps" not in content["config"]["optimizer"]
+    assert [lost["key"] for lost in content["not_honoured"]] == ["scheduler.params.warmup_num_steps"]
 
 
 def test_ranks_given_by_hand_complete_the_batch(tool, tmp_path):
@@ -721,9 +725,9 @@ all ranks */ "wandb": {"enabled": true, "project": "a//b # c"}, # by hand
 def test_json_may_have_comments_and_last_commas(tool, tmp_path, start):
     """As in DeepSpeed, which reads its files as Hjson; text in quotes stays as it is."""
     (tmp_path / "ds.json").write_text(start + COMMENTED, encoding="utf-8")
-    found = json.loads(tool(tmp_path / "ds.json", "--json")[0])["config"]
-    assert found["train"]["global_batch_size"] == 16 and found["logging"] == {"wandb": "a//b # c"}
-    assert (found["optimizer"]["lr"], found["optimizer"]["betas"]) == (2e-5, [0.9, 0.99])
+    content = json.loads(tool(tmp_path / "ds.json", "--json")[0])["config"]
+    assert content["train"]["global_batch_size"] == 16 and content["logging"] == {"wandb": "a//b # c"}
+    assert (content["optimizer"]["lr"], content["optimizer"]["betas"]) == (2e-5, [0.9, 0.99])
 
 
 TEXTS = {
@@ -820,14 +824,14 @@ TEXTS = {
 def test_quoted_values_and_empty_keys_are_what_their_project_reads(project):
     """A number or a switch in quotes is its value, a name of digits stays text, and an empty key has its default."""
     content, expected = TEXTS[project]
-    found = convert(content, 4, project=project)
-    assert {option: found.options.get(option) for option in expected} == expected
-    assert not [remark for remark in found.remarks if remark.kind == "lost"]
+    imported = convert(content, 4, project=project)
+    assert {option: imported.options.get(option) for option in expected} == expected
+    assert not [remark for remark in imported.remarks if remark.kind == "lost"]
 
 
 @pytest.mark.parametrize("value", ["${OUT}/runs", "${oc.env:OUT,/tmp}/runs"])
 @pytest.mark.parametrize("project", ["axolotl", "llama-factory", "torchtune"])
 def test_a_value_from_outside_the_file_is_asked_for(project, value):
-    found = convert({"output_dir": value}, project=project)
-    (remark,) = (remark for remark in found.remarks if remark.key == "output_dir")
-    assert "run.dir" not in found.options and remark.kind == "open"
+    imported = convert({"output_dir": value}, project=project)
+    (remark,) = (remark for remark in imported.remarks if remark.key == "output_dir")
+    assert "run.dir" not in imported.options and remark.kind == "open"

@@ -194,11 +194,11 @@ def test_arguments_together(arguments, tmp_path, capsys):
     command = f"torchrun --nproc_per_node 8 pretrain_gpt.py {SHAPE} {arguments}"
     options, lost, notes, _ = imported(capsys, tmp_path, "megatron", command)
     assert {option: options.get(option, ABSENT) for option in expected} == expected
-    found = {key: ("lost", why) for key, why in lost.items()} | {
+    results = {key: ("lost", why) for key, why in lost.items()} | {
         key: (kind, why) for kind, by in notes.items() for key, why in by.items()
     }
     for key, (kind, why) in remarks.items():
-        assert found[key][0] == kind and why in found[key][1], found[key]
+        assert results[key][0] == kind and why in results[key][1], results[key]
 
 
 LAUNCHERS = {

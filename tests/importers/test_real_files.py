@@ -574,15 +574,15 @@ def imported(name: str, dp: int | None) -> tuple[Imported, set[str]]:
 @pytest.mark.parametrize("name", REAL)
 def test_a_file_gives_what_it_says(name):
     expected = REAL[name]
-    found, keys = imported(name, expected.dp)
-    assert {option: found.options.get(option) for option in expected.options} == expected.options
-    assert not set(expected.without) & found.options.keys()
-    lost = [(remark.key, remark.why) for remark in found.remarks if remark.kind == "lost"]
+    result, keys = imported(name, expected.dp)
+    assert {option: result.options.get(option) for option in expected.options} == expected.options
+    assert not set(expected.without) & result.options.keys()
+    lost = [(remark.key, remark.why) for remark in result.remarks if remark.kind == "lost"]
     assert sorted(key for key, _ in lost) == sorted(expected.lost), "each key once"
-    said = {remark.key: remark.why for remark in found.remarks}
+    said = {remark.key: remark.why for remark in result.remarks}
     for key, part in (expected.lost | expected.said).items():
         assert part in said[key]
-    assert keys <= {*found.honoured, *said}, "no key is dropped without a word"
+    assert keys <= {*result.honoured, *said}, "no key is dropped without a word"
 
 
 @pytest.mark.parametrize("name", REJECTED)

@@ -354,8 +354,8 @@ REJECTED = {
 }
 
 
-def check(found: Any, verdict: Verdict) -> None:
-    options, lost, notes = found
+def check(imported: Any, verdict: Verdict) -> None:
+    options, lost, notes = imported
     assert {option: options.get(option, ABSENT) for option in verdict.options} == verdict.options
     assert set(lost) == verdict.lost
     reasons = {key: notes["open"].get(key, "") for key in verdict.open}

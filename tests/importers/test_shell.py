@@ -152,7 +152,7 @@ SCRIPTS = {
 }
 
 
-def found(script: str, read: dict[str, str] | None = None) -> ScriptResult:
+def script_result(script: str, read: dict[str, str] | None = None) -> ScriptResult:
     return commands(script, lambda words: words[0] in PROGRAMS or words[0] == "srun", (read or {}).get, "train.sh")
 
 
@@ -179,7 +179,7 @@ def passed(directory: Path, script: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_words_are_those_that_bash_passes(name, tmp_path):
-    runs = found(SCRIPTS[name]).runs
+    runs = script_result(SCRIPTS[name]).runs
     assert [
         run.words[next(place for place, word in enumerate(run.words) if word in PROGRAMS) :] for run in runs
     ] == passed(tmp_path, SCRIPTS[name])
@@ -217,7 +217,7 @@ UNKNOWN = {  # a script → a word of its command, and what its reason says
 @pytest.mark.parametrize("script", UNKNOWN)
 def test_what_is_not_known_is_said_with_its_reason(script):
     word, why = UNKNOWN[script]
-    unknown = [part for run in found(script).runs for each in run.words for part in each.unknown]
+    unknown = [part for run in script_result(script).runs for each in run.words for part in each.unknown]
     assert len(unknown) == 1 and unknown[0].source == word and why in unknown[0].why
 
 
@@ -238,12 +238,12 @@ KNOWN = {  # what decides it is not known, and yet the value is
 
 @pytest.mark.parametrize("script", KNOWN)
 def test_what_is_the_same_in_every_case_is_known(script):
-    run = found(script, {"sizes.sh": "TP=6\n[ $# -gt 0 ] && python x.py $1"}).runs[-1]
+    run = script_result(script, {"sizes.sh": "TP=6\n[ $# -gt 0 ] && python x.py $1"}).runs[-1]
     assert run.words[-1] == KNOWN[script] and not any(word.unknown for word in run.words)
 
 
 def test_a_script_is_not_run(tmp_path):
-    found(
+    script_result(
         f"A=$(touch {tmp_path}/made)\n`touch {tmp_path}/made`\neval 'touch {tmp_path}/made'\nx.py --a $A $(touch "
         f"{tmp_path}/made)"
     )
@@ -261,15 +261,15 @@ def test_a_script_is_not_run(tmp_path):
 )
 def test_a_script_without_end_is_rejected(script):
     with pytest.raises(ConfigError, match="Give the command alone"):
-        found(script)
+        script_result(script)
 
 
 def test_what_can_not_be_read_is_named_once():
     script = "source env.sh\nsource env.sh\nfor x in; do ((\npython x.py --a 1"
-    unread = found(script).unread
+    unread = script_result(script).unread
     assert unread["source"] == ["env.sh"] and len(unread["line"]) == 1
 
 
 def test_a_word_of_many_commas_takes_no_time():
-    run = found("python x.py {" + "a," * 200 + " --b 1").runs[0]
+    run = script_result("python x.py {" + "a," * 200 + " --b 1").runs[0]
     assert run.words[-2:] == ["--b", "1"]

@@ -12,10 +12,10 @@ MARK = "MEGALITE_TEST_MARK"
 
 def living(mark: str) -> list[int]:
     """The processes that have inherited the mark and have not ended."""
-    entry, found = f"{MARK}={mark}".encode(), []
+    entry, result = f"{MARK}={mark}".encode(), []
     for directory in Path("/proc").iterdir():
         if directory.name.isdecimal():
             with suppress(OSError):  # it has ended, or belongs to somebody else
                 if entry in (directory / "environ").read_bytes().split(b"\0"):
-                    found.append(int(directory.name))
-    return [pid for pid in found if look(pid) is not None]
+                    result.append(int(directory.name))
+    return [pid for pid in result if look(pid) is not None]

@@ -113,8 +113,8 @@ def wait_for(path):
 )
 def test_the_rank_that_failed_is_named_and_not_those_that_lost_it(run, end, said, status):
     """Both are seen at the same moment, and torch's record of the one that has lost the other is older."""
-    found, printed = run(f"{LOSES}\nready()\nlose(1) if rank == 0 else (wait_for('lost0'), {end})")
-    assert (found, printed) == (status, f"rank 1 {said}; the newest checkpoint is runs/a/checkpoints/step_00000004\n")
+    ended, printed = run(f"{LOSES}\nready()\nlose(1) if rank == 0 else (wait_for('lost0'), {end})")
+    assert (ended, printed) == (status, f"rank 1 {said}; the newest checkpoint is runs/a/checkpoints/step_00000004\n")
 
 
 def test_where_a_rank_of_another_node_failed_that_one_is_named(run):
@@ -126,7 +126,7 @@ def test_where_a_rank_of_another_node_failed_that_one_is_named(run):
 
 def test_a_rank_that_was_killed_for_lack_of_memory_is_said_to_be(run, monkeypatch):
     class Kills:
-        def found(self, pid):
+        def explanation(self, pid):
             return f"out of memory, killed by the kernel ({'a process' if pid else 'none'})"
 
     monkeypatch.setattr("megalite.launch.agent.MemoryKills", Kills)
@@ -140,7 +140,7 @@ def test_a_rank_that_is_killed_while_the_agent_looks_is_not_one_that_the_agent_e
     """Rank 0 is done; rank 1 is killed between the launcher's look at the ranks and the agent's."""
 
     class Kills:
-        def found(self, pid):
+        def explanation(self, pid):
             return "why"
 
     whole = LocalElasticAgent._monitor_workers

@@ -108,7 +108,7 @@ KILLED = "-;Out of memory: Killed process 41"
 
 
 @pytest.mark.parametrize(
-    "own, before, after, found",
+    "own, before, after, words",
     [
         pytest.param(
             "0::/j",
@@ -149,7 +149,7 @@ KILLED = "-;Out of memory: Killed process 41"
     ],
 )
 def test_a_kill_for_lack_of_memory_is_found(
-    own: str, before: dict[str, str], after: dict[str, str], found: str, tmp_path: Path
+    own: str, before: dict[str, str], after: dict[str, str], words: str, tmp_path: Path
 ) -> None:
     def write(files: dict[str, str]) -> None:
         for name, text in files.items():
@@ -159,8 +159,8 @@ def test_a_kill_for_lack_of_memory_is_found(
     write({"own": own, **before})
     kills = MemoryKills(tmp_path / "own", tmp_path, tmp_path / "log")
     write(after)
-    told = kills.found(41)
-    assert found in told and bool(told) == bool(found)
-    assert ("may" in told) == ("Killed" not in after.get("log", "") and bool(found)), (
+    printed = kills.explanation(41)
+    assert words in printed and bool(printed) == bool(words)
+    assert ("may" in printed) == ("Killed" not in after.get("log", "") and bool(words)), (
         "a counter does not say which process"
     )

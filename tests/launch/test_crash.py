@@ -208,8 +208,12 @@ def test_clocks_of_hosts_do_not_tell_which_rank_failed_first(skew, tmp_path, mon
         "| 1 |",
         "| 3 |",
     ]
-    found = json.loads(summary.read_text())
-    assert (found["state"], found["exit_status"], found["reason"]) == ("failed", 137, "rank 3 was ended by SIGKILL")
+    content = json.loads(summary.read_text())
+    assert (content["state"], content["exit_status"], content["reason"]) == (
+        "failed",
+        137,
+        "rank 3 was ended by SIGKILL",
+    )
 
 
 @pytest.mark.parametrize("silent", [True, False])
@@ -239,9 +243,9 @@ def test_the_launcher_writes_how_the_run_ended_for_ranks_that_could_not(trained,
     if not trained:
         os.utime(summary, (began - 60, began - 60))  # of an earlier start
     report_failure(config, ends, "rank 2 was ended by SIGSEGV; there is no checkpoint", since=began - 1, logs=tmp_path)
-    found = json.loads(summary.read_text())
+    content = json.loads(summary.read_text())
     expected = ("failed", 139, "rank 2 was ended by SIGSEGV") if trained else ("running", None, None)
-    assert (found["state"], found["exit_status"], found["reason"]) == expected
+    assert (content["state"], content["exit_status"], content["reason"]) == expected
 
 
 def test_a_run_that_trains_again_keeps_the_report_under_another_name(tmp_path):

@@ -71,11 +71,11 @@ def test_too_few_gpus_are_an_error_not_a_run_on_the_cpu(machine):
 
 
 def test_ranks_that_share_a_gpu_are_named():
-    found = [
+    results = [
         {"host": host, "gpu": gpu}
         for host, gpu in (("a", "x"), ("a", "y"), ("b", "x"), ("a", "x"), ("c", None), ("c", None))
     ]
-    assert on_one_gpu(found) == ["ranks 0, 3 have the same GPU of a"]
+    assert on_one_gpu(results) == ["ranks 0, 3 have the same GPU of a"]
 
 
 def test_the_report_names_attentions_implementation_and_why_not_a_faster_one(monkeypatch):
@@ -110,8 +110,8 @@ def environment(config: Path, **given: str) -> dict[str, str | None]:
         name: value for name, value in os.environ.items() if not name.startswith(("PYTORCH_", "CUDA_", "NCCL_"))
     } | given
     command = [sys.executable, "-c", AT_IMPORT_OF_TORCH, "--config", str(config)]
-    found = subprocess.run(command, env=own, capture_output=True, text=True, check=True)
-    values: dict[str, str | None] = json.loads(found.stdout)
+    completed = subprocess.run(command, env=own, capture_output=True, text=True, check=True)
+    values: dict[str, str | None] = json.loads(completed.stdout)
     return values
 
 

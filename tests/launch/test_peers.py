@@ -31,17 +31,17 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Peers]]:
         return Peers(own, rank, SIZE, lambda: {"step": 3, "runs": 2, "action": f"F0.{rank}"}, None)
 
     with ThreadPoolExecutor(SIZE) as pool:
-        made = list(pool.map(meet, range(SIZE)))
-    yield made
-    for each in made:
+        all_peers = list(pool.map(meet, range(SIZE)))
+    yield all_peers
+    for each in all_peers:
         each.close(left=True)
 
 
 def until(condition: Any) -> Any:
     """The first true value of a condition."""
     for _ in range(1000):
-        if found := condition():
-            return found
+        if lost := condition():
+            return lost
         peers.Event().wait(0.02)
     raise AssertionError("it did not become true")
 
@@ -68,9 +68,9 @@ def test_ranks_that_are_alive_are_found_at_their_places(ranks: list[Peers]) -> N
 
 def test_an_ended_rank_is_known_to_all_that_remain(ranks: list[Peers]) -> None:
     end(ranks[1])
-    found = until(ranks[0].look)  # which watches it
-    assert (found.rank, found.state, found.final) == (1, PeerState.ENDED, True) and "step 3, F0.1" in str(found)
-    assert until(lambda: ranks[2].verdict) == found == ranks[2].origin(1)
+    lost = until(ranks[0].look)  # which watches it
+    assert (lost.rank, lost.state, lost.final) == (1, PeerState.ENDED, True) and "step 3, F0.1" in str(lost)
+    assert until(lambda: ranks[2].verdict) == lost == ranks[2].origin(1)
 
 
 def test_a_rank_that_left_as_planned_is_not_missed(ranks: list[Peers]) -> None:
@@ -83,10 +83,10 @@ def test_a_rank_that_left_as_planned_is_not_missed(ranks: list[Peers]) -> None:
 
 def test_a_stopped_rank_may_come_back_and_is_no_verdict_of_all(ranks: list[Peers]) -> None:
     with silence(ranks, 1):
-        found = until(ranks[0].look)
-        assert (found.rank, found.state, found.final) == (1, PeerState.STOPPED, False)
+        lost = until(ranks[0].look)
+        assert (lost.rank, lost.state, lost.final) == (1, PeerState.STOPPED, False)
         assert ranks[0].verdict is None and ranks[2].verdict is None
-        assert ranks[0].agree(found) == found == until(lambda: ranks[2].verdict), "unless it ends a rank"
+        assert ranks[0].agree(lost) == lost == until(lambda: ranks[2].verdict), "unless it ends a rank"
 
 
 def test_another_process_with_the_port_of_an_ended_rank_is_not_taken_for_it(ranks: list[Peers]) -> None:
@@ -118,14 +118,14 @@ def test_the_first_of_a_row_of_losses_is_named(ranks: list[Peers]) -> None:
     """Rank 2 has failed; rank 1 has lost it, says so, and ends; rank 0 has lost rank 1."""
     ranks[2].fail("it ran out of memory")
     until(lambda: "failed" in ranks[1].ask(2)[1])
-    found = ranks[1].origin(2)
+    lost = ranks[1].origin(2)
     end(ranks[2])
     end(ranks[1])
-    assert ranks[0].origin(1) == found is not None
-    assert (found.rank, found.state) == (2, PeerState.FAILED) and "it ran out of memory" in str(found)
+    assert ranks[0].origin(1) == lost is not None
+    assert (lost.rank, lost.state) == (2, PeerState.FAILED) and "it ran out of memory" in str(lost)
 
 
 def test_a_rank_that_is_alive_and_does_not_move_is_named(ranks: list[Peers]) -> None:
-    found = ranks[0].origin(1)
-    assert found is not None and (found.rank, found.state) == (1, PeerState.STUCK)
-    assert str(found).startswith("rank 1 is awaited: it is alive, but does not move; host")
+    lost = ranks[0].origin(1)
+    assert lost is not None and (lost.rank, lost.state) == (1, PeerState.STUCK)
+    assert str(lost).startswith("rank 1 is awaited: it is alive, but does not move; host")

@@ -96,10 +96,10 @@ def test_before_training_a_run_ends_at_once_and_has_changed_nothing(tmp_path, nu
     # the last handler that is installed; torch is not imported yet
     wait_until(lambda: handles(process, signal.SIGHUP), process)
     process.send_signal(number)
-    found, output = finish(process)
+    result, output = finish(process)
     *before, line = output.splitlines()
     assert (
-        found == status and before in ([], ["starting …"]) and "before the first step: nothing was changed" in line
+        result == status and before in ([], ["starting …"]) and "before the first step: nothing was changed" in line
     ), output
     assert not (tmp_path / "run").exists()
 

@@ -74,10 +74,10 @@ GROUPS: dict[str, dict[str, Any]] = {
 
 def made_by(rank: int, dims: Layout, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """The groups that a rank makes, in order: ranks, backend, kind."""
-    made: list[tuple[Any, ...]] = []
+    groups: list[tuple[Any, ...]] = []
 
     def new(self: ProcessGroups, ranks: tuple[int, ...], backend: str | None = None, kind: str | None = None) -> Any:
-        made.append((ranks, backend, kind))
+        groups.append((ranks, backend, kind))
         return object()
 
     for name, value in {
@@ -90,7 +90,7 @@ def made_by(rank: int, dims: Layout, options: dict[str, Any], monkeypatch: pytes
     monkeypatch.setattr(ProcessGroups, "new", new)
     monkeypatch.setattr(ProcessGroups, "connect", lambda *args: None)
     Mesh(dims, **options)
-    return made
+    return groups
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["", "counting and saving groups"])
@@ -121,11 +121,11 @@ def test_all_ranks_make_equally_many_groups_in_one_order(
     dims, options = build.layout(config), build.mesh_options(config)
     assert (options["tied"] is not None) == tied and options["counts_tokens"] == together
     ranks = [made_by(rank, replace(dims), options, monkeypatch) for rank in range(dims.world)]
-    assert len({len(made) for made in ranks}) == 1, {rank: len(made) for rank, made in enumerate(ranks)}
+    assert len({len(groups) for groups in ranks}) == 1, {rank: len(groups) for rank, groups in enumerate(ranks)}
     for number in range(len(ranks[0])):
-        for rank, made in enumerate(ranks):
-            members, backend, kind = made[number]
+        for rank, groups in enumerate(ranks):
+            members, backend, kind = groups[number]
             assert rank in members
-            assert all(ranks[other][number] == made[number] for other in members), (number, rank)
+            assert all(ranks[other][number] == groups[number] for other in members), (number, rank)
             assert backend == ranks[0][number][1], "a group of another backend is no split of the world's communicator"
     assert sum(backend == "gloo" for _, backend, _ in ranks[0]) == together * (1 + (dims.data > 1))

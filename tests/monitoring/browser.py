@@ -42,8 +42,8 @@ class Browser:
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """The result of a command. Events that arrive before it are looked at."""
         self._number += 1
-        asked = {"id": self._number, "method": method, "params": parameters, **getattr(self, "_session", {})}
-        os.write(self._write, json.dumps(asked).encode() + b"\0")
+        request = {"id": self._number, "method": method, "params": parameters, **getattr(self, "_session", {})}
+        os.write(self._write, json.dumps(request).encode() + b"\0")
         while (message := self._message()).get("id") != self._number:
             pass
         assert "error" not in message, message
@@ -72,9 +72,9 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page; promises are awaited."""
-        found = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        answer = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
 
     def picture(self, path: Path) -> None:
         """Write a picture of the whole page."""

@@ -120,8 +120,8 @@ def marked(
     with Console(len(losses) + 1, interval, stream=stream) as console:
         for step, loss in enumerate(losses, 1):
             console.step(example(step, loss=loss, **metrics))
-    found = re.findall(r"step +(\d+)/\d+  loss .*(LOSS SPIKE|LOSS NaN|GRADIENTS NaN)", stream.getvalue())
-    return {int(step): marker for step, marker in found}
+    matches = re.findall(r"step +(\d+)/\d+  loss .*(LOSS SPIKE|LOSS NaN|GRADIENTS NaN)", stream.getvalue())
+    return {int(step): marker for step, marker in matches}
 
 
 def test_a_spike_is_marked_once_whatever_the_interval() -> None:

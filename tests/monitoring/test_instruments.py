@@ -79,8 +79,8 @@ def step(phases: PhaseTimes, activity: Activity, clock: SetClock, number: int, s
 
 
 def times(phases: PhaseTimes, number: int) -> dict[str, float]:
-    found = phases.numbers(SimpleNamespace(step=number))  # type: ignore[arg-type]
-    return {name.removeprefix("time_").removesuffix("_s"): seconds for name, seconds in found.items()}
+    result = phases.numbers(SimpleNamespace(step=number))  # type: ignore[arg-type]
+    return {name.removeprefix("time_").removesuffix("_s"): seconds for name, seconds in result.items()}
 
 
 STEP = {"data": 1.0, "forward": 1.5, "backward": 4.0, "pipeline": 3.0, "communication": 1.75, "optimizer": 5.0}
@@ -107,8 +107,8 @@ def test_on_a_device_that_lags_an_update_counts_in_the_next_step() -> None:
 
 
 def test_the_slowest_and_the_fastest_rank_are_named() -> None:
-    found = compare(7, [1.0, 3.0, 0.5, 2.0])
-    assert found == {
+    row = compare(7, [1.0, 3.0, 0.5, 2.0])
+    assert row == {
         **{
             "ranks_of_step": 7,
             "slowest_rank": 1,
@@ -142,12 +142,12 @@ def test_a_step_has_the_imbalance_that_its_documents_predict() -> None:
 
 def test_ranks_with_other_software_or_hardware_are_named() -> None:
     usual = {"torch": "2.13.0", "device": "NVIDIA H100"}
-    found = [dict(usual) for _ in range(16)]
-    assert odd_ranks(found, ("torch", "device")) == []
-    found[3]["torch"], found[5]["device"] = "2.12.1", "NVIDIA H200"
+    results = [dict(usual) for _ in range(16)]
+    assert odd_ranks(results, ("torch", "device")) == []
+    results[3]["torch"], results[5]["device"] = "2.12.1", "NVIDIA H200"
     for rank in range(6, 16):
-        found[rank]["device"] = "NVIDIA H200"
-    said = odd_ranks(found, ("torch", "device"))
+        results[rank]["device"] = "NVIDIA H200"
+    said = odd_ranks(results, ("torch", "device"))
     assert said[0] == "torch: 2.13.0 on 15 of 16 ranks, but 2.12.1 on rank 3"
     assert said[1] == "device: NVIDIA H200 on 11 of 16 ranks, but NVIDIA H100 on ranks 0, 1, 2, 3, 4"
     own = facts(torch.device("cpu"), 1)
@@ -155,9 +155,9 @@ def test_ranks_with_other_software_or_hardware_are_named() -> None:
 
 
 def test_a_tp_group_on_several_hosts_is_named() -> None:
-    found = [{"host": f"node{rank // 6}"} for rank in range(12)]
-    assert across_hosts(found, 1) == across_hosts(found, 2) == across_hosts(found, 6) == []
-    (line,) = across_hosts(found, 4)
+    results = [{"host": f"node{rank // 6}"} for rank in range(12)]
+    assert across_hosts(results, 1) == across_hosts(results, 2) == across_hosts(results, 6) == []
+    (line,) = across_hosts(results, 4)
     assert line.startswith(
         "parallel.tp = 4: 1 of 3 tp groups span several hosts, the first of them ranks 4 to 7: every layer"
     )
@@ -289,10 +289,10 @@ def on_gpu(tmp_path: Path, **profiling: Any) -> Any:
 def test_memory_and_sensors_are_read_at_the_interval_and_a_broken_sensor_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
+    reads: list[str] = []
 
     def broken(device: torch.device) -> float:
-        asked.append("broken")
+        reads.append("broken")
         raise RuntimeError("not supported")
 
     statistics = {"allocated_bytes.all.current": 5, "reserved_bytes.all.current": 7, "num_alloc_retries": 1}
@@ -300,11 +300,11 @@ def test_memory_and_sensors_are_read_at_the_interval_and_a_broken_sensor_once(
     monkeypatch.setattr(gpu, "find_spec", lambda name: True)
     monkeypatch.setattr(gpu, "SENSORS", {"gpu_power_w": lambda device: 650, "gpu_clock_mhz": broken})
     instrument = gpu.GpuSensors(on_gpu(tmp_path))
-    found = [instrument.numbers(example(step, tokens_per_second=10.0)) for step in (1, 2, 3, 4)]
+    results = [instrument.numbers(example(step, tokens_per_second=10.0)) for step in (1, 2, 3, 4)]
     memory_numbers = {"memory_allocated_bytes": 5, "memory_reserved_bytes": 7, "allocation_retries": 1}
-    assert found[0] == found[2] == {"tokens_per_second_per_gpu": 5.0}
-    assert found[1] == found[3] == found[0] | memory_numbers | {"gpu_power_w": 650.0}
-    assert asked == ["broken"]
+    assert results[0] == results[2] == {"tokens_per_second_per_gpu": 5.0}
+    assert results[1] == results[3] == results[0] | memory_numbers | {"gpu_power_w": 650.0}
+    assert reads == ["broken"]
 
 
 def test_a_memory_snapshot_is_written_after_its_step_on_its_ranks(

@@ -37,7 +37,7 @@ FIELDS = [
 
 
 def example(step: int, **changes: Any) -> StepMetrics:
-    made = StepMetrics(
+    built = StepMetrics(
         step=step,
         loss=math.pi / step,
         grad_norm=1 / 3,
@@ -52,7 +52,7 @@ def example(step: int, **changes: Any) -> StepMetrics:
         loss_scale=1.0,
         skipped=False,
     )
-    return replace(made, **changes)
+    return replace(built, **changes)
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
@@ -74,15 +74,15 @@ def test_a_line_has_every_field_in_full_precision(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path / "run") as writer:
         writer.step(example(7))
         writer.validation(7, 2 / 3)
-        found = lines(tmp_path / "run")  # before the file is closed: a killed run keeps its last step
-    assert list(found[0]) == FIELDS
+        result = lines(tmp_path / "run")  # before the file is closed: a killed run keeps its last step
+    assert list(result[0]) == FIELDS
     assert (
-        found[0]["step"] == 7
-        and found[0]["loss"] == math.pi / 7
-        and found[0]["grad_norm"] == 1 / 3
-        and found[0]["skipped"] is False
+        result[0]["step"] == 7
+        and result[0]["loss"] == math.pi / 7
+        and result[0]["grad_norm"] == 1 / 3
+        and result[0]["skipped"] is False
     )
-    assert found[1] == {"step": 7, "val_loss": 2 / 3}
+    assert result[1] == {"step": 7, "val_loss": 2 / 3}
 
 
 def test_a_skipped_step_is_still_json(tmp_path: Path) -> None:

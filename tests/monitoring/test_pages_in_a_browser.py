@@ -33,8 +33,8 @@ LIGHT = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Numb
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browser(tmp_path_factory.mktemp("browser")) as found:
-        yield found
+    with browser(tmp_path_factory.mktemp("browser")) as opened_browser:
+        yield opened_browser
 
 
 @pytest.fixture(scope="module")

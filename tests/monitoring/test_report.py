@@ -115,17 +115,17 @@ def cells_of(page: str) -> dict[str, list[str]]:
 
 def charts_of(page: str) -> dict[str, dict[str, Any]]:
     """Title → what charts.js draws."""
-    found = [json.loads(unescape(data)) for data in re.findall(r'data-chart="([^"]*)"', page)]
-    return {chart["title"]: chart for chart in found}
+    content = [json.loads(unescape(data)) for data in re.findall(r'data-chart="([^"]*)"', page)]
+    return {chart["title"]: chart for chart in content}
 
 
-def made(*arguments: object) -> str:
+def page_of(*arguments: object) -> str:
     report.main(list(map(str, arguments)))
     return Path(arguments[0], "report.html").read_text()
 
 
 def test_the_page_is_whole_and_needs_nothing_beside_it(tmp_path: Path):
-    page = made(write_run(tmp_path / "alone", pp=2))
+    page = page_of(write_run(tmp_path / "alone", pp=2))
     parser = Balanced()
     parser.feed(page)
     assert parser.open == [] and parser.loaded == []
@@ -133,7 +133,7 @@ def test_the_page_is_whole_and_needs_nothing_beside_it(tmp_path: Path):
 
 
 def test_it_tells_what_the_run_wrote(tmp_path: Path):
-    page = made(write_run(tmp_path / "alone", pp=2))
+    page = page_of(write_run(tmp_path / "alone", pp=2))
     cells = dict(re.findall(r'<th scope="row">([^<]*)</th><td>([^<]*)</td>', page))
     assert cells["Steps done, of"] == "40 of 50" and cells["Tokens seen"] == "4,000" and cells["Steps skipped"] == "1"
     assert cells["Last loss"] == "3.0000" and cells["Best validation loss"] == "4.1250"
@@ -147,7 +147,7 @@ def test_it_tells_what_the_run_wrote(tmp_path: Path):
 
 
 def test_the_load_of_experts_is_a_heat_map_with_a_row_for_each_mixture(tmp_path: Path):
-    page = made(write_run(tmp_path / "alone", experts=8, dp=2, ep=2))
+    page = page_of(write_run(tmp_path / "alone", experts=8, dp=2, ep=2))
     assert "<td>tp 1 × pp 1 × dp 2, ep 2, ZeRO-1</td>" in page
     parser = Balanced()
     parser.feed(page)
@@ -168,7 +168,7 @@ def test_it_shows_losses_that_have_names(tmp_path: Path):
         for line in lines
     ]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    page = made(directory)
+    page = page_of(directory)
     cells = dict(re.findall(r'<th scope="row">([^<]*)</th><td>([^<]*)</td>', page))
     assert (cells["Last validation loss of &lt;prose&gt;"], cells["Last validation loss of code"]) == (
         "4.5000",
@@ -200,7 +200,7 @@ def test_several_runs_are_compared(tmp_path: Path):
 
 
 def test_only_a_run_with_a_pipeline_has_a_curve_of_bubbles(tmp_path: Path):
-    curves = charts_of(made(write_run(tmp_path / "one", pp=1), write_run(tmp_path / "two", pp=2)))
+    curves = charts_of(page_of(write_run(tmp_path / "one", pp=1), write_run(tmp_path / "two", pp=2)))
     assert [line["name"] for line in curves["Bubble"]["lines"]] == ["two"]
     assert [line["name"] for line in curves["Throughput"]["lines"]] == ["one", "two"]
 
@@ -222,12 +222,12 @@ def test_long_runs_are_thinned_and_lose_no_extreme(tmp_path: Path):
 def test_predictions_are_beside_what_was_measured(tmp_path: Path):
     directory = write_run(tmp_path / "alone")
     (directory / "prediction.json").write_text(json.dumps({"step_time_s": 25.0, "gpu": "cpu"}))
-    assert "<td>25</td><td>31</td>" in made(directory)
+    assert "<td>25</td><td>31</td>" in page_of(directory)
 
 
 def test_a_run_that_was_resumed_with_another_layout_has_figures_of_each(tmp_path: Path):
     """Steps 1 to 30 took 0.5 s more than their number each, with a bubble; steps 31 to 40 2 s each, without one."""
-    page = made(resumed(tmp_path / "run"))
+    page = page_of(resumed(tmp_path / "run"))
     summary = cells_of(page.partition("<h2>")[0])
     assert summary["Layout"] == [" → ".join(LAYOUTS)] and summary["Ranks"] == ["2 × CPU"]
     assert summary["Time of a step, s"] == ["23.5 → 2"] and summary["Tokens/s"] == ["1,023 → 5,000"]
@@ -249,10 +249,10 @@ def test_a_run_that_was_resumed_with_another_layout_has_figures_of_each(tmp_path
 
 
 def test_what_a_resume_changes_is_in_the_plain_data(tmp_path: Path):
-    found = figures.as_json(
+    result = figures.as_json(
         read(resumed(tmp_path / "run", train={"global_batch_size": 16, "micro_batch_size": 2, "precision": "bf16"}))
     )
-    first, second = found["segments"]
+    first, second = result["segments"]
     assert (first["first_step"], first["last_step"], first["layout"]["pp"], first["step_time_s"]) == (1, 30, 2, 23.5)
     assert (second["first_step"], second["last_step"], second["layout"]["dp"], second["step_time_s"]) == (
         31,
@@ -260,12 +260,15 @@ def test_what_a_resume_changes_is_in_the_plain_data(tmp_path: Path):
         2,
         2.0,
     )
-    assert [(each["precision"], each["global_batch_size"]) for each in found["segments"]] == [("fp32", 8), ("bf16", 16)]
-    assert [each["predicted"] for each in found["segments"]] == [
+    assert [(each["precision"], each["global_batch_size"]) for each in result["segments"]] == [
+        ("fp32", 8),
+        ("bf16", 16),
+    ]
+    assert [each["predicted"] for each in result["segments"]] == [
         {"bubble_fraction": 0.111, "step_time_s": 25.0},
         {"step_time_s": 1.5},
     ]
-    assert found["step_time_s"] == 2.0 and found["tokens_per_second"] == 5000.0, "those of the present layout"
+    assert result["step_time_s"] == 2.0 and result["tokens_per_second"] == 5000.0, "those of the present layout"
 
 
 @pytest.mark.parametrize(
@@ -300,9 +303,9 @@ def test_segments_are_steps_in_a_row_with_the_same_layout_and_options(begun, exp
             section, _, option = name.partition(".")
             options[section][option] = value
         starts.add(run, Start(step, options))
-    found = read(run).segments
-    assert [(each.first, each.last) for each in found] == expected
-    assert found[0].layout == ("–" if begun == [(15, {})] else "tp 1 × pp 1 × dp 1, ZeRO-1")
+    result = read(run).segments
+    assert [(each.first, each.last) for each in result] == expected
+    assert result[0].layout == ("–" if begun == [(15, {})] else "tp 1 × pp 1 × dp 1, ZeRO-1")
 
 
 @pytest.mark.parametrize("changed", [{"device": "H100"}, {"ranks": 4}, {"torch": "3"}])
@@ -332,7 +335,7 @@ def test_what_is_no_run_is_one_message(broken: str, tmp_path: Path, capsys):
 
 
 def test_a_chart_has_its_values_as_a_table_too(tmp_path: Path):
-    page = made(write_run(tmp_path / "run"))
+    page = page_of(write_run(tmp_path / "run"))
     section = page.partition("<h3>Loss</h3>")[2].partition("</section>")[0]
     cells = cells_of(section)
     assert cells["1"] == ["4.95", "–"] and cells["40"] == ["3", "–"] and len(cells) == 12
@@ -343,22 +346,22 @@ def test_a_run_that_runs_has_its_time_left(state: str, left: list[str] | None, t
     """10 steps of 50 are left, and the last 20 took 31 s in the median."""
     directory = write_run(tmp_path / "run")
     (directory / "summary.json").write_text(json.dumps({"state": state}))
-    assert cells_of(made(directory)).get("Time left") == left
+    assert cells_of(page_of(directory)).get("Time left") == left
 
 
 def test_a_run_that_has_not_stepped_yet_has_a_page(tmp_path: Path):
     directory = write_run(tmp_path / "new")
     (directory / "metrics.jsonl").unlink()
-    assert "0 of 50" in made(directory) and read(directory).steps == []
+    assert "0 of 50" in page_of(directory) and read(directory).steps == []
 
 
 def test_a_run_that_validates_on_its_training_data_says_so(tmp_path: Path):
     directory = write_run(tmp_path / "same")
-    assert "Validated on training data" not in made(directory)
+    assert "Validated on training data" not in page_of(directory)
     options = yaml.safe_load((directory / "config.yaml").read_text())
     options["data"] |= {"train": ["data/a", "data/b"], "validation": {"prose": "data/../data/b", "code": "data/c"}}
     (directory / "config.yaml").write_text(yaml.safe_dump(options))
-    page = made(directory)
+    page = page_of(directory)
     assert (
         "Validated on training data" in page
         and "prose: data/../data/b" in page

@@ -51,15 +51,15 @@ def by_hand(start: float, hosts: tuple[str, str] = ("a", "a"), shift: float = 0.
 
 @pytest.mark.parametrize("hosts, shift", [(("a", "a"), 0.0), (("a", "b"), 1000.0), (("a", "b"), -50.0)])
 def test_known_times(hosts: tuple[str, str], shift: float) -> None:
-    found = timeline(build("1f1b", 2, 1), Layout(pp=2), by_hand(100.0, hosts, shift))
-    assert {key: found[key] for key in ("schedule", "pp", "microbatches", "virtual_stages", "steps")} == {
+    report = timeline(build("1f1b", 2, 1), Layout(pp=2), by_hand(100.0, hosts, shift))
+    assert {key: report[key] for key in ("schedule", "pp", "microbatches", "virtual_stages", "steps")} == {
         **{"schedule": "1f1b", "pp": 2, "microbatches": 1, "virtual_stages": 1, "steps": [3]}
     }
-    assert found["durations"] == {"forward": [2, 1], "input_backward": [3, 4], "weight_backward": None}
-    assert found["comm"] == 1
+    assert report["durations"] == {"forward": [2, 1], "input_backward": [3, 4], "weight_backward": None}
+    assert report["comm"] == 1
     # 10 seconds of work in 12 on two ranks
     idle = pytest.approx({"bubble_fraction": 1 - 10 / 24, "bubble_rate": 1 - 5 / 12})
-    assert found["measured"] == idle and found["predicted"] == idle
+    assert report["measured"] == idle and report["predicted"] == idle
 
 
 def test_clocks_of_one_host_are_taken_as_they_are() -> None:
@@ -95,17 +95,17 @@ def test_what_travels_over_data_parallelism_is_beside_the_actions() -> None:
         Transfer("reduce 1", 103.0, 105.0, 105.0),
         Transfer("reduce 0", 106.0, 107.0, 108.0),
     ]
-    found = timeline(build("1f1b", 2, 1), Layout(pp=2), records)
-    assert found["data_parallel"] == {"transfers": 1.5, "under_way": 3.0, "waited": 1.0}  # means over both ranks
-    assert "1.5 transfers, 3000.00 ms with a transfer in flight, 1000.00 ms of waiting" in describe(found)[-1]
+    report = timeline(build("1f1b", 2, 1), Layout(pp=2), records)
+    assert report["data_parallel"] == {"transfers": 1.5, "under_way": 3.0, "waited": 1.0}  # means over both ranks
+    assert "1.5 transfers, 3000.00 ms with a transfer in flight, 1000.00 ms of waiting" in describe(report)[-1]
     under_way: dict[str, list[float]] = {}
-    for event in found["traceEvents"]:  # the trace begins a second before the first action
+    for event in report["traceEvents"]:  # the trace begins a second before the first action
         if event["ph"] in "be":
             under_way.setdefault(event["name"], []).append(event["ts"] / 1e6)
     assert under_way == {"pp 0: gather 0": [2, 5], "pp 0: reduce 1": [4, 6], "pp 0: reduce 0": [7, 9]}
     waits = [
         (event["name"], event["ts"] / 1e6, event["dur"] / 1e6)
-        for event in found["traceEvents"]
+        for event in report["traceEvents"]
         if event["name"].startswith("wait: ")
     ]
     assert waits == [("wait: gather 0", 4, 1), ("wait: reduce 1", 6, 0), ("wait: reduce 0", 8, 1)]
@@ -121,13 +121,13 @@ def test_medians_and_means_are_over_steps_and_pipelines() -> None:
             for action, *times in mine.steps[3]
         ]
         records.append(Record("a", [], {3: mine.steps[3], 4: slow}))
-    found = timeline(build("1f1b", 2, 1), Layout(pp=2, dp=2), records)
-    assert found["steps"] == [3, 4]
-    assert found["durations"]["forward"] == [2, 1] and found["comm"] == 1
-    assert found["measured"]["bubble_fraction"] == pytest.approx(1 - 10 / 24)
-    names = [event["args"]["name"] for event in found["traceEvents"] if event["name"] == "process_name"]
+    report = timeline(build("1f1b", 2, 1), Layout(pp=2, dp=2), records)
+    assert report["steps"] == [3, 4]
+    assert report["durations"]["forward"] == [2, 1] and report["comm"] == 1
+    assert report["measured"]["bubble_fraction"] == pytest.approx(1 - 10 / 24)
+    names = [event["args"]["name"] for event in report["traceEvents"] if event["name"] == "process_name"]
     assert names == ["measured dp 0", "measured dp 1", "predicted"]
-    lines = "\n".join(describe(found))
+    lines = "\n".join(describe(report))
     assert "steps 3 to 4" in lines and "58.3% measured, 58.3% predicted" in lines and "1000.00–2000.00 ms" in lines
 
 
@@ -177,8 +177,13 @@ def test_records_are_compared_with_the_layout_that_they_are_of(tmp_path: Path) -
     before = {"model": model, "train": train, "parallel": {"pp": 2, "dp": 1, "schedule_costs": [1.0, 1.0, 1.0, 0.5]}}
     run = resumed(tmp_path, before, {"model": model, "train": train, "parallel": {"pp": 1, "dp": 1}})
     assert describe(compare(run))[0].startswith("1f1b, steps 3 to 3: bubble_fraction 58.3% measured, 58.3% predicted")
-    found = json.loads((run / "traces" / "timeline.json").read_text())
-    assert found["layout"] == {"tp": 1, "pp": 2, "dp": 1, "cp": 1} and found["schedule_costs"] == [1.0, 1.0, 1.0, 0.5]
+    content = json.loads((run / "traces" / "timeline.json").read_text())
+    assert content["layout"] == {"tp": 1, "pp": 2, "dp": 1, "cp": 1} and content["schedule_costs"] == [
+        1.0,
+        1.0,
+        1.0,
+        0.5,
+    ]
     assert [read(run).recorded_in(segment) is not None for segment in read(run).segments] == [True, False]
     starts.add(run, starts.Start(2, before | {"parallel": {"pp": 3, "dp": 1}}))  # step 3 is done again on three ranks
     with pytest.raises(ConfigError, match="records of 2 ranks, and its steps were done again on 3"):
@@ -195,8 +200,8 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def fit_quietly(context: RankContext, config: dict[str, Any]) -> str:
     """Run the training loop; what it prints on this rank."""
-    made = from_dict(config)
-    trainer = Trainer(made, mesh_of(context, made))
+    run_config = from_dict(config)
+    trainer = Trainer(run_config, mesh_of(context, run_config))
     try:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             fit(trainer, [TimelineRecorder(trainer)])
@@ -231,15 +236,15 @@ CASES: list[Case] = [
 def test_a_run_writes_every_action_of_every_rank(case: Case, prefix: str, ranks: Any, tmp_path: Path) -> None:
     config = configure(prefix, tmp_path, {"timeline": True, "steps": [2, 3]}, **case)
     printed = ranks.run(4, fit_quietly, config)
-    said, found = compared(config, tmp_path)
+    said, row = compared(config, tmp_path)
     schedule = build(case["schedule"], 2, 4)
-    assert found["steps"] == [2, 3] and found["virtual_stages"] == schedule.stages // 2
-    assert all(len(values) == schedule.stages for name, values in found["durations"].items() if values)
-    assert (found["durations"]["weight_backward"] is None) == (ActionKind.WEIGHT not in schedule.passes)
-    assert min(value for values in found["durations"].values() if values for value in values) > 0
+    assert row["steps"] == [2, 3] and row["virtual_stages"] == schedule.stages // 2
+    assert all(len(values) == schedule.stages for name, values in row["durations"].items() if values)
+    assert (row["durations"]["weight_backward"] is None) == (ActionKind.WEIGHT not in schedule.passes)
+    assert min(value for values in row["durations"].values() if values for value in values) > 0
 
     slices: defaultdict[Any, list[Any]] = defaultdict(list)
-    for event in found["traceEvents"]:
+    for event in row["traceEvents"]:
         if event["ph"] == "X" and event["cat"] != "wait" and event["pid"] < 2:
             slices[event["pid"], event["args"]["step"], event["tid"]].append(event)
     assert len(slices) == 2 * 2 * 2  # pipelines, steps, ranks
@@ -257,8 +262,8 @@ def test_a_run_writes_every_action_of_every_rank(case: Case, prefix: str, ranks:
             }[kind]
             assert event["ts"] >= ends.get(needed, 0.0)
 
-    assert 0 <= found["predicted"]["bubble_fraction"] < 1 and 0 < found["measured"]["bubble_fraction"] < 1
-    assert f"bubble_fraction {found['measured']['bubble_fraction']:.1%} measured" in said and "timeline.json" in said
+    assert 0 <= row["predicted"]["bubble_fraction"] < 1 and 0 < row["measured"]["bubble_fraction"] < 1
+    assert f"bubble_fraction {row['measured']['bubble_fraction']:.1%} measured" in said and "timeline.json" in said
     assert "steps 2 to 3 are recorded" in printed[0] and not any(printed[1:])
     bubbles = [
         json.loads(line)["bubble_fraction"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -328,8 +333,8 @@ def test_a_run_that_ends_early_writes_what_it_has_and_one_that_begins_late_says_
 
 def one_step(context: RankContext, config: dict[str, Any]) -> tuple[float | None, list[tuple[float, float]]]:
     """A step's bubble_fraction, and when this rank's actions started and ended."""
-    made = from_dict(config)
-    trainer = Trainer(made, mesh_of(context, made))
+    run_config = from_dict(config)
+    trainer = Trainer(run_config, mesh_of(context, run_config))
     try:
         return trainer.step().bubble_fraction, [(start, end) for _, _, start, end in trainer.parts.runtime.ran]
     finally:
@@ -338,17 +343,19 @@ def one_step(context: RankContext, config: dict[str, Any]) -> tuple[float | None
 
 def test_bubble_fraction_is_measured_and_the_same_on_every_rank(prefix: str, ranks: Any, tmp_path: Path) -> None:
     config = configure(prefix, tmp_path, {}, pp=2, dp=2, microbatches=4, schedule="1f1b")
-    found = ranks.run(4, one_step, config)
-    busy = sum(end - start for _, ran in found for start, end in ran)
-    available = sum(2 * (ran[-1][1] - ran[0][0]) for _, ran in found[:2])  # ranks 0 and 1 hold the first stage, of two
-    assert len({bubble for bubble, _ in found}) == 1 and found[0][0] == pytest.approx(1 - busy / available)
+    results = ranks.run(4, one_step, config)
+    busy = sum(end - start for _, ran in results for start, end in ran)
+    available = sum(
+        2 * (ran[-1][1] - ran[0][0]) for _, ran in results[:2]
+    )  # ranks 0 and 1 hold the first stage, of two
+    assert len({bubble for bubble, _ in results}) == 1 and results[0][0] == pytest.approx(1 - busy / available)
     assert not (tmp_path / "run" / "traces").exists()
 
 
 def test_one_process_waits_for_nobody(prefix: str, ranks: Any, tmp_path: Path) -> None:
     config = configure(prefix, tmp_path, {"timeline": True, "steps": [2, 2]}, microbatches=2)
     ranks.run(1, fit_quietly, config)
-    _, found = compared(config, tmp_path)
-    assert found["pp"] == 1 and found["comm"] == 0 and found["predicted"] == {"bubble_fraction": 0, "bubble_rate": 0}
-    names = [event["name"] for event in found["traceEvents"] if event["ph"] == "X" and event["pid"] == 0]
+    _, row = compared(config, tmp_path)
+    assert row["pp"] == 1 and row["comm"] == 0 and row["predicted"] == {"bubble_fraction": 0, "bubble_rate": 0}
+    names = [event["name"] for event in row["traceEvents"] if event["ph"] == "X" and event["pid"] == 0]
     assert names == ["F0.0", "B0.0", "F0.1", "B0.1"]

@@ -123,10 +123,10 @@ def test_parts_of_a_sequence_drop_what_the_whole_drops(tp: int, monkeypatch: pyt
         for rank, own in enumerate(places):
             limit = Capacity(FACTOR, MeshAxis("sequence", rank, ranks, tuple(range(ranks))), tp)
             part = SequencePart(segments, rank // tp, length, None)
-            found = kept(limit.limit(choose(scores[own].flatten(0, 1), K), valid[own], part), len(own))
+            result = kept(limit.limit(choose(scores[own].flatten(0, 1), K), valid[own], part), len(own))
             inside = own < length
             if attempt:
-                assert torch.equal(found[inside], kept(whole, length)[own[inside]]) and not found[~inside].any()
+                assert torch.equal(result[inside], kept(whole, length)[own[inside]]) and not result[~inside].any()
 
 
 def test_sizes() -> None:

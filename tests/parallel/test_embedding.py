@@ -37,10 +37,10 @@ class Atomics(TorchDispatchMode):
 
 def weight(rows: int, values: Tensor) -> Weight:
     spec = ParamSpec("table", 0, (Segment("table", (rows, HIDDEN)),))
-    made = Weight(spec, values.clone().requires_grad_(), torch.float32, WeightGradQueue())
-    made.grad = torch.full((rows, HIDDEN), torch.nan)
-    made.begin_step(2, 1)
-    return made
+    weight = Weight(spec, values.clone().requires_grad_(), torch.float32, WeightGradQueue())
+    weight.grad = torch.full((rows, HIDDEN), torch.nan)
+    weight.begin_step(2, 1)
+    return weight
 
 
 def gradient(positions: Tensor, seed: int) -> Tensor:

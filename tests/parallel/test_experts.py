@@ -35,11 +35,11 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def weight(name: str, rows: int, columns: int, seed: int) -> Weight:
     spec = ParamSpec(name, 1, (Segment(name, (rows, columns), 0, axis="expert"),), domain="expert")
-    made = Weight(spec, random(rows, columns, seed=seed).requires_grad_(), torch.float64, WeightGradQueue())
+    weight = Weight(spec, random(rows, columns, seed=seed).requires_grad_(), torch.float64, WeightGradQueue())
     # a buffer's content before the first contribution
-    made.grad = torch.full((rows, columns), torch.nan, dtype=torch.float64)
-    made.begin_step(2, 1)
-    return made
+    weight.grad = torch.full((rows, columns), torch.nan, dtype=torch.float64)
+    weight.begin_step(2, 1)
+    return weight
 
 
 def test_equal_scores_are_chosen_by_index() -> None:
@@ -77,21 +77,21 @@ def test_a_mixture_and_its_gradients_are_those_of_one_token_at_a_time() -> None:
         expected.backward(gradient)
         torch.testing.assert_close(own.grad, x.grad, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(ours.grad, weights.grad, rtol=1e-12, atol=1e-12)
-    for made, reference in zip((into, down), matrices, strict=True):
-        torch.testing.assert_close(made.grad, reference.grad, rtol=1e-12, atol=1e-12)
-        assert not made.grad.view(EXPERTS, -1)[3].any()
-        made.finish_step()  # raises if a contribution were missing
+    for trained, reference in zip((into, down), matrices, strict=True):
+        torch.testing.assert_close(trained.grad, reference.grad, rtol=1e-12, atol=1e-12)
+        assert not trained.grad.view(EXPERTS, -1)[3].any()
+        trained.finish_step()  # raises if a contribution were missing
 
 
 @pytest.mark.parametrize("sizes", [[3, 0, 5], [0, 0, 8], [8, 0, 0], [3, 0, 1]], ids=str)
 def test_the_grouped_kernel_is_the_loop(sizes: list[int]) -> None:
     rows, matrices = random(8, 16).float(), random(3, 8, 16, seed=1).float().transpose(1, 2)
     groups = Groups(torch.tensor(sizes))
-    found, expected = (
+    product, expected = (
         torch.nn.functional.grouped_mm(rows, matrices, offs=groups.ends),
         matmul_loop(rows, matrices, groups),
     )
-    torch.testing.assert_close(found[: sum(sizes)], expected[: sum(sizes)])
+    torch.testing.assert_close(product[: sum(sizes)], expected[: sum(sizes)])
     assert torch.equal(grouped_matmul(rows, matrices, groups)[: sum(sizes)], expected[: sum(sizes)])
 
 
@@ -140,13 +140,13 @@ def test_one_sequence_is_transformers_balancing_loss() -> None:
 
     logits = random(TOKENS, EXPERTS, seed=3)
     config = model(router_balance="sequence", router_aux_loss_coef=0.3)
-    found, statistics = losses(
+    gradient, statistics = losses(
         config, RouterState.start(config, torch.device("cpu")), logits, torch.zeros(TOKENS, 1, dtype=torch.long)
     )
     theirs = logits.detach().requires_grad_()
     loss = load_balancing_loss_func((theirs,), EXPERTS, K)
     (0.3 * loss).backward()
-    torch.testing.assert_close(found, theirs.grad, rtol=1e-6, atol=1e-8)  # its softmax is in fp32
+    torch.testing.assert_close(gradient, theirs.grad, rtol=1e-6, atol=1e-8)  # its softmax is in fp32
     assert statistics[AUXILIARY].item() / TOKENS == pytest.approx(loss.item(), rel=1e-6)
     assert statistics[:AUXILIARY].sum() == TOKENS * K and statistics[DROPPED] == 0
 
@@ -157,11 +157,11 @@ def test_tokens_that_do_not_count_change_nothing() -> None:
     state = RouterState.start(config, torch.device("cpu"))
     logits, targets = random(TOKENS, 2, EXPERTS, seed=4), torch.zeros(TOKENS, 2, dtype=torch.long)
     targets[7:, 1] = IGNORE_INDEX
-    found, statistics = losses(config, state, logits.flatten(0, 1), targets)
+    gradient, statistics = losses(config, state, logits.flatten(0, 1), targets)
     logits[7:, 1] = 50 * random(TOKENS - 7, EXPERTS, seed=5)
     other, its = losses(config, state, logits.flatten(0, 1), targets)
-    torch.testing.assert_close(found, other, rtol=1e-12, atol=1e-14)
-    assert not found.view(TOKENS, 2, EXPERTS)[7:, 1].any()
+    torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-14)
+    assert not gradient.view(TOKENS, 2, EXPERTS)[7:, 1].any()
     torch.testing.assert_close(statistics, its)
     assert statistics[:AUXILIARY].sum() == (TOKENS + 7) * K
 
@@ -176,8 +176,8 @@ def test_the_global_loss_has_the_last_steps_load_and_z_is_the_log_sum_exp() -> N
     share = counts * K / counts.sum()
     z = theirs.logsumexp(-1).square().mean()
     (0.3 * EXPERTS * (theirs.softmax(-1).mean(0) * share).sum() + 0.2 * z).backward()
-    found, statistics = losses(config, state, logits, targets)
-    torch.testing.assert_close(found, theirs.grad, rtol=1e-12, atol=1e-14)
+    gradient, statistics = losses(config, state, logits, targets)
+    torch.testing.assert_close(gradient, theirs.grad, rtol=1e-12, atol=1e-14)
     assert statistics[Z].item() / TOKENS == pytest.approx(z.item(), rel=1e-12)
 
 
@@ -262,5 +262,5 @@ def test_a_choice_within_groups_is_deepseeks(version: int) -> None:
 
 
 def test_equal_groups_are_chosen_by_index() -> None:
-    found = in_best_groups(torch.tensor([[1.0, 2.0, 3.0, 0.0, 0.0, 3.0]]), 3, 2, 2)
-    assert found.tolist() == [[1.0, 2.0, 3.0, 0.0, -torch.inf, -torch.inf]]
+    limited = in_best_groups(torch.tensor([[1.0, 2.0, 3.0, 0.0, 0.0, 3.0]]), 3, 2, 2)
+    assert limited.tolist() == [[1.0, 2.0, 3.0, 0.0, -torch.inf, -torch.inf]]

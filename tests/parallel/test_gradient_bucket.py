@@ -47,21 +47,21 @@ def bucket(monkeypatch) -> tuple[GradientBucket, Reducer, dict[str, Weight]]:
     monkeypatch.setattr(torch, "empty", garbage)
     (layout,) = bucket_layout(SPECS, Coordinates(), {"dense": 2}, 1e9)
     domain, reducer = Domain("dense", MeshAxis("data", 0, 2, (0, 1)), MeshAxis("replicate", 0, 1, (0,))), Reducer()
-    made = GradientBucket.allocate(layout, domain, 2, torch.float32, torch.device("cpu"), reducer)  # type: ignore[arg-type]
+    buffer = GradientBucket.allocate(layout, domain, 2, torch.float32, torch.device("cpu"), reducer)  # type: ignore[arg-type]
     weights = {
         spec.name: Weight(spec, torch.zeros(spec.segments[0].shape), torch.float32, WeightGradQueue()) for spec in SPECS
     }
     for weight in weights.values():
-        made.add(weight)
-    return made, reducer, weights
+        buffer.add(weight)
+    return buffer, reducer, weights
 
 
 @pytest.mark.parametrize(
     "used", [("a", "b", "rows"), ("b",), ("rows", "a"), ()], ids=lambda used: "+".join(used) or "none"
 )
 def test_what_has_no_contribution_is_reduced_as_zeros(bucket, used) -> None:
-    made, reducer, weights = bucket
-    made.begin_step(2, 1.0)
+    buffer, reducer, weights = bucket
+    buffer.begin_step(2, 1.0)
     for _ in range(2):
         for name in used:
             weight = weights[name]
@@ -73,8 +73,8 @@ def test_what_has_no_contribution_is_reduced_as_zeros(bucket, used) -> None:
         weight.finish_step()
     assert len(reducer.reduced) == 2
     # of both microbatches: a buffer is reduced when all weights, used or not, are complete
-    expected = torch.zeros(made.layout.size)
-    for slot in made.layout.slots:
+    expected = torch.zeros(buffer.layout.size)
+    for slot in buffer.layout.slots:
         part = expected[slot.start : slot.stop].view(slot.shape)
         if slot.spec.name in used:
             part[:] = torch.tensor([[0.0], [2], [0], [0], [4], [0]]) if slot.spec.name == "rows" else 4.0
@@ -83,8 +83,8 @@ def test_what_has_no_contribution_is_reduced_as_zeros(bucket, used) -> None:
 
 def test_an_unused_weight_that_completes_before_the_buffer_exists(bucket) -> None:
     """An expert without tokens counts before the others contribute."""
-    made, reducer, weights = bucket
-    made.begin_step(1, 1.0)
+    built, reducer, weights = bucket
+    built.begin_step(1, 1.0)
     with weights["a"].accumulate_as_one():
         pass
     for name in ("b", "rows"):

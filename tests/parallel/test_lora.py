@@ -29,10 +29,10 @@ MASK = partial(dropout, key=7, samples=torch.arange(2), positions=torch.arange(5
 def weight(queue: WeightGradQueue, name: str, *segments: Segment, trained: bool) -> Weight:
     rows = sum(segment.shape[0] for segment in segments)
     value = torch.randn(rows, *segments[0].shape[1:], dtype=torch.float64).requires_grad_()
-    made = Weight(ParamSpec(name, 1, segments), value, torch.float64 if trained else None, queue)
-    made.grad = torch.full_like(value, torch.nan) if trained else None
-    made.begin_step(1, 1)
-    return made
+    weight = Weight(ParamSpec(name, 1, segments), value, torch.float64 if trained else None, queue)
+    weight.grad = torch.full_like(value, torch.nan) if trained else None
+    weight.begin_step(1, 1)
+    return weight
 
 
 @pytest.mark.parametrize("dora", [False, True])

@@ -55,8 +55,8 @@ segments = st.builds(
 
 @given(segments, st.data())
 @settings(max_examples=200, deadline=None)
-def test_ranges_of_all_ranks_tile_the_global_tensor(made, data):
-    segment, tp = made
+def test_ranges_of_all_ranks_tile_the_global_tensor(segment_and_tp, data):
+    segment, tp = segment_and_tp
     whole = torch.arange(segment.numel).view(segment.shape)
     seen = torch.zeros(segment.shape, dtype=torch.int64)
     spec = ParamSpec("w", 0, (segment,))
@@ -67,9 +67,9 @@ def test_ranges_of_all_ranks_tile_the_global_tensor(made, data):
         )
         cut = data.draw(st.integers(0, own.numel()))
         for start, stop in ((0, cut), (cut, own.numel())):
-            found = list(rectangles(spec, Coordinates.on("tp", rank, tp), start, stop))
-            assert len(found) <= 3
-            for flat in found:
+            pieces = list(rectangles(spec, Coordinates.on("tp", rank, tp), start, stop))
+            assert len(pieces) <= 3
+            for flat in pieces:
                 place = tuple(slice(low, low + size) for low, size in zip(flat.offsets, flat.sizes, strict=True))
                 assert torch.equal(whole[place].reshape(-1), own[flat.start : flat.stop])
                 if segment.is_owner(Coordinates.on("tp", rank, 4)):
@@ -80,8 +80,8 @@ def test_ranges_of_all_ranks_tile_the_global_tensor(made, data):
 def test_fused_tensor_is_cut_at_its_segments():
     second = Coordinates.on("tp", 1, 2)
     spec = ParamSpec("qkv", 0, (Segment("q", (4, 3), 0), Segment("k", (2, 3), 0), Segment("v", (2, 3), 0)))
-    found = list(rectangles(spec, second, 0, prod(spec.local_shape(second))))
-    assert [(flat.segment.name, flat.offsets, flat.sizes) for flat in found] == [
+    pieces = list(rectangles(spec, second, 0, prod(spec.local_shape(second))))
+    assert [(flat.segment.name, flat.offsets, flat.sizes) for flat in pieces] == [
         ("q", (2, 0), (2, 3)),
         ("k", (1, 0), (1, 3)),
         ("v", (1, 0), (1, 3)),
@@ -109,10 +109,10 @@ def test_holders_are_the_ranks_of_a_stage_by_their_coordinates():
     two halves."""
     layout = Layout(pp=2, dp=2, tp=2)
     matrix, norm = Segment("matrix", (6, 4), 0), Segment("norm", (4,))
-    found = [
+    pieces = [
         (held.segment.name, held.part.offsets, held.ranks)
         for held in holders(ParamSpec("both", 1, (matrix, norm)), layout, 1)
     ]
-    assert sorted(found) == [("matrix", (0, 0), (4, 6)), ("matrix", (3, 0), (5, 7)), ("norm", (0,), (4, 5, 6, 7))]
+    assert sorted(pieces) == [("matrix", (0, 0), (4, 6)), ("matrix", (3, 0), (5, 7)), ("norm", (0,), (4, 5, 6, 7))]
     shared = holders(ParamSpec("kv", 1, (Segment("kv", (2, 4), 0, replicas=2),)), Layout(tp=4), 0)
     assert [(held.part.offsets[0], held.ranks) for held in shared] == [(0, (0, 1)), (1, (2, 3))]

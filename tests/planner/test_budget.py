@@ -81,16 +81,16 @@ def test_the_programme_is_solved_as_by_trying_everything(seed):
     enough = [
         counts for counts in product(*each) if all(frees(kinds, counts, i) >= need for i, need in enumerate(needs))
     ]
-    found = solve(kinds, needs)
-    assert (found is None) == (not enough)
-    if found is not None:
-        assert found in enough
-        assert cost_of(kinds, found) == pytest.approx(min(cost_of(kinds, counts) for counts in enough))
+    solution = solve(kinds, needs)
+    assert (solution is None) == (not enough)
+    if solution is not None:
+        assert solution in enough
+        assert cost_of(kinds, solution) == pytest.approx(min(cost_of(kinds, counts) for counts in enough))
     for i, need in enumerate(needs):
         alone = [
             ItemGroup(kind.items, tuple(Option(each.cost, (each.frees[i],)) for each in kind.options)) for kind in kinds
         ]
-        assert Relaxation(alone).least(need) <= (float("inf") if found is None else cost_of(kinds, found) + 1e-9)
+        assert Relaxation(alone).least(need) <= (float("inf") if solution is None else cost_of(kinds, solution) + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -100,12 +100,12 @@ def test_a_large_programme_is_solved_to_within_the_gap(seed, monkeypatch, capfd)
     kinds, needs = drawn_programme(seed)
     best = solve(kinds, needs)
     monkeypatch.setattr(integer_program, "MOST_FOLLOWED", 0)
-    found = solve(kinds, needs)
-    assert (found is None) == (best is None)
-    if found is not None:
-        assert all(frees(kinds, found, i) >= need for i, need in enumerate(needs))
-        assert all(sum(own) <= kind.items for kind, own in zip(kinds, found, strict=True))
-        assert cost_of(kinds, found) <= cost_of(kinds, best) * (1 + integer_program.GAP) + 1e-9
+    solution = solve(kinds, needs)
+    assert (solution is None) == (best is None)
+    if solution is not None:
+        assert all(frees(kinds, solution, i) >= need for i, need in enumerate(needs))
+        assert all(sum(own) <= kind.items for kind, own in zip(kinds, solution, strict=True))
+        assert cost_of(kinds, solution) <= cost_of(kinds, best) * (1 + integer_program.GAP) + 1e-9
     assert capfd.readouterr() == ("", "")
 
 
@@ -121,11 +121,11 @@ def test_hundreds_of_nearly_equal_kinds_and_constraints_are_solved():
         for size in each
     ]
     needs = [sum(kind.options[0].frees[load] for kind in kinds) * 2 // 5 for load in range(stages)]
-    found = solve(kinds, needs)
-    assert all(frees(kinds, found, load) >= need for load, need in enumerate(needs))
+    solution = solve(kinds, needs)
+    assert all(frees(kinds, solution, load) >= need for load, need in enumerate(needs))
     costs, freed = ([getattr(kind.options[0], name) for kind in kinds] for name in ("cost", "frees"))
     relaxed = linprog(costs, A_ub=-np.array(freed).T, b_ub=-np.array(needs), bounds=(0, 1))
-    assert relaxed.fun * (1 - 1e-9) <= cost_of(kinds, found) <= 1.02 * relaxed.fun
+    assert relaxed.fun * (1 - 1e-9) <= cost_of(kinds, solution) <= 1.02 * relaxed.fun
 
 
 # ---- decisions
@@ -231,9 +231,9 @@ def test_no_choice_of_operations_is_faster_and_fits():
     least, most = min(total for total, _ in every), max(total for total, _ in every)
     for part in range(11):
         budget = least + part * (most - least) // 10
-        found = with_mode(config, decide(config, budget).recompute)
-        assert estimate(found, 1)[0].total <= budget
-        assert seconds(found, "cuda")[0] <= min(time for total, time in every if total <= budget) * (1 + 1e-9)
+        decided = with_mode(config, decide(config, budget).recompute)
+        assert estimate(decided, 1)[0].total <= budget
+        assert seconds(decided, "cuda")[0] <= min(time for total, time in every if total <= budget) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -262,8 +262,8 @@ def test_a_budget_that_is_too_small_names_the_smallest_one():
     from megalite.config.values import amount_value
 
     config.train.memory_budget = amount_value("train.memory_budget", least, "")
-    found = resolved(config, "cpu")
-    assert max(rank.total for rank in estimate(found, 2, "cpu")) <= config.train.memory_budget
+    resolved_config = resolved(config, "cpu")
+    assert max(rank.total for rank in estimate(resolved_config, 2, "cpu")) <= config.train.memory_budget
     config.train.memory_budget *= 0.998
     with pytest.raises(ConfigError):
         resolved(config, "cpu")
@@ -302,8 +302,8 @@ def test_a_table_says_what_each_stage_recomputes():
     ],
 )
 def test_modes_that_are_written(value, why):
-    found = problem(value, 4)
-    assert (found is None) if why is None else (found is not None and why in found)
+    reason = problem(value, 4)
+    assert (reason is None) if why is None else (reason is not None and why in reason)
 
 
 # ---- memory, measured
@@ -319,8 +319,8 @@ def test_the_peak_within_a_budget_is_what_the_allocator_gives(part):
     whole = decide(config, 1 << 40, device="cpu").ranks[0]
     budget = int(whole.everything + part * (whole.nothing - whole.everything))
     recompute = decide(config, budget, device="cpu").recompute
-    made = tree(model=WIDE, train={"micro_batch_size": 4, "recompute": recompute})
-    (planned,) = estimate(from_dict(made), 1, "cpu")
-    found = jobs_memory.most_allocated(SimpleNamespace(cache={}), made)
+    options = tree(model=WIDE, train={"micro_batch_size": 4, "recompute": recompute})
+    (planned,) = estimate(from_dict(options), 1, "cpu")
+    allocated = jobs_memory.most_allocated(SimpleNamespace(cache={}), options)
     assert planned.total <= budget
-    assert planned.states.device + found == pytest.approx(planned.total, rel=0.05)
+    assert planned.states.device + allocated == pytest.approx(planned.total, rel=0.05)

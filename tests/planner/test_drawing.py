@@ -39,9 +39,9 @@ class Read:
         for box in root.iter(f"{SVG}rect"):
             title = box.find(f"{SVG}title")
             if title is not None and (
-                found := re.match(r"([FBW])(\d+)\.(\d+): .*rank (\d+); (\S+) to (\S+)", title.text)
+                match := re.match(r"([FBW])(\d+)\.(\d+): .*rank (\d+); (\S+) to (\S+)", title.text)
             ):
-                kind, stage, microbatch, rank, start, end = found.groups()
+                kind, stage, microbatch, rank, start, end = match.groups()
                 x, y, width, height = (float(box.get(name)) for name in ("x", "y", "width", "height"))
                 self.bars[kind, int(stage), int(microbatch)] = (
                     x,
@@ -69,28 +69,30 @@ class Read:
 
 @pytest.fixture(scope="module", params=SIZES, ids=lambda size: f"{size[0]}-{size[1]}")
 def drawn(request) -> tuple[BubblePlan, Read]:
-    found = plan(*request.param)
-    return found, Read(drawing.svg(drawing.picture([found])))
+    bubble_plan = plan(*request.param)
+    return bubble_plan, Read(drawing.svg(drawing.picture([bubble_plan])))
 
 
 def test_every_action_is_drawn_in_its_time(drawn):
-    found, seen = drawn
+    bubble_plan, seen = drawn
     spans = {
         (a.kind.value, a.stage, a.microbatch): (rank, s, e)
-        for rank, row in enumerate(found.timeline.spans)
+        for rank, row in enumerate(bubble_plan.timeline.spans)
         for a, s, e in row
     }
     assert seen.bars.keys() == spans.keys()
     assert all(bar[4:7] == pytest.approx(spans[key], rel=1e-5) for key, bar in seen.bars.items())
     x0, x1 = min(bar[0] for bar in seen.bars.values()), max(bar[0] + bar[2] for bar in seen.bars.values())
-    scale = (x1 - x0) / found.timeline.makespan
+    scale = (x1 - x0) / bubble_plan.timeline.makespan
     for x, _, width, _, _, start, end, _ in seen.bars.values():
         assert x - x0 == pytest.approx(start * scale, abs=1) and width == pytest.approx((end - start) * scale, abs=1)
 
 
 def test_ranks_have_rows_of_their_own_and_bars_do_not_overlap(drawn):
-    found, seen = drawn
-    rows = [sorted(bar[:4] for bar in seen.bars.values() if bar[4] == rank) for rank in range(found.schedule.ranks)]
+    bubble_plan, seen = drawn
+    rows = [
+        sorted(bar[:4] for bar in seen.bars.values() if bar[4] == rank) for rank in range(bubble_plan.schedule.ranks)
+    ]
     for row in rows:
         assert len({bar[1] for bar in row}) == 1
         assert all(left[0] + left[2] <= right[0] + 0.01 for left, right in pairwise(row))
@@ -98,12 +100,12 @@ def test_ranks_have_rows_of_their_own_and_bars_do_not_overlap(drawn):
 
 
 def test_passes_and_stages_of_a_rank_differ_in_colour(drawn):
-    found, seen = drawn
+    bubble_plan, seen = drawn
     colours = {}
     for (kind, stage, _), bar in seen.bars.items():
-        place = found.schedule.stages_of(bar[4]).index(stage)
+        place = bubble_plan.schedule.stages_of(bar[4]).index(stage)
         assert colours.setdefault((kind, place), bar[7]) == bar[7]
-    assert len(set(colours.values())) == len(colours) == found.chunks * len(found.schedule.passes)
+    assert len(set(colours.values())) == len(colours) == bubble_plan.chunks * len(bubble_plan.schedule.passes)
 
 
 def test_numbers_are_in_their_bars_and_can_be_read(drawn):
@@ -131,12 +133,12 @@ def test_labels_are_inside_and_apart(drawn):
 
 
 def test_title_and_legend_say_what_is_seen(drawn):
-    found, seen = drawn
+    bubble_plan, seen = drawn
     texts = [text[2] for text in seen.texts]
     joined = "\n".join(texts)
-    assert texts[0].startswith(f"{found.schedule.name}: {found.schedule.ranks} ranks")
+    assert texts[0].startswith(f"{bubble_plan.schedule.name}: {bubble_plan.schedule.ranks} ranks")
     for name in ("bubble_fraction", "bubble_over_ideal", "bubble_rate"):
-        assert f"{name} {getattr(found.timeline, name):.1%}" in joined.replace("-0.0%", "0.0%")
+        assert f"{name} {getattr(bubble_plan.timeline, name):.1%}" in joined.replace("-0.0%", "0.0%")
     for word in (
         "F forward",
         "B backward",
@@ -148,8 +150,8 @@ def test_title_and_legend_say_what_is_seen(drawn):
         *(f"rank {r}" for r in range(4)),
     ):
         assert word in joined
-    assert ("W weight gradient" in joined) == found.splits
-    assert ("first to last stage" in joined) == (found.chunks > 1)
+    assert ("W weight gradient" in joined) == bubble_plan.splits
+    assert ("first to last stage" in joined) == (bubble_plan.chunks > 1)
 
 
 def test_phases_of_1f1b():
@@ -170,7 +172,7 @@ def test_phases_of_1f1b():
 def test_several_timelines_share_one_scale():
     plans = compare(4, 8)
     text = drawing.svg(drawing.picture(plans))
-    assert all(f"{found.schedule.name}: 4 ranks" in text for found in plans)
+    assert all(f"{bubble_plan.schedule.name}: 4 ranks" in text for bubble_plan in plans)
     widths = {
         round(float(width), 1) for width in re.findall(r'width="([\d.]+)"[^>]*><title>F\d\.\d: [^;]*; 0 to 1<', text)
     }
@@ -180,23 +182,23 @@ def test_several_timelines_share_one_scale():
 class Tags(HTMLParser):
     def __init__(self):
         super().__init__()
-        self.found = []
+        self.elements = []
 
     def handle_starttag(self, tag, attributes):
-        self.found.append((tag, dict(attributes)))
+        self.elements.append((tag, dict(attributes)))
 
 
 def test_the_page_needs_nothing_else_and_tells_every_action():
-    found = plan("zb-h1", 4, 8)
+    bubble_plan = plan("zb-h1", 4, 8)
     page = Tags()
-    text = drawing.html(drawing.picture([found]))
+    text = drawing.html(drawing.picture([bubble_plan]))
     page.feed(text)
     tips = [
-        attributes["data-tip"] for tag, attributes in page.found if tag == "rect" and "data-microbatch" in attributes
+        attributes["data-tip"] for tag, attributes in page.elements if tag == "rect" and "data-microbatch" in attributes
     ]
     assert len(tips) == 4 * 8 * 3
     assert "F2.0: forward of microbatch 0, stage 2, rank 2; 2 to 3" in tips
-    assert not any({"src", "href"} & attributes.keys() for _, attributes in page.found)
+    assert not any({"src", "href"} & attributes.keys() for _, attributes in page.elements)
     assert re.findall(r"https?://[^\"]+", text) == ["http://www.w3.org/2000/svg"]
     assert text.count("{") == text.count("}") and "{{" not in text
 
@@ -204,11 +206,11 @@ def test_the_page_needs_nothing_else_and_tells_every_action():
 def test_png_shows_the_same_picture(tmp_path: Path):
     from matplotlib.image import imread
 
-    made = drawing.picture([plan("zb-v", 2, 4)])
-    drawing.write_png(made, tmp_path / "a.png")
+    picture = drawing.picture([plan("zb-v", 2, 4)])
+    drawing.write_png(picture, tmp_path / "a.png")
     pixels = imread(tmp_path / "a.png")
-    assert pixels.shape[:2] == pytest.approx((2 * made.height, 2 * made.width), abs=2)
-    for box in [box for box in made.boxes if box.microbatch is not None][::5]:
+    assert pixels.shape[:2] == pytest.approx((2 * picture.height, 2 * picture.width), abs=2)
+    for box in [box for box in picture.boxes if box.microbatch is not None][::5]:
         seen = pixels[round(2 * (box.y + 2)), round(2 * (box.x + 2))][:3]  # beside the number
         assert "#" + "".join(f"{round(255 * part):02x}" for part in seen) == box.fill
     corner = pixels[2, 2][:3]

@@ -115,32 +115,32 @@ def test_rows_of_narrow_experts_take_longer_than_those_of_wide_ones():
 def search(**fixed: int | str) -> Search:
     """A small mixture on four devices, of which two are a node, that hold some of its layouts."""
     device = replace(H100, memory=3.2e6 / 0.93, per_node=2)
-    made = base(8, SMALL, 64)
+    example = base(8, SMALL, 64)
     chosen = {"recompute": "none", "offload": "none", "schedule": "1f1b", "micro_batch_size": 1, "cp": 1} | fixed
-    return Search(PlannedJob(made.model, device, 64, 8), made, 4, chosen, wanted=1)
+    return Search(PlannedJob(example.model, device, 64, 8), example, 4, chosen, wanted=1)
 
 
 def test_the_search_finds_what_trying_everything_finds():
-    found = search()
-    every = [found.plan(choice) for core in found.cores() for choice in found.variants(core)]
+    planner_search = search()
+    every = [planner_search.plan(choice) for core in planner_search.cores() for choice in planner_search.variants(core)]
     fitting = [plan for plan in every if plan.fits]
     assert {plan.choice.ep for plan in every} == {1, 2, 4} and 0 < len(fitting) < len(every)
     assert {plan.choice.expert_dispatch for plan in every if plan.choice.ep == 2} == {"all_to_all", "all_gather"}
-    (best,) = found.plans()
+    (best,) = planner_search.plans()
     assert best.step.total == pytest.approx(min(plan.step.total for plan in fitting))
     for plan in every:
-        assert found.bounds.memory(plan.choice) <= plan.memory.total * 1.02, plan.choice
+        assert planner_search.bounds.memory(plan.choice) <= plan.memory.total * 1.02, plan.choice
 
 
 def test_plans_are_in_order_of_the_time_with_what_they_recompute():
     """Also where the best recomputation, decided with messages in memory, takes longer than the one with which a layout
     was first timed."""
-    made, fixed = (
+    example, fixed = (
         base(4096, preset("qwen3-235b-a22b")),
         {"ep": 4, "expert_dispatch": "all_gather", "offload": "none", "zero": 1},
     )
     plans = Search(
-        PlannedJob(made.model, H100, 4096, 4096), made, 1024, {**fixed, "micro_batch_size": 1, "cp": 1}, wanted=2
+        PlannedJob(example.model, H100, 4096, 4096), example, 1024, {**fixed, "micro_batch_size": 1, "cp": 1}, wanted=2
     ).plans()
     assert plans[0].step.total <= plans[1].step.total
 

@@ -35,9 +35,9 @@ def saved(run: Path, **changes) -> Path:
 @pytest.mark.parametrize("name, ranks", [("1f1b", 4), ("zb-v", 2)])
 def test_a_recorded_timeline_predicts_what_it_was_made_from(name, ranks, tmp_path):
     schedule = build(name, ranks, 4)
-    found = simulate(schedule, **DURATIONS)
+    simulated = simulate(schedule, **DURATIONS)
     records = []
-    for spans in found.spans:
+    for spans in simulated.spans:
         free = [0.0, *(span.end for span in spans)]
         records.append(
             Record(
@@ -56,10 +56,10 @@ def test_a_recorded_timeline_predicts_what_it_was_made_from(name, ranks, tmp_pat
     (tmp_path / "traces" / "timeline.json").write_text(json.dumps(found_by_the_run))
     run = read(tmp_path)
     assert run.plan.schedule == schedule and run.steps == [3]
-    assert run.plan.timeline.makespan == pytest.approx(found.makespan) and run.plan.durations["comm"] == pytest.approx(
-        0.25
-    )
-    assert run.bubbles["bubble_fraction"] == pytest.approx(found.bubble_fraction)
+    assert run.plan.timeline.makespan == pytest.approx(simulated.makespan) and run.plan.durations[
+        "comm"
+    ] == pytest.approx(0.25)
+    assert run.bubbles["bubble_fraction"] == pytest.approx(simulated.bubble_fraction)
 
 
 def test_the_run_is_simulated_with_its_durations(tmp_path):
@@ -89,15 +89,20 @@ def test_the_order_is_that_of_the_costs_that_the_run_planned_for(tmp_path):
 
 
 def test_other_schedules_take_the_means_and_halves_of_a_whole_backward(tmp_path):
-    found = {plan.schedule.name: plan for plan in read(saved(tmp_path)).compare()}
+    results = {plan.schedule.name: plan for plan in read(saved(tmp_path)).compare()}
     costs = Costs(1.5, 2.25, 1.5, 0.25)
-    assert found["zb-v"].timeline == simulate(build("zb-v", 4, 8, costs=costs), *costs)
+    assert results["zb-v"].timeline == simulate(build("zb-v", 4, 8, costs=costs), *costs)
     whole = tmp_path / "whole"
     whole.mkdir()
     durations = {**FILE["durations"], "weight_backward": None}
-    found = {plan.schedule.name: plan for plan in read(saved(whole, schedule="1f1b", durations=durations)).compare()}
-    assert found["1f1b"].durations == {"forward": 1.5, "input_backward": 1.125, "weight_backward": 1.125, "comm": 0.25}
-    assert {plan.unit for plan in found.values()} == {"s"}
+    results = {plan.schedule.name: plan for plan in read(saved(whole, schedule="1f1b", durations=durations)).compare()}
+    assert results["1f1b"].durations == {
+        "forward": 1.5,
+        "input_backward": 1.125,
+        "weight_backward": 1.125,
+        "comm": 0.25,
+    }
+    assert {plan.unit for plan in results.values()} == {"s"}
 
 
 def test_others_have_as_many_stages_on_a_rank_as_the_run(tmp_path):

@@ -167,8 +167,8 @@ def test_the_peak_is_what_the_allocator_gives(changes, ranks):
     """Temporaries and communication included, which are estimates; states are here a third of all."""
     config = tree(model={"hidden_size": 128, "intermediate_size": 352, "vocab_size": 1000}, **changes)
     planned = [each for each in estimate(from_dict(config), 2, "cpu") for _ in each.ranks]
-    for each, found in zip(planned, ranks.run(2, jobs_memory.most_allocated, config), strict=True):
-        assert each.total == pytest.approx(each.states.device + found, rel=0.1)
+    for each, allocated in zip(planned, ranks.run(2, jobs_memory.most_allocated, config), strict=True):
+        assert each.total == pytest.approx(each.states.device + allocated, rel=0.1)
 
 
 # ---- states: built on the meta device
@@ -315,14 +315,14 @@ TRAFFIC = {
 @pytest.mark.parametrize("case", TRAFFIC)
 def test_traffic_is_what_a_step_sends(case, monkeypatch):
     config = tree(**TRAFFIC[case])
-    made = from_dict(config)
-    with meta.fake_process(0, build.layout(made).world), Sent() as sent:
-        mesh = Mesh(build.layout(made), **build.mesh_options(made))
+    run_config = from_dict(config)
+    with meta.fake_process(0, build.layout(run_config).world), Sent() as sent:
+        mesh = Mesh(build.layout(run_config), **build.mesh_options(run_config))
         monkeypatch.setattr(jobs_memory, "mesh_of", lambda context, config: mesh)
         stepping = jobs_memory.Stepping(None, config)
         sent.bytes = 0.0  # the initial weights were gathered
         stepping.step(1)
-    planned = traffic(made, build.layout(made).world)[0]
+    planned = traffic(run_config, build.layout(run_config).world)[0]
     assert sum(planned.to_dict().values()) == pytest.approx(sent.bytes, rel=1e-9)
 
 

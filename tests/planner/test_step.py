@@ -201,14 +201,14 @@ def test_continuing_the_steady_state_is_simulating_the_whole(name):
             [scale * draw.uniform(0.9, 1.1) for _ in range(count)] for scale in (1.0, 1.2, 0.8)
         )
         durations = (forward, backward, weight) if ranks != 3 else ([1.0] * count,) * 3
-        found = pace(PipelineShape(name, ranks, microbatches, stages), Durations(*durations, message))
+        timeline = pace(PipelineShape(name, ranks, microbatches, stages), Durations(*durations, message))
         whole = simulate(build(name, ranks, microbatches, stages), *durations, message)
-        assert found.makespan == pytest.approx(whole.makespan, rel=1e-9)
-        assert found.longest_span == pytest.approx(whole.longest_span, rel=1e-9)
-        assert found.bubble_fraction == pytest.approx(whole.bubble_fraction, rel=1e-6, abs=1e-9)
-        assert found.busy == pytest.approx(whole.busy, rel=1e-9)
-        assert found.starts == pytest.approx([spans[0].start for spans in whole.spans], rel=1e-9)
-        assert found.ends == pytest.approx(
+        assert timeline.makespan == pytest.approx(whole.makespan, rel=1e-9)
+        assert timeline.longest_span == pytest.approx(whole.longest_span, rel=1e-9)
+        assert timeline.bubble_fraction == pytest.approx(whole.bubble_fraction, rel=1e-6, abs=1e-9)
+        assert timeline.busy == pytest.approx(whole.busy, rel=1e-9)
+        assert timeline.starts == pytest.approx([spans[0].start for spans in whole.spans], rel=1e-9)
+        assert timeline.ends == pytest.approx(
             [whole.makespan - spans[-1].end for spans in whole.spans], rel=1e-9, abs=1e-9
         )
 
@@ -275,9 +275,9 @@ def test_a_pipeline_takes_no_less_than_its_bound(name):
             pp=pp, dp=2, zero=zero, schedule=name, virtual_stages=2 if free else chunks_of(name), recompute=recompute
         )
         bounds = Bounds(base, Stepper(job))
-        found, step = bounds.time(choice), bounds.stepper.step(choice)
-        assert max(bounds.stepper.least(choice), bounds.alone(choice)) <= found <= step.total * (1 + 1e-9)
-        assert found > 0.93 * (step.total - step.gradients - step.weights) or name != "1f1b"
+        predicted, step = bounds.time(choice), bounds.stepper.step(choice)
+        assert max(bounds.stepper.least(choice), bounds.alone(choice)) <= predicted <= step.total * (1 + 1e-9)
+        assert predicted > 0.93 * (step.total - step.gradients - step.weights) or name != "1f1b"
 
 
 @pytest.mark.parametrize("changes", [{"optimistic_step": False}, {"precision": "fp16"}], ids=str)
@@ -350,8 +350,8 @@ def long_search(**fixed: int | str) -> Search:
 def test_a_ring_between_nodes_is_considered_only_where_it_is_balanced(fixed, methods):
     """Over all ranks, and with the two ranks that share a node exchanging heads."""
     search = long_search(tp=4, cp=4, recompute="none", **fixed)
-    found = {(choice.context, choice.context_inner, choice.context_parts) for choice in search.cores()}
-    assert found == {("ulysses", 1, "zigzag"), *methods}
+    methods_listed = {(choice.context, choice.context_inner, choice.context_parts) for choice in search.cores()}
+    assert methods_listed == {("ulysses", 1, "zigzag"), *methods}
 
 
 def test_parts_that_documents_make_unequal_are_balanced_and_said():

@@ -16,30 +16,30 @@ from megalite.planner.report.drawing.trace import chrome_trace
 
 @pytest.fixture(params=SCHEDULES)
 def traced(request):
-    found = plan(request.param, 4, 8, costs=Costs(1, 1.5, 0.5, 0.25))
-    trace = json.loads(json.dumps(chrome_trace(found), allow_nan=False))
+    bubble_plan = plan(request.param, 4, 8, costs=Costs(1, 1.5, 0.5, 0.25))
+    trace = json.loads(json.dumps(chrome_trace(bubble_plan), allow_nan=False))
     events = defaultdict(list)
     for event in trace["traceEvents"]:
         events[event["ph"]].append(event)
-    return found, trace, events
+    return bubble_plan, trace, events
 
 
 def test_slices_are_the_actions_in_microseconds(traced):
-    found, trace, events = traced
+    bubble_plan, trace, events = traced
     seen = {(e["args"]["action"], e["tid"], e["ts"] / 1000, (e["ts"] + e["dur"]) / 1000) for e in events["X"]}
-    assert seen == {(repr(a), rank, s, e) for rank, spans in enumerate(found.timeline.spans) for a, s, e in spans}
+    assert seen == {(repr(a), rank, s, e) for rank, spans in enumerate(bubble_plan.timeline.spans) for a, s, e in spans}
     for rank in range(4):
         row = sorted((e["ts"], e["dur"]) for e in events["X"] if e["tid"] == rank)
         assert all(one[0] + one[1] <= other[0] for one, other in pairwise(row))
     names = {e["tid"]: e["args"]["name"] for e in events["M"] if e["name"] == "thread_name"}
     assert names == {rank: f"rank {rank}" for rank in range(4)}
-    assert trace["metadata"]["bubble_rate"] == found.measures()["bubble_rate"]
+    assert trace["metadata"]["bubble_rate"] == bubble_plan.measures()["bubble_rate"]
 
 
 def test_an_arrow_is_a_message_that_takes_its_latency(traced):
-    found, _, events = traced
+    bubble_plan, _, events = traced
     starts, ends = ({e["id"]: e for e in events[phase]} for phase in "sf")
-    assert len(starts) == len(events["s"]) == sum(found.messages()) and starts.keys() == ends.keys()
+    assert len(starts) == len(events["s"]) == sum(bubble_plan.messages()) and starts.keys() == ends.keys()
     for key, start in starts.items():
         (source,) = [e for e in events["X"] if e["tid"] == start["tid"] and e["ts"] < start["ts"] < e["ts"] + e["dur"]]
         (target,) = [e for e in events["X"] if e["tid"] == ends[key]["tid"] and e["ts"] == ends[key]["ts"]]
@@ -49,8 +49,8 @@ def test_an_arrow_is_a_message_that_takes_its_latency(traced):
 
 
 def test_counters_peak_at_the_memory_of_the_plan(traced):
-    found, _, events = traced
-    for rank, peak in enumerate(found.peaks(ActionKind.WEIGHT)):
+    bubble_plan, _, events = traced
+    for rank, peak in enumerate(bubble_plan.peaks(ActionKind.WEIGHT)):
         counts = [e for e in events["C"] if e["tid"] == rank]
         values = [e["args"]["activations"] for e in counts]
         assert max(values) == peak and values[-1] == 0

@@ -41,8 +41,8 @@ def test_the_bytes_of_each_option_are_those_of_rings_between_two_nodes() -> None
         "parallel.zero: 1": (4 + 2) * parameters * share,
         f"parallel.dp_shard: {NODE}": 2 * 4 * parameters / NODE / 2,
     }
-    found = [float(number) * MIB for number in re.findall(r"([\d.]+) MiB", str(line))]
-    assert found == pytest.approx(list(expected.values()), rel=0.01) and all(
+    matches = [float(number) * MIB for number in re.findall(r"([\d.]+) MiB", str(line))]
+    assert matches == pytest.approx(list(expected.values()), rel=0.01) and all(
         name in str(line) for name in list(expected)[1:]
     ), line
 

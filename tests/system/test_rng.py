@@ -26,8 +26,8 @@ def drawn(segment, rank=0, tp=1, seed=7):
     part = segment.local(at)
     values = torch.full((part.numel,), 99.0)
     draws = ((None, draw) for draw in rng.initial_values(segment, at, seed, 0, part.numel))
-    for _, first, found in rng.ahead(draws, threads=1):
-        values[first:][: found.numel()] = found
+    for _, first, result in rng.ahead(draws, threads=1):
+        values[first:][: result.numel()] = result
     return values.view(part.shape)
 
 
@@ -72,11 +72,11 @@ def test_elements_are_drawn_with_the_rows_of_their_blocks_alone(low, high, numbe
     expected = drawn(segment).flatten()[low:high]
     monkeypatch.setattr(rng, "normal_", normal)
     draws = ((None, draw) for draw in rng.initial_values(segment, Coordinates(), 7, low, high))
-    found = [(first, value) for _, first, value in rng.ahead(draws, threads=3)]
-    values = torch.cat([value for _, value in found]) if found else torch.empty(0)
-    first = found[0][0] if found else low
+    results = [(first, value) for _, first, value in rng.ahead(draws, threads=3)]
+    values = torch.cat([value for _, value in results]) if results else torch.empty(0)
+    first = results[0][0] if results else low
     assert torch.equal(values[low - first : high - first], expected) and sum(counted) == numbers
-    assert all(start + value.numel() == next_start for (start, value), (next_start, _) in pairwise(found))
+    assert all(start + value.numel() == next_start for (start, value), (next_start, _) in pairwise(results))
 
 
 def test_draws_ahead_come_in_their_order():

@@ -17,7 +17,7 @@ def judged(policy: BadStepPolicy, losses: list[float], norm: float = 1.0) -> lis
     return [policy.judge(loss, norm) is not None for loss in losses]
 
 
-def told(losses: list[float], sigma: float, window: int) -> list[bool]:
+def skips_by_rule(losses: list[float], sigma: float, window: int) -> list[bool]:
     accepted: list[float] = []
     skipped = []
     for loss in losses:
@@ -33,7 +33,7 @@ def test_spikes_are_those_of_the_rule(sigma, window):
     losses = (4 * 0.99 ** np.arange(300) + random.normal(0, 0.05, 300) + 3 * (random.random(300) < 0.05)).tolist()
     losses[40], losses[41] = nan, inf
     skipped = judged(BadStepPolicy(FaultsConfig(spike_sigma=sigma, spike_window=window)), losses)
-    assert skipped == told(losses, sigma, window)
+    assert skipped == skips_by_rule(losses, sigma, window)
     assert 2 < sum(skipped) < 250, "both happen"
 
 

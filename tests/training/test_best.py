@@ -55,8 +55,8 @@ def run(config: dict[str, Any], losses: list[float], monkeypatch: pytest.MonkeyP
 
 
 def train(config: dict[str, Any]) -> Trainer:
-    made = from_dict(config)
-    trainer = Trainer(made, build.make_mesh(made))
+    run_config = from_dict(config)
+    trainer = Trainer(run_config, build.make_mesh(run_config))
     try:
         fit(trainer)
     finally:
@@ -68,8 +68,8 @@ def train(config: dict[str, Any]) -> Trainer:
 
 def kept(directory: Path) -> dict[str, str]:
     """Name of each checkpoint → what names it."""
-    found = inspect.entries(directory / "run")
-    return {each.name[-1]: ", ".join(name for name in ("latest", "best") if getattr(each, name)) for each in found}
+    result = inspect.entries(directory / "run")
+    return {each.name[-1]: ", ".join(name for name in ("latest", "best") if getattr(each, name)) for each in result}
 
 
 FALLING = [5.0, 4.0, 4.5, 3.0, 3.5, 3.6, nan, 3.1, 3.2]
@@ -139,8 +139,11 @@ def test_a_run_that_ended_early_says_so_and_goes_on_with_more_patience(prefix, t
     config = options(prefix, tmp_path, train={"early_stopping_patience": 2})
     assert run(config, FALLING, monkeypatch).step_done == 6
     assert checkpoint.find(tmp_path / "run").name == "step_00000006"
-    told = capsys.readouterr().out
-    assert "stopping early after step 6: no improvement in 2 validations" in told and "everything is saved" not in told
+    printed = capsys.readouterr().out
+    assert (
+        "stopping early after step 6: no improvement in 2 validations" in printed
+        and "everything is saved" not in printed
+    )
     claimed = claim(from_dict(config))
     claimed.lock.release()
     assert claimed.complete is not None and "nothing to do: 6 of 9 steps" in claimed.complete
@@ -210,11 +213,13 @@ def test_losses_of_another_validation_are_not_compared(changed, prefix, tmp_path
         merged["data"]["validation"] = {name: files[file] for name, file in merged["data"]["validation"].items()}
         return options(prefix, tmp_path, **merged)
 
-    told = [1.0, 2.0, 4.0, 3.0, 3.5, 3.6]
+    losses_by_step = [1.0, 2.0, 4.0, 3.0, 3.5, 3.6]
     monkeypatch.setattr(
         validation,
         "losses",
-        lambda of: Losses(told[of.step_done - 1], dict.fromkeys(("one", "two"), told[of.step_done - 1])),
+        lambda of: Losses(
+            losses_by_step[of.step_done - 1], dict.fromkeys(("one", "two"), losses_by_step[of.step_done - 1])
+        ),
     )
     train(config(2))
     assert kept(tmp_path) == {"1": "best", "2": "latest"}
@@ -234,16 +239,16 @@ def test_a_run_that_goes_back_forgets_the_best_of_what_came_after(prefix, tmp_pa
 
 
 def test_nothing_changes_in_a_run_that_follows_nothing(prefix, tmp_path, monkeypatch):
-    found = []
+    results = []
     for name, changes in (
         ("plain", {}),
         ("followed", {"checkpoint": {"keep_best": True}, "train": {"early_stopping_patience": 99}}),
     ):
         trainer = run(options(prefix, tmp_path / name, **changes), FALLING, monkeypatch)
-        found.append(global_tensors(trainer))
+        results.append(global_tensors(trainer))
         state = checkpoint.manifest_of(checkpoint.find(tmp_path / name / "run")).state
         assert ("loop" in state) == (name == "followed")
-    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
 
 @pytest.mark.parametrize(

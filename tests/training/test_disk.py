@@ -47,8 +47,8 @@ def train(directory: Path, actions: dict[int, Callable[[], Any]], steps: int = 8
     config = config_of(CASE, write_tokens(directory, 96), run={"dir": str(directory), "name": "run"})
     config["train"]["steps"] = steps
     config["checkpoint"] = {"interval": 2}
-    made = from_dict(config)
-    trainer = Trainer(made, build.make_mesh(made))
+    run_config = from_dict(config)
+    trainer = Trainer(run_config, build.make_mesh(run_config))
     try:
         fit(trainer, [Between(actions)])
     finally:

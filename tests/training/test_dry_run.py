@@ -55,13 +55,15 @@ def test_a_dry_run_of_16384_ranks_builds_those_it_is_asked_for(say, monkeypatch)
     monkeypatch.setattr(
         meta, "fake_process", lambda rank, world: built.append((rank, world)) or fake_process(rank, world)
     )
-    found = json.loads(say(LLAMA_405B, "--world_size", "16384", "--ranks", "0,9000,16383", "--json"))
+    content = json.loads(say(LLAMA_405B, "--world_size", "16384", "--ranks", "0,9000,16383", "--json"))
     assert built == [(0, 16384), (9000, 16384), (16383, 16384)]
-    assert found["parameters"] == 405_853_388_800  # as published
-    assert [(rank["first_rank"], rank["ranks"]) for rank in found["ranks"]] == [(1024 * pp, 1024) for pp in range(16)]
-    assert sum(rank["optimizer"] for rank in found["ranks"]) * 1024 == pytest.approx(12 * found["parameters"], rel=1e-3)
-    assert found["flops_per_token"]["palm"]["model"] == pytest.approx(
-        6 * found["parameters"] + 12 * 126 * 16384 * 8192, rel=0.01
+    assert content["parameters"] == 405_853_388_800  # as published
+    assert [(rank["first_rank"], rank["ranks"]) for rank in content["ranks"]] == [(1024 * pp, 1024) for pp in range(16)]
+    assert sum(rank["optimizer"] for rank in content["ranks"]) * 1024 == pytest.approx(
+        12 * content["parameters"], rel=1e-3
+    )
+    assert content["flops_per_token"]["palm"]["model"] == pytest.approx(
+        6 * content["parameters"] + 12 * 126 * 16384 * 8192, rel=0.01
     )
 
 
@@ -107,8 +109,10 @@ def test_a_disagreement_is_one_message(say, monkeypatch, capsys):
     monkeypatch.setattr(meta, "planned", lambda *arguments: honest(*arguments)._replace(gradients=7))
     with pytest.raises(SystemExit) as end:
         say({"model.preset": "tiny", "model.vocab_size": 100, "pp": 2, "parallel.dp": 1}, "--ranks", "1")
-    found = re.fullmatch(r"rank 1: gradients take [\d,]+ bytes as built, but 7 as planned\.\n", capsys.readouterr().err)
-    assert end.value.code == 1 and found
+    matches = re.fullmatch(
+        r"rank 1: gradients take [\d,]+ bytes as built, but 7 as planned\.\n", capsys.readouterr().err
+    )
+    assert end.value.code == 1 and matches
 
 
 def test_the_rules_that_it_leaves_out_exist():
@@ -212,8 +216,8 @@ def test_deepseek_v3_fits_on_2048_gpus(say):
         "train.micro_batch_size": 1,
         "train.precision": "bf16",
     }
-    found = json.loads(
+    content = json.loads(
         say({"model.preset": "deepseek-v3", **layout}, "--world_size", "2048", "--ranks", "0,2047", "--json")
     )
-    assert found["parameters"] == 671_026_404_352
-    assert max(rank["total"] for rank in found["ranks"]) < 80e9
+    assert content["parameters"] == 671_026_404_352
+    assert max(rank["total"] for rank in content["ranks"]) < 80e9

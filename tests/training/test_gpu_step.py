@@ -40,20 +40,20 @@ def trainer_of(directory: Path, device: str, precision: str, train: dict[str, An
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The shapes of what the host reads: by `read_later`, which waits for its own copy only, or by `Tensor.cpu`, which
     waits for all."""
-    found: list[torch.Size] = []
+    results: list[torch.Size] = []
     later, cpu = weight_update.read_later, Tensor.cpu
 
     def noted(x: Tensor) -> Callable[[], Tensor]:
-        found.append(x.shape)
+        results.append(x.shape)
         return later(x)
 
     def waits(x: Tensor) -> Tensor:
-        found.append(x.shape)
+        results.append(x.shape)
         return cpu(x)
 
     monkeypatch.setattr(weight_update, "read_later", noted)
     monkeypatch.setattr(Tensor, "cpu", waits)
-    return found
+    return results
 
 
 MIXTURE = {
@@ -110,8 +110,8 @@ def test_the_host_waits_for_the_results_alone(tmp_path: Path, precision: str, op
     )
     config = config_of({**CASE, **case}, write_tokens(tmp_path, CASE["vocab_size"]), precision, **sections)
     config["train"] |= {"global_batch_size": 2, "micro_batch_size": 2}
-    made = from_dict(config)
-    rules = watched(Trainer(made, build.make_mesh(made), DEVICE))
+    run_config = from_dict(config)
+    rules = watched(Trainer(run_config, build.make_mesh(run_config), DEVICE))
     assert not rules.faults
     assert len(rules.waits) == 1 and rules.waits[0], "the update is queued when the host waits"
 

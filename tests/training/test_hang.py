@@ -27,8 +27,8 @@ class Run:
         (directory / "stalls").mkdir()
 
     def plan(self, rank: int, schedule: str = "1f1b") -> list[str]:
-        found = with_communication(build(schedule, self.layout.pp, self.microbatches))
-        return [str(action) for action in found.actions[rank // (self.layout.world // self.layout.pp)]]
+        schedule_plan = with_communication(build(schedule, self.layout.pp, self.microbatches))
+        return [str(action) for action in schedule_plan.actions[rank // (self.layout.world // self.layout.pp)]]
 
     def leave(self, rank: int, action: str, waits: str | None = None, peer: int | None = None, **changed: Any) -> None:
         plan = changed.get("plan", self.plan(rank))
@@ -70,13 +70,14 @@ def test_a_rank_that_stays_in_a_computation(pipeline: Run) -> None:
     pipeline.leave(1, "reduction", "all_reduce over data", 0, traffic={"all_reduce data": 11})
     pipeline.leave(2, "B1.0", frames=["runtime.py:1 in run", "attention.py:70 in forward", "sleep.py:3 in wait"])
     pipeline.leave(3, "reduction", "all_reduce over data", 2, traffic={"all_reduce data": 11})
-    found = pipeline.explained()
-    assert (found.culprit, found.unmatched) == (2, "RB0.0<1")
+    explanation = pipeline.explained()
+    assert (explanation.culprit, explanation.unmatched) == (2, "RB0.0<1")
     assert (
-        "B1.0, action 4 of 16" in found.instead and "sleep.py:3 in wait < attention.py:70 in forward" in found.instead
+        "B1.0, action 4 of 16" in explanation.instead
+        and "sleep.py:3 in wait < attention.py:70 in forward" in explanation.instead
     )
-    assert [line.partition(" (")[0] for line in found.chain] == ["rank 1", "rank 0", "rank 3"]
-    assert "its part is SB1.0>0" in found.chain[1] and "it has started 10, rank 3 11" in found.chain[2]
+    assert [line.partition(" (")[0] for line in explanation.chain] == ["rank 1", "rank 0", "rank 3"]
+    assert "its part is SB1.0>0" in explanation.chain[1] and "it has started 10, rank 3 11" in explanation.chain[2]
 
 
 def test_a_rank_that_waits_for_its_data(pipeline: Run) -> None:
@@ -86,28 +87,28 @@ def test_a_rank_that_waits_for_its_data(pipeline: Run) -> None:
     pipeline.leave(1, READING, frames=["loader.py:120 in step"])
     pipeline.leave(2, "reduction", "all_reduce over data", 3, traffic={"all_reduce data": 11})
     pipeline.leave(3, "F1.0", "pipeline message RF1.0<0", 1)
-    found = pipeline.explained()
-    assert (found.culprit, found.unmatched) == (1, "RF1.0<0")
-    assert found.instead == "it was in step 7, reading its batch (loader.py:120 in step)"
-    assert {wait.rank: wait.on for wait in found.waits} == {0: 1, 2: 3, 3: 1}
+    explanation = pipeline.explained()
+    assert (explanation.culprit, explanation.unmatched) == (1, "RF1.0<0")
+    assert explanation.instead == "it was in step 7, reading its batch (loader.py:120 in step)"
+    assert {wait.rank: wait.on for wait in explanation.waits} == {0: 1, 2: 3, 3: 1}
 
 
 def test_a_rank_that_stays_in_a_save(pipeline: Run) -> None:
     pipeline.leave(0, "saving", frames=["writer.py:50 in write"])
     for rank in (1, 2, 3):
         pipeline.leave(rank, "saving", "broadcast over world")
-    found = pipeline.explained()
-    assert (found.culprit, found.unmatched) == (0, "broadcast over world")
-    assert found.instead == "it was in step 7, saving (writer.py:50 in write)" and len(found.chain) == 3
+    explanation = pipeline.explained()
+    assert (explanation.culprit, explanation.unmatched) == (0, "broadcast over world")
+    assert explanation.instead == "it was in step 7, saving (writer.py:50 in write)" and len(explanation.chain) == 3
 
 
 def test_a_rank_that_saves_is_before_one_that_validates(pipeline: Run) -> None:
     """A run that has to stop saves first, and with asynchronous saves no rank waits there for another one."""
     pipeline.leave(0, "saving", frames=["saver.py:50 in copy"])
     pipeline.leave(2, "F1.0", "pipeline message RF1.0<0", 0, place={"runs": RUNS + 1})
-    found = pipeline.explained()
-    assert [(wait.rank, wait.on, wait.skipped) for wait in found.waits] == [(2, 0, False)]
-    assert found.instead == "it was in step 7, saving (saver.py:50 in copy)"
+    explanation = pipeline.explained()
+    assert [(wait.rank, wait.on, wait.skipped) for wait in explanation.waits] == [(2, 0, False)]
+    assert explanation.instead == "it was in step 7, saving (saver.py:50 in copy)"
 
 
 def test_a_rank_without_a_record(pipeline: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,9 +125,9 @@ def test_ranks_with_different_plans(pipeline: Run, schedule: str, microbatches: 
     pipeline.microbatches = 4
     pipeline.leave(0, "B0.3", "pipeline message RB0.3<1", 2)
     pipeline.leave(2, shorter[-1], "pipeline message SB1.2>0", 0, plan=shorter)
-    found = pipeline.explained()
-    assert found.culprit == 2 and found.unmatched == "SF0.3>1"
-    assert "its plan has no RF1.3<0" in found.instead and "the ranks have different plans" in found.instead
+    explanation = pipeline.explained()
+    assert explanation.culprit == 2 and explanation.unmatched == "SF0.3>1"
+    assert "its plan has no RF1.3<0" in explanation.instead and "the ranks have different plans" in explanation.instead
 
 
 def test_a_rank_that_skipped_a_collective(tmp_path: Path) -> None:
@@ -134,9 +135,9 @@ def test_a_rank_that_skipped_a_collective(tmp_path: Path) -> None:
     run = Run(tmp_path, tp=2)
     run.leave(0, "F0.1", "all_reduce over tp", 1, traffic={"all_reduce tp": 41})
     run.leave(1, "B0.1", "all_reduce over tp", 0, traffic={"all_reduce tp": 41})
-    found = run.explained()
-    assert (found.culprit, found.unmatched) == (1, "all_reduce over tp, collective 41 there")
-    assert found.instead.startswith("it has skipped that: it was in step 7, B0.1") and len(found.chain) == 1
+    explanation = run.explained()
+    assert (explanation.culprit, explanation.unmatched) == (1, "all_reduce over tp, collective 41 there")
+    assert explanation.instead.startswith("it has skipped that: it was in step 7, B0.1") and len(explanation.chain) == 1
 
 
 def test_a_rank_that_skipped_a_collective_and_waits_for_another_message(pipeline: Run) -> None:
@@ -152,11 +153,11 @@ def test_a_rank_that_skipped_a_collective_and_waits_for_another_message(pipeline
         place={"step": STEP + 1, "runs": RUNS + 1},
         traffic={"all_reduce world": 6},
     )
-    found = pipeline.explained()
+    explanation = pipeline.explained()
     assert (
-        found.culprit == 3
-        and "all_reduce over" in str(found.unmatched)
-        and found.instead.startswith("it has skipped that: ")
+        explanation.culprit == 3
+        and "all_reduce over" in str(explanation.unmatched)
+        and explanation.instead.startswith("it has skipped that: ")
     )
 
 
@@ -169,9 +170,9 @@ def test_a_rank_that_left_no_record(pipeline: Run, state: str) -> None:
     )
     pipeline.leave(2, "F1.1", start="a", time=50.0)
     pipeline.leave(1, "reduction", "all_reduce over data", 0, traffic={"all_reduce data": 11})
-    found = pipeline.explained()
-    assert (found.culprit, found.unmatched) == (2, "RB0.0<1")
-    assert found.instead == f"{state}; last known in step 7, F1.2"
+    explanation = pipeline.explained()
+    assert (explanation.culprit, explanation.unmatched) == (2, "RB0.0<1")
+    assert explanation.instead == f"{state}; last known in step 7, F1.2"
 
 
 def test_a_rank_that_others_have_seen_later_than_it_wrote(pipeline: Run) -> None:
@@ -182,10 +183,10 @@ def test_a_rank_that_others_have_seen_later_than_it_wrote(pipeline: Run) -> None
     )
     ended = {"state": "its process has ended", "host": "node2", "place": place}
     pipeline.leave(0, "B0.0", "pipeline message RB0.0<1", 2, seen={2: ended})
-    found = pipeline.explained()
+    explanation = pipeline.explained()
     assert (
-        found.culprit == 2
-        and found.instead == f"its process has ended; last known in step {STEP}, F1.2, action 6 of 16"
+        explanation.culprit == 2
+        and explanation.instead == f"its process has ended; last known in step {STEP}, F1.2, action 6 of 16"
     )
 
 
@@ -212,9 +213,9 @@ def test_devices_that_wait(tmp_path: Path) -> None:
             for each in range(1, last + 1)
         ]
         (tmp_path / "stalls" / f"collectives_{rank:05d}.json").write_text(json.dumps({"entries": entries}))
-    found = run.explained()
-    assert (found.culprit, found.unmatched) == (1, "collective 3 of process group g")
-    assert found.instead == "it was in step 7, between steps"
+    explanation = run.explained()
+    assert (explanation.culprit, explanation.unmatched) == (1, "collective 3 of process group g")
+    assert explanation.instead == "it was in step 7, between steps"
 
 
 def test_a_cycle_and_a_run_that_does_not_hang(tmp_path: Path) -> None:

@@ -77,13 +77,13 @@ class Probe:
     moment's name."""
 
     def __init__(self, dog: Watchdog, monkeypatch: pytest.MonkeyPatch):
-        self.dog, self.monkeypatch, self.found = dog, monkeypatch, defaultdict[str, set[bool]](set)
+        self.dog, self.monkeypatch, self.endings = dog, monkeypatch, defaultdict[str, set[bool]](set)
         monkeypatch.setattr(dog, "_end", lambda verdict, what: self.ended.append(what))
 
     def __call__(self, moment: str) -> None:
         self.ended: list[str] = []
         self.dog._look(Alive(), stood=1e9)  # type: ignore[arg-type]
-        self.found[moment].add(bool(self.ended))
+        self.endings[moment].add(bool(self.ended))
 
     def at(self, owner: Any, name: str, moment: str) -> None:
         """Ask whenever a function is called."""
@@ -122,9 +122,9 @@ def inside(module: str, action: Callable[[], None]) -> None:
 
 def watched(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, offloaded: bool = False) -> dict[str, set[bool]]:
     """A run that starts, trains, validates, saves and goes back, with the answers to the questions of all of it."""
-    made = from_dict(config)
-    mesh = build.make_mesh(made)
-    probe = Probe(Watchdog(made, mesh, made.run.directory), monkeypatch)
+    run_config = from_dict(config)
+    mesh = build.make_mesh(run_config)
+    probe = Probe(Watchdog(run_config, mesh, run_config.run.directory), monkeypatch)
     monkeypatch.setattr(WeightUpdater, "_offloaded", offloaded)
     for owner, name, moment in (
         (BucketBuffers, "write", "drawing weights"),
@@ -150,7 +150,7 @@ def watched(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, offloaded: 
             inside("torch._dynamo.convert_frame", lambda: probe("compiling a region in B0.0"))
 
     mesh.activity.listeners += (begins,)
-    trainer = Trainer(made, mesh)
+    trainer = Trainer(run_config, mesh)
     try:
         fit(trainer, [Instrument(probe)])
     finally:
@@ -159,7 +159,7 @@ def watched(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, offloaded: 
         trainer.close()
     mesh.activity.wait_for("pipeline message RF0.0<3", 3)
     probe("a message that does not come")
-    return dict(probe.found)
+    return dict(probe.endings)
 
 
 def test_work_of_the_host_is_not_ended_and_waits_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,5 +173,5 @@ def test_work_of_the_host_is_not_ended_and_waits_are(tmp_path: Path, monkeypatch
         assert watched(config, patch) == {moment: {moment in WAITS} for moment in ALONE | WAITS}
     config["run"]["name"] = "offloaded"
     with monkeypatch.context() as patch:
-        found = watched(config, patch, offloaded=True)
-    assert found["an update on the device"] == {False}, "it is one on the host"
+        endings = watched(config, patch, offloaded=True)
+    assert endings["an update on the device"] == {False}, "it is one on the host"

@@ -22,17 +22,17 @@ CPU = torch.device("cpu")
 
 
 def config(directory: Path, name: str = "a", **sections: dict[str, Any]) -> Config:
-    made = {"run": {"dir": str(directory), "name": name}, "parallel": {"dp": 1}, **sections}
-    made["run"] = {"dir": str(directory), "name": name, **sections.get("run", {})}
-    made["model"] = {
+    tree = {"run": {"dir": str(directory), "name": name}, "parallel": {"dp": 1}, **sections}
+    tree["run"] = {"dir": str(directory), "name": name, **sections.get("run", {})}
+    tree["model"] = {
         "vocab_size": 64,
         "hidden_size": 16,
         "intermediate_size": 24,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
     }
-    made["data"] = {"train": "x", "sequence_length": 8}
-    return from_dict(made)
+    tree["data"] = {"train": "x", "sequence_length": 8}
+    return from_dict(tree)
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +51,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return seconds
 
 
-def chosen(made: Config) -> str:
+def chosen(run_config: Config) -> str:
     """The setting of this process after the choice."""
     torch.set_float32_matmul_precision("high")  # neither
-    choose(made, Mesh(Layout.of(made)), CPU)
+    choose(run_config, Mesh(Layout.of(run_config)), CPU)
     return torch.get_float32_matmul_precision()
 
 
@@ -110,14 +110,14 @@ def test_products_that_round_must_be_allowed(measured, monkeypatch, tmp_path):
 
 
 def test_ranks_that_measure_differently_agree(ranks, tmp_path):
-    made = {
+    tree = {
         "run": {"dir": str(tmp_path), "name": "a"},
         "model": {"vocab_size": 64},
         "parallel": {"dp": 2},
         "train": {"global_batch_size": 8},
     }
     assert (
-        ranks.run(2, jobs_parts.matmul_setting, made, [{"onednn": 1.0, "mkl": 0.1}, {"onednn": 1.0, "mkl": 2.5}])
+        ranks.run(2, jobs_parts.matmul_setting, tree, [{"onednn": 1.0, "mkl": 0.1}, {"onednn": 1.0, "mkl": 2.5}])
         == [ONEDNN] * 2
     )
 
@@ -125,32 +125,33 @@ def test_ranks_that_measure_differently_agree(ranks, tmp_path):
 def test_the_products_of_a_step_are_the_models(tmp_path):
     """FLOPs of a step by hand: 6 per weight of a matrix and token, and per layer, head and row six products of length²
     · width."""
-    made = config(tmp_path, train={"global_batch_size": 4, "micro_batch_size": 2})
-    found = step_products(made, Mesh(Layout.of(made)))
+    run_config = config(tmp_path, train={"global_batch_size": 4, "micro_batch_size": 2})
+    matmuls = step_products(run_config, Mesh(Layout.of(run_config)))
     weights = 2 * (3 * 16 * 16 + 16 * 16 + 3 * 16 * 24) + 64 * 16
     by_hand = 6 * weights * 4 * 8 + 2 * (6 * 2 * 8 * 8 * 8) * 2 * 4
-    assert sum(product.flops * product.times for product in found) == by_hand
+    assert sum(product.flops * product.times for product in matmuls) == by_hand
 
 
 def test_a_part_of_a_row_has_its_products(tmp_path):
     """A row of 3 positions on 4 ranks is padded to 8: each rank has 2 positions, which attend to 8."""
     parallel = {"dp": 1, "cp": 4, "context": "ring"}
-    made = config(tmp_path, train={"global_batch_size": 4, "micro_batch_size": 2}, parallel=parallel)
-    made.data.sequence_length = 3
-    found = step_products(made, Mesh(Layout()))  # every cp rank has the same
+    run_config = config(tmp_path, train={"global_batch_size": 4, "micro_batch_size": 2}, parallel=parallel)
+    run_config.data.sequence_length = 3
+    matmuls = step_products(run_config, Mesh(Layout()))  # every cp rank has the same
     weights = 2 * (3 * 16 * 16 + 16 * 16 + 3 * 16 * 24) + 64 * 16
     assert (
-        sum(product.flops * product.times for product in found) == 6 * weights * 4 * 2 + 2 * (6 * 2 * 2 * 8 * 8) * 2 * 4
+        sum(product.flops * product.times for product in matmuls)
+        == 6 * weights * 4 * 2 + 2 * (6 * 2 * 2 * 8 * 8) * 2 * 4
     )
 
 
 @pytest.mark.parametrize("shape", [(5, 7, 3, 0), (3, 4, 6, 2), (40_000, 4096, 128_256, 0)])
 def test_measuring_gives_seconds_for_each_library_whatever_the_size(shape):
     rows, inner, columns, batch = shape
-    found = matmul_library.measure(
+    seconds = matmul_library.measure(
         [matmul_library.MatmulShape(rows, inner, columns, (False, True), batch, times=3)], ("onednn", "mkl")
     )
-    assert set(found) == {"onednn", "mkl"} and min(found.values()) >= 0
+    assert set(seconds) == {"onednn", "mkl"} and min(seconds.values()) >= 0
 
 
 def test_rounding_is_found_by_its_result():

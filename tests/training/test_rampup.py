@@ -39,42 +39,42 @@ def options(prefix: str, directory: Path, **changes: dict[str, Any]) -> dict[str
 
 
 def trainer(config: dict[str, Any]) -> Trainer:
-    made = from_dict(config)
-    return Trainer(made, build.make_mesh(made))
+    run_config = from_dict(config)
+    return Trainer(run_config, build.make_mesh(run_config))
 
 
 def by_hand(prefix: str, directory: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Every step by a run of its batch size, which resumes the one before."""
     losses = []
     for size in SIZES:
-        made = trainer(options(prefix, directory, train={"global_batch_size": size, "rampup_batch_size": None}))
-        losses.append(made.step().loss)
-        made.save()
-        tensors = global_tensors(made)
-        made.close()
+        started = trainer(options(prefix, directory, train={"global_batch_size": size, "rampup_batch_size": None}))
+        losses.append(started.step().loss)
+        started.save()
+        tensors = global_tensors(started)
+        started.close()
     return losses, tensors
 
 
 @pytest.mark.parametrize("stop", [None, 1, 3])
 def test_it_is_the_run_that_changes_its_batch_size_by_hand(stop, prefix, tmp_path):
     expected, tensors = by_hand(prefix, tmp_path / "by hand")
-    made, losses, numbers = trainer(options(prefix, tmp_path / "ramp")), [], []
+    started, losses, numbers = trainer(options(prefix, tmp_path / "ramp")), [], []
     for step in range(1, len(SIZES) + 1):
-        result = made.step()
+        result = started.step()
         losses.append(result.loss)
-        numbers.append((Epochs(made).numbers(measured(made, result)), result.tokens))
+        numbers.append((Epochs(started).numbers(measured(started, result)), result.tokens))
         if step == stop:
-            made.save()
-            made.close()
-            made = trainer(options(prefix, tmp_path / "ramp"))
-            assert (made.step_done, made.samples) == (step, sum(SIZES[:step]))
+            started.save()
+            started.close()
+            started = trainer(options(prefix, tmp_path / "ramp"))
+            assert (started.step_done, started.samples) == (step, sum(SIZES[:step]))
     assert losses == expected
-    assert all(torch.equal(value, tensors[name]) for name, value in global_tensors(made).items())
+    assert all(torch.equal(value, tensors[name]) for name, value in global_tensors(started).items())
     assert [each["global_batch_size"] for each, _ in numbers] == SIZES and [count for _, count in numbers] == [
         16 * size for size in SIZES
     ]
     assert [each["tokens_seen"] for each, _ in numbers] == [16 * sum(SIZES[: step + 1]) for step in range(len(SIZES))]
-    made.close()
+    started.close()
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -100,8 +100,8 @@ FP64: dict[str, Any] = {
 def test_other_layouts_train_the_same(layout, ranks, prefix, one_process, tmp_path):
     config = options(prefix, tmp_path, **FP64)
     config["parallel"] |= LAYOUTS[layout]
-    found = ranks.run(2, jobs.train, config, len(SIZES))[0]
-    assert found["losses"] == pytest.approx(one_process["losses"], rel=1e-9)
+    results = ranks.run(2, jobs.train, config, len(SIZES))[0]
+    assert results["losses"] == pytest.approx(one_process["losses"], rel=1e-9)
 
 
 REFUSED = {
@@ -134,10 +134,10 @@ def test_what_does_not_fit_is_one_message(case, prefix, tmp_path):
 
 
 def test_another_ramp_on_resume_is_refused(prefix, tmp_path):
-    made = trainer(options(prefix, tmp_path))
-    made.step()
-    made.save()
-    made.close()
+    started = trainer(options(prefix, tmp_path))
+    started.step()
+    started.save()
+    started.close()
     with pytest.raises(
         ConfigError, match=r"train\.rampup_batch_size = null, but .* was made with \[4, 4, 16\].*allow = \[horizon\]"
     ):

@@ -47,32 +47,32 @@ def other_prefix(tmp_path_factory) -> str:
 def trainer(prefix: str, run: dict[str, Any], restarted: bool = False, **changes: dict[str, Any]) -> Trainer:
     config = config_of(CASE, prefix, run=run)
     config["checkpoint"] = {}
-    made = from_dict(
+    run_config = from_dict(
         {section: {**config.get(section, {}), **changes.get(section, {})} for section in {**config, **changes}}
     )
-    resolve_steps(made)
-    return Trainer(made, build.make_mesh(made), restarted=restarted)
+    resolve_steps(run_config)
+    return Trainer(run_config, build.make_mesh(run_config), restarted=restarted)
 
 
 @pytest.fixture(scope="module")
 def run(prefix, tmp_path_factory) -> dict[str, Any]:
     """A run of three steps, with a checkpoint after the second and after the third."""
     named = {"dir": str(tmp_path_factory.mktemp("runs")), "name": "first"}
-    made = trainer(prefix, named)
+    started = trainer(prefix, named)
     for step in range(1, STEPS + 1):
-        made.step()
+        started.step()
         if step > 1:
-            made.save()
-    made.close()
+            started.save()
+    started.close()
     return named
 
 
 def test_auto_takes_the_newest_none_starts_afresh_and_a_path_is_a_path(prefix, run):
     older = f"{run['dir']}/first/checkpoints/step_00000002"
     for load, step in (("auto", 3), ("none", 0), (older, 2)):
-        made = trainer(prefix, run, checkpoint={"load": load})
-        made.close()
-        assert (made.step_done, made.samples) == (step, 32 * step)
+        started = trainer(prefix, run, checkpoint={"load": load})
+        started.close()
+        assert (started.step_done, started.samples) == (step, 32 * step)
     fresh = trainer(prefix, {**run, "name": "second"})
     fresh.close()
     assert fresh.step_done == 0
@@ -142,22 +142,22 @@ def test_a_signal_is_answered_with_a_save_before_a_validation_that_is_due(prefix
         "faults": {"inject": "sigterm:rank=0,step=2"},
         "train": {"watchdog": None},
     }
-    made = trainer(prefix, {**run, "name": "signalled"}, data={"validation": 0.2}, **changes)
+    started = trainer(prefix, {**run, "name": "signalled"}, data={"validation": 0.2}, **changes)
     losses, there = validation.losses, []
 
     def validate(of: Trainer) -> validation.Losses:
-        there.extend(path.name for path in (made.run_dir / "checkpoints").iterdir())
+        there.extend(path.name for path in (started.run_dir / "checkpoints").iterdir())
         return losses(of)
 
     monkeypatch.setattr(validation, "losses", validate)
     try:
-        fit(made)
+        fit(started)
     finally:
         gc.unfreeze()
         gc.enable()
-        made.close()
-    assert made.step_done == 2 and set(there) == {"latest", "step_00000002"}
-    assert '{"step": 2, "val_loss": ' in (made.run_dir / "metrics.jsonl").read_text()
+        started.close()
+    assert started.step_done == 2 and set(there) == {"latest", "step_00000002"}
+    assert '{"step": 2, "val_loss": ' in (started.run_dir / "metrics.jsonl").read_text()
 
 
 REFUSED = {
@@ -195,15 +195,15 @@ def test_another_seed_is_named(prefix, run):
 
 def test_a_resume_lists_every_change_in_a_table(prefix, run):
     """Also what may change without being allowed: it changes what the run learns, or how fast it is."""
-    made = trainer(
+    started = trainer(
         prefix,
         run,
         optimizer={"lr": 1e-4, "decay": "constant"},
         train={"micro_batch_size": 4},
         checkpoint={"load": "auto"},
     )
-    made.close()
-    table = [line.split() for line in made.notes]
+    started.close()
+    table = [line.split() for line in started.notes]
     assert table[0] == ["changed", "since", "the", "checkpoint", "was", "is"]
     assert sorted(row[0] for row in table[1:]) == ["optimizer.decay", "optimizer.lr", "train.micro_batch_size"]
     assert ["optimizer.lr", "0.0003", "0.0001"] in table
@@ -239,9 +239,9 @@ def test_epochs_resume_as_the_steps_that_they_are(prefix, run, capsys):
 
 def test_another_version_of_the_code_is_listed(prefix, run, monkeypatch):
     monkeypatch.setattr("megalite.training.checkpointing.software", lambda: {"megalite": "0.0.1 (sources 01234567)"})
-    made = trainer(prefix, run)
-    made.close()
-    assert any(line.split()[0] == "megalite" and "0.0.1" in line for line in made.notes)
+    started = trainer(prefix, run)
+    started.close()
+    assert any(line.split()[0] == "megalite" and "0.0.1" in line for line in started.notes)
 
 
 def test_a_run_directory_stands_for_its_newest_checkpoint(prefix, run):
@@ -297,9 +297,9 @@ def test_random_weights_are_announced_where_a_model_gave_its_shape(prefix, tmp_p
 def test_other_data_is_refused_and_may_be_allowed(other_prefix, run):
     with pytest.raises(ConfigError, match="other data"):
         trainer(other_prefix, run)
-    made = trainer(other_prefix, run, checkpoint={"allow": ["data"]})
-    assert made.step_done == 3 and made.step().step == 4
-    made.close()
+    started = trainer(other_prefix, run, checkpoint={"allow": ["data"]})
+    assert started.step_done == 3 and started.step().step == 4
+    started.close()
 
 
 def test_allowing_one_change_allows_no_other(prefix, other_prefix, run):
@@ -316,12 +316,12 @@ def test_allowing_one_change_allows_no_other(prefix, other_prefix, run):
 def test_what_does_not_change_the_mathematics_may_change(prefix, run):
     """Recomputation, buckets and the micro-batch size are free; so is the learning rate, which is the user's to
     steer."""
-    made = trainer(
+    started = trainer(
         prefix,
         run,
         train={"recompute": "full", "micro_batch_size": 4},
         parallel={"bucket_mb": 1.0},
         optimizer={"lr": 1e-4},
     )
-    made.close()
-    assert made.step_done == 3
+    started.close()
+    assert started.step_done == 3

@@ -50,20 +50,20 @@ def test_it_ends_after_the_samples_that_were_asked_for(prefix, tmp_path):
         claimed = claim(config)
         assert claimed.complete is None
         claimed.lock.release()
-        made = Trainer(config, build.make_mesh(config))
+        trainer = Trainer(config, build.make_mesh(config))
         assert (
-            planned_samples(made) == SAMPLES
-            and made.config.train.steps == made.step_done + (SAMPLES - made.samples) // batch
+            planned_samples(trainer) == SAMPLES
+            and trainer.config.train.steps == trainer.step_done + (SAMPLES - trainer.samples) // batch
         )
         for _ in range(steps):
-            before, result = made.samples, made.step()
+            before, result = trainer.samples, trainer.step()
             rates.append(result.lr)
-            batches.append(made.samples - before)
-            numbers = measured(made, result)
-            seen.append(Epochs(made).numbers(numbers)["tokens_seen"] // config.data.sequence_length)
-        made.save()
-        done, last = made.step_done == made.config.train.steps, made.samples
-        made.close()
+            batches.append(trainer.samples - before)
+            numbers = measured(trainer, result)
+            seen.append(Epochs(trainer).numbers(numbers)["tokens_seen"] // config.data.sequence_length)
+        trainer.save()
+        done, last = trainer.step_done == trainer.config.train.steps, trainer.samples
+        trainer.close()
     assert (done, last, batches) == (True, SAMPLES, [4, 4, 8, 2, 2, 2, 2])
     assert seen == [4, 8, 16, 18, 20, 22, 24]
     assert rates == pytest.approx([0.01 * (1 - each / SAMPLES) for each in seen], abs=1e-15)
@@ -74,18 +74,18 @@ def test_it_ends_after_the_samples_that_were_asked_for(prefix, tmp_path):
     with pytest.raises(ConfigError, match=r"train.steps = 10, but .* was made for 7: the learning rate would change"):
         Trainer(longer, build.make_mesh(longer))
     longer = resolved(prefix, tmp_path, 2, samples=30, decay="constant")
-    made = Trainer(longer, build.make_mesh(longer))
-    assert (made.step_done, made.config.train.steps, planned_samples(made)) == (7, 10, 30)
-    made.close()
+    trainer = Trainer(longer, build.make_mesh(longer))
+    assert (trainer.step_done, trainer.config.train.steps, planned_samples(trainer)) == (7, 10, 30)
+    trainer.close()
 
 
 def test_a_changed_copy_of_a_configuration_counts_the_same_samples(prefix, tmp_path):
     """What was counted is no option: neither config.yaml nor the command line has it."""
     first = resolved(prefix, tmp_path, 4)
-    made = Trainer(first, build.make_mesh(first))
-    made.step()
-    made.save()
-    made.close()
+    trainer = Trainer(first, build.make_mesh(first))
+    trainer.step()
+    trainer.save()
+    trainer.close()
     resumed = Trainer(config := resolved(prefix, tmp_path, 8), build.make_mesh(config))
     copy = replace(resumed.config.train, recompute="full")
     resumed.close()

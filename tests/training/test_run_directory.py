@@ -168,19 +168,19 @@ def test_summary_json_tells_how_the_run_stands(tmp_path):
     job, _ = begin_job(config(tmp_path), restarted=False)
     assert not (run / "summary.json").exists(), "nothing has been changed yet"
     job.running()
-    found = json.loads((run / "summary.json").read_text())
-    assert (found["state"], found["exit_status"], found["step"], found["loss"], found["val_loss"]) == (
+    content = json.loads((run / "summary.json").read_text())
+    assert (content["state"], content["exit_status"], content["step"], content["loss"], content["val_loss"]) == (
         "running",
         None,
         20,
         1.5,
         2.5,
     )
-    assert (found["tokens_seen"], found["epoch"], found["epochs"]) == (640, 2.5, {"data/a": 0.5, "data/b": 2.5})
-    assert found["checkpoint"] == step_name(20) and found["pid"] == os.getpid()
+    assert (content["tokens_seen"], content["epoch"], content["epochs"]) == (640, 2.5, {"data/a": 0.5, "data/b": 2.5})
+    assert content["checkpoint"] == step_name(20) and content["pid"] == os.getpid()
     job.end(ExitStatus.FAILED, "rank 3: no memory\nsecond line")
-    found = json.loads((run / "summary.json").read_text())
-    assert (found["state"], found["exit_status"], found["reason"]) == ("failed", 1, "rank 3: no memory")
+    content = json.loads((run / "summary.json").read_text())
+    assert (content["state"], content["exit_status"], content["reason"]) == ("failed", 1, "rank 3: no memory")
 
 
 @pytest.mark.parametrize("status", list(ExitStatus))

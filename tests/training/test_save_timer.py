@@ -50,15 +50,15 @@ def result(step: int, stop: float) -> Any:
 def test_a_save_is_due_after_the_minutes_since_the_last_one() -> None:
     clock = Clock()
     timer = SaveTimer(CheckpointConfig(minutes=15), lead=True, clock=clock)
-    asked = []
+    seconds = []
     for second in range(1, 3601):
         clock.now += 1
         if timer.value:
-            asked.append(second)
+            seconds.append(second)
             timer.saved(step=second, seconds=2.0)
         elif second == 1200:
             timer.saved(step=second, seconds=2.0)  # for another reason, such as a validation
-    assert asked == [900, 2100, 3000]
+    assert seconds == [900, 2100, 3000]
 
 
 @pytest.mark.parametrize("seconds, pause", [(1.0, 900), (47.0, 900), (100.0, 1900), (600.0, 11400)])
@@ -106,7 +106,7 @@ def test_after_a_rollback_the_time_counts_from_there(tmp_path, capsys) -> None:
             clock.now += advances[step].pop(0) if advances.get(step) else 0
 
     faults = {"inject": "nan:step=5-7", "skip_limit": 3, "rollback": True}
-    made = from_dict(
+    config = from_dict(
         config_of(
             CASE,
             write_tokens(tmp_path, 96),
@@ -115,15 +115,15 @@ def test_after_a_rollback_the_time_counts_from_there(tmp_path, capsys) -> None:
             faults=faults,
         )
     )
-    trainer = Trainer(made, build.make_mesh(made))
+    trainer = Trainer(config, build.make_mesh(config))
     try:
         fit(trainer, [Hours()], clock=clock)
     finally:
         gc.unfreeze()
         gc.enable()
         trainer.close()
-    told = capsys.readouterr().out
-    assert re.findall(r"(?:saved|back after) \S*?(?:step |step_0000000)(\d)", told) == ["3", "6", "3", "6", "8"]
+    printed = capsys.readouterr().out
+    assert re.findall(r"(?:saved|back after) \S*?(?:step |step_0000000)(\d)", printed) == ["3", "6", "3", "6", "8"]
 
 
 @pytest.mark.parametrize(

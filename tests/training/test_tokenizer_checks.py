@@ -56,7 +56,7 @@ def options(train: str, place: Path, **sections: dict[str, Any]) -> Config:
         "num_attention_heads": 2,
         "vocab_size": VOCAB,
     }
-    made: dict[str, dict[str, Any]] = {
+    tree: dict[str, dict[str, Any]] = {
         "run": {"dir": str(place), "name": "run"},
         "model": model,
         "parallel": {"dp": 1},
@@ -64,7 +64,7 @@ def options(train: str, place: Path, **sections: dict[str, Any]) -> Config:
         "train": {"steps": 4, "global_batch_size": 2, "micro_batch_size": 2},
         "checkpoint": {},
     }
-    return from_dict({name: {**made.get(name, {}), **sections.get(name, {})} for name in {**made, **sections}})
+    return from_dict({name: {**tree.get(name, {}), **sections.get(name, {})} for name in {**tree, **sections}})
 
 
 @pytest.fixture(scope="module")
@@ -195,9 +195,9 @@ def test_the_trainer_refuses_it_too(world):
     with pytest.raises(ConfigError, match="was made with another tokenizer than checkpoint.load"):
         Trainer(config, build.make_mesh(config))
     config.data.allow_tokenizer_change = True
-    made = Trainer(config, build.make_mesh(config))
-    made.close()
-    assert made.step_done == 1
+    trainer = Trainer(config, build.make_mesh(config))
+    trainer.close()
+    assert trainer.step_done == 1
 
 
 def test_a_checkpoint_knows_the_tokenizer(world):

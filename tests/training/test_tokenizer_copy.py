@@ -47,12 +47,12 @@ def configured() -> Config:
         {"train": "data/x", "sequence_length": 16},
         {"steps": 4, "global_batch_size": 2, "micro_batch_size": 2},
     )
-    made = {
+    tree = {
         "run": {"dir": "runs", "name": "run"},
         "model": {**model, "max_position_embeddings": 64},
         "parallel": {"dp": 1},
     }
-    return from_dict({**made, "data": data, "train": train, "checkpoint": {}})
+    return from_dict({**tree, "data": data, "train": train, "checkpoint": {}})
 
 
 def trained(config: Config) -> None:

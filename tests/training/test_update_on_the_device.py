@@ -76,10 +76,10 @@ SPIKE = {"faults": {"inject": "spike:step=6,factor=9", "spike_sigma": 3.0, "spik
     ids=["no clipping", "clipped", "overflow", "infinite", "spike"],
 )
 def test_as_if_the_host_had_decided(precision: str, sections: dict[str, Any], tmp_path: Path) -> None:
-    found, expected = (train(tmp_path, precision, elsewhere, **sections) for elsewhere in (False, True))
-    for ours, theirs in zip(found[0], expected[0], strict=True):
+    result, expected = (train(tmp_path, precision, elsewhere, **sections) for elsewhere in (False, True))
+    for ours, theirs in zip(result[0], expected[0], strict=True):
         for name in ("loss", "grad_norm", "fault", "streak", "loss_scale"):
             assert str(getattr(ours, name)) == str(getattr(theirs, name))  # as text: NaN is not equal to itself
-    assert [each.skipped for each in found[0]].count(True) >= ("faults" in sections), "a bad step was there"
-    assert all(torch.equal(x, y) for x, y in zip(found[1], expected[1], strict=True))
-    assert found[2] == ["update", "learn"] * STEPS and expected[2][0] == "learn"
+    assert [each.skipped for each in result[0]].count(True) >= ("faults" in sections), "a bad step was there"
+    assert all(torch.equal(x, y) for x, y in zip(result[1], expected[1], strict=True))
+    assert result[2] == ["update", "learn"] * STEPS and expected[2][0] == "learn"

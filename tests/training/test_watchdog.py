@@ -147,9 +147,9 @@ def test_on_a_gpu_the_rank_of_a_past_communication_is_not_blamed(
             pass
 
         def origin(self, peer: int | None) -> None:
-            asked.append(peer)
+            peers_asked.append(peer)
 
-    asked: list[int | None] = []
+    peers_asked: list[int | None] = []
     monkeypatch.setattr(watchdog.torch.cuda, "is_initialized", lambda: True)
     mesh = Mesh(Layout())
     mesh.activity.enter("F0.0")
@@ -159,7 +159,7 @@ def test_on_a_gpu_the_rank_of_a_past_communication_is_not_blamed(
     dog = watchdog.Watchdog(Config(), mesh, tmp_path)
     monkeypatch.setattr(dog, "_end", lambda verdict, what: None)
     dog._look(Alive(), stood=1e9)  # type: ignore[arg-type]
-    assert asked == [3 if waiting else None]
+    assert peers_asked == [3 if waiting else None]
 
 
 LOST = LostRank(3, PeerState.ENDED, "node1", {})
@@ -173,7 +173,9 @@ def test_a_rank_ends_when_another_is_lost_whatever_it_does(
 ) -> None:
     """Also where no time limits its work, or its wait for that of others."""
     now, ended = [0.0], list[tuple[float, LostRank | None]]()
-    peers = SimpleNamespace(look=lambda: verdict, verdict=verdict if verdict.final else None, agree=lambda found: found)
+    peers = SimpleNamespace(
+        look=lambda: verdict, verdict=verdict if verdict.final else None, agree=lambda lost_rank: lost_rank
+    )
     monkeypatch.setattr(watchdog, "monotonic", lambda: now[0])
     mesh = Mesh(Layout())
     mesh.activity.enter("F0.0" if place == "F0.0" else SAVING)
@@ -181,7 +183,7 @@ def test_a_rank_ends_when_another_is_lost_whatever_it_does(
         mesh.activity.wait_for("the exchange of what to save over world", None, limited=False)
     dog = watchdog.Watchdog(Config(), mesh, tmp_path)
     dog._limits = watchdog.limits(600.0, nccl=True)
-    monkeypatch.setattr(dog, "_end", lambda found, what: ended.append((now[0], found)))
+    monkeypatch.setattr(dog, "_end", lambda lost_rank, what: ended.append((now[0], lost_rank)))
     while not ended:
         dog._look(peers, stood=now[0])  # type: ignore[arg-type]
         now[0] += 1.0

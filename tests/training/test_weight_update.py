@@ -38,8 +38,8 @@ EVENTS = {"nothing": 1.0, "clips": 1e6, "infinite": torch.inf}  # factor on one 
 
 def train(context: Any, config: dict[str, Any], factor: float) -> dict[str, Any]:
     """Train without waiting where the schedule lets it."""
-    made = from_dict(config)
-    trainer = Trainer(made, mesh_of(context, made))
+    run_config = from_dict(config)
+    trainer = Trainer(run_config, mesh_of(context, run_config))
     updater = trainer.weight_updater
     finish, finish_step, confirm = trainer.store.reducer.finish, updater.finish, updater.confirm
     log: list[Any] = []
@@ -95,7 +95,7 @@ CASES = [
 @pytest.mark.parametrize("event, schedule, layout, precision", CASES)
 def test_running_ahead_is_waiting(event, schedule, layout, precision, ranks, prefix):
     case = {**MODEL, **LAYOUTS[layout], "schedule": schedule}
-    found = {}
+    results = {}
     for optimistic in (True, False):
         config = config_of(case, prefix, precision)
         config["parallel"] |= {
@@ -105,8 +105,8 @@ def test_running_ahead_is_waiting(event, schedule, layout, precision, ranks, pre
         }
         config["optimizer"] |= {"lr": 1e-3}
         config["train"]["grad_clip"] = 10.0
-        found[optimistic] = ranks.run(case["tp"] * case["pp"] * case["dp"], train, config, EVENTS[event])
-    ahead, waited = found[True], found[False]
+        results[optimistic] = ranks.run(case["tp"] * case["pp"] * case["dp"], train, config, EVENTS[event])
+    ahead, waited = results[True], results[False]
     assert [step for step, *_ in ahead[0]["results"]] == list(range(1, STEPS + 1))
     assert all(repr(rank["results"]) == repr(waited[0]["results"]) for rank in (*ahead, *waited))  # repr: NaN is itself
     assert all(torch.equal(value, waited[0]["tensors"][name]) for name, value in ahead[0]["tensors"].items())
@@ -149,8 +149,8 @@ def test_nothing_is_lost_between_runs_ahead_and_a_checkpoint(ranks, prefix):
 
 
 def settle_and_go_on(context: Any, config: dict[str, Any]) -> bool:
-    made = from_dict(config)
-    trainer = Trainer(made, mesh_of(context, made))
+    run_config = from_dict(config)
+    trainer = Trainer(run_config, mesh_of(context, run_config))
     steps = []
     for _ in range(4):
         steps += [result.step for result in trainer.train_step()]
@@ -168,8 +168,8 @@ def test_a_total_reaches_a_slow_rank_although_the_last_one_has_closed_and_gone(r
 
 
 def close_at_once(context: Any, config: dict[str, Any]) -> float:
-    made = from_dict(config)
-    trainer = Trainer(made, mesh_of(context, made))
+    run_config = from_dict(config)
+    trainer = Trainer(run_config, mesh_of(context, run_config))
     irecv = dist.irecv
 
     def late(*args: Any, **options: Any) -> Any:

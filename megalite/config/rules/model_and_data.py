@@ -12,7 +12,7 @@ def _longer(c: RuleContext) -> str:
     """The presets of the same shape that have positions for the sequence."""
     from megalite.families.presets import presets
 
-    found = [
+    longer = [
         name
         for name, shape in presets().items()
         if all(
@@ -21,7 +21,7 @@ def _longer(c: RuleContext) -> str:
         )
         and shape["max_position_embeddings"] >= c.data.sequence_length
     ]
-    return f", or take the preset {' or '.join(found)}" if found else ""
+    return f", or take the preset {' or '.join(longer)}" if longer else ""
 
 
 def _random_on_chat_data(c: RuleContext) -> bool:

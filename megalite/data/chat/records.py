@@ -281,9 +281,9 @@ def _from_alpaca(record: dict[str, Any], where: object) -> list[dict[str, Any]]:
             raise BadRecord(where, f": {key} is of type {type(value).__name__}, not text.", WAY_OUT)
     if not any(texts.values()):
         raise BadRecord(where, ": instruction and output are empty.", "Remove the record.")
-    asked = "\n\n".join(text for text in (texts["instruction"], texts["input"]) if text)
+    prompt = "\n\n".join(text for text in (texts["instruction"], texts["input"]) if text)
     system = [{"role": "system", "content": texts["system"]}] if texts["system"] else []
-    return [*system, {"role": "user", "content": asked}, {"role": "assistant", "content": texts["output"]}]
+    return [*system, {"role": "user", "content": prompt}, {"role": "assistant", "content": texts["output"]}]
 
 
 def parsed_keys(text: str | None) -> tuple[tuple[str, str], ...]:

@@ -53,9 +53,9 @@ def summary_of(prefix: Path, key: str) -> dict[str, Any] | None:
 def check_new(tokenizer: Path) -> None:
     """Raise DataError if a tokenizer that is to be trained would replace a file."""
     if tokenizer.exists():
-        made = f"made {_time(tokenizer)}"
+        written = f"made {_time(tokenizer)}"
         raise DataError(
-            f"--train_tokenizer would replace {tokenizer} ({made}). Give another --tokenizer or --output, "
+            f"--train_tokenizer would replace {tokenizer} ({written}). Give another --tokenizer or --output, "
             f"{REPLACE}"
         )
 

@@ -167,21 +167,21 @@ def one_tokenizer(data: DataConfig) -> list[str]:
     files = [
         (option, prefix) for option in ("train", "validation") for prefix in prefixes(getattr(data, option))
     ]
-    made = [Tokenized(f"data.{option} = {prefix}", of_token_file(prefix)) for option, prefix in files]
-    known = [each for each in made if each.tokenizer.can_be_known]
-    notes = _templates(made)
-    for each in made if known else ():
+    tokenized = [Tokenized(f"data.{option} = {prefix}", of_token_file(prefix)) for option, prefix in files]
+    known = [each for each in tokenized if each.tokenizer.can_be_known]
+    notes = _templates(tokenized)
+    for each in tokenized if known else ():
         if each is not known[0]:
             way_out = f"Prepare both with one tokenizer, {known[0].tokenizer.name}"
             notes += compare(each, known[0], allow=data.allow_tokenizer_change, way_out=way_out)
     return notes
 
 
-def _templates(made: Sequence[Tokenized]) -> list[str]:
+def _templates(tokenized: Sequence[Tokenized]) -> list[str]:
     """A line for the user if conversations were rendered with several chat templates, which may be meant."""
     first = {
         each.tokenizer.template_hash: each.what
-        for each in reversed(made)
+        for each in reversed(tokenized)
         if each.tokenizer.template_hash is not None
     }
     listed = ", ".join(f"{what} (hash {template})" for template, what in first.items())

@@ -83,16 +83,16 @@ def visited(
             begin = np.maximum(lowest[:, None] - key_start, 0)
             total += layers * np.where(begin < stop, -(-stop // keys) - begin // keys, 0)
     tiles = [-(-segment.length // queries) for segment in segments]
-    found: Counts = np.add.reduceat(total, list(accumulate(tiles[:-1], initial=0)), axis=0)
-    return found
+    counts: Counts = np.add.reduceat(total, list(accumulate(tiles[:-1], initial=0)), axis=0)
+    return counts
 
 
 def between_ranks(parts: Sequence[PositionSegments], starts: Counts, windows: Windows = EVERY_KEY) -> Counts:
     """Tiles that attention of each rank's queries to each rank's keys visits, [ranks, ranks]."""
     tiles = visited([segment for segments in parts for segment in segments], starts, windows)
     first = list(accumulate(map(len, parts[:-1]), initial=0))
-    found: Counts = np.add.reduceat(np.add.reduceat(tiles, first, axis=0), first, axis=1)
-    return found
+    counts: Counts = np.add.reduceat(np.add.reduceat(tiles, first, axis=0), first, axis=1)
+    return counts
 
 
 def imbalance(microbatches: Sequence[Counts], method: str) -> float:
@@ -110,8 +110,8 @@ def imbalance(microbatches: Sequence[Counts], method: str) -> float:
 def _hops(tiles: Counts) -> Counts:
     """The sum over hops of the tiles of that hop's slowest rank; tiles: [..., ranks, ranks]."""
     rank = np.array(range(tiles.shape[-1]))
-    found: Counts = tiles[..., rank, (rank - rank[:, None]) % len(rank)].max(-1).sum(-1)  # [..., hop, rank]
-    return found
+    hops: Counts = tiles[..., rank, (rank - rank[:, None]) % len(rank)].max(-1).sum(-1)  # [..., hop, rank]
+    return hops
 
 
 def _dealt(costs: Counts, ranks: int) -> Counts:

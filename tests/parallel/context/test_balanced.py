@@ -74,8 +74,8 @@ def test_each_position_has_one_rank_and_runs_are_whole_tiles(length, ranks):
 def test_tiles_are_balanced_for_log_normal_documents(documents):
     random = np.random.default_rng(1)
     rows = [context_parts.row(random, *context_parts.DOCUMENTS[documents]) for _ in range(12)]
-    found = [imbalance([between_ranks(balanced(starts, 8), starts)], "gather") for starts in rows]
-    assert np.mean(found) <= 1.05 and max(found) <= 1.15
+    results = [imbalance([between_ranks(balanced(starts, 8), starts)], "gather") for starts in rows]
+    assert np.mean(results) <= 1.05 and max(results) <= 1.15
     hops = [imbalance([between_ranks(balanced(starts, 8, method="ring"), starts)], "ring") for starts in rows]
     assert (
         np.mean(hops)
@@ -107,14 +107,14 @@ def test_parts_follow_the_documents_of_each_microbatch():
     tokens = torch.arange(61).unsqueeze(1).expand(-1, 2)
     for seed in range(3):
         starts = torch.from_numpy(drawn(61, 2, seed))
-        made = [cut(tokens=tokens, targets=tokens, samples=torch.arange(2), document_start=starts) for cut in cuts]
+        batches = [cut(tokens=tokens, targets=tokens, samples=torch.arange(2), document_start=starts) for cut in cuts]
         padded = np.concatenate([starts.numpy(), np.repeat(starts.numpy()[-1:], 4 * part_length(config) - 61, axis=0)])
         parts = balanced(padded, 4)
         tiles = from_dict({}).model.num_hidden_layers * between_ranks(parts, padded)
-        assert all(each.part.segments == parts and (each.part.tiles == tiles).all() for each in made)
-        held = torch.cat([each.tokens[each.targets != -100] for each in made])
+        assert all(each.part.segments == parts and (each.part.tiles == tiles).all() for each in batches)
+        held = torch.cat([each.tokens[each.targets != -100] for each in batches])
         assert sorted(held.tolist()) == sorted(tokens.flatten().tolist()), "each token on one rank"
-        assert all((each.tokens == each.positions.where(each.targets != -100, 0)).all() for each in made)
+        assert all((each.tokens == each.positions.where(each.targets != -100, 0)).all() for each in batches)
     alone = cuts[0](tokens=tokens, targets=tokens, samples=torch.arange(2))
     assert alone.segments == zigzag(4 * part_length(config), 4)[0] and alone.part.tiles is None, (
         "rows of one document each"
@@ -136,7 +136,7 @@ def test_the_page_and_the_planner_say_what_was_counted():
     content = json.loads(context_parts.RESULT.read_text())
     page = context_parts.DOCUMENT.read_text().partition(context_parts.BEGIN)[2].partition(context_parts.END)[0]
     assert page == context_parts.section(content), "run python -m benchmarks.context_parts"
-    means = {found["parts"]: found for found in content["results"] if found["documents"] == "median 1,024"}
+    means = {result["parts"]: result for result in content["results"] if result["documents"] == "median 1,024"}
     assert {
         parts: {method: pytest.approx(means[parts][method]["mean"], abs=0.006) for method in methods}
         for parts, methods in IMBALANCE.items()

@@ -68,24 +68,24 @@ def test_the_parts_of_rows_are_the_rows(context, length):
     config = from_dict({"parallel": {"cp": 4, "context": context}, "data": {"sequence_length": length}})
     parts = PARTS[context](part_length(config) * 4, 4)
     tokens, targets, starts = rows(length)
-    found = {}
+    results = {}
     for rank in range(4):
-        made = Cut(parts, rank)(tokens=tokens, targets=targets, samples=torch.arange(2), document_start=starts)
-        assert len(made.tokens) == part_length(config) and made.positions.max() < length
+        part = Cut(parts, rank)(tokens=tokens, targets=targets, samples=torch.arange(2), document_start=starts)
+        assert len(part.tokens) == part_length(config) and part.positions.max() < length
         for place, position in enumerate(positions(parts[rank])):
             if position >= length:
-                assert (made.targets[place] == IGNORE_INDEX).all()
+                assert (part.targets[place] == IGNORE_INDEX).all()
                 continue
-            assert made.positions[place] == position and position not in found
-            found[position] = torch.stack((made.tokens[place], made.targets[place], made.document_start[place]))
+            assert part.positions[place] == position and position not in results
+            results[position] = torch.stack((part.tokens[place], part.targets[place], part.document_start[place]))
         assert (
-            made.part is not None
-            and made.part.length == length
-            and len(made.part.document_start) == len(parts) * part_length(config)
+            part.part is not None
+            and part.part.length == length
+            and len(part.part.document_start) == len(parts) * part_length(config)
         )
-    assert sorted(found) == list(range(length))
+    assert sorted(results) == list(range(length))
     assert torch.equal(
-        torch.stack([found[position] for position in range(length)], 1), torch.stack((tokens, targets, starts))
+        torch.stack([results[position] for position in range(length)], 1), torch.stack((tokens, targets, starts))
     )
 
 

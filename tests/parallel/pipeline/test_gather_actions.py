@@ -22,22 +22,22 @@ COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
 
 def units_of(schedule: Schedule, each: int, shared: int = 1) -> tuple[tuple[Unit, ...], ...]:
     """`each` units a stage, the first an embedding; `shared` neighbouring units of a rank lie in one bucket."""
-    made = []
+    created = []
     for stage, rank in enumerate(schedule.placement):
         place = schedule.stages_of(rank).index(stage) * each
-        made.append(tuple(Unit(stage * each + i, ((place + i) // shared,)) for i in range(each)))
-    return tuple(made)
+        created.append(tuple(Unit(stage * each + i, ((place + i) // shared,)) for i in range(each)))
+    return tuple(created)
 
 
 def expected_uses(schedule: Schedule, rank: int) -> list[tuple[int, ...]]:
     """What a rank computes with, use by use: restated from what forward and backward need."""
-    found: list[tuple[int, ...]] = []
+    results: list[tuple[int, ...]] = []
     for action in schedule.actions[rank]:
         if action.kind is ActionKind.FORWARD:
-            found += [unit.buckets for unit in schedule.units[action.stage]]
+            results += [unit.buckets for unit in schedule.units[action.stage]]
         elif action.kind is ActionKind.BACKWARD:
-            found += [unit.buckets for unit in schedule.units[action.stage][::-1] if unit.number != 0]
-    return found
+            results += [unit.buckets for unit in schedule.units[action.stage][::-1] if unit.number != 0]
+    return results
 
 
 @settings(max_examples=60, deadline=None)
@@ -69,8 +69,8 @@ def test_every_plan_gathers_what_it_uses_and_no_more(name, ranks, microbatches, 
 
 def test_at_most_what_two_units_need_is_whole():
     for name in SCHEDULES:
-        found = plan(name, 4, 8, weights=GatheredWeights(1.0, buckets=8))
-        assert max(found.gathering()["weights_whole"]) == 2 / 8
+        bubble_plan = plan(name, 4, 8, weights=GatheredWeights(1.0, buckets=8))
+        assert max(bubble_plan.gathering()["weights_whole"]) == 2 / 8
         kept = plan(name, 4, 8, weights=GatheredWeights(1.0, buckets=8, reshard="step"))
         assert kept.gathering()["weights_whole"] == kept.gathering()["weights_gathered"] == [1.0] * 4
 
@@ -129,17 +129,19 @@ def test_time_of_one_rank_by_hand():
     F: bucket 0 until 1; unit 1 runs to 1.5, beside it bucket 1 until 2; unit 2 runs from 2 to 2.5.
     B: unit 2 at once, from 2.5 to 3.5, beside it bucket 0 until 3.5; unit 1 to 4.5.
     """
-    found = simulate(plan("1f1b", 1, 1, weights=GatheredWeights(2.0, buckets=2)).schedule, gather=2.0)
-    assert [(repr(span.action), span.start, span.end) for span in found.spans[0]] == [
+    timeline = simulate(plan("1f1b", 1, 1, weights=GatheredWeights(2.0, buckets=2)).schedule, gather=2.0)
+    assert [(repr(span.action), span.start, span.end) for span in timeline.spans[0]] == [
         ("F0.0", 0, 2.5),
         ("B0.0", 2.5, 4.5),
     ]
-    assert [(repr(span.action), span.start, span.end) for span in found.gathers[0]] == [
+    assert [(repr(span.action), span.start, span.end) for span in timeline.gathers[0]] == [
         ("G0", 0, 1),
         ("G1@1", 1, 2),
         ("G0@2", 2.5, 3.5),
     ]
-    assert found.stalled == (1.5,) and found.busy == (3.0,) and found.bubble_fraction == pytest.approx(1.5 / 4.5)
+    assert (
+        timeline.stalled == (1.5,) and timeline.busy == (3.0,) and timeline.bubble_fraction == pytest.approx(1.5 / 4.5)
+    )
 
 
 def test_gathering_costs_nothing_where_it_hides_and_all_where_it_can_not():

@@ -192,8 +192,8 @@ def test_channels_connect_only_what_sends():
     wrapped = {"forward_up": up, "forward_down": ((3, 0),), "backward_up": ((0, 3),), "backward_down": down}
     assert edges(plans["interleaved"]) == wrapped
     assert edges(plans["zb-v"]) == {"forward_up": up, "forward_down": down, "backward_up": up, "backward_down": down}
-    found = {name: [connections(plan, rank) for rank in range(4)] for name, plan in plans.items()}
-    assert found == {"1f1b": [2, 4, 4, 2], "zb-h1": [2, 4, 4, 2], "interleaved": [4, 4, 4, 4], "zb-v": [4, 8, 8, 4]}
+    results = {name: [connections(plan, rank) for rank in range(4)] for name, plan in plans.items()}
+    assert results == {"1f1b": [2, 4, 4, 2], "zb-h1": [2, 4, 4, 2], "interleaved": [4, 4, 4, 4], "zb-v": [4, 8, 8, 4]}
 
 
 def connections(schedule, rank):

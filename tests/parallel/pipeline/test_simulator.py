@@ -36,9 +36,9 @@ ORACLE = [
 
 @pytest.mark.parametrize("ranks, microbatches, stages, bubble, first, last", ORACLE)
 def test_known_bubbles_and_peaks(ranks, microbatches, stages, bubble, first, last):
-    found = plan("interleaved" if stages > 1 else "1f1b", ranks, microbatches, stages)
-    assert found.timeline.bubble_fraction == pytest.approx(bubble, abs=5e-5)
-    assert found.peaks()[0] == first and found.peaks()[-1] == last
+    bubble_plan = plan("interleaved" if stages > 1 else "1f1b", ranks, microbatches, stages)
+    assert bubble_plan.timeline.bubble_fraction == pytest.approx(bubble, abs=5e-5)
+    assert bubble_plan.peaks()[0] == first and bubble_plan.peaks()[-1] == last
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -52,13 +52,13 @@ def test_bubble_over_ideal_of_the_schedules_with_a_whole_backward(ranks):
                     (ranks - 1) / microbatches
                 )
             for stages in (2, 3, 4):
-                found = plan("interleaved", ranks, microbatches, stages, costs)
-                assert found.timeline.bubble_over_ideal == pytest.approx((ranks - 1) / (stages * microbatches))
+                bubble_plan = plan("interleaved", ranks, microbatches, stages, costs)
+                assert bubble_plan.timeline.bubble_over_ideal == pytest.approx((ranks - 1) / (stages * microbatches))
                 held = [
                     min(2 * (ranks - rank - 1) + (stages - 1) * ranks + 1, microbatches * stages) / stages
                     for rank in range(ranks)
                 ]
-                assert found.peaks() == pytest.approx(held)
+                assert bubble_plan.peaks() == pytest.approx(held)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
@@ -67,8 +67,10 @@ def test_ragged_groups_idle_no_more_than_whole_ones(ranks):
     17.6%."""
     for microbatches in range(ranks, 4 * ranks):
         for stages in (2, 3):
-            found = plan("interleaved", ranks, microbatches, stages)
-            assert found.timeline.bubble_fraction == pytest.approx((ranks - 1) / (stages * microbatches + ranks - 1))
+            bubble_plan = plan("interleaved", ranks, microbatches, stages)
+            assert bubble_plan.timeline.bubble_fraction == pytest.approx(
+                (ranks - 1) / (stages * microbatches + ranks - 1)
+            )
     assert [max(plan("interleaved", 4, microbatches, 2).peaks()) for microbatches in (6, 7)] == [6, 7]
 
 
@@ -79,8 +81,8 @@ def test_latency_in_1f1b(ranks):
         forward, backward, weight = 1.0, 1.2, 0.9
         whole = forward + backward + weight
         waiting = 2 * (ranks - 1) * microbatches / ranks + 2 * (ranks - 2)
-        found = plan("1f1b", ranks, microbatches, costs=Costs(forward, backward, weight, latency))
-        assert found.timeline.makespan == pytest.approx((microbatches + ranks - 1) * whole + waiting * latency)
+        bubble_plan = plan("1f1b", ranks, microbatches, costs=Costs(forward, backward, weight, latency))
+        assert bubble_plan.timeline.makespan == pytest.approx((microbatches + ranks - 1) * whole + waiting * latency)
 
 
 def random_costs(choose: random.Random) -> Costs:
@@ -106,8 +108,8 @@ def test_zero_bubble_schedules_reach_their_papers_bubbles(ranks):
             assert (
                 h2.timeline.longest_span <= work + (ranks - 1) * (forward + backward - 2 * weight + 2 * latency) + 1e-9
             )
-            for found, limit in ((h1, ranks), (h2, 2 * ranks - 1)):
-                assert max(found.peaks()) <= max(found.peaks(W)) <= limit
+            for bubble_plan, limit in ((h1, ranks), (h2, 2 * ranks - 1)):
+                assert max(bubble_plan.peaks()) <= max(bubble_plan.peaks(W)) <= limit
 
 
 def test_a_weight_pass_shorter_than_a_round_trip_can_not_hide_it():
@@ -121,10 +123,10 @@ def test_a_weight_pass_shorter_than_a_round_trip_can_not_hide_it():
 @pytest.mark.parametrize("name, activations", [("zb-h2", lambda p: 2 * p - 1), ("zb-v", lambda p: p)])
 def test_no_bubble_is_left_at_equal_costs(name, activations, ranks):
     for microbatches in (2 * ranks, 2 * ranks + 1, 4 * ranks):
-        found = plan(name, ranks, microbatches)
-        assert found.timeline.longest_span == found.timeline.ideal == 3 * microbatches
-        assert found.timeline.bubble_rate == 0 < found.timeline.bubble_fraction
-        assert max(found.peaks(W)) == activations(ranks)
+        bubble_plan = plan(name, ranks, microbatches)
+        assert bubble_plan.timeline.longest_span == bubble_plan.timeline.ideal == 3 * microbatches
+        assert bubble_plan.timeline.bubble_rate == 0 < bubble_plan.timeline.bubble_fraction
+        assert max(bubble_plan.peaks(W)) == activations(ranks)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -171,15 +173,15 @@ def test_the_simulator_finds_the_longest_path(name):
     for ranks, microbatches in ((1, 3), (2, 3), (3, 7), (4, 8), (5, 4)):
         schedule = build(name, ranks, microbatches)
         passes = {kind: [choose.randint(0, 9) for _ in range(schedule.stages)] for kind in (F, B, W)}
-        found = simulate(schedule, passes[F], passes[B], passes[W], comm=2)
+        timeline = simulate(schedule, passes[F], passes[B], passes[W], comm=2)
         whole = [b + w for b, w in zip(passes[B], passes[W], strict=True)]
         durations = passes if W in schedule.passes else passes | {B: whole}
-        assert {span.action: span.end for spans in found.spans for span in spans} == longest_paths(
+        assert {span.action: span.end for spans in timeline.spans for span in spans} == longest_paths(
             schedule, durations, 2
         )
         assert all(
             span.end - span.start == durations[span.action.kind][span.action.stage]
-            for spans in found.spans
+            for spans in timeline.spans
             for span in spans
         )
 
@@ -187,11 +189,11 @@ def test_the_simulator_finds_the_longest_path(name):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_messages_are_those_that_the_runtime_sends(name):
     for ranks, microbatches in ((1, 2), (2, 3), (4, 8)):
-        found = plan(name, ranks, microbatches)
+        bubble_plan = plan(name, ranks, microbatches)
         sends = Counter(dict.fromkeys(range(ranks), 0))
-        for rank, actions in enumerate(with_communication(found.schedule).actions):
+        for rank, actions in enumerate(with_communication(bubble_plan.schedule).actions):
             sends[rank] += sum(action.is_send for action in actions)
-        assert found.messages() == [sends[rank] for rank in range(ranks)]
+        assert bubble_plan.messages() == [sends[rank] for rank in range(ranks)]
 
 
 def test_memory_of_stages_that_differ():
@@ -212,11 +214,11 @@ def test_costs_shape_the_order_and_not_only_the_times():
 
 
 def test_comparing_and_sweeping_cover_what_was_asked_for():
-    assert [found.schedule.name for found in compare(4, 8)] == list(SCHEDULES)
-    assert [found.chunks for found in compare(4, 8, 3)] == [1, 1, 3, 1, 1, 2, 2]
-    assert [found.schedule.ranks for found in sweep("pp", [2, 4], "zb-h1", None, 8)] == [2, 4]
+    assert [bubble_plan.schedule.name for bubble_plan in compare(4, 8)] == list(SCHEDULES)
+    assert [bubble_plan.chunks for bubble_plan in compare(4, 8, 3)] == [1, 1, 3, 1, 1, 2, 2]
+    assert [bubble_plan.schedule.ranks for bubble_plan in sweep("pp", [2, 4], "zb-h1", None, 8)] == [2, 4]
     plans = sweep("microbatches", [4, 8], None, 2, None)
-    assert [(found.schedule.name, found.schedule.microbatches) for found in plans] == [
+    assert [(bubble_plan.schedule.name, bubble_plan.schedule.microbatches) for bubble_plan in plans] == [
         (name, m) for m in (4, 8) for name in SCHEDULES
     ]
     title, head, *rows = grid(plans, "microbatches", "bubble_over_ideal").splitlines()
@@ -225,15 +227,15 @@ def test_comparing_and_sweeping_cover_what_was_asked_for():
 
 
 def test_tables_name_every_measure():
-    found = plan("zb-h2", 4, 8)
-    lines = dict(line.split(maxsplit=1) for line in summary(found).splitlines())
+    bubble_plan = plan("zb-h2", 4, 8)
+    lines = dict(line.split(maxsplit=1) for line in summary(bubble_plan).splitlines())
     values = {name: text.split("  ")[0] for name, text in lines.items()}
     assert values == {
         **{"makespan": "27", "ideal": "24", "longest_span": "24", "messages": "48"},
         **{"bubble_fraction": "11.1%", "bubble_over_ideal": "12.5%", "bubble_rate": "0.0%"},
         **{"peak_activations": "7 5 3 1", "peak_with_weight_stash": "7 7 7 7"},
     }
-    head, row = table([found]).splitlines()
+    head, row = table([bubble_plan]).splitlines()
     assert {"bubble_fraction", "bubble_over_ideal", "bubble_rate", "peak", "messages"} <= set(head.split())
     assert row.split() == ["zb-h2", "1", "27", "24", "11.1%", "12.5%", "0.0%", "7", "7", "48"]
 
