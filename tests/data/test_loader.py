@@ -64,7 +64,7 @@ def test_layout_never_changes_the_sequence(dp, micro, accumulation, first):
             assert microbatch.samples.tolist() == expected
             assert microbatch.tokens.tolist() == [[100 * s + t for s in expected] for t in range(4)]
             assert microbatch.targets.tolist() == [[100 * s + t + 1 for s in expected] for t in range(4)]
-            assert microbatch.positions.tolist() == [[t] for t in range(4)] and microbatch.runs == ((0, 4),)
+            assert microbatch.positions.tolist() == [[t] for t in range(4)] and microbatch.segments == ((0, 4),)
             seen += expected
     assert sorted(seen) == list(range(first, first + size))
 

@@ -4,7 +4,6 @@ of what it drops."""
 from __future__ import annotations
 
 import gc
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from megalite.config.recompute import OPERATIONS
 from megalite.model.recomputation import Value
 from tests.planner.test_memory import ALONE, GPT2, tree
 from tests.support import jobs_memory
+from tests.support.pool import RankContext
 
 EVERYTHING = "+".join(OPERATIONS)
 DROPOUT = dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.1)
@@ -35,7 +35,7 @@ def stepped(case: dict[str, Any], recompute: str) -> list[torch.Tensor]:
     """The weights after two steps."""
     torch.manual_seed(0)
     config = tree(**{**case, "train": {**case.get("train", {}), "recompute": recompute}})
-    rank = jobs_memory.Stepping(SimpleNamespace(cache={}), config)
+    rank = jobs_memory.Stepping(RankContext(0, 1), config)
     for number in (1, 2):
         rank.step(number)
     return [bucket.weights for bucket in rank.parts.store.buckets]

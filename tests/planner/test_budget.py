@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from megalite.planner.memory.activations import Activations
 from megalite.planner.memory.estimate import estimate
 from megalite.planner.memory.states import Device
 from tests.support import jobs_memory
+from tests.support.pool import RankContext
 
 COSTS = {"cuda": find("h100"), "cpu": read_device("cpu", dict(CPU))}
 MODES = ("none", "selective", "full", "every-2", "every-3")
@@ -321,6 +321,6 @@ def test_the_peak_within_a_budget_is_what_the_allocator_gives(part):
     recompute = decide(config, budget, device="cpu").recompute
     options = tree(model=WIDE, train={"micro_batch_size": 4, "recompute": recompute})
     (planned,) = estimate(from_dict(options), 1, "cpu")
-    allocated = jobs_memory.most_allocated(SimpleNamespace(cache={}), options)
+    allocated = jobs_memory.most_allocated(RankContext(0, 1), options)
     assert planned.total <= budget
     assert planned.states.device + allocated == pytest.approx(planned.total, rel=0.05)

@@ -3,7 +3,6 @@ gives, what is sent."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from megalite.planner.memory.estimate import estimate
 from megalite.planner.time.traffic import ring, traffic
 from megalite.training import meta_device as meta
 from tests.support import jobs_memory
+from tests.support.pool import RankContext
 
 MODEL = {
     **{"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4},
@@ -130,7 +130,7 @@ ON_TWO = {
 def test_activations_are_what_autograd_keeps(case):
     config = tree(**ALONE[case])
     (planned,) = estimate(from_dict(config), 1, "cpu")
-    assert (planned.activations, planned.logits) == jobs_memory.most_kept(SimpleNamespace(cache={}), config)
+    assert (planned.activations, planned.logits) == jobs_memory.most_kept(RankContext(0, 1), config)
 
 
 @pytest.mark.parametrize("case", ON_TWO)
@@ -149,9 +149,7 @@ def test_a_module_keeps_the_output_of_the_norm_that_a_loss_in_chunks_does_not_ke
     for modules in (0, 1):
         config = tree(model={"mtp_layers": modules}, train={"loss_chunk": 16, "recompute": recompute})
         (planned,) = estimate(from_dict(config), 1, "cpu")
-        added.append(
-            (planned.activations + planned.logits, sum(jobs_memory.most_kept(SimpleNamespace(cache={}), config)))
-        )
+        added.append((planned.activations + planned.logits, sum(jobs_memory.most_kept(RankContext(0, 1), config))))
     (before, found_before), (after, found_after) = added
     assert after - before == found_after - found_before
 

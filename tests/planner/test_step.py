@@ -31,7 +31,7 @@ from megalite.planner.hardware.kernels import TILE_START, attention, computed_pa
 from megalite.planner.hardware.links import START, Fabric, Group, group
 from megalite.planner.report.explanation import binding, uneven_parts
 from megalite.planner.search.best_first import Search
-from megalite.planner.search.bounds import Bounds
+from megalite.planner.search.bounds import LayoutBounds
 from megalite.planner.search.run_config import configured
 from megalite.planner.time.schedule_time import Durations, PipelineShape, pace
 from megalite.planner.time.step import LayoutChoice, PlannedJob, Stepper, StepTime
@@ -274,7 +274,7 @@ def test_a_pipeline_takes_no_less_than_its_bound(name):
         choice = LayoutChoice(
             pp=pp, dp=2, zero=zero, schedule=name, virtual_stages=2 if free else chunks_of(name), recompute=recompute
         )
-        bounds = Bounds(base, Stepper(job))
+        bounds = LayoutBounds(base, Stepper(job))
         predicted, step = bounds.time(choice), bounds.stepper.step(choice)
         assert max(bounds.stepper.least(choice), bounds.alone(choice)) <= predicted <= step.total * (1 + 1e-9)
         assert predicted > 0.93 * (step.total - step.gradients - step.weights) or name != "1f1b"

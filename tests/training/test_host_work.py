@@ -131,7 +131,7 @@ def watched(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, offloaded: 
         (Saver, "reserve", "reserving memory for saves"),
         (Manifest, "read", "reading a checkpoint"),
         (Loader, "step", "reading a batch"),
-        (tensors, "append", "writing a save"),
+        (tensors, "append_chunk", "writing a save"),
         (os, "fsync", "syncing a save to disk"),
         (api.directories, "publish", "publishing a save"),
         (api.directories, "prune", "removing old saves"),

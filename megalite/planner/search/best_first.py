@@ -34,7 +34,7 @@ from megalite.planner.budget.decision import BudgetProblem, problem_of, recomput
 from megalite.planner.cost.context_exchange import UNEVEN
 from megalite.planner.cost.expert_exchange import worst_total
 from megalite.planner.memory.estimate import RankMemory, estimate
-from megalite.planner.search.bounds import Bounds, followed
+from megalite.planner.search.bounds import LayoutBounds, followed
 from megalite.planner.search.run_config import USABLE, broken_rule, configured
 from megalite.planner.time.schedule_time import PipelineShape, schedule_of
 from megalite.planner.time.step import LayoutChoice, PlannedJob, Stepper, StepTime, recomputed_share
@@ -103,7 +103,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.stepper = Stepper(self.job)
-        self.bounds = Bounds(self.base, self.stepper)
+        self.bounds = LayoutBounds(self.base, self.stepper)
         self.room = USABLE * self.job.device.memory
         self._communicating = lru_cache(maxsize=None)(_communicating)
         self._gathering = lru_cache(maxsize=8)(self._with_gathers)

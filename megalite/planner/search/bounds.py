@@ -68,7 +68,7 @@ class _Rank(NamedTuple):
         return sum(map(len, self.stages))
 
 
-class Bounds:
+class LayoutBounds:
     """Lower bounds for the choices of one job, on the first and the last pipeline rank and on that with the
     most parameters.
 
