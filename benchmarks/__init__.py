@@ -1,7 +1,7 @@
 """Benchmarks of speed and memory: `tools/benchmark.py` runs the comparisons here and stores them in results/.
 
 step.py, overhead.py     one comparison each: its runs, their order, and the figures computed from them
-peers.py                 ratios to other programs at equal settings, each measured by a module of that name and `_peer`
+peers.py                 ratios to other programs at equal settings, each measured by a module named `…_peer`
 kernels.py               every kernel on a GPU: kernel_run.py measures kernel_cases.py, attention_cases.py and
                          expert_cases.py; tuning.py tries other settings; kernel_page.py: docs/kernels.md
 scaling.py               one training on growing numbers of ranks
