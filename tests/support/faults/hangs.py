@@ -110,7 +110,7 @@ def hang(trainer: Any, cases: dict[str, int], until: Until) -> None:
 
     trainer.loader._dataset = Data()
     activity.listeners += (computing,)
-    patch.object(tensors, "append", writing).start()
+    patch.object(tensors, "append_chunk", writing).start()
     patch.object(norm, "all_reduce", summing).start()
 
 
