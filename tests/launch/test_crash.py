@@ -221,7 +221,9 @@ def test_without_a_launcher_the_others_say_which_rank_was_lost(silent, tmp_path,
     """A rank that has said why it ends was not killed."""
     monkeypatch.setenv("WORLD_SIZE", "3")
     config, kills = configuration(tmp_path), MemoryKills()
-    monkeypatch.setattr(kills, "explanation", lambda pid=None: "out of memory, the kernel killed 1 process of its container")
+    monkeypatch.setattr(
+        kills, "explanation", lambda pid=None: "out of memory, the kernel killed 1 process of its container"
+    )
     lost = Lost(2, "rank 2 was lost first: its process has ended", os.uname().nodename, "step 8, B0.0", silent)
     for rank in range(2):
         report = failed(config, rank, f"rank {rank}: all_reduce failed, rank 2 is gone", lost=lost, kills=kills)
