@@ -22,8 +22,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint import CheckpointError
-from megalite.commands.models import layout_of, weights_of
-from megalite.commands.parser import Parser, as_name, as_path, as_tokenizer, progress_of, said, warn
+from megalite.commands.models import (
+    add_average_option,
+    add_layout_options,
+    add_tokenizer_options,
+    layout_of,
+    weights_of,
+)
+from megalite.commands.parser import Parser, as_name, as_path, progress_of, said, warn
 from megalite.config.load import exit_with
 from megalite.config.rule import nearest_legal
 from megalite.config.schema import ConfigError
@@ -70,36 +76,10 @@ def parser() -> Parser:
     common = Parser(add_help=False)
     add = common.add_argument
     add("model", type=as_name, metavar="CHECKPOINT_DIR|RUN_DIR|hf:DIR|org/name", help="the model to evaluate")
-    add(
-        "--tokenizer",
-        type=as_tokenizer,
-        metavar="byte|FILE.model|HF_DIR",
-        help="tokenizer (default: the model's own)",
-    )
-    add(
-        "--allow_tokenizer_change",
-        action="store_true",
-        help="accept another tokenizer than the model was trained with",
-    )
-    add(
-        "--ema",
-        action="store_true",
-        help="use the moving average of the weights (train.ema_decay) in place of the weights",
-    )
+    add_tokenizer_options(add)
+    add_average_option(add)
     add("--batch_size", type=count, default=8, metavar="N", help="rows per forward pass (default 8)")
-    add("--tp", type=count, default=1, help="tensor-parallel ranks (default 1)")
-    add("--pp", type=count, default=1, help="pipeline stages (default 1)")
-    add(
-        "--cp",
-        type=count,
-        default=1,
-        help="context-parallel ranks, each of which reads a part of every row (default 1)",
-    )
-    add(
-        "--precision",
-        choices=["fp32", "bf16"],
-        help="dtype of weights and arithmetic (default: bf16 on a GPU, fp32 on a CPU)",
-    )
+    add_layout_options(add, count, rows="row")
     add("--json", action="store_true", help="print only one JSON object on stdout")
     commands = tool.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     add = commands.add_parser(

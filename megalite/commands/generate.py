@@ -24,8 +24,15 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint import CheckpointError
-from megalite.commands.models import AXES, layout_of, weights_of
-from megalite.commands.parser import Parser, as_name, as_path, as_tokenizer, progress_of, said, warn
+from megalite.commands.models import (
+    AXES,
+    add_average_option,
+    add_layout_options,
+    add_tokenizer_options,
+    layout_of,
+    weights_of,
+)
+from megalite.commands.parser import Parser, as_name, as_path, progress_of, said, warn
 from megalite.config.load import exit_with
 from megalite.config.schema import ConfigError
 from megalite.data.lone_surrogates import parsed, whole
@@ -85,11 +92,7 @@ def parser() -> Parser:
         help="Jinja source that replaces the template of the training data or the tokenizer",
     )
     add("--system", metavar="TEXT", help="the system message of a chat")
-    add(
-        "--ema",
-        action="store_true",
-        help="use the moving average of the weights (train.ema_decay) in place of the weights",
-    )
+    add_average_option(add)
     add("--tokens", type=int, default=100, help="maximum number of new tokens (default 100)")
     add("--temperature", type=float, default=0.8, help="sampling temperature; 0 is greedy (default 0.8)")
     add(
@@ -103,30 +106,8 @@ def parser() -> Parser:
     )
     add("--seed", type=int, default=0, help="seed of the sampling (default 0)")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
-    add(
-        "--tokenizer",
-        type=as_tokenizer,
-        metavar="byte|FILE.model|HF_DIR",
-        help="tokenizer (default: the model's own)",
-    )
-    add(
-        "--allow_tokenizer_change",
-        action="store_true",
-        help="accept another tokenizer than the model was trained with",
-    )
-    add("--tp", type=int, default=1, help="tensor-parallel ranks (default 1)")
-    add("--pp", type=int, default=1, help="pipeline stages (default 1)")
-    add(
-        "--cp",
-        type=int,
-        default=1,
-        help="context-parallel ranks, each of which reads a part of every prompt (default 1)",
-    )
-    add(
-        "--precision",
-        choices=["fp32", "bf16"],
-        help="dtype of weights and arithmetic (default: bf16 on a GPU, fp32 on a CPU)",
-    )
+    add_tokenizer_options(add)
+    add_layout_options(add, int, rows="prompt")
     add(
         "--stream",
         action=argparse.BooleanOptionalAction,

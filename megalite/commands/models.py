@@ -6,13 +6,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 from megalite.checkpoint import CheckpointError, find, manifest_of
+from megalite.commands.parser import as_tokenizer
 from megalite.config.arguments import Arguments
 from megalite.config.files import config_file, read_tree, shipped_configs
 from megalite.config.load import flatten, from_dict, resolve
@@ -219,6 +220,48 @@ def hf_directory(given: str, part: hub.Part, option: str) -> Path:
     if part == "weights":
         hf_config(directory)
     return directory
+
+
+def add_tokenizer_options(add: Callable[..., Any]) -> None:
+    """Declare which tokenizer goes with a model. `add` is the `add_argument` of a parser."""
+    add(
+        "--tokenizer",
+        type=as_tokenizer,
+        metavar="byte|FILE.model|HF_DIR",
+        help="tokenizer (default: the model's own)",
+    )
+    add(
+        "--allow_tokenizer_change",
+        action="store_true",
+        help="accept another tokenizer than the model was trained with",
+    )
+
+
+def add_average_option(add: Callable[..., Any]) -> None:
+    """Declare that the moving average stands in for the weights."""
+    add(
+        "--ema",
+        action="store_true",
+        help="use the moving average of the weights (train.ema_decay) in place of the weights",
+    )
+
+
+def add_layout_options(add: Callable[..., Any], size: Callable[[str], int], rows: str) -> None:
+    """Declare the layout and precision of a forward pass. `size` parses a number of ranks; `rows` names what
+    context parallelism divides."""
+    add("--tp", type=size, default=1, help="tensor-parallel ranks (default 1)")
+    add("--pp", type=size, default=1, help="pipeline stages (default 1)")
+    add(
+        "--cp",
+        type=size,
+        default=1,
+        help=f"context-parallel ranks, each of which reads a part of every {rows} (default 1)",
+    )
+    add(
+        "--precision",
+        choices=["fp32", "bf16"],
+        help="dtype of weights and arithmetic (default: bf16 on a GPU, fp32 on a CPU)",
+    )
 
 
 def layout_of(options: argparse.Namespace) -> dict[str, Any]:
