@@ -51,14 +51,12 @@ class Variant:
     warps: int
     stages: int = 1
     """Number of iterations of a loop over loads that the compiler overlaps."""
-    contracts: bool = True
-    """Whether the compiler may contract a multiplication and an addition to one operation with one rounding.
-    Which ones it contracts depends on the rest of the kernel."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """Compile options."""
-        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": self.contracts}
+        """Compile options. Newer versions of Triton contract to fused multiply-add only with
+        `enable_fp_fusion`."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
     def launch(self, grid: tuple[int, ...], *args: Any) -> None:
         """Run `grid` programs on the current device; `args` are the kernel's arguments in order, without the
