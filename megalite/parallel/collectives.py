@@ -41,12 +41,16 @@ all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 
 
 class CommunicationError(RuntimeError):
-    """Another rank has ended, or did not answer within the time limit; the message names the operation and
-    the rank (`peer`, if known)."""
+    """Another rank has ended, or did not answer within the time limit. The message names the operation.
 
-    def __init__(self, message: str, peer: int | None):
+    Attributes:
+        peer: the rank, if it is known: NCCL does not say which rank of a collective is gone.
+        group: the ranks of the collective, if `peer` is not known.
+    """
+
+    def __init__(self, message: str, peer: int | None, group: Sequence[int] = ()):
         super().__init__(message)
-        self.peer = peer
+        self.peer, self.group = peer, tuple(group)
 
 
 @contextmanager
@@ -68,7 +72,7 @@ def after_meeting(what: str, mesh: Mesh, over: MeshAxis) -> Iterator[None]:
             f"rank {mesh.rank}: {what} over world failed, a rank of its group is gone or does not answer: "
             f"{why}"
         )
-        raise CommunicationError(message, None) from error
+        raise CommunicationError(message, None, over.ranks) from error
     if own:
         mesh.activity.arrived()
 
@@ -81,14 +85,21 @@ def meet(mesh: Mesh) -> None:
 
 
 class Work:
-    """An operation with one rank, or with all of a group (`peer` None). The constructor starts it.
+    """An operation with one rank, or with all of a group (`peer` None, `group`). The constructor starts it.
 
     A failure, at the start or in `wait`, raises CommunicationError with the operation's name (`what`).
     `activity` records the wait.
     """
 
-    def __init__(self, start: Callable[[], Any], what: str, activity: Activity, peer: int | None = None):
-        self._what, self._activity, self._peer = what, activity, peer
+    def __init__(
+        self,
+        start: Callable[[], Any],
+        what: str,
+        activity: Activity,
+        peer: int | None = None,
+        group: Sequence[int] = (),
+    ):
+        self._what, self._activity, self._peer, self._group = what, activity, peer, group
         try:
             self._work = start()
         except RuntimeError as error:
@@ -112,6 +123,7 @@ class Work:
         return CommunicationError(
             f"rank {dist.get_rank()}: {self._what} failed, {who} is gone or does not answer: {reason}",
             self._peer,
+            self._group,
         )
 
 
@@ -129,7 +141,8 @@ class Pending:
 
 
 def group_work(start: Callable[[], Any], what: str, axis: MeshAxis) -> Work:
-    return Work(start, f"{what} over {axis.name} (ranks {', '.join(map(str, axis.ranks))})", axis.activity)
+    what = f"{what} over {axis.name} (ranks {', '.join(map(str, axis.ranks))})"
+    return Work(start, what, axis.activity, group=axis.ranks)
 
 
 def _is_gloo(axis: MeshAxis) -> bool:
