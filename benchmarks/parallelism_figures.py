@@ -121,7 +121,7 @@ def zero() -> Picture:
     picture = Picture(860, 236, 1)
     _title(
         picture,
-        "What one of four data-parallel ranks keeps of a parameter",
+        "Bytes per parameter on one of four data-parallel ranks",
         "bytes, in bf16 with fp32 gradients, master weights and moments",
     )
     colours = dict(zip(BYTES, RANKS, strict=False))
@@ -171,18 +171,18 @@ def context_parts() -> Picture:
     picture = Picture(860, 316, 1)
     _title(
         picture,
-        "Who holds what of a row, on four context-parallel ranks",
-        "a cell is a block of queries (down) that sees a block of keys (across)",
+        "Parts of a row on four context-parallel ranks",
+        "each cell is a block of queries (rows) and a block of keys (columns)",
     )
     blocks, side = 8, 22
     for x, name, note, parts in (
         (
             40.0,
             "contiguous: ulysses",
-            "for whole rows after the exchange; alone it would be unequal",
+            "exchanged for whole rows; without it, work would be unequal",
             contiguous(blocks, len(RANKS)),
         ),
-        (450.0, "zigzag: gather and ring", "an early and a late part each", zigzag(blocks, len(RANKS))),
+        (450.0, "zigzag: gather and ring", "one early and one late part each", zigzag(blocks, len(RANKS))),
     ):
         owners = _owners(parts)
         picture.labels.append(Label(x, 76, name, 12, bold=True))
@@ -200,7 +200,7 @@ def context_parts() -> Picture:
             sum(query + 1 for query, owner in enumerate(owners) if owner == rank)
             for rank in range(len(RANKS))
         ]
-        picture.labels.append(Label(x + blocks * side + 14, 100, "blocks that it sees", 11, fill=FAINT))
+        picture.labels.append(Label(x + blocks * side + 14, 100, "visible blocks", 11, fill=FAINT))
         picture.labels += [
             Label(x + blocks * side + 14, 122 + 20 * rank, f"rank {rank}: {count}", 12)
             for rank, count in enumerate(seen)
@@ -216,7 +216,7 @@ def context_moves() -> Picture:
     picture = Picture(960, 276, 1)
     _title(
         picture,
-        "What moves in a layer's attention, on four context-parallel ranks",
+        "Communication of attention in one layer on four context-parallel ranks",
         "forward; backward sends gradients the opposite way",
     )
     count, side, y = len(RANKS), 22, 104
@@ -233,7 +233,7 @@ def context_moves() -> Picture:
         picture.labels.append(Label(start, y + count * side + 16, "positions →   heads ↓", 10, fill=FAINT))
     picture.labels.append(Label(x + 119, y + 50, "⇄", 20, "middle", COMMUNICATION))
     picture.labels.append(
-        Label(x, y + count * side + 40, "all-to-all there, and of the output back", 11, fill=COMMUNICATION)
+        Label(x, y + count * side + 40, "all-to-all, and back for the output", 11, fill=COMMUNICATION)
     )
 
     x = 390.0
@@ -247,7 +247,7 @@ def context_moves() -> Picture:
 
     x = 650.0
     picture.labels.append(Label(x, 76, "ring: keys and values part by part", 12, bold=True))
-    picture.labels.append(Label(x + 52, y - 8, "whose keys and values are there", 11))
+    picture.labels.append(Label(x + 52, y - 8, "owner of the keys and values", 11))
     for rank in ranks:
         picture.labels.append(Label(x, y + 15 + side * rank, f"rank {rank}", 11))
     for hop in ranks:
@@ -258,7 +258,7 @@ def context_moves() -> Picture:
         Label(
             x,
             y + count * side + 40,
-            f"{count - 1} hops, each under the attention to what is there",
+            f"{count - 1} hops, overlapped with attention to each part",
             11,
             fill=COMMUNICATION,
         )
@@ -272,8 +272,8 @@ def step() -> Picture:
     drawn = Picture(890, 452, 1)
     _title(
         drawn,
-        "One step of TP2 × PP2 × DP2: who holds what, and what travels",
-        "a box is a rank; rank numbers are those of `python -m megalite.mesh --tp 2 --pp 2 --dp 2`",
+        "One step of TP2 × PP2 × DP2: state and communication of each rank",
+        "each box is a rank, numbered as in `python -m megalite.mesh --tp 2 --pp 2 --dp 2`",
     )
     layout = Layout(tp=2, pp=2, dp=2)
     microbatches = 4
@@ -316,9 +316,9 @@ def step() -> Picture:
             Label(14, y + 56, f"replica {replica}", 12, bold=True),
             Label(14, y + 74, f"{microbatches} microbatches", 11, fill=FAINT),
             Label(490, y + 34, "activations →", 12, "middle", COMMUNICATION),
-            Label(490, y + 52, f"{microbatches} of each rank", 11, "middle", FAINT),
+            Label(490, y + 52, f"{microbatches} per rank", 11, "middle", FAINT),
             Label(490, y + 76, "← gradients", 12, "middle", COMMUNICATION),
-            Label(490, y + 94, f"{microbatches} of each rank", 11, "middle", FAINT),
+            Label(490, y + 94, f"{microbatches} per rank", 11, "middle", FAINT),
         ]
     for stage in range(2):
         drawn.labels.append(
@@ -330,7 +330,7 @@ def step() -> Picture:
             "(sequence parallelism), as the layer computes",
             "pp, for each microbatch: one send to the next stage in forward, one to the previous stage in "
             "backward",
-            "dp, once a step, bucket by bucket: reduce-scatter of gradients as backward completes them, "
+            "dp, once per step, bucket by bucket: reduce-scatter of gradients as backward completes them, "
             "all-gather of updated weights before the next forward",
         )
     ):
