@@ -60,14 +60,14 @@ class BadStepPolicy:
         if not isfinite(loss):
             return "the loss is not finite"
         if not isfinite(norm):
-            return "gradients are not finite"
+            return "the gradients are not finite"
         if loss <= self.highest:
             return None
         mean, deviation = self._usual()
         sigma, count = self.options.spike_sigma, len(self.losses)
         return (
-            f"loss {loss:.4g} exceeds {mean:.4g} + {sigma:g} * {deviation:.2g}, mean and deviation of "
-            f"{count} steps"
+            f"loss {loss:.4g} exceeds {mean:.4g} + {sigma:g} * {deviation:.2g} (mean and standard "
+            f"deviation of the last {count} steps)"
         )
 
     @property
@@ -92,23 +92,23 @@ class BadStepPolicy:
         """
         if not self.options.rollback:
             way_out = (
-                "lower optimizer.lr, or set faults.rollback = true to return to the last checkpoint and skip "
-                "these samples"
+                "lower optimizer.lr, or set faults.rollback=true to return to the last "
+                "checkpoint and skip these samples"
             )
         elif not checkpoint:
             way_out = (
-                "there is no checkpoint to return to: lower optimizer.lr, or save one earlier with "
-                "checkpoint.interval"
+                "there is no checkpoint to roll back to. Lower optimizer.lr, or save earlier by "
+                "setting checkpoint.interval"
             )
         elif self.rollbacks == MAX_ROLLBACKS:
             way_out = (
-                f"{MAX_ROLLBACKS} rollbacks have not helped: lower optimizer.lr, or resume from an older "
-                "checkpoint"
+                f"the run has already been rolled back {MAX_ROLLBACKS} times. Lower optimizer.lr, "
+                "or resume from an older checkpoint"
             )
         else:
             self.rollbacks += 1
             return
-        raise FaultLimit(f"{reason}. faults.skip_limit = {self.options.skip_limit} is reached: {way_out}.")
+        raise FaultLimit(f"{reason}. Reached faults.skip_limit={self.options.skip_limit}: {way_out}.")
 
     def state(self) -> dict[str, Any]:
         """The state as stored in a checkpoint."""

@@ -79,7 +79,7 @@ def resume_state(trainer: Trainer, state: dict[str, Any]) -> None:
     if KEY in state and now is not None and state.get(FOLLOWED, now) != now:
         trainer.loop_state = {}
         trainer.notes.append(
-            "the validation has changed since the checkpoint: its best loss does not count any longer"
+            "the validation settings have changed since the checkpoint: discarding its best loss"
         )
 
 
@@ -107,12 +107,12 @@ def stopped_early(config: Config, loop_state: dict[str, Any]) -> str | None:
     if patience is None or state.get("waited", 0) < patience:
         return None
     best = (
-        "none was finite"
+        "no validation loss was finite"
         if state["loss"] is None
-        else f"the best is {state['loss']:.4f}, after step {state['step']}"
+        else f"the best loss is {state['loss']:.4f}, from step {state['step']}"
     )
     times = f"{state['waited']} validation{'s' if state['waited'] > 1 else ''}"
-    return f"no improvement in {times} (train.early_stopping_patience = {patience}): {best}"
+    return f"no improvement in {times} (train.early_stopping_patience={patience}); {best}"
 
 
 def mark_again(trainer: Trainer) -> None:

@@ -110,10 +110,10 @@ def _resume_newest(trainer: Trainer) -> bool:
     if problems:
         listed = "\n  ".join(problems)
         way_out = (
-            "Restore one of them, or start from step 0 with another run.name, or with checkpoint.load = none "
-            "and run.overwrite = true."
+            "Restore one of them, or start from step 0 by setting another run.name, or by "
+            "setting checkpoint.load=none and run.overwrite=true."
         )
-        raise DamagedError(f"no checkpoint in {checkpoints} can be used:\n  {listed}\n{way_out}")
+        raise DamagedError(f"could not find a usable checkpoint in {checkpoints}:\n  {listed}\n{way_out}")
     return False
 
 
@@ -165,7 +165,7 @@ def load_weights(trainer: Trainer, source: str) -> None:
         if not source.startswith("hf:"):
             reject(source, {part.name: nonfinite(part.tensor) for part in rectangles})
     if (seconds := perf_counter() - started) >= LONG_S:
-        trainer.notes.append(f"the weights of {source} were read in {seconds:.1f} s")
+        trainer.notes.append(f"read the weights of {source} in {seconds:.1f} s")
     trainer.store.publish()  # the load fills master weights: copy them to the weights and gather
 
 
@@ -192,7 +192,7 @@ def resume(trainer: Trainer, directory: Path) -> None:
             trainer.store.reducer.powersgd.restore(shapes, partial(checkpoint.load, manifest))
     if (seconds := perf_counter() - started) >= LONG_S:
         trainer.notes.append(
-            f"{directory} was read in {seconds:.1f} s{rate(sum(manifest.files.values()), seconds)}"
+            f"read {directory} in {seconds:.1f} s{rate(sum(manifest.files.values()), seconds)}"
         )
     trainer.notes += [
         *resume_checks.changes(trainer.config, state, software()),
@@ -264,7 +264,7 @@ def roll_back(trainer: Trainer, bad: StepResult) -> None:
     trainer.saver.wait()  # a save in flight may be the newest checkpoint
     directory = trainer.saver.newest
     trainer.bad_steps.go_back(
-        f"{bad.streak} steps in a row were skipped, the last one step {bad.step}: {bad.fault}",
+        f"{bad.streak} consecutive steps were skipped, most recently step {bad.step}: {bad.fault}",
         directory is not None,
     )
     assert directory is not None
@@ -282,14 +282,17 @@ def describe_saves(config: Config) -> str:
 
     options, size = config.checkpoint, states.checkpoint_bytes(config)
     text = amount(size, "B")
-    retention = f"the newest {options.keep} are kept" if options.keep is not None else "all are kept"
+    retention = f"keeping the newest {options.keep}" if options.keep is not None else "keeping all"
     if options.interval is not None:
         when = f"every {options.interval:,} steps"
     elif options.minutes is not None:
         when = f"every {options.minutes:g} minutes (checkpoint.minutes)"
-        retention = retention if options.keep is not None else f"the newest {TIMED_KEPT} of these are kept"
+        retention = retention if options.keep is not None else f"keeping the newest {TIMED_KEPT} of these"
     else:
-        return "no checkpoint before the end or a signal: checkpoint.interval and checkpoint.minutes are null"
+        return (
+            "no checkpoint before the end of the run or a signal, because checkpoint.interval and "
+            "checkpoint.minutes are null"
+        )
     return f"a checkpoint {when}, about {text} each; {retention}{_little_room(config, size)}"
 
 
@@ -303,5 +306,8 @@ def _little_room(config: Config, size: float) -> str:
         free = shutil.disk_usage(config.run.directory).free
         if free < (most + 1) * size:
             has, need = amount(free, "B"), amount((most + 1) * size, "B")
-            return f". {config.run.directory} has {has} free, and {most + 1} of them need {need}"
+            return (
+                f". Low disk space: {config.run.directory} has {has} free, but {most + 1} checkpoints "
+                f"need {need}"
+            )
     return ""

@@ -63,7 +63,7 @@ def read(argv: list[str], world_size: int | None, device: Device = "cuda") -> Co
         world_size, config.parallel.dp = dims.world, dims.dp
     if config.model.vocab_size is None:
         raise ConfigError(
-            "model.vocab_size = null is unknown: no PREFIX.json next to data.train gives it. Set "
+            "Could not determine model.vocab_size: found no PREFIX.json next to data.train. Set "
             "--model.vocab_size N."
         )
     check(config, world_size, leave_out=ABOUT_FILES)
@@ -79,7 +79,8 @@ def distinct(config: Config, ranks: list[int] | None) -> list[int]:
         return sorted({rank for first in range(0, world_size, count) for rank in (first, first + count - 1)})
     if wrong := [rank for rank in ranks if rank >= world_size]:
         raise ConfigError(
-            f"--ranks {wrong[0]} is not one of {world_size} ranks. Give ranks from 0 to {world_size - 1}."
+            f"--ranks must be between 0 and {world_size - 1} for a world of {world_size} ranks, "
+            f"got {wrong[0]}."
         )
     return ranks
 
@@ -147,25 +148,20 @@ def experts(config: Config, rows: list[dict[str, Any]]) -> list[str]:
         return []
     most = max(row["bytes_sent"]["ep"] for row in rows)
     return [
-        f"experts: at most {most / UNITS['GiB']:.2f} GiB sent over ep {config.parallel.ep} per step and "
-        "rank; "
-        f"{all_on_one_rank(config)}, and keeps {worst_bytes(config) / UNITS['GiB']:.3f} GiB more per layer "
-        "and microbatch"
+        f"experts: at most {most / UNITS['GiB']:.2f} GiB sent over ep {config.parallel.ep} per "
+        f"step and rank; {all_on_one_rank(config)}, and keeps "
+        f"{worst_bytes(config) / UNITS['GiB']:.3f} GiB more per layer and microbatch"
     ]
 
 
 def describe(config: Config, content: dict[str, Any]) -> list[str]:
     """The same numbers as lines of text."""
     parallel, rows = config.parallel, content["ranks"]
-    active = (
-        f" ({content['active_parameters']:,} of them for each token)"
-        if "active_parameters" in content
-        else ""
-    )
+    active = f" ({content['active_parameters']:,} active per token)" if "active_parameters" in content else ""
     split = f", ep {parallel.ep}" if parallel.ep > 1 else ""
     sizes = f"pp {parallel.pp} × dp {parallel.dp} × cp {parallel.cp} × tp {parallel.tp}{split}"
     planned = (
-        "planned for cuda (--device cpu plans for CPUs)"
+        "planned for cuda (use --device cpu to plan for CPUs)"
         if content["device"] == "cuda"
         else f"planned for {content['device']}"
     )
@@ -191,22 +187,22 @@ def describe(config: Config, content: dict[str, Any]) -> list[str]:
     palm, causal = (content["flops_per_token"][name] for name in ("palm", "causal"))
     lines += [
         "",
-        f"FLOPs per token: model {palm['model']:.4g} (every position attended: PaLM), {causal['model']:.4g} "
-        "(causal); "
-        f"hardware {palm['hardware']:.4g}, {causal['hardware']:.4g} with train.recompute "
-        f"{shown(config.train.recompute)}",
-        f"bubble: {content['bubble_fraction']:.1%} of the step under {content['schedule']} with "
-        f"{content['microbatches']} microbatches, "
-        "each stage as long as its matrix products",
+        f"FLOPs per token: model {palm['model']:.4g} (all positions attended, as in PaLM), "
+        f"{causal['model']:.4g} (causal); hardware {palm['hardware']:.4g}, "
+        f"{causal['hardware']:.4g} with train.recompute {shown(config.train.recompute)}",
+        (
+            f"bubble: {content['bubble_fraction']:.1%} of the step under {content['schedule']} with "
+            f"{content['microbatches']} microbatches, if the time of a stage is that of its matmuls"
+        ),
         describe_saves(config),
         *(
-            [f"the run: {content['steps']:,} steps, {content['tokens']:,} tokens"]
+            [f"length of the run: {content['steps']:,} steps, {content['tokens']:,} tokens"]
             if "steps" in content
             else []
         ),
         *experts(config, rows),
         *remarks(config),
-        f"built on the meta device, with the planned number of bytes: {len(content['built'])} "
+        f"built on the meta device with the planned number of bytes: {len(content['built'])} "
         f"rank{'s' * (len(content['built']) > 1)}",
     ]
     return lines

@@ -21,7 +21,7 @@ RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 def _run_out(fault: Fault) -> None:
-    raise torch.OutOfMemoryError("injected: no memory is left")
+    raise torch.OutOfMemoryError("injected: out of memory")
 
 
 BETWEEN_STEPS: dict[str, Callable[[Fault], object]] = {

@@ -65,7 +65,7 @@ def fit(
             if ended is not None:
                 console.message(
                     f"stopping after step {trainer.step_done}: "
-                    f"{request.reason or 'another rank asked for it'}"
+                    f"{request.reason or 'requested by another rank'}"
                 )
                 break
             if due.validation and (early := stopped_early(trainer)) is not None:
@@ -156,7 +156,7 @@ def go_back(
     trainer.roll_back(bad)
     timer.rolled_back(trainer.step_done)
     mark_best(trainer)
-    console.message(f"back after step {trainer.step_done}, on with sample {trainer.samples}")
+    console.message(f"back after step {trainer.step_done}, continuing with sample {trainer.samples}")
     if writer is not None:
         writer.rewind(trainer.step_done)
 
@@ -242,7 +242,8 @@ def report_saves(saver: Saver, console: Console, last: bool) -> None:
             ):
                 raise save.error
             console.message(
-                f"{save.error}\ntraining goes on" + ("" if save.durable else "; the next save tries again")
+                f"{save.error}\ncontinuing training"
+                + ("" if save.durable else "; the next save will try again")
             )
 
 

@@ -233,10 +233,10 @@ def _unmatched_message(rank: Rank, peer: Rank | None, number: int, match: re.Mat
     wanted = _counterpart(match, list(rank.axes["pp"]).index(rank.rank))
     place = list(peer.plan).index(wanted) if wanted in peer.plan else None
     if place is None or peer.gone:
-        return [Wait(rank.rank, number, part, f"its part is {wanted}")]
+        return [Wait(rank.rank, number, part, f"it should execute {wanted}")]
     there = (*rank.position[:2], IN_PLAN, place)
     if peer.position <= there:
-        return [Wait(rank.rank, number, part, f"its part is {wanted}, action {place + 1} of its plan")]
+        return [Wait(rank.rank, number, part, f"it should execute {wanted}, action {place + 1} of its plan")]
     if wanted[0] == "R" or peer.position[:2] == there[:2]:  # it has started its part
         return []
     return [
@@ -244,7 +244,7 @@ def _unmatched_message(rank: Rank, peer: Rank | None, number: int, match: re.Mat
             rank.rank,
             number,
             part,
-            f"its part is {wanted}, and it is beyond that run of its plan",
+            f"it should have executed {wanted}, but has already passed it in its plan",
             skipped=True,
         )
     ]
@@ -274,7 +274,13 @@ def _unmatched_collective(
             started == count and beyond and _waits_over(other, axis)
         ):
             waits.append(
-                Wait(rank.rank, number, part, f"it has started {started}, rank {rank.rank} {count}", beyond)
+                Wait(
+                    rank.rank,
+                    number,
+                    part,
+                    f"it has started {started}, rank {rank.rank} has started {count}",
+                    beyond,
+                )
             )
     return waits
 
@@ -329,8 +335,8 @@ def _different_plans(ranks: Mapping[int, Rank]) -> tuple[int, str, str] | None:
             if other is None or not other.plan or wanted in other.plan or not _in_the_same_run(rank, other):
                 continue
             why = (
-                f"its plan has no {wanted}, which action {number + 1} of rank {rank.rank}, {action}, needs: "
-                "the ranks have different plans"
+                f"its plan does not contain {wanted}, which matches {action}, action {number + 1} "
+                f"of rank {rank.rank}: the ranks have different plans"
             )
             return other.rank, action, why
     return None
@@ -385,12 +391,12 @@ def _line(wait: Wait, ranks: Mapping[int, Rank]) -> str:
 def _instead(rank: Rank | None, missed: Wait | None) -> str:
     """Describes what a rank did when others waited for it; None: nothing is known of it."""
     if rank is None:
-        return "it has left no record"
+        return "it left no record"
     if rank.place.get("failed"):
         return f"it failed: {rank.place['failed']}; it was in {rank}"
     if rank.state != ALIVE:
         return f"{rank.state}; last known in {rank}"
-    skipped = "it has skipped that: " if missed is not None and missed.skipped else ""
+    skipped = "it skipped this operation: " if missed is not None and missed.skipped else ""
     waits = f", awaiting {rank.place['waits']}" if rank.place.get("waits") else ""
     stack = f" ({' < '.join(reversed(rank.frames[-OWN_FRAMES:]))})" if rank.frames else ""
     return f"{skipped}it was in {rank}{waits}{stack}"

@@ -61,13 +61,13 @@ def choose(config: Config, mesh: Mesh, device: torch.device) -> list[str]:
     rounded = all_reduce(torch.tensor(float(matmul_library.rounds())), mesh.world).wait().item() > 0
     if option == "onednn" and rounded:
         raise ConfigError(
-            "train.fp32_matmul = onednn: on this processor oneDNN rounds the factors of fp32 products to "
-            "bf16. Set mkl, or set bf16 to "
-            "allow it."
+            "train.fp32_matmul=onednn is not supported on this processor, because oneDNN rounds "
+            "the factors of fp32 matmuls to bf16. Set train.fp32_matmul=mkl, or set "
+            "train.fp32_matmul=bf16 to allow the rounding."
         )
     allowed, recorded = matmul_library.candidates(option, rounded), on_rank_0(mesh, lambda: _recorded(config))
     if recorded is not None and recorded["option"] == option and recorded["path"] in allowed:
-        choice = MatmulChoice(recorded["path"], "as when the run began", option, {})
+        choice = MatmulChoice(recorded["path"], "unchanged since the run started", option, {})
     elif config.run.deterministic or len(allowed) == 1:
         choice = MatmulChoice(
             allowed[0],
@@ -80,7 +80,7 @@ def choose(config: Config, mesh: Mesh, device: torch.device) -> list[str]:
     matmul_library.use(choice.path)
     if mesh.rank == 0 and recorded is None:
         _record(config.run.directory, choice)
-    return [f"fp32 products by {NAMES[choice.path]}: {choice.reason}"]
+    return [f"fp32 matmuls use {NAMES[choice.path]}: {choice.reason}"]
 
 
 def _measured(config: Config, mesh: Mesh, allowed: tuple[matmul_library.Path, ...]) -> MatmulChoice:
@@ -94,7 +94,9 @@ def _measured(config: Config, mesh: Mesh, allowed: tuple[matmul_library.Path, ..
     preferred, other = allowed
     path = other if MARGIN * total[other] < total[preferred] else preferred
     rest = preferred if path == other else other
-    reason = f"{NAMES[rest]} takes {total[rest] / total[path]:.2f} times its time for this model's products"
+    reason = (
+        f"{NAMES[rest]} takes {total[rest] / total[path]:.2f} times as long for the matmuls of this model"
+    )
     return MatmulChoice(path, reason, config.train.fp32_matmul, total)
 
 

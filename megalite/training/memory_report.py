@@ -138,12 +138,13 @@ def _describe_frozen(trainer: Trainer) -> list[str]:
     if trained == trainer.parameters:
         return []
     lines = [
-        f"{trained:,} parameters are trained, {trained / trainer.parameters:.2%} of all; the others are "
-        "frozen"
+        f"trainable parameters: {trained:,} ({trained / trainer.parameters:.2%} of all); the "
+        "others are frozen"
     ]
     if config.model.initial_weights is None and trainer.step_done == 0:
         lines.append(
-            "and random: model.init_from must name the weights that the adapters are for, for example hf:DIR"
+            "the frozen parameters are randomly initialized: set model.init_from to the weights "
+            "that the adapters are trained on, for example hf:DIR"
         )
     return lines
 
@@ -154,8 +155,8 @@ def _describe_copies(trainer: Trainer) -> list[str]:
         return []
     size = sum(tensor.nbytes for tensor in trainer.optimizer.state.changing()) / 1e6
     return [
-        f"optimistic steps hold a copy of the optimizer state until they are confirmed: {size:,.1f} MB on "
-        f"rank {trainer.mesh.rank}"
+        "optimistic steps keep a copy of the optimizer state until they are confirmed: "
+        f"{size:,.1f} MB on rank {trainer.mesh.rank}"
     ]
 
 
@@ -166,10 +167,10 @@ def _describe_gathering(trainer: Trainer) -> list[str]:
     ways: tuple[Literal["action", "step"], ...] = ("action", "step")
     costs = {way: gathering(trainer, way) for way in ways}
     listed = "; ".join(
-        f"{way}: {times:.4g} times a step, at most {whole:.0%} of the buckets whole"
+        f"{way}: {times:.4g} times a step, at most {whole:.0%} of the buckets gathered"
         for way, (times, whole) in costs.items()
     )
-    return [f"weights of rank {trainer.mesh.rank} are gathered, by parallel.zero3_reshard: {listed}"]
+    return [f"gathering of the weights of rank {trainer.mesh.rank} by parallel.zero3_reshard: {listed}"]
 
 
 def report(trainer: Trainer) -> list[str]:
@@ -194,7 +195,6 @@ def report(trainer: Trainer) -> list[str]:
         ranks.setdefault(states, []).append(rank)
     return [
         f"rank{'s' if len(group) > 1 else ''} {', '.join(map(str, group))}: {actual} (planned "
-        f"{sum(expected) / 1e6:,.1f} MB; "
-        f"{peak / 1e6:,.1f} MB at a step's peak){where}"
+        f"{sum(expected) / 1e6:,.1f} MB; {peak / 1e6:,.1f} MB at a step's peak){where}"
         for (actual, expected, peak, where), group in ranks.items()
     ] + [*_describe_frozen(trainer), *_describe_gathering(trainer), *_describe_copies(trainer)]

@@ -83,5 +83,6 @@ def check_states(config: Config, ranks: Sequence[int], device: Device) -> None:
         for part, own, theirs in zip(ModelStates._fields, state, expected, strict=True):
             if own != theirs:
                 raise Disagreement(
-                    f"rank {rank}: {part} take {own:,} bytes as built, but {theirs:,} as planned."
+                    f"rank {rank}: {part} takes {own:,} bytes as built, which does not match the "
+                    f"planned {theirs:,} bytes."
                 )

@@ -54,36 +54,36 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
     ]
     if changed:
         raise ConfigError(
-            f"checkpoint.load = {directory} was made by another model: {'; '.join(changed)}. Give the run "
-            "another run.name."
+            f"The model does not match checkpoint.load={directory}: {'; '.join(changed)}. To "
+            "train this model, set another run.name."
         )
     if saved.optimizer.name != config.optimizer.name:
         raise ConfigError(
-            f"optimizer.name = {config.optimizer.name}, but checkpoint.load = {directory} has the state of "
-            f"{saved.optimizer.name}. "
-            f"Set it to {saved.optimizer.name}, or start another run from the weights alone: model.init_from "
-            f"= {directory}."
+            f"optimizer.name={config.optimizer.name} does not match checkpoint.load={directory}, "
+            f"which contains the state of {saved.optimizer.name}. Set "
+            f"optimizer.name={saved.optimizer.name}, or start another run from the weights with "
+            f"model.init_from={directory}."
         )
     check_resumed_tokenizer(config, fingerprint, state, directory)
     if state["fingerprint"] != fingerprint and "data" not in allow:
         what = other_samples(config, saved)
         raise ConfigError(
-            f"checkpoint.load = {directory} was made with other {what}. Accept it with checkpoint.allow = "
-            "[data]."
+            f"checkpoint.load={directory} does not match the data of this run, because it was "
+            f"trained with other {what}. To resume anyway, set checkpoint.allow=[data]."
         )
     # A length in samples is the same one if it makes as many steps of the checkpoint's batches.
     planned = config.train.steps if samples is None else steps_for(saved.train, samples)
     if saved.train.steps != planned and "horizon" not in allow and config.optimizer.decay != "constant":
         raise ConfigError(
-            f"train.steps = {config.train.steps}, but {directory} was made for {saved.train.steps}: the "
-            "learning rate would change. "
-            "Accept it with checkpoint.allow = [horizon]."
+            f"train.steps={config.train.steps} does not match {directory} "
+            f"(train.steps={saved.train.steps}). Resuming would change the learning rates; to do "
+            "so anyway, set checkpoint.allow=[horizon]."
         )
     if (ramp := saved.train.rampup_batch_size) != config.train.rampup_batch_size and "horizon" not in allow:
         raise ConfigError(
-            f"train.rampup_batch_size = {show(config.train.rampup_batch_size)}, but {directory} was made "
-            f"with {show(ramp)}: batches and "
-            "learning rates would change. Accept it with checkpoint.allow = [horizon]."
+            f"train.rampup_batch_size={show(config.train.rampup_batch_size)} does not match "
+            f"{directory} ({show(ramp)}). Resuming would change the batch sizes and learning "
+            "rates; to do so anyway, set checkpoint.allow=[horizon]."
         )
 
 
@@ -174,11 +174,12 @@ def without_adapters(manifest: Manifest) -> Manifest:
     would not be loaded."""
     if from_dict(manifest.state.get("config", {})).lora.rank:
         way_out = (
-            "Merge them with megalite convert export and start from hf:DIR, or export them alone, for "
-            "lora.init_from"
+            "Merge them with megalite convert export and start from hf:DIR, or export only the "
+            "adapters and set lora.init_from"
         )
         raise CheckpointError(
-            f"model.init_from = {manifest.directory} holds adapters next to its weights. {way_out}."
+            f"model.init_from={manifest.directory} contains adapters in addition to its weights, "
+            f"which would be ignored. {way_out}."
         )
     return manifest
 
@@ -205,15 +206,15 @@ def changed_compression(config: Config, state: dict[str, Any]) -> list[str]:
     if not changed or not (on_before or on_now):
         return []
     if not (on_before and on_now):
-        fate = "starts at zero" if on_now else "is dropped"
+        fate = "is initialized to zero" if on_now else "is discarded"
     elif {"dp", "cp", "ep"} & set(changed):
-        fate = "is divided equally among the present ranks"
+        fate = "is divided equally among the current ranks"
     else:
-        fate = "is kept where the same matrices are compressed, with new factors"
+        fate = "is kept for matrices that are still compressed, with new factors"
     if on_before and on_now and dims[0].expert_data > 1 == dims[1].expert_data and experts:
-        fate += ", that of experts, which one rank holds now, is dropped"
+        fate += ", except for experts, where it is discarded because each expert is now on one rank"
     what = ", ".join(
-        f"parallel.{name} was {show(getattr(before, name))}, is {show(getattr(now, name))}"
+        f"parallel.{name} changed from {show(getattr(before, name))} to {show(getattr(now, name))}"
         for name in changed
     )
-    return [f"{what}: PowerSGD's error feedback {fate}; this resume is not bitwise"]
+    return [f"{what}: PowerSGD's error feedback {fate}; the resumed run will not be bitwise identical"]

@@ -54,8 +54,8 @@ def claim(config: Config, restarted: bool = False, lock: Callable[[Path], RunLoc
         note = held.acquire()
     except OSError as error:
         raise ConfigError(
-            f"run.dir = {config.run.dir}: {directory} cannot be written ({error.strerror}). Choose another "
-            "run.dir."
+            f"Could not write to run.dir={config.run.dir}: {directory}: {error.strerror}. Choose "
+            "another run.dir."
         ) from None
     claimed = Claim(held, [note] if note else [])
     try:
@@ -100,20 +100,19 @@ def _move_aside(config: Config, directory: Path, lock: RunLock) -> str:
     for the user."""
     if not config.run.overwrite:
         raise ConfigError(
-            f"checkpoint.load = {config.checkpoint.load} starts a new run, and {directory} holds one already "
-            f"({_described(directory)}). "
-            f"Give this one another name, for example run.name = {_free_name(config)}, or set run.overwrite "
-            "= true, which keeps the old "
-            f"one as {_free(directory).name}. To continue the old one, leave checkpoint.load out."
+            f"checkpoint.load={config.checkpoint.load} starts a new run, but {directory} already "
+            f"contains one ({_described(directory)}). Choose another name, for example "
+            f"run.name={_free_name(config)}, or set run.overwrite=true to rename the old run to "
+            f"{_free(directory).name}. To continue the old run, leave checkpoint.load unset."
         )
     target = _free(directory)
     try:
         lock.move_directory(target)
     except OSError as error:
         raise ConfigError(
-            f"run.overwrite = true: {directory} cannot be renamed to {target.name} ({error.strerror})."
+            f"run.overwrite=true: could not rename {directory} to {target.name} ({error.strerror})."
         ) from None
-    return f"the run that was in {directory} is now {target}"
+    return f"renamed the previous run in {directory} to {target}"
 
 
 def _free_name(config: Config) -> str:
@@ -130,7 +129,7 @@ def _free(directory: Path) -> Path:
 
 def _described(directory: Path) -> str:
     newest = checkpoint.latest(directory / "checkpoints")
-    return f"its newest checkpoint is {newest.name}" if newest else "it has no checkpoint"
+    return f"newest checkpoint: {newest.name}" if newest else "no checkpoint"
 
 
 def _nothing_to_do(config: Config) -> str | None:
@@ -162,19 +161,21 @@ def _nothing_to_do(config: Config) -> str | None:
     allow = (
         ""
         if config.optimizer.decay == "constant"
-        else " and accept the new learning rates with checkpoint.allow = [horizon]"
+        else " and set checkpoint.allow=[horizon], because the learning rates change"
     )
     done = f"all {planned} steps are done" if step >= planned else f"{step} of {planned} steps are done"
-    wanted = "" if config.train.steps == planned else f", train.steps = {config.train.steps} asks for no more"
+    wanted = "" if config.train.steps == planned else f", and train.steps={config.train.steps} is not larger"
     more = f"set train.steps to more than {step}{allow}"
     if step < config.train.steps:
-        wanted, more = f": {early}", "raise train.early_stopping_patience, or leave it out"
+        wanted, more = f": {early}", "increase train.early_stopping_patience or leave it unset"
     if not starts_anew(config) and (table := changed_experiment(config, state)):
         raise ConfigError(
-            f"run.name = {config.run.name} is a run that has ended ({done}, {place}), with other options:\n"
+            f"run.name={config.run.name} has already finished ({done}, {place}), with "
+            "different options:\n"
             + "\n".join(table)
-            + "\nNothing was trained. For a new run, give it another name, for example --run.name "
-            f"{_free_name(config)}. "
-            f"To continue the old one, {more}."
+            + (
+                "\nNothing was trained. To start a new run, choose another name, for example "
+                f"--run.name {_free_name(config)}. To continue the old run, {more}."
+            )
         )
     return f"nothing to do: {done} ({place}){wanted}. To continue, {more}."

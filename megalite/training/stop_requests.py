@@ -78,7 +78,7 @@ class StopRequest:
         if number != signal.SIGINT and not from_torchrun:
             return
         if self._repeated.arrived():
-            end_at_once("interrupted again: ended at once, without saving", signal_status(signal.SIGINT))
+            end_at_once("interrupted again: exiting immediately without saving", signal_status(signal.SIGINT))
         if sys.stderr.isatty() and int(os.environ.get("LOCAL_RANK", 0)) == 0:
             os.write(2, b" saving after this step; Ctrl-C again ends at once\n")
 

@@ -64,9 +64,7 @@ def _rows(config: Config) -> list[str]:
     return (
         []
         if how is None
-        else [
-            f"model.resize_embeddings = {how}: {start} has {rows:,} tokens, and the model gets {new:,} more"
-        ]
+        else [f"model.resize_embeddings={how}: adding {new:,} tokens to the {rows:,} of {start}"]
     )
 
 
@@ -89,8 +87,8 @@ def _against_data(config: Config, start: Tokenized) -> list[str]:
     from megalite.data.tokenizer.run_copy import is_there
 
     way_out = (
-        "Give data prepared with "
-        f"{start.tokenizer.name}{'' if is_there(start.tokenizer) else ' as it was then'}"
+        "Use data prepared with "
+        f"{start.tokenizer.name}{'' if is_there(start.tokenizer) else ', in its earlier version'}"
     )
     return compare(data, start, allow=config.data.allow_tokenizer_change, way_out=way_out, may_add=True)
 

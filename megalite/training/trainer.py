@@ -187,8 +187,8 @@ class Trainer:
         total = all_reduce(value, self.mesh.world).wait()
         if total.item() != value.item() * self.mesh.world.size:
             raise RuntimeError(
-                f"rank {self.mesh.rank} built a different pipeline schedule than other ranks: do all have "
-                "the same options?"
+                f"The pipeline schedule of rank {self.mesh.rank} does not match those of the "
+                "other ranks. Check that all ranks are started with the same options."
             )
         self.mesh.activity.enter(STARTING)
 

@@ -163,7 +163,8 @@ class Watchdog:
             self._lost_since[verdict.rank] = monotonic()
             if not decided:
                 say(
-                    f"rank {self.rank}: {verdict.described()}; run.timeout ends the run if it does not return"
+                    f"rank {self.rank}: {verdict.described()}; the run ends after run.timeout if "
+                    "it does not recover"
                 )
         if decided and self._decided_since is None:
             self._decided_since = monotonic()
@@ -233,13 +234,13 @@ class Watchdog:
         last = what if peer is None else f"{what}, rank {peer}"
         if not self.activity.waiting:
             return (
-                f"last action {self.activity.action}; no communication is awaited here (last {last}, at "
-                f"{_clock(since)})"
+                f"last action {self.activity.action}; not waiting for communication (last {last}, "
+                f"at {_clock(since)})"
             )
         end = (
-            f"run.timeout ends that at {_clock(since + self.timeout)}"
+            f"run.timeout ends the run at {_clock(since + self.timeout)}"
             if self.activity.limited
-            else "without a limit: others still work"
+            else "no timeout applies, because other ranks are still working"
         )
         return f"last action {self.activity.action}, awaiting {last} since {_clock(since)}; {end}"
 

@@ -144,7 +144,9 @@ class WeightUpdater:
 
         If its update was wrong, corrects the weights and returns False.
         """
-        raise RuntimeError("no step is pending: every step waits for its norm")
+        raise RuntimeError(
+            "no step is pending: without optimistic steps, every update waits for the gradient norm"
+        )
 
     def drain(self) -> None:
         """Confirm the pending step and wait until all messages are delivered. Collective."""

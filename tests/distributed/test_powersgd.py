@@ -327,9 +327,9 @@ def test_other_ranks_share_what_is_owed(layout, other, ranks, prefix, saved):
     )
     sizes = [SAVED[each]["dp"] for each in (layout, other)]
     assert got[0]["notes"] == [
-        f"parallel.dp was {sizes[0]}, is {sizes[1]}: PowerSGD's error feedback is divided equally among the present "
+        f"parallel.dp changed from {sizes[0]} to {sizes[1]}: PowerSGD's error feedback is divided equally among the current "
         "ranks; "
-        "this resume is not bitwise"
+        "the resumed run will not be bitwise identical"
     ]
     for name in before[0]["errors"]:
         owed = sum(rank["errors"][name] for rank in before)
@@ -344,10 +344,10 @@ CHANGES: dict[str, tuple[str, int | None, Case, int | None, str]] = {
         None,
         {"dp": 2},
         4,
-        "parallel.powersgd_rank was null, is 4: PowerSGD's error feedback starts at zero",
+        "parallel.powersgd_rank changed from null to 4: PowerSGD's error feedback is initialized to zero",
     ),
-    "ends": ("dp 2", 4, {"dp": 2}, None, "parallel.powersgd_rank was 4, is null: PowerSGD's error feedback is dropped"),
-    "one process": ("dp 2", 4, {}, 4, "parallel.dp was 2, is 1: PowerSGD's error feedback is dropped"),
+    "ends": ("dp 2", 4, {"dp": 2}, None, "parallel.powersgd_rank changed from 4 to null: PowerSGD's error feedback is discarded"),
+    "one process": ("dp 2", 4, {}, 4, "parallel.dp changed from 2 to 1: PowerSGD's error feedback is discarded"),
     "another rank": ("dp 2", 4, {"dp": 2}, 2, "parallel.powersgd_rank was 4, is 2: PowerSGD's error feedback is kept"),
     "another tp": ("dp 2", 4, {"dp": 2, "tp": 2}, 4, "parallel.tp was 1, is 2: PowerSGD's error feedback is kept"),
 }

@@ -90,7 +90,7 @@ def test_a_signal_to_one_worker_saves_and_ends_all_and_the_run_resumes_until_its
     assert status == 0, output
     stopped = checkpoint_step(run)
     assert steps_of(run) == list(range(1, stopped + 1))
-    assert f"stopping after step {stopped}: another rank asked for it" in output
+    assert f"stopping after step {stopped}: requested by another rank" in output
 
     status, output = finish(start(command(run, prefix, "--checkpoint.load", "auto", "--train.stop_after", "1s")))
     assert status == 0, output

@@ -137,12 +137,12 @@ def test_a_save_and_an_end_are_told_apart_in_one_sum(others: float, end: ExitSta
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({}, "a checkpoint every 15 minutes (checkpoint.minutes), about 12 MB each; the newest 2 of these are kept"),
-        ({"keep": 3}, "a checkpoint every 15 minutes (checkpoint.minutes), about 12 MB each; the newest 3 are kept"),
-        ({"interval": 500}, "a checkpoint every 500 steps, about 12 MB each; all are kept"),
+        ({}, "a checkpoint every 15 minutes (checkpoint.minutes), about 12 MB each; keeping the newest 2 of these"),
+        ({"keep": 3}, "a checkpoint every 15 minutes (checkpoint.minutes), about 12 MB each; keeping the newest 3"),
+        ({"interval": 500}, "a checkpoint every 500 steps, about 12 MB each; keeping all"),
         (
             {"minutes": None},
-            "no checkpoint before the end or a signal: checkpoint.interval and checkpoint.minutes are null",
+            "no checkpoint before the end of the run or a signal, because checkpoint.interval and checkpoint.minutes are null",
         ),
     ],
 )
