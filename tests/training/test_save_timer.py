@@ -161,5 +161,5 @@ def test_a_disk_without_room_for_them_is_told_before_the_first(
     monkeypatch.setattr(states, "checkpoint_bytes", lambda config: 12_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
     said = describe_saves(from_dict({}))
-    assert said.endswith("runs/run has 35 MB free, and 3 of them need 36 MB" if warned else "are kept")
+    assert said.endswith("runs/run has 35 MB free, but 3 checkpoints need 36 MB" if warned else "newest 2 of these")
     assert checkpoint.directories.TIMED_KEPT + 1 == 3, "two are kept while the next one is written"
