@@ -77,23 +77,23 @@ def main(argv: list[str] | None = None) -> None:
     options = tool.parse_args(argv)
     for name in ("rounds", "threads"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
-            tool.error(f"--{name} {getattr(options, name)}: there must be at least one.")
+            tool.error(f"--{name} must be at least 1, got {getattr(options, name)}.")
     if options.machine is not None and not re.fullmatch(r"[\w.-]+", options.machine):
         tool.error(
-            f"--machine {options.machine} becomes a part of a file name. Give letters, digits, dots and "
-            "dashes."
+            f"--machine {options.machine} is not a valid part of a file name. Use only letters, "
+            "digits, dots and dashes."
         )
     if options.output.exists() and not options.output.is_dir():
         tool.error(
-            f"--output {options.output} is not a directory. Give one, or leave it out for "
-            f"{report.RESULTS.relative_to(report.ROOT)}."
+            f"--output {options.output} is not a directory. Choose another path, or leave it "
+            f"unset to use {report.RESULTS.relative_to(report.ROOT)}."
         )
     if options.benchmark == "kernels":
         check_kernels(tool, options)
     if options.benchmark == "peers" and (
         unknown := [name for name in options.peers if name not in peers.PEERS]
     ):
-        tool.error(f"peers {unknown[0]} is none that is compared. Legal values: {', '.join(peers.PEERS)}.")
+        tool.error(f"Unknown peer: {unknown[0]}. Choose from: {', '.join(peers.PEERS)}.")
     try:
         path = scale(options) if options.benchmark == "scaling" else measure(options)
     except ConfigError as error:
@@ -108,12 +108,11 @@ def check_kernels(tool: Parser, options: argparse.Namespace) -> None:
     options.groups = list(dict.fromkeys(options.groups)) or list(kernels.GROUPS)
     unknown = [group for group in options.groups if group not in kernels.GROUPS]
     if unknown:
-        tool.error(f"kernels {unknown[0]} is no group of kernels. Legal values: {', '.join(kernels.GROUPS)}.")
+        tool.error(f"Unknown kernel group: {unknown[0]}. Choose from: {', '.join(kernels.GROUPS)}.")
     if report.gpu() is None and not options.smoke:
         tool.error(
-            "kernels measures on an NVIDIA GPU, and the driver reports none. Run it on a machine that has "
-            "one; docs/kernels.md has what is "
-            "known without a GPU."
+            "The kernel benchmarks require an NVIDIA GPU, but none was found. Run them on a "
+            "machine with one, or see docs/kernels.md for the existing results."
         )
 
 

@@ -152,7 +152,7 @@ def _measured(
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"model": shape.name, "run": run.name, "error": None}
     if left < 30:
-        return {**row, "error": "not measured: no time was left"}
+        return {**row, "error": "not measured: out of time"}
     try:
         result = report.launch(run.module, spec, threads=threads, limit_s=min(left, LONGEST))
     except report.BenchmarkError as error:

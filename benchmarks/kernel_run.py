@@ -83,7 +83,11 @@ def describe(sizes: Sizes) -> dict[str, Any]:
     source, target, out = sizes.randn(count), sizes.randn(count), sizes.randn(side, side)
     a, b = sizes.randn(side, side), sizes.randn(side, side)
     copy_s, matmul_s = measure(lambda: target.copy_(source)), measure(lambda: torch.mm(a, b, out=out))
-    name = "no GPU: interpreted, at sizes that say nothing" if sizes.smoke else torch.cuda.get_device_name()
+    name = (
+        "no GPU found: kernels run in the interpreter, at sizes that are too small to measure"
+        if sizes.smoke
+        else torch.cuda.get_device_name()
+    )
     device = {
         "name": name,
         "cuda": torch.version.cuda,
@@ -134,7 +138,7 @@ def rows(
         contest = None
         try:
             if time.monotonic() > until:
-                raise TimeoutError("no time was left")
+                raise TimeoutError("out of time")
             contest = case.make()
             row |= _own(case, contest.ours, device)
             row["peers"] = {
@@ -191,7 +195,7 @@ def _warm(function: Function) -> Function:
 def _peer(make: Callable[[], Function], us: float, until: float) -> dict[str, Any]:
     try:
         if time.monotonic() > until:
-            raise TimeoutError("no time was left")
+            raise TimeoutError("out of time")
         function = _warm(make())
         extra, theirs = extra_bytes(function), 1e6 * measure(function)
         return {"us": theirs, "ratio": theirs / us, "extra_bytes": extra}

@@ -81,7 +81,7 @@ def compare(
         if "device" in job:
             device = measured.pop(0)
             if "name" not in device:
-                raise report.BenchmarkError(f"the device cannot be measured: {device['error']}")
+                raise report.BenchmarkError(f"Could not measure the device: {device['error']}")
         rows += measured
         path = save(_content(device, rows, tune))
     return path
@@ -103,7 +103,7 @@ def measure_groups(
         progress(summary(row))
 
     if seconds <= 0:
-        return [{"group": group, "kernel": group, "error": "no time was left"} for group in job]
+        return [{"group": group, "kernel": group, "error": "out of time"} for group in job]
     progress(f"{', '.join(job)}, up to {seconds:.0f} s")
     spec = {"leave_out": [], **spec, "groups": job, "seconds": seconds, "smoke": smoke}
     environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if smoke else {}

@@ -59,7 +59,7 @@ def launch(
                 process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 raise BenchmarkError(
-                    f"{module} on {ranks} ranks did not end within {limit_s:.0f} s"
+                    f"{module} on {ranks} ranks did not finish within {limit_s:.0f} s"
                 ) from None
             finally:
                 _end(process)
@@ -116,10 +116,10 @@ def stream(
             kill()
             process.wait()
         if late:
-            return f"did not end within {limit_s:.0f} s"
+            return f"did not finish within {limit_s:.0f} s"
         errors.seek(0)
         said = errors.read().strip().splitlines()
-        return f"ended with status {status}: {said[-1][:500] if said else 'no message'}" if status else None
+        return f"exited with status {status}: {said[-1][:500] if said else 'no message'}" if status else None
 
 
 def search_path() -> str:

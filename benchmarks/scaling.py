@@ -47,7 +47,10 @@ COLUMNS = {
     "speed-up": "speed_up:.2f",
     "efficiency": "efficiency:.0%",
 }
-SHARED = "Where ranks share cores there is no efficiency: a rank needs a core for each of its threads."
+SHARED = (
+    "Efficiency is not reported where ranks share cores, because every thread of a rank needs a core "
+    "of its own."
+)
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,8 @@ class ScalingLayout:
         growing = [axis for axis, size in sizes.items() if size is None]
         if len(sizes) < len(text.split("x")) or len(growing) != 1:
             raise ConfigError(
-                f"--layout {text} is no layout. Give the axis that grows, tp, pp or dp, and with it any of "
-                "fixed size: tp2xdp."
+                f"Invalid layout: --layout {text}. Specify the axis that grows (tp, pp or dp), "
+                "and optionally axes of fixed size, as in tp2xdp."
             )
         return ScalingLayout(
             {axis: int(size) for axis, size in sizes.items() if size is not None}, growing[0]
@@ -80,7 +83,9 @@ class ScalingLayout:
         """The size of every axis. Raises ConfigError if the fixed ones do not divide the world."""
         rest = prod(self.fixed.values())
         if world % rest:
-            raise ConfigError(f"--worlds {world} is no multiple of {rest}, which --layout {self} needs.")
+            raise ConfigError(
+                f"--worlds {world} must be a multiple of {rest}, as required by --layout {self}."
+            )
         return {axis: self.fixed.get(axis, world // rest if axis == self.growing else 1) for axis in AXES}
 
     def __str__(self) -> str:
@@ -167,14 +172,11 @@ def plan(
     batch = batch or ROWS * micro * largest
     if batch % largest:
         raise ConfigError(
-            f"--global_batch_size {batch} does not divide by the largest of --worlds, {largest}, as weak "
-            "scaling needs it to."
+            f"--global_batch_size {batch} must be divisible by the largest of --worlds "
+            f"({largest}) for weak scaling."
         )
     if started() not in (None, *worlds):
-        raise ConfigError(
-            f"--worlds has no {started()}, which is the number of ranks that were started. Give all that are "
-            "to be compared."
-        )
+        raise ConfigError(f"--worlds must include the number of ranks that were started, {started()}.")
     scaling = ScalingPlan(
         layout=ScalingLayout.of(layout),
         worlds=sorted(set(worlds)),

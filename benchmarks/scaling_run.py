@@ -25,8 +25,8 @@ def prepare(spec: dict[str, Any]) -> torch.device:
     device = choose_device() if spec["device"] == "cuda" else torch.device("cpu")
     if device.type != spec["device"]:
         raise RuntimeError(
-            f"this machine has {torch.cuda.device_count()} GPUs, and a rank needs one of its own: give "
-            "smaller --worlds"
+            f"this machine has {torch.cuda.device_count()} GPUs, but every rank requires its own: "
+            "use smaller --worlds"
         )
     torch.set_num_threads(spec["threads"])
     configure_process(device)

@@ -136,7 +136,7 @@ def tune(
                 ours = case.make().ours
                 for setting in (Setting(), *settings):
                     if time.monotonic() > until:
-                        failed["the rest"] = "no time was left"
+                        failed["the rest"] = "out of time"
                         break
                     try:
                         with applied(case.module, kernel, setting):

@@ -24,9 +24,9 @@ def rows(scene: Scene) -> Iterator[Row]:
     if scene.gpus:
         yield from _host(device)
     else:
-        yield absent("host and device", "there is no GPU")
+        yield absent("host and device", "no GPU found")
     if len(scene.gpus) == 1:
-        yield absent("collectives", "there is one GPU")
+        yield absent("collectives", "only one GPU found")
         return
     yield from _collectives(scene, device)
 

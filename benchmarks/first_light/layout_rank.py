@@ -66,7 +66,7 @@ def probe(spec: dict[str, Any], directory: Path, device: torch.device) -> None:
         work.wait()
     received = values[0].item(), values[-1].item(), arrived[0].item()
     if received != (total := size * (size + 1) / 2, total, source):
-        raise RuntimeError(f"the sum and the message are {received}, not {(total, total, source)}")
+        raise RuntimeError(f"expected the sum and message {(total, total, source)}, but got {received}")
     if rank == 0:
         (directory / "probe.json").write_text(
             json.dumps({"ranks": size, "backend": dist.get_backend()}), encoding="utf-8"

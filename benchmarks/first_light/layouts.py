@@ -122,7 +122,7 @@ def rows(scene: Scene) -> Iterator[Row]:
             if probed["verdict"] != "measured":
                 yield absent(
                     "layouts on NCCL",
-                    "two NCCL ranks do not run on one GPU" if place.shared else "NCCL's probe failed",
+                    "NCCL does not support two ranks on one GPU" if place.shared else "the NCCL probe failed",
                 )
                 return
         yield from place.compare(layouts(world, bool(scene.gpus)))
@@ -158,7 +158,7 @@ class RankMachine:
                 done, ends = now, time.monotonic() + seconds
             if time.monotonic() > min(ends, self.scene.ends - RESERVE_S):
                 raise TimeoutError(
-                    f"no progress for {seconds:.0f} s" if time.monotonic() > ends else "no time was left"
+                    f"no progress for {seconds:.0f} s" if time.monotonic() > ends else "out of time"
                 )
 
         with open(directory / "output", "w+b") as output:
@@ -256,8 +256,8 @@ class RankMachine:
                     layout.name, "proof", partial(compared, layout, directory / str(number), against)
                 )
                 legal.remove((number, layout))
-            if legal and "no time was left" in problem:
-                yield from (row(layout.name, "missing", "no time was left") for _, layout in legal)
+            if legal and "out of time" in problem:
+                yield from (row(layout.name, "missing", "out of time") for _, layout in legal)
                 return
             if legal:
                 _, layout = legal.pop(0)
@@ -290,11 +290,17 @@ class RankMachine:
         if named is None:
             late = self.scene.left <= RESERVE_S  # rank 0 had less time than it may take
             reason = (
-                "no time was left" if late else f"rank 0 did not name it, {seconds:.0f} s after the start"
+                "out of time"
+                if late
+                else f"rank 0 did not report the lost rank within {seconds:.0f} s of the start"
             )
             return row("a killed rank", "missing" if late else "failed", reason, output=problem)
         return row(
-            "a killed rank", "passed", f"rank 0 ended by itself: {named[1]}", output=problem, seconds=seconds
+            "a killed rank",
+            "passed",
+            f"rank 0 exited on its own: {named[1]}",
+            output=problem,
+            seconds=seconds,
         )
 
 
@@ -320,7 +326,7 @@ def compared(layout: LayoutCase, directory: Path, reference: Path) -> Row:
                 return row(
                     layout.name,
                     "failed",
-                    f"step {step}: {name} is {own[name]:.8g}, with one process {alone[name]:.8g}",
+                    f"step {step}: {name} is {own[name]:.8g}, but {alone[name]:.8g} on one process",
                     **got,
                 )
     weights, others = (np.load(path.with_suffix(".npz")) for path in (directory, reference))

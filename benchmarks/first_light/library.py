@@ -37,7 +37,7 @@ def rows(scene: Scene) -> Iterator[Row]:
         if scene.gpus:
             yield guarded(f"cuDNN, {name}", "measurement", partial(_cudnn, f"cuDNN, {name}", layout, scene))
         else:
-            yield absent(f"cuDNN, {name}", "there is no GPU")
+            yield absent(f"cuDNN, {name}", "no GPU found")
 
 
 def _error(result: Tensor, exact: Tensor) -> float:
@@ -66,7 +66,7 @@ def _reduction(scene: Scene) -> Row:
     return row(
         "bf16 products, sums of parts",
         "measured",
-        f"relative error where they may be rounded to bf16: {said}",
+        f"relative error with reduced-precision reduction: {said}",
         errors=errors,
     )
 
@@ -91,7 +91,7 @@ def _grouped(name: str, sizes: tuple[int, ...], count: int, scene: Scene) -> Row
     return row(
         name,
         "measured",
-        f"taken, shape {tuple(result.shape)}; differs from a product for each group by {error:.1e}",
+        f"accepted, shape {tuple(result.shape)}; differs from per-group matmuls by {error:.1e}",
         error=error,
     )
 
@@ -163,6 +163,6 @@ def _cudnn(name: str, inputs: Made, scene: Scene) -> Row:
     ours, theirs = (max(_error(x, y) for x, y in zip(result, exact, strict=True)) for result in (got, near))
     finite = all(bool(x.isfinite().all()) for x in got)
     detail = (
-        f"relative error {ours:.1e}, of the definition {theirs:.1e}" if finite else "NaN or infinite values"
+        f"relative error {ours:.1e}, of the reference {theirs:.1e}" if finite else "NaN or infinite values"
     )
     return row(name, "measured", detail, error=ours, definition=theirs, finite=finite)

@@ -52,7 +52,7 @@ def rows(scene: Scene) -> Iterator[Row]:
             f"{finding.value}. {finding.advice}".rstrip(". "),
         )
     if not scene.gpus:
-        yield absent("GPUs, their links and clocks", "there is no GPU")
+        yield absent("GPUs, their links and clocks", "no GPU found")
     else:
         yield from (gpu(torch, index) for index in range(len(scene.gpus)))
         yield guarded("links", "measurement", lambda: topology(torch, len(scene.gpus)))
@@ -87,7 +87,7 @@ def cudnn_version(number: int) -> str:
 def packages() -> Row:
     missing = {name: purpose for module, (name, purpose) in WANTED.items() if find_spec(module) is None}
     if not missing:
-        return row("packages", "measured", "all that first-light uses are installed")
+        return row("packages", "measured", "all packages that first-light uses are installed")
     lacks = "; ".join(f"without {name}: {purpose}" for name, purpose in missing.items())
     return row(
         "packages", "note", f"pip install {' '.join(missing)} ({lacks} not possible)", missing=list(missing)
@@ -121,8 +121,8 @@ def topology(torch: Any, count: int) -> Row:
     matrix = query(["topo", "-m"])
     links = sorted(set(re.findall(r"\b(NV\d+|SYS|NODE|PHB|PXB|PIX)\b", matrix.split("Legend")[0])))
     detail = (
-        f"{', '.join(links) or 'one GPU'}; {sum(direct.values())} of {len(direct)} pairs reach each other's "
-        f"memory; {nodes} NUMA nodes"
+        f"{', '.join(links) or 'one GPU'}; {sum(direct.values())} of {len(direct)} pairs support "
+        f"peer-to-peer access; {nodes} NUMA nodes"
     )
     return row("links", "measured", detail, matrix=matrix, peer_access=direct, numa_nodes=nodes)
 

@@ -27,7 +27,7 @@ def rows(scene: Scene) -> Iterator[Row]:
     yield guarded("calibration", "measurement", partial(_calibrated, scene, measurements))
     steps = [step for step in scene.earlier.get("step", ()) if "config" in step]
     if not steps:
-        yield absent("predicted steps", "the part step has measured none")
+        yield absent("predicted steps", "the step measurements are missing")
     device = read_device("calibrated", measurements) if measurements else None
     for step in steps:
         yield guarded(f"{step['name']}: time", "measurement", partial(_step, step, device))
@@ -53,7 +53,7 @@ def _calibrated(scene: Scene, measurements: dict[str, Any]) -> Row:
     ]
     if scene.calibrate:
         plan.write_device(Path(scene.calibrate), measurements)
-        said.append("the device file is written")
+        said.append("wrote the device file")
     return row("calibration", "measured", ", ".join(said), device=measurements)
 
 
@@ -76,9 +76,9 @@ def _step(step: Row, device: Device | None) -> Row:
     ]
     detail = (
         f"measured {1e3 * measured:,.1f} ms, predicted "
-        f"{', '.join(said) or 'by nothing: the device is unknown'}"
+        f"{', '.join(said) or 'nothing, because the device is unknown'}"
     )
-    whole = "; documents are not modelled" if step["documents"] else ""
+    whole = "; documents are not included in the prediction" if step["documents"] else ""
     return row(
         f"{step['name']}: time",
         "measured",

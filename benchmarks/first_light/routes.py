@@ -60,7 +60,7 @@ def rows(scene: Scene) -> Iterator[Row]:
     for job in jobs:
         yield from job()
         if scene.gpus and (lost := _context_lost()):
-            yield row("the routes that follow", "missing", f"the device's context is lost: {lost}")
+            yield row("the routes that follow", "missing", f"the device context was lost: {lost}")
             break
     backend.select("torch")
     yield guarded("the table of routes", "measurement", partial(_write, times, scene))
@@ -82,7 +82,7 @@ def _write(ms: dict[str, dict[str, float]], scene: Scene) -> Row:
     table = {"attention": {kind: best[kind] for kind in KINDS if kind in best}}
     table |= {kind: best[kind] for kind in ("weight_grad", "router") if kind in best}  # type: ignore[misc]
     if not best:
-        raise RuntimeError("no route could be measured")
+        raise RuntimeError("could not measure any route")
     path = path_of(scene)
     path.parent.mkdir(parents=True, exist_ok=True)
     measured = {"ms": ms, "versions": report.versions(), "device": scene.gpus[0] if scene.gpus else None}
@@ -123,7 +123,7 @@ def _documents(length: int, batch: int, document: int, device: str) -> tuple[Ten
 def _attention(route: Route, kind: str, scene: Scene, times: dict[str, dict[str, float]]) -> Iterator[Row]:
     name = f"attention {kind}, {route.name}"
     if scene.rehearse and route.name != "reference":
-        yield absent(name, "it needs a GPU")
+        yield absent(name, "requires a GPU")
         return
     if scene.gpus and route.name == "reference":
         return  # far slower, and with memory for the scores
@@ -224,7 +224,7 @@ def _accurate(route: Route, kind: str, sizes: Sizes, scene: Scene, name: str) ->
         assert_as_accurate(one, true, near)
     alike = all(torch.equal(a, b) for _ in range(3) for a, b in zip(got, both(), strict=True))
     return row(
-        name, "passed", "equal bits in four runs" if alike else "other bits in every run", equal_bits=alike
+        name, "passed", "bitwise equal in four runs" if alike else "differs between runs", equal_bits=alike
     )
 
 
@@ -259,7 +259,7 @@ def _ms(act: Callable[[], object], scene: Scene) -> float:
 def _weight_gradient(route: str, scene: Scene, times: dict[str, dict[str, float]]) -> Iterator[Row]:
     name = f"weight gradient, {route}"
     if scene.rehearse:
-        yield absent(name, "products of 16 bits into fp32 need a GPU")
+        yield absent(name, "16-bit matmuls with fp32 output require a GPU")
         return
     yield (
         proof := guarded(
@@ -301,7 +301,7 @@ def _matmul_timed(route: str, scene: Scene, times: dict[str, dict[str, float]], 
 def _router(route: str, scene: Scene, times: dict[str, dict[str, float]]) -> Iterator[Row]:
     name = f"router, {route}"
     if scene.rehearse and route == "out_dtype":
-        yield absent(name, "products of 16 bits into fp32 need a GPU")
+        yield absent(name, "16-bit matmuls with fp32 output require a GPU")
         return
     yield (
         proof := guarded(

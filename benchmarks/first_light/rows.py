@@ -55,7 +55,7 @@ def row(name: str, verdict: Verdict, detail: str = "", **figures: Any) -> Row:
 
 def absent(name: str, reason: str) -> Row:
     """A row for what only another machine can show."""
-    return row(name, "absent", f"not on this machine: {reason}")
+    return row(name, "absent", f"not available on this machine: {reason}")
 
 
 def guarded(name: str, kind: Kind, act: Callable[[], Row]) -> Row:

@@ -38,7 +38,7 @@ def rows(scene: Scene) -> Iterator[Row]:
             yield _device(device)
         yield from map(_kernel, measurements)
     if scene.rehearse:
-        yield absent("registers and spills", "kernels are interpreted")
+        yield absent("registers and spills", "kernels run in the interpreter")
 
 
 def _jobs(scene: Scene) -> list[tuple[str, ...]]:
@@ -55,7 +55,7 @@ def _jobs(scene: Scene) -> list[tuple[str, ...]]:
 
 def _device(device: dict[str, Any]) -> Row:
     detail = (
-        f"a copy moves {device['bytes_per_second'] / 1e12:.2f} TB/s, a large bf16 product "
+        f"a copy reaches {device['bytes_per_second'] / 1e12:.2f} TB/s, a large bf16 matmul "
         f"{device['flops'] / 1e12:,.0f} TFLOP/s"
     )
     return row(

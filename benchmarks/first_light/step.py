@@ -77,7 +77,7 @@ def measured(case: StepCase, scene: Scene, scratch: Path) -> Iterator[Row]:
 def _measured(case: StepCase, scene: Scene, scratch: Path, results: dict[str, Any]) -> Row:
     limit = min(LONGEST_S, scene.left - ROUTES_S)
     if limit < 15.0:
-        raise TimeoutError("no time was left")
+        raise TimeoutError("out of time")
     config = configuration(case, scene, scratch)
     spec = {"config": config, "device": scene.device, "matmul": None, "profile": True, "product_steps": 0}
     spec |= {
@@ -153,7 +153,7 @@ def _in_words(figures: dict[str, Any], results: dict[str, Any]) -> str:
 def _kernels(case: StepCase, profile: dict[str, Any]) -> Row:
     name = f"kernels of {case.name}"
     if not profile["kernels"]:
-        return absent(name, "the profiler saw no kernel, which needs permission to use CUPTI")
+        return absent(name, "the profiler recorded no kernels, which requires permission to use CUPTI")
     top = "; ".join(
         f"{each['name'][:60]} {each['us'] / 1e3:,.2f} ms ({each['share']:.0%})"
         for each in profile["kernels"][:5]

@@ -333,7 +333,7 @@ def outcomes(text: str, late: bool, limit: float) -> Iterator[Row]:
     }
     summary = ", ".join(f"{number} {outcome.lower()}" for outcome, number in count.items() if number)
     if not verdicts:
-        yield row("pytest -m gpu", "failed", "it printed no test", output=text[-3000:])
+        yield row("pytest -m gpu", "failed", "pytest reported no tests", output=text[-3000:])
         return
     if not count["PASSED"] and not count["FAILED"] and not count["ERROR"]:
         yield absent("pytest -m gpu", f"{summary or 'no test ran'}: no GPU")
@@ -341,8 +341,8 @@ def outcomes(text: str, late: bool, limit: float) -> Iterator[Row]:
     bad = {name for name, outcome in verdicts.items() if outcome in ("FAILED", "ERROR")}
     yield row("pytest -m gpu", "failed" if bad else "passed", summary, counts=count)
     yield from (
-        row(name.removeprefix("tests/"), "failed", reasons.get(name, "see its traceback")[:300])
+        row(name.removeprefix("tests/"), "failed", reasons.get(name, "see the traceback")[:300])
         for name in sorted(bad)
     )
     if late:
-        yield row("the rest of pytest -m gpu", "missing", f"it did not end within {limit:.0f} s")
+        yield row("the rest of pytest -m gpu", "missing", f"did not finish within {limit:.0f} s")

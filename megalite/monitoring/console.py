@@ -182,7 +182,7 @@ class LossWatch:
         spread = last[9 * len(last) // 10] - middle
         if metrics.loss - middle <= max(SPIKE_SPREADS * spread, SPIKE_RISE * abs(middle)):
             return ""
-        return f"LOSS SPIKE, the median of the last {len(last)} steps is {middle:.4f}"
+        return f"LOSS SPIKE (median of the last {len(last)} steps: {middle:.4f})"
 
 
 def _read(numbers: Mapping[str, Any]) -> list[str]:

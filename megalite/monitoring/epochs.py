@@ -55,8 +55,8 @@ class Epochs(Observer):
             ):
                 whole = in_words(all_samples * share / size)
                 lines.append(
-                    f"{name} has been read to its end after step {metrics.step}, and begins again: epoch "
-                    f"{ended} of {whole} is done"
+                    f"{name}: finished epoch {ended} of {whole} after step {metrics.step}, "
+                    "starting again from the beginning"
                 )
         return lines
 

@@ -32,8 +32,9 @@ def describe(links: Sequence[LinkTraffic]) -> str:
     slowest = min(links, key=lambda link: link.bytes_per_second)
     usual = median(link.bytes_per_second for link in links)
     return (
-        f"network test: rank {slowest.source} to rank {slowest.target} is the slowest of {len(links)} links,"
-        f" {slowest.bytes_per_second / 1e9:.3g} GB/s; the median is {usual / 1e9:.3g} GB/s"
+        f"network test: the slowest of {len(links)} links is from rank {slowest.source} to rank "
+        f"{slowest.target} with {slowest.bytes_per_second / 1e9:.3g} GB/s; the median is "
+        f"{usual / 1e9:.3g} GB/s"
     )
 
 

@@ -82,8 +82,8 @@ def check_packages(options: LoggingConfig) -> None:
     ):
         if value and find_spec(package) is None:
             raise ConfigError(
-                f"logging.{name} = {show(value)} needs the package {package}: pip install {package}, or "
-                "leave the option out."
+                f"logging.{name}={show(value)} requires the package {package}. Install it with "
+                f"`pip install {package}`, or leave the option unset."
             )
 
 
@@ -161,7 +161,10 @@ class MetricsWriter(ExitStack):
         except OSError as error:
             if not self._refused:
                 self._refused = True
-                say(f"{self._path} cannot be written: {error.strerror}; its lines are kept until it can")
+                say(
+                    f"could not write to {self._path}: {error.strerror}. Its lines are kept in memory "
+                    "until the file is writable again"
+                )
 
     def _restore_directory(self) -> None:
         """Create the run's directory again if it has been removed or moved: a write to a removed file is lost
@@ -173,7 +176,7 @@ class MetricsWriter(ExitStack):
         self._file = self.enter_context(open(self._path, "ab", buffering=0))  # noqa: SIM115 (the stack closes it)
         if self._config is not None:
             write_config(self._config, self._path.parent)
-        say(f"{self._path} has vanished: it was created again, without the lines of earlier steps")
+        say(f"{self._path} was deleted or moved; created it again, without the lines of earlier steps")
 
 
 def cut_after(file: Path, step: int) -> None:

@@ -92,10 +92,13 @@ def describe(place: str, error: BaseException, savings: list[MemorySaving]) -> s
     lines = [f"{place}: out of memory: {str(error).strip().splitlines()[0]}"]
     if not savings:
         return (
-            f"{lines[0]}\nNo change of this run's options needs less memory: use more GPUs or a smaller "
-            "model."
+            f"{lines[0]}\nNo change of the options of this run would reduce its memory. Use more "
+            "GPUs or a smaller model."
         )
-    lines.append("Each of these by itself lowers the memory of the fullest rank, by the planner's estimate:")
+    lines.append(
+        "Each of these changes alone would reduce the memory of the rank that uses the most, as "
+        "estimated by the planner:"
+    )
     table = aligned([saving.row() for saving in savings], left=2)
     return "\n".join([*lines, *(f"  {line}" for line in table)])
 
@@ -112,8 +115,8 @@ def out_of_memory(error: torch.OutOfMemoryError, config: Config, device: torch.d
     place = f"rank {mesh.rank} in step {mesh.activity.step}, {mesh.activity.action}"
     message = describe(place, error, ladder(config, world_size, int(gpu), peak))
     if not gpu:
-        return f"{message}\nA memory snapshot is available on a GPU only."
+        return f"{message}\nMemory snapshots are only available on a GPU."
     return (
-        f"{message}\nWhat fills the memory: "
+        f"{message}\nMemory snapshot: "
         f"{write_snapshot(Path(config.run.dir, config.run.name), mesh.rank, 'out_of_memory')}"
     )

@@ -73,16 +73,17 @@ def compare(run_dir: Path) -> dict[str, Any]:
         ]
     except OSError as error:
         raise ConfigError(
-            f"{error.filename}: {error.strerror}. A run writes it if profiling.timeline is set."
+            f"Could not read {error.filename}: {error.strerror}. To record it, run with "
+            "profiling.timeline=true."
         ) from None
     recorded_by = start_of(starts.read(run_dir), min(records[0].steps))
     config = from_dict(options if recorded_by is None else recorded_by.options)
     layout = Layout.of(config)
     if layout.world != len(records):
         raise ConfigError(
-            f"{run_dir / RECORDS} has records of {len(records)} ranks, and its steps were done again on "
-            f"{layout.world}. "
-            f"Record them again with profiling.timeline = true."
+            f"{run_dir / RECORDS} was recorded on {len(records)} ranks, which does not match the "
+            f"{layout.world} ranks that repeated these steps. Record them again with "
+            "profiling.timeline=true."
         )
     schedule = schedule_of(config, layout.microbatches)
     comparison, path = timeline(schedule, layout, records), run_dir / TIMELINE
@@ -93,7 +94,7 @@ def compare(run_dir: Path) -> dict[str, Any]:
 
 def written(run_dir: Path) -> str:
     """The line about the file that `compare` has written."""
-    return f"  {run_dir / TIMELINE} (ui.perfetto.dev opens it)"
+    return f"{run_dir / TIMELINE} (open it at ui.perfetto.dev)"
 
 
 def read_record(content: Mapping[str, Any]) -> Record:
@@ -339,15 +340,16 @@ def describe(comparison: Mapping[str, Any]) -> list[str]:
     head = f"{comparison['schedule']}, steps {steps[0]} to {steps[-1]}: {compared}"
     lines = [
         head,
-        f"  predicted from the median {', '.join(spans)} a stage, and "
-        f"{comparison['comm'] * 1000:.2f} ms a message",
+        f"predicted from medians: {', '.join(spans)} per stage, {comparison['comm'] * 1000:.2f} "
+        "ms per message",
     ]
     count, under_way, waited = comparison["data_parallel"].values()
     if count:
         measures = (
-            f"{under_way * 1000:.2f} ms with a transfer in flight, {waited * 1000:.2f} ms of waiting for one"
+            f"{under_way * 1000:.2f} ms with a transfer in flight, {waited * 1000:.2f} ms waiting "
+            "for transfers"
         )
-        lines.append(f"  over data parallelism, per rank and step: {count:.4g} transfers, {measures}")
+        lines.append(f"data parallelism, per rank and step: {count:.4g} transfers, {measures}")
     return lines
 
 

@@ -67,7 +67,7 @@ class TimelineRecorder(Observer):
         if records is not None:
             steps = sorted(self.record.steps)
             if write_or_say(path := self.trainer.run_dir / RECORDS, partial(write, records)):
-                self.summary = [f"steps {steps[0]} to {steps[-1]} are recorded: {path}"]
+                self.summary = [f"recorded steps {steps[0]} to {steps[-1]}: {path}"]
         self.record = Record(self.record.host)
 
     def finish(self) -> list[str]:
@@ -79,8 +79,8 @@ class TimelineRecorder(Observer):
         self.collect()
         if self.wanted and not self.summary and self.trainer.mesh.rank == 0:
             return [
-                "no timeline: the run has done none of profiling.steps = "
-                f"{self.trainer.config.profiling.steps}"
+                "no timeline was recorded: the run executed none of "
+                f"profiling.steps={self.trainer.config.profiling.steps}"
             ]
         return [*self.summary, *self._comparison()] if self.summary else []
 
@@ -90,7 +90,7 @@ class TimelineRecorder(Observer):
         try:
             return [*describe(compare(directory)), written(directory)]
         except (ConfigError, OSError) as error:  # a full disk, or no directory: the run itself is done
-            return [f"no comparison with the simulator: {error}"]
+            return [f"could not compare with the simulator: {error}"]
 
 
 def host_name() -> str:

@@ -65,8 +65,8 @@ def after_meeting(what: str, mesh: Mesh, over: MeshAxis) -> Iterator[None]:
     except RuntimeError as error:
         why = str(error).strip().splitlines()[0]
         message = (
-            f"rank {mesh.rank}: {what} over world failed, a rank of its group is gone or does not answer: "
-            f"{why}"
+            f"rank {mesh.rank}: {what} over world failed, because a rank of the group has exited "
+            f"or is not responding: {why}"
         )
         raise CommunicationError(message, None) from error
     if own:
@@ -110,7 +110,8 @@ class Work:
         who = "a rank of its group" if self._peer is None else f"rank {self._peer}"
         reason = str(error).strip().splitlines()[0]
         return CommunicationError(
-            f"rank {dist.get_rank()}: {self._what} failed, {who} is gone or does not answer: {reason}",
+            f"rank {dist.get_rank()}: {self._what} failed, because {who} has exited or is not "
+            f"responding: {reason}",
             self._peer,
         )
 
@@ -165,7 +166,8 @@ def _raise_on_peer_loss(act: Callable[[], _T], axis: MeshAxis, what: str) -> _T:
     except PeerLost as error:
         peer = axis.ranks[error.peer]
         raise CommunicationError(
-            f"rank {dist.get_rank()}: {what} over {axis.name} failed, rank {peer} is lost: {error}", peer
+            f"rank {dist.get_rank()}: {what} over {axis.name} failed, because rank {peer} was lost: {error}",
+            peer,
         ) from error
     axis.activity.arrived()
     return result

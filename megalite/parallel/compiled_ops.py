@@ -31,7 +31,10 @@ class _Compiled:
             result = compiled(*args, **options)
         except Exception as error:  # a missing compiler, an unsupported operation: slower, not wrong
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            print(f"train.compile: {self._eager.__name__} stays eager: {reason}", flush=True)
+            print(
+                f"train.compile: {self._eager.__name__} could not be compiled and runs eagerly: {reason}",
+                flush=True,
+            )
             self._chosen = self._eager
             return self._eager(*args, **options)
         self._chosen = compiled

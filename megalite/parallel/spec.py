@@ -98,7 +98,8 @@ class Segment:
         parts = size // self.replicas
         if length % parts:
             raise ValueError(
-                f"{self.name}: dimension {self.split} of {length} does not split into {parts} equal parts"
+                f"{self.name}: dimension {self.split} of size {length} is not divisible into "
+                f"{parts} equal parts"
             )
         per_rank = length // parts
         # The last ranks may hold fewer elements than per_rank, or none: the rest is padding.

@@ -185,8 +185,8 @@ class Weight:
         """
         if 0 < self._arrived < self._expected:
             raise RuntimeError(
-                f"{self.spec.name}: {self._arrived} of {self._expected} gradient contributions arrived in "
-                "this step"
+                f"{self.spec.name}: received only {self._arrived} of {self._expected} gradient "
+                "contributions in this step"
             )
         while self._arrived < self._expected:
             self._arrived += self._per_reduction
@@ -214,7 +214,7 @@ class Weight:
         self._arrived += 1
         if self._arrived > self._expected:
             raise RuntimeError(
-                f"{self.spec.name}: more than {self._expected} gradient contributions in one step"
+                f"{self.spec.name}: received more than {self._expected} gradient contributions in one step"
             )
         if self._arrived % self._per_reduction == 0:
             self._complete()

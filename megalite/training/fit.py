@@ -156,7 +156,7 @@ def go_back(
     trainer.roll_back(bad)
     timer.rolled_back(trainer.step_done)
     mark_best(trainer)
-    console.message(f"back after step {trainer.step_done}, continuing with sample {trainer.samples}")
+    console.message(f"rolled back to step {trainer.step_done}, continuing with sample {trainer.samples}")
     if writer is not None:
         writer.rewind(trainer.step_done)
 
@@ -187,7 +187,7 @@ def save(trainer: Trainer, timer: SaveTimer, console: Console, lowest: bool, tim
     begun = trainer.begin_save(lowest and trainer.config.checkpoint.keep_best, timed)
     timer.saved(trainer.step_done, begun.held)
     if trainer.config.checkpoint.async_save:
-        console.message(f"saving {begun.directory}, held {begun.held:.2f} s")
+        console.message(f"saving {begun.directory} (training paused for {begun.held:.2f} s)")
 
 
 def validate(trainer: Trainer, console: Console, writer: MetricsWriter | None) -> bool:
@@ -234,7 +234,8 @@ def report_saves(saver: Saver, console: Console, last: bool) -> None:
         durable = f", on disk after {save.durable:.2f} s" if saver.options.async_save else ""
         if save.durable:
             console.message(
-                f"saved {save.directory}, held {save.held:.2f} s{durable}{rate(save.bytes, save.durable)}"
+                f"saved {save.directory} (training paused for {save.held:.2f} s{durable})"
+                f"{rate(save.bytes, save.durable)}"
             )
         if save.error is not None:
             if not isinstance(save.error, CheckpointError) or (

@@ -44,7 +44,7 @@ class ModelStates(NamedTuple):
             for name, value in zip(self._fields, self, strict=True)
             if value or name != "powersgd"
         )
-        return f"{', '.join(parts)}, together {sum(self) / 1e6:,.1f} MB"
+        return f"{', '.join(parts)}, total {sum(self) / 1e6:,.1f} MB"
 
 
 def _storages(state: OptimizerState) -> Iterator[tuple[str, str, int]]:

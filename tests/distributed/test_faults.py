@@ -236,9 +236,7 @@ def test_a_stall_is_said_once_by_every_rank_with_the_rank_that_it_waits_for(rank
         where = rf"last action B0\.0, awaiting pipeline message RB0\.0<1, rank {rank + 2} since"
         assert re.search(where + r" [\d:]{8}; run.timeout ends the run at [\d:]{8}; stacks: ", said[rank]), said[rank]
     assert re.search(r"awaiting all_reduce over data, rank 3 since", said[2]), said[2]
-    assert "last action between steps; not waiting for communication" in said[3] and "between_steps" in said[3], (
-        said[3]
-    )
+    assert "last action between steps; not waiting for communication" in said[3] and "between_steps" in said[3], said[3]
     assert all("collectives.py" in text for text in said[:3])
     record = json.loads((tmp_path / "run" / "stalls" / "collectives_00000.json").read_text())
     assert record["entries"], "torch's own record of what was under way"

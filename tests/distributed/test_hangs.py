@@ -28,4 +28,7 @@ def test_ranks_with_different_plans(tmp_path: Path) -> None:
     """Rank 1 has one microbatch less: it has ended its plan, while rank 0 waits for the last backward."""
     ((_, explanation),) = explained(PLANS, tmp_path)
     assert (explanation.culprit, explanation.unmatched) == (1, "SF0.3>1")
-    assert "its plan does not contain RF1.3<0" in explanation.instead and "the ranks have different plans" in explanation.instead
+    assert (
+        "its plan does not contain RF1.3<0" in explanation.instead
+        and "the ranks have different plans" in explanation.instead
+    )

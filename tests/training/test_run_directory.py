@@ -133,9 +133,7 @@ def test_other_options_under_the_name_of_a_complete_run_are_an_error_that_lists_
 
 def test_a_directory_that_can_not_be_made_is_one_message(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(
-        ConfigError, match=r"run\.dir=.*file: .*: Not a directory\. Choose another run\.dir"
-    ):
+    with pytest.raises(ConfigError, match=r"run\.dir=.*file: .*: Not a directory\. Choose another run\.dir"):
         claim(config(tmp_path / "file"))
 
 

@@ -123,7 +123,7 @@ def test_after_a_rollback_the_time_counts_from_there(tmp_path, capsys) -> None:
         gc.enable()
         trainer.close()
     printed = capsys.readouterr().out
-    assert re.findall(r"(?:saved|back after) \S*?(?:step |step_0000000)(\d)", printed) == ["3", "6", "3", "6", "8"]
+    assert re.findall(r"(?:saved|rolled back to) \S*?(?:step |step_0000000)(\d)", printed) == ["3", "6", "3", "6", "8"]
 
 
 @pytest.mark.parametrize(

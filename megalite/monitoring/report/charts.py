@@ -42,7 +42,7 @@ AXES = {
     "step_time_s": ("minutes of training", 1 / 60),
 }
 """What a curve is drawn over: key of metrics.jsonl, summed up to a step → name, and what multiplies it."""
-LOSS, LOSS_UNIT = ("loss", "val_loss"), "nats a token"
+LOSS, LOSS_UNIT = ("loss", "val_loss"), "nats per token"
 COMPARED = (
     Chart("Loss over tokens", LOSS_UNIT, LOSS, over="tokens"),
     Chart("Loss over time", LOSS_UNIT, LOSS, over="step_time_s"),
@@ -53,18 +53,18 @@ CHARTS = (
     Chart("Gradient norm", "before clipping", ("grad_norm",), logarithmic=True),
     Chart("Learning rate", "", ("lr",), from_zero=True),
     Chart("Throughput", "thousand tokens/s, all ranks", ("tokens_per_second",), 1e-3, from_zero=True),
-    Chart("Model FLOPs utilization", "% of the peak", ("mfu",), 100, from_zero=True),
-    Chart("Time of a step", "s", ("step_time_s",), from_zero=True),
-    Chart("Bubble", "% of the pipeline's time", ("bubble_fraction",), 100, from_zero=True),
-    Chart("Peak memory of rank 0", "GiB", ("peak_memory_bytes",), 2.0**-30, from_zero=True),
+    Chart("Model FLOPs utilization", "% of peak", ("mfu",), 100, from_zero=True),
+    Chart("Step time", "s", ("step_time_s",), from_zero=True),
+    Chart("Bubble", "% of pipeline time", ("bubble_fraction",), 100, from_zero=True),
+    Chart("Peak memory (rank 0)", "GiB", ("peak_memory_bytes",), 2.0**-30, from_zero=True),
     Chart(
-        "Load of the fullest expert", "over the mean; of all layers", ("expert_load_peak",), from_zero=True
+        "Maximum expert load", "relative to the mean, over all layers", ("expert_load_peak",), from_zero=True
     ),
     Chart("Global batch size", "sequences", ("global_batch_size",), from_zero=True, whole=True),
     Chart("Loss scale", "", ("loss_scale",), logarithmic=True),
 )
 
-BY_NAME = {VALIDATED: "Validation loss of each set", SOURCE: "Training loss of each member of the data"}
+BY_NAME = {VALIDATED: "Validation loss of each dataset", SOURCE: "Training loss of each data source"}
 """What keys of metrics.jsonl that have names in them start with → title of the chart that a run has of them.
 """
 LOADS = "expert_load_peaks"  # of each mixture
@@ -224,7 +224,7 @@ def _loads(run: RecordedRun) -> dict[str, Any]:
         for layer, column in zip(layers, columns, strict=False)
     ]
     return _chart(
-        f"Load of the fullest expert, over the mean: {_short(run.name)}",
+        f"Maximum expert load, relative to the mean: {_short(run.name)}",
         "layer",
         "heat",
         lines,
@@ -241,7 +241,7 @@ def _by_name(run: RecordedRun, prefix: str, title: str) -> dict[str, Any]:
     ]
     if prefix == VALIDATED:
         lines = [line | {"dots": True} for line in lines]
-    return _chart(f"{title}: {_short(run.name)}", "nats a token", "lines", lines, [run])
+    return _chart(f"{title}: {_short(run.name)}", "nats per token", "lines", lines, [run])
 
 
 def _phases(run: RecordedRun) -> dict[str, Any]:
@@ -254,4 +254,4 @@ def _phases(run: RecordedRun) -> dict[str, Any]:
             name, index, steps, [float(record.get(key) or 0.0) for record in run.steps], _begins(run)
         )
         lines.append({part: value for part, value in line.items() if part not in ("low", "high")})
-    return _chart(f"Phases of a step: {_short(run.name)}", "s", "stack", lines, [run], zero=True)
+    return _chart(f"Step phases: {_short(run.name)}", "s", "stack", lines, [run], zero=True)

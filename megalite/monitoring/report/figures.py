@@ -29,12 +29,12 @@ OF_A_SEGMENT: dict[str, Callable[[RunSegment], str]] = {
     "Precision, recomputation": lambda each: each.precision,
     "Global batch": lambda each: each.batch,
     "Kernels": lambda each: each.kernels,
-    "Time of a step, s": lambda each: number(each.typical("step_time_s"), ".4g"),
+    "Step time, s": lambda each: number(each.typical("step_time_s"), ".4g"),
     "Tokens/s": lambda each: number(each.typical("tokens_per_second"), ",.0f"),
-    "TFLOP/s a rank": lambda each: number(each.typical("tflops_per_gpu"), ".3g"),
+    "TFLOP/s per rank": lambda each: number(each.typical("tflops_per_gpu"), ".3g"),
     "MFU": lambda each: number(each.typical("mfu"), ".1%"),
     "Bubble": lambda each: number(each.typical("bubble_fraction") if each.has_pipeline else None, ".1%"),
-    "Peak memory of rank 0, GiB": lambda each: number(each.highest("peak_memory_bytes"), ".2f", 2.0**-30),
+    "Peak memory (rank 0), GiB": lambda each: number(each.highest("peak_memory_bytes"), ".2f", 2.0**-30),
 }
 """What a resume may change → its value in a segment, as text."""
 
@@ -46,7 +46,7 @@ def summary(runs: Sequence[RecordedRun]) -> list[list[str]]:
     names = dict.fromkeys(name for run in runs for name in run.names(VALIDATED))
     last = {name: [next(reversed(run.curve(VALIDATED + name)[1]), None) for run in runs] for name in names}
     sets = [
-        [f"Last validation loss of {name}", *(number(value, ".4f") for value in values)]
+        [f"Last validation loss ({name})", *(number(value, ".4f") for value in values)]
         for name, values in last.items()
     ]
     trained = [", ".join(seen_in_training(run.config.data)) for run in runs]
@@ -63,9 +63,9 @@ def summary(runs: Sequence[RecordedRun]) -> list[list[str]]:
         ["State", *(state(run) for run in runs)],
         ["Parameters", *(f"{run.parameters:,}" for run in runs)],
         *settings,
-        ["Steps done, of", *(f"{entry['step']:,} of {entry['steps']:,}" for entry in figures)],
+        ["Steps", *(f"{entry['step']:,} of {entry['steps']:,}" for entry in figures)],
         ["Tokens seen", *(f"{entry['tokens']:,}" for entry in figures)],
-        ["Time of all steps", *(duration(entry["seconds"]) for entry in figures)],
+        ["Training time", *(duration(entry["seconds"]) for entry in figures)],
         *(
             [["Time left", *("–" if left is None else duration(left) for left in lefts)]]
             if any(left is not None for left in lefts)

@@ -58,7 +58,7 @@ async function refresh() {
     }
     note.textContent = "";
   } catch (error) {
-    note.textContent = "The server of this page has ended, or cannot be reached.";
+    note.textContent = "The server of this page has stopped or cannot be reached.";
   }
 }
 setInterval(refresh, REFRESH_MS);
@@ -152,8 +152,8 @@ class LivePage:
         silent = self._silent()
         if silent < max(SILENT_S, SILENT_STEPS * (run.steps[-1].get("step_time_s") or 0.0)):
             return []
-        what = "it may hang (megalite explain), be saving or validating, or have been killed"
-        return [f"no step has been written for {duration(silent)}: {what}"]
+        what = "it may be hanging (run megalite explain), saving or validating, or it may have been killed"
+        return [f"no steps written for {duration(silent)}: {what}"]
 
 
 class LiveServer(ThreadingHTTPServer):
@@ -183,7 +183,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if not self._is_for_us():
-            self.send_error(HTTPStatus.FORBIDDEN, explain="The request names another host than this machine.")
+            self.send_error(
+                HTTPStatus.FORBIDDEN,
+                explain="The request is addressed to a host name other than that of this machine.",
+            )
         elif self.path == "/":
             self._send(self.server.page.whole())
         elif self.path == "/content":

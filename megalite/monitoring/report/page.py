@@ -80,12 +80,12 @@ def content(runs: Sequence[RecordedRun]) -> str:
         ("", _table(["", *(run.name for run in runs)], figures.summary(runs))),
         ("Segments", "".join(_segments(run) for run in runs if len(run.segments) > 1)),
         ("Curves", f'<div class="charts">{"".join(map(_chart, charts(runs)))}</div>'),
-        ("The pipeline", "".join(_pipeline(run, segment) for run in runs for segment in run.segments)),
+        ("Pipeline", "".join(_pipeline(run, segment) for run in runs for segment in run.segments)),
         (
             "Predicted and measured",
             "".join(_predictions(run, segment) for run in runs for segment in run.segments),
         ),
-        ("What differs between the configurations", _differences(runs)),
+        ("Configuration differences", _differences(runs)),
         ("Configuration", "".join(_details(run.name, run.options) for run in runs)),
         ("Environment", "".join(_details(run.name, run.environment) for run in runs if run.environment)),
     ]
@@ -150,8 +150,8 @@ def _segments(run: RecordedRun) -> str:
     each."""
     head = [run.name, *(f"{segment.number}" for segment in run.segments)]
     return (
-        "<p>Each column is a part of the run; dashed lines in its curves begin "
-        f"one.</p>{_table(head, figures.segment_rows(run))}"
+        "<p>Each column is a segment of the run. Dashed lines in the curves mark where a segment "
+        f"starts.</p>{_table(head, figures.segment_rows(run))}"
     )
 
 
@@ -170,9 +170,9 @@ def _pipeline(run: RecordedRun, segment: RunSegment) -> str:
     if plan is None:
         return ""
     timed = (
-        "the durations that the run recorded"
+        "recorded durations"
         if recorded
-        else "the durations that it was planned for: profiling.timeline records"
+        else "planned durations (set profiling.timeline to record actual ones)"
     )
     try:
         drawn = drawing.svg(drawing.picture([plan]))

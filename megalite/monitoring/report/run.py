@@ -137,7 +137,7 @@ def read(directory: Path) -> RecordedRun:
         config = from_dict(options)
     except OSError as error:
         raise ReportError(
-            f"{directory}: config.yaml cannot be read: {error.strerror}. Give the directory of a run."
+            f"Could not read {directory}/config.yaml: {error.strerror}. Pass a run directory."
         ) from None
     except (ConfigError, yaml.YAMLError) as error:
         raise ReportError(f"{directory / 'config.yaml'}: {error}") from None
@@ -182,7 +182,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
         if not isinstance(records[-1], dict) or not isinstance(records[-1].get("step"), int):
-            raise ReportError(f"{path}, line {number}: not a line of a run's metrics, since it has no step.")
+            raise ReportError(f"{path}, line {number} is not a metrics record: missing key 'step'.")
     return records
 
 

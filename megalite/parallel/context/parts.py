@@ -110,7 +110,7 @@ def joined(segments: Iterable[PositionSegment]) -> PositionSegments:
 
 def _equal(length: int, parts: int) -> int:
     if length % parts:
-        raise ValueError(f"a row of {length} positions has no {parts} equal parts: it must be padded first")
+        raise ValueError(f"Expected a row length divisible by {parts}, but got {length}. Pad the row first.")
     return length // parts
 
 

@@ -166,7 +166,7 @@ def plan(
     costs = costs or Costs()
     if not costs.forward + costs.input_backward + costs.weight_backward > 0:
         raise ScheduleError(
-            "forward, input_backward and weight_backward are all 0: a step must take some time."
+            "forward, input_backward and weight_backward are all 0. At least one must be positive."
         )
     schedule = build(name, ranks, microbatches, virtual_stages, costs)
     if weights is not None:
@@ -209,7 +209,7 @@ def sweep(
     plans = []
     for value in values:
         sizes = (value, microbatches) if axis == "pp" else (ranks, value)
-        assert sizes[0] is not None and sizes[1] is not None, "the size that does not vary must be given"
+        assert sizes[0] is not None and sizes[1] is not None, "expected the size that does not vary"
         if name is None:
             plans += compare(sizes[0], sizes[1], virtual_stages, costs, weights)
         else:

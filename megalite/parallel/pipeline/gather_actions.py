@@ -86,7 +86,7 @@ def check_gathering(schedule: Schedule, rank: int) -> int:
         for move in announced.pop((kind, unit), ()):
             assert move.bucket is not None
             if (move.bucket in whole) == (kind is ActionKind.GATHER):
-                state = "is whole" if move.bucket in whole else "is not whole"
+                state = "is already gathered" if move.bucket in whole else "is not gathered"
                 raise ScheduleError(f"rank {rank}: {move} is executed while bucket {move.bucket} {state}.")
             whole.symmetric_difference_update({move.bucket})
 
@@ -97,15 +97,15 @@ def check_gathering(schedule: Schedule, rank: int) -> int:
         for unit in uses(action, schedule) if action.is_compute else ():
             if lacking := sorted(set(unit.buckets) - whole):
                 raise ScheduleError(
-                    f"rank {rank}: {action} reaches unit {unit.number}, whose bucket {lacking[0]} is not "
-                    "gathered."
+                    f"rank {rank}: {action} uses unit {unit.number}, but its bucket {lacking[0]} "
+                    "is not gathered."
                 )
             carry_out(ActionKind.GATHER, unit.number)
             most = max(most, len(whole))
             carry_out(ActionKind.RESHARD, unit.number)
         if action.is_compute and announced:
             raise ScheduleError(
-                f"rank {rank}: {next(iter(announced.values()))[0]} never happens: {action} does not use its "
-                "unit."
+                f"rank {rank}: {next(iter(announced.values()))[0]} is never executed, because "
+                f"{action} does not use its unit."
             )
     return most

@@ -22,12 +22,12 @@ def chunks_of(name: str, virtual_stages: int | None = None) -> int:
     """
     if name not in RECIPES:
         raise ScheduleError(
-            f"parallel.schedule = {name!r} is not a schedule. Choose one of: {', '.join(SCHEDULES)}."
+            f"Unknown schedule: parallel.schedule={name!r}. Choose one of: {', '.join(SCHEDULES)}."
         )
     own = RECIPES[name].chunks
     if virtual_stages is not None and (virtual_stages < 1 or own not in (None, virtual_stages)):
-        legal = f"{name} has {own}: leave it out" if own else "give 1 or more"
-        raise ScheduleError(f"parallel.virtual_stages = {virtual_stages}: {legal}.")
+        legal = f"{name} requires {own}. Leave it unset" if own else "it must be at least 1"
+        raise ScheduleError(f"Invalid value parallel.virtual_stages={virtual_stages}: {legal}.")
     return virtual_stages or own or 2
 
 
@@ -57,9 +57,9 @@ def build(
     Raises:
         ScheduleError: the name is unknown, or a size is below 1 or does not belong to the schedule.
     """
-    for what, size in (("parallel.pp", ranks), ("the number of microbatches of a step", microbatches)):
+    for what, size in (("parallel.pp", ranks), ("the number of microbatches per step", microbatches)):
         if size < 1:
-            raise ScheduleError(f"{what} = {size}: a pipeline needs at least 1.")
+            raise ScheduleError(f"{what} must be at least 1, got {size}.")
     shape = ScheduleShape(ranks, microbatches, chunks_of(name, virtual_stages))
     recipe = RECIPES[name]
     actions = tuple(tuple(recipe.order(rank, shape)) for rank in range(ranks))

@@ -28,8 +28,8 @@ def balanced(costs: Sequence[float], stages: int, first_extra: float = 0, last_e
     """
     if len(costs) < stages:
         raise ValueError(
-            f"parallel.pp = {stages} for model.num_hidden_layers = {len(costs)}: a stage needs a layer. Use "
-            f"parallel.pp <= {len(costs)}."
+            f"parallel.pp={stages} is larger than model.num_hidden_layers={len(costs)}, but every "
+            f"stage needs at least one layer. Use parallel.pp <= {len(costs)}."
         )
     before = list(accumulate(costs, initial=0.0))
 

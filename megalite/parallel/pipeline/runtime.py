@@ -205,7 +205,7 @@ class Runtime:
                 (self._send if action.is_send else self._receive)(run, action)
             else:
                 assert self.gatherer is not None and action.bucket is not None, (
-                    f"{action} in a schedule for weights that are whole"
+                    f"{action} is not expected in a schedule without weight gathering"
                 )
                 (self.gatherer.gather if action.kind is ActionKind.GATHER else self.gatherer.reshard)(
                     action.bucket, action.unit

@@ -61,7 +61,7 @@ CHANNELS = (
 
 def channel_of(action: Action, rank: int) -> Channel:
     """The channel of a rank's send or receive."""
-    assert action.peer is not None, f"{action} does not communicate"
+    assert action.peer is not None, f"{action} is not a send or receive"
     forward = action.kind in (ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD)
     up = (action.peer > rank) == action.is_send
     return Channel("forward" if forward else "backward", "up" if up else "down")
@@ -169,7 +169,7 @@ def _global_order(schedule: Schedule) -> dict[Action, int]:
     for rank, actions in enumerate(todo):
         if actions:
             missing = next(other for other in dependencies(actions[0], schedule.stages) if other not in ends)
-            raise ScheduleError(f"rank {rank}: {actions[0]} waits for {missing}, which never ends.")
+            raise ScheduleError(f"rank {rank}: {actions[0]} waits for {missing}, which never completes.")
     placed = sorted((end, schedule.placement[action.stage], action) for action, end in ends.items())
     return {action: place for place, (_, _, action) in enumerate(placed)}
 

@@ -145,7 +145,7 @@ def simulate(
                 runnable += waiting.pop(action)
     for missing_action, ranks in waiting.items():
         raise ScheduleError(
-            f"rank {ranks[0]}: {todo[ranks[0]][0]} waits for {missing_action}, which never ends."
+            f"rank {ranks[0]}: {todo[ranks[0]][0]} waits for {missing_action}, which never completes."
         )
     return Timeline(
         tuple(map(tuple, spans)),

@@ -56,21 +56,22 @@ def validate(schedule: Schedule, outstanding_sends: int | None = None) -> None:
     for rank, (peak, limit) in enumerate(zip(peaks, schedule.activation_limit, strict=True)):
         if peak > limit:
             raise ScheduleError(
-                f"rank {rank}: holds {peak} activations at once, but {schedule.name} promises at most "
-                f"{limit}."
+                f"rank {rank} keeps up to {peak} activations in memory, more than the {limit} "
+                f"that schedule {schedule.name} allows."
             )
 
 
 def _check_placement(schedule: Schedule) -> None:
     if len(schedule.placement) != schedule.stages or set(schedule.placement) != set(range(schedule.ranks)):
         raise ScheduleError(
-            f"placement {schedule.placement} must give each of {schedule.stages} stages a rank, and each of "
-            f"{schedule.ranks} ranks a stage."
+            f"Expected a placement that assigns a rank to each of {schedule.stages} stages and a "
+            f"stage to each of {schedule.ranks} ranks, but got {schedule.placement}."
         )
     for what in ("actions", "activation_limit"):
         if len(getattr(schedule, what)) != schedule.ranks:
             raise ScheduleError(
-                f"{what} has {len(getattr(schedule, what))} entries for {schedule.ranks} ranks."
+                f"Expected {schedule.ranks} entries in {what}, one per rank, but got "
+                f"{len(getattr(schedule, what))}."
             )
 
 
@@ -91,11 +92,10 @@ def _check_complete(schedule: Schedule, rank: int) -> None:
     for action, count in counts.items():
         if action not in expected:
             raise ScheduleError(
-                f"rank {rank}: {action} does not belong here: rank {rank} holds stages "
-                f"{schedule.stages_of(rank)}."
+                f"rank {rank}: unexpected action {action}. Rank {rank} has stages {schedule.stages_of(rank)}."
             )
         if count > 1:
-            raise ScheduleError(f"rank {rank}: {action} is in the list {count} times.")
+            raise ScheduleError(f"rank {rank}: {action} appears {count} times.")
     for action in sorted(expected - counts.keys()):
         raise ScheduleError(f"rank {rank}: {action} is missing.")
 
@@ -109,12 +109,14 @@ def _check_order(schedule: Schedule, rank: int) -> None:
     for action in schedule.actions[rank]:
         for needed in _needed_here(action, schedule, rank):
             if needed not in seen:
-                raise ScheduleError(f"rank {rank}: {action} comes before {needed}, which it needs.")
+                raise ScheduleError(
+                    f"rank {rank}: {action} is scheduled before {needed}, on which it depends."
+                )
         if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT):
             if action.microbatch != accumulated[action.kind, action.stage]:
                 raise ScheduleError(
-                    f"rank {rank}: {action} is out of turn: gradients accumulate in ascending microbatch "
-                    "order."
+                    f"rank {rank}: {action} is out of order, because gradients must be "
+                    "accumulated in ascending order of microbatches."
                 )
             accumulated[action.kind, action.stage] += 1
         seen.add(action)
@@ -171,8 +173,8 @@ class _Execution:
         # send has completed
         if stuck:
             reasons = (
-                f"rank {rank} cannot start {self.schedule.actions[rank][self.position[rank]]}: "
-                f"{self._obstacle(rank)}"
+                f"rank {rank} cannot start {self.schedule.actions[rank][self.position[rank]]} "
+                f"({self._obstacle(rank)})"
                 for rank in stuck
             )
             raise ScheduleError(f"deadlock: {'; '.join(reasons)}.")
@@ -181,7 +183,7 @@ class _Execution:
         """The reason why the rank cannot execute its next action; None if it can."""
         action = self.schedule.actions[rank][self.position[rank]]
         if self.outstanding_sends is not None and self.sending[rank] > self.outstanding_sends:
-            return f"{self.sending[rank]} sends are not received"
+            return f"{self.sending[rank]} sends have not been received"
         receive = receive_before(action, self.schedule) if action.is_compute else None
         return f"{receive} has not completed" if receive and (rank, receive) not in self.received else None
 
@@ -203,8 +205,8 @@ class _Execution:
             produced = received_from(receive)
             if (send.stage, send.microbatch) != (produced.stage, produced.microbatch):
                 raise ScheduleError(
-                    f"rank {receiver}: {receive} would take the data of rank {sender}'s {send}: their orders "
-                    "differ."
+                    f"rank {receiver}: {receive} would receive the data of {send} on rank "
+                    f"{sender}, because their orders do not match."
                 )
             self.received.add((receiver, receive))
             self.sending[sender] -= 1

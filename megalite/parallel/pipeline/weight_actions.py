@@ -125,4 +125,6 @@ class _Filling:
         for rank, order in enumerate(self._orders):
             if order:
                 limit = self.schedule.activation_limit[rank]
-                raise ScheduleError(f"rank {rank}: {order[0]} never starts within {limit} activations.")
+                raise ScheduleError(
+                    f"rank {rank}: {order[0]} never starts with at most {limit} activations in memory."
+                )

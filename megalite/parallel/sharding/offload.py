@@ -287,15 +287,14 @@ class DiskState(CPUState):
 
     def _lost(self, error: OSError) -> OffloadError:
         reason = (
-            "its pages cannot be read from, or reserved on, the disk"
+            "its pages could not be read from, or allocated on, the disk"
             if error.errno == errno.EFAULT
             else error.strerror
         )
         return OffloadError(
-            f"parallel.offload_dir = {self.directory}: the file with the optimizer state is damaged: "
-            f"{reason}. "
-            "Nothing of that was saved. Start again with another directory, or parallel.offload cpu, from "
-            "the newest checkpoint."
+            f"The file with the optimizer state in parallel.offload_dir={self.directory} is "
+            f"corrupted: {reason}. No checkpoint was written from it. Restart from the newest "
+            "checkpoint with another directory, or with parallel.offload=cpu."
         )
 
 
@@ -320,8 +319,8 @@ def _open(directory: Path) -> IO[bytes]:
         return TemporaryFile(dir=directory)
     except OSError as error:
         raise ConfigError(
-            f"parallel.offload_dir = {directory} cannot be written: {error.strerror}. "
-            "Give a directory on a local disk that can, or set parallel.offload to cpu."
+            f"Could not write to parallel.offload_dir={directory}: {error.strerror}. Choose a "
+            "writable directory on a local disk, or set parallel.offload=cpu."
         ) from None
 
 
@@ -333,9 +332,9 @@ def _check_room(directory: Path, wanted: int) -> None:
 def _no_room(directory: Path, wanted: int, reason: str | None) -> ConfigError:
     free = shutil.disk_usage(directory).free
     return ConfigError(
-        f"parallel.offload_dir = {directory} has no room for the optimizer state: {wanted:,} bytes are "
-        f"wanted, {free:,} are free "
-        f"({reason}). Free as much, give a directory on a larger disk, or set parallel.offload to cpu."
+        f"Not enough space for the optimizer state in parallel.offload_dir={directory}: it "
+        f"requires {wanted:,} bytes, but {free:,} are free ({reason}). Free some space, choose a "
+        "directory on a larger disk, or set parallel.offload=cpu."
     )
 
 

@@ -108,8 +108,8 @@ class ParameterStore:
         options = options or StoreOptions()
         if options.zero == 0 and mesh.shard.size > 1:
             raise ValueError(
-                f"zero = 0 shards nothing, but the mesh's shard axis has {mesh.shard.size} ranks: create it "
-                "with dp_shard=1"
+                f"zero=0 is incompatible with a mesh whose shard axis has {mesh.shard.size} "
+                "ranks. Create the mesh with dp_shard=1."
             )
         self.mesh, self.at, self.options = mesh, mesh.coordinates, options
         # Without offloading, a single rank shards nothing. At dp = 1 experts may still have several ranks,

@@ -89,11 +89,11 @@ class WeightGatherer:
     def gather(self, bucket: int, unit: int | None) -> None:
         """Record that a bucket is to be gathered when the next computation reaches a unit; None: gather it
         now."""
-        raise RuntimeError(f"the schedule gathers bucket {bucket}, whose weights are always whole")
+        raise RuntimeError(f"the schedule gathers bucket {bucket}, but its weights are not sharded")
 
     def reshard(self, bucket: int, unit: int | None) -> None:
         """Record that a bucket is to be freed when the next computation leaves a unit."""
-        raise RuntimeError(f"the schedule frees bucket {bucket}, whose weights are always whole")
+        raise RuntimeError(f"the schedule frees bucket {bucket}, but its weights are not sharded")
 
 
 class ShardGatherer(WeightGatherer):
@@ -137,7 +137,7 @@ class ShardGatherer(WeightGatherer):
             self._gathers[unit].append(self.buckets[bucket])
 
     def reshard(self, bucket: int, unit: int | None) -> None:
-        assert unit is not None, "a bucket is freed when a unit ends"
+        assert unit is not None, "a bucket can only be freed at the end of a unit"
         self._reshards[unit].append(self.buckets[bucket])
 
     def pre_forward(self, unit: int, x: Tensor) -> Tensor:

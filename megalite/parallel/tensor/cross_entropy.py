@@ -24,7 +24,9 @@ from megalite.parallel.collectives import all_gather
 from megalite.parallel.microbatch import IGNORE_INDEX
 from megalite.parallel.weight import Weight
 
-NO_SECOND_DERIVATIVE = "the loss has no second derivative: call backward without create_graph"
+NO_SECOND_DERIVATIVE = (
+    "the second derivative of the loss is not supported: call backward without create_graph"
+)
 
 ChunkLoss = Callable[[Tensor, Tensor], Tensor]
 """(chunk of the head's input [chunk, batch, hidden], its targets [tokens]) -> the loss, a scalar."""
@@ -150,7 +152,8 @@ class _GradientWithLoss(torch.autograd.Function):
             raise RuntimeError(NO_SECOND_DERIVATIVE)
         torch._assert_async(
             grads[0] == 1,
-            "a loss in chunks has added its weight gradient: scale the loss before, not its gradient",
+            "the gradient of a chunked loss must be 1, because its weight gradients have already "
+            "been accumulated: scale the loss instead",
         )
         (dx,) = ctx.saved_tensors
         # a second backward must raise: it would not add the weight's gradient again
