@@ -1,10 +1,9 @@
-"""The choice of the library for fp32 matmuls on a CPU, once per run: `train.fp32_matmul`.
+"""Selection of the library for fp32 matmuls on a CPU, once per run (`train.fp32_matmul`).
 
-At the first start every rank measures the matmuls of its own step, all at once as in training, and the
-library with the smaller sum over the ranks is chosen, so all ranks choose alike. fp32_matmul.json in the
-run's directory records the choice, and later starts keep it: MKL and oneDNN add in different orders, and a
-resumed run must continue with the same bits. A run that continues another run's checkpoint takes that run's
-choice.
+At the first start every rank measures the matmuls of its own step, all ranks at the same time as in training.
+All ranks select the library with the smaller sum over the ranks. The choice is recorded in fp32_matmul.json
+in the directory of the run and kept by later starts, because MKL and oneDNN add in different orders and a
+resumed run must be bitwise reproducible. A run that continues the checkpoint of another run uses its choice.
 """
 
 from __future__ import annotations
@@ -40,8 +39,12 @@ MARGIN = 1.1
 
 @dataclass(frozen=True)
 class MatmulChoice:
-    """The library, and why: `option` is `train.fp32_matmul`, `seconds` of one step's products by library,
-    summed over the ranks."""
+    """The selected library, and the reason.
+
+    Attributes:
+        option: the value of `train.fp32_matmul`.
+        seconds: time of the matmuls of one step by library, summed over the ranks.
+    """
 
     path: matmul_library.Path
     reason: str
@@ -50,10 +53,11 @@ class MatmulChoice:
 
 
 def choose(config: Config, mesh: Mesh, device: torch.device) -> list[str]:
-    """Select the library for this process. Returns lines for the user. Collective.
+    """Select the library for this process, and return lines for the user. Collective.
 
     Raises:
-        ConfigError: on every rank, if the option asks for fp32 products of oneDNN where it rounds to bf16.
+        ConfigError: on every rank, if the option selects fp32 matmuls of oneDNN, but oneDNN rounds them to
+            bf16.
     """
     if device.type != "cpu" or config.train.precision != "fp32":
         return []
@@ -101,8 +105,7 @@ def _measured(config: Config, mesh: Mesh, allowed: tuple[matmul_library.Path, ..
 
 
 def step_products(config: Config, mesh: Mesh) -> list[MatmulShape]:
-    """This rank's matrix products of one step: those of its linear layers and of attention, forward and
-    backward."""
+    """Return this rank's matmuls of one step, in linear layers and attention, forward and backward."""
     train, length, layout = config.train, part_length(config), Layout.of(config)
     keys = length * layout.cp  # of whole rows; ulysses has all queries of fewer heads, which is as much
     microbatches, rows = layout.microbatches, train.micro_batch_size * length
@@ -129,7 +132,7 @@ def step_products(config: Config, mesh: Mesh) -> list[MatmulShape]:
 
 
 def _linear(rows: int, shape: tuple[int, ...], count: int) -> Iterator[MatmulShape]:
-    """The output, the input gradient and the weight gradient of a weight [out, in]."""
+    """Yield the matmuls for the output, input gradient and weight gradient of a weight [out, in]."""
     out, inner = shape
     yield MatmulShape(rows, inner, out, (False, True), times=count)
     yield MatmulShape(rows, out, inner, times=count)
@@ -137,7 +140,7 @@ def _linear(rows: int, shape: tuple[int, ...], count: int) -> Iterator[MatmulSha
 
 
 def linear_shapes(config: Config, mesh: Mesh) -> list[tuple[int, ...]]:
-    """[out, in] of every weight that this rank multiplies with: all matrices except lookup tables."""
+    """Return the [out, in] shape of every weight matrix on this rank, excluding embeddings."""
     specs = specs_of(config, mesh.pp.rank)
     tied = config.model.tie_word_embeddings  # an embedding that is also the head counts
     multiplied = [
@@ -150,8 +153,10 @@ def linear_shapes(config: Config, mesh: Mesh) -> list[tuple[int, ...]]:
 
 
 def _recorded(config: Config) -> dict[str, Any] | None:
-    """The recorded choice of the run, or of the run whose checkpoint it starts from, by this or an earlier
-    version."""
+    """Return the recorded choice of the run, or of the run whose checkpoint it starts from.
+
+    Records of earlier versions are supported.
+    """
     directories = [config.run.directory]
     if (load := config.checkpoint.load) not in ("auto", "none"):
         with suppress(CheckpointError):  # the trainer will say so

@@ -1,9 +1,9 @@
-"""Memory of the model states on each rank: measured, and as planned by `megalite.planner.memory.states`.
+"""Memory of the model states on each rank, measured and as planned by `megalite.planner.memory.states`.
 
-Measured between steps: weights, accumulated gradients, optimizer state (separate master weights, two
-moments), and PowerSGD's errors and factors. What a step adds (activations, gathered buckets, PowerSGD's new
-errors) is only planned (`megalite.planner.memory.estimate`). State that is offloaded to disk is in memory
-only for the windows that a step works on.
+It is measured between steps: weights, accumulated gradients, optimizer state (separate master weights, two
+moments), and the errors and factors of PowerSGD. The additional memory during a step (activations, gathered
+buckets, new errors of PowerSGD) is only planned (`megalite.planner.memory.estimate`). State that is offloaded
+to disk only uses memory for the windows that a step is working on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megalite.training.trainer import Trainer
 
 
 class ModelStates(NamedTuple):
-    """Bytes on one rank."""
+    """Bytes of the model states on one rank."""
 
     weights: float
     gradients: float
@@ -48,8 +48,10 @@ class ModelStates(NamedTuple):
 
 
 def _storages(state: OptimizerState) -> Iterator[tuple[str, str, int]]:
-    """(kind, place, bytes) of the memory of live tensors, each counted once, under the first kind that it
-    has."""
+    """Yield (kind, place, bytes) of live storages.
+
+    Each is counted once, under the first kind to which it belongs.
+    """
     store, buckets = state.store, state.store.buckets
     gradients = [bucket.gradients for bucket in buckets if bucket.gradients is not None]
     kinds: dict[str, Iterable[Tensor | None]] = {
@@ -70,7 +72,7 @@ def _storages(state: OptimizerState) -> Iterator[tuple[str, str, int]]:
 
 
 def states_of(state: OptimizerState) -> ModelStates:
-    """Bytes of the model states that this state and its store keep between steps."""
+    """Return the bytes of the model states that this optimizer state and its store keep between steps."""
     storages = list(_storages(state))
     return ModelStates(
         *(sum(size for kind, _, size in storages if kind == name) for name in ModelStates._fields)
@@ -78,12 +80,12 @@ def states_of(state: OptimizerState) -> ModelStates:
 
 
 def measured(trainer: Trainer) -> ModelStates:
-    """Bytes of this rank's model states, as allocated."""
+    """Return the allocated bytes of this rank's model states."""
     return states_of(trainer.optimizer.state)
 
 
 def places(trainer: Trainer) -> dict[str, int]:
-    """The same bytes by the place they are stored in: cuda, cpu, disk."""
+    """Return the allocated bytes by the place where they are stored: cuda, cpu or disk."""
     sizes: dict[str, int] = {}
     for _, place, size in _storages(trainer.optimizer.state):
         sizes[place] = sizes.get(place, 0) + size
@@ -91,7 +93,7 @@ def places(trainer: Trainer) -> dict[str, int]:
 
 
 def formula(trainer: Trainer) -> ModelStates:
-    """Bytes of this rank's model states as the planner computes them from the configuration."""
+    """Return the bytes of this rank's model states that the planner computes from the configuration."""
     return planned(trainer.config, trainer.mesh.pp.rank, _device(trainer), trainer.mesh.shard.rank)
 
 
@@ -100,13 +102,13 @@ def _device(trainer: Trainer) -> Device:
 
 
 def planned_peak(trainer: Trainer) -> int:
-    """The planner's peak of bytes on this rank's device during a step."""
+    """Return the planned peak memory of this rank's device during a step, in bytes."""
     world, rank = trainer.mesh.world.size, trainer.mesh.pp.rank
     return estimate(trainer.config, world, _device(trainer), trainer.schedule, [rank])[0].total
 
 
 def planned(config: Config, pp_rank: int, device: Device, shard: int) -> ModelStates:
-    """The planner's bytes of a pipeline rank, with this index on the shard axis, between steps."""
+    """Return the planned bytes of a pipeline rank between steps, for this index on the shard axis."""
     states = model_states(config, plan.buckets_of(config, pp_rank), pp_rank, device, shard)
     return ModelStates(states.weights, states.gradients, states.master + states.moments, states.powersgd)
 
@@ -116,8 +118,12 @@ def _compressed(store: ParameterStore) -> Sequence[CompressedMatrix]:
 
 
 def gathering(trainer: Trainer, reshard: Literal["action", "step"]) -> tuple[float, float]:
-    """Costs of ZeRO-3 for this rank's pipeline position per step: how often all of its weights are gathered
-    (by size), and the largest share of its buckets that is whole at once."""
+    """Return the costs of ZeRO-3 per step for this rank's pipeline position.
+
+    Returns:
+        how often all of its weights are gathered (weighted by size), and the largest fraction of its buckets
+        that is gathered at once.
+    """
     config, rank = trainer.config, trainer.mesh.pp.rank
     config = replace(config, parallel=replace(config.parallel, zero3_reshard=reshard))
     schedule = build.schedule(config, build.layout(config).microbatches)
@@ -131,7 +137,7 @@ def gathering(trainer: Trainer, reshard: Literal["action", "step"]) -> tuple[flo
 
 
 def _describe_frozen(trainer: Trainer) -> list[str]:
-    """Which share of the model is trained, if not all, and a warning where the frozen rest is random."""
+    """Describe the fraction of trainable parameters, and warn if the frozen ones are random."""
     config = trainer.config
     specs = with_adapters(model_specs(config.model), config.lora)
     trained = parameter_count([spec for spec in specs if spec.trainable])
@@ -150,7 +156,7 @@ def _describe_frozen(trainer: Trainer) -> list[str]:
 
 
 def _describe_copies(trainer: Trainer) -> list[str]:
-    """The additional memory of optimistic steps, see `training.weight_update`."""
+    """Describe the additional memory of optimistic steps, see `training.weight_update`."""
     if not build.optimistic_step(trainer.config):
         return []
     size = sum(tensor.nbytes for tensor in trainer.optimizer.state.changing()) / 1e6
@@ -161,7 +167,7 @@ def _describe_copies(trainer: Trainer) -> list[str]:
 
 
 def _describe_gathering(trainer: Trainer) -> list[str]:
-    """Costs of both values of `parallel.zero3_reshard`, for comparison."""
+    """Describe the costs of both values of `parallel.zero3_reshard`."""
     if trainer.store.zero < 3:
         return []
     ways: tuple[Literal["action", "step"], ...] = ("action", "step")
@@ -174,8 +180,10 @@ def _describe_gathering(trainer: Trainer) -> list[str]:
 
 
 def report(trainer: Trainer) -> list[str]:
-    """One line for each group of ranks with equal numbers, the same on every rank, and remarks for this rank.
-    Collective."""
+    """Return one line per group of ranks with equal numbers, and remarks for this rank. Collective.
+
+    The lines about the groups are the same on every rank.
+    """
     lies = places(trainer)
     where = ", ".join(f"{size / 1e6:,.1f} MB on {place}" for place, size in lies.items() if size)
     own = (

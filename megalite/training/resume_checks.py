@@ -1,5 +1,7 @@
-"""Checks which checkpoint a run may continue from, one of the same model, data and horizon, and lists every
-other change."""
+"""Checks whether a run may continue from a checkpoint.
+
+Model, data and horizon must match; all other changes are listed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from megalite.config.run_length import resume_steps, with_batches
 from megalite.config.schema import Config, ConfigError
 
 FREE = ("preset", "from_hf", "init_from", "resize_embeddings", "dropout")
-"""Options of model and lora that do not affect what a checkpoint holds."""
+"""Options of model and lora that do not affect the content of a checkpoint."""
 
 DATA = ("data.train", "data.validation")
 SAMPLES = ("run.seed", "data.sequence_length", "data.shuffle", "data.packing", *DATA)
@@ -26,13 +28,15 @@ UNLISTED = (
     *("run.dir", "run.overwrite", "checkpoint.load", "checkpoint.allow", "data.allow_tokenizer_change"),
     *("train.stop_after", "faults.inject", "network.variables"),  # values of the last may be secret
 )
-"""Options of one start of a run, which have no effect on what it computes."""
+"""Options that belong to a single start of a run and do not affect its results."""
 LENGTH = ("train.steps", "train.epochs", "train.tokens")
 
 
 def check_resume(config: Config, fingerprint: str, state: dict[str, Any], directory: Path) -> None:
-    """Raise ConfigError if model, optimizer, data or horizon differ from a checkpoint's, unless
-    `checkpoint.allow` lists the change."""
+    """Raise ConfigError if the run does not match the model, optimizer, data or horizon of a checkpoint.
+
+    Changes listed in `checkpoint.allow` are accepted.
+    """
     # which a fresh start does not need
     from megalite.training.tokenizer_checks import check_resumed_tokenizer
 
@@ -88,12 +92,12 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
 
 
 def continue_steps(config: Config, state: dict[str, Any]) -> None:
-    """Count the steps of a run again that a checkpoint's state continues (`amounts.resume_steps`)."""
+    """Recompute the number of steps of a run that continues a checkpoint (`amounts.resume_steps`)."""
     resume_steps(config, with_batches(from_dict(state["config"]), state), state["step"])
 
 
 def other_samples(config: Config, saved: Config) -> str:
-    """What changes the samples: the options that cut and order them by name, else the data."""
+    """Describe what changes the samples: the options that select and order them, or the data itself."""
     before, now = options_of(saved), options_of(config)
     changed = {
         name: f"{name} was {show(before[name])}, is {show(now[name])}"
@@ -105,13 +109,13 @@ def other_samples(config: Config, saved: Config) -> str:
 
 
 def options_of(config: Config) -> dict[str, Any]:
-    """section.key → value, as stored, in one order where none counts."""
+    """Return section.key → value, as stored. Lists whose order has no effect are sorted."""
     tree = json.loads(json.dumps(_tree(config)))
     return {f"{section}.{name}": value for section, values in tree.items() for name, value in values.items()}
 
 
 def _tree(config: Config) -> dict[str, dict[str, Any]]:
-    """The options as they are compared: `to_dict`, in one order where none counts."""
+    """Return `to_dict` for comparison. Lists whose order has no effect are sorted."""
     tree = to_dict(config)
     return tree | {
         "lora": {
@@ -122,18 +126,19 @@ def _tree(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def changes(config: Config, state: dict[str, Any], software: dict[str, str]) -> list[str]:
-    """A table of every option, and of software, that differs from those of a checkpoint; no lines if none
-    does.
+    """Return a table of all options and software versions that differ from a checkpoint, or no lines.
 
     Args:
-        software: name → version of what runs now.
+        software: current version of each package, by name.
     """
     return _table(_changed(config, state, software))
 
 
 def changed_experiment(config: Config, state: dict[str, Any]) -> list[str]:
-    """The table of `changes` without the layout and the length of the run, which may change from one start of
-    a run to the next."""
+    """Return the table of `changes` without the layout and the length of the run.
+
+    These may change between the starts of a run.
+    """
     rows = _changed(config, state, {})
     return _table([row for row in rows if row[0] not in LENGTH and not row[0].startswith("parallel.")])
 
@@ -158,8 +163,10 @@ def _table(changed: list[tuple[str, str, str]]) -> list[str]:
 
 
 def is_same_run(config: Config, saved: dict[str, Any]) -> bool:
-    """Whether a stored configuration has the same options, the layout excepted. An option that is missing in
-    it has its default; with one that is unknown it is another run's."""
+    """Return whether a stored configuration has the same options, except for the layout.
+
+    A missing option has its default. A configuration with unknown options belongs to another run.
+    """
     try:
         before = from_dict({**saved, "parallel": {}})
     except ConfigError:
@@ -170,8 +177,11 @@ def is_same_run(config: Config, saved: dict[str, Any]) -> bool:
 
 
 def without_adapters(manifest: Manifest) -> Manifest:
-    """Return the manifest of a checkpoint to start from. Raises CheckpointError if it holds adapters, which
-    would not be loaded."""
+    """Return the manifest of a checkpoint to start from.
+
+    Raises:
+        CheckpointError: the checkpoint contains adapters, which would not be loaded.
+    """
     if from_dict(manifest.state.get("config", {})).lora.rank:
         way_out = (
             "Merge them with megalite convert export and start from hf:DIR, or export only the "
@@ -185,8 +195,11 @@ def without_adapters(manifest: Manifest) -> Manifest:
 
 
 def changed_compression(config: Config, state: dict[str, Any]) -> list[str]:
-    """A note for the user if PowerSGD starts, ends or continues on other ranks: the run then differs from an
-    uninterrupted one."""
+    """Return a note if the state of PowerSGD is not restored exactly.
+
+    This is the case if PowerSGD is enabled or disabled, or continues on other ranks. The run then differs
+    from an uninterrupted one.
+    """
     saved = from_dict(state["config"])
     before, now = saved.parallel, config.parallel
     dims = [ParallelDims.of(options) for options in (saved, config)]
