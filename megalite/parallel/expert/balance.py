@@ -5,8 +5,8 @@
     sequence  the same, where f is the fraction within the token's own sequence (DeepSeek-V2)
     bias      a bias is added to the probabilities when experts are chosen, but not to their weights; after
               each applied step it moves by `router_bias_rate` against the load (Wang et al. 2024). If the
-              loss has a coefficient, it is that of `sequence`, where f is the fraction that the k most probable
-              experts of each token would receive without bias and groups (DeepSeek-V3)
+              loss has a coefficient, it is that of `sequence`, where f is the fraction that the k most
+              probable experts of each token would receive without bias and groups (DeepSeek-V3)
 
 P is the mean router probability; for sigmoid scores, the scores of a token divided by their sum. With
 constant f the loss is a sum over tokens, so that it adds over microbatches and ranks like the loss of the
