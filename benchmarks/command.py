@@ -1,30 +1,28 @@
-"""Measure this machine's speed and memory against a peer or against the matrix products alone; writes to
-benchmarks/results/.
+"""Measure speed and memory on this machine, and write the results to benchmarks/results/.
 
     megalite benchmark step [--precision fp32 bf16] [--compile]     a 25M Llama against transformers; on a
-    GPU, 1B and layers of 8B
-    megalite benchmark kernels [GROUP ...] [--tune]                 on a GPU, every Triton kernel against
-    torch's and Liger's
+                                                                    GPU, 1B and layers of 8B
+    megalite benchmark kernels [GROUP ...] [--tune]                 on a GPU, all Triton kernels against torch
+                                                                    and Liger
     megalite benchmark overhead                                     small models on one process and on up to 8
-    ranks
-    megalite benchmark peers [NAME ...] [--rounds 10]                ratios to transformers, nanoGPT, DDP,
-    torchtitan, picotron …
-    megalite benchmark comm                                         data parallelism on 4 ranks against
-    torch's
+                                                                    ranks, against their matmuls alone
+    megalite benchmark peers [NAME ...] [--rounds 10]               ratios to transformers, nanoGPT, DDP,
+                                                                    torchtitan, picotron …
+    megalite benchmark comm                                         data parallelism on 4 ranks against torch
     megalite benchmark checkpoint                                   saving on 4 ranks against torch.save
     megalite benchmark scaling [--worlds 1,2,4] [--layout tp2xdp]   strong and weak scaling, here or under
-    torchrun
-    megalite benchmark plan                                         five layouts against the planner's
-    predictions
-    megalite benchmark prepare [--megabytes N] [--workers N]        data preparation beside Megatron-LM's and
-    datatrove's
+                                                                    torchrun
+    megalite benchmark plan                                         five layouts against the predictions of
+                                                                    the planner
+    megalite benchmark prepare [--megabytes N] [--workers N]        data preparation against Megatron-LM and
+                                                                    datatrove
     megalite benchmark context                                      context parallelism: memory, steps and
-    hops on 4 ranks
-    megalite benchmark bubble                                       every schedule's bubble against the
-    simulator's prediction
+                                                                    hops on 4 ranks
+    megalite benchmark bubble                                       the bubble of each schedule against the
+                                                                    simulator
 
-Do not use the machine meanwhile: compared runs alternate within one invocation, but other load adds noise to
-every figure.
+Do not use the machine in the meantime: compared runs alternate within one invocation, but other load adds
+noise to all figures.
 """
 
 from __future__ import annotations
@@ -264,7 +262,10 @@ def numbers(text: str) -> list[int]:
 
 
 def scale(options: argparse.Namespace) -> Path:
-    """Measure scaling; rank 0 writes the figures and, if matplotlib is installed, a plot next to them."""
+    """Measure scaling.
+
+    Rank 0 writes the figures and, if matplotlib is installed, a plot.
+    """
     sizes = {
         "length": options.sequence_length,
         "batch": options.global_batch_size,
@@ -302,7 +303,7 @@ def say(line: str) -> None:
 
 
 def measure(options: argparse.Namespace) -> Path:
-    """Run the chosen benchmark, and write its results."""
+    """Run the selected benchmark, and write its results."""
     name = "tuning" if options.benchmark == "kernels" and options.tune else options.benchmark
 
     def save(content: dict[str, Any]) -> Path:
@@ -356,7 +357,7 @@ def show(path: Path, as_json: bool) -> None:
 
 
 def lines(content: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The table's rows and columns."""
+    """Return the rows and columns of the table."""
     name = content["benchmark"]
     if name == "kernels":
         return [kernels.shown(row) for row in content["results"]], kernels.COLUMNS

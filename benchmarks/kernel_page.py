@@ -1,5 +1,7 @@
-"""Writes benchmarks/results/*-kernels.json as a table into docs/kernels.md: `python -m
-benchmarks.kernel_page`. A test compares them."""
+"""Table of benchmarks/results/*-kernels.json in docs/kernels.md: `python -m benchmarks.kernel_page`.
+
+A test compares them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ COLUMNS = {
 
 
 def section(results: Path = report.RESULTS) -> str:
-    """The text between the markers."""
+    """Return the text between the markers."""
     files = sorted(results.glob("*-kernels.json"))
     if not files:
         return "Not measured yet: no GPU has run these kernels.\n"

@@ -1,5 +1,4 @@
-"""Part 1: versions and missing packages, GPUs, links between them, clocks, and what is known to be wrong with
-this combination."""
+"""Part 1: versions and missing packages, GPUs, their links and clocks, and known issues."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ def rows(scene: Scene) -> Iterator[Row]:
 
 
 def versions(torch: Any) -> dict[str, str | None]:
-    """Versions of everything that figures and troubles depend on."""
+    """Return the versions of all packages that figures and issues depend on."""
     gpu = torch.cuda.is_available()
     cudnn = torch.backends.cudnn.version() if gpu else None
     return {
@@ -79,7 +78,7 @@ def versions(torch: Any) -> dict[str, str | None]:
 
 
 def cudnn_version(number: int) -> str:
-    """cuDNN's version as text: 91501 is 9.15.1."""
+    """Return cuDNN's version as text: 91501 is 9.15.1."""
     major, rest = divmod(number, 10_000)
     return f"{major}.{rest // 100}.{rest % 100}"
 
@@ -110,7 +109,7 @@ def gpu(torch: Any, index: int) -> Row:
 
 
 def topology(torch: Any, count: int) -> Row:
-    """What connects the GPUs with each other and with the processors."""
+    """Report the links of the GPUs to each other and to the processors."""
     direct = {
         f"{a}-{b}": torch.cuda.can_device_access_peer(a, b)
         for a in range(count)
@@ -142,7 +141,7 @@ def clocks() -> Row:
 
 
 def query(arguments: list[str]) -> str:
-    """What nvidia-smi prints. Raises OSError or subprocess.SubprocessError."""
+    """Return the output of nvidia-smi. Raises OSError or subprocess.SubprocessError."""
     return subprocess.run(
         ["nvidia-smi", *arguments],
         capture_output=True,
@@ -155,7 +154,7 @@ def query(arguments: list[str]) -> str:
 
 
 def troubles(packages: dict[str, str | None], capabilities: list[str], gpus: int) -> list[dict[str, Any]]:
-    """The rows of known.yaml whose conditions hold."""
+    """Return the rows of known.yaml with all conditions met."""
     import yaml
 
     def holds(trouble: dict[str, Any]) -> bool:

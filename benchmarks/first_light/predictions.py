@@ -1,8 +1,8 @@
-"""Part 7: the planner's predictions beside what was measured: every step of part 3, from the table's device
-and from a calibration.
+"""Part 7: predictions of the planner for all steps of part 3, compared with the measurements.
 
-The calibration measures matmuls, bandwidth, attention, loss, links and the cost of a call, none of which is
-a training step; with --calibrate it is written as a device file for `megalite plan --gpu`.
+They are based on the device in the table and on a calibration. The calibration measures matmuls, bandwidth,
+attention, loss, links and the cost of a call, but no training step. With --calibrate it is written as a
+device file for `megalite plan --gpu`.
 """
 
 from __future__ import annotations
@@ -58,12 +58,15 @@ def _calibrated(scene: Scene, measurements: dict[str, Any]) -> Row:
 
 
 def configuration(step: Row) -> Config:
-    """The configuration of a measured step, without its data."""
+    """Return the configuration of a measured step, without its data."""
     return from_dict({**step["config"], "data": {"sequence_length": step["sequence_length"]}})
 
 
 def _step(step: Row, device: Device | None) -> Row:
-    """Measured and predicted seconds. Documents are not modelled: attention counts as if rows were whole."""
+    """Compare measured and predicted seconds.
+
+    Documents are not included in the prediction: attention is counted for whole rows.
+    """
     measured = step["seconds"]
     predictions = {
         "calibration": prediction.step_seconds(configuration(step), device) if device else None,

@@ -1,8 +1,8 @@
-"""Part 6: every kernel of `megalite benchmark kernels`: time, share of the device's limit, beside torch,
-Liger and others, and registers.
+"""Part 6: all kernels of `megalite benchmark kernels`: time, fraction of the device's limit, and registers.
 
-With --short two processes measure all groups, without the others that torch.compile has to compile first;
-otherwise each group has its own. What a group does not use of its share of the time is left to the next ones.
+They are compared with torch, Liger and others. With --short two processes measure all groups, without the
+peers that torch.compile has to compile first; otherwise each group has its own process. Time that a group
+does not use is available to the following ones.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def rows(scene: Scene) -> Iterator[Row]:
 
 
 def _jobs(scene: Scene) -> list[tuple[str, ...]]:
-    """The groups of each process. The first one measures the device."""
+    """Return the groups of each process. The first one measures the device."""
     if scene.rehearse:
         return [("device", *REHEARSED)]
     others = [group for group in kernels.GROUPS if group != "attention"]

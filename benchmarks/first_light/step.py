@@ -1,9 +1,9 @@
-"""Part 3: a training step of some layers of Llama 3 8B, with and without documents, and with several GPUs on
-simple layouts.
+"""Part 3: a training step of some layers of Llama 3 8B.
 
-Each is a process of its own: MFU, peak memory beside the planner's, the most expensive kernels, the device's
-idle time. The routes of attention and of the weight gradient's matmul follow (`routes.py`). If they change
-the route of documents, that step is measured again.
+It is measured with and without documents, and with several GPUs on simple layouts. Each case is a separate
+process and reports MFU, peak memory compared with the planner, the most expensive kernels, and the idle time
+of the device. The routes of attention and of the weight gradient's matmul follow (`routes.py`). If they
+change the route of documents, that step is measured again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ DOCUMENT = 2048
 
 @dataclass(frozen=True)
 class StepCase:
-    """A step. parallel: sizes of the layout; document: tokens of each document."""
+    """A step.
+
+    Attributes:
+        parallel: sizes of the layout.
+        document: tokens of each document.
+    """
 
     name: str
     parallel: dict[str, int]
@@ -67,7 +72,7 @@ def _of_several(gpus: int) -> list[StepCase]:
 
 
 def measured(case: StepCase, scene: Scene, scratch: Path) -> Iterator[Row]:
-    """The step's row, and one for its kernels."""
+    """Yield the row of the step, and one for its kernels."""
     results: dict[str, Any] = {}
     yield guarded(case.name, "measurement", partial(_measured, case, scene, scratch, results))
     if profile := results.get("profile"):
@@ -114,7 +119,7 @@ def configuration(case: StepCase, scene: Scene, scratch: Path) -> dict[str, Any]
 
 
 def _memory(config: dict[str, Any], results: dict[str, Any], scene: Scene) -> dict[str, float | None]:
-    """Peak of allocated memory, and the planner's for the fullest rank, in GiB."""
+    """Return the peak of allocated memory, and the planned peak of the rank that needs the most, in GiB."""
     parsed = from_dict(config)
     world = parsed.parallel.tp * (parsed.parallel.dp or 1)
     predicted = max(rank.total for rank in estimate.estimate(parsed, world, scene.device))
