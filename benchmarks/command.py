@@ -1,16 +1,16 @@
 """Measure speed and memory on this machine, and write the results to benchmarks/results/.
 
-    step [--precision fp32 bf16] [--compile]    a 25M Llama against transformers; on a GPU, 1B and layers of 8B
+    step [--precision fp32 bf16] [--compile]    a 25M Llama (on a GPU 1B) against transformers
     kernels [GROUP ...] [--tune]                Triton kernels on a GPU against torch and Liger
-    overhead                                    small models on up to 8 ranks against their matmuls alone
-    peers [NAME ...] [--rounds 10]              ratios to transformers, nanoGPT, DDP, torchtitan, picotron …
+    overhead                                    small models against their matmuls alone
+    peers [NAME ...] [--rounds 10]              ratios to nanoGPT, DDP, torchtitan, picotron …
     comm                                        data parallelism on 4 ranks against torch
     checkpoint                                  saving on 4 ranks against torch.save
     scaling [--worlds 1,2,4] [--layout tp2xdp]  strong and weak scaling, here or under torchrun
     plan                                        five layouts against the planner's predictions
-    prepare [--megabytes N] [--workers N]       data preparation against Megatron-LM and datatrove
-    context                                     memory, steps and hops of context parallelism on 4 ranks
-    bubble                                      the bubble of each schedule against the simulator
+    prepare [--megabytes N] [--workers N]       preparation against Megatron-LM and datatrove
+    context                                     memory and steps of context parallelism
+    bubble                                      bubble of each schedule against the simulator
 
 Do not use the machine in the meantime: compared runs alternate within one invocation, but other load adds
 noise to all figures.

@@ -327,8 +327,8 @@ def test_other_ranks_share_what_is_owed(layout, other, ranks, prefix, saved):
     )
     sizes = [SAVED[each]["dp"] for each in (layout, other)]
     assert got[0]["notes"] == [
-        f"parallel.dp changed from {sizes[0]} to {sizes[1]}: PowerSGD's error feedback is divided equally among the current "
-        "ranks; "
+        f"parallel.dp changed from {sizes[0]} to {sizes[1]}: PowerSGD's error feedback is divided equally among the "
+        "current ranks; "
         "the resumed run will not be bitwise identical"
     ]
     for name in before[0]["errors"]:

@@ -142,7 +142,8 @@ def test_a_save_and_an_end_are_told_apart_in_one_sum(others: float, end: ExitSta
         ({"interval": 500}, "a checkpoint every 500 steps, about 12 MB each; keeping all"),
         (
             {"minutes": None},
-            "no checkpoint before the end of the run or a signal, because checkpoint.interval and checkpoint.minutes are null",
+            "no checkpoint before the end of the run or a signal, because checkpoint.interval and "
+            "checkpoint.minutes are null",
         ),
     ],
 )
